@@ -15,7 +15,7 @@ def generate(out: Path) -> None:
     """Writes `*_pb2.py`, `*_pb2.pyi`, `*_pb2_grpc.py` and `*_pb2_grpc.pyi` for every proto below `out`.
 
     Raises:
-        SystemExit: if protoc refuses.
+        SystemExit: protoc failed.
     """
     well_known = resources.files("grpc_tools") / "_proto"
     sources = sorted(str(path.relative_to(ROOT)) for path in ROOT.rglob("*.proto"))

@@ -1,6 +1,6 @@
-"""Long requests as several messages, for the coordinator takes none of more than 16 KiB.
+"""Splits long requests into several messages, because the coordinator takes no message of more than 16 KiB.
 
-gRPC holds an unfinished message of each open call in memory, and has one limit of size for a whole server.
+gRPC holds an unfinished message of each open call in memory, and has one size limit for a whole server.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from google.protobuf.message import Message
 __all__ = ["MESSAGE_BYTES", "cut", "in_messages"]
 
 MESSAGE_BYTES = 16 << 10
-"""Bytes of a message to the coordinator, at most."""
+"""The most bytes of a message to the coordinator."""
 
 _HEAD_BYTES = 16
-"""Of a piece in a message: its field's number and its length take fewer."""
+"""Bytes that a piece has for its head; its field's number and its length take fewer."""
 
 M = TypeVar("M", bound=Message)
 
 
 def cut(value: bytes) -> list[bytes]:
-    """The value in pieces, each short enough for a message; one empty piece for an empty value."""
+    """Cuts the value into pieces, each short enough for a message; an empty value gives one empty piece."""
     most = MESSAGE_BYTES - _HEAD_BYTES
     return [value[at : at + most] for at in range(0, len(value), most)] or [b""]
 
 
 def in_messages(request: M) -> list[M]:
-    """Messages that give the request when they are merged in order.
+    """Splits a request into messages that give the request again when they are merged in order.
 
-    A message is longer than `MESSAGE_BYTES` only if one item, or what is not repeated, is too long by itself.
+    A message is longer than `MESSAGE_BYTES` only if one item, or all that is not repeated, is too long by itself.
     """
     if request.ByteSize() <= MESSAGE_BYTES:
         return [request]

@@ -1,8 +1,8 @@
-"""Files that hold secrets: who may read them besides this process. For both sides.
+"""Checks which users may read a file that holds a secret. Both the coordinator and the workers use it.
 
-The rule is that of libpq and of PostgreSQL's server for key files: a file of this process's user is for that user alone
-(0600); in one of root's, or of anybody else, the group is how this process gets to it (0640), as Kubernetes mounts a
-secret for its `fsGroup`. One that everybody may read is refused, whoever has it.
+The rule is that of libpq and of PostgreSQL's server for key files. A file of this process's user must be for that user
+alone (0600). A file of root or of another user may be open to its group (0640), through which this process reads it;
+so Kubernetes mounts a secret for its `fsGroup`. A file that everybody may read is refused, whoever owns it.
 Source: https://www.postgresql.org/docs/current/ssl-tcp.html, "Basic Setup".
 """
 
@@ -17,19 +17,20 @@ __all__ = ["FileTooOpen", "check_private", "read_own", "read_private"]
 
 
 class FileTooOpen(ValueError):
-    """Others may read, or change, a file that holds a secret; the text has its name, its mode and what to run."""
+    """Others may read or change a file that holds a secret; the text has its name, its mode and what to run."""
 
 
 def check_private(path: Path, status: os.stat_result, user: int) -> None:
     """Checks the mode of a file.
 
     Args:
-        path: of the file, for the text.
-        status: what the system says of it. What has no name (`/dev/fd/3`) or is no file at all has no readers to fear.
+        path: path of the file, for the text.
+        status: the status of the file. A file without a name (`/dev/fd/3`) passes, and so does anything but a regular
+            file: there are no other readers to fear.
         user: the effective user id of this process.
 
     Raises:
-        FileTooOpen: more may read or write it than should.
+        FileTooOpen: more users may read or write the file than should.
     """
     if not stat.S_ISREG(status.st_mode) or not status.st_nlink:
         return
@@ -45,15 +46,15 @@ def check_private(path: Path, status: os.stat_result, user: int) -> None:
 
 
 def read_private(path: Path, most: int = -1) -> bytes:
-    """The contents of a file that holds a secret.
+    """Reads a file that holds a secret.
 
     Args:
-        path: of the file.
-        most: bytes that are read; all if negative.
+        path: path of the file.
+        most: the most bytes to read; all if negative.
 
     Raises:
-        FileTooOpen: more may read or write it than should.
-        OSError: it cannot be read.
+        FileTooOpen: more users may read or write the file than should.
+        OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         check_private(path, os.fstat(file.fileno()), os.geteuid())
@@ -61,16 +62,16 @@ def read_private(path: Path, most: int = -1) -> bytes:
 
 
 def read_own(file: int, path: Path, most: int) -> bytes:
-    """The contents of a file that a process of this user has made for its others: stricter than `read_private`.
+    """Reads a file that a process of this user has made for the user's other processes; stricter than `read_private`.
 
     Args:
         file: a descriptor, opened without following a link and without waiting for a FIFO's writer.
-        path: of the file, for the text.
-        most: bytes that are read.
+        path: path of the file, for the text.
+        most: the most bytes to read.
 
     Raises:
-        FileTooOpen: it is no regular file, another user's, or others may read or write it.
-        OSError: it cannot be read.
+        FileTooOpen: it is no regular file, belongs to another user, or others may read or write it.
+        OSError: the file cannot be read.
     """
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:

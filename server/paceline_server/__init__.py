@@ -1,13 +1,14 @@
 """The coordinator: it decides who trains together, says what ended a generation, and keeps barriers and a small store.
 
 Decisions about jobs are made in `paceline_protocol`, by pure functions that take the time as an argument and return
-effects. This package is the shell (`dispatcher`, `services`, `app`) that performs them on grpc.aio, and it has what
-only the coordinator needs: storage, tokens, budgets. It never imports `paceline`: both sides share only the protocol.
+effects. This package is the shell (`dispatcher`, `services`, `app`) that performs the effects on grpc.aio, and it has
+what only the coordinator needs: storage, tokens, budgets. It never imports `paceline`: both sides share only the
+protocol.
 """
 
 from __future__ import annotations
 
-from paceline_server import _grpc  # noqa: F401  # before anything else loads grpc: see there
+from paceline_server import _grpc  # noqa: F401  # before anything else imports grpc: see `_grpc`
 from paceline_server.app import Coordinator, serve
 from paceline_server.listening import PortInUse
 from paceline_server.settings import ServerSettings

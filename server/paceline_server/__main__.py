@@ -1,4 +1,4 @@
-"""`python -m paceline_server`: a coordinator in the foreground. `paceline coordinator` is the same with more colour."""
+"""`python -m paceline_server` runs a coordinator in the foreground; `paceline coordinator` does so with more colour."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def _announce(address: str) -> None:
-    # One line on standard output, so that whoever started us can read the port.
+    # One line on standard output, so that the process that started us can read the port.
     sys.stdout.write(f"listening on {address}\n")
     sys.stdout.flush()
 

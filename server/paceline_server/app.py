@@ -1,7 +1,7 @@
-"""The coordinator: it wires storage, jobs, services, health and reflection to a gRPC server.
+"""Connects storage, jobs, services, health and reflection to a gRPC server; together they are the coordinator.
 
-`Coordinator` runs on whatever event loop starts it and installs no signal handlers, so that a worker or a launcher can
-embed it. `serve` runs one in a process of its own, until SIGTERM or Ctrl-C; then it drains.
+`Coordinator` runs on the event loop that starts it and installs no signal handlers, so that a worker or a launcher can
+embed it. `serve` runs a coordinator in a process of its own until SIGTERM or Ctrl-C, and then drains it.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ _SERVICES = tuple(
 
 
 _IDLE_MS = 1_000
-"""Milliseconds for which a connection may be there without a call. Of 1,000 workers that come at once, some call only
-after a quarter of a second; and who comes back after a cut shall not wait for long."""
+"""Milliseconds for which a connection may stay open without a call. Of 1,000 workers that connect at once, some make
+their first call only after a quarter of a second; and a worker that reconnects after a cut should not wait for long."""
 
 _UNREAD_BYTES = 16 << 10
 
 _HEALTH_S = 0.2
-"""Seconds for those who watch our health to hear that it ends."""
+"""Seconds for the watchers of our health to hear that we stop."""
 
 
 class Coordinator:
@@ -66,7 +66,7 @@ class Coordinator:
 
     Args:
         settings: where to listen, where to keep state, limits.
-        storage: for tests; by default what `settings.state_path` says.
+        storage: replaces the storage that `settings.state_path` names; for tests.
         observer: called with ("stream_began" or "stream_ended", member id, time on the loop's clock).
     """
 
@@ -89,22 +89,22 @@ class Coordinator:
         self._certificates: CertificateKeeper | None = None
 
     async def start(self) -> str:
-        """Takes up the stored state and serves.
+        """Loads the stored state and serves.
 
         Returns:
-            The address that is listened at, host:port.
+            The address that the coordinator listens at, host:port.
 
         Raises:
-            PortInUse: somebody listens there already.
+            PortInUse: another process listens there already.
             StateUnusable: the state file cannot be used.
-            TlsUnusable, TokensUnusable: of the files that the settings name.
-            OSError: the address cannot be listened at for another reason.
+            TlsUnusable, TokensUnusable: the files that the settings name cannot be used.
+            OSError: listening failed for another reason.
         """
         assert not self._began, "a coordinator starts once"
         self._began = True
         try:
             return await self._start()
-        except BaseException:  # a signal may come at any moment of it
+        except BaseException:  # a signal may come at any moment of the start
             await self.stop(grace=0)
             raise
 
@@ -140,12 +140,12 @@ class Coordinator:
         return address
 
     async def stop(self, grace: float = 1.0, *, for_good: bool = False) -> None:
-        """Drains and stops: not serving any more, waiters woken with DRAINING, calls ended, state closed.
+        """Drains and stops: reports not serving, wakes waiters with DRAINING, ends calls, closes the state.
 
         Args:
             grace: seconds for calls in progress to end before they are cut.
-            for_good: no coordinator will take this one's place: its sessions are ended in good order, so that members
-                do not look for it. They have `grace` to hear of it, too.
+            for_good: no coordinator will take this one's place, so it ends its sessions in good order and members do
+                not look for it. They hear of this within `grace`, too.
         """
         if self._stopped or not self._began:
             return
@@ -156,7 +156,7 @@ class Coordinator:
             await self._dispatcher.dissolve(grace)
             grace = max(0.0, cut - loop.time())
         self._dispatcher.drain()
-        # A watcher that does not read holds the lock of the health service, and must not hold us.
+        # A watcher that does not read holds the lock of the health service; it must not hold us up.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_HEALTH_S):
                 await self._health.enter_graceful_shutdown()
@@ -173,7 +173,7 @@ class Coordinator:
         _log.info("stopped")
 
     async def wait_for_termination(self) -> None:
-        """Returns when the server has ended."""
+        """Waits until the server has ended."""
         if self._server is not None:
             await self._server.wait_for_termination()
 
@@ -182,35 +182,36 @@ class Coordinator:
 
     def _options(self) -> list[tuple[str, int]]:
         return [
-            ("grpc.so_reuseport", 0),  # or two coordinators would share a port, and each see half of a job
+            ("grpc.so_reuseport", 0),  # otherwise two coordinators would share a port, and each see half of a job
             ("grpc.max_receive_message_length", MESSAGE_BYTES),
             ("grpc.max_send_message_length", -1),
-            # What may come of a call before it is read: `CALL_BYTES` counts it, so grpc must not choose it by itself.
+            # The bytes of a call that grpc takes before we read them. `CALL_BYTES` counts them, so grpc must not choose
+            # the number by itself.
             ("grpc.http2.bdp_probe", 0),
             ("grpc.http2.lookahead_bytes", _UNREAD_BYTES),
-            # A worker may ask whether we are there as often as it likes; heartbeats decide who is silent, not pings.
+            # A worker may ping us as often as it likes; heartbeats decide who is silent, not pings.
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_ping_strikes", 0),
             ("grpc.max_concurrent_streams", self._settings.max_calls),
             ("grpc.server_handshake_timeout_ms", round(1000 * self._settings.first_message_time)),
-            # An evicted session's last words may wait seconds for TCP to send them again. Closed, its connection
-            # answers the member's next heartbeat with a reset, and the member comes back.
+            # TCP may take seconds to resend the last messages of an evicted session. Once its connection is closed,
+            # the member's next heartbeat is answered with a reset, and the member comes back.
             ("grpc.max_connection_idle_ms", _IDLE_MS),
-            # Connections of hosts that are gone without a word must not stay for ever.
+            # Connections of hosts that vanished without closing them must not stay for ever.
             ("grpc.keepalive_time_ms", 60_000),
             ("grpc.keepalive_timeout_ms", 20_000),
         ]
 
 
 async def _token_keeper(settings: ServerSettings) -> TokenKeeper | None:
-    """The tokens that the settings name; None if nobody needs one."""
+    """Returns the tokens that the settings name; None if callers need no token."""
     if settings.token is not None:
         return TokenKeeper(Tokens.single(settings.token))
     return None if settings.token_file is None else await TokenKeeper.of_file(settings.token_file)
 
 
 def serve(settings: ServerSettings, announce: Callable[[str], None] | None = None, grace: float = 1.0) -> None:
-    """Serves until SIGTERM or SIGINT; a second one cuts the drain short. One that comes while it starts ends that.
+    """Serves until SIGTERM or SIGINT; a second signal cuts the drain short. A signal during the start ends the start.
 
     Args:
         settings: the coordinator's settings.
@@ -218,10 +219,10 @@ def serve(settings: ServerSettings, announce: Callable[[str], None] | None = Non
         grace: seconds for calls in progress to end.
 
     Raises:
-        PortInUse: somebody listens at the address already.
+        PortInUse: another process listens at the address already.
         StateUnusable: the state file cannot be used.
-        TlsUnusable, TokensUnusable: of the files that the settings name.
-        OSError: the address cannot be listened at for another reason.
+        TlsUnusable, TokensUnusable: the files that the settings name cannot be used.
+        OSError: listening failed for another reason.
     """
     share_one_heap()
     raise_file_limit()
@@ -241,7 +242,7 @@ async def _serve(settings: ServerSettings, announce: Callable[[str], None] | Non
     starting = asyncio.create_task(coordinator.start())
     told = asyncio.create_task(asked[0].wait())
     await asyncio.wait({starting, told}, return_when=asyncio.FIRST_COMPLETED)
-    if not starting.done():  # it may be a file or a resolver that hangs
+    if not starting.done():  # a file or a resolver may hang
         starting.cancel()
         await asyncio.wait({starting})
         if starting.cancelled():

@@ -1,6 +1,6 @@
-"""Calls that may hang for good, of a file on a network that is away or a resolver in trouble: each has a daemon thread.
+"""Runs calls that may hang for good, each on a daemon thread of its own: a network file, a resolver in trouble.
 
-In asyncio's pool a few of them would hold up all that wait for it, and any would keep the process from ending.
+In asyncio's pool a few such calls would hold up all others, and a single one would keep the process from ending.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ T = TypeVar("T")
 
 
 def start_apart(call: Callable[[], T], name: str) -> Future[T]:
-    """Begins the call on a thread of that name; its result, or whatever it raises, is in the future.
+    """Starts the call on a thread of that name; the future has its result, or the exception that it raised.
 
     Raises:
         RuntimeError: there are too many threads.
     """
     answer: Future[T] = Future()
-    answer.set_running_or_notify_cancel()  # whoever stops waiting does not stop the thread
+    answer.set_running_or_notify_cancel()  # a caller that stops waiting does not stop the thread
 
     def run() -> None:
         try:
             found = call()
-        except BaseException as error:  # noqa: BLE001  whoever waits shall hear of it, whatever it is
+        except BaseException as error:  # noqa: BLE001  the caller must hear of it, whatever it is
             answer.set_exception(error)
         else:
             answer.set_result(found)
@@ -41,7 +41,7 @@ async def call_apart(call: Callable[[], T], name: str, patience: float) -> T:
     """Waits for the call, for `patience` seconds at most.
 
     Raises:
-        TimeoutError: it has not come back; its thread stays until it does.
+        TimeoutError: the call has not returned; its thread stays until it does.
         RuntimeError: there are too many threads.
     """
     async with asyncio.timeout(patience):

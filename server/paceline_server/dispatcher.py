@@ -1,8 +1,8 @@
 """The shell around the jobs' memberships: it owns the clock, the streams and the jobs, and decides nothing.
 
-Everything runs on one event loop, so nothing is locked. An event goes to its job's `Membership`; the effects that come
-back are performed here, in order, without awaiting anything: pushes go to queues, writes to the storage's thread
-(`keeper`). `timers` makes sure that no deadline is missed.
+Everything runs on one event loop, so nothing is locked. The dispatcher gives each event to its job's `Membership` and
+performs the effects that come back, in order, without awaiting anything: pushes go to queues, writes to the storage's
+thread (`keeper`). `timers` makes sure that no deadline is missed.
 """
 
 from __future__ import annotations
@@ -60,19 +60,19 @@ from pacelinepb.v1 import session_pb2 as pb
 __all__ = ["Dispatcher", "Job", "Observer"]
 
 _NOT_KNOWN = ""
-"""Stands in the storage for all jobs that are not known; no job has this name."""
+"""The name under which the storage keeps facts about all unknown jobs; no job has this name."""
 
 _CLAIMED = 1 << 40
-"""No job gets so far by itself, with a view a millisecond for 35 years. A higher number is what a member has shown, and
-must not become that of other jobs."""
+"""A generation number that no job reaches by itself: it would need a view each millisecond for 35 years. A higher
+number was shown by a member, and must not become the number of other jobs."""
 
 _log = logging.getLogger(__name__)
 
 _DOOR_SECRET_BYTES = 32
-"""As many as SHA-256 has (RFC 2104, 3)."""
+"""As many as a SHA-256 digest has, the least that RFC 2104 (3) recommends for a key."""
 
 Observer = Callable[[str, str, float], None]
-"""Called with (what, member id, time on the loop's clock): for measuring, and for tests that wait for an event."""
+"""Called with (event, member id, time on the loop's clock), for measurements and for tests that wait for an event."""
 
 
 class Dispatcher:
@@ -80,33 +80,33 @@ class Dispatcher:
 
     Args:
         settings: limits and times.
-        storage: what outlives the process; opened by `start`, closed by whoever made it.
+        storage: keeps what outlives the process; `start` opens it, and its creator closes it.
         observer: told of streams that begin and end.
 
     Attributes:
-        jobs: those that have sessions or a line. `find` knows those at rest, too.
+        jobs: the jobs that have sessions or a line. `find` also finds jobs at rest.
     """
 
     def __init__(self, settings: ServerSettings, storage: Storage, observer: Observer | None = None) -> None:
         self.settings = settings
         self.jobs: dict[str, Job] = {}
         self.draining = False
-        # Nothing is left of them but the number, and whether they are done; who has been over for longest comes first.
+        # Jobs of which only the number is left, and whether they are done; the one that ended first comes first.
         self._resting: OrderedDict[str, JobState] = OrderedDict()
-        self._used_up = 0  # the numbers of jobs that are not known, up to this one (I3)
+        self._used_up = 0  # unknown jobs may have used the numbers up to this one (I3)
         self.storage = storage
         self._stores = Budget(settings.store_bytes)
         self._observer = observer
         self._streams: dict[str, SessionStream] = {}
         self._tokens: dict[str, bytes] = {}
         self._next_stream = 0
-        self._emptied = asyncio.Event()  # no stream is left of those that were there when it began to stop
+        self._emptied = asyncio.Event()  # set when we are stopping and no stream is left
         self._address_probes = AddressProbes()
         self._keeper = Keeper(storage, self._apply_alone)
         self._timers: Timers | None = None
 
     async def start(self) -> None:
-        """Takes up the stored jobs.
+        """Loads the stored jobs.
 
         Raises:
             StateUnusable: the storage cannot be used.
@@ -130,27 +130,27 @@ class Dispatcher:
             job = self._make_job(state, self._values(stored.name, stored.keys), stored.door_secret)
             self.jobs[stored.name] = job
             if stored.view is not None:
-                self._pages(job, stored.view)  # its members have this list
+                self._pages(job, stored.view)  # the members of the job have this list
             self._apply_alone(job, Ticked())
         self._timers.start()
 
     async def dissolve(self, patience: float) -> None:
-        """Ends all sessions for good, in good order: members are told so, and need neither wait nor say goodbye.
+        """Ends all sessions for good, in good order: tells the members, who need neither wait nor say goodbye.
 
         Args:
-            patience: seconds for the members to hear of it, which they answer by ending their streams. If the process
-                ended before, what was said might get lost with its connections.
+            patience: seconds for the members to hear of it; they answer by ending their streams. If the process ended
+                earlier, the message might get lost with its connections.
         """
         self.draining = True
         for stream in self._streams.values():
             stream.push(pb.SessionResponse(left=pb.Left()))
         if self._streams:
-            with contextlib.suppress(TimeoutError):  # a frozen member; its stream is cut as at any other end
+            with contextlib.suppress(TimeoutError):  # a member is frozen; its stream is cut as in any other stop
                 async with asyncio.timeout(patience):
                     await self._emptied.wait()
 
     def drain(self) -> None:
-        """Refuses what is new and ends what waits; members keep their sessions for whoever comes after."""
+        """Refuses new calls and ends waiting ones; members keep their sessions for the next coordinator."""
         self.draining = True
         self._keeper.close()
         if self._timers is not None:
@@ -164,23 +164,23 @@ class Dispatcher:
     # Jobs -------------------------------------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        """The names of all jobs, in order."""
+        """Returns the names of all jobs, sorted."""
         return sorted([*self.jobs, *self._resting])
 
     def find(self, name: str) -> Job | None:
-        """The job of that name. One at rest is made for the occasion, and taken up if a session is opened in it."""
+        """Returns the job of that name. A job at rest is rebuilt; it stays only if a session is opened in it."""
         job = self.jobs.get(name)
         if job is None and (state := self._resting.get(name)) is not None:
             job = self._make_job(state, self._values(name, {}))
         return job
 
     async def forget(self, name: str) -> None:
-        """Removes a job that is over, with its keys and its number. Returns when that is durable.
+        """Removes a job that is over, with its keys and its number. Returns when the removal is durable.
 
         Raises:
             NotFound: there is no such job.
-            BadRequest: it is not over; the text says what to do.
-            OSError: it cannot be stored, and the job is back when the coordinator is started again.
+            BadRequest: the job is not over; the text says what to do.
+            OSError: the removal cannot be stored; the job is back when the coordinator is started again.
         """
         job = self.find(name)
         if job is None:
@@ -199,7 +199,7 @@ class Dispatcher:
         job.store.values.clear()
         self.jobs.pop(name, None)
         self._resting.pop(name, None)
-        await self.storage.write([JobForgotten(name)])  # after all that was written of it, and before what will be
+        await self.storage.write([JobForgotten(name)])  # after all earlier writes of the job, before all later ones
 
     # Sessions ---------------------------------------------------------------------------------------------------------
 
@@ -230,7 +230,7 @@ class Dispatcher:
         )
         job = self.find(name)
         former = job.membership.state.sessions.get(event.former_member_id) if job is not None else None
-        freed = int(former is not None and was_this_member(event, former))  # its place, when it has come in
+        freed = int(former is not None and was_this_member(event, former))  # the new session replaces the former one
         if (
             sum(len(each.membership.state.sessions) for each in self.jobs.values() if not each.failed) - freed
             >= self.settings.max_sessions
@@ -248,7 +248,7 @@ class Dispatcher:
         """Opens a stream for a session that has lost its own.
 
         Raises:
-            Refused: the session has ended, or the token does not prove it.
+            Refused: the session has ended, or the token is not the session's.
         """
         self._check_running()
         wire.check_version(message.protocol_version)
@@ -266,7 +266,7 @@ class Dispatcher:
         return stream
 
     def stream_ended(self, stream: SessionStream) -> None:
-        """The stream is no more, for whatever reason."""
+        """Handles the end of a stream, whatever its reason."""
         now = self._loop.time()
         if self._observer is not None:
             self._observer("stream_ended", stream.member_id, now)
@@ -283,19 +283,19 @@ class Dispatcher:
                 self._address_probes.at(session.address, gone)
 
     def report_exit(self, name: str, process: Process, exit_code: int, found_gone: bool = False) -> bool:
-        """A launcher saw a process end. Returns whether a live member of the job is that process."""
+        """Handles a launcher's report that a process ended. Returns whether the process is a live member of the job."""
         job = self.find(name)
         if job is None:
             return False
         known = bool(job.membership.find(process))
-        self.apply(job, ExitReported(process, exit_code, found_gone))  # it may be one that was only silent until now
+        self.apply(job, ExitReported(process, exit_code, found_gone))  # also of a member that was only silent so far
         return known
 
     def authenticate(self, name: str, member_id: str, token: bytes) -> Job:
-        """The job of a live session.
+        """Returns the job of a live session.
 
         Raises:
-            Refused: there is no such session, or the token does not prove it.
+            Refused: there is no such session, or the token is not the session's.
         """
         self._check_running()
         job = self.jobs.get(name)
@@ -308,12 +308,12 @@ class Dispatcher:
         return job
 
     def page(self, name: str, generation: int, number: int, known_sha256: bytes) -> bytes:
-        """A serialised page of a view, or what has changed since the view whose hash the worker knows.
+        """Returns a serialised page of a view, or the changes since the view whose hash the worker knows.
 
         Raises:
-            NotFound: no such job.
-            StaleGeneration: not the job's current generation.
-            BadRequest: no such page.
+            NotFound: there is no such job.
+            StaleGeneration: the generation is not the job's current one.
+            BadRequest: there is no such page.
         """
         job = self.find(name)
         if job is None:
@@ -330,14 +330,14 @@ class Dispatcher:
     # Events and effects -----------------------------------------------------------------------------------------------
 
     def apply(self, job: Job, event: Event) -> None:
-        """Gives an event to a job and performs what follows.
+        """Gives an event to a job and performs the effects.
 
         Raises:
-            Refused: the event must not be; nothing has changed.
+            Refused: the event is not allowed; nothing has changed.
         """
         _check_sound(job)
         effects = job.membership.handle(self._loop.time(), event)
-        if isinstance(event, Heard):  # it changes no deadline and no decision, and is by far the most frequent
+        if isinstance(event, Heard):  # by far the most frequent event; it changes no deadline and no decision
             return
         self._act(job, effects)
 
@@ -345,26 +345,26 @@ class Dispatcher:
         """Gives an event that came on a stream to its job, if the stream still carries its session.
 
         Raises:
-            Refused: the event must not be; nothing has changed.
+            Refused: the event is not allowed; nothing has changed.
         """
         if self._streams.get(stream.member_id) is stream:
             self.apply(self.jobs[stream.job], event)
 
     def _apply_alone(self, job: Job, event: Event) -> None:
-        """Gives an event to a job for which no caller waits: a bug ends the sessions of this job, and of no other."""
+        """Gives a job an event that no caller waits for. A bug ends the sessions of this job, and of no other."""
         if job.failed:
             return
         try:
             self.apply(job, event)
-        except Exception:  # noqa: BLE001 - whatever it is, the jobs after this one in the same round must be told
+        except Exception:  # noqa: BLE001 - whatever it is, the other jobs of the same round must get their events
             name = job.membership.state.name
             _log.exception("job %s: the coordinator failed at %s, and ends its sessions", name, type(event).__name__)
             self._fail(job)
 
     def _fail(self, job: Job) -> None:
-        """What is known of the job may be half changed: nothing is decided on it, neither now nor for newcomers.
+        """Ends a job after a bug: its state may be half changed, so it decides nothing more, for newcomers either.
 
-        It keeps its name and its number until the coordinator starts again, on what was stored.
+        The job keeps its name and its number until the coordinator starts again, from the stored state.
         """
         job.failed = True
         assert self._timers is not None
@@ -389,7 +389,7 @@ class Dispatcher:
             self._arm(job, float("inf") if due is None else due)
 
     def _give_up(self, job: Job) -> None:
-        """Nobody of the last generation has been here for as long as the operator wants to wait."""
+        """Restarts the job: no member of the last generation has been here for `restart_after`."""
         state = job.membership.state
         _log.warning("job %s: %s", state.name, job.abandonment.done(state))
         self.apply(job, RestartAsked())
@@ -419,14 +419,14 @@ class Dispatcher:
                 self._push(effect.member_id, to_message(effect))
 
     def _renew_door_secret(self, job: Job) -> None:
-        """A line has ended: what its members knew of each other's doors opens none of the next line's.
+        """Makes a new door secret because a line has ended: the old one opens no door of the next line.
 
-        A session without a stream hears of it when it resumes.
+        A session without a stream gets the new secret when it resumes.
         """
         job.door_secret = secrets.token_bytes(_DOOR_SECRET_BYTES)
         renewed = pb.SessionResponse(new_door_secret=pb.NewDoorSecret(door_secret=job.door_secret))
         for member_id in job.membership.state.sessions:
-            if member_id not in self._tokens:  # else `registered`, which comes first, will have it
+            if member_id not in self._tokens:  # otherwise `registered`, which comes first, has the new secret
                 self._push(member_id, renewed)
 
     def _push(self, member_id: str, message: pb.SessionResponse) -> None:
@@ -459,7 +459,7 @@ class Dispatcher:
         return SessionStream(self._next_stream, job, member_id, self.settings.max_pending_messages)
 
     def _check_room(self) -> None:
-        """Refuses to take up a job if there are too many."""
+        """Refuses a new job if there are too many."""
         if len(self.jobs) >= self.settings.max_jobs:
             raise LimitMet(f"the coordinator has {self.settings.max_jobs} jobs, as many as it takes")
 
@@ -474,7 +474,7 @@ class Dispatcher:
     def _attach(self, job: Job, stream: SessionStream, token: bytes, event: Registered | Resumed) -> None:
         """Binds a stream to its session before the effects of its first event are performed."""
         _check_sound(job)
-        effects = job.membership.handle(self._loop.time(), event)  # refuses before anything is bound
+        effects = job.membership.handle(self._loop.time(), event)  # a refusal comes before anything is bound
         self.jobs.setdefault(stream.job, job)
         self._resting.pop(stream.job, None)
         earlier = self._streams.get(stream.member_id)
@@ -487,21 +487,21 @@ class Dispatcher:
         self._act(job, effects)
 
     def _arm(self, job: Job, due: float) -> None:
-        """Sets the job's timer to its next deadline; puts a job to rest of which no more than its number is left.
+        """Sets the job's timer to its next deadline, or puts the job to rest if only its number is left.
 
-        Its keys end with it: nobody is there who could ask for them.
+        A job at rest loses its keys: no member is left to ask for them.
         """
         state = job.membership.state
         deadline = min(due, job.membership.next_deadline())
         if self.jobs.get(state.name) is job and state.is_at_rest:
             self._rest(job, state)
         if self.jobs.get(state.name) is not job:
-            deadline = float("inf")  # if it is taken up again, then by another object
+            deadline = float("inf")  # if the job comes back, it is another object
         assert self._timers is not None
         self._timers.set(job, deadline)
 
     def _rest(self, job: Job, state: JobState) -> None:
-        """Nothing of the job is kept but its number, and how its line ended."""
+        """Puts a job to rest: keeps only its number, and how its line ended."""
         del self.jobs[state.name]
         had_keys = len(job.store.values) > 0
         job.store.values.clear()
@@ -530,10 +530,10 @@ def _failed(job: Job) -> SessionEnded:
 
 
 def _check_sound(job: Job) -> None:
-    """Refuses what is for a job that a bug has ended.
+    """Checks that no bug has ended the job.
 
     Raises:
-        SessionEnded: it has.
+        SessionEnded: a bug has ended it.
     """
     if job.failed:
         raise _failed(job)

@@ -1,4 +1,4 @@
-"""Why the coordinator refuses, and the one table from refusal to gRPC status.
+"""The reasons why the coordinator refuses, and the one table from refusal to gRPC status.
 
 Refused
     BadRequest           the request itself is wrong: a bug or a user's mistake
@@ -11,13 +11,13 @@ Refused
     SettingsDisagree     the member disagrees with its job on a setting
     LimitMet             a limit on size or number
     Draining             the coordinator is stopping
-    TimedOut             what was waited for did not come in time
+    TimedOut             what the caller waited for did not come in time
     VersionMismatch      the versions of the protocol differ
-    Unauthenticated      no token came, or one that is unknown here
+    Unauthenticated      no token came, or an unknown one
     PermissionDenied     the token is good for another job, or for less
-    Damaged              what came is no message: it has changed on the way
+    Damaged              the bytes are no message: they changed on the way
 
-Handlers raise these and pick no codes; `services.refusals` turns them into a status with `google.rpc.ErrorInfo`.
+Handlers raise these and choose no codes; `services.refusals` turns them into a status with `google.rpc.ErrorInfo`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class LimitMet(Refused):
 
 
 class NoRoom(Refused):
-    """There is no room for it now, and may be later."""
+    """There is no room for the call now, but there may be later."""
 
     reason = ErrorReason.ERROR_REASON_LIMIT
 
@@ -89,7 +89,7 @@ class Draining(Refused):
 
 
 class TimedOut(Refused):
-    """What was waited for did not come in time; the text lists what is missing."""
+    """What the caller waited for did not come in time; the text lists what is missing."""
 
     reason = ErrorReason.ERROR_REASON_TIMEOUT
 
@@ -101,19 +101,19 @@ class VersionMismatch(Refused):
 
 
 class Unauthenticated(Refused):
-    """No token came, or one that is unknown here; the text says what to do and never what came."""
+    """No token came, or an unknown one. The text says what to do and never repeats the token."""
 
     reason = ErrorReason.ERROR_REASON_UNAUTHENTICATED
 
 
 class PermissionDenied(Refused):
-    """The token is good for another job, or its role for less than this call."""
+    """The token is good for another job, or its role does not allow this call."""
 
     reason = ErrorReason.ERROR_REASON_PERMISSION_DENIED
 
 
 class Damaged(Refused):
-    """The bytes that came are no message of this call; the same call may succeed when it is made again."""
+    """The bytes that came are no message of this call; the caller may repeat the call and succeed."""
 
     reason = ErrorReason.ERROR_REASON_DAMAGED
 
@@ -136,4 +136,4 @@ STATUS: Mapping[type[Refused], grpc.StatusCode] = {
     PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     Damaged: grpc.StatusCode.DATA_LOSS,
 }
-"""The gRPC status of each refusal (the comments of errors.proto promise these)."""
+"""The gRPC status of each refusal; the comments of errors.proto promise the same."""

@@ -1,4 +1,4 @@
-"""Has the storage keep what a job has decided. Nobody waits, but for a view: that forms once it is stored."""
+"""Hands the decisions of jobs to the storage. Only a view waits for the disk: it forms once it is stored."""
 
 from __future__ import annotations
 
@@ -43,33 +43,33 @@ __all__ = ["Job", "Keeper"]
 _log = logging.getLogger(__name__)
 
 Kept = StoreView | ForgetView | StoreVerdict | StoreEnding | StoreFinished | StoreReached
-"""Effects that are performed here."""
+"""The effects that the keeper performs."""
 
 
 @dataclass(slots=True)
 class Job:
-    """One job: what decides about it, and what the shell needs beside."""
+    """One job: its membership, which decides, and what the shell needs besides."""
 
     membership: Membership
     store: Storeroom
     abandonment: Abandonment
     door_secret: bytes = field(repr=False)
-    """By which its members know each other, 32 bytes. New in each line; the same after a restart of the coordinator."""
+    """The 32 bytes by which members recognise each other. New in each line; a restart of the coordinator keeps it."""
     reason: str = ""
-    """The policy's sentence as it was last logged."""
+    """The sentence of the policy that was logged last."""
     timer: asyncio.TimerHandle | None = None
     failed: bool = False
-    """A bug has ended its sessions: nothing is decided about it any more."""
+    """True if a bug has ended the job's sessions: the job decides nothing more."""
     pages: ViewPages | None = None
-    """The member list of the last view that was pushed or asked for."""
+    """The member list of the last view that was pushed or requested."""
 
 
 class Keeper:
-    """Writes for all jobs.
+    """Writes to the storage for all jobs.
 
     Args:
-        storage: what outlives the process.
-        apply: gives an event to a job and performs what follows; raises nothing.
+        storage: keeps what outlives the process.
+        apply: gives an event to a job and performs the effects; raises nothing.
     """
 
     def __init__(self, storage: Storage, apply: Callable[[Job, Event], None]) -> None:
@@ -78,7 +78,7 @@ class Keeper:
         self._closed = False
 
     def close(self) -> None:
-        """Jobs are not told any more of what is written."""
+        """Stops telling jobs that their writes are done."""
         self._closed = True
 
     def keep(self, job: Job, effect: Kept) -> None:
@@ -102,15 +102,15 @@ class Keeper:
                 written.add_done_callback(functools.partial(self._finish_written, job, step))
 
     def clear(self, name: str) -> None:
-        """Nothing is left of this job's keys."""
+        """Removes all keys of a job from the storage."""
         self._write(StoreCleared(name))
 
     def forget(self, name: str) -> None:
-        """Nothing is left of this job."""
+        """Removes a job from the storage."""
         self._write(JobForgotten(name))
 
     def forget_but(self, name: str, others: str, generation: int) -> None:
-        """Nothing is left of this job but that numbers up to this one are used up, which is kept with `others`."""
+        """Removes a job from the storage, but keeps with `others` that numbers up to `generation` are used up."""
         self._write(NumbersUsed(others, generation), JobForgotten(name))
 
     def _view_written(self, job: Job, generation: int, written: asyncio.Future[None]) -> None:
@@ -124,7 +124,7 @@ class Keeper:
             self._apply(job, StoreFailed(generation, str(error)))
 
     def _finish_written(self, job: Job, step: int | None, written: asyncio.Future[None]) -> None:
-        """Of a disk that refuses nobody has any use: the job is done, and that is told."""
+        """Tells the job that it is done even if the disk refused the write: nobody can use the refusal."""
         _log_failure(written)
         if step is not None and not self._closed:
             self._apply(job, FinishStored(step))

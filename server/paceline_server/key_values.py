@@ -1,12 +1,12 @@
 """The key-value store of one job, and the calls that wait for keys.
 
-`KeyValues` is pure: values, limits, and answers to repeated calls. A call that changes a value depending on the
-present one (`add`, `compare_set`) may be repeated by a client that lost the answer; the last few answers of each member
-are kept, so that a repeat is answered as the first call was and changes nothing. No value is kept with them: a repeat
-has the one that it wanted to set, or lost to.
+`KeyValues` is pure: values, limits, and answers to repeated calls. A client that lost the answer may repeat a call that
+changes a value depending on the present one (`add`, `compare_set`). The store keeps the last few answers of each
+member, so a repeat gets the answer of the first call and changes nothing. The answers hold no values: a repeated
+`compare_set` returns the value that it wanted to set if it had set it, and the present value if it had not.
 
-The shell around it keeps a future for each call that waits, filed under its key and under its member: a write to the
-key wakes it, and so does the end of the member's session or of the coordinator. Nothing polls.
+`Storeroom`, the shell around it, keeps a future for each call that waits, filed under its key and under its member. A
+write to the key wakes it, and so does the end of the member's session or of the coordinator. Nothing polls.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ __all__ = ["KeyValues", "Storeroom"]
 _INTEGER = re.compile(rb"-?[0-9]{1,19}", re.ASCII)
 _INT64 = 1 << 63
 _ANSWERS = 8
-"""Answers kept for each member: as many calls may be in flight in one session when its connection breaks."""
+"""Answers kept for each member: so many calls of one session may be in flight when its connection breaks."""
 
 _KEY_BYTES = 200
-"""That a key takes besides its text and its value: two objects, and a place in a dict."""
+"""Bytes that a key takes besides its text and its value: two objects, and an entry in a dict."""
 
 _Answer = int | bool
 
 
 class KeyValues:
-    """Keys and values of a job. Methods that change something return what is to be stored.
+    """Keys and values of a job. Methods that change something return the changes to store.
 
     Args:
-        job: its name.
+        job: the name of the job.
         settings: limits.
         budget: the bytes for the stores of all jobs.
-        keys: what is there already.
+        keys: the keys and values at the start.
     """
 
     def __init__(self, job: str, settings: ServerSettings, budget: Budget, keys: Mapping[str, bytes]) -> None:
@@ -59,7 +59,7 @@ class KeyValues:
         return key in self._keys
 
     def get(self, key: str) -> bytes | None:
-        """The value, None if the key is not there."""
+        """Returns the value; None if there is no such key."""
         return self._keys.get(key)
 
     def set(self, key: str, value: bytes) -> list[Change]:
@@ -86,7 +86,7 @@ class KeyValues:
         return [KeySet(self._job, key, value)]
 
     def delete(self, key: str) -> list[Change]:
-        """Deletes a key; no change if it is not there."""
+        """Deletes a key; returns no change if there is no such key."""
         old = self._keys.pop(key, None)
         if old is None:
             return []
@@ -94,7 +94,7 @@ class KeyValues:
         return [KeyDeleted(self._job, key)]
 
     def clear(self) -> None:
-        """The job is over: its keys are gone."""
+        """Deletes all keys, because the job is over."""
         self._keys.clear()
         self._budget.add(self._job, -self._budget.held(self._job))
 
@@ -138,7 +138,7 @@ class KeyValues:
         return True, desired, changes
 
     def forget(self, member_id: str) -> None:
-        """The member's session has ended: its answers are not asked for again."""
+        """Drops the answers of a member whose session has ended: it does not repeat calls any more."""
         self._answers.pop(member_id, None)
 
     def _known(self, member_id: str, call: int) -> _Answer | None:
@@ -156,7 +156,7 @@ def _size(key: str, value: bytes) -> int:
 
 
 _NAMED = 10
-"""Missing keys that a refusal names, at most."""
+"""The most missing keys that a refusal names."""
 
 
 class Storeroom:
@@ -173,7 +173,7 @@ class Storeroom:
 
     @property
     def waiting(self) -> int:
-        """Calls that wait."""
+        """The number of calls that wait."""
         return sum(len(futures) for futures in self._by_member.values())
 
     async def until_there(self, member_id: str, keys: Iterable[str], timeout: float) -> None:
@@ -186,7 +186,7 @@ class Storeroom:
 
         Raises:
             TimedOut: some keys are missing; the text names them.
-            Refused: the one that `end` or `drain` was called with.
+            Refused: `end` or `drain` was called with this refusal.
         """
         wanted = list(dict.fromkeys(keys))
         try:
@@ -210,13 +210,13 @@ class Storeroom:
             _discard(self._by_member, member_id, future)
 
     def wake(self, key: str) -> None:
-        """The key has been set."""
+        """Wakes the calls that wait for a key, which has been set."""
         for future in self._by_key.pop(key, ()):
             if not future.done():
                 future.set_result(None)
 
     def end(self, member_id: str, refusal: Refused) -> None:
-        """The member's session has ended: its waits end with `refusal`, its answers are forgotten."""
+        """Ends the waits of a member whose session has ended with `refusal`, and drops its answers."""
         for future in self._by_member.pop(member_id, ()):
             if not future.done():
                 future.set_exception(refusal)

@@ -1,17 +1,17 @@
-"""How much of the coordinator's memory and time one payer gets, and who the payer of a call is. Pure.
+"""Limits how much of the coordinator's memory and time one payer gets, and finds the payer of a call. Pure.
 
-*Memory.* A payer may hold at most as much as is left free: one that takes all it can gets half, two get a third each,
+*Memory.* A payer may hold at most as much as it leaves free. One that takes all it can gets half, two get a third each,
 and the next one finds as much free (Choudhury and Hahne, "Dynamic Queue Length Thresholds for Shared-Memory Packet
-Switches", 1998). So no memory is set aside for payers that do not use it, and none can take everything.
+Switches", 1998). So no memory is set aside for payers that do not use it, and no payer can take everything.
 
-*Time.* A payer that sends faster than its rate is read more slowly. No caller is refused for being fast: an honest
-burst is delayed for a moment, and a flood waits in its sender's own buffers (HTTP/2 flow control) while all others are
-served.
+*Time.* If a payer sends faster than its rate, we read it more slowly. We refuse no caller for being fast: an honest
+burst is delayed for a moment, and a flood waits in its sender's own buffers (HTTP/2 flow control) while we serve all
+others.
 
-*Payer.* The jobs that the call's token is good for, on all connections; or else the caller's address. So all calls of
-one job count together, and opening more connections does not help. A token for all jobs does not tell the job, so
-callers that show one are told apart by their addresses. So are callers without a valid token; they are separate payers
-even at an address that others share.
+*Payer.* The payer is the set of jobs that the call's token is good for, on all connections; without such a token, it is
+the caller's address. So all calls of one job count together, and opening more connections does not help. A token for
+all jobs does not tell the job, so callers with one are told apart by their addresses. Callers without a valid token
+are, too; they are separate payers even at an address that they share with others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Budget", "Pacer", "Pacers", "payer"]
 
 
 class Budget:
-    """Bytes, and how many each payer holds.
+    """A number of bytes, and how many of them each payer holds.
 
     Args:
         total: bytes for all payers together.
@@ -44,11 +44,11 @@ class Budget:
         self._held: dict[Hashable, int] = {}
 
     def held(self, who: Hashable) -> int:
-        """Bytes that a payer holds."""
+        """Returns the bytes that a payer holds."""
         return self._held.get(who, 0)
 
     def take(self, who: Hashable, size: int, spare: int = 0) -> bool:
-        """Gives a payer more bytes. Gives none, and returns False, if it would then hold more than is left free.
+        """Gives a payer more bytes. Gives none and returns False if the payer would then hold more than it leaves free.
 
         Args:
             who: the payer.
@@ -62,7 +62,7 @@ class Budget:
         return True
 
     def add(self, who: Hashable, size: int) -> None:
-        """Counts bytes that a payer holds already, or gives back (below 0)."""
+        """Counts bytes that a payer already holds, or gives back (below 0)."""
         self.used += size
         self._held[who] = self.held(who) + size
         if not self._held[who]:
@@ -70,7 +70,7 @@ class Budget:
 
 
 class Pacer:
-    """A token bucket: so many messages at once, then so many a second.
+    """A token bucket: lets `burst` messages through at once, and then `rate` messages a second.
 
     Args:
         rate: messages a second.
@@ -94,11 +94,11 @@ class Pacer:
 
 
 class Pacers:
-    """A pacer for each caller. Those that have been quiet longest are forgotten first, and start with a full bucket.
+    """A pacer for each caller. Drops the caller that has been quiet longest; if it returns, its bucket is full.
 
     Args:
-        rate, burst: of each.
-        most: callers that are remembered.
+        rate, burst: of each pacer.
+        most: the number of callers that are remembered.
     """
 
     def __init__(self, rate: float, burst: float, most: int) -> None:
@@ -122,16 +122,16 @@ class Pacers:
 
 
 _IPV6_HOST_BITS = 64
-"""A host with one IPv6 address mostly has all addresses that differ only in these bits (RFC 6177)."""
+"""A host with one IPv6 address usually has all addresses that differ only in these bits (RFC 6177)."""
 
 
 def payer(tokens: Tokens | None, authorization: str | None, peer: str) -> str:
-    """The payer, in words.
+    """Returns the payer of a call, in words.
 
     Args:
-        tokens: the valid ones; None if callers need none.
+        tokens: the valid tokens; None if callers need none.
         authorization: as for `Tokens.grant`.
-        peer: where the call comes from, as grpc says it: "ipv4:10.0.0.5:4711", "ipv6:%5B::1%5D:4711", "unix:".
+        peer: the call's origin as grpc writes it: "ipv4:10.0.0.5:4711", "ipv6:%5B::1%5D:4711", "unix:".
     """
     address = _address(peer)
     if tokens is None:

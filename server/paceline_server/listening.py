@@ -1,6 +1,6 @@
-"""The address that the coordinator listens at: its name is looked up, the kernel asked, and then grpc.
+"""Opens the address that the coordinator listens at: looks up its name, asks the kernel, and then grpc.
 
-grpc would look a name up by itself, on the loop's thread and for as long as it takes; so it gets addresses only.
+grpc would look up a name on the loop's thread, for as long as that takes; so grpc gets addresses only.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from paceline_server.blocking_calls import call_apart
 __all__ = ["PortInUse", "listen"]
 
 LOOK_UP_S = 10.0
-"""For a name to be looked up."""
+"""The most seconds for the look-up of a name."""
 
 _Target = tuple[socket.AddressFamily, tuple[Any, ...]]
 
 
 class PortInUse(OSError):
-    """Somebody listens at the address already; the text names it."""
+    """Another process listens at the address already; the text names the address."""
 
 
 async def listen(server: aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
-    """Has the server listen at host:port, at all addresses of a name; port 0 takes a free one.
+    """Makes the server listen at host:port, at all addresses of a name; port 0 takes a free port.
 
     Returns:
         The port.
 
     Raises:
-        PortInUse: somebody listens there already.
-        OSError: it cannot be listened at for another reason, or its name is not looked up within `LOOK_UP_S`.
+        PortInUse: another process listens there already.
+        OSError: listening failed for another reason, or the name was not looked up within `LOOK_UP_S`.
     """
     host, _, port = address.rpartition(":")
     host, bound = host.strip("[]"), int(port)
@@ -52,7 +52,7 @@ async def _targets(address: str, host: str, port: int) -> list[_Target]:
         try:
             return look_up(socket.AI_NUMERICHOST)
         except socket.gaierror:
-            return await call_apart(look_up, "paceline-lookup", LOOK_UP_S)  # a name
+            return await call_apart(look_up, "paceline-lookup", LOOK_UP_S)  # the host is a name
     except TimeoutError:
         text = f"cannot listen on {address}: its name was not looked up in {LOOK_UP_S:g} s; give an IP address"
         raise OSError(errno.ETIMEDOUT, text) from None
@@ -63,7 +63,7 @@ async def _targets(address: str, host: str, port: int) -> list[_Target]:
 
 
 def _check_free(address: str, targets: list[_Target]) -> None:
-    """Asks the kernel first: grpc says only that it failed, and writes a line of its own on the terminal."""
+    """Asks the kernel first: grpc would say only that it failed, and write a line of its own to the terminal."""
     try:
         for family, target in targets:
             with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -84,6 +84,6 @@ def _add_port(server: aio.Server, address: str, credentials: grpc.ServerCredenti
             port = server.add_secure_port(address, credentials)
     except RuntimeError:
         port = 0
-    if not port:  # it was free a moment ago
+    if not port:  # the port was free a moment ago
         raise PortInUse(errno.EADDRINUSE, f"cannot listen on {address}: another process has taken it this moment")
     return port

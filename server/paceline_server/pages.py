@@ -1,7 +1,7 @@
-"""The member list of a view in serialised pages: made once, handed to all who ask.
+"""The member list of a view in pages, which are serialised once for all callers.
 
-From one view to the next few members change as a rule. Those who have the list of the view before get the changes: the
-whole list for each of W members would be W^2 bytes a view.
+Usually few members change from one view to the next. A member that has the list of the previous view gets only the
+changes: with the whole list for each of W members, the bytes of a view would grow as W^2.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class ViewPages:
 
     Attributes:
         view: the view.
-        pages: serialised `GetViewResponse`s with its members in rank order.
+        pages: serialised `GetViewResponse`s with the members in rank order.
         sha256: hash of the concatenated pages.
-        known_sha256: the same of the view before, empty if that is not known.
-        changes: a serialised `GetViewResponse` for those who have that list.
+        known_sha256: the same hash of the previous view, empty if that view is not known.
+        changes: a serialised `GetViewResponse` for members that have the list of the previous view.
     """
 
     view: View
@@ -41,7 +41,7 @@ class ViewPages:
 
         Args:
             view: the view.
-            page_members: so many members to a page.
+            page_members: members in one page.
             before: the previous view, whose list most members have.
         """
         pages = tuple(
@@ -54,18 +54,18 @@ class ViewPages:
         if before is None:
             return cls(view, pages, sha256)
         changes = pb.GetViewResponse(stretches=_stretches(before.view.seats, view.seats)).SerializeToString()
-        if len(changes) > len(pages[0]):  # it is to be one message
+        if len(changes) > len(pages[0]):  # the changes must fit into one message
             return cls(view, pages, sha256)
         return cls(view, pages, sha256, before.sha256, changes)
 
     def page(self, number: int, known_sha256: bytes) -> bytes | None:
-        """A page for a worker that has the list with this hash (empty: none); None if there is no such page."""
+        """Returns a page for a worker that has the list with this hash (empty: no list); None if there is none."""
         if number == 0 and known_sha256 and known_sha256 == self.known_sha256:
             return self.changes
         return self.pages[number] if number < len(self.pages) else None
 
     def running(self, ended: tuple[int, ...]) -> pb.Running:
-        """What a candidate is told; `ended` are the ranks of members that have ended."""
+        """Makes the message for a candidate; `ended` are the ranks of members that have ended."""
         return pb.Running(
             generation=self.view.generation,
             world_size=len(self.view.seats),
@@ -75,7 +75,7 @@ class ViewPages:
         )
 
     def formed(self, rank: int) -> pb.ViewFormed:
-        """What a member is told."""
+        """Makes the message for the member with this rank."""
         return pb.ViewFormed(
             generation=self.view.generation,
             world_size=len(self.view.seats),
@@ -89,7 +89,7 @@ class ViewPages:
 
 
 def _stretches(before: Sequence[Seat], seats: Sequence[Seat]) -> list[pb.Stretch]:
-    """A list of seats, made of another."""
+    """Describes a list of seats by stretches of the previous list and by new members."""
     places = {(seat.member_id, seat.process, seat.address): place for place, seat in enumerate(before)}
     stretches = [pb.Stretch()]
     for seat in seats:

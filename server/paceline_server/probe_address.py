@@ -1,4 +1,4 @@
-"""Is anybody at that address? Asked of a member whose stream has ended."""
+"""Checks whether a member whose stream has ended still listens at its address."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from paceline_server.blocking_calls import start_apart
 __all__ = ["AddressProbes", "is_refused"]
 
 _TIMEOUT_S = 1.0
-"""A process that is gone is known in microseconds; of a host that is gone, silence says nothing anyway."""
+"""Seconds for an answer. The host of a dead process refuses within microseconds; a host's silence proves nothing."""
 
 _MOST_LOOK_UPS = 16
-"""So many names are looked up at a time: each has a thread, which a resolver in trouble holds for many seconds."""
+"""The most names that are looked up at a time: each takes a thread, which a resolver in trouble holds for seconds."""
 
 _look_ups = threading.BoundedSemaphore(_MOST_LOOK_UPS)
 
 
 async def is_refused(address: str) -> bool:
-    """True if a host is there and says that nobody listens on the port.
+    """Returns True if the host answers that no process listens on the port.
 
-    Not if the address cannot be resolved or reached, or answers late: then it is the network that is in doubt.
+    Returns False if the address cannot be resolved or reached, or answers late: the network may be at fault.
 
     Args:
         address: "host:port".
@@ -42,19 +42,19 @@ async def is_refused(address: str) -> bool:
 
 
 class AddressProbes:
-    """Questions under way, on the running loop."""
+    """The checks that are in progress on the running loop."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def at(self, address: str, refused: Callable[[], None]) -> None:
-        """Calls `refused` if nobody listens there."""
+        """Calls `refused` if no process listens at the address."""
         task = asyncio.ensure_future(self._knock(address, refused))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def close(self) -> None:
-        """Nobody is interested any more."""
+        """Cancels the checks."""
         for task in self._tasks:
             task.cancel()
 
@@ -73,11 +73,11 @@ async def _refuses(ip: str, port: int) -> bool:
 
 
 async def _addresses(host: str) -> set[str]:
-    """Of a name.
+    """Returns the addresses of a host.
 
     Raises:
-        OSError: it does not resolve, or too many names are being looked up.
-        ValueError: it is no name.
+        OSError: the name does not resolve, or too many names are being looked up.
+        ValueError: it is no valid name.
     """
     try:
         ipaddress.ip_address(host)

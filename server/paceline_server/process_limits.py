@@ -1,13 +1,13 @@
-"""The limits of the coordinator's process: how much memory it may use, one heap, and as many files as it may have.
+"""The limits of the coordinator's process: how much memory it may use, one heap, and as many files as it may open.
 
-*Memory.* The limit of its cgroup, or what the machine has.
+*Memory.* The limit is that of the process's cgroup, or what the machine has.
 
-*One heap.* grpc's threads each get an arena of their own from glibc; memory that is freed in one is no use to another.
-After each 10,000 connections, opened and left, the process had grown by 20 to 100 MB. With one arena it stays where the
-first ones have left it. The coordinator's threads mostly wait, so they do not contend for it.
+*One heap.* glibc gives each of grpc's threads an arena of its own; memory that is freed in one arena is no use to
+another. The process grew by 20 to 100 MB with each 10,000 connections that were opened and closed. With one arena it
+stops growing after the first 10,000. The coordinator's threads mostly wait, so they do not contend for the arena.
 
-*Files.* Every connection is one. The usual soft limit of 1,024 is for programs that call select(2); the hard limit is
-what the operator means.
+*Files.* Every connection is a file. The usual soft limit of 1,024 is for programs that call select(2); the hard limit
+is what the operator wants.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pathlib import Path
 __all__ = ["raise_file_limit", "share_one_heap", "usable_bytes"]
 
 _M_ARENA_MAX = -8
-"""malloc.h; mallopt(3)."""
+"""The constant of malloc.h; see mallopt(3)."""
 
 
 def share_one_heap() -> None:
-    """Before any thread is started. Other C libraries than glibc have no arenas to limit."""
+    """Limits malloc to one arena; call it before any thread starts. Only glibc has arenas to limit."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         mallopt(_M_ARENA_MAX, 1)
@@ -40,7 +40,7 @@ def raise_file_limit() -> None:
 
 
 def usable_bytes(root: Path = Path("/")) -> int:
-    """Bytes that this process may use.
+    """Returns the bytes of memory that this process may use.
 
     Args:
         root: where /proc and /sys are.
@@ -50,7 +50,7 @@ def usable_bytes(root: Path = Path("/")) -> int:
 
 
 def _limits(root: Path) -> Iterator[int]:
-    """Those of the cgroups that this process is in, in bytes: cgroup v2's memory.max, v1's memory.limit_in_bytes."""
+    """Yields the limits of this process's cgroups in bytes: cgroup v2's memory.max, v1's memory.limit_in_bytes."""
     try:
         groups = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:  # another system than Linux
@@ -64,7 +64,7 @@ def _limits(root: Path) -> Iterator[int]:
         else:
             continue
         here = base / path.lstrip("/")
-        # In a container the path may be the host's, and what is mounted is the container's own group.
+        # In a container the path may be the host's, while the container's own group is mounted.
         for folder in {base, here, *(each for each in here.parents if each.is_relative_to(base))}:
             try:
                 text = (folder / name).read_text().strip()

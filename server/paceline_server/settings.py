@@ -1,6 +1,6 @@
-"""What an operator may choose: addresses, the state file, limits, and the few times that no job chooses for itself.
+"""The settings of an operator: addresses, the state file, limits, and the few times that no job chooses for itself.
 
-Everything that follows from a job's `failure_timeout` is computed where it is used, not set here.
+Times that follow from a job's `failure_timeout` are computed where they are used, not set here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_MEMORY = 2 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings(ProtocolSettings):
-    """Settings of a coordinator; checked at construction.
+    """Settings of a coordinator, which the constructor checks.
 
     Raises:
         ValueError: a number is not above 0, the address is not host:port, or settings do not go together; the text
@@ -30,97 +30,98 @@ class ServerSettings(ProtocolSettings):
     """
 
     listen: str = "127.0.0.1:7400"
-    """Where to listen, host:port. Loopback by default: a token and TLS are yours to set. Port 0 takes a free one."""
+    """Where to listen, host:port. Loopback by default, since a token and TLS are for you to set. Port 0 takes a free
+    port."""
 
     state_path: Path | None = None
-    """SQLite file for what must outlive the process; None keeps it in memory."""
+    """SQLite file for the state that must outlive the process; None keeps the state in memory."""
 
     tls_cert: Path | None = None
-    """Certificate (PEM) for the name or address that callers know the coordinator by; with it TLS is served alone."""
+    """Certificate (PEM) for the name or address at which callers reach the coordinator. If set, only TLS is served."""
 
     tls_key: Path | None = None
     """The key of the certificate (PEM)."""
 
     tls_ca: Path | None = None
-    """Authority (PEM): callers must have a certificate of it. None asks for none."""
+    """Authority (PEM) that must have signed the callers' certificates. None: callers need no certificate."""
 
     token: str | None = field(default=None, repr=False)
-    """One token, good for all jobs; None and no `token_file`: nobody needs one."""
+    """One token, good for all jobs. If this and `token_file` are None, callers need no token."""
 
     token_file: Path | None = None
-    """File of tokens, `TOKEN`, `TOKEN JOB` or `TOKEN role=ROLE JOB` on a line, read again when it changes."""
+    """File of tokens, one `TOKEN`, `TOKEN JOB` or `TOKEN role=ROLE JOB` on a line; read again when it changes."""
 
     restart_after: float | None = None
-    """Seconds after which the members of a job's last generation are taken for dead, if none of them has had a stream
-    and candidates wait; None for never: then an operator has to say so (`paceline restart`)."""
+    """Seconds after which the coordinator takes the members of a job's last generation for dead, if none of them has
+    had a stream and candidates wait. None: never, so an operator has to declare them dead (`paceline restart`)."""
 
     max_jobs: int = 1_000
-    """Jobs at one time that have sessions or a line."""
+    """The most jobs that have sessions or a line at one time."""
 
     max_resting_jobs: int = 10_000
-    """Jobs besides of which only the number is left, and whether they are done: some 1 KB each. If there is one more,
-    the one that has been over for longest is forgotten, and jobs that are not known begin above its number, for a job's
-    numbers never fall. An answer to ListJobs has room for so many."""
+    """The most jobs at rest, of which only the number is left, and whether they are done: some 1 KB each. If there is
+    one more, the coordinator forgets the job that ended first, and unknown jobs begin above its number, because a
+    job's numbers never fall. An answer to ListJobs has room for so many."""
 
     keep_numbers: bool = True
-    """False where no job is taken up again under its name: nothing is left of one that is over."""
+    """False if no job is ever started again under its name: then nothing is kept of a job that is over."""
 
     max_sessions: int = 10_000
-    """Sessions of all jobs together."""
+    """The most sessions of all jobs together."""
 
     max_job_sessions: int = 5_000
-    """Sessions of one job: no job takes the places of all others."""
+    """The most sessions of one job, so that no job takes the places of all others."""
 
     max_pending_messages: int = 256
-    """Messages that may wait for one slow session; beyond that its stream is ended and it may resume."""
+    """Messages that may wait for one slow session; if there are more, its stream ends and the member may resume."""
 
     max_name_bytes: int = 128
-    """Bytes of a job's name, UTF-8."""
+    """The most bytes of a job's name, UTF-8."""
 
     max_barrier_name_bytes: int = 256
-    """Bytes of a barrier's name, UTF-8."""
+    """The most bytes of a barrier's name, UTF-8."""
 
     max_text_bytes: int = 2_000
-    """Bytes of a report's or a leaver's sentence, UTF-8; longer ones are cut."""
+    """The most bytes of the sentence in a report or of a leaving member, UTF-8; longer ones are cut."""
 
     max_address_bytes: int = 512
-    """Bytes of an address or a host name, UTF-8."""
+    """The most bytes of an address or a host name, UTF-8."""
 
     max_keys: int = 100_000
-    """Keys of one job."""
+    """The most keys of one job."""
 
     max_key_bytes: int = 1_024
-    """Bytes of a key, UTF-8."""
+    """The most bytes of a key, UTF-8."""
 
     max_value_bytes: int = 1 << 20
-    """Bytes of a value."""
+    """The most bytes of a value."""
 
     memory_bytes: int = field(default_factory=lambda: min(usable_bytes(), _MOST_MEMORY))
-    """Memory that callers may take, all together: of what the process may use, its cgroup's limit or the machine's, and
-    at most 2 GiB. A half is for calls, a quarter for what jobs store. One job, or one address, takes at most as much of
-    either as it leaves free."""
+    """Bytes of memory that all callers together may take: by default what the process may use (its cgroup's limit, or
+    the machine's), but at most 2 GiB. A half is for calls, a quarter for what jobs store. One job, or one address,
+    takes at most as much of either as it leaves free."""
 
     max_wait_keys: int = 1_000
-    """Keys in one Wait."""
+    """The most keys in one Wait."""
 
     message_rate: float = 1_000
-    """Messages a second of one session; beyond `message_burst` at once they are read no faster."""
+    """Messages a second that are read from one session, after `message_burst` at once."""
 
     message_burst: float = 5_000
-    """See `message_rate`."""
+    """Messages of one session that may come at once; see `message_rate`."""
 
     call_rate: float = 2_000
-    """Calls a second by tokens for one job, or from one address, streams among them, and those that are refused for
-    want of a token; beyond `call_burst` at once they are served no faster."""
+    """Calls a second that are served to the tokens of one job, or to one address, after `call_burst` at once. Streams
+    count, and so do calls that are refused because they have no token."""
 
     call_burst: float = 10_000
-    """See `call_rate`."""
+    """Calls of one payer that may come at once; see `call_rate`."""
 
     max_calls: int = 1_000
-    """Calls of one connection that are open at one time; more of them wait with the caller."""
+    """The most calls of one connection that are open at one time; further ones wait at the caller."""
 
     first_message_time: float = 10.0
-    """Seconds within which a session's stream must say who it is, and a connection must have been made."""
+    """Seconds within which a session's stream must send its first message, and a connection must have been made."""
 
     page_members: int = 1_000
     """Members in one page of GetView: about 0.1 MB."""
@@ -149,7 +150,7 @@ class ServerSettings(ProtocolSettings):
 
     @property
     def longest_request(self) -> int:
-        """Bytes of a request that comes as several messages: one with a value, or with the keys of a Wait."""
+        """The most bytes of a request that comes as several messages: one with a value, or with the keys of a Wait."""
         return MESSAGE_BYTES + self.max_value_bytes
 
     @property
@@ -159,16 +160,16 @@ class ServerSettings(ProtocolSettings):
 
     @property
     def wants_token(self) -> bool:
-        """True if callers must show a token."""
+        """True if callers need a token."""
         return self.token is not None or self.token_file is not None
 
 
 def token_settings(token_file: Path | None, environ: Mapping[str, str]) -> dict[str, Any]:
-    """`token` or `token_file` of the settings: the file that was named, else PACELINE_TOKEN or PACELINE_TOKEN_FILE.
+    """Returns `token` or `token_file` for the settings: `token_file`, else PACELINE_TOKEN or PACELINE_TOKEN_FILE.
 
     Raises:
-        ValueError: both variables are set, or one is empty: what was to fill it has failed, and nobody would be asked
-            for a token.
+        ValueError: both variables are set, or one is empty. An empty one means that the command which should fill it
+            has failed, and no caller would be asked for a token.
     """
     if token_file is not None:
         return {"token_file": token_file}

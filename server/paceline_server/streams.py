@@ -1,6 +1,6 @@
 """The outgoing side of one session's stream: a bounded queue that one writer empties.
 
-Pushing never blocks, so one slow reader holds up nobody. Knows nothing of gRPC.
+Pushing never blocks, so a slow reader holds up no other session. This module knows nothing of gRPC.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class SessionStream:
     """A stream that carries a session.
 
     Args:
-        number: tells this stream from an earlier one of the same session.
+        number: distinguishes this stream from earlier ones of the same session.
         job: name of the job.
-        member_id: whose session it is.
+        member_id: the member whose session it is.
         limit: messages that may wait; one more ends the stream.
     """
 
@@ -49,17 +49,17 @@ class SessionStream:
         self._wake()
 
     def close(self, end: BaseException | None = None) -> None:
-        """Ends the stream once what is queued is written; only the first call counts.
+        """Ends the stream once the queued messages are written; only the first call counts.
 
         Args:
-            end: raised by `messages` at the end; None for an end in good order.
+            end: `messages` raises it at the end; None for an end in good order.
         """
         if not self._closed:
             self._closed, self._end = True, end
             self._wake()
 
     async def messages(self) -> AsyncIterator[pb.SessionResponse]:
-        """The messages, until the stream is closed. For one writer."""
+        """Yields the messages until the stream is closed. Only one writer may iterate."""
         while True:
             while self._queue:
                 yield self._queue.popleft()

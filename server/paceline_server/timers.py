@@ -1,6 +1,6 @@
-"""When jobs are to look at the clock: one timer each, and a pulse that notices when the loop itself did not run.
+"""Tells jobs when to look at the clock: one timer for each, and a pulse that notices when the loop itself did not run.
 
-A coordinator that was asleep must not call others silent, so every job hears of a stall before any of them acts on a
+A coordinator that was asleep must not call others silent, so every job hears of a stall before any job acts on a
 deadline (`Wakefulness`).
 """
 
@@ -18,10 +18,10 @@ __all__ = ["Timers"]
 _log = logging.getLogger(__name__)
 
 _PULSE = 0.05
-"""Seconds between two beats by which a stall of the loop is noticed; a beat costs some 10 us."""
+"""Seconds between two beats, which notice a stall of the loop; a beat costs some 10 us."""
 
 _LONG_STALL = 0.5
-"""Seconds of stall that an operator should hear of: the default heartbeat interval."""
+"""Seconds of a stall that an operator should hear of: the default heartbeat interval."""
 
 
 class Timers:
@@ -30,7 +30,7 @@ class Timers:
     Args:
         now: time of construction on the loop's clock.
         jobs: all jobs; looked at, not changed.
-        apply: gives an event to a job and performs what follows; raises nothing, for all jobs are told in one round.
+        apply: gives an event to a job and performs the effects; raises nothing, because one round tells all jobs.
     """
 
     def __init__(self, now: float, jobs: Mapping[str, Job], apply: Callable[[Job, Event], None]) -> None:
@@ -41,11 +41,11 @@ class Timers:
         self._beat: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """From now on stalls are noticed."""
+        """Starts to notice stalls."""
         self._pulse()
 
     def stop(self) -> None:
-        """No clock is looked at any more."""
+        """Cancels the pulse and all timers."""
         if self._beat is not None:
             self._beat.cancel()
         for job in self._jobs.values():
@@ -53,7 +53,7 @@ class Timers:
                 job.timer.cancel()
 
     def set(self, job: Job, deadline: float) -> None:
-        """The job is to look at the clock then, and not before; infinity for never."""
+        """Makes the job look at the clock at `deadline` and not before; infinity for never."""
         if job.timer is not None:
             if job.timer.when() == deadline and not job.timer.cancelled():
                 return
@@ -70,7 +70,7 @@ class Timers:
         self._note_stall()
 
     def _note_stall(self) -> None:
-        """Tells all jobs if the loop has slept, before any of them looks at a clock."""
+        """Tells all jobs if the loop has slept, before any job looks at the clock."""
         slept = self._wakefulness.awake(self._loop.time())
         if slept:
             level = logging.WARNING if slept > _LONG_STALL else logging.DEBUG

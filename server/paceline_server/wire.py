@@ -1,7 +1,7 @@
 """Converts protobuf messages to the protocol's events, and its effects to messages.
 
-Messages that come in are checked here, once, before anything acts on them (I9): whatever the .proto comments call a
-MUST. Nothing is decided here.
+This module checks incoming messages once, before anything acts on them (I9): everything that the .proto comments call
+a MUST. It decides nothing.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ __all__ = [
 _SHORTEST_FAILURE_TIMEOUT, _LONGEST_FAILURE_TIMEOUT = 0.05, 86_400.0
 
 _CENTURY = 3.15e9
-"""Seconds; stands for whatever is longer, so that it fits into a Duration again (at most 10,000 years)."""
+"""Seconds. Replaces all longer times, so that they fit into a Duration again (at most 10,000 years)."""
 
 _HASH_BYTES = 64
 
@@ -72,30 +72,30 @@ _LONGEST_NODE = 128
 _TUNING = re.compile(r"([0-9a-f]{16})?")
 
 _MOST_SHARES = 64
-"""A member holds one, and another for each attempt at a view that has come to nothing since the last step."""
+"""The most shares of a member: it holds one, and another for each failed attempt at a view since the last step."""
 
 _MOST_PARTS = 1 << 16
 
 _STORABLE = 1 << 63
-"""Numbers from outside must be below: integers of the state file have 64 bits and a sign."""
+"""Numbers from outside must be below this: the state file has signed 64-bit integers."""
 
 
 def token_hash(token: bytes) -> bytes:
-    """What is kept of a session token."""
+    """Returns the hash of a session token; only the hash is kept."""
     return hashlib.sha256(token).digest()
 
 
 def to_duration(seconds: float) -> Duration:
-    """A duration; below 0 counts as 0."""
+    """Converts seconds to a duration; below 0 counts as 0."""
     nanos = max(0, round(seconds * 1e9))
     return Duration(seconds=nanos // 1_000_000_000, nanos=nanos % 1_000_000_000)
 
 
 def from_duration(duration: Duration, name: str) -> float:
-    """Seconds of a duration that was set.
+    """Converts a duration that was set to seconds.
 
     Raises:
-        BadRequest: it is below 0 or not well formed.
+        BadRequest: it is below 0 or malformed.
     """
     if duration.seconds < 0 or not 0 <= duration.nanos < 1_000_000_000:
         raise BadRequest(f"{name} must be a duration of 0 s or more")
@@ -118,16 +118,16 @@ def check_length(text: str, what: str, limit: int) -> str:
     """Checks that a text, which may be empty, is not too long.
 
     Raises:
-        BadRequest: it is.
+        BadRequest: it is too long.
     """
     return check_name(text, what, limit) if text else text
 
 
 def read_job_name(text: str, settings: ServerSettings) -> str:
-    """Checks a job's name: it goes to logs and terminals, so it must be printable.
+    """Checks a job's name. Logs and terminals show it, so it must be printable.
 
     Raises:
-        BadRequest: it is empty, too long, or holds control characters.
+        BadRequest: it is empty, too long, or has control characters.
     """
     check_name(text, "the name of a job", settings.max_name_bytes)
     if not text.isprintable():
@@ -139,7 +139,7 @@ def check_version(version: int) -> None:
     """Checks that the worker speaks our protocol.
 
     Raises:
-        VersionMismatch: it does not; the text names both versions.
+        VersionMismatch: the worker does not; the text names both versions.
     """
     if version != PROTOCOL_VERSION:
         raise VersionMismatch(
@@ -148,17 +148,17 @@ def check_version(version: int) -> None:
 
 
 def cut(text: str, limit: int) -> str:
-    """The text, cut to so many bytes of UTF-8, without what a terminal or a log would take for more than text."""
+    """Cuts a text to `limit` bytes of UTF-8, and replaces characters that would control a terminal or a log."""
     text = "".join(character if character.isprintable() else " " for character in text[:limit])
     data = text.encode(errors="replace")
     return text if len(data) <= limit else data[: limit - 3].decode(errors="ignore") + "..."
 
 
 def read_address(text: str, settings: ServerSettings) -> str:
-    """Where a worker's door is, as it says.
+    """Checks the address that a worker gives for its door.
 
     Raises:
-        BadRequest: it is too long, or not printable.
+        BadRequest: it is empty, too long, or not printable.
     """
     check_name(text, "the address of a worker", settings.max_address_bytes)
     if not text.isprintable():
@@ -167,7 +167,7 @@ def read_address(text: str, settings: ServerSettings) -> str:
 
 
 def read_process(message: pb.ProcessIdentity, settings: ServerSettings) -> Process:
-    """A process.
+    """Reads the identity of a process.
 
     Raises:
         BadRequest: a name is too long or not printable, or there is no pid.
@@ -183,7 +183,7 @@ def read_process(message: pb.ProcessIdentity, settings: ServerSettings) -> Proce
 
 
 def read_settings(message: pb.JobSettings) -> JobSettings:
-    """A job's settings. `paceline_protocol` checks whether min and max make sense.
+    """Reads a job's settings. `paceline_protocol` checks whether min and max make sense.
 
     Raises:
         BadRequest: the failure timeout is absent or out of bounds.
@@ -202,10 +202,10 @@ def read_settings(message: pb.JobSettings) -> JobSettings:
 
 
 def read_progress(now: float, message: pb.Heartbeat) -> Progress:
-    """A heartbeat; what it says of durations becomes times on our clock.
+    """Reads a heartbeat and converts its durations to times on our clock.
 
     Raises:
-        BadRequest: the number of the operation is too great to be one.
+        BadRequest: the number of the operation or of the step is too great.
     """
     since = message.since.seconds + message.since.nanos * 1e-9
     operation = _storable(message.operation, "heartbeat.operation")
@@ -216,10 +216,10 @@ def read_progress(now: float, message: pb.Heartbeat) -> Progress:
 
 
 def read_report(message: pb.Report, settings: ServerSettings) -> Report:
-    """A report; the membership fills in the reporter's rank.
+    """Reads a report; the membership fills in the reporter's rank.
 
     Raises:
-        BadRequest: the number of the operation is too great to be one.
+        BadRequest: the number of the operation is too great.
     """
     accused = message.accused if message.HasField("accused") else None
     operation = _storable(message.operation, "report.operation")
@@ -227,10 +227,10 @@ def read_report(message: pb.Report, settings: ServerSettings) -> Report:
 
 
 def read_meet(message: pb.Meet) -> Meet:
-    """What a member says at a meeting.
+    """Reads what a member says at a meeting.
 
     Raises:
-        BadRequest: a number is too great to be one, a hash too long, or a share is none.
+        BadRequest: a number is too great, a hash is too long, or a share is invalid.
     """
     if len(message.fingerprint) > _HASH_BYTES or len(message.manifest) > _HASH_BYTES:
         raise BadRequest(f"hashes in a meeting have at most {_HASH_BYTES} bytes")
@@ -275,7 +275,7 @@ def _storable(number: int, name: str) -> int:
 
 
 def write_process(process: Process) -> pb.ProcessIdentity:
-    """A process as a message."""
+    """Converts a process to a message."""
     return pb.ProcessIdentity(
         host=process.host,
         pid=process.pid,
@@ -287,7 +287,7 @@ def write_process(process: Process) -> pb.ProcessIdentity:
 
 
 def write_settings(settings: JobSettings) -> pb.JobSettings:
-    """Settings as a message."""
+    """Converts settings to a message."""
     return pb.JobSettings(
         min_workers=settings.min_workers,
         max_workers=settings.max_workers,
@@ -297,7 +297,7 @@ def write_settings(settings: JobSettings) -> pb.JobSettings:
 
 
 def write_progress(now: float, progress: Progress) -> pb.Heartbeat:
-    """Progress as a message."""
+    """Converts progress to a message."""
     since = now - progress.since if progress.operation else 0.0
     step_since = now - progress.step_at if progress.step else 0.0
     return pb.Heartbeat(
@@ -310,24 +310,24 @@ def write_progress(now: float, progress: Progress) -> pb.Heartbeat:
 
 
 def write_tag(tag: Tag) -> pb.Tag:
-    """A tag as a message."""
+    """Converts a tag to a message."""
     return pb.Tag(generation=tag.generation, step=tag.step)
 
 
 def write_member(seat: Seat) -> pb.Member:
-    """A member as a message."""
+    """Converts a member to a message."""
     return pb.Member(
         member_id=seat.member_id, rank=seat.rank, process=write_process(seat.process), address=seat.address
     )
 
 
 def write_shares(shares: Iterable[Share]) -> list[pb.Share]:
-    """Shares as messages."""
+    """Converts shares to messages."""
     return [pb.Share(part=share.part, parts=share.parts) for share in shares]
 
 
 def write_verdict(verdict: Verdict) -> pb.Verdict:
-    """A verdict as a message."""
+    """Converts a verdict to a message."""
     return pb.Verdict(
         generation=verdict.generation,
         reason=verdict.reason,
@@ -352,11 +352,11 @@ Push = (
     | PushVerdict
     | PushWaiting
 )
-"""Effects that are one message to one member."""
+"""The effects that consist of one message to one member."""
 
 
 def to_message(effect: Push) -> pb.SessionResponse:
-    """The message."""
+    """Converts an effect to its message."""
     match effect:
         case PassBarrier(_, call):
             return pb.SessionResponse(barrier_passed=pb.BarrierPassed(call=call))

@@ -1,9 +1,10 @@
-"""The coordinator's certificate, and the authority whose certificates it asks callers for.
+"""The coordinator's certificate, and the authority whose certificates callers need.
 
-The files are checked before grpc gets them, because grpc takes anything and then fails at each handshake. They may
-change while the coordinator serves: new connections get the new certificate, existing ones stay. grpc asks for it
-before each handshake, on a thread of its own, and must not wait there; so a daemon thread looks at the files every
-`LOOK_S` and keeps what has changed ready. A look that hangs, because a network is away, delays only the next look.
+We check the files before grpc gets them, because grpc takes anything and then fails at each handshake. The files may
+change while the coordinator serves: new connections get the new certificate, existing ones stay. grpc asks for the
+certificate before each handshake, on a thread of its own, and must not wait there. So a daemon thread reads the files
+every `LOOK_S` seconds and keeps a changed certificate ready. A look that hangs, because a network is away, delays only
+the next look.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _NO_CHECK_TIME = 0x200000
 """X509_V_FLAG_NO_CHECK_TIME of openssl/x509_vfy.h, which `ssl` has no name for."""
 
 _FLIGHTS = 4
-"""Of a handshake, each way; TLS 1.3 needs fewer."""
+"""The flights of a handshake in each direction; TLS 1.3 needs fewer."""
 
 
 class TlsUnusable(ValueError):
@@ -42,12 +43,12 @@ class TlsUnusable(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """What TLS is served with, in PEM.
+    """The certificates that the coordinator serves TLS with, in PEM.
 
     Attributes:
         cert: the coordinator's certificate.
-        key: the key of it.
-        ca: the authority of those that callers must have; None if they need none.
+        key: the key of the certificate.
+        ca: the authority of the callers' certificates; None if callers need none.
     """
 
     cert: bytes
@@ -55,13 +56,13 @@ class Certificates:
     ca: bytes | None = None
 
     def configuration(self) -> grpc.ServerCertificateConfiguration:
-        """For grpc, which takes each once."""
+        """Makes the configuration for grpc, which may use each object only once."""
         return grpc.ssl_server_certificate_configuration([(self.key, self.cert)], self.ca)
 
 
 @dataclass(frozen=True, slots=True)
 class TlsPaths:
-    """The files of certificates."""
+    """The paths of the coordinator's certificate, of its key, and of the callers' authority (all PEM)."""
 
     cert: Path
     key: Path
@@ -69,15 +70,15 @@ class TlsPaths:
 
     @classmethod
     def of(cls, settings: ServerSettings) -> TlsPaths | None:
-        """Those that the settings name; None if the coordinator is to serve in the clear."""
+        """Returns the files that the settings name; None if the coordinator serves without TLS."""
         if settings.tls_cert is None or settings.tls_key is None:
             return None
         return cls(settings.tls_cert, settings.tls_key, settings.tls_ca)
 
     def read(self, known: Certificates | None = None) -> Certificates:
-        """What is in them now: `known` itself if that has not changed, else checked. Not on a loop.
+        """Reads and checks the files; returns `known` itself if nothing has changed. Blocks: do not call it on a loop.
 
-        A certificate that is out of its time is taken, with a warning: it may be a clock that is wrong.
+        A certificate that has expired, or is not valid yet, is accepted with a warning: a clock may be wrong.
 
         Raises:
             TlsUnusable: a file cannot be read, is no certificate or key, others may read the key, or the two do not
@@ -108,7 +109,7 @@ class TlsPaths:
 
 
 def _out_of_time(serving: ssl.SSLContext, cert: bytes, now: float) -> str | None:
-    """What is to be said of a certificate that has expired, or is not valid yet; None of any other."""
+    """Returns the warning about a certificate that has expired, or is not valid yet; None for any other."""
     held = _contents(serving, cert)
     since, until = (str(held.get(name, "")) for name in ("notBefore", "notAfter"))
     if until and ssl.cert_time_to_seconds(until) < now:
@@ -119,10 +120,10 @@ def _out_of_time(serving: ssl.SSLContext, cert: bytes, now: float) -> str | None
 
 
 def _contents(serving: ssl.SSLContext, cert: bytes) -> dict[str, object]:
-    """What a certificate says, as `SSLSocket.getpeercert` does; empty where that cannot be told.
+    """Returns the contents of a certificate, as `SSLSocket.getpeercert` does; empty if they cannot be found.
 
-    `ssl` shows the certificate of the other end only, once it is verified. So one end that has it shakes hands, in
-    memory, with one that trusts it whatever the time.
+    `ssl` shows only the certificate of the other end, after verifying it. So one end that has the certificate shakes
+    hands, in memory, with one that trusts it whatever the time.
     """
     calling = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     calling.check_hostname = False
@@ -137,13 +138,13 @@ def _contents(serving: ssl.SSLContext, cert: bytes) -> dict[str, object]:
                 with contextlib.suppress(ssl.SSLWantReadError):
                     end.do_handshake()
         return {**(caller.getpeercert() or {})}
-    except (OSError, ValueError):  # it is not made for servers: that is not for here
+    except (OSError, ValueError):  # the certificate is not made for servers, which is not this function's concern
         return {}
 
 
 @contextlib.contextmanager
 def _as_file(data: bytes) -> Iterator[str]:
-    """`ssl` loads from files, which may be others by now than those that were read; this one is in memory."""
+    """Makes a file in memory: `ssl` loads only from files, and those that we read may have changed since."""
     fd = os.memfd_create("paceline-tls")
     try:
         os.write(fd, data)
@@ -176,15 +177,15 @@ LOOK_S = 10.0
 """Seconds between two looks at the files."""
 
 FIRST_S = 10.0
-"""For how long the first look is waited for, without which nothing can be served."""
+"""Seconds to wait for the first look, without which the coordinator cannot serve."""
 
 
 class CertificateKeeper:
-    """The certificates that are in force. What cannot be used leaves the last ones in force, with an error in the log.
+    """The certificates in force. If new files cannot be used, it logs an error and the last ones stay in force.
 
     Args:
-        paths: of the files.
-        held: what was in them at the start.
+        paths: the files.
+        held: their contents at the start.
     """
 
     def __init__(self, paths: TlsPaths, held: Certificates) -> None:
@@ -205,7 +206,7 @@ class CertificateKeeper:
         """Reads the files.
 
         Raises:
-            TlsUnusable: they cannot be used, or were not read within `FIRST_S`.
+            TlsUnusable: the files cannot be used, or were not read within `FIRST_S`.
         """
         try:
             return cls(paths, await call_apart(paths.read, "paceline-first-certificates", FIRST_S))
@@ -215,18 +216,18 @@ class CertificateKeeper:
             ) from None
 
     def close(self) -> None:
-        """No more looks."""
+        """Stops looking at the files."""
         self._closed.set()
 
     def _newer(self) -> grpc.ServerCertificateConfiguration | None:
-        """For grpc: None if nothing has changed."""
+        """Returns the changed certificate to grpc; None if nothing has changed."""
         try:
             return self._changed.popleft().configuration()
         except IndexError:
             return None
 
     def _complain(self, error: Exception) -> None:
-        """Once, not at every look."""
+        """Logs an error once, not at every look."""
         trouble = f"{type(error).__name__}: {error}"
         if trouble == self._trouble:
             return
@@ -240,7 +241,7 @@ class CertificateKeeper:
         while not self._closed.wait(LOOK_S):
             try:
                 found = self._paths.read(self._held)
-            except Exception as error:  # noqa: BLE001  # whatever it is, nobody else takes it, and the next look may be better
+            except Exception as error:  # noqa: BLE001  # nothing above catches it, and the next look may succeed
                 self._complain(error)
                 continue
             self._trouble = ""

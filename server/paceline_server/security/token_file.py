@@ -1,10 +1,10 @@
-"""The file of tokens, read again when it has changed: at most once a second.
+"""The file of tokens, which is looked at again at most once a second.
 
-It is read whole at each look: a time of change can be the same for two contents. A file that cannot be read any more,
-or holds no token, leaves the last tokens in force: a mistake in an editor must neither let everyone in
-nor shut everyone out.
+Each look reads the whole file, because two contents can have the same time of change. If the file cannot be read any
+more, or holds no token, the last tokens stay in force: a mistake in an editor must neither let everyone in nor shut
+everyone out.
 
-A look can hang for good on a network file system: there is no other look until it has returned.
+A look can hang for good on a network file system: no other look begins until it has returned.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOOK_S = 1.0
 """Seconds between two looks at the file."""
 
 PATIENCE_S = 1.0
-"""Seconds that calls wait for a look, from its beginning; after that they use the last tokens."""
+"""Seconds from the beginning of a look for which calls wait for it; after that they use the last tokens."""
 
 FIRST_S = 10.0
 """Seconds to wait for the first look, without which the coordinator has no tokens."""
@@ -41,7 +41,7 @@ def read_tokens(path: Path) -> Tokens:
     """Reads the file.
 
     Raises:
-        TokensUnusable: it cannot be read, others may read it, or it is no file of tokens; the text names it.
+        TokensUnusable: the file cannot be read, others may read it, or it is no file of tokens; the text names it.
     """
     try:
         data = read_private(path, MAX_FILE_BYTES + 1)
@@ -60,11 +60,11 @@ def read_tokens(path: Path) -> Tokens:
 
 
 class TokenKeeper:
-    """The tokens that are in force now. On one loop.
+    """The tokens in force now. Used on one loop.
 
     Args:
-        tokens: those at the start.
-        read: reads them again; None if they never change.
+        tokens: the tokens at the start.
+        read: reads the tokens again; None if they never change.
     """
 
     def __init__(self, tokens: Tokens, read: Callable[[], Tokens] | None = None) -> None:
@@ -77,10 +77,10 @@ class TokenKeeper:
 
     @classmethod
     async def of_file(cls, path: Path) -> Self:
-        """Those of a file.
+        """Makes a keeper of the tokens of a file.
 
         Raises:
-            TokensUnusable: as for `read_tokens`, or it was not read within `FIRST_S`.
+            TokensUnusable: as for `read_tokens`, or the file was not read within `FIRST_S`.
         """
         try:
             first = await call_apart(lambda: read_tokens(path), _THREAD, FIRST_S)
@@ -97,7 +97,7 @@ class TokenKeeper:
         return self._tokens
 
     async def current(self) -> Tokens:
-        """The tokens in force; has a look at the file if the last one was a second ago."""
+        """Returns the tokens in force; looks at the file if the last look was a second ago."""
         if self._read is None:
             return self._tokens
         now = asyncio.get_running_loop().time()
@@ -112,7 +112,7 @@ class TokenKeeper:
         return self._tokens
 
     async def close(self) -> None:
-        """Gives up a look that is under way."""
+        """Gives up a look that is in progress."""
         if self._look is not None:
             self._look.cancel()
             await asyncio.wait({self._look})
@@ -121,7 +121,7 @@ class TokenKeeper:
         try:
             found = await asyncio.wrap_future(start_apart(read, _THREAD))
         except (TokensUnusable, RuntimeError) as error:  # RuntimeError: there are too many threads
-            if str(error) != self._trouble:  # once, not every second
+            if str(error) != self._trouble:  # log it once, not every second
                 _log.error("%s; the last tokens stay in force", error)
             self._trouble = str(error)
         else:

@@ -1,7 +1,7 @@
 """Reads the file of tokens, says what a caller with a token may do, and warns if others can reach an address. Pure.
 
-Tokens are kept as SHA-256 digests only, and a caller's token is compared with every one of them in constant time: the
-time shows neither which one matches nor its length.
+Tokens are kept only as SHA-256 digests. A caller's token is compared with every one of them in constant time: the time
+reveals neither which one matches nor its length.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from paceline_server.settings import ServerSettings
 __all__ = ["exposure", "Grant", "MAX_TOKENS", "MIN_TOKEN_CHARACTERS", "Role", "Tokens", "TokensUnusable"]
 
 MIN_TOKEN_CHARACTERS = 16
-"""A shorter one can be guessed; `openssl rand -hex 32` makes a good one."""
+"""The least characters of a token: a shorter one can be guessed; `openssl rand -hex 32` makes a good one."""
 
 MAX_TOKENS = 1_000
-"""Each call is compared with all of them, at about 0.5 microseconds for one."""
+"""The most tokens: each call's token is compared with all of them, at about 0.5 microseconds each."""
 
 _SCHEME = "bearer"
 
 _ROLE = "role="
 
 _NODES = "/nodes"
-"""The launchers of a run are members of a job of their own, named after the run's."""
+"""The suffix of the job in which a run's launchers are members; the rest of its name is that of the run's job."""
 
 
 class TokensUnusable(ValueError):
@@ -40,34 +40,34 @@ class Role(enum.IntEnum):
     """What a caller may do; each role includes those before it."""
 
     READ = 0
-    """See jobs and their members."""
+    """Sees jobs and their members."""
     WORKER = 1
-    """Be a member of a job, use its store, and report how a worker ended."""
+    """Is a member of a job, uses its store, and reports how a worker ended."""
     OPERATOR = 2
-    """Have others leave, end a job's line, forget a job."""
+    """Makes members leave, ends a job's line, forgets a job."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a token is good for.
+    """The jobs that a token is good for, and its role there.
 
     Attributes:
-        jobs: these alone, with those of their launchers; None for all, and for what is about no job.
-        role: the most that it may do there.
+        jobs: only these jobs and those of their launchers; None for all jobs, and for calls about no job.
+        role: the highest role of the token in these jobs.
     """
 
     jobs: frozenset[str] | None = None
     role: Role = Role.OPERATOR
 
     def allows(self, job: str) -> bool:
-        """True if it is good for the job."""
+        """Returns True if the token is good for the job."""
         return self.jobs is None or job in self.jobs or job.removesuffix(_NODES) in self.jobs
 
     def check_role(self, needed: Role) -> None:
         """Lets a call through that needs this role.
 
         Raises:
-            PermissionDenied: the token's is a lesser one.
+            PermissionDenied: the token has a lesser role.
         """
         if self.role < needed:
             raise PermissionDenied(
@@ -92,14 +92,14 @@ class Tokens:
     """The tokens that are in force.
 
     Attributes:
-        grants: by the SHA-256 digest of the token.
+        grants: what each token is good for, by the token's SHA-256 digest.
     """
 
     grants: Mapping[bytes, Grant]
 
     @classmethod
     def single(cls, token: str) -> Tokens:
-        """One token, good for all jobs.
+        """Makes tokens of a single one, good for all jobs.
 
         Raises:
             TokensUnusable: it cannot be a token.
@@ -111,8 +111,8 @@ class Tokens:
     def parse(cls, text: str) -> Tokens:
         """Reads a file of tokens: on a line `TOKEN`, `TOKEN JOB`, `TOKEN role=ROLE` or `TOKEN role=ROLE JOB`.
 
-        Without a role it is the operator's, and without a job it is good for all. `#` begins a comment line. A token on
-        several lines is good for the jobs of all of them, in one role.
+        A token without a role has that of an operator, and one without a job is good for all jobs. `#` begins a comment
+        line. A token on several lines is good for the jobs of all these lines, in one role.
 
         Raises:
             TokensUnusable: a line cannot be read, or no line holds a token.
@@ -139,10 +139,10 @@ class Tokens:
         return cls({digest: Grant(None if of is None else frozenset(of), roles[digest]) for digest, of in jobs.items()})
 
     def grant(self, authorization: str | None) -> Grant:
-        """What a caller may do.
+        """Returns what a caller may do.
 
         Args:
-            authorization: the value of that name in the call's metadata, "Bearer TOKEN"; None if there is none.
+            authorization: the value of `authorization` in the call's metadata, "Bearer TOKEN"; None if there is none.
 
         Raises:
             Unauthenticated: there is no token, or an unknown one.
@@ -152,7 +152,7 @@ class Tokens:
             raise Unauthenticated("it wants a token: set PACELINE_TOKEN or PACELINE_TOKEN_FILE")
         shown = _digest(token.strip())
         found: Grant | None = None
-        for digest, grant in self.grants.items():  # to the end, whichever it is
+        for digest, grant in self.grants.items():  # all of them, even after a match
             if hmac.compare_digest(digest, shown):
                 found = grant
         if found is None:
@@ -164,7 +164,7 @@ class Tokens:
 
 
 def _read_rest(text: str, number: int) -> tuple[Role, str]:
-    """What follows a token: its role and its job, empty for all."""
+    """Reads what follows a token on a line: its role, and its job, which is empty for all jobs."""
     if not text.startswith(_ROLE):
         return Role.OPERATOR, text.strip()
     name, _, job = text.removeprefix(_ROLE).strip().partition(" ")
@@ -189,7 +189,7 @@ def _check(token: str, what: str) -> None:
 
 
 def exposure(settings: ServerSettings) -> str | None:
-    """A warning if others can reach this coordinator without a token or can read what is sent; None if not."""
+    """Returns a warning if others can reach this coordinator without a token or can read its traffic, else None."""
     host, _, _ = settings.listen.rpartition(":")
     if _is_loopback(host.strip("[]")):
         return None

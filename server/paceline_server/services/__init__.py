@@ -1,1 +1,1 @@
-"""The gRPC services: handlers that check, call, and answer. Nothing is decided here."""
+"""The gRPC services: handlers that check, call, and answer. They decide nothing."""

@@ -1,4 +1,4 @@
-"""AdminService: shows jobs to operators, and does what they ask for."""
+"""AdminService shows jobs to operators, and carries out their requests."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class AdminHandlers(AdminServiceServicer):
         self._dispatcher = dispatcher
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: _Context) -> pb.ListJobsResponse:
-        """All jobs by name."""
+        """Returns all jobs, sorted by name."""
         now = asyncio.get_running_loop().time()
         found = [self._job(name) for name in self._dispatcher.names()]
         return pb.ListJobsResponse(jobs=[_summary(now, job.membership) for job in found])
 
     async def GetJob(self, request: pb.GetJobRequest, context: _Context) -> pb.GetJobResponse:
-        """One job with its members."""
+        """Returns one job with its members."""
         job = self._job(request.job)
         now = asyncio.get_running_loop().time()
         state = job.membership.state
@@ -73,7 +73,7 @@ class AdminHandlers(AdminServiceServicer):
         return pb.DrainMembersResponse(member_ids=ids)
 
     async def RestartJob(self, request: pb.RestartJobRequest, context: _Context) -> pb.RestartJobResponse:
-        """Ends a job's line: the operator says that its silent members are dead."""
+        """Ends a job's line, because the operator declares its silent members dead."""
         job = self._job(request.job)
         state = job.membership.state
         there = state.present() if state.view is not None else []
@@ -134,7 +134,7 @@ def _member(now: float, session: Session, *, is_spare: bool) -> pb.MemberStatus:
 
 
 def _standing(now: float, session: Session, *, is_spare: bool) -> str:
-    """In a word or two, for people."""
+    """Describes the state of a session in a word or two, for people."""
     if session.stream is None or now - session.heard > session.settings.failure_timeout:
         return "silent"
     if session.standing is Standing.DISMISSED or (session.met is not None and session.met.leaving):

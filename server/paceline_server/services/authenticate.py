@@ -1,8 +1,8 @@
 """Checks the token of every call to every service before its handler sees it.
 
-Health's Check is open to all, because probes have no tokens; its Watch, which has no time limit, needs one, and so does
-reflection. `JOB_OF` says where each of our requests names its job; a method that is missing there is refused if the
-token is for one job only. `role_for` says which role a method needs.
+Health's Check is open to all, because probes have no tokens. Its Watch, which has no time limit, needs a token, and so
+does reflection. `JOB_OF` says where each of our requests names its job; a method that is missing there is refused if
+the token is for one job only. `role_for` says which role a method needs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FIRST = ("register", "resume")
 """Kinds of a session's first message; the handler refuses any other kind."""
 
 LIST_JOBS = "/pacelinepb.v1.AdminService/ListJobs"
-"""It is about no job: with a token for one job, only that job is listed."""
+"""The method that is about no single job: with a token for one job, it lists only that job."""
 
 
 def _named(request: Any) -> str:
@@ -38,7 +38,7 @@ def _callers(request: Any) -> str:
 
 
 def _first(request: session_pb2.SessionRequest) -> str:
-    """A session's first message, of one of the kinds in `_FIRST`."""
+    """Returns the job of a session's first message, which is of one of the kinds in `_FIRST`."""
     return request.resume.job if request.WhichOneof("event") == "resume" else request.register.job
 
 
@@ -55,7 +55,7 @@ JOB_OF: Mapping[str, Callable[[Any], str]] = {
     "/pacelinepb.v1.AdminService/RestartJob": _named,
     "/pacelinepb.v1.AdminService/ForgetJob": _named,
 }
-"""The job that a request is about, by the full name of the method; a test compares it with the services."""
+"""Maps the full name of a method to the job of its request; a test compares this table with the services."""
 
 _ADMIN = "/pacelinepb.v1.AdminService/"
 
@@ -63,7 +63,7 @@ _READING = frozenset((LIST_JOBS, f"{_ADMIN}GetJob"))
 
 
 def role_for(method: str) -> Role:
-    """The role that a call needs."""
+    """Returns the role that a call needs."""
     if method in _READING or not method.startswith(OURS):
         return Role.READ
     return Role.OPERATOR if method.startswith(_ADMIN) else Role.WORKER
@@ -73,10 +73,10 @@ _Next = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[Any
 
 
 class AuthenticationInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
-    """Lets a call through if it shows a valid token that is good for its job and has the role that it needs.
+    """Lets a call through if its token is valid, is good for its job and has the role that the call needs.
 
     Args:
-        tokens: the valid ones.
+        tokens: the valid tokens.
     """
 
     def __init__(self, tokens: TokenKeeper) -> None:
@@ -85,10 +85,10 @@ class AuthenticationInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg
     async def intercept_service(
         self, continuation: _Next, handler_call_details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """Replaces the handler by a refusal, or by one that checks the job first."""
+        """Replaces the handler by a refusal, or by a handler that checks the job first."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if not handler or method == PROBE:  # grpc gives None for a method that nobody serves
+        if not handler or method == PROBE:  # grpc gives None for a method that is not served
             return handler
         try:
             grant = (await self._tokens.current()).grant(authorization_of(handler_call_details))
@@ -108,7 +108,7 @@ class AuthenticationInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg
 
 
 def authorization_of(details: grpc.HandlerCallDetails) -> str | None:
-    """The value of `authorization` in a call's metadata, None if there is none."""
+    """Returns the value of `authorization` in a call's metadata; None if there is none."""
     for name, value in details.invocation_metadata or ():
         if name == "authorization":
             return value if isinstance(value, str) else None
@@ -139,7 +139,7 @@ def _opening(handler: Any, grant: Grant) -> Any:
 
 
 class _Opening:
-    """The context of a session's stream. It checks the job of the first message; later ones pass unchanged."""
+    """The context of a session's stream. It checks the job of the first message; later messages pass unchanged."""
 
     def __init__(self, context: Any, grant: Grant) -> None:
         self._context = context
@@ -156,13 +156,13 @@ class _Opening:
 
 
 def _refusal(refused: Refused, *, ours: bool) -> grpc.RpcMethodHandler[Any, Any]:
-    """A handler that ends the call at once and reads nothing of it.
+    """Makes a handler that ends the call at once and reads nothing of it.
 
-    It is a stream's handler in any case: before a unary one, grpc waits for the whole request without a time limit.
+    The handler is always a stream's: for a unary handler, grpc waits for the whole request without a time limit.
     """
 
     async def handle(request: Any, context: Any) -> Any:
-        if ours:  # the refusal's status is made there for all of them
+        if ours:  # `RefusalInterceptor` makes the status of all refusals of our services
             raise refused
         await refuse(context, refused)
 

@@ -1,14 +1,15 @@
-"""Serves calls at a pace, and within its payer's share of the coordinator's memory.
+"""Serves each call at its payer's pace, and within its payer's share of the coordinator's memory.
 
 *Pace.* grpc hands a unary call over when its request is complete, and waits for that as long as the caller likes. So
-unary handlers are served as streams: the request is read here, within a time limit. A call waits for its turn before
-anything of it is read, also one that will be refused for want of a token: a refusal costs as much as an answer.
+unary handlers are served as streams: this module reads the request, within a time limit. A call waits for its turn
+before anything of it is read. So does a call that will be refused because it has no token: a refusal costs as much as
+an answer.
 
-*Memory.* A call costs `CALL_BYTES` from its first moment, which covers one message that is not complete yet: grpc holds
-it before any handler sees it. Further messages of a request, and the answer, are counted as they come. Calls that last
-leave their payer room for one that does not: a key that a thousand calls wait for can still be set.
+*Memory.* A call costs `CALL_BYTES` from its first moment. That covers one incomplete message, which grpc holds before
+any handler sees it. Further messages of a request, and the answer, are counted as they come. Calls that last leave
+their payer room for a call that does not: a key that a thousand calls wait for can still be set.
 
-A long request comes as several messages (`pacelinepb.pieces`). Its handler gets it whole, as if it were one.
+A long request comes as several messages (`pacelinepb.pieces`). Its handler gets it as one message.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ from pacelinepb.v1 import store_pb2
 __all__ = ["CALL_BYTES", "OpenCall", "OpenCalls", "PacingInterceptor"]
 
 CALL_BYTES = 48 << 10
-"""Of an open call, whatever it does: a `Get` that waits takes some 27 KB, and grpc may have 16 KiB unread."""
+"""The cost of any open call: a `Get` that waits takes some 27 KB, and grpc may hold 16 KiB unread."""
 
 _TIMES = 3
-"""Copies of a request in memory: as it came, parsed, and as Python objects."""
+"""Copies of a request in memory: its bytes, the parsed message, and Python objects."""
 
 
 class OpenCalls:
     """All open calls of a coordinator.
 
     Args:
-        budget: the memory for them.
+        budget: the memory for open calls.
         longest: bytes of the longest request of all methods.
     """
 
@@ -54,14 +55,14 @@ class OpenCalls:
 
     @contextmanager
     def one(self, payer: str, lasts: bool = False) -> Iterator[OpenCall]:
-        """A call, for as long as it is open.
+        """Counts a call for as long as it is open.
 
         Args:
             payer: the payer, in words.
             lasts: True for a call that may stay open without limit.
 
         Raises:
-            NoRoom: the payer has too many.
+            NoRoom: the payer has too many open calls.
         """
         call = OpenCall(self, payer)
         call.take(CALL_BYTES, self._spare if lasts else 0)
@@ -102,7 +103,7 @@ class OpenCall:
         """Counts more bytes, if the payer has room for them and for `spare` bytes besides.
 
         Raises:
-            NoRoom: that is more than its payer may have.
+            NoRoom: that is more than the payer may have.
         """
         self._calls.take(self.payer, size, spare)
         self.held += size
@@ -116,7 +117,7 @@ class OpenCall:
         """Counts one message of a request, or an answer.
 
         Raises:
-            NoRoom: there is no room for it.
+            NoRoom: the payer has no room for it.
         """
         self.take(_TIMES * size)
 
@@ -130,17 +131,17 @@ _LONG = frozenset(f"/{_STORE.full_name}/{method.name}" for method in _STORE.meth
 """Calls whose request may come as several messages."""
 
 _LASTING = frozenset(f"/{_STORE.full_name}/{name}" for name in ("Get", "Wait"))
-"""Calls with one answer that wait for others, as streams do."""
+"""Calls with one answer that may wait for other calls, and so last like streams."""
 
 _MOST_PAYERS = 20_000
-"""Payers whose pace is remembered: each takes 0.3 KB."""
+"""The most payers whose pace is remembered: each takes 0.3 KB."""
 
 
 class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
-    """Paces calls by payer, but for probes. Messages of a session's stream are paced where they are read.
+    """Paces all calls but probes, by payer. Messages of a session's stream are paced where they are read.
 
     Args:
-        settings: the rates, and how long a request may be and may take to come in.
+        settings: the rates, the longest request, and the time for a request to come in.
         calls: the open calls.
         payer_of: gives the payer of a call, from its `authorization` and its peer.
     """
@@ -159,7 +160,7 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
     ) -> grpc.RpcMethodHandler[Any, Any]:
         """Makes calls wait for their turn."""
         handler = await continuation(handler_call_details)
-        if not handler:  # grpc gives None for a method that nobody serves; its stubs do not say so
+        if not handler:  # grpc gives None for a method that is not served; its stubs do not say so
             return handler
         method, authorization = handler_call_details.method, authorization_of(handler_call_details)
         lasts = handler.unary_unary is None or method in _LASTING
@@ -189,8 +190,8 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
             try:
                 await (probe if method == PROBE else count)(requests, context)
             except aio.AbortError as ended:
-                # grpc keeps the exception with the call, and its traceback refers to the call: a cycle, which would
-                # keep the request in memory until the garbage collector runs.
+                # grpc keeps the exception with the call, and its traceback refers to the call. This cycle would keep
+                # the request in memory until the garbage collector runs.
                 ended.__context__ = None
                 raise ended.with_traceback(None) from None
 
@@ -208,7 +209,7 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
         return self._reading_for(answer, read)
 
     def _reading(self, inner: Any, read: _Read) -> _Serve:
-        """For a handler that takes one request and writes its answers to the context."""
+        """Serves a handler that takes one request and writes its answers to the context."""
         return self._reading_for(lambda request, context, _: inner(request, context), read)
 
     def _reading_for(self, inner: Callable[[Any, Any, OpenCall], Awaitable[None]], read: _Read) -> _Serve:
@@ -245,7 +246,8 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
                 except (LimitMet, NoRoom) as refused:
                     data.clear()
                     call.give_back()
-                    while await context.read() is not EOF:  # or grpc's client reports that a write failed, and not why
+                    # Otherwise grpc's client would report that a write failed, but not why.
+                    while await context.read() is not EOF:
                         await self._turn(call.payer)
                     await refuse(context, refused)
                 data.append(message)
@@ -254,7 +256,7 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
             if not data:
                 return EOF
             request = parse(b"".join(data))
-            # Each item takes some 32 bytes, also an empty one that came as 2: half a million of them in a MiB.
+            # Each item takes some 32 bytes, even an empty one that came as 2 bytes: a MiB has half a million of these.
             items = max((len(each) for each in _repeated(request)), default=0)
             if items > most_items:
                 del request
@@ -266,13 +268,13 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
         return read
 
     async def _turn(self, payer: str) -> None:
-        """Waits if the payer calls, or sends messages of requests, faster than it may."""
+        """Waits if the payer makes calls, or sends messages of requests, faster than it may."""
         if delay := self._pacers.delay(payer, asyncio.get_running_loop().time()):
             await asyncio.sleep(delay)
 
 
 def _repeated(request: object) -> Iterator[Sized]:
-    """The repeated fields of a request; none if it could not be parsed."""
+    """Yields the repeated fields of a request; none if the request could not be parsed."""
     if isinstance(request, Message):
         for _, value in request.ListFields():
             if isinstance(value, MutableSequence):
@@ -280,14 +282,14 @@ def _repeated(request: object) -> Iterator[Sized]:
 
 
 async def _message(context: aio.ServicerContext[Any, Any], call: OpenCall) -> Any:
-    """A request that is one message."""
+    """Reads a request that is one message."""
     request: Any = await context.read()
-    call.take_message(request.ByteSize() if isinstance(request, Message) else 0)  # else it is refused at once
+    call.take_message(request.ByteSize() if isinstance(request, Message) else 0)  # others are refused at once
     return request
 
 
 def _streaming(inner: Any) -> _Serve:
-    """For a handler of a stream: it reads and writes through the context, or takes requests and yields answers."""
+    """Serves a handler of a stream, which uses the context's read and write, or takes requests and yields answers."""
 
     async def serve(requests: Any, context: aio.ServicerContext[Any, Any], _: OpenCall) -> None:
         await inner(requests, context)

@@ -1,8 +1,8 @@
-"""Health probes, which are open to all callers: they need no token, wait for no turn and are charged to no payer.
+"""Serves health probes, which are open to all callers: they need no token, wait for no turn and have no payer.
 
 Some callers open probes and never send the request, or never read the answer. Such probes must not keep real ones out.
-Only `MOST_PROBES` are open at a time; when one more comes, the connection that has the most of them loses its oldest.
-A real prober has one or two, so it is answered although others open thousands.
+Only `MOST_PROBES` are open at a time; when one more comes, the connection that has the most probes loses its oldest.
+A real prober has one or two, so it gets its answer even if others open thousands.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ __all__ = ["MOST_PROBES", "PROBE", "Probes"]
 PROBE = "/grpc.health.v1.Health/Check"
 
 MOST_PROBES = 32
-"""Probes that are open at one time."""
+"""The most probes that are open at one time."""
 
 _PATIENCE_S = 10.0
-"""Time for a request to come in and its answer to be read, also on a machine that stalls for seconds."""
+"""Seconds for a request to come in and its answer to be read, enough for a machine that stalls for seconds."""
 
 
 class Probes:
-    """The probes that are open."""
+    """All open probes."""
 
     def __init__(self) -> None:
-        # By connection; the oldest first.
+        # The time limits of the probes by connection, the oldest first.
         self._open: dict[str, OrderedDict[asyncio.Timeout, None]] = {}
 
     async def serve(self, inner: Any, context: aio.ServicerContext[Any, Any]) -> None:

@@ -1,8 +1,8 @@
-"""Bytes that cannot be parsed are refused like any other bad request, and not by a failure inside grpc.
+"""Refuses bytes that cannot be parsed like any other bad request, instead of letting grpc fail.
 
 grpc ends a call whose message cannot be parsed with UNKNOWN and the text of a Python exception. Here parsing never
-fails: it gives a mark in place of a message, and `check_readable` raises a refusal when it meets one. Most likely the
-bytes have changed on the way, so the caller may try again.
+fails: it returns a mark in place of a message, and `check_readable` raises a refusal when it meets the mark. The bytes
+have most likely changed on the way, so the caller may try again.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _TEXT = "the bytes of the request are no message of this call"
 
 
 class _Unreadable:
-    """Stands where a message should be."""
+    """The mark that takes the place of a message."""
 
 
 _UNREADABLE = _Unreadable()
 
 
 def forgiving(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Parses like `parse`, but gives a mark for bytes that cannot be parsed; `check_readable` knows it."""
+    """Returns a parser like `parse` that gives a mark for unreadable bytes; `check_readable` knows the mark."""
 
     def parse_or_mark(data: bytes) -> Any:
         try:
@@ -42,7 +42,7 @@ def forgiving(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 
 def check_readable(message: Any) -> Any:
-    """The message.
+    """Returns the message.
 
     Raises:
         Damaged: it could not be parsed.
@@ -53,10 +53,10 @@ def check_readable(message: Any) -> Any:
 
 
 class SessionMessages:
-    """The messages of a session's stream; each has a checksum, in both directions.
+    """The messages of a session's stream; each message has a checksum, in both directions.
 
     Args:
-        context: the stream, of bytes.
+        context: the stream of bytes.
     """
 
     def __init__(self, context: aio.ServicerContext[Any, Any]) -> None:
@@ -64,10 +64,10 @@ class SessionMessages:
         self._read = self._written = 0
 
     async def read(self) -> Any:
-        """The next message, or `EOF`.
+        """Reads the next message, or `EOF`.
 
         Raises:
-            Damaged: it could not be parsed, or its check is wrong.
+            Damaged: the message could not be parsed, or its check is wrong.
         """
         data: Any = await self._context.read()
         if data is EOF:

@@ -23,10 +23,10 @@ __all__ = ["OURS", "RefusalInterceptor", "refuse"]
 _log = logging.getLogger(__name__)
 
 OURS = "/pacelinepb."
-"""How the full names of our services begin."""
+"""The prefix of our services' methods."""
 
 _MAX_TEXT_BYTES = 1_000
-"""Of a refusal's text, which may repeat what was sent: grpc allows 8 KB of trailers and has it there twice."""
+"""The longest text of a refusal, which may repeat the request: grpc allows 8 KB of trailers, which have it twice."""
 
 _Handler = Callable[[Any, "aio.ServicerContext[Any, Any]"], Awaitable[Any]]
 
@@ -34,7 +34,7 @@ _Handler = Callable[[Any, "aio.ServicerContext[Any, Any]"], Awaitable[Any]]
 class RefusalInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
     """Catches `Refused` from our handlers and ends the call with its status and a `google.rpc.ErrorInfo`.
 
-    Anything else that a handler raises is a bug: it is logged with its stack, and the caller hears INTERNAL only.
+    Anything else that a handler raises is a bug: it is logged with its stack, and the caller gets only INTERNAL.
     Handlers must be coroutine functions (unary, or streams that read and write through the context).
     """
 
@@ -45,7 +45,7 @@ class RefusalInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # no
     ) -> grpc.RpcMethodHandler[Any, Any]:
         """Wraps the handlers of our services; leaves health and reflection alone."""
         handler = await continuation(handler_call_details)
-        # grpc gives None for a method that nobody serves; its stubs do not say so.
+        # grpc gives None for a method that is not served; its stubs do not say so.
         if not handler or not handler_call_details.method.startswith(OURS):
             return handler
         make: Any = grpc.stream_stream_rpc_method_handler
@@ -70,7 +70,7 @@ def _reading(handler: _Handler) -> _Handler:
 
 def _reading_stream(handler: Any) -> Any:
     async def handle(requests: Any, context: aio.ServicerContext[Any, Any]) -> Any:
-        return await handler(requests, SessionMessages(context))  # a session's is the only stream that there is
+        return await handler(requests, SessionMessages(context))  # the only streams are those of sessions
 
     return handle
 

@@ -1,4 +1,4 @@
-"""SessionService: one coroutine writes a session's stream, one task reads it."""
+"""SessionService: one coroutine writes a session's stream, and one task reads it."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class SessionHandlers:
     def add_to(self, server: aio.Server) -> None:
         """Registers the handlers.
 
-        By hand, because some handle bytes: the pages of GetView are serialised once for all members, and each message
-        of a session has a checksum.
+        This is done by hand because some handle bytes: the pages of GetView are serialised once for all members, and
+        each message of a session has a checksum.
         """
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Session": grpc.stream_stream_rpc_method_handler(self.session, _as_it_is, _as_it_is),
@@ -47,7 +47,7 @@ class SessionHandlers:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
 
     async def session(self, requests: object, context: _Context) -> None:
-        """The stream of a session."""
+        """Serves the stream of a session."""
         first = await self._first(context)
         event = first.WhichOneof("event") if first is not EOF else None
         if event == "register":
@@ -57,7 +57,7 @@ class SessionHandlers:
         else:
             raise BadRequest(f"the first message of a session must be register or resume, not {event or 'nothing'}")
         reader = asyncio.create_task(self._read(stream, context))
-        # What the reader raises (a refusal, or a bug) ends the stream.
+        # An exception of the reader (a refusal, or a bug) ends the stream.
         reader.add_done_callback(lambda task: stream.close(None if task.cancelled() else task.exception()))
         try:
             async for message in stream.messages():
@@ -74,11 +74,11 @@ class SessionHandlers:
             raise TimedOut(f"no first message within {self._settings.first_message_time:g} s") from None
 
     async def get_view(self, request: pb.GetViewRequest, context: _Context) -> bytes:
-        """One page of a view, or what has changed."""
+        """Returns one page of a view, or the changes since the view that the caller knows."""
         return self._dispatcher.page(request.job, request.generation, request.page, request.known_sha256)
 
     async def report_exit(self, request: pb.ReportExitRequest, context: _Context) -> pb.ReportExitResponse:
-        """A launcher reports that a process has ended."""
+        """Handles a launcher's report that a process has ended."""
         process = wire.read_process(request.process, self._settings)
         return pb.ReportExitResponse(
             known=self._dispatcher.report_exit(request.job, process, request.exit_code, request.found_gone)
@@ -115,7 +115,7 @@ class SessionHandlers:
                 raise BadRequest(f"a session that is open cannot send {other or 'an empty message'}")
 
     def _enter_barrier(self, stream: SessionStream, message: pb.EnterBarrier) -> None:
-        """A malformed arrival fails alone and does not end the session."""
+        """Enters a barrier. A malformed arrival fails alone and does not end the session."""
         try:
             name = wire.check_name(message.name, "the name of a barrier", self._settings.max_barrier_name_bytes)
             timeout = wire.from_duration(message.timeout, "the timeout of a barrier")

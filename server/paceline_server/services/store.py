@@ -1,4 +1,4 @@
-"""StoreService: authenticate, act on the job's store, and answer a write when it is durable."""
+"""StoreService authenticates the caller, acts on the job's store, and answers a write when it is durable."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Context = aio.ServicerContext[Any, Any]
 class StoreHandlers:
     """Handlers of pacelinepb.v1.StoreService.
 
-    A value can be read a moment before it is durable; the call that writes it is answered afterwards.
+    A value can be read a moment before it is durable; the call that writes it gets its answer once it is.
 
     Args:
         dispatcher: the jobs.
@@ -34,7 +34,8 @@ class StoreHandlers:
     def add_to(self, server: aio.Server) -> None:
         """Registers the handlers.
 
-        By hand, because `paced` merges a request that comes as several messages: each handler takes one.
+        This is done by hand because `PacingInterceptor` merges a request that comes as several messages: each handler
+        takes one message.
         """
         service = pb.DESCRIPTOR.services_by_name["StoreService"]
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
@@ -54,11 +55,11 @@ class StoreHandlers:
         return pb.SetResponse()
 
     async def Get(self, request: pb.GetRequest, context: _Context) -> pb.GetResponse:
-        """Reads a key, waiting for it."""
+        """Reads a key; waits for it if there is none yet."""
         job, key = self._caller(request.caller), self._key(request.key)
         timeout = self._timeout(request)
         value = job.store.values.get(key)
-        while value is None:  # it may be deleted again between the wake-up and here
+        while value is None:  # the key may be deleted again between the wake-up and here
             await job.store.until_there(request.caller.member_id, [key], timeout)
             value = job.store.values.get(key)
         return pb.GetResponse(value=value)
@@ -113,5 +114,5 @@ class StoreHandlers:
             job.store.wake(key)
             try:
                 await asyncio.shield(stored)
-            finally:  # also if the caller hangs up: the value takes memory until it is on the disk
+            finally:  # even if the caller hangs up: the value takes memory until it is on the disk
                 await asyncio.wait({stored})

@@ -1,1 +1,1 @@
-"""What outlives the process: an interface (`base`), kept in memory (`memory`) or in a SQLite file (`sqlite`)."""
+"""Keeps what outlives the process: an interface (`base`), implemented in memory (`memory`) and in SQLite (`sqlite`)."""

@@ -32,22 +32,22 @@ __all__ = [
 
 
 class StateUnusable(OSError):
-    """The state file cannot be opened, is none or a damaged one, or another coordinator has it; the text names it."""
+    """The state file cannot be opened, is damaged or none of ours, or another coordinator has it; the text names it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ViewFormed:
-    """A job's new view replaces the one before; its number is used up for ever."""
+    """A job's new view replaces the previous one; its number is used up for ever."""
 
     job: str
     view: View
     door_secret: bytes = field(default=b"", repr=False)
-    """The job's: whoever is a member has it, also after a restart of the coordinator."""
+    """The job's door secret: all its members have it, and a restart of the coordinator keeps it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ViewForgotten:
-    """The view of this generation is no more; the number stays used. Ignored if it is not the latest."""
+    """The view of this generation is dropped; the number stays used. Ignored if the view is not the latest."""
 
     job: str
     generation: int
@@ -55,7 +55,7 @@ class ViewForgotten:
 
 @dataclass(frozen=True, slots=True)
 class VerdictStored:
-    """The view of the verdict's generation is void. Ignored if it is not the latest."""
+    """The view of the verdict's generation is void. Ignored if the view is not the latest."""
 
     job: str
     verdict: Verdict
@@ -63,7 +63,7 @@ class VerdictStored:
 
 @dataclass(frozen=True, slots=True)
 class EndingStored:
-    """A member of the view of this generation has gone. Ignored if it is not the latest."""
+    """A member of the view of this generation has gone. Ignored if the view is not the latest."""
 
     job: str
     generation: int
@@ -73,7 +73,7 @@ class EndingStored:
 
 @dataclass(frozen=True, slots=True)
 class FinishedStored:
-    """The job's line is done after this step; None: it is not."""
+    """The job's line is done after this step; None: the line is not done."""
 
     job: str
     step: int | None
@@ -81,7 +81,7 @@ class FinishedStored:
 
 @dataclass(frozen=True, slots=True)
 class ReachedStored:
-    """The job's line had committed so many steps, at least. Kept until another line begins."""
+    """The job's line has committed at least so many steps. Kept until another line begins."""
 
     job: str
     step: int
@@ -113,7 +113,7 @@ class StoreCleared:
 
 @dataclass(frozen=True, slots=True)
 class NumbersUsed:
-    """Numbers up to this one are used up, by views of which nothing is kept."""
+    """Generation numbers up to this one are used up, by views of which nothing is kept."""
 
     job: str
     generation: int
@@ -143,42 +143,43 @@ Change = (
 
 @dataclass(slots=True)
 class StoredJob:
-    """A job as a storage gives it back."""
+    """A job as a storage returns it."""
 
     name: str
     generation: int = 0
-    """The highest number used."""
+    """The highest generation number that was used."""
     view: View | None = None
     """The latest view, unless it was forgotten."""
     verdict: Verdict | None = None
     endings: dict[int, Ending] = field(default_factory=dict)
     finished: int | None = None
     reached: int | None = None
-    """As `JobState.reached`; where there is a base, its step or more."""
+    """As `JobState.reached`; if there is a base, its step or more."""
     keys: dict[str, bytes] = field(default_factory=dict)
     door_secret: bytes = field(default=b"", repr=False)
-    """Of the latest view, forgotten or not; empty in the file of an earlier version."""
+    """The door secret of the latest view, forgotten or not; empty in a file of an earlier version."""
 
 
 class Storage(Protocol):
-    """Where changes go. Used from one event loop."""
+    """Takes changes and keeps them. Used from one event loop."""
 
     async def load(self) -> list[StoredJob]:
         """Opens the storage and returns all jobs.
 
         Raises:
-            StateUnusable: it cannot be used.
+            StateUnusable: the storage cannot be used.
         """
         ...
 
     def write(self, changes: Sequence[Change]) -> asyncio.Future[None]:
-        """Takes changes in, all or none, after all that was written before; never blocks.
+        """Takes changes, all or none, after all earlier ones; never blocks.
 
         Returns:
-            Done when they are durable. An OSError if they could not be stored; nothing of them is stored then.
+            A future that is done when the changes are durable. It has an OSError if they could not be stored; then
+            none of them is stored.
         """
         ...
 
     async def close(self) -> None:
-        """Finishes what was taken in, then lets go of everything."""
+        """Stores the changes that it has taken, then frees everything."""
         ...

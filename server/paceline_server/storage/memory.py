@@ -1,4 +1,4 @@
-"""A storage that forgets with its object: for a coordinator without a state file, and for tests of restarts."""
+"""A storage that lives as long as its object: for a coordinator without a state file, and for tests of restarts."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class MemoryStorage:
         self._jobs: dict[str, StoredJob] = {}
 
     async def load(self) -> list[StoredJob]:
-        """All jobs, as copies."""
+        """Returns copies of all jobs."""
         return copy.deepcopy(list(self._jobs.values()))
 
     def write(self, changes: Sequence[Change]) -> asyncio.Future[None]:
-        """Takes changes in; they are as durable as they will be at once."""
+        """Takes changes; the future is done at once, because they will never be more durable."""
         for change in changes:
             self._apply(change)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -44,7 +44,7 @@ class MemoryStorage:
         return done
 
     async def close(self) -> None:
-        """Nothing to let go of."""
+        """Does nothing: there is nothing to free."""
 
     def _apply(self, change: Change) -> None:
         name = change.job

@@ -1,4 +1,4 @@
-"""The tables of the state file, and each change as SQL. Knows nothing of threads or of what the changes are for."""
+"""The tables of the state file, and each change as SQL. Knows nothing of threads or of the purpose of the changes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["NotAStateFile", "apply", "load", "prepare"]
 
-_APPLICATION_ID = 0x50414345  # "PACE": `file` and we can tell our file from another program's database
+_APPLICATION_ID = 0x50414345  # "PACE": tells `file` and us our file from another program's database
 _VERSION = 5
 
 _FROM = {
@@ -38,7 +38,7 @@ ALTER TABLE job ADD COLUMN lost TEXT NOT NULL DEFAULT '';
 """,
     4: "ALTER TABLE job ADD COLUMN door_secret BLOB NOT NULL DEFAULT x'';",
 }
-"""What makes a file of one version a file of the next."""
+"""The SQL that turns a file of one version into a file of the next."""
 
 _TABLES = """
 CREATE TABLE job (
@@ -91,15 +91,15 @@ CREATE TABLE key (
 
 
 class NotAStateFile(Exception):
-    """The database is another program's, or of another version of ours."""
+    """The database is another program's, or that of another version of the coordinator."""
 
 
 def prepare(connection: sqlite3.Connection) -> None:
-    """Locks the file for this connection and makes the tables if they are not there.
+    """Locks the file for this connection, and creates the tables if there are none.
 
     Raises:
         NotAStateFile: the file holds something else.
-        sqlite3.Error: it is no database, or another connection has it.
+        sqlite3.Error: the file is no database, or another connection has it.
     """
     connection.execute("PRAGMA locking_mode=EXCLUSIVE")
     connection.execute("PRAGMA journal_mode=WAL")
@@ -122,7 +122,7 @@ def prepare(connection: sqlite3.Connection) -> None:
 
 
 def load(connection: sqlite3.Connection) -> list[StoredJob]:
-    """All jobs."""
+    """Returns all jobs."""
     jobs: dict[str, StoredJob] = {}
     for (
         name,
@@ -192,7 +192,7 @@ def _split(ranks: str) -> tuple[int, ...]:
 
 
 def apply(connection: sqlite3.Connection, change: Change) -> None:
-    """Writes one change; the transaction is the caller's."""
+    """Writes one change; the caller opens and commits the transaction."""
     match change:
         case ViewFormed(job, view, door_secret):
             _store_view(connection, job, view, door_secret)

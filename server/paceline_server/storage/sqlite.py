@@ -1,9 +1,9 @@
 """A storage in one SQLite file, on a thread of its own: a slow disk never blocks the event loop.
 
-`synchronous=FULL`, because NORMAL may lose the last commits at a power failure and a generation number would be given
-out twice (I3); FULL costs 0.20 ms p50 here. All changes that wait when the thread turns to them go into one commit, so
-a thousand store writes do not cost a thousand syncs. The file is locked: two coordinators on one file is an error.
-It holds what jobs have stored, and is for the coordinator's user alone from its first instant.
+We use `synchronous=FULL`, because NORMAL may lose the last commits at a power failure, and a generation number would be
+given out twice (I3); FULL costs 0.20 ms p50 here. The thread commits all waiting changes together, so a thousand store
+writes do not cost a thousand syncs. The file is locked: two coordinators on one file are an error. The file holds what
+jobs have stored, so only the coordinator's user may read it, from its first instant.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ T = TypeVar("T")
 
 
 class _Batch:
-    """Changes that are stored together, and who waits for them."""
+    """Changes that are stored together, and the future of their caller."""
 
     def __init__(self, changes: Sequence[Change]) -> None:
         self.changes = tuple(changes)
         self.done: Future[None] = Future()
-        # Who waits may be cancelled at its deadline; what is queued is stored all the same.
+        # A waiting caller may be cancelled at its deadline; the queued changes are stored all the same.
         self.done.set_running_or_notify_cancel()
 
 
@@ -43,7 +43,7 @@ class SqliteStorage:
     """A state file.
 
     Args:
-        path: the file; it is made if it is not there. Its folder must be.
+        path: the file; created if there is none. Its folder must exist.
     """
 
     def __init__(self, path: Path) -> None:
@@ -56,11 +56,11 @@ class SqliteStorage:
         """Opens the file and returns all jobs.
 
         Raises:
-            StateUnusable: it cannot be opened, others may read it, it is no state file or a damaged one, or another
+            StateUnusable: the file cannot be opened, others may read it, it is damaged or no state file, or another
                 coordinator has it.
         """
         loaded: Future[list[StoredJob]] = Future()
-        loaded.set_running_or_notify_cancel()  # who waits may be cancelled; the thread goes on until `close`
+        loaded.set_running_or_notify_cancel()  # the caller may be cancelled; the thread goes on until `close`
         self._thread = threading.Thread(target=self._run, args=(loaded,), name="paceline-state", daemon=True)
         self._thread.start()
         return await asyncio.wrap_future(loaded)
@@ -72,26 +72,26 @@ class SqliteStorage:
         return asyncio.wrap_future(batch.done)
 
     async def close(self) -> None:
-        """Stores what is queued and closes the file."""
+        """Stores the queued changes and closes the file."""
         if self._thread is not None:
             self._queue.put(None)
             await asyncio.wrap_future(self._closed)
-            self._thread.join()  # it has nothing left to do
+            self._thread.join()  # the thread has nothing left to do
             self._thread = None
 
     # On the thread ----------------------------------------------------------------------------------------------------
 
     def _run(self, loaded: Future[list[StoredJob]]) -> None:
         try:
-            path = Path(os.path.realpath(self._path))  # beside it SQLite puts its other files
+            path = Path(os.path.realpath(self._path))  # SQLite puts its other files beside the real one
             _keep_private(path)
-            # isolation_level None: transactions are opened by hand, so that one holds a whole round of batches.
+            # isolation_level None: we open transactions by hand, so that one holds a whole round of batches.
             with closing(sqlite3.connect(path, isolation_level=None, timeout=0.5)) as connection:
                 schema.prepare(connection)
                 loaded.set_result(schema.load(connection))
                 while self._commit_round(connection):
                     pass
-        except Exception as error:  # what damage makes of a row may raise anything
+        except Exception as error:  # a damaged row may raise anything
             if loaded.done():
                 raise
             loaded.set_exception(StateUnusable(f"cannot use the state file {self._path}: {_why_unusable(error)}"))
@@ -99,7 +99,7 @@ class SqliteStorage:
             self._closed.set_result(None)
 
     def _commit_round(self, connection: sqlite3.Connection) -> bool:
-        """Waits for a batch, takes all that wait with it, commits. False when the storage is to close."""
+        """Waits for a batch and commits it with all other waiting ones. Returns False when the storage has to close."""
         batches: list[_Batch] = []
         item = self._queue.get()
         while item is not None:
@@ -109,14 +109,14 @@ class SqliteStorage:
             except queue.Empty:
                 break
         if batches and not self._commit(connection, batches):
-            for batch in batches:  # one of them is to blame: each for itself
+            for batch in batches:  # one of them is to blame, so commit each by itself
                 self._commit(connection, [batch], is_last_try=True)
         return item is not None
 
     def _commit(self, connection: sqlite3.Connection, batches: list[_Batch], is_last_try: bool = False) -> bool:
         try:
             _in_transaction(connection, lambda: _apply_all(connection, batches))
-        except Exception as error:  # noqa: BLE001 - whatever is wrong with a change, those after it must not wait for ever
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with a change, later ones must not wait for ever
             if is_last_try:
                 for batch in batches:
                     batch.done.set_exception(OSError(f"cannot write the state file {self._path}: {error}"))
@@ -127,13 +127,13 @@ class SqliteStorage:
 
 
 def _keep_private(path: Path) -> None:
-    """Makes the file if it is not there, for its user alone; SQLite gives its other files the same mode (os_unix.c).
+    """Creates the file if there is none, for its user alone; SQLite gives its other files the same mode (os_unix.c).
 
-    No file that is there is opened here: to close it would take SQLite's locks off, if this process has them
+    This function opens no existing file: closing the file would release SQLite's locks, if this process has them
     (https://www.sqlite.org/howtocorrupt.html, 2.2).
 
     Raises:
-        FileTooOpen: it was there, and others may read it, or what SQLite has left beside it.
+        FileTooOpen: others may read the existing file, or a file that SQLite has left beside it.
         OSError: the system refused.
     """
     with suppress(FileExistsError):
@@ -147,7 +147,7 @@ def _keep_private(path: Path) -> None:
             continue
         mode = stat.S_IMODE(status.st_mode)
         if status.st_uid == user and mode & 0o070 and not mode & 0o007:
-            os.chmod(file, mode & 0o700)  # Kubernetes opens a volume's files to its fsGroup whenever it mounts them
+            os.chmod(file, mode & 0o700)  # Kubernetes opens a volume's files to its fsGroup at each mount
             status = os.stat(file)
         check_private(file, status, user)
 
