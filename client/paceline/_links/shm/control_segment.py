@@ -48,7 +48,7 @@ LAYOUT = 3
 """Number of this layout. Both sides must have the same one."""
 
 PAGE = 4096
-"""Unit of all sizes and large offsets, in bytes. Systems with larger pages need no other unit."""
+"""Unit of all sizes and large offsets, in bytes. On systems with larger pages, a multiple of it would also do."""
 
 DESCRIPTOR = struct.Struct("<QIIQQIIQQQ")
 """The fields of `Descriptor`."""
