@@ -47,9 +47,7 @@ class DoorKey:
         self._secret = b""
         self._member_id = b""
         self._numbers = itertools.count(1)
-        self._seen: OrderedDict[bytes, tuple[int, int]] = (
-            OrderedDict()
-        )  # by caller: the highest number, and a bit for each number below it
+        self._seen: OrderedDict[bytes, tuple[int, int]] = OrderedDict()  # highest number, and a bit for each below
 
     def learn(self, secret: bytes, member_id: str) -> None:
         """Sets the job's secret and this process's member id."""

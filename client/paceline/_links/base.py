@@ -59,7 +59,7 @@ MAX_GROUP_NAME = 256
 
 
 class Purpose(IntEnum):
-    """What a link is for, with the numbers of peer.proto. Links of one purpose never delay those of the other."""
+    """The purposes of links, with the numbers of peer.proto. Links of one purpose never delay those of the other."""
 
     COLLECTIVE = 1
     POINT_TO_POINT = 2

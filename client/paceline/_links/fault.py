@@ -26,7 +26,7 @@ __all__ = ["Fault", "Suspicion", "error_of", "read_verdict"]
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """What one member saw.
+    """A failure that one member saw.
 
     Attributes:
         reason: kind of failure; decides the type of the error.

@@ -315,7 +315,7 @@ class ServedMesh(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Admission:
-    """What a ticket admits: a peer's stream, with the half that it brings, to a link of the served mesh."""
+    """The admission that a ticket grants: a peer's stream, with its half, to a link of the served mesh."""
 
     mesh: ServedMesh
     peer: Peer

@@ -77,9 +77,7 @@ class Knocks:
 
     async def _answer(self, request: peer_pb2.KnockRequest, context: Any) -> peer_pb2.KnockResponse:
         own = self._member_id()
-        if (
-            request.job != self._job or request.to_member != own or not own
-        ):  # tell strangers nothing, and do nothing for them
+        if request.job != self._job or request.to_member != own or not own:  # do nothing for strangers
             text = f"this is not member {shown(request.to_member)} of job {shown(request.job)}"
             await refuse(context, grpc.StatusCode.NOT_FOUND, ErrorReason.ERROR_REASON_NOT_FOUND, text)
         if not request.address:

@@ -165,9 +165,7 @@ class StateWindow:
 
     async def _check(self, job: str, to_member: str, context: Any) -> StateSource:
         if job != self._job or to_member != self.member_id or not to_member:
-            text = (
-                f"this is not member {shown(to_member)} of job {shown(job)}"  # do not reveal our member id to strangers
-            )
+            text = f"this is not member {shown(to_member)} of job {shown(job)}"  # do not reveal ours to strangers
             await refuse(context, grpc.StatusCode.NOT_FOUND, ErrorReason.ERROR_REASON_NOT_FOUND, text)
         if self.source is None:
             await _gone(context, PacelineError("this member has no state yet"))

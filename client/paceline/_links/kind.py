@@ -165,7 +165,7 @@ class Incoming(abc.ABC):
 
 @dataclass(frozen=True, slots=True)
 class HalfContext:
-    """What a kind knows about the link that a half belongs to.
+    """The facts that a kind knows about a half's link.
 
     Attributes:
         peer: the member at the other end.

@@ -151,9 +151,7 @@ class ShmHost:
             stranger, _ = self._socket.accept()
         except (BlockingIOError, ConnectionError):
             return
-        except (
-            OSError
-        ):  # no descriptors: the socket stays readable, and must not keep the loop busy until some are free
+        except OSError:  # no descriptors: the socket stays readable, and would keep the loop busy
             self._loop.remove_reader(self._socket)
             self._pause = self._loop.call_later(_PAUSE, self._accept_more)
             return
