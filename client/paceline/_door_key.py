@@ -1,9 +1,9 @@
-"""Proofs by which members of a job call each other: the coordinator sends a secret to each session of the job.
+"""Proofs in calls between members of a job. The coordinator sends a secret to each session of the job.
 
 Addresses and member ids are no secrets: member lists, logs and `paceline status` show them. So each call to a member's
-door proves that its caller has the secret, by an HMAC over the request, which names the callee, and over a number that
-the caller never uses again. A door remembers which numbers it has seen from each caller (the anti-replay window of
-IPsec, RFC 4303, 3.4.3), so an overheard call cannot be repeated. The secret is new in each line.
+door proves that its caller has the secret. The proof is an HMAC over the request, which names the callee, and over a
+number that the caller never uses again. A door remembers which numbers it has seen from each caller (the anti-replay
+window of IPsec, RFC 4303, 3.4.3), so an overheard call cannot be repeated. Each line has a new secret.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from paceline._grpc import aio
 __all__ = ["METADATA", "DoorKey", "proving"]
 
 METADATA = "paceline-door-bin"
-"""Key of a call's metadata that holds its proof."""
+"""The metadata key of a call's proof."""
 
 WINDOW = 1024
-"""Numbers below the highest one that are still remembered: a call may arrive that far behind later ones."""
+"""How many numbers below a caller's highest one a door remembers: a call may arrive that far behind later ones."""
 
 MAX_CALLERS = 16_384
-"""Callers whose numbers a door remembers: three times as many as a job has sessions at most. If there is one more, the
-one that has not called for the longest time is forgotten; only its calls could be repeated then."""
+"""Callers whose numbers a door remembers: three times a job's largest number of sessions. If there is one more, the
+door forgets the caller that has not called for the longest time. Only that caller's calls could be repeated then."""
 
 _HEAD = struct.Struct(">Q32s")
-"""Number and code; the caller's member id follows."""
+"""The head of a proof: number and HMAC. The caller's member id follows."""
 
 _MAX_ID_BYTES = 64
 
@@ -40,32 +40,32 @@ _MAX_ID_BYTES = 64
 class DoorKey:
     """Makes the proofs of one member, and checks those of its callers. Everything runs on the loop.
 
-    Before `learn` it lets no call in.
+    It refuses every call before `learn`.
     """
 
     def __init__(self) -> None:
         self._secret = b""
         self._member_id = b""
         self._numbers = itertools.count(1)
-        self._seen: OrderedDict[bytes, tuple[int, int]] = OrderedDict()  # the highest number, and a bit for each below
+        self._seen: OrderedDict[bytes, tuple[int, int]] = OrderedDict()  # highest number, and a bit for each below
 
     def learn(self, secret: bytes, member_id: str) -> None:
-        """Sets the job's secret and the id of the member that this process is."""
+        """Sets the job's secret and this process's member id."""
         self._secret, self._member_id = secret, member_id.encode()
 
     def prove(self, request: Message) -> bytes:
-        """The proof for one call with this request. Each call needs its own."""
+        """Returns the proof for one call with this request. Each call needs its own proof."""
         number = next(self._numbers)
         code = self._code(request.DESCRIPTOR.name, number, self._member_id, request.SerializeToString())
         return _HEAD.pack(number, code) + self._member_id
 
     def check(self, name: str, data: bytes, proof: bytes | None) -> str:
-        """Why a call is refused; empty if it is let in. The same call is let in once.
+        """Returns why a call is refused; empty if it is admitted. The same call is admitted only once.
 
         Args:
-            name: of the request's message.
+            name: the name of the request's message type.
             data: the request's bytes.
-            proof: the call's value of METADATA, None if it has none.
+            proof: the call's metadata value under METADATA; None if it has none.
         """
         if not self._secret:
             return "this worker is not registered yet"
@@ -96,8 +96,8 @@ class DoorKey:
 
 
 def proving(key: DoorKey) -> list[Any]:
-    """The interceptors of a channel to another member's door: each attempt of a call gets its own proof."""
-    return [_ProvesUnary(key), _ProvesStream(key)]  # of one object with both methods, grpc would call one only
+    """Returns the interceptors of a channel to another member's door. Each attempt of a call gets its own proof."""
+    return [_ProvesUnary(key), _ProvesStream(key)]  # two objects: of one with both methods, grpc would call only one
 
 
 class _ProvesUnary(aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]  # not generic at run time

@@ -1,11 +1,11 @@
-"""For tests of distributed code: ranks as threads of one process, and the conformance check of links.
+"""Helpers for tests of distributed code: ranks as threads of one process, and the conformance check of links.
 
     def rank(group):
         return group.all_reduce(np.full(3, group.rank)).tolist()
 
     assert run_ranks(4, rank) == [[6, 6, 6]] * 4
 
-All of it is public, and kept as stable as the rest.
+This module is public API, and as stable as the rest.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _T = TypeVar("_T")
 
 
 def local_groups(world: int, config: Config | None = None) -> list[Group]:
-    """Returns the groups of a generation whose ranks are all in this process, by rank. The caller closes each.
+    """Returns the groups of a generation whose ranks are all in this process, by rank. The caller closes each group.
 
     Args:
         world: number of ranks, at least 1.
-        config: timeouts; the defaults if None.
+        config: settings such as timeouts; the defaults if None.
 
     Raises:
         InvalidWorldSize: `world` is below 1.
@@ -56,11 +56,11 @@ def local_groups(world: int, config: Config | None = None) -> list[Group]:
 def next_generation(groups: Sequence[Group], tamper: Mapping[int, Tamper] | None = None) -> None:
     """Moves the groups of `local_groups` to the next generation, over the same links; lasting subgroups move too.
 
-    Frames of the last generation that have not arrived are dropped. Call it while no collective is under way.
+    Frames of the last generation that have not arrived are dropped. Call this while no collective is running.
 
     Args:
         groups: all groups of the generation.
-        tamper: by rank, what happens to the frames of that rank from now on (see `paceline._links.faulty`).
+        tamper: for each rank, a function that changes or loses its frames from now on (`paceline._links.faulty`).
     """
     meshes = []
     for group in groups:
@@ -88,7 +88,7 @@ def run_ranks(
     Args:
         world: number of ranks, at least 1.
         fn: called with the rank's group.
-        config: timeouts; the defaults if None.
+        config: settings such as timeouts; the defaults if None.
         timeout: seconds for all ranks together.
 
     Returns:
@@ -97,13 +97,13 @@ def run_ranks(
     Raises:
         Exception: the first error that a rank raised, with a note that names the rank; an error of `fn` itself comes
             before the PacelineErrors that it causes on other ranks.
-        TimeoutError: some ranks were not done in time; the text names them.
+        TimeoutError: some ranks did not finish in time; the text names them.
     """
     return run_groups(local_groups(world, config), fn, timeout=timeout)
 
 
 def run_groups(groups: list[Group], fn: Callable[[Group], _T], *, timeout: float = 60.0) -> list[_T]:
-    """Does what `run_ranks` does with groups that exist already, and closes them."""
+    """Runs `fn` as `run_ranks` does, but on groups that exist already, and closes them."""
     results: dict[int, _T] = {}
     failures: list[tuple[int, BaseException]] = []
 
@@ -122,13 +122,13 @@ def run_groups(groups: list[Group], fn: Callable[[Group], _T], *, timeout: float
     for thread in threads:
         thread.join(max(0.0, deadline - monotonic()))
     late = [thread.name for thread in threads if thread.is_alive()]
-    causes = list(failures)  # without the errors that closing causes in late ranks
+    causes = list(failures)  # excludes the errors that closing causes in late ranks
     for group in groups if late else []:
         group.close(0.0)  # ends the waits of late ranks
     for thread in threads:
         thread.join(1.0)
     if causes:
-        # A rank's own error makes the others raise a PacelineError, perhaps sooner: the cause comes first.
+        # A rank's own error makes the others raise a PacelineError, perhaps sooner. The rank's own error is raised.
         rank, first = min(causes, key=lambda failure: isinstance(failure[1], PacelineError))
         first.add_note(f"raised by rank {rank}")
         raise first

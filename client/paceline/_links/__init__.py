@@ -1,1 +1,1 @@
-"""Ways to move bytes between two members: the contract, and the links that keep it."""
+"""Links, which move bytes between two members: their contract, and the kinds that implement it."""

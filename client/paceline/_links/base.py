@@ -7,17 +7,17 @@ Rules that every link keeps, and that `paceline.testing.check_link` checks:
    `recv` never returns the frame. `check_link` cannot see this; each kind of link needs a test that changes bytes.
 2. `send` returns when the caller may reuse the payload. It may block for backpressure, but never past its deadline. A
    link must accept 4 frames (`_collectives.program.AHEAD`), or 8 MiB of longer ones, before it blocks.
-3. `recv` blocks until a frame is there, its deadline has passed, or the link or the generation has failed. A frame
-   that is there is returned even if the deadline is past: `recv(0.0)` polls.
+3. `recv` blocks until a frame arrives, its deadline passes, or the link or the generation fails. It returns a frame
+   that has arrived even if the deadline is past, so `recv(0.0)` polls.
 4. A failure wakes a blocked call within 100 ms (I7), and every later call raises at once.
-5. `close` delivers what was sent before it; the other side reads all of it, then gets `LinkEnded`.
+5. `close` delivers everything that was sent before it. The other side reads all of it, then gets `LinkEnded`.
 6. One thread sends and one thread receives at a time; they may be different threads.
-7. What was lent is the receiver's to read until it releases it, and the sender's again once `await_release` or `recall`
-   has returned. `release` tells the receiver whether something was recalled while it was read. A link that cannot lend
-   sends copies.
-8. A mark is the number of an operation, each above the one before: cheaper to tell than an empty frame. Up to `MARKS`
-   of them wait to be read. Frames of earlier operations come before a mark. A link that has no marks says so, and
-   tells nothing.
+7. The receiver may read a lent payload until it releases it. The sender may use it again once `await_release` or
+   `recall` has returned. `release` tells the receiver whether the sender recalled a payload while it was being read. A
+   link that cannot lend sends copies.
+8. A mark is the number of an operation. Marks increase, and a mark is cheaper to send than an empty frame. Up to
+   `MARKS` of them wait to be read. Frames of earlier operations arrive before a mark. A link without marks says so, and
+   sends nothing.
 """
 
 from __future__ import annotations
@@ -49,24 +49,24 @@ __all__ = [
 
 
 LEND_BYTES = 16 << 10
-"""Smaller payloads are never lent: a copy costs no more than to wait until they are released."""
+"""Smaller payloads are never lent: copying one costs no more than waiting for its release."""
 
 MARKS = 8
-"""Marks that wait to be read. A member of a barrier is one barrier ahead of another at most."""
+"""How many marks can wait to be read. In a barrier, a member is at most one barrier ahead of another."""
 
 MAX_GROUP_NAME = 256
 """Longest name of a group, in bytes (peer.proto)."""
 
 
 class Purpose(IntEnum):
-    """What a link is for; the numbers are those of the proto. One never holds up another."""
+    """The purposes of links, with the numbers of peer.proto. Links of one purpose never delay those of the other."""
 
     COLLECTIVE = 1
     POINT_TO_POINT = 2
 
 
 class LinkEnded(ConnectionError):
-    """The other side closed or broke the link. `orderly`: it closed it after its last frame."""
+    """The other side closed or broke the link. `orderly` is True if it closed the link after its last frame."""
 
     def __init__(self, message: str, *, orderly: bool = False) -> None:
         super().__init__(message)
@@ -84,10 +84,10 @@ class Peer:
     Attributes:
         rank: its rank.
         member_id: unique for ever.
-        host: its host, by name: for people, and for what keeps together what is near (`split_by_host`).
+        host: the name of its host, for messages and for grouping ranks by host (`split_by_host`).
         address: where its PeerService answers, "host:port"; empty on a local mesh.
         pid: its process id, 0 where unknown.
-        node: alike for members that can share memory; empty where it shares none.
+        node: the same for all members that can share memory; empty if this one shares none.
         start_ticks: when its process started, in clock ticks since its host booted; 0 where unknown.
     """
 
@@ -125,9 +125,9 @@ class Link(abc.ABC):
         """
 
     def lend(self, frame: Frame, deadline: float) -> None:
-        """Sends a frame whose payload the other side may read where it lies.
+        """Sends a frame whose payload the other side may read in place until `await_release` or `recall` returns.
 
-        It may do so until `await_release` or `recall` returns. For payloads of `LEND_BYTES` or more.
+        Use it for payloads of `LEND_BYTES` or more.
 
         Raises:
             LinkTimeout, LinkEnded, PacelineError: as `send`.
@@ -135,14 +135,14 @@ class Link(abc.ABC):
         self.send(frame, deadline)
 
     def mark(self, number: int, deadline: float) -> bool:
-        """Tells the other side that this one has come to an operation.
+        """Tells the other side that this one has reached an operation.
 
         Args:
-            number: of the operation, above all that it was told before; not the next but `MARKS` before it answers.
+            number: the operation's number, above all earlier marks. At most `MARKS` may wait for the other side.
             deadline: as for `send`.
 
         Returns:
-            False if this link has no marks, and never will: nothing was told.
+            False if this link has no marks, and never will. Nothing was sent then.
 
         Raises:
             LinkEnded, PacelineError: as `send`.
@@ -150,7 +150,7 @@ class Link(abc.ABC):
         return False
 
     def await_mark(self, deadline: float) -> Frame | int:
-        """The next mark of the other side; or a frame, which came instead, as from `recv`.
+        """Returns the next mark of the other side, or, as `recv` does, a frame that came instead.
 
         Raises:
             LinkTimeout, LinkEnded, PacelineError: as `recv`.
@@ -158,64 +158,66 @@ class Link(abc.ABC):
         return self.recv(deadline)
 
     def await_release(self, deadline: float) -> None:
-        """Waits until the other side has released all that was lent.
+        """Waits until the other side has released every lent payload.
 
         Raises:
-            LinkTimeout: it has not before the deadline.
+            LinkTimeout: it did not do so before the deadline.
             LinkEnded: the link is closed or broken.
             PacelineError: the generation has failed.
         """
         return
 
     def recall(self) -> None:
-        """Takes back all that was lent, when this link is used no more; waits only for what is being read just now."""
+        """Takes back every lent payload. The link is not used afterwards. Waits only for a read that is under way."""
         return
 
     def release(self) -> None:
-        """The reader needs the payloads of the frames that it has received no longer.
+        """Releases the payloads of all received frames: the reader no longer needs them.
 
         Raises:
-            LinkEnded: the other side had taken one back while it was being read, so what was made of it is void; or
-                this link is closed.
+            LinkEnded: the other side took a payload back while this side read it, so results computed from it are
+                void; or this link is closed.
         """
         return
 
     @abc.abstractmethod
     def recv(self, deadline: float, into: memoryview | None = None) -> Frame:
-        """The next frame; its payload may be read until `release`.
+        """Returns the next frame, whose payload may be read until `release`.
 
         Args:
             deadline: a `time.monotonic()` value.
-            into: where a payload of just this length may be put; then the frame's payload is this very object, and need
-                not be released. What is there is undefined if the call raises.
+            into: memory for a payload of exactly this length. If the link uses it, the frame's payload is this object,
+                and needs no release. Its content is undefined if the call raises.
 
         Raises:
-            LinkTimeout: none came before the deadline; nothing is consumed.
-            LinkEnded: the other side has closed or broken the link and all its frames are read.
+            LinkTimeout: no frame came before the deadline; nothing is consumed.
+            LinkEnded: the other side has closed or broken the link, and all its frames have been read.
             PacelineError: the generation has failed.
         """
 
     @abc.abstractmethod
     def on_readable(self, notify: Callable[[], None]) -> None:
-        """Has `notify` called, once now and then whenever `recv` may have got something to return or to raise.
+        """Calls `notify` once now, and then whenever `recv` may have something to return or to raise.
 
-        Called in any thread, sometimes for nothing; it must not block. One reader only: the last one registered.
+        The call comes from any thread, and sometimes without a reason. `notify` must not block. Only the last function
+        registered is called.
         """
 
     @abc.abstractmethod
     def close(self, deadline: float) -> None:
-        """Delivers what was sent, then ends the link; waits for that until the deadline at most. Idempotent."""
+        """Delivers what was sent, then ends the link. Waits until the deadline at most. Idempotent."""
 
 
 class Mesh(abc.ABC):
-    """One member's links to the other members of one generation, opened when first used.
+    """One member's links to the other members of one generation, each opened when it is first used.
 
-    Every group of members has links of its own, by its name: groups never wait for each other. "" is all members.
+    Every group of members has links of its own under its name, so groups never wait for each other. "" is the group of
+    all members.
 
     Attributes:
         generation: the generation.
         rank: this member's rank.
-        peers: all members in rank order, this one too.
+        peers: all members in rank order, including this one.
         fault: how the generation ends.
     """
 
@@ -226,7 +228,7 @@ class Mesh(abc.ABC):
 
     @abc.abstractmethod
     def link(self, peer: int, purpose: Purpose, group: str = "") -> Link:
-        """The link to a rank for a purpose and a group; the same object each time. Does not block on the peer.
+        """Returns the link to a rank for a purpose and a group: the same object each time. Does not wait for the peer.
 
         Raises:
             PacelineError: the generation has failed.
@@ -234,7 +236,7 @@ class Mesh(abc.ABC):
 
     @abc.abstractmethod
     def linked(self, purpose: Purpose, group: str = "") -> Sequence[int]:
-        """Ranks to which a link for this purpose and group exists already, opened by either side."""
+        """Returns the ranks to which a link for this purpose and group exists already, opened by either side."""
 
     @abc.abstractmethod
     def close(self, deadline: float) -> None:
@@ -242,7 +244,7 @@ class Mesh(abc.ABC):
 
     @abc.abstractmethod
     def close_group(self, group: str, deadline: float) -> None:
-        """Closes the links of one group; not for "", whose end is that of the member."""
+        """Closes the links of one group. Not for "", whose links end when the member leaves."""
 
     @property
     @abc.abstractmethod
@@ -256,10 +258,10 @@ class Mesh(abc.ABC):
 
     @property
     def neighbours(self) -> int:
-        """Other members on the node of the view that has most of them: the same at all members, and in all groups."""
+        """The number of other members on the view's largest node: equal at all members and in all groups."""
         nodes = Counter(peer.node for peer in self.peers if peer.node)
         return max(nodes.values(), default=1) - 1
 
     def empty(self, shape: int | tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """A new array that links can lend without a copy (`Link.lend`)."""
+        """Returns a new array that links can lend without a copy (`Link.lend`)."""
         return np.empty(shape, dtype)

@@ -1,7 +1,7 @@
 """The conformance check of links: the eight rules of `_links/base.py`, each as a check that a wrong link fails.
 
-Use it through `paceline.testing.check_link`. A check that finds a rule broken raises AssertionError, which names the
-rule. Nothing here waits for luck: every wait has an end, and what must not block runs in a thread that can be left.
+Use it through `paceline.testing.check_link`. A check that finds a rule broken raises an AssertionError that names the
+rule. Every wait is bounded, and calls that must not block run in a thread that can be abandoned.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 __all__ = ["RULES", "LinkPair", "check_link"]
 
 _PROMPT = 0.1
-"""Seconds: a failure must wake a blocked call within them (I7)."""
+"""Seconds within which a failure must wake a blocked call (I7)."""
 
 _LONG = 10.0
 """Seconds that any other step may take; only a broken link needs them."""
@@ -33,22 +33,22 @@ _MIB = 1 << 20
 
 
 def _anywhere(nbytes: int) -> memoryview:
-    """Memory as programs have it."""
+    """Returns ordinary memory of this process."""
     return memoryview(bytearray(nbytes))
 
 
 @dataclass(frozen=True, slots=True)
 class LinkPair:
-    """Two ends of one link.
+    """The two ends of one link.
 
     Attributes:
         a: one end.
-        b: the other.
+        b: the other end.
         fault_a: the fault that `a` obeys.
         fault_b: the fault that `b` obeys; not the same object.
         cut: breaks the link as the death of the process at `b` would.
-        generation: of both.
-        empty: makes memory of so many bytes that `a` can lend, if it can lend any.
+        generation: the generation of both ends.
+        empty: makes memory of that many bytes, which `a` can lend if it can lend any.
     """
 
     a: Link
@@ -64,7 +64,7 @@ def check_link(make_pair: Callable[[], AbstractContextManager[LinkPair]]) -> Non
     """Checks that a kind of link keeps all rules.
 
     Args:
-        make_pair: makes a fresh pair; each rule is checked on one of its own.
+        make_pair: makes a fresh pair; each rule is checked on its own pair.
 
     Raises:
         AssertionError: a rule is broken; the text names it.
@@ -145,7 +145,7 @@ def rule_4_failure(pair: LinkPair) -> None:
     _fill(pair, 0)
     sender = _Blocked(lambda: _send_for_ever(pair))
     receiver = _Blocked(lambda: pair.a.recv(monotonic() + _LONG))
-    sleep(0.02)  # so that both block; if one does not yet, the check is only weaker
+    sleep(0.02)  # lets both calls block; if one does not block yet, the check is only weaker
     assert not receiver.over.is_set(), f"recv with nothing to receive ended: {receiver.error!r}"
     pair.fault_a.settle(Verdict(pair.generation, ErrorReason.ERROR_REASON_PEER_LOST, (1,), 7, "rank 1 is lost"))
     for name, call in (("recv", receiver), ("send", sender)):
@@ -160,7 +160,7 @@ def rule_4_failure(pair: LinkPair) -> None:
 def rule_4_cut(pair: LinkPair) -> None:
     """The death of the other side wakes a blocked `recv`, and is no orderly end."""
     receiver = _Blocked(lambda: pair.a.recv(monotonic() + _LONG))
-    sleep(0.02)  # so that it blocks; if it does not yet, the check is only weaker
+    sleep(0.02)  # lets the call block; if it does not block yet, the check is only weaker
     assert not receiver.over.is_set(), f"recv with nothing to receive ended: {receiver.error!r}"
     pair.cut()
     assert receiver.over.wait(1.0), "a blocked recv was not woken within 1 s of the other side's death"
@@ -232,7 +232,7 @@ def rule_7_lend(pair: LinkPair) -> None:
         assert bytes(frame.payload) == bytes(buffer), "what was put into place is something else"
         if frame.payload is not place:
             pair.b.release()
-        pair.a.await_release(monotonic() + _LONG)  # what was put into place needs no release
+        pair.a.await_release(monotonic() + _LONG)  # a payload that was written to `place` needs no release
     lent = pair.empty(1 << 18)
     lent[:] = b"b" * len(lent)
     pair.a.lend(_frame(pair, 1, 1, b"", lent), monotonic() + _LONG)
@@ -248,7 +248,7 @@ def rule_7_lend(pair: LinkPair) -> None:
     read, believed = bytes(frame.payload), True
     try:
         pair.b.release()
-    except LinkEnded:  # it was taken back, and the reader is told so
+    except LinkEnded:  # the sender took it back, and the reader learns that
         believed = False
     assert not believed or read == b"b" * len(lent), "recall returned while the other side still reads"
     assert recall.over.wait(_LONG), "recall did not return when the other side had read"
@@ -311,7 +311,7 @@ RULES: tuple[Callable[[LinkPair], None], ...] = (
 
 
 class _Blocked:
-    """A call in a thread of its own, which is left alone if it never returns."""
+    """A call in a thread of its own, which is abandoned if it never returns."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self.error: BaseException | None = None
@@ -351,7 +351,7 @@ def _nothing_comes(link: Link, seconds: float = 0.02) -> None:
 
 
 def _settled(link: Link) -> bool:
-    """True if all that the link has lent is the caller's again."""
+    """Returns True if the other side has released everything that the link has lent."""
     try:
         link.await_release(monotonic() + 0.02)
     except LinkTimeout:
@@ -360,7 +360,7 @@ def _settled(link: Link) -> bool:
 
 
 def _fill(pair: LinkPair, part: int) -> int:
-    """Sends from `a` until that blocks, 128 MiB at most; how many frames went out."""
+    """Sends from `a` until it blocks, 128 MiB at most. Returns how many frames were sent."""
     for count in range(512):
         started = monotonic()
         try:

@@ -1,8 +1,8 @@
-"""How a generation ends at one member: evidence, then a verdict, then the same typed error everywhere.
+"""How a generation ends at one member: a suspicion, then the verdict, then the same typed error at all members.
 
-A thread that sees something wrong calls `Fault.suspect`. The first suspicion wakes everything that is blocked, is
-passed along the links, and goes to the coordinator, whose verdict (`Fault.settle`) decides what is raised. Without a
-verdict in time the member raises what it saw itself: members stop without the coordinator too (I7, I8).
+A thread that sees a failure calls `Fault.suspect`. The first suspicion wakes all blocked calls, and goes to the peers
+over the links and to the coordinator. The coordinator's verdict (`Fault.settle`) decides what is raised. If no verdict
+comes in time, the member raises what it saw itself, so members stop without the coordinator too (I7, I8).
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ __all__ = ["Fault", "Suspicion", "error_of", "read_verdict"]
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """What one member saw.
+    """A failure that one member saw.
 
     Attributes:
         reason: kind of failure; decides the type of the error.
         accused: rank at the other end; None when the member reports itself.
-        operation: number of the collective in which it was seen, 0 for none.
+        operation: number of the collective in which the failure was seen, 0 for none.
         text: one sentence with the facts.
-        relayed: a peer saw it and passed it on; the coordinator hears of it from that peer.
-        cause: the exception, where this member reports one of its own.
+        relayed: True if a peer saw it and passed it on; the coordinator hears of it from that peer.
+        cause: the exception, if this member reports one of its own.
     """
 
     reason: ErrorReason.ValueType
@@ -46,24 +46,24 @@ class Suspicion:
 
 
 def error_of(verdict: Verdict) -> errors.PacelineError:
-    """A new error of the type that the verdict's reason stands for."""
+    """Returns a new error of the type that belongs to the verdict's reason."""
     error = error_type(verdict.reason)
     return error(verdict.text, ranks=verdict.culprits, operation=verdict.operation, generation=verdict.generation)
 
 
 def read_verdict(word: session_pb2.Verdict) -> Verdict:
-    """The coordinator's verdict as it came over the wire."""
+    """Converts the coordinator's verdict from its message."""
     return Verdict(word.generation, word.reason, tuple(word.culprits), word.operation, word.text)
 
 
 class Fault:
-    """The end of one generation at one member. Thread-safe; every transition happens once.
+    """The failure of one generation at one member. Thread-safe; every transition happens once.
 
     Args:
         generation: the generation.
         rank: this member's rank.
         verdict_timeout: seconds that `error` waits for the verdict, counted from the first suspicion.
-        me: this member in words; its rank if left out.
+        me: how texts name this member; its rank if left out.
 
     Attributes:
         generation: as given.
@@ -73,39 +73,39 @@ class Fault:
     def __init__(self, generation: int, rank: int, verdict_timeout: float, me: str = "") -> None:
         self.generation = generation
         self._me = me or f"rank {rank}"
-        self.failed = False  # plain, for every step of every operation looks here
+        self.failed = False  # no property: every step of every operation reads it
         self._rank = rank
         self._verdict_timeout = verdict_timeout
         self._lock = threading.Lock()
         self._settled = Latch()
         self._suspicion: Suspicion | None = None
-        self._answer_by = 0.0  # `time.monotonic()` value until which a verdict is waited for
+        self._answer_by = 0.0  # `time.monotonic()` value until which `error` waits for a verdict
         self._verdict: Verdict | None = None
         self._wakers: list[Callable[[], None]] = []
         self._reporters: list[Callable[[Suspicion], None]] = []
 
     @property
     def is_own(self) -> bool:
-        """True if this member's own error was the first thing to go wrong that it knows of."""
+        """True if the first failure that this member knows of was its own error."""
         suspicion = self._suspicion
         return suspicion is not None and suspicion.accused is None and not suspicion.relayed
 
     @property
     def own_error(self) -> Exception | None:
-        """What this member itself ran into, if that was the first thing to go wrong; no PacelineError.
+        """This member's own exception, if it was the first failure and is no PacelineError; else None.
 
-        Another attempt under the next generation would be no better: the member is to end with this error.
+        The member ends with this exception, because the next generation would fail in the same way.
         """
         cause = self._suspicion.cause if self._suspicion is not None else None
         return cause if isinstance(cause, Exception) and not isinstance(cause, errors.PacelineError) else None
 
     @property
     def verdict(self) -> Verdict | None:
-        """The verdict, once it is there."""
+        """The verdict; None until it has come."""
         return self._verdict
 
     def on_failure(self, wake: Callable[[], None]) -> None:
-        """Registers what wakes a blocked call; runs at once if the generation has failed already."""
+        """Registers a function that wakes a blocked call. Calls it at once if the generation has failed already."""
         with self._lock:
             self._wakers.append(wake)
             failed = self.failed
@@ -118,15 +118,15 @@ class Fault:
             self._wakers.remove(wake)
 
     def on_suspicion(self, report: Callable[[Suspicion], None]) -> None:
-        """Registers where the first suspicion goes: the coordinator, the links."""
+        """Registers a function that gets the first suspicion, to pass it to the coordinator or the links."""
         self._reporters.append(report)
 
     def suspect(self, suspicion: Suspicion) -> None:
-        """Something is wrong: wakes all, tells all. Only the first suspicion counts."""
+        """Records a failure: wakes all blocked calls and informs all reporters. Only the first suspicion counts."""
         with self._lock:
             if self.failed:
                 return
-            # In this order: a thread that sees `failed`, without the lock, waits for the verdict.
+            # The order matters: a thread that sees `failed` reads these without the lock.
             self._answer_by = time.monotonic() + self._verdict_timeout
             self._suspicion = suspicion
             self.failed = True
@@ -135,13 +135,13 @@ class Fault:
             report(suspicion)
 
     def broke(self, error: BaseException) -> None:
-        """A thread or task of this member has failed, and its work with it: this member cannot go on."""
+        """Reports that a thread or task of this member has failed, so that this member cannot continue."""
         words = f"{type(error).__name__}: {error}".removesuffix(": ")
         text = f"{self._me} raised {words}"[:2000]
         self.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, None, 0, text, cause=error))
 
     def settle(self, verdict: Verdict) -> None:
-        """The generation is void, for this reason. Only the first verdict counts."""
+        """Sets the verdict, which ends the generation. Only the first verdict counts."""
         with self._lock:
             if self._verdict is not None:
                 return
@@ -151,7 +151,7 @@ class Fault:
         self._wake()
 
     def expect_no_verdict(self) -> None:
-        """The coordinator cannot be reached: stops waiting for its verdict on what was seen here."""
+        """Stops waiting for the verdict on this member's suspicion, because the coordinator cannot be reached."""
         if self._suspicion is not None:
             self._settled.set()
 
@@ -162,7 +162,7 @@ class Fault:
             raise self.error()
 
     def error(self) -> errors.PacelineError:
-        """The error to raise; waits up to `verdict_timeout` for the verdict, then tells what this member saw."""
+        """Returns the error to raise. Waits up to `verdict_timeout` for the verdict, then reports the own suspicion."""
         if self._verdict is None:
             self._settled.wait(max(0.0, self._answer_by - time.monotonic()))
         verdict, suspicion = self._verdict, self._suspicion
@@ -171,7 +171,7 @@ class Fault:
             culprits = (self._rank if suspicion.accused is None else suspicion.accused,)
             verdict = Verdict(self.generation, suspicion.reason, culprits, suspicion.operation, suspicion.text)
         error = error_of(verdict)
-        error.__cause__ = self.own_error  # its traceback says where
+        error.__cause__ = self.own_error  # its traceback shows where it was raised
         return error
 
     def _wake(self) -> None:

@@ -1,11 +1,11 @@
-"""A mesh whose frames can be lost, changed or refused on purpose: declared faults, for tests.
+"""A mesh that loses, changes or refuses frames on purpose, for tests.
 
     def lose_third(way, peer, frame):
         return None if way == "send" and frame.part == 2 else frame
 
     group = Group(FaultyMesh(mesh, lose_third), config)
 
-It serves over every kind of link.
+It works over every kind of link.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from paceline._links.frame import Frame
 __all__ = ["FaultyMesh", "Tamper"]
 
 Tamper: TypeAlias = Callable[[str, int, Frame], Frame | None]
-"""Given "send" or "recv", the peer's rank and the frame: returns the frame that goes on, or None to lose it; whatever
-it raises, the link raises."""
+"""Gets "send" or "recv", the peer's rank and the frame. Returns the frame that goes on, or None to lose it. The link
+raises what it raises."""
 
 
 class FaultyMesh(Mesh):
-    """Passes everything on to another mesh, each frame through `tamper`.
+    """Passes each frame through `tamper`, and everything to another mesh.
 
-    What this member tells are frames, never marks, so that `tamper` sees all of it; marks of others are no frames, and
-    pass.
+    This member sends frames, never marks, so that `tamper` sees everything that it sends. Marks from others pass
+    unchanged.
 
     Args:
         mesh: the mesh that does the work.
-        tamper: what befalls frames.
+        tamper: changes, loses or refuses frames.
 
     Attributes:
         inner: the mesh that does the work.
@@ -49,25 +49,25 @@ class FaultyMesh(Mesh):
         self._tamper = tamper
 
     def link(self, peer: int, purpose: Purpose, group: str = "") -> Link:
-        """The link to a rank, with faults (`Mesh.link`)."""
+        """Returns the link to a rank, with faults (`Mesh.link`)."""
         return _FaultyLink(self.inner.link(peer, purpose, group), self._tamper)
 
     def linked(self, purpose: Purpose, group: str = "") -> Sequence[int]:
-        """Ranks with a link (`Mesh.linked`)."""
+        """Returns the ranks with a link (`Mesh.linked`)."""
         return self.inner.linked(purpose, group)
 
     def empty(self, shape: int | tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """An array of the mesh that does the work (`Mesh.empty`)."""
+        """Returns an array of the inner mesh (`Mesh.empty`)."""
         return self.inner.empty(shape, dtype)
 
     @property
     def neighbours(self) -> int:
-        """Those of the mesh that does the work (`Mesh.neighbours`)."""
+        """The neighbours of the inner mesh (`Mesh.neighbours`)."""
         return self.inner.neighbours
 
     @property
     def bytes_sent(self) -> int:
-        """What the mesh that does the work has sent (`Mesh.bytes_sent`)."""
+        """Bytes that the inner mesh has sent (`Mesh.bytes_sent`)."""
         return self.inner.bytes_sent
 
     def close(self, deadline: float) -> None:

@@ -1,17 +1,18 @@
-"""The frame: what travels on every link, and its encoding.
+"""The frame, which is the unit that travels on every link, and its encoding.
 
 On the wire a frame is the protobuf message `FramesRequest` (peer.proto) in one canonical form: every field is written,
-in order, lengths as padded varints. Header fields then lie at fixed offsets, so a frame is made with one `struct` call
-and one join, and read without copying the payload. `FramesRequest.FromString` reads it too; a test compares them.
-A frame ends with a checksum of all bytes before, which is checked before anything but the lengths is believed.
+in order, and lengths are padded varints. Header fields then lie at fixed offsets, so one `struct` call and one join
+make a frame, and reading it does not copy the payload. `FramesRequest.FromString` reads it too; a test compares them.
+A frame ends with a checksum of all bytes before it. The reader uses nothing but the lengths before it has checked that.
 
-The checksum is CRC-32, for which a long payload is folded first. A payload of FOLDED bytes or more is cut into rows of
-COLUMNS words of 64 bits. The rows are added up column by column, modulo 2^64, and the CRC is that of the sums, and of
-the bytes behind the last whole row. Folding takes 17 to 40 GB/s here. zlib's CRC-32 takes 3.6 GB/s, at each end: as
-long as all else that a frame costs over TCP.
+The checksum is CRC-32; a long payload is folded first. A payload of FOLDED bytes or more is cut into rows of COLUMNS
+words of 64 bits. The rows are added up column by column, modulo 2^64. The CRC covers the sums, and the bytes after the
+last whole row. Folding runs at 17 to 40 GB/s here. zlib's CRC-32 runs at 3.6 GB/s, at each end, which takes as long as
+everything else that a frame costs over TCP.
 
-Whatever changes within the length of a row (4,072 bytes) is found as by CRC-32 alone. Changes further apart escape only
-if they cancel in each column. COLUMNS is a prime, so what happens once in each page or packet falls in other columns.
+Changes within the length of a row (4,072 bytes) are detected as well as by CRC-32 alone. Changes that are further apart
+escape only if they cancel in each column. COLUMNS is a prime, so errors that occur once in each page or packet fall
+into different columns.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ __all__ = [
 ]
 
 MAX_FRAME_BYTES = (4 << 20) + 4096
-"""No frame is longer than this; the receiver refuses before it allocates."""
+"""Longest frame in bytes; the receiver refuses a longer one before it allocates memory."""
 
 COLUMNS = 509
 """Words of a row."""
 
 FOLDED = 64 << 10
-"""Bytes from which on a payload is folded: for less it takes as long as the CRC."""
+"""Shortest payload in bytes that is folded; below this, folding takes as long as the CRC."""
 
 # Tags of FramesRequest's fields 1 to 7: (field << 3) | wire type.
 _KIND, _GENERATION, _OPERATION, _PART, _SIGNATURE, _PAYLOAD, _CHECKSUM = 0x08, 0x11, 0x19, 0x25, 0x2A, 0x32, 0x3D
@@ -58,7 +59,7 @@ _OVERHEAD = _HEAD.size + _TAIL.size + _END.size
 
 
 class FrameKind(IntEnum):
-    """What a frame is; the numbers are those of the proto."""
+    """The kinds of frames, with the numbers of peer.proto."""
 
     DATA = 1
     ABORT = 2
@@ -74,7 +75,7 @@ class FrameError(ValueError):
 
 
 class FrameDamaged(FrameError):
-    """A length or the checksum is wrong: bytes have changed on the way."""
+    """A length or the checksum is wrong: bytes changed in transit."""
 
 
 @dataclass(slots=True)
@@ -82,12 +83,12 @@ class Frame:
     """One frame.
 
     Attributes:
-        kind: data, the news that the sender's generation has failed, or the word that nothing follows
-            on this link (CLOSE), or on any (LEAVE).
+        kind: DATA; ABORT if the sender's generation has failed; CLOSE if nothing follows on this link; LEAVE if
+            nothing follows on any link.
         generation: the generation that it acts on.
         operation: number of the operation within (generation, purpose), from 1.
         part: number of the frame within (operation, sender, receiver), from 0.
-        signature: the operation in words, in part 0 only.
+        signature: the operation in words; only part 0 has it.
         payload: elements as bytes. A sent payload is copied before `Link.send` returns.
     """
 
@@ -100,7 +101,7 @@ class Frame:
 
 
 def checksum(payload: bytes | memoryview, before: int = 0) -> int:
-    """The checksum of a payload of which `before` is that of what precedes it."""
+    """Returns the checksum of a payload; `before` is the checksum of the bytes that precede it."""
     if len(payload) < FOLDED:
         return zlib.crc32(payload, before)
     rows = len(payload) // (8 * COLUMNS)
@@ -110,7 +111,7 @@ def checksum(payload: bytes | memoryview, before: int = 0) -> int:
 
 
 def encode(frame: Frame) -> bytes:
-    """The frame as one bytes object; copies the payload once.
+    """Returns the frame as one bytes object. Copies the payload once.
 
     Raises:
         FrameError: the signature or the payload is too long.
@@ -136,10 +137,10 @@ def encode(frame: Frame) -> bytes:
 
 
 def decode(data: bytes) -> Frame:
-    """The frame that the bytes hold; its payload is a view of them.
+    """Returns the frame that the bytes hold; its payload is a view of them.
 
     Raises:
-        FrameDamaged: their lengths do not add up, or their checksum is wrong.
+        FrameDamaged: the lengths do not add up, or the checksum is wrong.
         FrameError: the bytes are not a frame in canonical form.
     """
     if not _OVERHEAD <= len(data) <= MAX_FRAME_BYTES:

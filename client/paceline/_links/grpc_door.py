@@ -1,6 +1,6 @@
-"""The front door of a worker: its PeerService, where members authenticate, negotiate and deliver frames.
+"""The door of a worker: its PeerService, where members authenticate, negotiate and deliver frames.
 
-Nothing of a stranger gets further than the door: a link needs a ticket, a ticket needs the ids of two members of the
+A stranger gets no further than the door: a link needs a ticket, a ticket needs the ids of two members of the
 generation, and every frame is checked before it is queued (I4, I9).
 """
 
@@ -43,32 +43,32 @@ __all__ = ["Door", "ServedMesh", "Intake"]
 _log = logging.getLogger("paceline.links")
 
 MAX_TEXT = 2000
-"""Characters of a peer's sentence that are believed."""
+"""Longest text in characters that is accepted from a peer; the rest is cut off."""
 
 MAX_TICKETS = 4096
-"""Unused tickets that a door remembers; one more and the oldest are forgotten."""
+"""Unused tickets that a door remembers. If there is one more, it forgets expired ones, or the oldest."""
 
 MAX_WAITING = 4096
-"""Callers that wait for this worker to hear of its view."""
+"""Callers that may wait until this worker hears of its view."""
 
 MAX_WAITING_EACH = 64
-"""The same on one connection; one more is told at once, and knocks again."""
+"""The same on one connection. The door refuses one more at once, and the caller tries again."""
 
 MAX_STREAMS = 1024
-"""Calls of one connection at one time; more wait at the caller's. A member has one for each purpose of each group, and
-those of the generation before for a moment."""
+"""Calls of one connection at one time; more wait at the caller. A member has one for each purpose of each group, and
+for a moment those of the generation before."""
 
 MAX_MESSAGE_BYTES = MAX_FRAME_BYTES + MAX_REQUEST_BYTES
-"""Of any method: grpc has one limit for all. A frame that is too long is ours to refuse, by name of its sender; of one
-that is longer than this grpc breaks the stream."""
+"""Longest message of any method; grpc has one limit for all. We refuse a frame that is too long, and name its sender.
+If a message is longer than this, grpc breaks the stream."""
 
 IDLE_SECONDS = 5.0
-"""For which a connection may be there without a call: else a thousand of a stranger's would take all files. No link is
-ever idle, whatever carries its frames: the stream of its Frames stays open."""
+"""Seconds for which a connection may exist without a call; otherwise a stranger's thousand connections would use up all
+descriptors. No link is ever idle, whatever its kind, because its Frames stream stays open."""
 
 PING_SECONDS, PONG_SECONDS = 60.0, 20.0
-"""After how long without a word a connection with calls is asked whether its other end is there, and for how long an
-answer is waited for, or `failure_timeout` if that is longer: streams of a host that has gone must not stay for ever."""
+"""Seconds of silence after which grpc pings a connection with calls, and seconds that it waits for the answer, or
+`failure_timeout` if that is longer. Without this, streams of a host that is gone would stay for ever."""
 
 _SERVICE = "pacelinepb.v1.PeerService"
 
@@ -79,13 +79,13 @@ class Door:
     """The PeerService of one worker. Everything runs on the loop that started it.
 
     Args:
-        job: the job whose members may knock.
-        credentials: by what members know each other: with TLS a caller needs a certificate of theirs.
-        config: which kinds of links may be used.
+        job: the job whose members may call.
+        credentials: how members authenticate each other; with TLS a caller needs a member's certificate.
+        config: says which kinds of links may be used.
 
     Attributes:
         kinds: the kinds of links that this worker has.
-        window: where state is handed out.
+        window: serves the training state.
     """
 
     def __init__(self, job: str, credentials: Credentials, config: Config = _DEFAULT) -> None:
@@ -95,7 +95,7 @@ class Door:
         self.kinds = LinkKinds(config, credentials)
         self.window = StateWindow(job)
         self._knocks = Knocks(job, lambda: self.window.member_id, credentials)
-        self._servers: list[aio.Server] = []  # one, or for a moment two: the address is changed
+        self._servers: list[aio.Server] = []  # one; two while the address changes
         self._starting: asyncio.Future[None] | None = None
         self._mesh: ServedMesh | None = None
         self._entered = asyncio.Event()
@@ -105,14 +105,14 @@ class Door:
         self._waiting: Counter[str] = Counter()  # by connection
 
     def on_exhausted(self, hear: Callable[[BaseException], None]) -> None:
-        """Has a function called if a call fails because this process has no memory, thread or descriptor left."""
+        """Registers a function to call when a call fails because this process lacks memory, threads or descriptors."""
         self._requests.on_exhausted = hear
 
     async def start(self, host: str, port: int) -> int:
-        """Listens.
+        """Starts to listen.
 
         Returns:
-            The port, which is a free one if 0 was asked for.
+            The port; a free one if `port` is 0.
 
         Raises:
             LinkUnavailable: the address cannot be bound.
@@ -130,10 +130,10 @@ class Door:
             ("grpc.max_connection_idle_ms", round(1000 * IDLE_SECONDS)),
             ("grpc.keepalive_time_ms", round(1000 * PING_SECONDS)),
             ("grpc.keepalive_timeout_ms", round(1000 * self._pong_seconds)),
-            # What ends a connection without an answer: grpc does not heed keepalive_timeout_ms while a ping of its own,
-            # which measures the network, is under way, and waits a minute for that one.
+            # This option ends a connection that does not answer: grpc ignores keepalive_timeout_ms while a ping of its
+            # own, which measures the network, is under way, and waits a minute for that one.
             ("grpc.http2.ping_timeout_ms", round(1000 * self._pong_seconds)),
-            ("grpc.http2.max_pings_without_data", 0),  # no limit: a door that takes frames in has nothing to send
+            ("grpc.http2.max_pings_without_data", 0),  # no limit: a door that receives frames has nothing to send
         ]
         server = aio.server(options=options)
         handlers = {
@@ -158,20 +158,20 @@ class Door:
         return bound
 
     async def move(self, host: str, port: int, bound: Callable[[], None]) -> int:
-        """Listens at another address, and no more at the one before: what still went on there breaks off.
+        """Listens at another address and stops listening at the old one, which breaks the calls there.
 
-        The mesh that is served, tickets and the window stay as they are.
+        The mesh that is served, the tickets and the window stay as they are.
 
         Args:
             host: as for `start`.
             port: as for `start`.
-            bound: called when the new address is this door's, before anything breaks off.
+            bound: called when the new address is bound, before any call breaks.
 
         Returns:
             The port, as `start` does.
 
         Raises:
-            LinkUnavailable: the address cannot be bound; nothing has changed.
+            LinkUnavailable: the new address cannot be bound; nothing has changed.
         """
         found = await self._open(host, port)
         bound()
@@ -182,12 +182,12 @@ class Door:
         return found
 
     def enter(self, mesh: ServedMesh) -> None:
-        """Opens the door for the members of a generation; earlier ones are turned away from now on."""
+        """Opens the door to the members of a generation. Calls for earlier generations are refused from now on."""
         self._mesh = mesh
         self._entered.set()
 
     async def close(self, grace: float = 0.2) -> None:
-        """Ends every stream with the word that all of it was taken in, then stops listening."""
+        """Ends every stream with the message that all its frames were received, then stops listening."""
         self._closing.set()
         self._entered.set()
         self._intake.close()
@@ -203,7 +203,7 @@ class Door:
         if request.job != self._job:
             text = f"this is no member of job {shown(request.job)}"  # do not reveal our job to strangers
             await refuse(context, grpc.StatusCode.NOT_FOUND, ErrorReason.ERROR_REASON_NOT_FOUND, text)
-        known = self.window.member_id  # a caller who means somebody else need not wait for our view
+        known = self.window.member_id  # a call for another member need not wait for our view
         if known and request.to_member != known:
             await _not_this_member(request, context)
         mesh = await self._mesh_by(request.generation, context.peer())
@@ -238,9 +238,10 @@ class Door:
         return answer
 
     async def _mesh_by(self, generation: int, connection: str) -> ServedMesh | None:
-        """The view of this worker, once it is that of the generation or a later one; None if that takes too long.
+        """Returns this worker's mesh once it is of that generation or a later one; None if that takes too long.
 
-        The caller may have heard of its view first; ours is on its way then. A stranger must not wait here for ever.
+        The caller may have heard of its view before us; then ours is on its way. A stranger must not wait here for
+        ever.
         """
         if self._is_early(generation):
             if self._waiting.total() >= MAX_WAITING or self._waiting[connection] >= MAX_WAITING_EACH:
@@ -269,7 +270,7 @@ async def _not_this_member(request: peer_pb2.HelloRequest, context: Any) -> NoRe
 
 
 def _check_free(host: str, port: int, where: str) -> None:
-    """Asks the kernel first: grpc says only that it failed, and writes a line of its own on the terminal."""
+    """Tries the address itself: grpc says only that it failed, and writes a line of its own to the terminal."""
     if not port:
         return
     try:
@@ -284,7 +285,7 @@ def _check_free(host: str, port: int, where: str) -> None:
 
 
 class ServedMesh(Protocol):
-    """What a door needs of the mesh that it serves: one member's links in one generation."""
+    """The part of a mesh that a door needs: one member's links in one generation."""
 
     generation: int
     member_id: str
@@ -300,21 +301,21 @@ class ServedMesh(Protocol):
         """See `Mesh.neighbours`."""
 
     def peer_by_id(self, member_id: str) -> Peer | None:
-        """The member with this id, None if it is not of this generation."""
+        """Returns the member with this id; None if it is not in this generation."""
 
     def link_from(self, rank: int, purpose: Purpose, group: str) -> MemberLink | None:
-        """What takes in frames from that rank; None if there are too many groups."""
+        """Returns the link that receives from that rank; None if there are too many groups."""
 
     def peer_leaves(self, rank: int) -> None:
-        """That rank has said that it leaves in good order."""
+        """Records that the rank said that it leaves in good order."""
 
     def peer_ended(self, rank: int, error: LinkEnded) -> None:
-        """A stream from that rank ended out of order."""
+        """Handles a stream from that rank that ended out of order."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Admission:
-    """What a ticket is for: a stream of a peer, whose half has come or will come, for a link of the served mesh."""
+    """The admission that a ticket grants: a peer's stream, with its half, to a link of the served mesh."""
 
     mesh: ServedMesh
     peer: Peer
@@ -323,7 +324,7 @@ class _Admission:
 
 
 class Intake:
-    """Takes in the streams of those to whom the door has given tickets. On the loop.
+    """Receives the streams of the callers to whom the door has given tickets. Runs on the loop.
 
     Args:
         kinds: the kinds of links that this worker has.
@@ -336,13 +337,13 @@ class Intake:
         self._closing = asyncio.Event()
 
     def close(self) -> None:
-        """Ends every stream with the word that all of it was taken in, and takes in no more."""
+        """Ends every stream with the message that all its frames were received, and accepts no more streams."""
         self._closing.set()
         for stream in list(self._streams):
             stream.cancel()
 
     def expect(self, ticket: bytes, mesh: ServedMesh, peer: Peer, link: MemberLink) -> None:
-        """A stream with this ticket goes with the half that comes with it, and says how that ends."""
+        """Admits a stream with this ticket to the link. The stream says how the half with the same ticket ends."""
         now = time.monotonic()
         if len(self._tickets) >= MAX_TICKETS:
             stale = [key for key, entry in self._tickets.items() if entry.expires <= now]
@@ -352,7 +353,7 @@ class Intake:
         self._tickets[ticket] = _Admission(mesh, peer, link, now + TICKET_LIFETIME)
 
     async def serve(self, _: Any, context: Any) -> None:
-        """A call of Frames, from its ticket to its end."""
+        """Serves one call of Frames, from its ticket to its end."""
         ticket = dict(context.invocation_metadata()).get("paceline-ticket-bin", b"")
         admission, half = self._tickets.pop(ticket, None), self._kinds.take(ticket)
         if admission is None or half is None or admission.expires < time.monotonic() or self._closing.is_set():
@@ -361,7 +362,7 @@ class Intake:
             text = "frames need a fresh ticket from Hello, and what it was given for"
             await refuse(context, grpc.StatusCode.UNAUTHENTICATED, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
         mesh, peer, link = admission.mesh, admission.peer, admission.link
-        if not link.claim():  # frames of two streams would come in any order, and a second half would hide the first
+        if not link.claim():  # two streams would mix up the order of frames, and a second half would hide the first
             half.close()
             _accuse(mesh.fault, peer, f"{peer} broke the protocol: it opened a link twice")
             text = "a link has one stream for good"
@@ -380,7 +381,7 @@ class Intake:
                     _accuse(mesh.fault, peer, f"{peer} broke the protocol: {text}")
                     reason = ErrorReason.ERROR_REASON_STALE_GENERATION
                     await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, reason, text)
-                if whole and frame.kind is not FrameKind.ABORT:  # its generation may fail while it leaves
+                if whole and frame.kind is not FrameKind.ABORT:  # the peer's generation may fail while it leaves
                     text = f"a frame of kind {frame.kind.name} came after the last"
                     _accuse(mesh.fault, peer, f"{peer} broke the protocol: {text}")
                     reason = ErrorReason.ERROR_REASON_BAD_REQUEST
@@ -403,7 +404,7 @@ class Intake:
                 mesh.peer_ended(peer.rank, LinkEnded(f"the link from {peer} ended"))
                 return
             link.end_in(LinkEnded(f"{peer} left", orderly=True), sent)
-            # Last of all: a peer that reads this may hang up at once, and that cancels what still runs here.
+            # This comes last: a peer that reads it may hang up at once, which cancels this call.
             await context.write(peer_pb2.FramesResponse(drained=peer_pb2.Drained(frames=frames)))
         except asyncio.CancelledError:
             if whole:
@@ -430,7 +431,7 @@ class Intake:
 
 
 def _relay(mesh: ServedMesh, peer: Peer, frame: Frame) -> None:
-    """Takes over what a peer suspects, if it makes sense."""
+    """Adopts a peer's suspicion if it makes sense."""
     try:
         word = Verdict.FromString(bytes(frame.payload))
     except (DecodeError, ValueError):

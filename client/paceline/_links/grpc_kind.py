@@ -1,8 +1,8 @@
-"""gRPC as a kind of link (`_links.kind`): frames on the stream that every link has. It goes wherever gRPC goes.
+"""gRPC as a kind of link (`_links.kind`): frames on the stream that every link has. It works wherever gRPC works.
 
-Outgoing: `send` encodes in the caller's thread (the one copy of the payload), so nothing touches the caller's array
-once it returns; a coroutine on the loop (`grpc_mesh.py`) takes frames from the outbox. Incoming: the front door
-(`grpc_door.py`) puts frames in; `recv` takes them in the caller's thread, so no other ever writes to an array (I7).
+Outgoing: `send` encodes in the caller's thread (the only copy of the payload), so nothing touches the caller's array
+after it returns. A coroutine on the loop (`grpc_mesh.py`) takes frames from the outbox. Incoming: the door
+(`grpc_door.py`) adds frames; `recv` takes them in the caller's thread, so no other thread writes to an array (I7).
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ __all__ = [
 ]
 
 INBOX_BYTES = 32 << 20
-"""Bytes that wait unread before the reader stops and HTTP/2 flow control holds the sender."""
+"""Unread bytes from which on the stream's reader stops, so that HTTP/2 flow control holds the sender."""
 
 EARLY_INBOX_BYTES = 4 << 20
-"""The same before this member has first read from the link; the writer holds the rest of what every link must."""
+"""The same limit before this member first reads the link. The sender's outbox holds the rest that rule 2 requires."""
 
 FRAME_COST = 1024
-"""Bytes that a frame counts on top of its payload, so that empty ones are bounded too."""
+"""Bytes that a frame counts in addition to its payload, so that the number of empty frames is bounded too."""
 
 
 class GrpcOutgoing(Outgoing):
-    """See `Outgoing`. It copies what is lent, and has no marks.
+    """See `Outgoing`. It copies lent payloads, and has no marks.
 
     Args:
-        stream: what the link's stream writes.
+        stream: the outbox of the link's stream.
         fault: how the generation ends.
     """
 
     kind = "grpc"
-    frames = 0  # the stream itself keeps them in order, and ends after the last
+    frames = 0  # the stream keeps frames in order, and ends after the last one
 
     def __init__(self, stream: Outbox, fault: Fault) -> None:
         self._stream = stream
@@ -58,7 +58,7 @@ class GrpcOutgoing(Outgoing):
 
     @property
     def sent_bytes(self) -> int:  # type: ignore[override]  # read-only
-        """Bytes that were sent so far, with their headers."""
+        """Bytes sent so far, with the frames' headers."""
         return self._stream.sent_bytes
 
     def send(self, frame: Frame, deadline: float) -> None:
@@ -76,7 +76,7 @@ class GrpcOutgoing(Outgoing):
         """See `Outgoing.recall`: nothing is lent."""
 
     def flush(self, deadline: float) -> None:
-        """See `Outgoing.flush`: the frame that ends the stream follows all others, and the peer confirms it."""
+        """See `Outgoing.flush`. Does nothing: the stream's last frame follows all others, and the peer confirms it."""
 
     def wake(self) -> None:
         """See `Outgoing.wake`."""
@@ -87,11 +87,11 @@ class GrpcOutgoing(Outgoing):
         self._stream.end(error)
 
     def close(self) -> None:
-        """See `Outgoing.close`: the stream is the link's to close."""
+        """See `Outgoing.close`. Does nothing, because the link closes the stream."""
 
 
 class GrpcIncoming(Incoming):
-    """See `Incoming`. Filled on the loop, emptied by one thread.
+    """See `Incoming`. The loop fills it, and one thread empties it.
 
     Args:
         loop: the loop of the links.
@@ -113,9 +113,9 @@ class GrpcIncoming(Incoming):
         self._notify: Callable[[], None] = _nothing
 
     async def put(self, frame: Frame) -> None:
-        """Adds a frame; waits while more than the limit wait unread. On the loop only."""
+        """Adds a frame. Waits while more bytes than the limit are unread. Used on the loop only."""
         with self._lock:
-            if self._closed:  # nobody will read it
+            if self._closed:  # no thread will read it
                 return
             self._waiting_bytes += len(frame.payload) + FRAME_COST
             full = self._waiting_bytes > self._limit
@@ -127,7 +127,7 @@ class GrpcIncoming(Incoming):
             await self._room.wait()
 
     def recv(self, deadline: float, into: memoryview | None = None) -> Frame:
-        """See `Incoming.recv`; the payload is a view of what the stream brought."""
+        """See `Incoming.recv`. The payload is a view of the message that the stream received."""
         if self._limit < INBOX_BYTES:
             self._widen()
         while True:
@@ -149,7 +149,7 @@ class GrpcIncoming(Incoming):
                 self._ended = item
 
     def release(self) -> None:
-        """See `Incoming.release`: each payload has memory of its own."""
+        """See `Incoming.release`. Does nothing, because each payload has memory of its own."""
 
     def on_readable(self, notify: Callable[[], None]) -> None:
         """See `Incoming.on_readable`."""
@@ -162,19 +162,19 @@ class GrpcIncoming(Incoming):
         self._notify()
 
     def end(self, error: LinkEnded, frames: int | None = None) -> None:
-        """See `Incoming.end`: all that came before is in the queue."""
+        """See `Incoming.end`. All earlier frames are in the queue already."""
         self._items.put(error)
         self._notify()
 
     def close(self) -> None:
-        """See `Incoming.close`: what still comes is dropped."""
+        """See `Incoming.close`. Frames that still arrive are dropped."""
         with self._lock:
             closed, self._closed = self._closed, True
         if not closed and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._room.set)
 
     def _widen(self) -> None:
-        """This member reads the link now: up to INBOX_BYTES may wait."""
+        """Lets up to INBOX_BYTES wait from now on, because this member reads the link."""
         with self._lock:
             self._limit = INBOX_BYTES
         self._loop.call_soon_threadsafe(self._room.set)
@@ -189,7 +189,7 @@ class GrpcIncoming(Incoming):
 
 
 class GrpcKind(Kind):
-    """See `Kind`. Every worker has it: it needs no port of its own, and two members can always use it."""
+    """See `Kind`. Every worker has this kind. It needs no port of its own, and two members can always use it."""
 
     name = "grpc"
     number = peer_pb2.LINK_KIND_GRPC
@@ -209,7 +209,7 @@ class GrpcKind(Kind):
         ticket: bytes,
         came: Callable[[Incoming], None],
     ) -> peer_pb2.HelloResponse:
-        """See `Kind.expect`: the stream fills the half, so there is nothing more to open."""
+        """See `Kind.expect`. The stream fills the half, so there is nothing more to open."""
         came(GrpcIncoming(asyncio.get_running_loop(), context.fault))
         return peer_pb2.HelloResponse()
 
@@ -221,4 +221,4 @@ class GrpcKind(Kind):
 
 
 def _nothing() -> None:
-    """Stands where no reader asked to be told of arrivals."""
+    """The callback of a half whose reader has not registered one."""

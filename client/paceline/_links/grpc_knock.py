@@ -1,7 +1,7 @@
-"""Knocking: does a worker's door answer, and does that worker reach one's own door?
+"""Knocking: checks whether a worker's door answers, and whether that worker can reach the caller's own door.
 
-Two hosts may reach each other in one direction only: an address that leads elsewhere, packets that are lost, a
-certificate that the other side does not take. So a newcomer asks each member to knock at its door in turn.
+Two hosts may reach each other in one direction only, if an address leads elsewhere, packets are lost, or one side does
+not accept the other's certificate. So a newcomer asks each member to knock at its door in turn.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from pacelinepb.v1.peer_pb2_grpc import PeerServiceStub
 __all__ = ["Knocker", "Knocks", "knock"]
 
 MAX_AT_ONCE = 64
-"""Doors that one worker knocks at for others at one time; one more is told so, and asks again."""
+"""Doors that one worker knocks at for others at one time. It refuses one more caller, which asks again."""
 
 MAX_ADDRESS_BYTES = 512
-"""Of an address (peer.proto)."""
+"""Longest address in bytes (peer.proto)."""
 
 MAX_TEXT = 500
-"""Characters of what is in the way."""
+"""Longest description of what is in the way, in characters."""
 
 _MOST_SECONDS = 10.0
-"""For a knock in turn, however patient the caller is."""
+"""Longest time in seconds for a knock in turn, whatever the caller's deadline."""
 
 _LEAST_SECONDS = 0.2
-"""For a knock in turn, however impatient the caller is: no connection is made in less."""
+"""Shortest time in seconds for a knock in turn, whatever the caller's deadline: no connection is made in less."""
 
 _SHARE = 2 / 3
-"""Of the time that the caller has left: the rest is for the answer, and for a machine that is busy."""
+"""Share of the caller's remaining time for a knock in turn. The rest is for the answer, and for a busy machine."""
 
 _WORDS_SECONDS = 0.2
-"""To hear from grpc why a door that did not answer in time could not be reached."""
+"""Seconds to learn from grpc why a door that did not answer in time could not be reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class Knocker:
-    """Who knocks.
+    """The worker that knocks.
 
     Attributes:
         member_id: its id.
-        address: where its own door is, "host:port".
+        address: the address of its own door, "host:port".
     """
 
     member_id: str
@@ -61,8 +61,8 @@ class Knocks:
 
     Args:
         job: the job whose members may knock.
-        member_id: says who lives here, "" until that is known.
-        credentials: by what members know each other.
+        member_id: returns this worker's member id, "" until it is known.
+        credentials: how members authenticate each other.
     """
 
     def __init__(self, job: str, member_id: Callable[[], str], credentials: Credentials) -> None:
@@ -72,12 +72,12 @@ class Knocks:
         self._under_way = 0
 
     def handlers(self, requests: Requests) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
-        """By the names of the methods."""
+        """Returns the handlers by the names of the methods."""
         return {"Knock": requests.unary_method(peer_pb2.KnockRequest, peer_pb2.KnockResponse, self._answer)}
 
     async def _answer(self, request: peer_pb2.KnockRequest, context: Any) -> peer_pb2.KnockResponse:
         own = self._member_id()
-        if request.job != self._job or request.to_member != own or not own:  # a stranger learns and moves nothing
+        if request.job != self._job or request.to_member != own or not own:  # do nothing for strangers
             text = f"this is not member {shown(request.to_member)} of job {shown(request.job)}"
             await refuse(context, grpc.StatusCode.NOT_FOUND, ErrorReason.ERROR_REASON_NOT_FOUND, text)
         if not request.address:
@@ -101,17 +101,17 @@ class Knocks:
 
 
 async def knock(channel: aio.Channel, job: str, to_member: str, own: Knocker, seconds: float) -> str:
-    """Knocks at a door, again and again while nobody can be reached there.
+    """Knocks at a door, and retries while it cannot be reached.
 
     Args:
         channel: to the door.
         job: the job.
-        to_member: who lives there.
-        own: who knocks; with an address, that door is knocked at in turn.
-        seconds: for the answer.
+        to_member: the member whose door it is.
+        own: the caller; if it has an address, the member knocks at that door in turn.
+        seconds: how long to wait for the answer.
 
     Returns:
-        What keeps that member from the caller's door; empty for nothing.
+        What keeps that member from the caller's door; empty if nothing does.
 
     Raises:
         AioRpcError: there is no answer, or the call is refused.
@@ -131,13 +131,13 @@ async def knock(channel: aio.Channel, job: str, to_member: str, own: Knocker, se
             if known.code() is grpc.StatusCode.UNAVAILABLE:
                 raise known from error
             raise error from None
-        # It answers after all. Whether it reaches the caller, if that was asked, it has not said.
+        # It answers after all, but has not said whether it reaches the caller, if it was asked.
         return f"it has not said within {seconds:.1f} s that it does" if own.address else ""
     return "".join(letter if letter.isprintable() else "?" for letter in answer.trouble[:MAX_TEXT])
 
 
 def _seconds_in_turn(left: float | None) -> float:
-    """For a knock in turn; `left` is what the caller has, None for any time."""
+    """Returns the seconds for a knock in turn. `left` is the caller's remaining time, None for no limit."""
     if left is None:
         return _MOST_SECONDS
     return min(_MOST_SECONDS, max(_LEAST_SECONDS, _SHARE * left - _WORDS_SECONDS))
@@ -151,7 +151,7 @@ def _is_address(text: str) -> bool:
 
 
 def _words(error: aio.AioRpcError, seconds: float) -> str:
-    """Why a door was not got through to."""
+    """Returns why a door could not be reached."""
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return f"no answer within {seconds:.1f} s"
     if error.code() is grpc.StatusCode.NOT_FOUND:

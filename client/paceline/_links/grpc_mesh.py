@@ -1,8 +1,8 @@
 """The mesh of links of one member in one generation, and the dialling side of each link.
 
-Each side dials the gRPC stream that it writes: it knocks at the peer's door, opens the half that carries the frames,
-and writes what the link's outbox holds. The stream's answers are watched all the time, so a link that nobody uses still
-tells of its peer's death within milliseconds.
+Each side dials the gRPC stream that it writes: it says Hello at the peer's door, opens the half that carries the
+frames, and writes the frames in the link's outbox. It reads the stream's answers all the time, so even an unused link
+detects its peer's death within milliseconds.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ _log = logging.getLogger("paceline.links")
 _Key: TypeAlias = tuple[int, Purpose, str]  # rank, purpose, group
 
 MAX_EARLY_GROUPS = 256
-"""Groups of which a peer has sent frames and this member none: it may only be late, but what they hold is bounded."""
+"""Groups that a peer has opened links for and this member has not. It may be late, but their memory is bounded."""
 
 _RETRY = 0.05
-"""Seconds between knocks at a door that did not answer."""
+"""Seconds between attempts at a door that did not answer."""
 
 _KNOCK = 1.0
-"""Seconds for a peer's host to say that nobody listens there."""
+"""Seconds for a peer's host to say that no process listens there."""
 
 _ABORT_GRACE = 0.2
-"""Seconds for the ABORT frames of a failed generation to go out before its links are closed."""
+"""Seconds for the ABORT frames of a failed generation to be written before its links are closed."""
 
 
 class GrpcMesh(Mesh):
     """Links over PeerService streams: each side dials the stream that it writes.
 
-    Two streams a pair, one for each direction, because then the two need not agree on who dials, and each direction has
-    a connection of its own.
+    A pair has two streams, one for each direction. So the two members need not agree on who dials, and each direction
+    has a connection of its own.
 
     Args:
         job: name of the job.
@@ -68,8 +68,8 @@ class GrpcMesh(Mesh):
         peers: all members in rank order.
         fault: how the generation ends.
         thread: the loop that links run on.
-        patience: seconds to knock at a door that does not answer before its owner counts as lost.
-        credentials: by what members know each other.
+        patience: seconds to retry at a door that does not answer before its member counts as lost.
+        credentials: how members authenticate each other.
         kinds: the kinds of links that this worker has.
     """
 
@@ -108,9 +108,9 @@ class GrpcMesh(Mesh):
         self._leavers: set[int] = set()  # touched on the loop only
         self._closed = False  # no new links
         self._ended = False  # no links at all
-        self._retired = False  # the next generation has come: how links of this one end says nothing
+        self._retired = False  # the next generation has come, so ends of links prove nothing
         fault.on_suspicion(self._pass_on)
-        if self.size > 1:  # the ring's next member: its link is up before the first collective, and watched from now on
+        if self.size > 1:  # opens and watches the link to the ring's next member before the first collective
             self.link((rank + 1) % self.size, Purpose.COLLECTIVE)
 
     def link(self, peer: int, purpose: Purpose, group: str = "") -> Link:
@@ -133,9 +133,9 @@ class GrpcMesh(Mesh):
             return sorted(rank for rank, *of in self._links if of == [purpose, group])
 
     def close_group(self, group: str, deadline: float) -> None:
-        """See `Mesh.close_group`; waits for the peers' word that they have taken in all."""
+        """See `Mesh.close_group`. Waits until the peers confirm that they have received all frames."""
         with self._lock:
-            self._closed_groups.add(group)  # names are not used twice; a late Hello shall not bring it back
+            self._closed_groups.add(group)  # names are used once; a late Hello must not reopen it
             ours = [link for key, link in self._links.items() if key[2] == group]
             links = [link for link in ours if link in self._dialled]
         for link in ours:
@@ -161,7 +161,7 @@ class GrpcMesh(Mesh):
             link.half_close(FrameKind.LEAVE, deadline)
         for link in links:
             link.close(deadline)
-        if self.fault.failed:  # the others shall hear of it before the links break
+        if self.fault.failed:  # lets the others hear of it before the links break
             grace = time.monotonic() + _ABORT_GRACE
             for link in links:
                 link.stream.wait_empty(grace)
@@ -171,25 +171,25 @@ class GrpcMesh(Mesh):
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes of frames, with their headers, so far (`Mesh.bytes_sent`)."""
+        """Bytes of frames sent so far, with their headers (`Mesh.bytes_sent`)."""
         with self._lock:
             return self._sent_by_closed + sum(link.sent_bytes for link in self._links.values())
 
     def empty(self, shape: int | tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """An array that the links can lend (`Mesh.empty`)."""
+        """Returns an array that the links can lend (`Mesh.empty`)."""
         return self._kinds.empty(shape, dtype)
 
     def peer_by_id(self, member_id: str) -> Peer | None:
-        """The member with this id, None if it is not of this generation."""
+        """Returns the member with this id; None if it is not in this generation."""
         return self._by_id.get(member_id)
 
     def link_from(self, rank: int, purpose: Purpose, group: str) -> MemberLink | None:
-        """What takes in frames from that rank; None for one group too many: what a peer makes us keep has a limit."""
+        """Returns the link that receives from that rank; None if the rank has opened too many groups."""
         with self._lock:
             if self._ended or group in self._closed_groups:
                 unread = MemberLink(self.peers[rank], self.fault, self._thread.loop)
                 unread.forget()
-                unread.shut()  # what still comes is of no use to anybody
+                unread.shut()  # what still arrives is not read
                 return unread
             early = {key[2] for key, link in self._links.items() if key[0] == rank and link not in self._dialled}
             if group not in early and len(early) >= MAX_EARLY_GROUPS:
@@ -197,11 +197,11 @@ class GrpcMesh(Mesh):
         return self._get(rank, purpose, group)
 
     def peer_leaves(self, rank: int) -> None:
-        """That rank leaves in good order: a door of it that is shut is no evidence of its death any more."""
+        """Records that a rank leaves in good order, so that its closed door is no evidence of its death."""
         self._leavers.add(rank)
 
     def peer_ended(self, rank: int, error: LinkEnded) -> None:
-        """A link to or from that rank ended. Out of order, that is evidence of its death; in order, it has left."""
+        """Handles the end of a link to or from a rank: in order, the rank has left; otherwise it may be dead."""
         if self._closed or self._retired or self.fault.failed:
             return
         if error.orderly:
@@ -232,7 +232,8 @@ class GrpcMesh(Mesh):
     async def _serve(self, link: MemberLink, purpose: Purpose, group: str) -> None:
         rank = link.peer.rank
         if rank not in self._channels:
-            # grpc shares connections among channels of equal options: one from an address that was ours is of no use.
+            # grpc shares connections among channels with equal options. Our address makes them differ: a connection
+            # from an earlier address of this worker must not be used.
             options = [*channel_options(self._patience), ("paceline.from", self.peers[self.rank].address)]
             self._channels[rank] = self._credentials.member_channel(link.peer.address, options)
         hello = peer_pb2.HelloRequest(
@@ -246,8 +247,8 @@ class GrpcMesh(Mesh):
         )
         try:
             ended = await dial(link, self._channels[rank], hello, self._openings, self._patience)
-        except Exception as error:  # noqa: BLE001  logged, and the generation ends: a link must not die unseen
-            if is_exhausted(error):  # the peer is not to blame, and the training thread raises it
+        except Exception as error:  # noqa: BLE001  logged, and ends the generation: a link must not fail silently
+            if is_exhausted(error):  # not the peer's failure; the training thread raises it
                 self.fault.broke(error)
             else:
                 _log.exception("the link to %s failed unexpectedly", link.peer)
@@ -255,11 +256,11 @@ class GrpcMesh(Mesh):
         if rank in self._leavers:
             ended = LinkEnded(f"{link.peer} left", orderly=True)
         link.drained.set()
-        if not (ended.orderly and group and link.closing):  # the end of a group is not the end of a member
+        if not (ended.orderly and group and link.closing):  # a member that leaves a group is not lost
             self.peer_ended(rank, ended)
 
     def _pass_on(self, suspicion: Suspicion) -> None:
-        """Tells the peers, once, so that they stop without the coordinator too."""
+        """Sends a suspicion to the peers, so that they stop without the coordinator too."""
         accused = self.rank if suspicion.accused is None else suspicion.accused
         word = session_pb2.Verdict(
             generation=self.generation,
@@ -275,11 +276,11 @@ class GrpcMesh(Mesh):
             link.stream.put_last(data)
 
     def retire(self) -> None:
-        """The next generation has come: members drop these links when they please."""
+        """Records that the next generation has come, so that peers may drop these links at any time."""
         self._retired = True
 
     async def end(self) -> None:
-        """Drops every link at once, as it is. On the loop; idempotent."""
+        """Drops every link at once. Runs on the loop. Idempotent."""
         self._closed = self._ended = True
         for task in list(self._tasks):
             task.cancel()
@@ -296,14 +297,14 @@ class GrpcMesh(Mesh):
 async def dial(
     link: MemberLink, channel: aio.Channel, hello: peer_pb2.HelloRequest, openings: Openings, patience: float
 ) -> LinkEnded:
-    """Opens a link's way out and its stream, and serves the stream until it ends.
+    """Opens a link's outgoing half and its stream, and serves the stream until it ends.
 
     Args:
         link: the link.
         channel: to the peer.
-        hello: how to introduce oneself; what it offers is filled in.
-        openings: opens what the peer's door chooses.
-        patience: seconds to go on knocking while nothing answers.
+        hello: the request to send; this fills in the kinds that it offers.
+        openings: opens a half of the kind that the peer's door chooses.
+        patience: seconds to retry while the door does not answer.
 
     Returns:
         How the link ended.
@@ -319,7 +320,7 @@ async def dial(
     watcher = asyncio.create_task(_watch(link, call))
     minder = asyncio.create_task(_mind(link, patience))
     try:
-        # A write fails once the stream has ended; how it ended is the watcher's to say.
+        # A write fails once the stream has ended; the watcher says how it ended.
         with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):
             while (data := await link.stream.take()) is not None:
                 await call.write(data)
@@ -335,7 +336,7 @@ async def dial(
 async def _open(
     link: MemberLink, channel: aio.Channel, hello: peer_pb2.HelloRequest, openings: Openings, patience: float
 ) -> peer_pb2.HelloResponse:
-    """Agrees with the peer's door on how frames travel. What both have but cannot be opened is offered no more."""
+    """Agrees with the peer's door on a kind and opens a half. Does not offer again a kind that cannot be opened."""
     while True:
         del hello.offered[:]
         for kind in openings.offers(link.peer):
@@ -356,7 +357,7 @@ async def _open(
 async def _knock(
     link: MemberLink, channel: aio.Channel, hello: peer_pb2.HelloRequest, patience: float
 ) -> peer_pb2.HelloResponse:
-    """Knocks until the door answers."""
+    """Says Hello until the door answers."""
     method = channel.unary_unary(
         "/pacelinepb.v1.PeerService/Hello",
         request_serializer=peer_pb2.HelloRequest.SerializeToString,
@@ -379,16 +380,16 @@ async def _knock(
 
 async def _watch(link: MemberLink, call: aio.StreamStreamCall[bytes, peer_pb2.FramesResponse]) -> LinkEnded:
     ended = await _end_of(link, call)
-    link.end_out(ended)  # the writer may be waiting for a frame that nobody will take any more
+    link.end_out(ended)  # the writer may wait for a frame that the peer will not take any more
     return ended
 
 
 async def _mind(link: MemberLink, patience: float) -> LinkEnded:
-    """Finds out a link of which the stream lives, and what carries its frames does not.
+    """Returns when the connection that carries the frames is dead, although the stream is alive.
 
-    Something between the two hosts has forgotten that connection.
+    This happens if a device between the two hosts has forgotten that connection.
     """
-    while (stuck := link.stuck_for(time.monotonic())) <= patience:  # noqa: ASYNC110  the kernel tells nobody
+    while (stuck := link.stuck_for(time.monotonic())) <= patience:  # noqa: ASYNC110  the kernel does not notify
         await asyncio.sleep(patience / 6)
     ended = LinkEnded(
         f"the {link.kind} link to {link.peer} is cut: its host has acknowledged nothing for {stuck:.1f} s"

@@ -1,12 +1,12 @@
-"""Methods of a worker's front door whose requests are read and parsed by us, and how a door refuses a call.
+"""Methods of a worker's door whose requests this module reads and parses, and how a door refuses a call.
 
-grpc itself would wait for ever for a request that does not end, and answer one that is no message with UNKNOWN and the
-words of a Python exception. Nor does it bound what it keeps: its limit to a message's length is one for all methods,
-that of a frame, and holds only while a handler reads; of an unread stream it keeps a window, which grows to
-tens of MiB on a fast network. So every request is read at once, to the end of its stream, and how many are read at one
-time, and for how long, has limits here. A caller that reaches the port can make a door keep 4 MiB for each of `MANY`
-requests, and beyond them what comes in within `HURRIED_SECONDS`; of one connection, 4 MiB for each of
-`MAX_READING_EACH`.
+grpc itself would wait for ever for a request that does not end. It would answer bytes that are no message with UNKNOWN
+and the text of a Python exception. It does not bound what it keeps either. It has one limit to a message's length for
+all methods, that of a frame, and applies it only while a handler reads. For an unread stream it keeps a window, which
+grows to tens of MiB on a fast network. So this module reads every request at once, to the end of its stream, and limits
+how many are read at one time, and for how long. A caller that reaches the port can make a door keep 4 MiB for each of
+`MANY` requests, and beyond them the bytes that arrive within `HURRIED_SECONDS`. One connection can make it keep 4 MiB
+for each of `MAX_READING_EACH` requests.
 """
 
 from __future__ import annotations
@@ -34,42 +34,42 @@ Q = TypeVar("Q", bound=Message)
 R = TypeVar("R", bound=Message)
 
 MAX_REQUEST_BYTES = 64 << 10
-"""A request; the longest that a member sends are well below 1 KiB."""
+"""Longest request in bytes; the longest that members send are well below 1 KiB."""
 
 READ_SECONDS = 10.0
-"""For a request to come."""
+"""Seconds for a request to arrive."""
 
 HURRIED_SECONDS = 1.0
-"""The same while there are many."""
+"""The same while there are many requests."""
 
 MANY = 32
-"""Requests that are being read at one time: with more, all are hurried."""
+"""Requests read at one time; if there are more, all of them get `HURRIED_SECONDS`."""
 
 MANY_EACH = 4
-"""The same for one connection, where those above it are hurried."""
+"""The same for one connection; only the requests above this number get `HURRIED_SECONDS`."""
 
 MAX_READING = 512
-"""Requests that are being read at one time; one more is refused at once, and its caller tries again."""
+"""Most requests read at one time. The door refuses one more at once, and its caller tries again."""
 
 MAX_READING_EACH = 16
 """The same for one connection."""
 
 MAX_REFUSAL_BYTES = 1000
-"""Of a refusal. It travels twice in the trailers, once with up to 3 bytes for each, and grpc takes 8 KiB of them: with
-more, the caller would get a status of grpc's own and no reason."""
+"""Longest text of a refusal. The trailers contain it twice, once with up to 3 bytes for each, and grpc accepts 8 KiB of
+trailers. With more, the caller would get a status of grpc's own and no reason."""
 
 MAX_SHOWN = 80
-"""Characters of what a caller sent that he hears again."""
+"""Characters of a caller's own text that a refusal repeats."""
 
 
 class Requests:
     """Reads the requests of one door, and makes its methods.
 
     Args:
-        key: what callers have to prove; None for nothing.
+        key: checks the callers' proofs; None to admit every caller.
 
     Attributes:
-        on_exhausted: is told if a method fails because this process has no memory, thread or descriptor left.
+        on_exhausted: called if a method fails because this process has no memory, thread or descriptor left.
     """
 
     def __init__(self, key: DoorKey | None = None) -> None:
@@ -81,7 +81,7 @@ class Requests:
     def unary_method(
         self, request: type[Q], response: type[R], handler: Callable[[Q, Any], Awaitable[R]]
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """A method with one answer."""
+        """Makes a method with one answer."""
 
         async def handle(_: Any, context: Any) -> None:
             with self._telling():
@@ -95,7 +95,7 @@ class Requests:
     def streaming_method(
         self, request: type[Q], response: type[R], handler: Callable[[Q, Any], AsyncIterator[R]]
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """A method with a stream of answers."""
+        """Makes a method with a stream of answers."""
 
         async def handle(_: Any, context: Any) -> AsyncIterator[R]:
             with self._telling():
@@ -127,7 +127,7 @@ class Requests:
             await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
         if self._key is not None and (trouble := self._key.check(name, data, _proof(context))):
             reason = ErrorReason.ERROR_REASON_UNAUTHENTICATED
-            # It may be tried again: the caller may have heard from the coordinator first.
+            # UNAVAILABLE lets the caller try again: it may have learnt the secret from the coordinator first.
             await refuse(context, grpc.StatusCode.UNAVAILABLE, reason, trouble)
         try:
             return request.FromString(data)
@@ -136,13 +136,14 @@ class Requests:
             await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
 
     async def _read(self, name: str, context: Any) -> tuple[bytes, bool]:
-        """The first message of a call, and whether it is the only one."""
+        """Returns the first message of a call, and whether it is the only one."""
         connection = context.peer()
         if self._reading.total() >= MAX_READING or self._reading[connection] >= MAX_READING_EACH:
             text = "too many calls at one time whose request has not come"
             await refuse(context, grpc.StatusCode.UNAVAILABLE, ErrorReason.ERROR_REASON_LIMIT, text)
         self._reading[connection] += 1
-        # Not cancelled when time is up: grpc would leak a message that comes at that moment. It ends with the call.
+        # The read is not cancelled at the timeout, because grpc would leak a message that arrives at that moment. It
+        # ends with the call.
         read = asyncio.ensure_future(_first(context))
         read.add_done_callback(lambda task: task.cancelled() or task.exception())
         limit = asyncio.timeout(self._seconds(connection))
@@ -161,7 +162,7 @@ class Requests:
         return read.result()
 
     def _seconds(self, connection: str) -> float:
-        """For one more request on that connection. With it there may be many: then the others are hurried too."""
+        """Returns the seconds for one more request on a connection. If it makes too many, hurries the others too."""
         if self._reading.total() > MANY:
             soon = asyncio.get_running_loop().time() + HURRIED_SECONDS
             for limit in self._unhurried:
@@ -188,7 +189,7 @@ async def _first(context: Any) -> tuple[bytes, bool]:
 
 
 async def refuse(context: Any, code: grpc.StatusCode, reason: ErrorReason.ValueType, text: str) -> NoReturn:
-    """Ends the call with a `google.rpc.ErrorInfo` that a caller can tell the kind of refusal by."""
+    """Ends the call with a `google.rpc.ErrorInfo`, by which the caller can distinguish the kinds of refusal."""
     info = error_details_pb2.ErrorInfo(
         domain=ERROR_DOMAIN, reason=ErrorReason.Name(reason).removeprefix("ERROR_REASON_")
     )
@@ -201,5 +202,5 @@ async def refuse(context: Any, code: grpc.StatusCode, reason: ErrorReason.ValueT
 
 
 def shown(text: str) -> str:
-    """What a caller sent, fit to be repeated: printable and short."""
+    """Returns a caller's text in a form that can be repeated: printable and short."""
     return repr(text[:MAX_SHOWN])[:MAX_SHOWN]

@@ -1,4 +1,4 @@
-"""The front door's other window: where a member's state is described and handed out, chunk by chunk."""
+"""The methods of a worker's door that describe a member's training state and send it, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 __all__ = ["MAX_PARCEL_BYTES", "MAX_RUNS", "ServedParcel", "StateDescription", "StateSource", "StateWindow"]
 
 _PIECE_BYTES = 1 << 20
-"""Of a description, in one message."""
+"""Bytes of a description, or of a parcel, in one message."""
 
 MAX_CHUNKS = 8192
-"""Chunks that one call may ask for: their numbers, of 5 bytes at most, are 40 of the 64 KiB of a request."""
+"""Chunks that one call may ask for. Their numbers, of at most 5 bytes each, take 40 of a request's 64 KiB."""
 
 
 MAX_RUNS = 1024
 """Runs that one call may ask for."""
 
 MAX_PARCEL_BYTES = 32 << 20
-"""Bytes of the runs that one call may ask for."""
+"""Bytes that the runs of one call may have together."""
 
 _PARCELS = 8
-"""Parcels that are on their way at one time; other callers wait."""
+"""Parcels that are sent at one time; other callers wait."""
 
 _LENT_SECONDS = 10.0
-"""For which memory is lent: time to copy a parcel out of it."""
+"""Seconds for which a parcel's memory is lent; the caller copies the parcel out of it in that time."""
 
 
 class ServedParcel(Protocol):
@@ -45,46 +45,46 @@ class ServedParcel(Protocol):
     """The bytes."""
 
     def lend(self, process: session_pb2.ProcessIdentity) -> peer_pb2.LentMemory | None:
-        """Where that process finds the bytes; None if it cannot map them."""
+        """Returns where that process finds the bytes; None if it cannot map them."""
 
 
 class StateDescription(Protocol):
-    """What a state consists of."""
+    """The description of a training state."""
 
     hashes: bytes
 
     def to_json(self) -> bytes:
-        """Everything but the hashes."""
+        """Returns everything except the hashes."""
 
 
 class StateSource(Protocol):
-    """What holds the state; called from any thread."""
+    """The object that holds the state. Its methods are called from any thread."""
 
     manifest: bytes
-    """Empty while there is none."""
+    """The manifest; empty while there is none."""
 
     def describe(self, tag: Tag) -> StateDescription:
-        """May take time. Raises PacelineError if that state is not held."""
+        """Describes a state. May take time. Raises PacelineError if that state is not held."""
 
     def read(self, tag: Tag, chunk: int) -> bytes:
-        """A chunk. Raises PacelineError if that state is not held any more."""
+        """Returns a chunk. Raises PacelineError if that state is not held any more."""
 
     def pack(self, tag: Tag, runs: Sequence[tuple[str, int, int]], most_bytes: int) -> ServedParcel:
-        """Copies runs: name, first element and count of each. May take time.
+        """Copies runs, each given by name, first element and count. May take time.
 
-        Raises PacelineError if that state, or one of them, is not held, or all together are more than `most_bytes`.
+        Raises PacelineError if the state or one of the runs is not held, or if the runs exceed `most_bytes` together.
         """
 
 
 class StateWindow:
-    """Handlers of DescribeState, GetState, GetRuns and GetManifest.
+    """The handlers of DescribeState, GetState, GetRuns and GetManifest.
 
     Args:
         job: the job whose members may ask.
 
     Attributes:
-        member_id: who this is, "" until it is registered.
-        source: what is given, None for nothing yet.
+        member_id: this worker's member id, "" until it is registered.
+        source: holds the state that is served; None while there is none.
     """
 
     def __init__(self, job: str) -> None:
@@ -94,7 +94,7 @@ class StateWindow:
         self._parcels = asyncio.Semaphore(_PARCELS)
 
     def handlers(self, requests: Requests) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
-        """By the names of the methods."""
+        """Returns the handlers by the names of the methods."""
         return {
             "DescribeState": requests.streaming_method(
                 peer_pb2.DescribeStateRequest, peer_pb2.DescribeStateResponse, self._describe
@@ -154,7 +154,7 @@ class StateWindow:
                 told.memory.CopyFrom(lent)
             yield peer_pb2.GetRunsResponse(parcel=told)
             if lent is not None:
-                await asyncio.sleep(_LENT_SECONDS)  # cancelled when the caller has read it, and ends the call
+                await asyncio.sleep(_LENT_SECONDS)  # cancelled when the caller has read the parcel and ends the call
                 return
             for start in range(0, len(parcel.data), _PIECE_BYTES):
                 yield peer_pb2.GetRunsResponse(data=bytes(parcel.data[start : start + _PIECE_BYTES]))

@@ -1,13 +1,13 @@
 """The contract of a kind of link: how frames go out to a peer, how they come in, and how the two sides find each other.
 
-Every link has a gRPC stream in each direction, which authenticates, watches the peer, passes on aborts and says how the
-link ends. Frames of operations go through halves: the sender writes an `Outgoing`, the receiver reads an `Incoming`.
-The two directions of a link are negotiated apart, each by the side that writes. A `Kind` makes the halves; shared
-memory, TCP and gRPC (the stream itself) are the three that Paceline comes with, and `registry.py` lists them.
+Every link has a gRPC stream in each direction. The stream authenticates, watches the peer, passes on aborts and says
+how the link ends. Frames of operations go through halves: the sender writes an `Outgoing`, the receiver reads an
+`Incoming`. The side that writes a direction negotiates its half, independently of the other direction. A `Kind` makes
+the halves. Paceline comes with three kinds: shared memory, TCP and gRPC (the stream itself). `registry.py` lists them.
 
-Halves keep the rules of `_links.base`, all but 5, which is about the end of a whole link. One thread writes an
-`Outgoing` and one reads an `Incoming` at a time; `wake`, `end` and `close` come from any thread. `wake` ends every wait
-once the fault has failed (I7).
+Halves keep all rules of `_links.base` except 5, which is about the end of a whole link. At any time one thread writes
+an `Outgoing` and one thread reads an `Incoming`; any thread may call `wake`, `end` and `close`. `wake` ends every wait
+once the generation has failed (I7).
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from pacelinepb.v1 import peer_pb2
 __all__ = ["TICKET_BYTES", "TICKET_LIFETIME", "Breach", "HalfContext", "Incoming", "Kind", "KindNumber", "Outgoing"]
 
 TICKET_BYTES = 16
-"""Length of a ticket: random, good for one half (peer.proto)."""
+"""Length of a ticket, which is random and valid for one half (peer.proto)."""
 
 TICKET_LIFETIME = 10.0
-"""Seconds for which a ticket is good (peer.proto)."""
+"""Seconds for which a ticket is valid (peer.proto)."""
 
 KindNumber: TypeAlias = peer_pb2.LinkKind.ValueType
-"""How a kind is named on the wire (peer.proto)."""
+"""The number of a kind on the wire (peer.proto)."""
 
 
 class Breach(LinkEnded):
-    """What the peer sent is no frame: it has broken the protocol, and the link has ended."""
+    """The peer sent bytes that are no frame: it broke the protocol, and the link has ended."""
 
 
 class Outgoing(abc.ABC):
@@ -49,8 +49,8 @@ class Outgoing(abc.ABC):
 
     Attributes:
         kind: name of the kind, as in `Config.links`.
-        frames: how many were sent so far past the link's gRPC stream, which cannot count them itself.
-        sent_bytes: bytes that were sent so far.
+        frames: number of frames sent so far outside of the link's gRPC stream, which cannot count them itself.
+        sent_bytes: bytes sent so far.
     """
 
     kind: str
@@ -59,17 +59,17 @@ class Outgoing(abc.ABC):
 
     @abc.abstractmethod
     def send(self, frame: Frame, deadline: float) -> None:
-        """Sends a frame; the payload is the caller's again on return (`Link.send`).
+        """Sends a frame. On return the caller may reuse the payload (`Link.send`).
 
         Raises:
-            LinkTimeout: backpressure outlasted the deadline; the frame was not sent, and the half is as before.
+            LinkTimeout: backpressure outlasted the deadline; the frame was not sent, and the half is unchanged.
             LinkEnded: the half has ended.
             PacelineError: the generation has failed.
         """
 
     @abc.abstractmethod
     def lend(self, frame: Frame, deadline: float) -> None:
-        """As `send`, but the payload may be read until `await_release` or `recall` has returned (`Link.lend`)."""
+        """Sends a frame whose payload may be read until `await_release` or `recall` has returned (`Link.lend`)."""
 
     def mark(self, number: int) -> bool:
         """See `Link.mark`."""
@@ -77,23 +77,23 @@ class Outgoing(abc.ABC):
 
     @abc.abstractmethod
     def await_release(self, deadline: float) -> None:
-        """Waits until the peer no longer reads what was lent (`Link.await_release`)."""
+        """Waits until the peer no longer reads lent payloads (`Link.await_release`)."""
 
     @abc.abstractmethod
     def recall(self) -> None:
-        """Takes back what was lent: on return nothing here reads it, and the peer believes none of it any more.
+        """Takes back lent payloads: on return this process does not read them, and the peer discards what it read.
 
-        Only once the generation has failed, or the half has ended. It waits for nothing but this process's own threads.
+        Call it only once the generation has failed or the half has ended. It waits only for threads of this process.
         """
 
     @abc.abstractmethod
     def flush(self, deadline: float) -> None:
-        """Waits until all that was sent is with the kernel, or the peer, and would survive this process's end."""
+        """Waits until the kernel or the peer has everything that was sent, so that it survives this process's end."""
 
     def stuck_for(self, now: float) -> float:
-        """For how many seconds the peer's host has not acknowledged what is on its way, as far as this was looked at.
+        """Returns for how many seconds the peer's host has acknowledged nothing, as far as earlier calls have observed.
 
-        A peer that computes, or is frozen, has a host that acknowledges; one that is cut off has not.
+        The host of a peer that computes, or is frozen, acknowledges bytes; the host of one that is cut off does not.
         """
         return 0.0
 
@@ -103,11 +103,11 @@ class Outgoing(abc.ABC):
 
     @abc.abstractmethod
     def end(self, error: LinkEnded) -> None:
-        """The peer is gone: blocked calls and later ones raise this."""
+        """Makes blocked and later calls raise this error: the peer is gone."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Gives back descriptors and memory. No other call follows. Idempotent."""
+        """Frees descriptors and memory. No other call follows. Idempotent."""
 
 
 class Incoming(abc.ABC):
@@ -121,16 +121,16 @@ class Incoming(abc.ABC):
 
     @abc.abstractmethod
     def recv(self, deadline: float, into: memoryview | None = None) -> Frame:
-        """The next frame (`Link.recv`); its payload may be read until `release`.
+        """Returns the next frame (`Link.recv`), whose payload may be read until `release`.
 
         Args:
             deadline: a `time.monotonic()` value.
-            into: where a payload of just this length may be put (bytes, contiguous, writable). If it is, the frame's
-                payload is this very object, and need not be released. What is there is undefined if the call raises.
+            into: memory for a payload of exactly this length (bytes, contiguous, writable). If the half uses it, the
+                frame's payload is this object, and needs no release. Its content is undefined if the call raises.
 
         Raises:
-            LinkTimeout: no whole frame came before the deadline; nothing is consumed, and a later call goes on.
-            LinkEnded: the peer has closed or broken the link, and all frames that it sent are read.
+            LinkTimeout: no whole frame came before the deadline; nothing is consumed, and a later call continues.
+            LinkEnded: the peer has closed or broken the link, and all frames that it sent have been read.
             PacelineError: the generation has failed.
         """
 
@@ -140,10 +140,10 @@ class Incoming(abc.ABC):
 
     @abc.abstractmethod
     def release(self) -> None:
-        """The payloads received so far are needed no longer.
+        """Releases the payloads received so far.
 
         Raises:
-            LinkEnded: the peer had taken one back while it was being read: what was made of it is void.
+            LinkEnded: the peer took a payload back while it was being read: results computed from it are void.
         """
 
     @abc.abstractmethod
@@ -156,16 +156,16 @@ class Incoming(abc.ABC):
 
     @abc.abstractmethod
     def end(self, error: LinkEnded, frames: int | None = None) -> None:
-        """Nothing follows after so many frames in all; None: after what is here."""
+        """Says that nothing follows after `frames` frames in all; None: after the frames that have arrived."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Gives back descriptors and memory. No other call follows. Idempotent."""
+        """Frees descriptors and memory. No other call follows. Idempotent."""
 
 
 @dataclass(frozen=True, slots=True)
 class HalfContext:
-    """What a kind is told of the link that a half is for.
+    """The facts that a kind knows about a half's link.
 
     Attributes:
         peer: the member at the other end.
@@ -181,16 +181,16 @@ class HalfContext:
 
 
 class Kind(abc.ABC):
-    """One kind of link, as one worker has it. Everything but `empty` runs on the loop.
+    """One kind of link at one worker. Everything except `empty` runs on the loop.
 
     Args:
         config: the worker's settings.
-        credentials: by what members know each other.
+        credentials: how members authenticate each other.
 
     Attributes:
-        name: as in `Config.links`.
+        name: its name in `Config.links`.
         number: its number on the wire.
-        preference: two members use the kind with the highest preference of those that both have.
+        preference: of the kinds that two members have in common, they use the one with the highest preference.
     """
 
     name: ClassVar[str]
@@ -201,18 +201,18 @@ class Kind(abc.ABC):
     def __init__(self, config: Config, credentials: Credentials) -> None: ...
 
     async def start(self, host: str) -> None:
-        """Listens for peers beside the door, at its address; again whenever that changes.
+        """Listens for peers at the door's address. Called again whenever the address changes.
 
-        A kind that cannot listen logs why, and from then on expects nothing.
+        A kind that cannot listen logs the reason, and from then on expects no halves.
         """
         return
 
     @abc.abstractmethod
     def is_for(self, context: HalfContext) -> bool:
-        """True if this worker may write a half of this kind to that peer: it is offered to the peer's door."""
+        """Returns True if this worker may write a half of this kind to that peer, and so offers it to its door."""
 
     def introduce(self, hello: peer_pb2.HelloRequest) -> None:
-        """Adds to a request that offers this kind what the callee must know to expect it."""
+        """Adds to a request that offers this kind what the callee has to know to expect a half."""
         return
 
     @abc.abstractmethod
@@ -227,12 +227,12 @@ class Kind(abc.ABC):
 
         Args:
             hello: the caller's request.
-            context: of the link.
-            ticket: what the caller will show.
-            came: whose the half is when it has come; to be called on the loop, once.
+            context: the link's context.
+            ticket: the ticket that the caller will show.
+            came: takes over the half when it has come; called once, on the loop.
 
         Returns:
-            What the caller must know to open the half; None if the two cannot use this kind.
+            What the caller has to know to open the half; None if the two cannot use this kind.
         """
 
     @abc.abstractmethod
@@ -242,19 +242,19 @@ class Kind(abc.ABC):
         """Opens a half to a peer that expects it.
 
         Args:
-            answer: what the peer's `expect` returned, with the ticket; from the network, so not to be trusted.
-            context: of the link.
-            stream: what the link's gRPC stream writes.
+            answer: what the peer's `expect` returned, with the ticket. It came over the network, so do not trust it.
+            context: the link's context.
+            stream: the outbox of the link's gRPC stream.
             timeout: seconds.
 
         Raises:
-            LinkUnavailable: it cannot be opened, and the text says why. A kind of lower preference is tried.
+            LinkUnavailable: it cannot be opened; the text says why. The caller tries a kind of lower preference.
         """
 
     def empty(self, shape: int | tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any] | None:
-        """A new array that halves of this kind lend without a copy; None if there is no such memory. In any thread."""
+        """Returns a new array that halves of this kind lend without a copy, None without such memory. Thread-safe."""
         return None
 
     def close(self) -> None:
-        """Stops listening. Halves that were made stay. Idempotent."""
+        """Stops listening. Existing halves stay open. Idempotent."""
         return

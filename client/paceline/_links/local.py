@@ -1,9 +1,9 @@
-"""Links between ranks of one process: for tests, for teaching, and the reference for what a link does.
+"""Links between ranks of one process, for tests and teaching. They are the reference implementation of a link.
 
-A switchboard stands in for the coordinator: the first suspicion of any rank is the verdict for all.
+The first suspicion of any rank becomes the verdict for all ranks, because there is no coordinator.
 
-A link is a `Pipe` each way, which passes frames by reference. A lent frame stays its sender's memory. It counts as lent
-from `put` until the reader's `release`; `await_release` and `recall` give it back to the sender.
+A link is a `Pipe` each way, which passes frames by reference. The sender keeps the memory of a lent frame. A frame
+counts as lent from `put` until the reader's `release`; `await_release` and `recall` give it back to the sender.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 __all__ = ["CAPACITY", "LocalLink", "LocalMesh", "Pipe", "local_meshes", "next_meshes"]
 
 VERDICT_TIMEOUT = 10.0
-"""The switchboard always answers, at once; only a starved thread comes late, and must not tell another story."""
+"""Seconds to wait for the verdict. It comes at once unless a thread is starved; all ranks must raise the same one."""
 
 
 CAPACITY = 64
@@ -35,20 +35,20 @@ class Pipe:
     """One direction of a link. One thread writes and one reads; deadlines are `time.monotonic()` values.
 
     Attributes:
-        on_change: called whenever there may be something to read, under the pipe's lock: it must not block.
+        on_change: called whenever there may be something to read. Called under the pipe's lock, so it must not block.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # entered in C: an interrupt cannot leave it taken, as it can a Condition
+        self._lock = threading.RLock()  # entered in C, so an interrupt cannot leave it locked, unlike a Condition
         self._changed = threading.Condition(self._lock)
-        self._frames: deque[tuple[Frame, bool]] = deque()  # and whether it is lent
-        self._lent = 0  # frames that are lent: in the deque, or being read
-        self._reading = 0  # of them: those that are being read
+        self._frames: deque[tuple[Frame, bool]] = deque()  # each with True if it is lent
+        self._lent = 0  # lent frames, in the deque or being read
+        self._reading = 0  # lent frames that are being read
         self._end: LinkEnded | None = None
         self.on_change: Callable[[], None] = _nothing
 
     def put(self, frame: Frame, deadline: float, fault: Fault, *, lent: bool = False) -> None:
-        """Adds a frame, waiting for room until the deadline; `lent`: its payload stays the writer's."""
+        """Adds a frame. Waits for room until the deadline. The writer keeps the payload's memory if it is `lent`."""
         with self._lock:
             while self._end is None and len(self._frames) >= CAPACITY and not fault.failed:
                 self._wait(deadline, "the other side takes nothing in")
@@ -60,7 +60,7 @@ class Pipe:
         raise self._error(fault)
 
     def await_release(self, deadline: float, fault: Fault) -> None:
-        """Waits until the reader has released all that was lent."""
+        """Waits until the reader has released all lent frames."""
         with self._lock:
             while self._lent and self._end is None and not fault.failed:
                 self._wait(deadline, "the other side still reads")
@@ -69,15 +69,15 @@ class Pipe:
         raise self._error(fault)
 
     def recall(self) -> None:
-        """Takes back what is lent: frames that wait are dropped, the one that is being read is waited for."""
+        """Takes back lent frames: drops those that wait, and waits for the one that is being read."""
         with self._lock:
             self._frames = deque((frame, False) for frame, lent in self._frames if not lent)
             self._lent = self._reading
-            while self._reading:  # not for long: a reader waits for nothing, or is woken by the failure
+            while self._reading:  # not for long: a reader does not wait, or the failure wakes it
                 self._changed.wait()
 
     def release(self) -> None:
-        """The reader needs what it has read no longer."""
+        """Releases the frames that the reader has read."""
         if self._reading:
             with self._lock:
                 self._lent -= self._reading
@@ -86,7 +86,7 @@ class Pipe:
                     self._changed.notify_all()
 
     def get(self, deadline: float, fault: Fault) -> Frame:
-        """The next frame of the fault's generation (`Link.recv`)."""
+        """Returns the next frame of the fault's generation (`Link.recv`)."""
         with self._lock:
             self._drop_before(fault.generation)
             while not self._frames and self._end is None and not fault.failed:
@@ -101,19 +101,19 @@ class Pipe:
         raise self._error(fault)
 
     def _error(self, fault: Fault) -> LinkEnded:
-        """How the pipe ended, unless the generation has failed, which it raises."""
+        """Returns how the pipe ended. Raises the generation's error if the generation has failed."""
         fault.check()  # not under the lock: it may wait for a verdict
         assert self._end is not None
         return LinkEnded(str(self._end), orderly=self._end.orderly)
 
     def _drop_before(self, generation: int) -> None:
-        """Frames of a generation that is over may still be here, of which nothing is lent any more."""
+        """Drops frames of earlier generations. None of them is lent any more."""
         while self._frames and self._frames[0][0].generation < generation:
             self._frames.popleft()
             self._changed.notify_all()
 
     def end(self, *, orderly: bool) -> None:
-        """Nothing follows; what is here can still be read."""
+        """Ends the pipe. The frames in it can still be read."""
         with self._lock:
             if self._end is None:
                 how = "closed" if orderly else "broken"
@@ -121,7 +121,7 @@ class Pipe:
                 self._tell()
 
     def wake(self) -> None:
-        """Makes blocked calls look at the fault."""
+        """Makes blocked calls check the fault."""
         with self._lock:
             self._tell()
 
@@ -136,7 +136,7 @@ class Pipe:
 
 
 def _nothing() -> None:
-    """Stands where no reader asked to be told of arrivals."""
+    """The callback of a pipe whose reader has not registered one."""
 
 
 class LocalLink(Link):
@@ -170,24 +170,24 @@ class LocalLink(Link):
         self._outgoing.put(frame, deadline, self._fault, lent=True)
 
     def await_release(self, deadline: float) -> None:
-        """Waits until the other side has released all (`Link.await_release`)."""
+        """Waits until the other side has released all lent frames (`Link.await_release`)."""
         self._outgoing.await_release(deadline, self._fault)
 
     def recall(self) -> None:
-        """Takes back what was lent (`Link.recall`)."""
+        """Takes back lent frames (`Link.recall`)."""
         self._outgoing.recall()
 
     def release(self) -> None:
-        """Gives back what was received (`Link.release`)."""
+        """Releases received frames (`Link.release`)."""
         self._incoming.release()
 
     def recv(self, deadline: float, into: memoryview | None = None) -> Frame:
-        """The next frame (`Link.recv`)."""
+        """Returns the next frame (`Link.recv`)."""
         self._check_open()
         return self._incoming.get(deadline, self._fault)
 
     def on_readable(self, notify: Callable[[], None]) -> None:
-        """Has a reader told of arrivals (`Link.on_readable`)."""
+        """Registers the function to call on arrivals (`Link.on_readable`)."""
         self._incoming.on_change = notify
         notify()
 
@@ -198,7 +198,7 @@ class LocalLink(Link):
         self._incoming.end(orderly=True)
 
     def forget(self) -> None:
-        """Hears of no failure any more."""
+        """Stops listening for the generation's failure."""
         self._fault.forget(self._outgoing.wake)
         self._fault.forget(self._incoming.wake)
 
@@ -227,7 +227,7 @@ class LocalMesh(Mesh):
         self._sent_by_closed = 0
 
     def link(self, peer: int, purpose: Purpose, group: str = "") -> LocalLink:
-        """The link to a rank for a purpose (`Mesh.link`)."""
+        """Returns the link to a rank for a purpose (`Mesh.link`)."""
         self.fault.check()
         with self._lock:
             link = self._links.get((peer, purpose, group))
@@ -240,23 +240,23 @@ class LocalMesh(Mesh):
             return link
 
     def linked(self, purpose: Purpose, group: str = "") -> list[int]:
-        """Ranks that have sent, or been sent to (`Mesh.linked`)."""
+        """Returns the ranks to which a pipe exists in either direction (`Mesh.linked`)."""
         return self._board.linked(self.rank, purpose, self._of_now(group))
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes of payload so far (`Mesh.bytes_sent`)."""
+        """Bytes of payload sent so far (`Mesh.bytes_sent`)."""
         with self._lock:
             return self._sent_by_closed + sum(link.bytes_sent for link in self._links.values())
 
     def close(self, deadline: float) -> None:
-        """Closes the links to all peers, those that were never used too (`Mesh.close`)."""
+        """Closes the links to all peers, including links that were never used (`Mesh.close`)."""
         self._end(orderly=True)
         for link in list(self._links.values()):
             link.close(deadline)
 
     def next(self) -> LocalMesh:
-        """This member's mesh in the next generation, over the same links."""
+        """Returns this member's mesh in the next generation, over the same links."""
         return LocalMesh(self.rank, self.peers, self.generation + 1, self._board)
 
     def close_group(self, group: str, deadline: float) -> None:
@@ -271,7 +271,7 @@ class LocalMesh(Mesh):
         self._board.leave_group(self.rank, self._of_now(group))
 
     def _of_now(self, group: str) -> str:
-        """Links between all members go on in the next generation, those of parts do not: members close them at will."""
+        """Returns the group's name on the board. Links of all members outlive a generation, those of parts do not."""
         return f"{self.generation}:{group}" if group else ""
 
     def cut(self) -> None:
@@ -283,7 +283,7 @@ class LocalMesh(Mesh):
 
 
 def local_meshes(world: int, *, generation: int = 1) -> list[LocalMesh]:
-    """The meshes of a generation whose ranks are threads of this process, by rank.
+    """Returns the meshes of a generation whose ranks are threads of this process, by rank.
 
     Args:
         world: number of ranks, at least 1.
@@ -300,13 +300,13 @@ def local_meshes(world: int, *, generation: int = 1) -> list[LocalMesh]:
 
 
 def next_meshes(meshes: Sequence[LocalMesh]) -> list[LocalMesh]:
-    """The meshes of the generation after this one: the same members, over the same links."""
+    """Returns the meshes of the next generation: the same members, over the same links."""
     meshes[0]._board.forget_groups()
     return _judged([mesh.next() for mesh in meshes])
 
 
 def _judged(meshes: list[LocalMesh]) -> list[LocalMesh]:
-    """Meshes whose members all hear of the first suspicion of any of them."""
+    """Makes the first suspicion of any mesh the verdict for all, and returns the meshes."""
     for mesh in meshes:
         mesh.fault.on_suspicion(_judge(mesh.rank, meshes))
     return meshes
@@ -325,7 +325,7 @@ def _judge(reporter: int, meshes: list[LocalMesh]) -> Callable[[Suspicion], None
             suspicion.operation,
             suspicion.text,
         )
-        with meshes[0]._board.lock:  # two ranks may suspect at once: all must be told one verdict, the first
+        with meshes[0]._board.lock:  # two ranks may suspect at once: all must get the same verdict, the first
             for mesh in meshes:
                 mesh.fault.settle(verdict)
 
@@ -333,13 +333,13 @@ def _judge(reporter: int, meshes: list[LocalMesh]) -> Callable[[Suspicion], None
 
 
 class _Board:
-    """The pipes of one generation, made when first asked for."""
+    """The pipes between the ranks, each made when it is first asked for."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self._pipes: dict[tuple[int, int, Purpose, str], Pipe] = {}
         self._gone: dict[int, bool] = {}  # ranks that have ended, and whether in order
-        self._left: set[tuple[int, int, Purpose, str]] = set()  # pipes of which one side has left the group
+        self._left: set[tuple[int, int, Purpose, str]] = set()  # pipes whose one side has left the group
 
     def pipe(self, source: int, target: int, purpose: Purpose, group: str) -> Pipe:
         key = (source, target, purpose, group)
@@ -356,7 +356,7 @@ class _Board:
             return sorted(source for source, target, *of in self._pipes if target == rank and of == [purpose, group])
 
     def end(self, rank: int, *, orderly: bool) -> None:
-        """A rank is gone: all pipes from and to it end, those to be made too."""
+        """Ends all pipes from and to a rank that is gone, including pipes that are made later."""
         with self.lock:
             self._gone.setdefault(rank, orderly)
             pipes = [pipe for (source, target, *_), pipe in self._pipes.items() if rank in (source, target)]
@@ -364,13 +364,13 @@ class _Board:
             pipe.end(orderly=orderly)
 
     def forget_groups(self) -> None:
-        """The generation is over, and its parts with it."""
+        """Forgets the pipes of all subgroups, because the generation is over."""
         with self.lock:
             self._pipes = {key: pipe for key, pipe in self._pipes.items() if not key[3]}
             self._left.clear()
 
     def leave_group(self, rank: int, group: str) -> None:
-        """A rank uses a group no more; what both sides have left is forgotten."""
+        """Records that a rank has left a group. Forgets the pipes that both sides have left."""
         with self.lock:
             for key in [key for key in self._pipes if key[3] == group and rank in key[:2]]:
                 if key in self._left:

@@ -1,8 +1,8 @@
 """A link between two members: a gRPC stream each way, and in each direction a half that carries the frames.
 
 The stream authenticates, watches the peer, passes on aborts and says how the link ends. The peer's door chooses the
-kind of this member's half, shared memory, TCP or gRPC (`registry.py`); until it has answered, `send` waits. The peer's
-half may come before this member first uses the link, or later; until it has come, `recv` waits.
+kind of this member's half: shared memory, TCP or gRPC (`registry.py`). `send` waits until the door has answered. The
+peer's half may come before or after this member first uses the link. `recv` waits until it has come.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class MemberLink(Link):
         loop: the loop of the links.
 
     Attributes:
-        kind: of the half that carries frames to the peer; empty until that is known.
-        stream: what the link's gRPC stream writes.
-        drained: set once the peer has taken in everything, or will not any more.
+        kind: the kind of the half that carries frames to the peer; empty until that is known.
+        stream: the outbox of the link's gRPC stream.
+        drained: set once the peer has received everything, or will receive nothing more.
     """
 
     def __init__(self, peer: Peer, fault: Fault, loop: asyncio.AbstractEventLoop) -> None:
@@ -48,19 +48,19 @@ class MemberLink(Link):
         self._fault = fault
         self._out: Outgoing | None = None
         self._in: Incoming | None = None
-        self._opened = Latch()  # the way out is known, or there will be none
-        self._arrived = Latch()  # the way in is there, or there will be none
+        self._opened = Latch()  # the outgoing half is known, or there will be none
+        self._arrived = Latch()  # the incoming half is there, or there will be none
         self._lock = threading.Lock()  # guards these:
-        self._coming: Incoming | None = None  # the way in, from its arrival on; `_in` once its reader may use it
+        self._coming: Incoming | None = None  # the incoming half from its arrival on; `_in` once its reader may use it
         self._out_ended: LinkEnded | None = None
         self._in_ended: LinkEnded | None = None
         self._notify: Callable[[], None] = _nothing
         self._claimed = False  # touched on the loop only
-        self._sending = self._receiving = self._shut = False  # a thread is inside; nobody may come in any more
+        self._sending = self._receiving = self._shut = False  # a thread is inside; no thread may enter any more
         fault.on_failure(self._wake)
 
-    # For the calling threads. `_sending` and `_receiving` are set before `_shut` is looked at, and `shut` looks the
-    # other way round: a half is closed by whichever comes last.
+    # For the calling threads. They set `_sending` or `_receiving` before they read `_shut`, and `shut` does the
+    # opposite. Whichever comes last closes the half.
 
     def send(self, frame: Frame, deadline: float) -> None:
         """See `Link.send`."""
@@ -127,10 +127,10 @@ class MemberLink(Link):
             self._done_receiving()
 
     def release(self) -> None:
-        """See `Link.release`. Once this link is shut, nobody can say if what was read had been taken back.
+        """See `Link.release`. Raises `LinkEnded` once this link is shut, as the peer may have taken the payload back.
 
-        That does not raise the generation's error, as other calls do: an operation that fails releases too, and has an
-        error of its own.
+        It does not raise the generation's error, unlike other calls, because a failing operation also releases, and
+        has an error of its own.
         """
         self._receiving = True
         try:
@@ -147,26 +147,26 @@ class MemberLink(Link):
             self._notify = notify
             half = self._coming
         if half is not None:
-            half.on_readable(notify)  # which calls it
+            half.on_readable(notify)  # this calls `notify`
         else:
             notify()
 
     def close(self, deadline: float) -> None:
-        """See `Link.close`: says that nothing follows, and waits for the peer's word that it has taken in all."""
+        """See `Link.close`. Says that nothing follows, and waits until the peer confirms that it has received all."""
         self.half_close(FrameKind.LEAVE, deadline)
         self.drained.wait(max(0.0, deadline - time.monotonic()))
 
     def half_close(self, kind: Literal[FrameKind.CLOSE, FrameKind.LEAVE], deadline: float) -> None:
-        """Says that nothing follows here, or anywhere; waits only for what was sent to be with the kernel."""
+        """Says that nothing follows here, or on any link. Waits only until the kernel has what was sent."""
         out = self._out
         if out is not None and not self._shut and not self.closing:
-            with suppress(LinkEnded, LinkTimeout, PacelineError):  # the peer counts, and finds out what is missing
+            with suppress(LinkEnded, LinkTimeout, PacelineError):  # the peer counts frames, and detects missing ones
                 out.flush(deadline)
         sent = out.frames if out is not None else 0
         self.stream.close(encode(Frame(kind, self._fault.generation, sent, 0, b"", b"")))
 
     def _outgoing(self, deadline: float) -> Outgoing:
-        """The way out, once it is known.
+        """Returns the outgoing half, once it is known.
 
         Raises:
             LinkTimeout, LinkEnded, PacelineError: as `send`.
@@ -179,7 +179,7 @@ class MemberLink(Link):
         return out
 
     def _incoming(self, deadline: float) -> Incoming:
-        """The way in, once it is there.
+        """Returns the incoming half, once it is there.
 
         Raises:
             LinkTimeout, LinkEnded, PacelineError: as `recv`.
@@ -198,7 +198,7 @@ class MemberLink(Link):
                 raise LinkTimeout(text)
 
     def _error(self, ended: LinkEnded | None) -> LinkEnded:
-        """How this link ended, unless the generation has failed, which this raises."""
+        """Returns how this link ended. Raises the generation's error if the generation has failed."""
         self._fault.check()
         if ended is None or self._shut:
             return LinkEnded("the link is closed", orderly=True)
@@ -228,7 +228,7 @@ class MemberLink(Link):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of frames of operations that were sent so far."""
+        """Bytes of operations' frames sent so far."""
         return self._out.sent_bytes if self._out is not None else 0
 
     def stuck_for(self, now: float) -> float:
@@ -236,7 +236,7 @@ class MemberLink(Link):
         return 0.0 if self._out is None or self._shut else self._out.stuck_for(now)
 
     def send_by(self, half: Outgoing) -> None:
-        """Frames go this way from now on. Called once."""
+        """Sends frames through this half from now on. Called once."""
         self._out, self.kind = half, half.kind
         with self._lock:
             ended = self._out_ended
@@ -247,26 +247,26 @@ class MemberLink(Link):
             half.close()
 
     def claim(self) -> bool:
-        """Takes the way in for the one stream that may bring it; False if another has it, or had. On the loop only."""
+        """Claims the incoming half for one stream; False if another stream has or had it. Called on the loop only."""
         first, self._claimed = not self._claimed, True
         return first
 
     def receive_by(self, half: Incoming) -> None:
-        """Frames come this way. Called once."""
+        """Receives frames through this half from now on. Called once."""
         with self._lock:
             self._coming, ended, notify = half, self._in_ended, self._notify
         if ended is not None:
             half.end(ended)
         if notify is not _nothing:
             half.on_readable(notify)
-        self._in = half  # not before: `on_readable` and `recv` are not for two threads at once
+        self._in = half  # not earlier: two threads must not be in `on_readable` and `recv` at once
         self._arrived.set()
         notify()
         if self._shut and not self._receiving:
             half.close()
 
     def end_out(self, error: LinkEnded) -> None:
-        """The peer takes nothing any more."""
+        """Ends sending with this error: the peer takes no more frames."""
         with self._lock:
             self._out_ended = self._out_ended or error
         self.stream.end(error)
@@ -275,7 +275,7 @@ class MemberLink(Link):
         self._opened.set()
 
     def end_in(self, error: LinkEnded, frames: int | None = None) -> None:
-        """Nothing follows; nothing after so many frames in all (`Incoming.end`)."""
+        """Ends receiving: nothing follows, or nothing after `frames` frames in all (`Incoming.end`)."""
         with self._lock:
             self._in_ended = self._in_ended or error
             half, notify = self._coming, self._notify
@@ -286,11 +286,11 @@ class MemberLink(Link):
             notify()
 
     def forget(self) -> None:
-        """Hears of no failure any more."""
+        """Stops listening for the generation's failure."""
         self._fault.forget(self._wake)
 
     def shut(self) -> None:
-        """Closes the halves, once no thread is inside. Idempotent."""
+        """Closes each half as soon as no thread uses it. Idempotent."""
         self._shut = True
         self._wake()
         if self._out is not None and not self._sending:
@@ -299,10 +299,10 @@ class MemberLink(Link):
             self._coming.close()
 
     def _wake(self) -> None:
-        """Makes blocked calls look at the fault, and at `_shut`: this link is of no use any more."""
+        """Makes blocked calls check the fault and `_shut`: this link cannot be used any more."""
         self._opened.set()
         self._arrived.set()
-        self.drained.set()  # nobody will drain it any more
+        self.drained.set()  # the peer will not drain it any more
         self.stream.wake()
         if self._out is not None:
             self._out.wake()
@@ -313,4 +313,4 @@ class MemberLink(Link):
 
 
 def _nothing() -> None:
-    """Stands where no reader asked to be told of arrivals."""
+    """The callback of a link whose reader has not registered one."""

@@ -17,15 +17,15 @@ __all__ = ["NoMesh"]
 
 
 class _Outside(Fault):
-    """Fails every call, for a reason that is no failure of anybody's."""
+    """A fault that makes every call raise, although no member has failed."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(0, -1, 0.0)
         self._reason = reason
-        self.failed = True  # nothing can be done here
+        self.failed = True  # every call raises
 
     def error(self) -> PacelineError:
-        """Says why."""
+        """Returns an error that says why there is no view."""
         return StepOrderError(self._reason)
 
 
@@ -33,8 +33,8 @@ class NoMesh(Mesh):
     """A mesh without peers.
 
     Args:
-        reason: why the member is in no view, for the errors.
-        kinds: the kinds of links that it will have once it is in one.
+        reason: why the member is in no view; the errors' text.
+        kinds: the kinds of links that the member will use once it is in a view.
     """
 
     def __init__(self, reason: str, kinds: LinkKinds | None = None) -> None:
@@ -45,30 +45,30 @@ class NoMesh(Mesh):
         self._kinds = kinds
 
     def empty(self, shape: int | tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """An array that the links will lend (`Mesh.empty`): a candidate builds what it will train."""
+        """Returns an array that links will be able to lend (`Mesh.empty`): a candidate already builds its model."""
         return super().empty(shape, dtype) if self._kinds is None else self._kinds.empty(shape, dtype)
 
     def link(self, peer: int, purpose: Purpose, group: str = "") -> Link:
-        """There is none (`Mesh.link`)."""
+        """Raises the error, because there is no link (`Mesh.link`)."""
         raise self.fault.error()
 
     def linked(self, purpose: Purpose, group: str = "") -> list[int]:
-        """None (`Mesh.linked`)."""
+        """Returns an empty list (`Mesh.linked`)."""
         return []
 
     def close(self, deadline: float) -> None:
-        """Nothing to close (`Mesh.close`)."""
+        """Does nothing: there are no links (`Mesh.close`)."""
 
     def close_group(self, group: str, deadline: float) -> None:
-        """Nothing to close (`Mesh.close_group`)."""
+        """Does nothing: there are no links (`Mesh.close_group`)."""
 
     def retire(self) -> None:
-        """Nothing to retire (`GrpcMesh.retire`)."""
+        """Does nothing: there are no links (`GrpcMesh.retire`)."""
 
     async def end(self) -> None:
-        """Nothing to end (`GrpcMesh.end`)."""
+        """Does nothing: there are no links (`GrpcMesh.end`)."""
 
     @property
     def bytes_sent(self) -> int:
-        """None (`Mesh.bytes_sent`)."""
+        """Always 0 (`Mesh.bytes_sent`)."""
         return 0

@@ -1,4 +1,4 @@
-"""The outbox of a link's gRPC stream: what waits to be written to it."""
+"""The outbox of a link's gRPC stream: the frames that wait to be written."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from paceline._wait import SLICE
 __all__ = ["OUTBOX_FRAMES", "Outbox"]
 
 OUTBOX_FRAMES = 8
-"""Frames that wait to be written before `send` blocks: twice what a schedule runs ahead."""
+"""Frames that can wait to be written before `send` blocks: twice as many as a schedule sends ahead."""
 
 
 class Outbox:
-    """Encoded frames on their way to the gRPC stream of a link: filled by one thread, emptied on the loop.
+    """Encoded frames on their way to a link's gRPC stream. One thread fills it, and the loop empties it.
 
-    Every link has one, for the frames that end it; frames of operations go here only if the link is of kind "grpc".
+    Every link has one for the frames that end it. Frames of operations go here only if the link's kind is "grpc".
 
     Attributes:
         closing: True once the last frame has been added.
-        sent_bytes: bytes that were added so far.
+        sent_bytes: bytes added so far.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._lock = threading.RLock()  # entered in C: an interrupt cannot leave it taken, as it can a Condition
+        self._lock = threading.RLock()  # entered in C, so an interrupt cannot leave it locked, unlike a Condition
         self._room = threading.Condition(self._lock)
         self._frames: deque[bytes] = deque()
         self._ended: LinkEnded | None = None
@@ -56,7 +56,7 @@ class Outbox:
             raise self._ended or LinkEnded("the link is closed", orderly=True)
 
     def put_last(self, data: bytes) -> None:
-        """Drops what waits and sends this frame instead: the news that the generation has failed."""
+        """Drops the waiting frames and sends this one instead, which says that the generation has failed."""
         with self._lock:
             self._frames.clear()
             self._frames.append(data)
@@ -64,12 +64,12 @@ class Outbox:
         self._loop.call_soon_threadsafe(self._ready.set)
 
     def wake(self) -> None:
-        """Makes a blocked `put` look at the fault."""
+        """Makes a blocked `put` check the fault."""
         with self._lock:
             self._room.notify_all()
 
     def end(self, error: LinkEnded) -> None:
-        """The peer is gone: every `put` raises from now on."""
+        """Makes every `put` raise from now on: the peer is gone."""
         with self._lock:
             self._ended = self._ended or error
             self._frames.clear()
@@ -77,7 +77,7 @@ class Outbox:
         self._loop.call_soon_threadsafe(self._ready.set)
 
     def close(self, last: bytes) -> None:
-        """No more frames after this one; the writer half-closes the stream when it has written what is here."""
+        """Adds the last frame. The writer half-closes the stream after it has written all frames."""
         with self._lock:
             if not self.closing:
                 self.closing = True
@@ -91,7 +91,7 @@ class Outbox:
                 pass
 
     async def take(self) -> bytes | None:
-        """The next frame to write; None when the outbox is closed and empty. On the loop only."""
+        """Returns the next frame to write; None when the outbox is closed and empty. Used on the loop only."""
         while True:
             with self._lock:
                 if self._frames:

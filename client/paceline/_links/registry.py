@@ -1,13 +1,13 @@
-"""Which kinds of links there are, and how two members agree on one.
+"""The kinds of links, and how two members agree on one.
 
-To add a kind: write a `Kind` (`kind.py` is its contract, `paceline.testing.check_link` the check), register it here,
-give it a number in peer.proto, with whatever its `HelloResponse` must say, and name it in `config.LINKS` if it is used
-by default. `tests/support/worlds.py` lists the kinds that tests run over.
+To add a kind: write a `Kind` (`kind.py` is its contract, `paceline.testing.check_link` checks it), register it here,
+give it a number in peer.proto, with the fields that its `HelloResponse` needs, and name it in `config.LINKS` if it is
+used by default. `tests/support/worlds.py` lists the kinds that tests run over.
 
-The side that writes offers the kinds that it can write to this peer, the best first, in its Hello. The peer's door
-chooses the first that it can read, and expects a half of it under the ticket that it gives. A kind that cannot be
-opened after all is offered no more to that peer in this generation; the next one takes its place, and gRPC is always
-the last.
+The side that writes offers in its Hello the kinds that it can write to this peer, the best first. The peer's door
+chooses the first that it can read, and expects a half of that kind under the ticket that it gives out. If a kind cannot
+be opened after all, the writer does not offer it to that peer again in this generation. It tries the next one; gRPC is
+always the last.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pacelinepb.v1 import peer_pb2
 __all__ = ["LinkKinds", "Openings", "register", "unregister"]
 
 OPEN_SECONDS = 1.0
-"""For a half to be opened: an answer takes milliseconds, and where a firewall drops what is sent, gRPC is waiting."""
+"""Seconds to open a half. An answer takes milliseconds; if a firewall drops the packets, gRPC is used instead."""
 
 K = TypeVar("K", bound=Kind)
 
@@ -43,7 +43,7 @@ _kinds: dict[str, type[Kind]] = {}
 
 
 def register(kind: type[Kind]) -> None:
-    """Makes a kind known by its name: workers whose `Config.links` has the name can use it.
+    """Registers a kind under its name, so that workers with that name in `Config.links` can use it.
 
     Raises:
         ValueError: another kind has this name or number.
@@ -56,7 +56,7 @@ def register(kind: type[Kind]) -> None:
 
 
 def unregister(kind: type[Kind]) -> None:
-    """Undoes `register`; workers that exist already keep the kind."""
+    """Undoes `register`. Workers that exist already keep the kind."""
     del _kinds[kind.name]
     know_link(kind.name, known=False)
 
@@ -67,24 +67,24 @@ register(GrpcKind)
 
 
 class LinkKinds:
-    """The kinds of links that one worker has, the best first. On the loop, but for `empty`.
+    """The kinds of links that one worker has, the best first. Used on the loop, except for `empty`.
 
     Args:
         config: says which kinds may be used; gRPC always may.
-        credentials: by what members know each other.
+        credentials: how members authenticate each other.
     """
 
     def __init__(self, config: Config, credentials: Credentials) -> None:
         allowed = [kind for name, kind in _kinds.items() if name in (*config.links, GrpcKind.name)]
         allowed.sort(key=lambda kind: -kind.preference)
         self._kinds = {kind.number: kind(config, credentials) for kind in allowed}
-        self._come: dict[bytes, tuple[Incoming, asyncio.TimerHandle]] = {}  # halves whose stream has yet to come
+        self._come: dict[bytes, tuple[Incoming, asyncio.TimerHandle]] = {}  # halves whose stream has not come yet
 
     def __iter__(self) -> Iterator[Kind]:
         return iter(self._kinds.values())
 
     def of(self, kind: type[K]) -> K:
-        """The kind of this class.
+        """Returns the kind of this class.
 
         Raises:
             LookupError: this worker has no such kind.
@@ -95,11 +95,11 @@ class LinkKinds:
         raise LookupError(f"this worker has no {kind.__name__}")
 
     def by_number(self, number: int) -> Kind | None:
-        """The kind with this number on the wire; None if this worker has none."""
+        """Returns the kind with this number on the wire; None if this worker has none."""
         return self._kinds.get(number)  # type: ignore[call-overload, no-any-return]  # a number from the wire is any int
 
     async def start(self, host: str) -> None:
-        """Listens beside the door, at the same address; called again when that changes."""
+        """Starts all kinds at the door's address. Called again when the address changes."""
         for kind in self:
             await kind.start(host)
 
@@ -111,7 +111,7 @@ class LinkKinds:
             self.drop(ticket)
 
     def empty(self, shape: int | tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """A new array that links can lend without a copy, if any kind can. From any thread."""
+        """Returns a new array that links can lend without a copy, if any kind can do that. Thread-safe."""
         for kind in self:
             array = kind.empty(shape, dtype)
             if array is not None:
@@ -119,13 +119,13 @@ class LinkKinds:
         return np.empty(shape, dtype)
 
     def openings(self, node: str, neighbours: int, fault: Fault) -> Openings:
-        """What opens the halves that this member writes in one generation."""
+        """Returns the object that opens the halves that this member writes in one generation."""
         return Openings(self, node, neighbours, fault)
 
     def expect(
         self, hello: peer_pb2.HelloRequest, context: HalfContext, ticket: bytes
     ) -> peer_pb2.HelloResponse | None:
-        """Chooses a kind for a caller, and expects its half; None if it offers none that both can use."""
+        """Chooses a kind for a caller, and expects its half; None if the caller offers none that both can use."""
         for number in hello.offered:
             kind = self.by_number(number)
             answer = kind.expect(hello, context, ticket, partial(self._keep, ticket)) if kind is not None else None
@@ -135,14 +135,14 @@ class LinkKinds:
         return None
 
     def take(self, ticket: bytes) -> Incoming | None:
-        """The half that has come with a ticket; the taker's from now on. None if none has."""
+        """Hands over the half that has come with a ticket; None if none has come."""
         half, expiry = self._come.pop(ticket, (None, None))
         if expiry is not None:
             expiry.cancel()
         return half
 
     def drop(self, ticket: bytes) -> None:
-        """Closes the half that has come with a ticket, if any: no stream will follow."""
+        """Closes the half that has come with a ticket, if any, because no stream will follow."""
         half = self.take(ticket)
         if half is not None:
             half.close()
@@ -152,11 +152,11 @@ class LinkKinds:
 
 
 class Openings:
-    """Opens the halves that one member writes in one generation. On the loop.
+    """Opens the halves that one member writes in one generation. Used on the loop.
 
     Args:
         kinds: the kinds that this worker has.
-        node: this member's; empty if it shares no memory.
+        node: this member's node; empty if it shares no memory.
         neighbours: see `Mesh.neighbours`.
         fault: how the generation ends.
     """
@@ -169,21 +169,21 @@ class Openings:
         self._given_up: set[tuple[int, int]] = set()
 
     def offers(self, peer: Peer) -> Sequence[Kind]:
-        """The kinds to offer to a peer's door, the best first."""
+        """Returns the kinds to offer to a peer's door, the best first."""
         context = self._context(peer)
         return [kind for kind in self._kinds if (peer.rank, kind.number) not in self._given_up and kind.is_for(context)]
 
     def give_up(self, peer: Peer, number: int) -> None:
-        """That kind could not be opened to that peer: it is not offered again."""
+        """Stops offering a kind to a peer, because it could not be opened."""
         self._given_up.add((peer.rank, number))
 
     async def open(self, answer: peer_pb2.HelloResponse, peer: Peer, stream: Outbox) -> Outgoing:
-        """Opens what the peer's door has chosen.
+        """Opens a half of the kind that the peer's door has chosen.
 
         Args:
-            answer: the door's.
-            peer: whose door it is.
-            stream: what the link's gRPC stream writes.
+            answer: the door's answer.
+            peer: the member whose door it is.
+            stream: the outbox of the link's gRPC stream.
 
         Raises:
             LinkUnavailable: it cannot be opened.

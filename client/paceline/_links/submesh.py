@@ -1,4 +1,4 @@
-"""A part of a mesh, as a mesh: the links between some of its members, for one group."""
+"""A mesh over some members of another mesh: the links of one group."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["SubMesh"]
 
 
 class SubMesh(Mesh):
-    """The members of a group. Ranks are places in it; peers, and so errors, keep the rank that they have in the view.
+    """The mesh of a group. A rank is a place in the group; peers, and so errors, keep their rank in the view.
 
     Args:
         mesh: the mesh that does the work.
-        members: their ranks in that mesh, this member's among them.
-        name: the group's name; all its members must give the same one.
+        members: the group's members, as ranks of that mesh; this member is one of them.
+        name: the group's name, the same at all its members.
     """
 
     def __init__(self, mesh: Mesh, members: Sequence[int], name: str) -> None:
@@ -33,16 +33,16 @@ class SubMesh(Mesh):
         self._places = {member: place for place, member in enumerate(members)}
 
     def link(self, peer: int, purpose: Purpose, group: str = "") -> Link:
-        """The link to a place (`Mesh.link`)."""
+        """Returns the link to a place (`Mesh.link`)."""
         return self._mesh.link(self._members[peer], purpose, self._full(group))
 
     def linked(self, purpose: Purpose, group: str = "") -> list[int]:
-        """Places with a link (`Mesh.linked`)."""
+        """Returns the places with a link (`Mesh.linked`)."""
         ranks = self._mesh.linked(purpose, self._full(group))
         return sorted(self._places[rank] for rank in ranks if rank in self._places)
 
     def close(self, deadline: float) -> None:
-        """Closes the group's links, and no others (`Mesh.close`)."""
+        """Closes the group's links only (`Mesh.close`)."""
         self.close_group("", deadline)
 
     def close_group(self, group: str, deadline: float) -> None:
@@ -50,17 +50,17 @@ class SubMesh(Mesh):
         self._mesh.close_group(self._full(group), deadline)
 
     def empty(self, shape: int | tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """An array that the links can lend (`Mesh.empty`)."""
+        """Returns an array that the links can lend (`Mesh.empty`)."""
         return self._mesh.empty(shape, dtype)
 
     @property
     def neighbours(self) -> int:
-        """Those of the view (`Mesh.neighbours`)."""
+        """The neighbours of the whole mesh (`Mesh.neighbours`)."""
         return self._mesh.neighbours
 
     @property
     def bytes_sent(self) -> int:
-        """What this member has sent in all groups (`Mesh.bytes_sent`)."""
+        """Bytes that this member has sent in all groups (`Mesh.bytes_sent`)."""
         return self._mesh.bytes_sent
 
     def _full(self, group: str) -> str:

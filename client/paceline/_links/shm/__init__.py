@@ -1,1 +1,1 @@
-"""Frames through memory that two processes of one host share: the halves of a link, and what they are made of."""
+"""Frames through memory that two processes of one host share: the halves of a link, and their parts."""

@@ -1,7 +1,8 @@
-"""Arrays in memory that peers can read where it lies: what `empty` gives, a link can lend without a copy.
+"""Arrays in memory that peers can read in place: a link can lend an array from `empty` without a copy.
 
-A block goes back when its array, and every view of it, is gone. Sealed memory cannot be given back in parts (the seal
-against other writers forbids holes), so a segment goes when all of it is free; one of ordinary size is kept.
+A block is freed when its array and every view of it are gone. Sealed memory cannot be returned to the system in parts
+(the seal against other writers forbids holes), so a segment is closed when all of it is free. One free segment of
+ordinary size is kept.
 """
 
 from __future__ import annotations
@@ -27,28 +28,28 @@ from paceline.errors import LinkUnavailable
 __all__ = ["Arena", "ArenaSegment", "FreeBlocks", "LEND_BYTES", "SEGMENT_BYTES", "Watcher", "arena"]
 
 SEGMENT_BYTES = 64 << 20
-"""Size of a segment; an array that is larger has one of its own."""
+"""Size of a segment in bytes; a larger array has a segment of its own."""
 
 LEND_BYTES = 64 << 10
-"""Smaller payloads are copied when they are sent: to wait for their release takes longer than that."""
+"""Smaller payloads are copied when they are sent: waiting for their release would take longer."""
 
 _log = logging.getLogger("paceline.links")
 _numbers = count(1)
 
 
 class Watcher(Protocol):
-    """Whoever must hear of segments that go."""
+    """An object that is notified when segments are closed."""
 
     def retired(self, number: int) -> None:
-        """That segment is gone. Called in any thread, and in the middle of anything; must not block."""
+        """Handles the end of a segment. Called in any thread, at any point of its code; must not block."""
 
 
 class ArenaSegment(Segment):
     """A segment of an arena.
 
     Attributes:
-        number: never used again in this process; peers know the segment by it.
-        blocks: what is free in it.
+        number: its number for peers; never used again in this process.
+        blocks: its free blocks.
     """
 
     def __init__(self, size: int) -> None:
@@ -60,25 +61,27 @@ class ArenaSegment(Segment):
 class Arena:
     """Shared memory for arrays. Thread-safe.
 
-    A forked child shares what its parent had: it reads and writes the same arrays, but neither frees them nor gets new
-    ones there.
+    A forked child shares its parent's arrays: it reads and writes them, but neither frees them nor allocates in the
+    parent's arena.
     """
 
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._freed: deque[tuple[ArenaSegment, int, int]] = deque()  # by finalizers, which may run anywhere
-        # Replaced as one, so that readers need no lock: where segments begin, ascending, and the segments.
+        self._freed: deque[tuple[ArenaSegment, int, int]] = deque()  # filled by finalizers, which may run anywhere
+        # The ascending start addresses of the segments, and the segments. Replaced in one assignment, so that readers
+        # need no lock.
         self._index: tuple[list[int], list[ArenaSegment]] = ([], [])
         self._watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
-        # Never held for long, for loops take it; a collection under it may free a segment in the same thread.
+        # Never held for long, because loops take it. It is an RLock because a garbage collection while it is held may
+        # free a segment in the same thread.
         self._watching = threading.RLock()
         self._warned = False
 
     def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = float) -> Array:
-        """A new array, as `np.empty` makes it. Small ones (`LEND_BYTES`) come from there.
+        """Returns a new uninitialized array. Arrays below `LEND_BYTES` come from `np.empty`.
 
-        Where shared memory or descriptors run out, ordinary memory is given, and the log says so once.
+        If shared memory or descriptors run out, the array is in ordinary memory, and the log says so once.
         """
         kind = np.dtype(dtype)
         nbytes = prod(shape if isinstance(shape, tuple) else (shape,)) * kind.itemsize
@@ -96,12 +99,12 @@ class Arena:
             return np.empty(shape, kind)
         finally:
             self._sweep()
-        root = np.frombuffer(segment.memory, np.uint8, nbytes, offset)  # every view of it keeps it
+        root = np.frombuffer(segment.memory, np.uint8, nbytes, offset)  # every view keeps it alive
         weakref.finalize(root, self._free, segment, offset, size).atexit = False
         return root.view(kind).reshape(shape)
 
     def find(self, address: int, nbytes: int) -> tuple[ArenaSegment, int] | None:
-        """The segment that so many bytes of this process lie in, and where in it; None if they lie elsewhere."""
+        """Returns the segment in which `nbytes` at an address lie, and their offset; None if they lie elsewhere."""
         starts, segments = self._index
         at = bisect_right(starts, address) - 1
         if at < 0:
@@ -111,13 +114,13 @@ class Arena:
         return (segment, offset) if offset + nbytes <= segment.size else None
 
     def watch(self, watcher: Watcher) -> None:
-        """Has `watcher.retired(number)` called when a segment goes, for as long as there is a watcher."""
+        """Calls `watcher.retired(number)` when a segment is closed, as long as the watcher exists."""
         with self._watching:
             self._watchers.add(watcher)
 
     @property
     def segments(self) -> list[ArenaSegment]:
-        """All there are."""
+        """All segments."""
         return list(self._index[1])
 
     def _allocate(self, size: int) -> tuple[ArenaSegment, int]:
@@ -145,7 +148,7 @@ class Arena:
             self._sweep()
 
     def _sweep(self) -> None:
-        """Takes back what is freed, unless whoever holds the lock will; it may be this very thread, in a collection."""
+        """Takes back freed blocks. The lock's holder does it if there is one, perhaps this thread, in a collection."""
         while self._freed and self._lock.acquire(blocking=False):
             try:
                 self._take_back()
@@ -179,7 +182,7 @@ _arena = Arena()
 
 
 def arena() -> Arena:
-    """The arena of this process; a forked child has another."""
+    """Returns the arena of this process; a forked child has another."""
     return _arena
 
 
@@ -193,7 +196,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class FreeBlocks:
-    """The free parts of `size` bytes. Not thread-safe."""
+    """The free blocks among `size` bytes. Not thread-safe."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -202,11 +205,11 @@ class FreeBlocks:
 
     @property
     def is_whole(self) -> bool:
-        """True if all is free."""
+        """True if all bytes are free."""
         return self._sizes == [self._size]
 
     def take(self, size: int) -> int | None:
-        """Takes the first part that is large enough; where it begins, None if there is none."""
+        """Takes from the first block that is large enough. Returns where it begins; None if there is none."""
         for at, free in enumerate(self._sizes):
             if free >= size:
                 start = self._starts[at]
@@ -219,7 +222,7 @@ class FreeBlocks:
         return None
 
     def give(self, start: int, size: int) -> None:
-        """Gives back what was taken."""
+        """Gives back a block that was taken."""
         at = bisect_left(self._starts, start)
         if at < len(self._starts) and start + size == self._starts[at]:
             size += self._sizes[at]

@@ -1,4 +1,4 @@
-"""A counter that a peer adds to (an eventfd), and how to wait for it: spin for a moment, then sleep.
+"""A counter that a peer adds to (an eventfd), and how a thread waits for it: it spins for a moment, then sleeps.
 
 Measured between two processes (x86, 2 cores): a reader that polls in a loop and yields the core in between sees a count
 after 3 to 7 us; one that sleeps in poll, after 57 us. So a reader spins while recent waits were short. Where ranks
@@ -68,8 +68,8 @@ class Bell:
     """Waits for the counts of one eventfd. One thread waits; `wake` and `close` come from any.
 
     Args:
-        fd: the eventfd, not blocking; closed with this.
-        awake: `awake_for`.
+        fd: the eventfd, not blocking. Owned from here on.
+        awake: longest spin in seconds (`awake_for`).
 
     Attributes:
         fd: the eventfd.
@@ -82,11 +82,11 @@ class Bell:
         self._poll.register(fd, select.POLLIN)
         self._look = self._poll.poll
         self._others: dict[int, Callable[[int], None]] = {}
-        self._lock = threading.Lock()  # `wake` must not write to a number that is another file's by now
+        self._lock = threading.Lock()  # `wake` must not write to a descriptor that is another file's by now
         self._closed = False
 
     def watch(self, fd: int, notice: Callable[[int], None]) -> None:
-        """Calls `notice(events)` in the waiting thread when it sleeps and something comes on another descriptor."""
+        """Calls `notice(events)` in the waiting thread when it sleeps and another descriptor has events."""
         self._others[fd] = notice
         self._poll.register(fd, select.POLLIN)
 
@@ -96,10 +96,10 @@ class Bell:
             self._poll.unregister(fd)
 
     def take(self, deadline: float) -> int:
-        """What has been counted since the last call. Waits for it until the deadline, `wake`, or for a slice of time.
+        """Takes the count since the last call. Waits for one until the deadline, `wake`, or the end of a time slice.
 
         Returns:
-            The count; 0 if there is none yet.
+            The count; 0 if nothing has been counted.
         """
         if self._closed:
             return 0
@@ -118,12 +118,12 @@ class Bell:
         return count
 
     def read(self) -> int:
-        """What has been counted since the last call, without a wait; 0 for nothing."""
+        """Takes the count since the last call without waiting; 0 if nothing has been counted."""
         if self._closed:
             return 0
         try:
             return os.eventfd_read(self.fd) % _WAKE
-        except BlockingIOError:  # after `poll` too: the peer may read it, to its own harm
+        except BlockingIOError:  # possible after `poll` too: a misbehaving peer may read it
             return 0
 
     def _wait(self, started: float, deadline: float) -> list[tuple[int, int]]:
@@ -143,7 +143,7 @@ class Bell:
         return events
 
     def wake(self) -> None:
-        """Makes the waiter return."""
+        """Makes the waiting thread return."""
         with self._lock:
             if not self._closed:
                 with contextlib.suppress(BlockingIOError):  # a saturated counter wakes the waiter too

@@ -1,12 +1,12 @@
-"""Where things lie in the control segment of one direction, which its writer writes and its reader only reads.
+"""The layout of the control segment of one direction. The writer writes it, and the reader only reads it.
 
-    page 0        whether what was lent is void, how many frames there are, marks
+    page 0        whether lent payloads are void, how many frames were sent, marks
     slots         a ring of SLOTS slots: a descriptor, a signature, and a payload if it is small
     staging       a ring of bytes: copies of larger payloads that do not lie in an arena
 
-A frame or a mark is believed only when its count has been read from the bell, an eventfd: the kernel's lock on the
-count orders the memory, on arm64 too. What page 0 says of them is a hint that it is time to read the bell. The reader
-gives slots back by counts on a second eventfd, in the order of the frames.
+The reader uses a frame or a mark only after it has read its count from the bell, an eventfd: the kernel's lock on the
+count orders the memory, on arm64 too. The counts on page 0 only hint that it is time to read the bell. The reader gives
+slots back in the order of the frames, by counts on a second eventfd.
 """
 
 from __future__ import annotations
@@ -45,51 +45,52 @@ __all__ = [
 ]
 
 LAYOUT = 3
-"""Number of this layout: both sides must mean the same."""
+"""Number of this layout. Both sides must have the same one."""
 
 PAGE = 4096
-"""Unit of all sizes and large offsets; a multiple of it where pages are larger would do as well."""
+"""Unit of all sizes and large offsets, in bytes. On systems with larger pages, a multiple of it would also do."""
 
 DESCRIPTOR = struct.Struct("<QIIQQIIQQQ")
 """The fields of `Descriptor`."""
 
 SLOTS = 64
-"""Frames on their way at a time: as many as a local link holds."""
+"""Frames in transit at a time: as many as a local link holds."""
 
 SIGNATURE_AT = DESCRIPTOR.size
 INLINE_AT = SIGNATURE_AT + MAX_SIGNATURE_BYTES
 INLINE_BYTES = 7168
-"""A payload up to this size lies in its slot, and is copied out of it: cheaper than to wait for its release."""
+"""Largest payload in bytes that lies in its slot. The reader copies it out, which is cheaper than a later release."""
 
 SLOT_BYTES = INLINE_AT + INLINE_BYTES
 
 VOID_AT = 0
-"""Not 0: whatever was lent and is not released yet has been taken back. It stays so."""
+"""Offset of the void flag. If it is not 0, the writer has taken back all lent payloads that are not released yet. It is
+never reset."""
 
 TOLD_AT = 64
-"""How many frames were sent: 8 bytes in the machine's order. A hint."""
+"""Offset of the number of frames sent: 8 bytes in native order. It is a hint."""
 
 MARKS_AT = 128
-"""The writer's last `_links.base.MARKS` marks, a ring: 8 bytes each, in the machine's order."""
+"""Offset of the ring of the writer's last `_links.base.MARKS` marks: 8 bytes each, in native order."""
 
 FRAME, MARK = 1, 1 << 32
-"""What each adds to the bell."""
+"""What a frame and a mark add to the bell's count."""
 
 SLOTS_AT = PAGE
 STAGING_AT = SLOTS_AT + SLOTS * SLOT_BYTES
 
 STAGING_BYTES = 12 << 20
-"""Room for copies in each control segment, of which a link uses `staging_bytes`. The system provides the memory only
-as far as it has ever been used."""
+"""Room for copies in each control segment. A link uses `staging_bytes` of it. The system allocates memory only for the
+part that has been used."""
 
 CONTROL_BYTES = STAGING_AT + STAGING_BYTES
 
 MAX_PAYLOAD_BYTES = MAX_FRAME_BYTES
-"""No payload is longer; one that long fits staging, wherever the last one ended."""
+"""Longest payload. It fits into staging, wherever the previous payload ended."""
 
 
 class PayloadPlace(IntEnum):
-    """Where a payload lies."""
+    """The place where a payload lies."""
 
     SLOT = 1
     STAGING = 2
@@ -97,19 +98,19 @@ class PayloadPlace(IntEnum):
 
 
 class Descriptor(NamedTuple):
-    """What a slot says of its frame. The writer may put anything there, so the reader checks each field (I9).
+    """A slot's description of its frame. The writer can write anything there, so the reader checks each field (I9).
 
     Attributes:
-        number: of the frame in this direction, from 0.
+        number: number of the frame in this direction, from 0.
         kind: as in `Frame`.
         part: as in `Frame`.
         generation: as in `Frame`.
         operation: as in `Frame`.
         place: a `PayloadPlace`.
-        signature_bytes: length of the signature, which is in the slot.
+        signature_bytes: length of the signature, which lies in the slot.
         size: bytes of the payload.
         segment: number of the arena's segment that holds the payload.
-        offset: where the payload begins in the control segment or in that one.
+        offset: where the payload begins, in the control segment or in the arena's segment.
     """
 
     number: int
@@ -125,14 +126,14 @@ class Descriptor(NamedTuple):
 
 
 class ControlMemory:
-    """The parts of a control segment by name. Only its writer has it mapped for writing.
+    """The named parts of a control segment. Only the writer has it mapped for writing.
 
     Args:
         memory: the segment, shape [CONTROL_BYTES].
 
     Attributes:
-        told: shape [1]: how many frames were sent. A hint.
-        marks: shape [MARKS]: the writer's last marks, a ring.
+        told: shape [1]: how many frames were sent; a hint.
+        marks: shape [MARKS]: the ring of the writer's last marks.
     """
 
     def __init__(self, memory: memoryview) -> None:
@@ -142,35 +143,35 @@ class ControlMemory:
 
     @property
     def is_void(self) -> bool:
-        """True if whatever was lent and is not released yet has been taken back."""
+        """True if the writer has taken back all lent payloads that are not released yet."""
         return self._memory[VOID_AT] != 0
 
     def set_void(self) -> None:
-        """Takes back whatever was lent and is not released yet."""
+        """Takes back all lent payloads that are not released yet."""
         self._memory[VOID_AT] = 1
 
     def describe(self, descriptor: Descriptor, signature: bytes) -> None:
-        """Writes a descriptor and a signature into the slot of the frame."""
+        """Writes a descriptor and a signature into the frame's slot."""
         at = _slot_at(descriptor.number)
         self._memory[at + SIGNATURE_AT : at + SIGNATURE_AT + len(signature)] = signature
         DESCRIPTOR.pack_into(self._memory, at, *descriptor)
 
     def descriptor(self, number: int) -> Descriptor:
-        """What the slot of a frame says; unchecked."""
+        """Returns the unchecked descriptor in a frame's slot."""
         return Descriptor(*DESCRIPTOR.unpack_from(self._memory, _slot_at(number)))
 
     def signature(self, number: int, size: int) -> bytes:
-        """The first `size` bytes of the signature in the slot of a frame; a copy."""
+        """Returns a copy of the first `size` bytes of the signature in a frame's slot."""
         at = _slot_at(number) + SIGNATURE_AT
         return bytes(self._memory[at : at + size])
 
     def inline(self, number: int, size: int) -> memoryview:
-        """Where the slot of a frame has a payload of `size` bytes, `INLINE_BYTES` at most."""
+        """Returns the bytes in a frame's slot for a payload of `size` bytes, at most `INLINE_BYTES`."""
         at = _slot_at(number) + INLINE_AT
         return self._memory[at : at + size]
 
     def staged(self, offset: int, size: int) -> memoryview:
-        """`size` bytes of staging; the offset is that in the segment."""
+        """Returns `size` bytes of staging; the offset is relative to the segment."""
         return self._memory[offset : offset + size]
 
 
@@ -179,19 +180,19 @@ def _slot_at(number: int) -> int:
 
 
 _ALL_STAGING_BYTES = 48 << 20
-"""What the staging of all links of one member may take together."""
+"""Most bytes of staging that all links of one member use together."""
 
 _STAGED_FRAMES = 6
 """Frames that staging must hold: the 4 that a program sends ahead (`_collectives.program.AHEAD`), the one that is being
-read, and up to one that is lost where the ring begins anew."""
+read, and up to one that is wasted where the ring wraps around."""
 
 _LEAST_FRAME_BYTES = 64 << 10
 
 
 def frame_bytes(neighbours: int) -> int:
-    """Bytes of the longest frame of a collective between members of one node: a power of two, 2 MiB at most.
+    """Returns the bytes of the longest frame of a collective between members of a node: a power of two, at most 2 MiB.
 
-    It follows from the view alone, so that all members agree, and every link of a member has room for its frames.
+    It depends only on the view, so that all members agree, and every link of a member has room for its frames.
 
     Args:
         neighbours: `Mesh.neighbours`.
@@ -201,7 +202,7 @@ def frame_bytes(neighbours: int) -> int:
 
 
 def staging_bytes(neighbours: int) -> int:
-    """Bytes of staging that a link uses. A payload longer than that waits until it has all of `STAGING_BYTES`."""
+    """Returns the bytes of staging that a link uses. A longer payload waits until it has all of `STAGING_BYTES`."""
     return _STAGED_FRAMES * frame_bytes(neighbours)
 
 

@@ -1,8 +1,8 @@
 """How a reader gets a writer's control segment: over a Unix socket, with the ticket that the door gave the writer.
 
-The name of the socket is abstract and random: it leaves no file behind. That the two are processes of one kernel and
-one user is seen, not guessed: the connection works, and the kernel says who is at its other end (unix(7), SO_PEERCRED).
-Everything here runs on the loop, and nothing waits anywhere but there.
+The name of the socket is abstract and random, so it leaves no file behind. A working connection proves that the two
+processes share a kernel, and the kernel says which user is at the other end (unix(7), SO_PEERCRED). Everything here
+runs and waits on the loop.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ from paceline.errors import LinkUnavailable
 __all__ = ["MAX_TICKET_BYTES", "ShmHost", "connect"]
 
 MAX_TICKET_BYTES = 64
-"""Longest ticket."""
+"""Longest ticket in bytes."""
 
 TICKET_LIFETIME = 10.0
-"""Seconds for which a ticket is good, and a connection may stay silent."""
+"""Seconds for which a ticket is valid, and for which a connection may stay silent."""
 
 MAX_STRANGERS = 128
-"""Connections that have not shown a ticket; others wait in the kernel's queue."""
+"""Most connections that have not shown a ticket yet; others wait in the kernel's queue."""
 
 _PAUSE = 1.0
-"""Seconds without accepting when descriptors have run out."""
+"""Seconds for which no connection is accepted after descriptors have run out."""
 
 _FULL = 0.01
-"""Seconds until a host whose queue is full is tried again."""
+"""Seconds between attempts to connect to a host whose queue is full."""
 
 _MAX_REPLY = 200
 _ACCEPTED = b"\x01"
 _OPENING = struct.Struct("<4sHHQ")
-"""Magic, layout, bytes of the ticket, bytes of the segment. The ticket follows; segment, bell and room come along."""
+"""Magic, layout, bytes of the ticket, bytes of the segment. The ticket follows. The descriptors of segment, bell and
+room come with the message."""
 
 _MAGIC = b"PLSM"
 _CREDENTIALS = struct.Struct("iII")
@@ -52,7 +53,7 @@ _CREDENTIALS = struct.Struct("iII")
 
 
 class _Refused(Exception):
-    """A connection brought what it should not have."""
+    """A connection sent an invalid opening."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +66,16 @@ class _Expected:
 
 
 class ShmHost:
-    """Where writers of this host hand over their control segments. Made and used on the loop.
+    """The socket at which writers of this host hand over their control segments. Made and used on the loop.
 
     Args:
         loop: the loop.
 
     Attributes:
-        name: what `connect` needs.
+        name: the socket's name, for `connect`.
 
     Raises:
-        LinkUnavailable: there is no shared memory here, or no descriptor for the socket.
+        LinkUnavailable: this system has no shared memory, or no descriptor is left for the socket.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -106,11 +107,11 @@ class ShmHost:
         peer: Peer,
         neighbours: int = 1,
     ) -> None:
-        """Has `on_half` called on the loop with the half that a writer sets up with this ticket, within 10 s, once.
+        """Calls `on_half` once, on the loop, with the half that a writer sets up with this ticket within 10 s.
 
         Args:
-            ticket: random, `MAX_TICKET_BYTES` at most.
-            on_half: whose the half is then; called before the writer hears that it is accepted.
+            ticket: random bytes, at most `MAX_TICKET_BYTES`.
+            on_half: takes over the half; called before the writer hears that it is accepted.
             fault: as for `ShmIncoming`.
             peer: as for `ShmIncoming`.
             neighbours: as for `ShmIncoming`.
@@ -121,13 +122,13 @@ class ShmHost:
         self._expected[ticket] = _Expected(on_half, fault, peer, neighbours, expiry)
 
     def forget(self, ticket: bytes) -> None:
-        """The ticket is no good any more."""
+        """Makes a ticket invalid."""
         expected = self._expected.pop(ticket, None)
         if expected is not None:
             expected.expiry.cancel()
 
     def close(self) -> None:
-        """Lets nobody in any more; halves that were made stay. Idempotent."""
+        """Accepts no more connections. Existing halves stay open. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -150,9 +151,7 @@ class ShmHost:
             stranger, _ = self._socket.accept()
         except (BlockingIOError, ConnectionError):
             return
-        except (
-            OSError
-        ):  # no descriptors: the socket stays readable, and must not keep the loop busy until some are free
+        except OSError:  # no descriptors: the socket stays readable, and would keep the loop busy
             self._loop.remove_reader(self._socket)
             self._pause = self._loop.call_later(_PAUSE, self._accept_more)
             return
@@ -166,7 +165,7 @@ class ShmHost:
             self._loop.remove_reader(self._socket)
 
     def _detach(self, stranger: socket.socket) -> None:
-        """It is a stranger no longer."""
+        """Stops treating a connection as a stranger."""
         self._strangers.pop(stranger).cancel()
         self._loop.remove_reader(stranger)
         if self._pause is None:
@@ -177,12 +176,12 @@ class ShmHost:
         stranger.close()
 
     def _open(self, stranger: socket.socket) -> None:
-        """Takes in the one message that a writer begins with."""
+        """Receives the one message with which a writer begins."""
         try:
             data, descriptors = receive_descriptors(stranger, _OPENING.size + MAX_TICKET_BYTES, 3)
         except BlockingIOError:
             return
-        except OSError:  # it hung up
+        except OSError:  # the stranger hung up
             self._drop(stranger)
             return
         self._detach(stranger)
@@ -202,7 +201,7 @@ class ShmHost:
         _reply(stranger, _ACCEPTED)
 
     def _make(self, stranger: socket.socket, data: bytes, descriptors: list[int]) -> tuple[_Expected, ShmIncoming]:
-        """The half that a message asks for; owns the socket and the descriptors from then on."""
+        """Makes the half that a message asks for. The half then owns the socket and the descriptors."""
         if len(data) < _OPENING.size:
             raise _Refused("that is no opening")
         magic, layout, length, size = _OPENING.unpack_from(data)
@@ -247,8 +246,8 @@ async def connect(
     """Sets up the half that writes to a peer.
 
     Args:
-        name: of the peer's `ShmHost`.
-        ticket: what the peer expects.
+        name: the name of the peer's `ShmHost`.
+        ticket: the ticket that the peer expects.
         fault: how the generation ends.
         peer: the reader.
         loop: the loop that this runs on.
@@ -299,7 +298,7 @@ async def connect(
 
 
 async def _reach(sock: socket.socket, name: str) -> None:
-    """Connects. A Unix socket does so at once or not at all, and nothing tells when a full queue has room (unix(7))."""
+    """Connects. A Unix socket connects at once or fails, and no event says when a full queue has room (unix(7))."""
     while True:
         try:
             sock.connect(f"\0{name}")
@@ -310,7 +309,7 @@ async def _reach(sock: socket.socket, name: str) -> None:
 
 
 def _uid(sock: socket.socket) -> int:
-    """Whose process is at the other end: seen by the kernel when it connected or listened."""
+    """Returns the user of the process at the other end, as the kernel recorded it at connect or listen."""
     _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return int(uid)
 
@@ -322,5 +321,5 @@ def _is_eventfd(fd: int) -> bool:
 def _reply(stranger: socket.socket, answer: bytes) -> None:
     try:
         stranger.send(answer)
-    except OSError:  # it hung up: whoever watches the link will say so, and nobody else waits for the answer
+    except OSError:  # it hung up: the link's stream reports that, and no one else waits for the answer
         return

@@ -1,9 +1,9 @@
 """Huge pages behind large segments.
 
-The kernel gives shared memory small pages unless an administrator has said otherwise (`shmem_enabled`), but makes huge
-ones of a region on request: MADV_COLLAPSE, Linux 6.1 (madvise(2)). Of a region that holds nothing yet it does so faster
-than it would give the small ones, and large arrays are folded and copied faster, for the processor has fewer addresses
-to translate (figures: docs/decisions/013).
+The kernel gives shared memory small pages unless an administrator has set `shmem_enabled`. But it turns a region into
+huge pages on request: MADV_COLLAPSE, Linux 6.1 (madvise(2)). For an empty region that is faster than allocating small
+pages. Large arrays are then folded and copied faster, because the processor has fewer addresses to translate (figures:
+docs/decisions/013).
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ __all__ = ["collapse", "huge_page_bytes", "map_aligned"]
 
 _SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _MOST = 32 << 20
-"""With pages of 64 KiB a huge one has 512 MiB: more than most arrays."""
+"""Largest huge page in bytes that is used. With pages of 64 KiB, a huge page has 512 MiB: more than most arrays."""
 
 _WORTHWHILE = 32 << 20
-"""Arenas have larger segments. What is copied to peers lies in smaller ones, and is no faster for it."""
+"""Smallest segment in bytes for huge pages. Arenas have larger ones. Copies for peers lie in smaller segments, and huge
+pages do not make them faster."""
 
 _MADV_COLLAPSE = 25  # asm-generic/mman-common.h
 _MAP_FIXED = 0x10
@@ -32,7 +33,7 @@ _MAP_NORESERVE = 0x4000
 
 
 def huge_page_bytes(size: int) -> int:
-    """Size of the huge pages in which a segment of so many bytes should lie; 0 if in none."""
+    """Returns the size of the huge pages for a segment of `size` bytes; 0 if it should have none."""
     return _huge_page_bytes() if size >= _WORTHWHILE else 0
 
 
@@ -46,23 +47,23 @@ def _huge_page_bytes() -> int:
 
 
 def map_aligned(fd: int, size: int, *, writable: bool) -> memoryview:
-    """Maps a file where a huge page can begin: it can lie behind one entry of the page table only there.
+    """Maps a file at an address where a huge page can begin: only there can one page table entry map a huge page.
 
     Args:
-        fd: the file; not needed any longer afterwards.
+        fd: the file; not needed after the call.
         size: bytes.
-        writable: or only to be read.
+        writable: False to map it read-only.
 
     Returns:
-        The bytes; the mapping goes with the last view of them.
+        The bytes. The mapping is removed with the last view of them.
 
     Raises:
         OSError: there is no address space left.
     """
     access = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
     step = _huge_page_bytes()
-    # Room for it wherever it begins; Python unmaps all of that, and what was put there with it. (Where memory may not
-    # be overcommitted, the writer's room counts in full until the file lies there.)
+    # Reserves room for any alignment. Python unmaps all of it, together with the file that is mapped into it. (If the
+    # system does not overcommit memory, the writer's room counts in full until the file is mapped there.)
     room = mmap.mmap(-1, size + step, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, access)
     address = np.frombuffer(room, np.uint8).ctypes.data
     start = -address % step
@@ -73,19 +74,19 @@ def map_aligned(fd: int, size: int, *, writable: bool) -> memoryview:
 
 
 def collapse(fd: int, address: int, begin: int, end: int) -> bool:
-    """Puts huge pages behind a region in which there is nothing yet; False if the kernel has or gives none.
+    """Puts huge pages behind a region that is still empty. Returns False if the kernel has none or gives none.
 
     Args:
         fd: the file.
-        address: where it is mapped.
-        begin: offset of the region in it, a multiple of the huge page's size.
-        end: likewise.
+        address: where the file is mapped.
+        begin: where the region begins in the file, a multiple of the huge page's size.
+        end: where it ends, likewise a multiple.
 
     Raises:
         OSError: no memory is left.
     """
     for offset in range(begin, end, _huge_page_bytes()):
-        os.posix_fallocate(fd, offset, mmap.PAGESIZE)  # of nothing at all nothing can be made
+        os.posix_fallocate(fd, offset, mmap.PAGESIZE)  # the kernel collapses only a range that has a page
     return not _libc().madvise(address + begin, end - begin, _MADV_COLLAPSE)  # without the GIL
 
 

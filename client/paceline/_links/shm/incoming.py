@@ -1,8 +1,8 @@
-"""The reader's half: counts from the bell, frames out of memory that the peer writes.
+"""The reader's half: it reads counts from the bell, and frames from memory that the peer writes.
 
-The peer can change that memory at any time, so each field is read once, checked, and then used (I9). What is small is
-copied out. Larger payloads are read where they lie, until `release`; but a reader that has never released anything gets
-copies, for it would soon hold all there is.
+The peer can change that memory at any time, so each field is read once, checked, and then used (I9). Small payloads are
+copied out. Larger payloads are read in place until `release`. A reader that has never released anything gets copies,
+because it would soon hold all of the memory.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from paceline.errors import LimitExceeded
 __all__ = ["LentSegments", "ShmIncoming", "receive_descriptors"]
 
 MAX_SEGMENTS = 4096
-"""Segments of one peer that are mapped at a time."""
+"""Most segments of one peer that are mapped at a time."""
 
 _FRAMES, _MARKS = range(2)
-"""Indices of `ShmIncoming._rung`: the bell counts both."""
+"""Indices of `ShmIncoming._rung`. The bell counts frames and marks."""
 
 
 class ShmIncoming(Incoming):
@@ -55,12 +55,12 @@ class ShmIncoming(Incoming):
     Args:
         fault: how the generation ends.
         peer: the writer.
-        loop: that of the links; tells of arrivals (`on_readable`).
+        loop: the loop of the links; it notifies of arrivals (`on_readable`).
         sock: from the writer, not blocking. Owned from here on.
         control: the writer's control segment.
         bell: eventfd that counts frames and marks. Owned from here on.
-        room: eventfd that counts what is released. Owned from here on.
-        neighbours: other members on this machine, of which each has its share of the cores.
+        room: eventfd that counts released frames. Owned from here on.
+        neighbours: other members on this machine, which share its cores.
     """
 
     kind = "shm"
@@ -76,7 +76,7 @@ class ShmIncoming(Incoming):
         room: int,
         neighbours: int = 1,
     ) -> None:
-        self._bell = Bell(bell, 0.0)  # first, for it may fail; awake, this looks at the memory
+        self._bell = Bell(bell, 0.0)  # first, because it may fail; never spins: this half spins on memory
         self._fault = fault
         self._peer = peer
         self._loop = loop
@@ -85,15 +85,15 @@ class ShmIncoming(Incoming):
         self._control = ControlMemory(control.view)
         self._told, self._marks = self._control.told, self._control.marks
         self._marked = 0  # marks that were read
-        self._seen = [0] * MARKS  # what was read last in each place
+        self._seen = [0] * MARKS  # the value last read at each place
         self._room = room
         self._bell.watch(sock.fileno(), self._on_socket)
         self._spinning, self._mark_spinning = SpinPolicy(awake_for(neighbours)), SpinPolicy(AWAKE)
-        self._rung = [0, 0]  # frames and marks that the bell has counted, and nobody has read
+        self._rung = [0, 0]  # frames and marks that the bell has counted, and the reader has not read
         self._frames = 0  # frames that were read
         self._held = 0  # frames that were read and not given back
-        self._pinned = False  # one of those is read where it lies
-        self._lent = False  # one of those lies in the peer's arena
+        self._pinned = False  # a held frame is read in place
+        self._lent = False  # a held frame lies in the peer's arena
         self._releases = False  # the reader has released a frame before, so it will again
         self._ended: tuple[LinkEnded, int | None] | None = None
         self._notify: Callable[[], None] = _nothing
@@ -102,7 +102,7 @@ class ShmIncoming(Incoming):
         self._closed = False
 
     def recv(self, deadline: float, into: memoryview | None = None) -> Frame:
-        """See `Incoming.recv`; large payloads are views of the peer's memory, unless they are put into `into`."""
+        """See `Incoming.recv`. Large payloads are views of the peer's memory, unless they are copied to `into`."""
         check_process()
         if self._fault.failed:
             self._fault.check()
@@ -159,14 +159,14 @@ class ShmIncoming(Incoming):
         return found
 
     def _next_operation(self) -> int:
-        """The operation of the next frame, which the bell has counted."""
+        """Returns the operation of the next frame, which the bell has counted."""
         return self._control.descriptor(self._frames).operation
 
     def _await(self, what: int, words: memoryview, at: int, before: int, spinning: SpinPolicy, deadline: float) -> None:
-        """Returns when the bell has counted something of a kind (`_rung`); if it is a mark, or a frame instead.
+        """Waits until the bell has counted a frame or a mark (`what`, see `_rung`). For a mark, a frame ends it too.
 
-        When `words[at]`, in the peer's memory, is no longer what it was before, the bell is about to ring. This spins
-        on that word for as long as `spinning` allows, yields the core in between, and then sleeps.
+        When `words[at]`, in the peer's memory, differs from `before`, the bell is about to ring. This method spins on
+        that word for as long as `spinning` allows, yields the core in between, and then sleeps.
         """
         rung, started = self._rung, 0.0
         if words[at] == before:
@@ -208,7 +208,7 @@ class ShmIncoming(Incoming):
 
     def on_readable(self, notify: Callable[[], None]) -> None:
         """See `Incoming.on_readable`."""
-        with self._lock:  # once it is closed, the bell's number is another file's
+        with self._lock:  # after `close` the bell's descriptor may be another file's
             if not self._closed:
                 self._notify = notify
                 if self._epoll is None:
@@ -216,7 +216,7 @@ class ShmIncoming(Incoming):
         notify()
 
     def _watch(self) -> None:
-        # Each ring makes the edge-triggered set readable, whether the count has been read or not.
+        # Each ring makes the edge-triggered epoll readable, whether the count has been read or not.
         try:
             self._epoll = select.epoll()
         except OSError as error:
@@ -237,7 +237,7 @@ class ShmIncoming(Incoming):
         self._notify()
 
     def close(self) -> None:
-        """See `Incoming.close`. Payloads that are still referred to keep their memory."""
+        """See `Incoming.close`. Payloads that are still referenced keep their memory."""
         with self._lock:
             if self._closed:
                 return
@@ -248,17 +248,17 @@ class ShmIncoming(Incoming):
         os.close(self._room)
         self._segments.close()
         del self._attached, self._control
-        # Whoever asks from here on finds nothing new, and then the end.
+        # Later calls find nothing new, and then the end.
         self._told = memoryview(array.array("Q", [self._frames]))
         self._marks = memoryview(array.array("Q", self._seen))
         if self._epoll is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._unlisten, self._epoll)
 
     def _sleep(self, deadline: float) -> None:
-        """Waits for the bell, or for a slice of time; raises if it is in vain."""
-        if self._fault.failed:  # before it sleeps: another read may have used up the wake
+        """Waits for the bell, for at most a slice of time. Raises if the link or the deadline has ended."""
+        if self._fault.failed:  # before it sleeps, because another read may have used up the wake
             self._fault.check()
-        ended = self._ended  # before the bell: what was rung before the end must not be missed
+        ended = self._ended  # read before the bell, so that no ring before the end is missed
         count = self._bell.take(deadline if ended is None else 0.0)
         if count:
             self._count(count)
@@ -271,12 +271,12 @@ class ShmIncoming(Incoming):
 
     def _raise_end(self, error: LinkEnded, frames: int | None) -> None:
         if frames is not None and frames != self._frames:
-            # Its bell rang before it said so: no other frame is on its way.
+            # The peer rang its bell before it said that, so no other frame is in transit.
             breach(self._fault, self._peer, f"it said that it had sent {frames} frames, and had sent {self._frames}")
         raise again(error)
 
     def _locate(self, found: Descriptor) -> memoryview:
-        """The peer's memory that a descriptor names, if the peer may name it."""
+        """Returns the peer's memory that a descriptor names. Ends the generation if the descriptor is invalid."""
         offset, size = found.offset, found.size
         if found.place == PayloadPlace.STAGING:
             if not STAGING_AT <= offset <= STAGING_AT + STAGING_BYTES - size:
@@ -292,7 +292,7 @@ class ShmIncoming(Incoming):
         return segment.view[offset : offset + size]
 
     def _check_void(self) -> None:
-        with self._lock:  # twice, a full barrier: all that was read was read before the mark is
+        with self._lock:  # twice, as a full barrier: the payload is read before the void flag
             pass
         with self._lock:
             pass
@@ -304,7 +304,7 @@ class ShmIncoming(Incoming):
 
     def _on_socket(self, events: int) -> None:
         if events & (select.POLLHUP | select.POLLERR):
-            self._bell.forget(self._segments.fileno())  # how the link ended is the control channel's to say
+            self._bell.forget(self._segments.fileno())  # the link's stream says how the link ended
         self._segments.learn()
 
     def _listen(self, epoll: select.epoll) -> None:
@@ -320,16 +320,16 @@ class ShmIncoming(Incoming):
 
 
 def _nothing() -> None:
-    """The notification of a half whose reader has not asked for any."""
+    """The callback of a half whose reader has not registered one."""
 
 
 class LentSegments:
-    """The segments of a peer's arena that it has handed over, mapped here to be read. For the thread that reads.
+    """The segments of its arena that a peer has handed over, mapped read-only. Used by the thread that reads.
 
     Args:
         fault: how the generation ends.
-        peer: who hands them over.
-        sock: from there, not blocking. Owned from here on.
+        peer: the peer.
+        sock: from the peer, not blocking. Owned from here on.
     """
 
     def __init__(self, fault: Fault, peer: Peer, sock: socket.socket) -> None:
@@ -339,11 +339,11 @@ class LentSegments:
         self._segments: dict[int, Attached] = {}
 
     def fileno(self) -> int:
-        """The socket's descriptor: readable when the peer has announced something."""
+        """Returns the socket's descriptor, which is readable when the peer has announced something."""
         return self._sock.fileno()
 
     def find(self, number: int) -> Attached:
-        """The segment with this number. Ends the generation if the peer has not handed it over."""
+        """Returns the segment with this number. Ends the generation if the peer has not handed it over."""
         segment = self._segments.get(number)
         if segment is None:
             self.learn()
@@ -353,16 +353,16 @@ class LentSegments:
         return segment
 
     def close(self) -> None:
-        """Closes the socket. Segments that are still referred to stay mapped."""
+        """Closes the socket. Segments that are still referenced stay mapped."""
         self._sock.close()
         self._segments.clear()
 
     def learn(self) -> None:
         """Reads which segments the peer has handed over, and which are gone."""
-        for _ in range(MAX_SEGMENTS):  # an endless flood of words must not hold up whoever has a deadline
+        for _ in range(MAX_SEGMENTS):  # bounded: a flood of announcements must not delay a reader past its deadline
             try:
                 word, descriptors = receive_descriptors(self._sock, ANNOUNCEMENT.size, 1)
-            except (BlockingIOError, ConnectionError):  # no more; or it hung up, of which the control channel tells
+            except (BlockingIOError, ConnectionError):  # no more; or it hung up, which the link's stream reports
                 return
             if not word:
                 return
@@ -379,7 +379,7 @@ class LentSegments:
         if not size:
             self._segments.pop(number, None)
             return
-        if not descriptors:  # the kernel drops what a full table of descriptors cannot take in
+        if not descriptors:  # the kernel drops descriptors for which the table has no room
             raise LimitExceeded(f"no descriptor was left in this process for the memory of {self._peer}")
         if len(self._segments) >= MAX_SEGMENTS or number in self._segments:
             breach(self._fault, self._peer, f"segment {number} twice, or more than {MAX_SEGMENTS} segments")
@@ -392,12 +392,12 @@ class LentSegments:
 
 
 def receive_descriptors(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
-    """One message of at most `size` bytes, and the descriptors that came with it; too long a message gets longer still.
+    """Receives one message and its descriptors. A message longer than `size` is cut to `size` + 1 bytes.
 
     Args:
-        sock: of a kind that keeps messages apart, not blocking.
-        size: bytes that are due.
-        most: descriptors that are due; any others are closed.
+        sock: a socket that preserves message boundaries, not blocking.
+        size: expected bytes.
+        most: expected descriptors; any others are closed.
 
     Raises:
         OSError: as `recvmsg`.
@@ -407,6 +407,6 @@ def receive_descriptors(sock: socket.socket, size: int, most: int) -> tuple[byte
     for level, kind, words in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             descriptors.frombytes(words[: len(words) // 4 * 4])
-    for fd in descriptors[most:]:  # room for one is room for two: lengths are rounded up
+    for fd in descriptors[most:]:  # the kernel rounds lengths up: room for one holds two
         os.close(fd)
     return data, list(descriptors[:most])

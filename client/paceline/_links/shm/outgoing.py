@@ -1,6 +1,6 @@
-"""The writer's half: frames into the control segment, and counts to the peer's bell.
+"""The writer's half: it writes frames into the control segment, and adds counts to the peer's bell.
 
-What is small lies in the frame's slot, what is larger in staging, and what is lent and lies in an arena stays there.
+A small payload lies in the frame's slot, a larger one in staging. A lent payload in an arena stays there.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 __all__ = ["ANNOUNCEMENT", "ShmOutgoing", "again", "breach"]
 
 ANNOUNCEMENT = struct.Struct("<QQ")
-"""Number of an arena's segment and its size, with its descriptor; size 0 without one: it is used no longer."""
+"""Number and size of an arena's segment, sent with its descriptor. Size 0, without a descriptor, says that the segment
+is gone."""
 
 _STEP = 1 << 20
-"""Bytes of staging behind which memory is put at a time."""
+"""Bytes of staging that are backed with memory at a time."""
 
 
 class ShmOutgoing(Outgoing):
@@ -59,8 +60,8 @@ class ShmOutgoing(Outgoing):
         sock: to the reader, not blocking; carries descriptors of arenas' segments. Owned from here on.
         segment: the control segment. Owned from here on.
         bell: eventfd that counts frames and marks. Owned from here on.
-        room: eventfd that counts what the reader has released. Owned from here on.
-        neighbours: other members on this machine, of which each has its share of memory and cores.
+        room: eventfd that counts the frames that the reader has released. Owned from here on.
+        neighbours: other members on this machine, which share its memory and cores.
     """
 
     kind = "shm"
@@ -68,7 +69,7 @@ class ShmOutgoing(Outgoing):
     def __init__(
         self, fault: Fault, peer: Peer, sock: socket.socket, segment: Segment, bell: int, room: int, neighbours: int
     ) -> None:
-        self._room = Bell(room, awake_for(neighbours))  # first, for it may fail
+        self._room = Bell(room, awake_for(neighbours))  # first, because it may fail
         self.frames = 0
         self.sent_bytes = 0
         self._fault = fault
@@ -80,13 +81,13 @@ class ShmOutgoing(Outgoing):
         self._bell = bell
         self._rung = 0  # frames that the bell has been told of
         self._released = 0
-        self._lent_until = 0  # once the frames before this one are released, nothing is lent
+        self._lent_until = 0  # nothing is lent once the frames before this one are released
         self._lock = threading.Lock()
         self._closing = threading.Lock()
         self._ended: LinkEnded | None = None
         self._closed = False
-        # Staging is a ring: bytes are taken at the head, and come free at the tail in the order of the frames.
-        self._staged: deque[tuple[int, int]] = deque()  # number of the frame, head behind it
+        # Staging is a ring: bytes are taken at the head, and freed at the tail in the order of the frames.
+        self._staged: deque[tuple[int, int]] = deque()  # number of the frame, head after it
         self._head = self._tail = 0
         self._ring = staging_bytes(neighbours)
         self._arena = arenas.arena()
@@ -95,7 +96,7 @@ class ShmOutgoing(Outgoing):
         self._arena.watch(self)
 
     def send(self, frame: Frame, deadline: float) -> None:
-        """See `Outgoing.send`; copies the payload."""
+        """See `Outgoing.send`. Copies the payload."""
         payload = frame.payload
         size = len(payload)
         check_process()
@@ -107,7 +108,7 @@ class ShmOutgoing(Outgoing):
             self._publish(frame, size, PayloadPlace.STAGING, 0, self._stage(frame, size, deadline))
 
     def lend(self, frame: Frame, deadline: float) -> None:
-        """See `Outgoing.lend`; copies what does not lie in the arena, or is small."""
+        """See `Outgoing.lend`. Copies payloads that are small or outside of the arena."""
         check_process()
         size, found = len(frame.payload), None
         if arenas.LEND_BYTES <= size <= MAX_PAYLOAD_BYTES:
@@ -135,7 +136,7 @@ class ShmOutgoing(Outgoing):
             self._await_release(deadline, "still reads what it was lent")
 
     def recall(self) -> None:
-        """See `Outgoing.recall`; the peer finds out when it releases what it read."""
+        """See `Outgoing.recall`. The peer detects this when it releases what it read."""
         with self._closing:
             if not self._closed:
                 self._take_back()
@@ -143,13 +144,13 @@ class ShmOutgoing(Outgoing):
     def _take_back(self) -> None:
         if self._released < self._lent_until:
             self._control.set_void()
-            for _ in range(2):  # a full barrier: the mark is seen before anything that is written from here on
+            for _ in range(2):  # as a full barrier: the peer sees the flag before anything written later
                 with self._lock:
                     pass
         self._lent_until = 0
 
     def flush(self, deadline: float) -> None:
-        """See `Outgoing.flush`: what is in shared memory outlives its writer."""
+        """See `Outgoing.flush`. Does nothing, because shared memory outlives its writer."""
 
     def wake(self) -> None:
         """See `Outgoing.wake`."""
@@ -167,8 +168,7 @@ class ShmOutgoing(Outgoing):
         with self._closing:
             if self._closed:
                 return
-            # A mesh may end before the operation that has failed comes to recall; whoever finds this closed finds the
-            # mark there too.
+            # A mesh may end before the failed operation calls `recall`, so this sets the void flag before it closes.
             self._take_back()
             self._closed = True
         self._sock.close()
@@ -178,14 +178,14 @@ class ShmOutgoing(Outgoing):
         del self._control
 
     def retired(self, number: int) -> None:
-        """A segment of the arena is gone: the peer need not keep it. In any thread."""
+        """Tells the peer that a segment of the arena is gone. Called in any thread."""
         if number in self._announced:
             self._announced.discard(number)
             self._stale.add(number)
             self._tell_stale()
 
     def _publish(self, frame: Frame, size: int, place: PayloadPlace, segment: int, offset: int) -> None:
-        """Describes a frame in its slot, then rings. The slot is free."""
+        """Describes a frame in its slot, which must be free, then rings the bell."""
         number, words = self.frames, len(frame.signature)
         if words > MAX_SIGNATURE_BYTES:
             raise FrameError(f"a signature of {words} bytes is above the limit of {MAX_SIGNATURE_BYTES}")
@@ -193,7 +193,7 @@ class ShmOutgoing(Outgoing):
             number, FrameKind.DATA, frame.part, frame.generation, frame.operation, place, words, size, segment, offset
         )
         self._control.describe(descriptor, frame.signature)
-        # In this order an interrupt loses no count; what was rung twice, the reader finds out by the frame's number.
+        # In this order an interrupt loses no count. The reader detects a double count by the frame's number.
         self.frames = self._control.told[0] = number + 1
         self.sent_bytes += size
         self._tell(FRAME * (number + 1 - self._rung))
@@ -217,8 +217,8 @@ class ShmOutgoing(Outgoing):
             raise again(self._ended)
 
     def _await_release(self, deadline: float, why: str) -> None:
-        """Waits a moment for the reader to release frames; raises if the link has ended or the deadline has passed."""
-        over = self._fault.failed or self._ended is not None  # before it sleeps: another call may have used up the wake
+        """Waits a moment until the reader releases frames. Raises if the link has ended or the deadline has passed."""
+        over = self._fault.failed or self._ended is not None  # read before it sleeps: another call may use up the wake
         if self._take_room(0.0 if over else deadline):
             return
         self._check()
@@ -235,11 +235,11 @@ class ShmOutgoing(Outgoing):
             while staged and staged[0][0] < self._released:
                 self._tail = staged.popleft()[1]
             if not staged:
-                self._head = self._tail = 0  # so that a ring which is used little stays in the caches
+                self._head = self._tail = 0  # keeps a ring that is rarely full in the caches
         return count
 
     def _stage(self, frame: Frame, size: int, deadline: float) -> int:
-        """Copies a frame's payload into staging; where."""
+        """Copies a frame's payload into staging. Returns its offset."""
         if size > MAX_PAYLOAD_BYTES:
             raise FrameError(f"a payload of {size} bytes is above the limit of {MAX_PAYLOAD_BYTES}")
         self._take_room(0.0)
@@ -258,8 +258,8 @@ class ShmOutgoing(Outgoing):
         return offset
 
     def _fit(self, size: int) -> int | None:
-        """The position of `size` free bytes in a row, which only grows; None if there are none yet."""
-        if not self._staged:  # whatever its length: none is longer than all of staging
+        """Returns the position of `size` contiguous free bytes; None if there are none yet. Positions only grow."""
+        if not self._staged:  # fits any payload: none is longer than all of staging
             return 0
         ring, at = self._ring, -(-self._head // 64) * 64  # a cache line
         if at % ring + size > ring:
@@ -267,13 +267,13 @@ class ShmOutgoing(Outgoing):
         return at if at + size - self._tail <= ring else None
 
     def _announce(self, segment: arenas.ArenaSegment) -> bool:
-        """Gives the peer a segment of the arena; False if it cannot be now."""
+        """Gives the peer a segment of the arena. Returns False if that is not possible now."""
         self._tell_stale()
         descriptor = array.array("i", [segment.fd])
         word = ANNOUNCEMENT.pack(segment.number, segment.size)
         try:
             self._sock.sendmsg([word], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptor)])
-        except OSError:  # full, or the peer is gone, which its control channel will say; a copy does as well
+        except OSError:  # full, or the peer is gone, which the link's stream reports; a copy will do
             return False
         self._announced.add(segment.number)
         return True
@@ -282,13 +282,13 @@ class ShmOutgoing(Outgoing):
         for number in list(self._stale):
             try:
                 self._sock.send(ANNOUNCEMENT.pack(number, 0))
-            except OSError:  # as above; told when there is room, and of no use to a peer that is gone
+            except OSError:  # as above; sent when there is room, and useless to a peer that is gone
                 return
             self._stale.discard(number)
 
 
 def breach(fault: Fault, peer: Peer, what: str) -> NoReturn:
-    """Ends the generation: the peer broke the protocol.
+    """Ends the generation, because the peer broke the protocol.
 
     Raises:
         PacelineError: the generation's error.
@@ -299,5 +299,5 @@ def breach(fault: Fault, peer: Peer, what: str) -> NoReturn:
 
 
 def again(error: LinkEnded) -> LinkEnded:
-    """A copy of the end of a link, because an exception that is raised twice grows its traceback."""
+    """Copies the error that ended a link, because an exception that is raised twice grows its traceback."""
     return LinkEnded(str(error), orderly=error.orderly)

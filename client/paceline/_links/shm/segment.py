@@ -1,7 +1,8 @@
 """Memory that one process writes and others only read: a sealed memfd.
 
-It has no name, so nothing is left behind whoever dies. The seals are the kernel's word to the reader: nobody can cut
-the file short under its mapping (which would kill it by SIGBUS), and to the writer: nobody else can ever write to it.
+It has no name, so nothing is left behind if a process dies. The seals guarantee to the reader that no process can
+truncate the file under its mapping (which would kill the reader by SIGBUS), and to the writer that no other process can
+ever write to it.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from paceline.errors import LinkUnavailable
 __all__ = ["Attached", "MAX_SEGMENT_BYTES", "MEMORY_NAME", "Segment", "SegmentError", "attach", "check_available"]
 
 MAX_SEGMENT_BYTES = 1 << 44
-"""Largest segment of a peer that is mapped: 16 TiB, the largest array that a signature may announce."""
+"""Largest segment of a peer that is mapped: 16 TiB, the largest array that a signature can announce."""
 
 _NAME = "paceline"
 
 MEMORY_NAME = f"/memfd:{_NAME} (deleted)"
-"""What /proc says of a descriptor of such memory (memfd_create(2))."""
+"""The name that /proc shows for a descriptor of such memory (memfd_create(2))."""
 
 # fcntl.h, memfd.h; Python names F_SEAL_FUTURE_WRITE from 3.13 on. Linux has it since 5.1.
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
@@ -43,7 +44,7 @@ _attached: weakref.WeakValueDictionary[tuple[int, int], Attached] = weakref.Weak
 
 
 class SegmentError(ValueError):
-    """What a peer handed over is no segment, or not the one that it said."""
+    """A peer handed over a descriptor that is no segment, or not the segment that it announced."""
 
 
 class Segment:
@@ -54,14 +55,14 @@ class Segment:
 
     Attributes:
         size: bytes.
-        fd: what others attach; -1 once closed.
+        fd: the descriptor that others attach; -1 once closed.
         memory: the bytes, writable.
-        array: the same, shape [size], uint8.
-        address: where they begin in this process.
+        array: the same bytes as an array, shape [size], uint8.
+        address: where the bytes begin in this process.
 
     Raises:
         LinkUnavailable: this system has no such memory.
-        OSError: no descriptors or no memory are left.
+        OSError: no descriptor or no memory is left.
     """
 
     def __init__(self, size: int) -> None:
@@ -73,7 +74,7 @@ class Segment:
         try:
             os.ftruncate(self.fd, size)
             self.memory = _map(self.fd, size, writable=True)
-            # After the writable mapping, which stays the only one.
+            # Seals the file after the writable mapping is made, so that it stays the only one.
             fcntl.fcntl(self.fd, _F_ADD_SEALS, _FUTURE_WRITE | _SHRINK | _GROW | _SEAL)
         except BaseException:
             self.close()
@@ -84,9 +85,9 @@ class Segment:
         self._huge_page = huge_page_bytes(size)
 
     def back(self, end: int) -> None:
-        """Makes sure that there is memory behind the first `end` bytes: else a write could end in SIGBUS.
+        """Allocates memory behind the first `end` bytes, because a write without it could end in SIGBUS.
 
-        In a large segment it is in huge pages, where they fit.
+        A large segment gets huge pages where they fit.
 
         Raises:
             OSError: no memory is left.
@@ -101,20 +102,20 @@ class Segment:
         self._backed = end
 
     def close(self) -> None:
-        """Closes the descriptor, and lets go of the mapping, which goes with the last view of it. Idempotent."""
+        """Closes the descriptor and drops the mapping, which is removed with the last view of it. Idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
-        self.__dict__.pop("array", None)  # an error on its way may keep this object for long
+        self.__dict__.pop("array", None)  # a traceback may keep this object for long
         self.__dict__.pop("memory", None)
 
 
 class Attached:
-    """A peer's memory in this process, to be read. All links that a segment is used on share one.
+    """A peer's segment, mapped read-only in this process. All links that use the segment share this object.
 
     Attributes:
         size: bytes.
-        view: the bytes, read-only; slices of it keep the mapping.
+        view: the bytes, read-only; its slices keep the mapping alive.
     """
 
     def __init__(self, view: memoryview) -> None:
@@ -123,11 +124,11 @@ class Attached:
 
 
 def attach(fd: int, size: int) -> Attached:
-    """Maps a peer's segment. The descriptor stays the caller's, and is not needed any longer.
+    """Maps a peer's segment. The caller keeps the descriptor, which the mapping does not need.
 
     Raises:
-        SegmentError: it is not what a peer may hand over; the text says why.
-        OSError: this process has no descriptors or no address space left.
+        SegmentError: it is no valid segment of a peer; the text says why.
+        OSError: this process has no descriptor or no address space left.
     """
     import fcntl
 
@@ -140,7 +141,7 @@ def attach(fd: int, size: int) -> Attached:
     status = os.fstat(fd)
     if not 0 < size <= MAX_SEGMENT_BYTES or status.st_size != size:
         raise SegmentError(f"the memory has {status.st_size} bytes, not {size}")
-    key = status.st_dev, status.st_ino  # nobody else's as long as the memory is mapped
+    key = status.st_dev, status.st_ino  # unique as long as the memory is mapped
     with _lock:
         attached = _attached.get(key)
         if attached is None:
@@ -151,7 +152,7 @@ def attach(fd: int, size: int) -> Attached:
 def _create() -> int:
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
-        return os.memfd_create(_NAME, flags | _MFD_NOEXEC_SEAL)  # some systems refuse memory that could be run
+        return os.memfd_create(_NAME, flags | _MFD_NOEXEC_SEAL)  # some systems refuse executable memory
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
@@ -163,7 +164,7 @@ def _map(fd: int, size: int, *, writable: bool) -> memoryview:
         return map_aligned(fd, size, writable=writable)
     options: dict[str, Any] = {}
     if sys.version_info >= (3, 13):
-        options["trackfd"] = False  # before, each mapping keeps a duplicate of its descriptor
+        options["trackfd"] = False  # earlier versions keep a duplicate descriptor for each mapping
     access = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
     return memoryview(mmap.mmap(fd, size, mmap.MAP_SHARED, access, **options))
 
@@ -172,10 +173,10 @@ _NEEDED = ((os, "memfd_create"), (os, "eventfd"), (os, "posix_fallocate"), (sele
 
 
 def check_available() -> None:
-    """Checks that this system has what shared memory needs.
+    """Checks that this system has the functions that shared memory needs.
 
     Raises:
-        LinkUnavailable: it has not; the text says what is missing.
+        LinkUnavailable: a function is missing; the text names it.
     """
     missing = [name for module, name in _NEEDED if not hasattr(module, name)]
     if missing:

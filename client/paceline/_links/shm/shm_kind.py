@@ -1,4 +1,4 @@
-"""Shared memory as a kind of link (`_links.kind`): between members of one node whose kernel and user are the same."""
+"""Shared memory as a kind of link (`_links.kind`), between members of one node that have the same kernel and user."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _log = logging.getLogger("paceline.links")
 
 
 class ShmKind(Kind):
-    """See `Kind`. It needs no credentials: the kernel says whose process is at the other end.
+    """See `Kind`. It needs no credentials: the kernel says which user's process is at the other end.
 
-    Nothing is guessed from the names of hosts: the view says which members share memory (`Peer.node`), and the kernel
-    shows it when the memory is handed over.
+    Names of hosts play no role. The view says which members share memory (`Peer.node`), and the kernel confirms it when
+    the memory is handed over.
 
     Attributes:
-        host: where peers hand over memory; None while this worker shares none.
+        host: receives the peers' memory; None while this worker shares none.
     """
 
     name = "shm"
@@ -41,7 +41,7 @@ class ShmKind(Kind):
         self.host: handover.ShmHost | None = None
 
     async def start(self, host: str) -> None:
-        """See `Kind.start`; the socket has no address that could change."""
+        """See `Kind.start`. The socket's name does not depend on the door's address."""
         if self.host is None:
             try:
                 self.host = handover.ShmHost(asyncio.get_running_loop())

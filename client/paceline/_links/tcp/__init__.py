@@ -1,6 +1,6 @@
-"""TCP as a kind of link: one half for each direction, of one to sixteen connections.
+"""TCP as a kind of link: each direction is a half that consists of one to sixteen connections.
 
-`TcpHost` listens at the side that reads, `connect` dials from the side that writes (`_links.kind`).
+The side that reads listens with `TcpHost`, and the side that writes dials with `connect` (`_links.kind`).
 """
 
 from paceline._links.kind import TICKET_BYTES

@@ -1,10 +1,10 @@
-"""The way in: frames over tcp sockets from one peer.
+"""The incoming half: frames over TCP sockets from one peer.
 
-Everything is read in the caller's own thread, and a payload straight to where the caller wants it; so nothing else
-ever writes to an array (I7). What has come of a frame when a call gives up is kept, in memory of the half's own.
+The caller's thread reads everything, and reads a payload directly into the caller's memory. So no other thread ever
+writes to an array (I7). If a call gives up in the middle of a frame, the half keeps the first part in its own memory.
 
-If the checksum of a frame is wrong, the half has ended, and the call raises: what
-is in the caller's memory then is undefined, as after any other end in the middle of a frame.
+If the checksum of a frame is wrong, the half ends, and the call raises. The content of the caller's memory is undefined
+then, as after any other end in the middle of a frame.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ __all__ = ["TcpIncoming"]
 _log = logging.getLogger("paceline.links")
 
 _AHEAD = 4096
-"""Bytes that are read with a header, if they are there: a short frame takes one system call."""
+"""Most bytes that are read together with a header, so that a short frame takes one system call."""
 
 _SPIN = 60e-6
-"""Seconds for which a reader tries again before it sleeps: about what it takes a sleeper to wake up."""
+"""Seconds for which a reader retries before it sleeps: about as long as it takes to wake up from sleep."""
 
 _SHORT = 3 * _SPIN
-"""Seconds below which a sleep was not worth it: trying again will do the next time."""
+"""Seconds below which a sleep was too short to be worthwhile, so that the reader retries the next time."""
 
 _KEPT = 8
-"""Buffers that are remembered, in use and free each: what is never released is left to the garbage collector."""
+"""Buffers remembered in use, and free ones. Buffers that are never released are left to the garbage collector."""
 
-_yield = getattr(os, "sched_yield", lambda: None)  # lets others run; Windows has none
+_yield = getattr(os, "sched_yield", lambda: None)  # lets other threads run; Windows has no such call
 
 
 class _Lane:
-    """One stream, and what was read from it ahead of its use."""
+    """One stream, and the bytes that were read from it ahead of their use."""
 
     __slots__ = ("ahead", "begin", "end", "stream")
 
@@ -62,10 +62,10 @@ class TcpIncoming(Incoming):
     """See `Incoming`.
 
     Args:
-        streams: the connections, in the order of their index; theirs is this half.
-        loop: where `on_readable` is served.
+        streams: the connections, in the order of their index. Owned from here on.
+        loop: the loop that serves `on_readable`.
         fault: how the generation ends.
-        peer: who is at the other end, for errors.
+        peer: the member at the other end, for errors.
     """
 
     kind = "tcp"
@@ -75,19 +75,19 @@ class TcpIncoming(Incoming):
         self._loop = loop
         self._fault = fault
         self._peer = peer
-        self._frames = 0  # that were read
-        self._head: Head | None = None  # of the frame that is being read:
+        self._frames = 0  # frames that were read
+        self._head: Head | None = None  # the header of the frame that is being read; these belong to it:
         self._signature = b""
         self._payload: memoryview | bytes = b""
-        self._target: memoryview | None = None  # the payload, while some of it is missing
-        self._is_callers = False  # it is the caller's memory
-        self._missing: list[list[int]] = []  # lane, begin, end of what is missing of it
+        self._target: memoryview | None = None  # the payload, while part of it is missing
+        self._is_callers = False  # `_target` is the caller's memory
+        self._missing: list[list[int]] = []  # missing parts of the payload: lane, begin, end
         self._scratch = Scratch()
-        self._wanted = self._lanes[:1]  # those from which something is missing
+        self._wanted = self._lanes[:1]  # the lanes from which bytes are missing
         self._spin = _SPIN
-        self._torn = False  # an interrupt between reading and accounting for it is fatal
+        self._torn = False  # between reading and accounting; an interrupt there is fatal
         self._lock = threading.Lock()  # guards these three, for `end` and `wake`
-        self._last: tuple[LinkEnded, int | None] | None = None  # how it ends, after how many frames
+        self._last: tuple[LinkEnded, int | None] | None = None  # how the half ends, after how many frames
         self._closed = False
         self._bell: SocketBell | None = None
         self._waker = Waker()
@@ -109,10 +109,10 @@ class TcpIncoming(Incoming):
 
     def release(self) -> None:
         """See `Incoming.release`."""
-        self._scratch.release(self._target)  # a frame that has come in part stays
+        self._scratch.release(self._target)  # keeps a frame that has come in part
 
     def on_readable(self, notify: Callable[[], None]) -> None:
-        """See `Incoming.on_readable`; the reader then goes on until `recv` finds nothing, which arms the bell anew."""
+        """See `Incoming.on_readable`. The reader calls `recv` until it finds nothing, which arms the bell again."""
         self._notify = notify
         with self._lock:
             if self._bell is None and not self._closed:
@@ -129,7 +129,7 @@ class TcpIncoming(Incoming):
         self._notify()
 
     def end(self, error: LinkEnded, frames: int | None = None) -> None:
-        """See `Incoming.end`; the first word counts."""
+        """See `Incoming.end`. Only the first call counts."""
         with self._lock:
             self._last = self._last or (error, frames)
         self.wake()
@@ -155,7 +155,7 @@ class TcpIncoming(Incoming):
         self._notify()
 
     def _advance(self, into: memoryview | None) -> Frame | None:
-        """Reads what is there; the frame, once it is whole."""
+        """Reads the bytes that are there. Returns the frame once it is whole."""
         last = self._last
         if last is not None and last[1] is not None and self._frames >= last[1]:
             self._raise_end(last[0])
@@ -186,7 +186,7 @@ class TcpIncoming(Incoming):
         return frame
 
     def _read_head(self, into: memoryview | None) -> bool:
-        """Reads the header and the signature of the next frame; False if not all of them are there."""
+        """Reads the header and the signature of the next frame. Returns False if they are not complete yet."""
         lane = self._lanes[self._frames % len(self._lanes)]
         if lane.end - lane.begin < HEAD_BYTES and not self._read_ahead(lane, HEAD_BYTES):
             return False
@@ -221,7 +221,7 @@ class TcpIncoming(Incoming):
         return True
 
     def _read_ahead(self, lane: _Lane, least: int) -> bool:
-        """Has at least so many bytes of a stream read ahead; False if they are not there."""
+        """Reads a stream ahead until at least `least` bytes are there. Returns False if they are not there yet."""
         assert least <= HEAD_BYTES + MAX_SIGNATURE_BYTES <= _AHEAD
         if lane.begin:
             rest = lane.end - lane.begin
@@ -232,7 +232,7 @@ class TcpIncoming(Incoming):
             if count < 0:
                 self._wanted = [lane]
                 return False
-            if not count:  # it ended between two frames: the gRPC side of the link says how it ended
+            if not count:  # it ended between two frames; the link's gRPC stream says how
                 self._wanted = []
                 if self._last is not None and self._last[1] is not None:
                     said = f"{self._frames} of {self._last[1]} frames"
@@ -242,7 +242,7 @@ class TcpIncoming(Incoming):
         return True
 
     def _read_payload(self) -> bool:
-        """Reads what is missing of the payload; False if not all of it is there."""
+        """Reads the missing parts of the payload. Returns False if it is not complete yet."""
         target = self._target
         assert target is not None
         wanted, missing = [], []
@@ -266,7 +266,7 @@ class TcpIncoming(Incoming):
         return not missing
 
     def _read(self, lane: _Lane, into: memoryview, *, between: bool = False) -> int:
-        """See `Stream.read`; `between`: the end of the stream is no surprise here."""
+        """Reads from a lane's stream (`Stream.read`). Only with `between` may the stream end here."""
         try:
             count = lane.stream.read(into)
         except OSError as error:
@@ -276,7 +276,7 @@ class TcpIncoming(Incoming):
         return count
 
     def _try_again(self, into: memoryview | None) -> Frame | None:
-        """Tries for a moment to do without sleep; for how long follows from how long it took the last times."""
+        """Retries for a moment instead of sleeping. How long depends on how long recent waits took."""
         until = monotonic() + self._spin
         while monotonic() < until:
             _yield()
@@ -287,7 +287,7 @@ class TcpIncoming(Incoming):
         return None
 
     def _wait(self, deadline: float) -> None:
-        """Sleeps until something has come, or may have.
+        """Sleeps until bytes may have come.
 
         Raises:
             LinkTimeout, PacelineError: see `Incoming.recv`.
@@ -307,7 +307,7 @@ class TcpIncoming(Incoming):
             self._spin = _SPIN
 
     def _leave_callers(self) -> None:
-        """Goes on in memory of its own with a payload that has come in part (I7)."""
+        """Moves a payload that has come in part from the caller's memory to the half's own (I7)."""
         if self._is_callers and self._target is not None:
             own = self._scratch.take(len(self._target))
             own[:] = self._target
@@ -315,7 +315,7 @@ class TcpIncoming(Incoming):
             self._is_callers = False
 
     def _damaged(self, what: str) -> NoReturn:
-        """Ends the half as a broken connection would: where the next frame begins is not known any more."""
+        """Ends the half as a broken connection would, because the start of the next frame is unknown."""
         text = f"bytes from {self._peer} have changed on the way: {what}"
         _log.warning("%s; the link is given up", text)
         self._end_with(LinkEnded(text))
@@ -324,7 +324,7 @@ class TcpIncoming(Incoming):
         self._end_with(Breach(what))
 
     def _end_with(self, error: LinkEnded) -> NoReturn:
-        """Ends the half here, whatever the other side says."""
+        """Ends the half after the frames that were read, whatever the other side says."""
         with self._lock:
             self._last = error, self._frames
         self._raise_end(error)
@@ -334,7 +334,7 @@ class TcpIncoming(Incoming):
 
 
 class Scratch:
-    """Memory of one half for payloads that have no place of the caller's, used again once they are released.
+    """The memory of one half for payloads that do not go to the caller's memory. It is reused after their release.
 
     Fresh memory costs more than copying into it (page faults), and most readers release each frame before the next. Not
     thread-safe.
@@ -345,7 +345,7 @@ class Scratch:
         self._free: list[memoryview] = []
 
     def take(self, size: int) -> memoryview:
-        """That many bytes, of undefined content."""
+        """Returns `size` bytes with undefined content."""
         for number, buffer in enumerate(self._free):
             if size <= len(buffer) <= 2 * size:  # a short payload must not hold a long buffer
                 del self._free[number]
@@ -356,7 +356,7 @@ class Scratch:
         return buffer[:size]
 
     def release(self, keep: memoryview | None = None) -> None:
-        """Makes all of them free again, but for the one to keep."""
+        """Frees all buffers except the one to keep."""
         if self._taken:
             still = [buffer for buffer in self._taken if keep is not None and buffer.obj is keep.obj]
             self._free = [
@@ -367,4 +367,4 @@ class Scratch:
 
 
 def _nothing() -> None:
-    """Stands where no reader asked to be told of arrivals."""
+    """The callback of a half whose reader has not registered one."""

@@ -1,12 +1,12 @@
 """TCP as a kind of link (`_links.kind`): each half has one to sixteen connections of its own.
 
-The reader's worker listens at a port beside its door. A connection belongs to no half until it has shown a ticket,
-which the door gave out. A half begins when all of its streams have come; only then are they answered, all of them, so
-that both sides begin or none.
+The reader's worker listens at a second port at its door's address. A connection belongs to no half until it has shown a
+ticket that the door gave out. A half starts when all of its streams have come. Only then does the reader answer all of
+them, so that either both sides start or neither.
 
-With TLS, data sockets have the same certificates as doors: members know each other, nobody else. TLS 1.3 only: it has
-no renegotiation, so a socket that only one side writes needs no answer from the other. No session tickets either: a
-client that closes a socket with a ticket unread resets it, and what was on its way would be lost.
+With TLS, data sockets use the same certificates as doors, so only members can connect. They use TLS 1.3 only: it has no
+renegotiation, so a socket that only one side writes needs no answer from the other. They use no session tickets either:
+a client that closes a socket with an unread ticket resets it, and bytes in transit would be lost.
 """
 
 from __future__ import annotations
@@ -42,30 +42,31 @@ __all__ = ["MAX_STRANGERS", "PATIENCE", "TcpHost", "TcpKind", "client_context", 
 _log = logging.getLogger("paceline.links")
 
 MAX_STRANGERS = 256
-"""Connections that have not shown a ticket yet; while there are so many, others wait in the kernel."""
+"""Most connections that have not shown a ticket yet; others wait in the kernel."""
 
 PATIENCE = 10.0
 """Seconds for all streams of a ticket to come."""
 
 HELLO_SECONDS = 1.0
-"""For a connection to show its ticket: a member that dials gives up then (`registry.OPEN_SECONDS`)."""
+"""Seconds for a connection to show its ticket: a member that dials gives up after the same time
+(`registry.OPEN_SECONDS`)."""
 
 HURRIED_SECONDS = 0.25
-"""The same for the oldest of `MAX_STRANGERS` while another waits: a handshake of TLS takes two round trips. A peer that
-finds 700 strangers before it comes in within a second."""
+"""The same for the oldest of `MAX_STRANGERS` while another connection waits; a TLS handshake takes two round trips. A
+peer that queues behind 700 strangers is accepted within a second."""
 
 _BACKLOG = 1024
-"""Connections that wait in the kernel: a large cluster's all come at once."""
+"""Connections that can wait in the kernel: those of a large cluster come all at once."""
 
 _RECOVER = 1.0
-"""Seconds to wait where the process has no descriptors left."""
+"""Seconds to wait when the process has no descriptors left."""
 
 
 class TcpKind(Kind):
     """See `Kind`.
 
     Attributes:
-        host: where peers' data sockets come in; None while this worker does not listen.
+        host: accepts the peers' data sockets; None while this worker does not listen.
     """
 
     name = "tcp"
@@ -89,7 +90,7 @@ class TcpKind(Kind):
             self.host = listening
 
     def is_for(self, context: HalfContext) -> bool:
-        """See `Kind.is_for`: the peer's door knows whether the peer listens."""
+        """See `Kind.is_for`. The peer's door knows whether the peer listens."""
         return True
 
     def introduce(self, hello: peer_pb2.HelloRequest) -> None:
@@ -120,7 +121,7 @@ class TcpKind(Kind):
         try:
             async with asyncio.timeout(timeout):
                 (_, target), *_ = await look_up(parse_endpoint(peer.address).host)
-        except OSError as error:  # TimeoutError is one
+        except OSError as error:  # TimeoutError is a subclass
             raise LinkUnavailable(f"the host of {peer} is not found: {error}") from None
         tls = client_context(self._credentials)
         return await connect(
@@ -154,15 +155,15 @@ class _Expected:
 
 
 class TcpHost:
-    """Listens for data sockets. All of it happens on the loop.
+    """Listens for data sockets. Everything runs on the loop.
 
     Args:
         loop: the loop.
-        context: for TLS, see `server_context`; None for none.
-        patience: see PATIENCE; for a ticket to be shown, HELLO_SECONDS at most.
+        context: the context for TLS (`server_context`); None without TLS.
+        patience: see PATIENCE. A connection gets at most HELLO_SECONDS to show its ticket.
 
     Attributes:
-        port: where it listens, 0 while it does not.
+        port: the port where it listens; 0 while it does not.
     """
 
     def __init__(
@@ -175,21 +176,21 @@ class TcpHost:
         self._listening: socket.socket | None = None
         self._is_accepting = False
         self._expected: dict[bytes, _Expected] = {}
-        self._strangers: dict[asyncio.Task[None], float] = {}  # when each came, the oldest first
+        self._strangers: dict[asyncio.Task[None], float] = {}  # arrival times, the oldest first
         self._recovery: asyncio.TimerHandle | None = None
 
     async def start(self, host: str, port: int = 0) -> int:
-        """Begins to listen.
+        """Starts to listen.
 
         Args:
             host: name or IP address of the interface; "" for all.
-            port: 0 for any that is free.
+            port: the port; 0 for any free one.
 
         Returns:
             The port.
 
         Raises:
-            LinkUnavailable: it cannot.
+            LinkUnavailable: it cannot listen there.
         """
         try:
             both = socket.has_dualstack_ipv6()
@@ -211,14 +212,14 @@ class TcpHost:
     def expect(
         self, ticket: bytes, streams: int, on_half: Callable[[TcpIncoming], None], fault: Fault, peer: str
     ) -> None:
-        """Lets so many connections with this ticket in, for `patience` seconds, and once.
+        """Admits `streams` connections with this ticket, once, within `patience` seconds.
 
         Args:
             ticket: TICKET_BYTES random bytes.
-            streams: how many, 1 to MAX_STREAMS.
-            on_half: gets the half when all have come. The peer begins to send then.
-            fault: of the half.
-            peer: who they are from, for errors.
+            streams: number of connections, 1 to MAX_STREAMS.
+            on_half: takes over the half when all have come. Then the peer starts to send.
+            fault: how the generation ends.
+            peer: the member that connects, for errors.
         """
         if len(ticket) != TICKET_BYTES or not 1 <= streams <= MAX_STREAMS or ticket in self._expected:
             raise ValueError(f"a ticket of {len(ticket)} bytes for {streams} streams, or one for the second time")
@@ -234,7 +235,7 @@ class TcpHost:
                 sock.close()
 
     def close(self) -> None:
-        """Listens no more, and drops all connections that belong to no half yet. Idempotent."""
+        """Stops listening, and drops all connections that belong to no half yet. Idempotent."""
         self._pause()
         if self._recovery is not None:
             self._recovery.cancel()
@@ -282,18 +283,18 @@ class TcpHost:
         task.add_done_callback(partial(self._left, sock))
 
     def _go_on_in(self, seconds: float) -> None:
-        """Accepts no connection for so long, or until a stranger leaves."""
+        """Accepts no connection for `seconds`, or until a stranger leaves."""
         self._pause()
         self._recovery = self._loop.call_later(seconds, self._go_on)
 
     def _left(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
-        if task.cancelled():  # it may be so before it began
+        if task.cancelled():  # perhaps before it started
             sock.close()
         self._strangers.pop(task, None)
         self._go_on()
 
     async def _welcome(self, sock: socket.socket) -> None:
-        """Sees to a connection until it has shown a ticket, or has not."""
+        """Serves a connection until it shows a ticket or fails to show one."""
         with contextlib.ExitStack() as held:
             held.callback(lambda: sock.close())
             try:
@@ -326,7 +327,7 @@ class TcpHost:
         return decode_hello(data)
 
     def _begin(self, ticket: bytes, expected: _Expected) -> None:
-        """All streams have come."""
+        """Starts the half, because all its streams have come."""
         expected.expiry.cancel()
         del self._expected[ticket]
         streams = [make_stream(expected.come[index]) for index in range(expected.streams)]
@@ -343,8 +344,8 @@ class TcpHost:
             half.close()
             raise
         for stream in streams:
-            with contextlib.suppress(OSError):  # it is broken: the other side will say so
-                stream.sock.send(ACCEPTED)  # one byte on a new connection: there is room
+            with contextlib.suppress(OSError):  # it is broken, which the other side will report
+                stream.sock.send(ACCEPTED)  # a new connection has room for one byte
 
 
 async def _resolve(
@@ -373,18 +374,18 @@ async def connect(
 
     Args:
         host: name or IP address of the peer.
-        port: of its `TcpHost`.
-        ticket: what the peer expects.
-        streams: how many connections, 1 to MAX_STREAMS; the same as the peer expects.
+        port: the port of its `TcpHost`.
+        ticket: the ticket that the peer expects.
+        streams: number of connections that the peer expects, 1 to MAX_STREAMS.
         fault: how the generation ends.
-        peer: who it is, for errors.
-        loop: the running one.
-        timeout: seconds for all of it.
-        context: for TLS, see `client_context`; None for none.
-        server_name: what the peer's certificate has to hold; needed with TLS.
+        peer: the peer's name, for errors.
+        loop: the running loop.
+        timeout: seconds for the whole call.
+        context: the context for TLS (`client_context`); None without TLS.
+        server_name: the name that the peer's certificate must contain; needed with TLS.
 
     Raises:
-        LinkUnavailable: it did not come about; frames go another way.
+        LinkUnavailable: the half cannot be opened; the link uses another kind.
     """
     if not 1 <= streams <= MAX_STREAMS or (context is not None and not server_name):
         raise ValueError(f"{streams} streams, to be known by the name {server_name!r}")
@@ -427,7 +428,7 @@ async def _dial(
     context: ssl.SSLContext | None,
     server_name: str | None,
 ) -> socket.socket:
-    """One connection, accepted; closed with `made` if that ends early."""
+    """Returns one accepted connection, which `made` closes if the half does not come about."""
     sock = await _reach(loop, host, port)
     made.callback(lambda: sock.close())
     if context is not None:
@@ -443,7 +444,7 @@ async def _dial(
 
 
 async def _reach(loop: asyncio.AbstractEventLoop, host: str, port: int) -> socket.socket:
-    """A connection to the first of the host's addresses that takes one."""
+    """Connects to the first of the host's addresses that accepts."""
     failure: OSError | None = None
     for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         sock = socket.socket(family, kind, protocol)
@@ -462,7 +463,7 @@ async def _reach(loop: asyncio.AbstractEventLoop, host: str, port: int) -> socke
 
 
 def server_context(credentials: Credentials) -> ssl.SSLContext | None:
-    """For `TcpHost`: asks every caller for a certificate of the same authority; None where there is no TLS.
+    """Returns `TcpHost`'s context, which asks callers for a certificate of the same authority; None without TLS.
 
     Raises:
         ValueError: a worker's credentials lack a certificate, or it cannot be used.
@@ -479,7 +480,7 @@ def server_context(credentials: Credentials) -> ssl.SSLContext | None:
 
 
 def client_context(credentials: Credentials) -> ssl.SSLContext | None:
-    """For `connect`, with MEMBER_NAME as the name to expect; None where there is no TLS.
+    """Returns the context for `connect`, to be used with MEMBER_NAME as `server_name`; None without TLS.
 
     Raises:
         ValueError: a certificate cannot be used.

@@ -1,8 +1,8 @@
-"""The way out: frames over tcp sockets to one peer.
+"""The outgoing half: frames over TCP sockets to one peer.
 
-The caller's own thread writes as long as the kernel takes all. What the kernel does not take waits here, copied, or
-where it lies if it was lent, for a thread of the half's own, which starts when it is first needed. Only one of the two
-writes at a time: the caller while nothing waits, the thread while anything does.
+The caller's thread writes as long as the kernel takes everything. Bytes that the kernel does not take wait here. They
+are copied, unless they were lent. The half's own thread writes them; it starts when it is first needed. Only one of the
+two threads writes at a time: the caller's while nothing waits, the half's own while something waits.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from paceline._wait import SLICE
 __all__ = ["MAX_WAITING_BYTES", "MAX_WAITING_FRAMES", "TcpOutgoing"]
 
 MAX_WAITING_FRAMES = 8
-"""Frames that wait for the kernel before `send` blocks: twice what a schedule runs ahead."""
+"""Frames that can wait for the kernel before `send` blocks: twice as many as a schedule sends ahead."""
 
 MAX_WAITING_BYTES = 8 << 20
-"""The same in bytes of payload: all that a schedule runs ahead; one frame may always wait."""
+"""The same in bytes of payload: as many as a schedule sends ahead. One frame may always wait."""
 
 _GATHER = 16
 """Buffers that one system call writes."""
 
 
 class _Late:
-    """A frame of which something waits."""
+    """A frame with bytes that wait."""
 
     __slots__ = ("lent", "pieces", "size")
 
@@ -49,9 +49,9 @@ class TcpOutgoing(Outgoing):
     """See `Outgoing`.
 
     Args:
-        streams: the connections, in the order of their index; theirs is this half.
+        streams: the connections, in the order of their index. Owned from here on.
         fault: how the generation ends.
-        peer: who is at the other end, for errors.
+        peer: the member at the other end, for errors.
     """
 
     kind = "tcp"
@@ -62,18 +62,18 @@ class TcpOutgoing(Outgoing):
         self._streams = tuple(streams)
         self._fault = fault
         self._peer = peer
-        self._lock = threading.RLock()  # entered in C: an interrupt cannot leave it taken, as it can a Condition
-        self._changed = threading.Condition(self._lock)  # guards these, and tells of every change:
+        self._lock = threading.RLock()  # entered in C, so an interrupt cannot leave it locked, unlike a Condition
+        self._changed = threading.Condition(self._lock)  # guards these, and is notified of every change:
         self._queues: list[deque[tuple[memoryview, _Late | None]]] = [deque() for _ in streams]
-        self._waiting = 0  # frames of which something is in the queues; the thread touches no socket while it is 0
+        self._waiting = 0  # frames with bytes in the queues; while 0, the thread touches no socket
         self._waiting_bytes = 0
-        self._lent = 0  # of them: those that are lent
-        self._writing = False  # the thread is in a system call that reads what waits
-        self._polled: frozenset[int] = frozenset()  # the streams whose readiness the thread waits for just now
+        self._lent = 0  # waiting frames that are lent
+        self._writing = False  # the thread is in a system call that reads waiting bytes
+        self._polled: frozenset[int] = frozenset()  # the streams whose readiness the thread is waiting for
         self._ended: LinkEnded | None = None
         self._thread: threading.Thread | None = None
-        self._waker: Waker | None = Waker()  # now, for it may fail
-        self._torn = False  # the caller's thread is between writing and accounting for it: an interrupt there is fatal
+        self._waker: Waker | None = Waker()  # made now, because it may fail
+        self._torn = False  # the caller's thread is between writing and accounting; an interrupt there is fatal
 
     def send(self, frame: Frame, deadline: float) -> None:
         """See `Outgoing.send`."""
@@ -84,7 +84,7 @@ class TcpOutgoing(Outgoing):
         self._put(frame, deadline, lent=True)
 
     def await_release(self, deadline: float) -> None:
-        """See `Outgoing.await_release`: waits until the kernel has what was lent."""
+        """See `Outgoing.await_release`. Waits until the kernel has all lent payloads."""
         if self._lent:
             self._wait(lambda: not self._lent, deadline)
 
@@ -94,15 +94,15 @@ class TcpOutgoing(Outgoing):
             self._wait(lambda: not self._waiting, deadline)
 
     def recall(self) -> None:
-        """See `Outgoing.recall`: a frame that is cut off in the middle ends the connection."""
-        if not self._waiting and not self._torn:  # the kernel has all, and nobody touches the caller's memory
+        """See `Outgoing.recall`. A frame that is cut off in the middle ends the connection."""
+        if not self._waiting and not self._torn:  # the kernel has everything; no thread reads the caller's memory
             return
         self._stop(LinkEnded(f"what was on its way to {self._peer} was taken back"))
         for stream in self._streams:
             stream.shut()
 
     def stuck_for(self, now: float) -> float:
-        """See `Outgoing.stuck_for`: on whichever connection it is longest."""
+        """See `Outgoing.stuck_for`. Returns the longest time of all connections."""
         return max(stream.stuck_for(now) for stream in self._streams)
 
     def wake(self) -> None:
@@ -171,12 +171,12 @@ class TcpOutgoing(Outgoing):
             raise self._error() from error
 
     def _enqueue(self, rests: list[tuple[int, list[bytes | memoryview]]], size: int, *, lent: bool) -> None:
-        """Leaves the rest of a frame to the thread."""
+        """Leaves the rest of a frame to the half's thread."""
         late = _Late(size, lent)
         if not lent:
             rests = [(index, [b"".join(buffers)]) for index, buffers in rests]
         with self._lock:
-            if self._ended is not None:  # the thread has met a broken connection meanwhile
+            if self._ended is not None:  # the thread has found a broken connection meanwhile
                 return
             for index, buffers in rests:
                 late.pieces += 1
@@ -199,7 +199,7 @@ class TcpOutgoing(Outgoing):
         )
 
     def _wait(self, done: Callable[[], bool], deadline: float) -> None:
-        """Waits until it is done.
+        """Waits until `done()` is true.
 
         Raises:
             LinkTimeout, LinkEnded, PacelineError: see `Outgoing`.
@@ -220,20 +220,20 @@ class TcpOutgoing(Outgoing):
         return LinkEnded(str(self._ended), orderly=self._ended.orderly)
 
     def _stop(self, error: LinkEnded) -> None:
-        """Drops what waits, and returns when the thread reads none of it."""
+        """Drops the waiting bytes, and returns when the thread reads none of them any more."""
         self.end(error)
         with self._lock:
-            while self._writing:  # not for long: no call of the thread's blocks
+            while self._writing:  # not for long: the thread makes no blocking calls
                 self._changed.wait()
             for queue in self._queues:
                 queue.clear()
             self._waiting = self._waiting_bytes = self._lent = 0
 
     def _run(self) -> None:
-        """The thread: writes what waits, and does not end unseen."""
+        """Runs the half's thread: writes waiting bytes, and reports any failure."""
         try:
             self._write_all()
-        except BaseException as error:  # noqa: BLE001  no memory is left, most likely; raised by the training thread
+        except BaseException as error:  # noqa: BLE001  most likely out of memory; the training thread raises it
             self._broke(error)
 
     def _write_all(self) -> None:
@@ -245,7 +245,7 @@ class TcpOutgoing(Outgoing):
                 self._poll(indexes)
 
     def _broke(self, error: BaseException) -> None:
-        """It is this member's own failure: that is said first, or the peer would be blamed for the end of the link."""
+        """Reports this member's own failure, before the link ends and the peer is blamed for that."""
         try:
             self._fault.broke(error)
         finally:
@@ -254,7 +254,7 @@ class TcpOutgoing(Outgoing):
                 self.end(LinkEnded(f"this member cannot write to {self._peer}: {error!r}"))
 
     def _write_some(self, index: int) -> bool:
-        """Writes what waits for a stream, as far as the kernel takes it; False for nothing."""
+        """Writes a stream's waiting bytes as far as the kernel takes them. Returns False if it takes none."""
         with self._lock:
             if self._ended is not None:
                 return False
@@ -264,7 +264,7 @@ class TcpOutgoing(Outgoing):
         error: LinkEnded | None = None
         try:
             count = self._streams[index].write(buffers)
-        except Exception as broken:  # whatever it is: the half must not stay as it was
+        except Exception as broken:  # any error: the half must end
             if is_exhausted(broken):
                 raise
             error = LinkEnded(f"the connection to {self._peer} broke: {broken}")
@@ -279,7 +279,7 @@ class TcpOutgoing(Outgoing):
         return count > 0
 
     def _next(self) -> list[int] | None:
-        """The streams for which something waits, once there are any; None at the end."""
+        """Waits until bytes wait, and returns their streams; None when the half has ended."""
         with self._lock:
             while not self._waiting and self._ended is None:
                 self._changed.wait()
@@ -291,7 +291,7 @@ class TcpOutgoing(Outgoing):
         return [index for index, queue in enumerate(self._queues) if queue]
 
     def _account(self, index: int, count: int) -> None:
-        """So many bytes of a queue are with the kernel."""
+        """Removes `count` bytes from a queue, because the kernel has them."""
         queue = self._queues[index]
         while count:
             view, late = queue[0]
@@ -308,7 +308,7 @@ class TcpOutgoing(Outgoing):
                     self._lent -= late.lent
 
     def _poll(self, indexes: list[int]) -> None:
-        """Waits until the kernel takes something, or somebody calls."""
+        """Waits until the kernel can take bytes, or another thread sets the waker."""
         with self._lock:
             if self._ended is not None or self._waker is None or indexes != self._pending():
                 return
@@ -323,7 +323,7 @@ class TcpOutgoing(Outgoing):
 
 
 def _after(buffers: list[bytes | memoryview], count: int) -> list[bytes | memoryview]:
-    """The buffers without their first bytes."""
+    """Returns the buffers without their first `count` bytes."""
     rest: list[bytes | memoryview] = []
     for buffer in buffers:
         if count >= len(buffer):

@@ -1,8 +1,8 @@
-"""Sockets of a tcp half: bytes one way without blocking, in the clear or over TLS; and waiting for them.
+"""The sockets of a TCP half: they carry bytes in one direction without blocking, in the clear or over TLS.
 
-A reader's thread waits in `wait_ready`, the loop in `retry`, and a `SocketBell` tells a reader through the loop that
-its sockets have something. The bell is armed only when the reader has found nothing, so a stream of bytes does not ring
-for each packet.
+A reader's thread waits in `wait_ready`, and the loop waits in `retry`. A `SocketBell` tells a reader, through the loop,
+that its sockets are readable. The reader arms the bell only when it has found nothing, so the bell does not ring for
+each packet of a stream.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ T = TypeVar("T")
 Buffer: TypeAlias = bytes | memoryview
 
 _KEEP_IDLE = 60
-"""Seconds after which an idle connection says that it is there: firewalls forget those that do not."""
+"""Seconds after which an idle connection sends a keepalive, because firewalls forget connections that are silent."""
 
 _RECORD = 16 << 10
-"""Bytes that TLS encrypts at a time (RFC 8446, 5.1)."""
+"""Most bytes that TLS encrypts at a time (RFC 8446, 5.1)."""
 
 
 _TCP_INFO = struct.Struct("=24xI28xI")
-"""Of `struct tcp_info` (linux/tcp.h): segments that are not acknowledged, and milliseconds since the last that was."""
+"""Fields of `struct tcp_info` (linux/tcp.h): unacknowledged segments, and milliseconds since the last ACK came."""
 
 
 class Stream:
@@ -57,8 +57,8 @@ class Stream:
 
     Attributes:
         fd: its descriptor.
-        turned: before the call that moved nothing is tried again, wait for the other direction: TLS has to say
-            something of its own first.
+        turned: True if the caller must wait for the other direction before it retries a call that moved nothing,
+            because TLS has to exchange a message of its own first.
     """
 
     turned = False
@@ -67,11 +67,11 @@ class Stream:
         self.sock = sock
         self.fd = sock.fileno()
         self._waits_since = 0.0
-        # In a forked child this socket is cut off, by its own port: peers would not hear of this process's death.
+        # A forked child cuts this socket off, by its own port. Otherwise peers would not notice this process's death.
         protect(id(self), listening_port=sock.getsockname()[1], dialled=set())
 
     def write(self, buffers: Sequence[Buffer]) -> int:
-        """Hands over as many bytes of the buffers as fit now; returns how many.
+        """Writes as many bytes of the buffers as fit now. Returns how many.
 
         Raises:
             OSError: the connection is broken.
@@ -82,7 +82,7 @@ class Stream:
             return 0
 
     def read(self, into: memoryview) -> int:
-        """Takes in as many bytes as there are and fit; how many, 0 at the end, -1 if none are there yet.
+        """Reads the bytes that are there and fit. Returns how many, 0 at the end, -1 if none are there yet.
 
         Raises:
             OSError: the connection is broken.
@@ -93,7 +93,7 @@ class Stream:
             return -1
 
     def stuck_for(self, now: float) -> float:
-        """See `Outgoing.stuck_for`; 0 where the system does not tell."""
+        """See `Outgoing.stuck_for`. Returns 0 if the system does not tell."""
         if sys.platform != "linux":
             return 0.0
         try:
@@ -105,21 +105,21 @@ class Stream:
         return now - self._waits_since
 
     def shut(self) -> None:
-        """Ends the connection in both directions; what the kernel has is still delivered."""
+        """Ends the connection in both directions. The kernel still delivers the bytes that it has."""
         with contextlib.suppress(OSError):  # it is broken already
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Gives the descriptor back."""
+        """Closes the socket."""
         protect(id(self), listening_port=0, dialled=set())
         self.sock.close()
 
 
 class SendStream(Stream):
-    """For sockets without sendmsg (Windows)."""
+    """A stream over a socket without sendmsg (Windows)."""
 
     def write(self, buffers: Sequence[Buffer]) -> int:
-        """See `Stream.write`: short buffers are joined, so that they make one packet, and one record."""
+        """See `Stream.write`. Joins short buffers, so that they make one packet and one record."""
         if len(buffers) > 1 and sum(map(len, buffers)) <= _RECORD:
             buffers = (b"".join(buffers),)
         total = 0
@@ -141,7 +141,7 @@ class SendStream(Stream):
 
 
 class TlsStream(SendStream):
-    """A socket with TLS. OpenSSL keeps the record that it could not send: a retry has to begin with the same bytes."""
+    """A socket with TLS. OpenSSL keeps a record that it could not send, so a retry has to begin with the same bytes."""
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
         super().__init__(sock)
@@ -150,7 +150,7 @@ class TlsStream(SendStream):
         """See `Stream.read`."""
         self.turned = False
         total, count = 0, _RECORD
-        while count == _RECORD and total < len(into):  # that much comes at a time; after less there may be no more
+        while count == _RECORD and total < len(into):  # a full record may be followed by more
             try:
                 count = self.sock.recv_into(into[total:])
             except ssl.SSLWantReadError:
@@ -160,7 +160,7 @@ class TlsStream(SendStream):
                 return total or -1
             except OSError:
                 if total:
-                    return total  # the next call will meet it again
+                    return total  # the next call raises it again
                 raise
             total += count
         return total
@@ -177,9 +177,9 @@ class TlsStream(SendStream):
 
 
 def tune(sock: socket.socket) -> None:
-    """Sets up a new socket: it does not block, does not hold short frames back, and is not forgotten when idle.
+    """Sets up a new socket: it does not block, does not hold short frames back, and sends keepalives when idle.
 
-    The size of its buffers is left to the kernel, which fits it to the line; to set it would end that.
+    The kernel adapts the size of the buffers to the network. Setting the size would stop that.
     """
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -189,14 +189,14 @@ def tune(sock: socket.socket) -> None:
 
 
 def make_stream(sock: socket.socket) -> Stream:
-    """The stream for a socket."""
+    """Makes the stream for a socket."""
     if isinstance(sock, ssl.SSLSocket):
         return TlsStream(sock)
     return Stream(sock) if hasattr(sock, "sendmsg") else SendStream(sock)
 
 
 class Waker:
-    """A descriptor that becomes readable when somebody calls `set`; from any thread."""
+    """A descriptor that becomes readable when any thread calls `set`."""
 
     def __init__(self) -> None:
         self._pair: tuple[socket.socket, socket.socket] | None = None
@@ -210,15 +210,15 @@ class Waker:
 
     def set(self) -> None:
         """Wakes the thread that waits, or will wait, for the descriptor."""
-        with contextlib.suppress(BlockingIOError):  # full: it is readable then
+        with contextlib.suppress(BlockingIOError):  # full, and so readable
             if self._pair is None:
                 os.eventfd_write(self.fd, 1)
             else:
                 self._pair[1].send(b"\0")
 
     def clear(self) -> None:
-        """Makes it unreadable again."""
-        with contextlib.suppress(BlockingIOError):  # nobody called
+        """Makes the descriptor unreadable again."""
+        with contextlib.suppress(BlockingIOError):  # no thread has called `set`
             if self._pair is None:
                 os.eventfd_read(self.fd)
             else:
@@ -226,7 +226,7 @@ class Waker:
                     pass
 
     def close(self) -> None:
-        """Gives the descriptor back. No thread may wait for it, or call anything here, any more."""
+        """Closes the descriptor. No thread may wait for it, or call a method of this object, any more."""
         if self._pair is None:
             os.close(self.fd)
         else:
@@ -235,7 +235,7 @@ class Waker:
 
 
 def wait_ready(reading: Iterable[int], writing: Iterable[int], seconds: float) -> None:
-    """Waits until one of the descriptors can be read, or written, or is broken; for so many seconds at most."""
+    """Waits until one of the descriptors can be read or written, or is broken; at most for `seconds`."""
     if not hasattr(select, "poll"):  # Windows
         select.select(list(reading), list(writing), [*reading, *writing], seconds)
         return
@@ -248,7 +248,7 @@ def wait_ready(reading: Iterable[int], writing: Iterable[int], seconds: float) -
 
 
 async def retry(loop: asyncio.AbstractEventLoop, sock: socket.socket, call: Callable[[], T]) -> T:
-    """What a call on a socket that does not block returns, once it does not want to wait any more."""
+    """Calls a function of a non-blocking socket until it need not wait, and returns its result."""
     while True:
         try:
             return call()
@@ -273,12 +273,12 @@ def _tell(ready: asyncio.Future[None]) -> None:
 
 
 class SocketBell:
-    """Rings when a socket that is armed can be read; for loops that watch sockets, on any system.
+    """Rings when an armed socket can be read. Works on every loop that can watch sockets.
 
     Args:
-        loop: where `ring` is called.
-        fds: the sockets, not armed.
-        ring: must not block.
+        loop: the loop on which `ring` is called.
+        fds: the sockets; they are not armed at first.
+        ring: the function to call; must not block.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, fds: Sequence[int], ring: Callable[[], None]) -> None:
@@ -288,11 +288,11 @@ class SocketBell:
         self._closed = False
 
     def arm(self, fds: Sequence[int]) -> None:
-        """Rings once for each of these, when it can be read or can be read already. From any thread."""
+        """Rings once for each of these sockets when it can be read, at once if it already can. From any thread."""
         self._loop.call_soon_threadsafe(self._watch, tuple(fds))
 
     def close(self, then: Callable[[], None]) -> None:
-        """Rings no more; calls `then`, which may close the sockets, at once or on the loop. From any thread."""
+        """Stops ringing. Calls `then`, which may close the sockets, at once or on the loop. From any thread."""
         self._closed = True
         try:
             self._loop.call_soon_threadsafe(self._leave, then)
@@ -315,7 +315,7 @@ class SocketBell:
 
 
 class _EpollBell(SocketBell):
-    """The same with one descriptor on the loop, and without waking the loop to arm it."""
+    """A `SocketBell` with only one descriptor on the loop, which arms without waking the loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, fds: Sequence[int], ring: Callable[[], None]) -> None:
         self._epoll = select.epoll()
@@ -328,7 +328,7 @@ class _EpollBell(SocketBell):
         for fd in fds:
             if fd in self._registered:
                 self._epoll.modify(fd, select.EPOLLIN | select.EPOLLONESHOT)
-            else:  # not before it is armed: a socket that hangs up would ring all the time
+            else:  # only now: an unarmed socket that hangs up would ring all the time
                 self._epoll.register(fd, select.EPOLLIN | select.EPOLLONESHOT)
                 self._registered.add(fd)
 
@@ -342,7 +342,7 @@ class _EpollBell(SocketBell):
 
 
 def make_bell(loop: asyncio.AbstractEventLoop, fds: Sequence[int], ring: Callable[[], None]) -> SocketBell:
-    """The best bell of this system."""
+    """Makes the best bell that this system supports."""
     if hasattr(select, "epoll"):
         with contextlib.suppress(OSError):  # no descriptor is left
             return _EpollBell(loop, fds, ring)

@@ -1,11 +1,11 @@
-"""What travels on the sockets of a tcp half: a hello on each, and then frames, dealt out over all of them.
+"""The format of a TCP half: each socket carries a hello, and then frames, which are distributed over all sockets.
 
 A frame is a header of fixed length, the signature and the payload. With several sockets (streams) the payload is cut
-into equal pieces, one for each stream but none shorter than MIN_PIECE, so that a long frame is carried by all of them
-at the same time and a short one by one. Frame number k (from 0) begins, header first, on stream k modulo their number,
-and its other pieces follow on the next ones, in a circle. So what each stream carries follows from the headers alone.
+into equal pieces, one for each stream, but none shorter than MIN_PIECE. So all streams carry a long frame together, and
+one stream carries a short one. Frame k (from 0) starts with its header on stream k modulo the number of streams, and
+its other pieces follow on the next streams, in a circle. So the headers alone tell what each stream carries.
 
-A header holds two checksums: one of itself, checked before its lengths are believed, and one of signature and payload.
+A header contains two checksums: one of itself, checked before its lengths are used, and one of signature and payload.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ __all__ = [
 ]
 
 MIN_PIECE = 64 << 10
-"""Bytes below which a payload is not cut: another system call costs as much as copying so many."""
+"""Shortest piece in bytes: another system call costs as much as copying this many bytes."""
 
 ACCEPTED = b"\x01"
-"""The one answer to a hello; a caller that is not accepted gets none."""
+"""The only answer to a hello. A caller that is not accepted gets no answer."""
 
-_MAGIC = b"plTCP\x00\x02\n"  # what it is, and which version; the end of a line shows who converts those
+_MAGIC = b"plTCP\x00\x02\n"  # name and version; the newline detects a path that converts line ends
 _HELLO = struct.Struct(f"<8s{TICKET_BYTES}sBB")
 HELLO_BYTES = _HELLO.size
 """Length of a hello."""
 
-_MARK = 0xA7  # no header begins otherwise
+_MARK = 0xA7  # the first field of every header
 _HEAD = struct.Struct("<HHIIIQQ")
 _CHECKSUM = struct.Struct("<I")
 HEAD_BYTES = _HEAD.size + _CHECKSUM.size
@@ -61,7 +61,7 @@ HEAD_BYTES = _HEAD.size + _CHECKSUM.size
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The first words on each socket: stream `index` of the `streams` that the ticket is for."""
+    """The first message on each socket: it is stream `index` of the `streams` that the ticket admits."""
 
     ticket: bytes
     index: int
@@ -69,12 +69,12 @@ class Hello:
 
 
 def encode_hello(hello: Hello) -> bytes:
-    """HELLO_BYTES bytes."""
+    """Returns the hello as HELLO_BYTES bytes."""
     return _HELLO.pack(_MAGIC, hello.ticket, hello.index, hello.streams)
 
 
 def decode_hello(data: bytes) -> Hello:
-    """What `encode_hello` was given.
+    """Returns the hello that `encode_hello` was given.
 
     Raises:
         FrameError: the bytes are no hello.
@@ -89,9 +89,9 @@ def decode_hello(data: bytes) -> Hello:
 
 @dataclass(slots=True)
 class Head:
-    """A frame's header: the frame without its signature and payload, of which it gives the lengths in bytes.
+    """A frame's header. `words` and `size` are the lengths of signature and payload in bytes.
 
-    `checksum` is that of signature and payload (`checksum_of`).
+    `checksum` covers signature and payload (`checksum_of`).
     """
 
     words: int
@@ -102,15 +102,15 @@ class Head:
     checksum: int
 
     def to_frame(self, signature: bytes, payload: bytes | memoryview) -> Frame:
-        """The frame."""
+        """Returns the frame with this header."""
         return Frame(FrameKind.DATA, self.generation, self.operation, self.part, signature, payload)
 
 
 def encode_head(frame: Frame) -> bytes:
-    """The header and the signature of a frame of data; reads the payload once.
+    """Returns the header and the signature of a DATA frame. Reads the payload once.
 
     Raises:
-        FrameError: it is none of data, or its signature or payload is too long.
+        FrameError: it is no DATA frame, or its signature or payload is too long.
     """
     if frame.kind is not FrameKind.DATA:
         raise FrameError(f"a frame of kind {frame.kind.name} goes by the gRPC side of a link")
@@ -123,12 +123,12 @@ def encode_head(frame: Frame) -> bytes:
 
 
 def checksum_of(signature: bytes, payload: bytes | memoryview) -> int:
-    """What a header says of what follows it."""
+    """Returns the checksum of the signature and the payload that follow a header."""
     return checksum(payload, zlib.crc32(signature))
 
 
 def decode_head(data: memoryview) -> Head:
-    """The header that HEAD_BYTES bytes hold; its lengths are within the limits.
+    """Returns the header that HEAD_BYTES bytes hold. Its lengths are within the limits.
 
     Raises:
         FrameDamaged: the checksum of the header is wrong.
@@ -146,12 +146,12 @@ def decode_head(data: memoryview) -> Head:
 
 
 def cut(size: int, streams: int, number: int) -> list[tuple[int, int, int]]:
-    """Which part of a payload goes on which stream: (stream, begin, end), the one with the header first.
+    """Returns which part of a payload goes on which stream, as (stream, begin, end). The stream of the header is first.
 
     Args:
         size: bytes of the payload.
-        streams: how many there are.
-        number: of the frame, from 0.
+        streams: number of streams.
+        number: number of the frame, from 0.
     """
     if streams == 1 or size <= MIN_PIECE:
         return [(number % streams, 0, size)]
