@@ -187,7 +187,7 @@ class _Model(StatePart):
         return self._rest(self._known or self.parameters())
 
     def clear_gradients(self) -> None:
-        drop = getattr(self._model, "drop_gradients", None)  # a wrapper may keep more than these
+        drop = getattr(self._model, "drop_gradients", None)  # a wrapper may keep gradients of its own
         if drop is not None:
             drop()
             return

@@ -381,7 +381,7 @@ class _ShardFetcher:
                         if parcel.HasField("memory"):
                             memory, start = borrow(parcel.memory, size, peer), parcel.memory.offset
                             self._mapped.add(memory)
-                            limit.reschedule(None)  # no wait for a member; an abandoned thread would write on
+                            limit.reschedule(None)  # waits for no member now; an abandoned thread would write on
                             view = memory.view[start : start + size]
                             await asyncio.to_thread(unpack, view, parcel.crc, into, checksum(batch))
                             return

@@ -156,7 +156,7 @@ class StateRecovery:
             time.sleep(max(0.0, began + pause - now))
 
     def start_from_checkpoint(self, reason: str) -> tuple[int, Meet]:
-        """Goes back to the latest checkpoint, because the state is lost; returns its step and the next message.
+        """Goes back to the latest checkpoint, because the state is lost; returns its step and the meet to send.
 
         Raises:
             OrphanedError: there is no checkpoint.

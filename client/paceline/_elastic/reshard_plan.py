@@ -1,6 +1,6 @@
 """Plans how a member gets a new shard of a sharded state: what it holds, what it lacks, which member gives what.
 
-The planning is pure. A `Share` is part p of P equal parts of every flat array (`_parallel.sharding.layout`).
+The planning is pure. A `Share` is part p of P equal parts of every flat array (`FlatLayout` in `_parallel.sharding`).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def assign(
     held: Mapping[K, Iterable[Share]],
     cut: Callable[[int], Mapping[str, tuple[int, int]]],
 ) -> dict[K, list[ElementRun]]:
-    """Decides which holder gives which of the missing runs. If several have a run, the least loaded gives it.
+    """Decides which holder gives which of the missing runs. If several have a run, the least loaded one gives it.
 
     Args:
         missing: the runs that are wanted.
@@ -114,7 +114,7 @@ def assign(
                 found += [(load[holder], holder, stop) for holder in holders.get(part, ())]
             if not found:
                 raise LookupError(ElementRun(run.name, start, nobody - start))
-            _, holder, stop = min(found, key=lambda one: one[0])  # if several are equal, the first
+            _, holder, stop = min(found, key=lambda one: one[0])  # of equal ones, the first
             given[holder].append(ElementRun(run.name, start, stop - start))
             load[holder] += stop - start
             start = stop

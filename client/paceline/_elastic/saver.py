@@ -113,7 +113,7 @@ class Saver:
         self._error: Exception | None = None
         self._last = Tag(0, 0)  # the state that was copied or loaded last
         self._damaged: set[Tag] = set()
-        self._missing: tuple[Tag, float] | None = None  # what only others see, and since when
+        self._missing: tuple[Tag, float] | None = None  # a tag that only others see, and since when
 
     def load(self, state: TrainState) -> None:
         """Loads the latest checkpoint that is not damaged, if there is one.

@@ -54,7 +54,7 @@ class Session(abc.ABC):
     job: str
     group: Group
     store: Store
-    all_start_again = False  # after one fails, as under torchrun; then no worker joins later and lacks a rank
+    all_start_again = False  # True if all restart once one fails, as under torchrun: no worker joins later
     _line: TrainingLoop | None = None
     _asked_early = ""  # "rank" or "size", if the script read it before the first loop over steps
     _on_commit: list[Callable[[int], None]]

@@ -95,7 +95,7 @@ class ShardedState:
         self.holding()
 
     def holding(self, *, to_write: bool = False) -> Holding:
-        """Returns the shards that this member holds; see `sharding.resharding.holding`."""
+        """Returns the shards that this member holds; see `_parallel.sharding._holdings.holding`."""
         return holding(self._models, self._optimizers, to_write=to_write)
 
     def gradients(self) -> list[tuple[Parameter, NDArray[Any]]]:

@@ -32,7 +32,7 @@ _BELIEVED = 3
 way."""
 
 _ATTEMPT_S = 5.0
-"""Most seconds for one attempt to resume a session, and for the first attempt to register. Each attempt to register has
+"""Most seconds for one attempt to resume a session, and for the first attempt to register. Each later attempt may take
 twice as long as the one before, because many workers that start together keep a coordinator busy."""
 
 _KNOCK_S = 1.0
@@ -313,7 +313,7 @@ class ControlStream:
         return request
 
     async def _reconnect(self, request: pb.SessionRequest) -> SessionStream | None:
-        """Resumes the session, or opens a new one; returns None if the member ended instead."""
+        """Resumes the session, or opens a new one; returns None if the session is over."""
         if await self._is_gone():  # nobody is left to say goodbye to, so a leaving member just ends
             self._end(errors.OrphanedError(self._gone))
             return None
@@ -381,7 +381,7 @@ class ControlStream:
     async def _moved(self, request: pb.SessionRequest, deadline: float) -> pb.SessionRequest:
         """Returns the request that introduces this member: a new registration if its address has changed.
 
-        A session cannot keep its id at a new address, because other members have the old address in their view.
+        A session cannot move to a new address, because other members have the old address in their view.
 
         Raises:
             _Nowhere: peers cannot reach this worker at any address yet.
@@ -398,7 +398,7 @@ class ControlStream:
         return self._register_again()
 
     def _warn(self, text: str, *arguments: object) -> None:
-        """Logs a warning, unless the coordinator ends with one member: then the links report the loss."""
+        """Logs a warning; only at level INFO if the coordinator ends with a member, since links report that loss."""
         _log.log(logging.WARNING if self._returns else logging.INFO, text, *arguments)
 
     def _end(self, error: errors.PacelineError) -> None:

@@ -374,7 +374,7 @@ class LineClient:
                 peers = await self.members.fetch(self.control.channel, self._job, view, self._config.call_timeout)
             except errors.PacelineError as error:
                 _log.info("could not fetch the members of generation %d: %s", view.generation, error)
-                if isinstance(error, errors.StaleGeneration):  # a message about a newer one will come
+                if isinstance(error, errors.StaleGeneration):  # a message about the newer one will come
                     return
             else:
                 if running is self._running:

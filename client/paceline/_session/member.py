@@ -77,7 +77,7 @@ class MemberConnection:
         coordinator_returns: see `paceline.join`.
 
     Attributes:
-        credentials: the same, for calls between workers.
+        credentials: the same, with the key for proofs at members' doors.
         group: the group; set once `open` has returned, as is `store`.
         store: the job's key-value store.
         inbox: the coordinator's messages to the training thread.
@@ -190,7 +190,7 @@ class MemberConnection:
             self._barriers.wait(entry, timeout)
 
     def close(self, cause: str = "") -> None:
-        """Leaves the job: closes the links, once peers have what was sent, then leaves the coordinator, then the door.
+        """Leaves the job: first closes the links, so that peers get what was sent, then the session, then the door.
 
         Args:
             cause: this member's own error in words, for the others; empty for an orderly end.
@@ -401,7 +401,7 @@ class MemberConnection:
             self.inbox.put(CaughtOut())
 
     async def on_away(self, timeout: float) -> str:
-        """See `ControlListener`: first ends the waits on an address that has gone, since it does not come back."""
+        """See `ControlListener`: breaks links to an address that has gone, since waits on them would not end."""
         moved = await self._whereabouts.renew(timeout, self._generations.cut_off)
         return str(self._whereabouts.address) if moved else ""
 

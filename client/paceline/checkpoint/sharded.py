@@ -192,13 +192,13 @@ class _Attempt:
             except Exception as error:  # noqa: BLE001  reported to all ranks
                 outcome = error
         folder = self._close(outcome)
-        if self._aside:  # to remove a big one takes longer than a step may wait
+        if self._aside:  # removing a big one takes longer than a step may wait
             threading.Thread(target=remove, args=(self._aside,), name="paceline-checkpoint").start()
         return folder
 
     def abandon(self, writer: PartWriter) -> None:
         if self._name:
-            with suppress(OSError):  # the removal may have failed
+            with suppress(OSError):  # the write may have failed
                 writer.wait()
             discard(self._directory, self._tag, self._name)
 
