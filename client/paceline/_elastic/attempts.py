@@ -1,4 +1,4 @@
-"""Counts attempts: those at a step or block that failed in a row, and the blocks that were finished between two steps.
+"""Counts attempts: those at a step or block that failed in a row, and the blocks finished between two steps.
 
 A failed attempt does not count if the worker that caused it has left since: if five machines are reclaimed during one
 long step, the step is not at fault. A worker is identified by its process, so that a process that returns as a new
@@ -93,7 +93,7 @@ class FinishedBlocks:
 
     @property
     def passed(self) -> bool:
-        """True if another member has finished the block that was interrupted here: so all had reached its end."""
+        """True if another member has finished the block that was interrupted here: so all reached its end."""
         return self._furthest > self._here
 
     def done(self) -> None:
@@ -105,7 +105,7 @@ class FinishedBlocks:
         self._here = self._furthest = 0
 
     def compare(self, group: Group) -> None:
-        """Learns how many blocks the furthest member has finished, at the begin of a generation. A collective.
+        """Learns how many blocks the furthest member has finished, at the beginning of a generation. A collective.
 
         Raises:
             PacelineError: the generation has failed.

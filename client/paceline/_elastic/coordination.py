@@ -88,9 +88,9 @@ class JobCoordinator(abc.ABC):
 
     @abc.abstractmethod
     def try_to_reach(self, members: Sequence[Peer]) -> None:
-        """Starts to test whether this member and each of these can connect; a `Tried` in `inbox` has the result.
+        """Starts to test whether this member and each of these can connect. The result comes as a `Tried` in `inbox`.
 
-        It gives up a test that is under way.
+        A test that already runs is given up.
         """
 
     @abc.abstractmethod
@@ -177,7 +177,7 @@ class RemoteCoordinator(JobCoordinator):
 
         async def ask() -> None:
             if self._trying is not None:
-                self._trying.cancel()  # the line has other members now
+                self._trying.cancel()  # the line's members have changed
             self._trying = asyncio.current_task()
             troubles = await out_of_reach(self.job, members, self._connection.knocker, *self._how)
             self.inbox.put(Tried(members, troubles))

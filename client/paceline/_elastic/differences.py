@@ -20,14 +20,14 @@ from paceline.errors import DivergenceError, PacelineError, SettingsMismatch, Si
 __all__ = ["crc_of", "difference", "digests_of", "find_minority", "partial_digest", "where_they_differ"]
 
 _MOST_NAMES = 6
-"""Most names of arrays in a text: enough to see which part of a model differs."""
+"""Most array names in a text: enough to see which part of a model differs."""
 
 _WINDOW_BYTES = 1 << 12
 """Bytes of state in one digest: few, because every step reads them from memory."""
 
 
 def partial_digest(arrays: Sequence[NDArray[Any]], step: int) -> int:
-    """CRC-32 of a window of one of the arrays; the next step takes the next array, the next round the next window.
+    """Returns the CRC-32 of a window of one array. The next step takes the next array, the next round the next window.
 
     Args:
         arrays: the state, alike on every member.
@@ -47,7 +47,7 @@ def partial_digest(arrays: Sequence[NDArray[Any]], step: int) -> int:
 
 
 def digests_of(state: TrainState) -> dict[str, int]:
-    """32-bit digests of each array that is not sharded and of the rest of each part; the same names on all members."""
+    """Returns a 32-bit digest of each unsharded array and of the rest of each part; the same names on all members."""
     arrays = {name: crc_of(array) for name, array in state.named().items()}
     return {**arrays, **{name: crc_of(part.rest()) for name, (_, part) in state.objects.items()}}
 
@@ -60,7 +60,7 @@ def where_they_differ(names: Sequence[str], digests: NDArray[np.uint32]) -> str:
         digests: digests of all members, shape [W, number of names].
     """
     odd = [name for name, differs in zip(names, (digests != digests[0]).any(axis=0), strict=True) if differs]
-    if not odd:  # the word is of the state, and of whether the update ran
+    if not odd:  # the word covers the state, and whether the update ran
         return "optimizer.step() ran in the step before at some of them only"
     more = f" and {len(odd) - _MOST_NAMES} more" if len(odd) > _MOST_NAMES else ""
     return f"they differ in {', '.join(odd[:_MOST_NAMES])}{more}"
@@ -70,13 +70,13 @@ def find_minority(group: Group, state: TrainState, step: int, digest: int) -> tu
     """Finds the ranks that do not hold what most members hold, and a sentence on where they differ. A collective.
 
     Args:
-        group: all members, of which some differ.
+        group: all members, some of which differ.
         state: this member's state.
         step: number of the next step; some members may have another one.
         digest: digest of this member's state.
 
     Raises:
-        DivergenceError: there is no majority, so that no member can tell which state is right.
+        DivergenceError: without a majority no member can tell which state is right.
         PacelineError: the generation has failed.
     """
     found: Any = group.all_gather(np.array([step << 32 | digest], np.uint64))
@@ -84,7 +84,7 @@ def find_minority(group: Group, state: TrainState, step: int, digest: int) -> tu
     theirs: Any = group.all_gather(np.array([[*digests.values()]], np.uint32))
     where = where_they_differ(list(digests), theirs)
     with contextlib.suppress(PacelineError):
-        group.barrier()  # so that no member ends the generation before all know
+        group.barrier()  # no member may end the generation before all know
     values, counts = np.unique(found, return_counts=True)
     if 2 * counts.max() <= group.size:
         text = f"before step {step}, members did not hold the same bits: {where}"
@@ -95,10 +95,10 @@ def find_minority(group: Group, state: TrainState, step: int, digest: int) -> tu
 
 
 def crc_of(tree: Any) -> int:
-    """CRC-32 of nested values.
+    """Returns the CRC-32 of nested values.
 
     Raises:
-        UnsupportedOp: a value cannot be kept in a checkpoint.
+        UnsupportedOp: a value cannot be saved in a checkpoint.
     """
     skeleton, arrays = split(tree)
     crc = zlib.crc32(json.dumps(skeleton, sort_keys=True).encode())
@@ -108,12 +108,12 @@ def crc_of(tree: Any) -> int:
 
 
 def difference(mine: bytes, theirs: bytes, donor: Peer) -> PacelineError:
-    """The error for a worker that trains something else than the line does; it names the first difference.
+    """Returns the error for a worker that trains something else than the line; the error names the first difference.
 
     Args:
         mine: this worker's manifest.
-        theirs: the line's.
-        donor: who gave that.
+        theirs: the line's manifest.
+        donor: the member that gave the line's manifest.
     """
     try:
         here, there = json.loads(mine), json.loads(theirs)

@@ -1,4 +1,4 @@
-"""Arrays of other frameworks: NumPy views of them, conversion there and back, and seeds. Imports no framework."""
+"""Arrays of other frameworks: NumPy views of them, conversion to and from them, and seeds. Imports no framework."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tree = Any
 
 
 def view(value: Any) -> NDArray[Any]:
-    """A NumPy view of the memory of an array of any framework.
+    """Returns a NumPy view of the memory of an array of any framework.
 
     Raises:
         UnsupportedOp: it cannot be read as an array.
@@ -43,7 +43,7 @@ def view(value: Any) -> NDArray[Any]:
 
 
 def marks_of(value: Any) -> set[int]:
-    """Marks that identify an array, or another one over the same memory: its id, and the address of its memory."""
+    """Returns marks that identify an array and others over the same memory: its id, and the address of its memory."""
     try:
         return {id(value), view(value).__array_interface__["data"][0]}
     except UnsupportedOp:
@@ -56,7 +56,7 @@ def _is_bfloat16(value: Any) -> bool:
 
 
 def _module(value: Any) -> Any:
-    """The module of the framework that the array belongs to."""
+    """Returns the module of the framework that the array belongs to."""
     return sys.modules[type(value).__module__.partition(".")[0]]
 
 
@@ -66,7 +66,7 @@ def is_foreign(value: Any) -> bool:
 
 
 def to_arrays(tree: Tree, frameworks: list[str], into: Tree = None) -> Tree:
-    """A copy of nested values with NumPy arrays in place of a framework's.
+    """Returns a copy of nested values with NumPy arrays in place of a framework's.
 
     Args:
         tree: the nested values.
@@ -89,7 +89,7 @@ def to_arrays(tree: Tree, frameworks: list[str], into: Tree = None) -> Tree:
 
 
 def copied(array: NDArray[Any], into: Any) -> NDArray[Any]:
-    """A copy of an array: in `into` if that has the same shape and dtype, else in a new array."""
+    """Returns a copy of an array: in `into` if that has the same shape and dtype, else in a new array."""
     if not isinstance(into, np.ndarray) or not _fits(into, array):
         return array.copy()
     np.copyto(into, array)
@@ -97,7 +97,7 @@ def copied(array: NDArray[Any], into: Any) -> NDArray[Any]:
 
 
 def from_arrays(tree: Tree, frameworks: Iterator[str]) -> Tree:
-    """A copy of nested values with a framework's arrays where they were; undoes `to_arrays`."""
+    """Returns a copy of nested values with a framework's arrays restored; undoes `to_arrays`."""
     if isinstance(tree, np.ndarray):
         framework = next(frameworks, "")
         return _made(framework, tree.copy()) if framework else tree.copy()
@@ -113,7 +113,7 @@ _ARRAY_OF = "paceline: array of "
 
 
 def to_plain(tree: Tree) -> Tree:
-    """A copy of nested values that marks the arrays of frameworks itself; `taken` reads it."""
+    """Returns a copy of nested values in which the framework of each array is marked; `taken` reads it."""
     if is_foreign(tree):
         return {_ARRAY_OF + type(tree).__module__.partition(".")[0]: view(tree).copy()}
     if isinstance(tree, Mapping):
@@ -127,7 +127,7 @@ def taken(plain: Tree, here: Tree) -> Tree:
     """Writes what `to_plain` returned into existing arrays, dicts and lists where they fit.
 
     Args:
-        plain: the values; neither changed nor kept.
+        plain: the values, which are neither changed nor kept.
         here: the object that gets these values.
 
     Returns:
@@ -165,7 +165,7 @@ def _fits(here: NDArray[Any], values: NDArray[Any]) -> bool:
 
 
 def _made(framework: str, array: NDArray[Any]) -> Any:
-    """A framework's array over the same memory.
+    """Makes a framework's array over the same memory.
 
     Raises:
         UnsupportedOp: the framework is not loaded in this process.
@@ -183,9 +183,9 @@ def seed_frameworks(*numbers: int) -> None:
     """Seeds the generator that torch draws from by default (dropout, `torch.rand`), if torch is loaded.
 
     Args:
-        numbers: whole numbers from 0; what is drawn afterwards depends only on them.
+        numbers: whole numbers from 0; later random numbers depend only on them.
     """
     generator = getattr(sys.modules.get("torch"), "default_generator", None)
     if generator is not None:
-        # As words of 32 bits: torch's generator on the CPU takes no more.
+        # Torch's generator on the CPU takes at most 32 bits.
         generator.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))

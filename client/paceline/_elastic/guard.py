@@ -34,7 +34,7 @@ class StateGuard:
         committed: called with the number of the last committed step.
 
     Attributes:
-        step: the attempt that runs; None between two.
+        step: the present attempt; None between two attempts.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class StateGuard:
         self._check_state(self._watch.begin)
 
     def forget(self) -> None:
-        """Forgets what the state looked like: in a new generation it may have come from another member."""
+        """Forgets the checksums of the state: in a new generation it may have come from another member."""
         self._watch.forget()
 
-    # What a step asks -------------------------------------------------------------------------------------------------
+    # Called by a step -------------------------------------------------------------------------------------------------
 
     def word_completed(self, step: int) -> None:
         """Commits the step before `step`: every member has entered `step`, so all have applied the one before."""
@@ -84,7 +84,7 @@ class StateGuard:
         """Stops offering the state to others, because it is about to change.
 
         Raises:
-            StepOrderError: it has changed already.
+            StepOrderError: the state has changed already.
         """
         if self.step is not None and not self.step.keeps_copy:
             self._check_state(self._watch.before_update)
@@ -112,7 +112,7 @@ class StateGuard:
         self._member.applied(step)
 
     def _check_state(self, look: Callable[[], None]) -> None:
-        """Runs a check of the state; if the state has changed where it must not, it is marked as unusable."""
+        """Runs a check of the state; marks the state as unusable if it has changed where it must not."""
         try:
             look()
         except StepOrderError:
@@ -131,7 +131,7 @@ class StateGuard:
         step = self.step
         if step is None or not step.entered or step.left:
             raise StepOrderError("optimizer.step() was called outside of a step: call it inside `with step:`")
-        if step.updated and self._state.is_sharded:  # a step that is finished later runs it once
+        if step.updated and self._state.is_sharded:  # a step that is finished later runs one update
             raise StepOrderError("optimizer.step() was called twice in one step: a sharded state has one update")
         step.updates = step.updating = (
             True  # set first: an interrupt after the gate opens leaves the state half changed

@@ -46,38 +46,38 @@ def join(
 ) -> Session:
     """Joins a job and waits for its first view.
 
-    What is not given comes from the environment (`paceline.config.ENVIRONMENT`), then from the defaults. Without an
-    address in either, the world is this process alone and needs no coordinator; but under torchrun it is torchrun's,
-    with the ranks that it gave, and rank 0 has the coordinator.
+    Arguments that are not given come from the environment (`paceline.config.ENVIRONMENT`), then from the defaults. If
+    neither has an address, the world is this process alone and needs no coordinator. Under torchrun it is torchrun's
+    world instead, with torchrun's ranks, and rank 0 runs the coordinator.
 
     Args:
         coordinator: its address, "host:port" (port 7400 if left out).
-        job: name of the job; all workers that name it meet in it.
+        job: name of the job; all workers that name it join it.
         min_workers: the first view forms with at least this many.
         max_workers: no view has more; `min_workers` if left out.
-        rank: explicit rank, with `world_size`: for jobs whose places are given out elsewhere.
+        rank: explicit rank, with `world_size`, for jobs whose ranks are assigned elsewhere.
         world_size: explicit number of workers.
         timeout: seconds to wait for the view.
-        advertise: host or host:port at which peers reach this worker; found by itself if left out.
+        advertise: host or host:port at which peers reach this worker; `join` finds it if left out.
         config: timeouts and limits.
         credentials: certificates for TLS, and a token.
-        coordinator_returns: False where it lives in one of the members and ends with it: a coordinator whose address
-            refuses connections is gone then, and is not waited for.
+        coordinator_returns: False if the coordinator lives in one of the members and ends with it. If its address
+            refuses connections, the coordinator has ended then, and this worker does not wait for it.
 
     Returns:
-        The session; a context manager that leaves at its end.
+        The session; a context manager that leaves the job at its end.
 
     Raises:
-        CoordinatorUnreachable: nobody, or no Paceline coordinator, answers there.
-        OrphanedError: the coordinator has ended meanwhile, for good.
-        TlsFailed: TLS with the coordinator cannot be had; the text says why.
+        CoordinatorUnreachable: nobody, or no Paceline coordinator, answers at the address.
+        OrphanedError: the coordinator has ended for good meanwhile.
+        TlsFailed: TLS with the coordinator is impossible; the text says why.
         NotAuthenticated, NotPermitted: the coordinator wants a token, or another one.
-        OperationTimeout: no view formed in time; the text says what was waited for.
+        OperationTimeout: no view formed in time; the text says what was missing.
         SettingsMismatch: other members disagree on a setting, or another worker has claimed the rank.
-        InvalidRank, InvalidWorldSize: of the arguments; or torchrun started this worker, and torch, which finds the
-            others, cannot be imported.
-        ValueError: the address, the job's name, a PACELINE_* variable or the table of schedules is malformed;
-            credentials do not go together.
+        InvalidRank, InvalidWorldSize: an argument is out of range; or torchrun started this worker, and torch, which
+            finds the others, cannot be imported.
+        ValueError: the address, the job's name, a PACELINE_* variable or the table of schedules is malformed; or the
+            credentials do not belong together.
         ForkedSession: this process was forked from one that has joined.
     """
     check_process()
@@ -90,7 +90,7 @@ def join(
         config = replace(config, join_timeout=timeout)
     job = job or environ.get("PACELINE_JOB") or DEFAULT_JOB
     coordinator = coordinator or environ.get("PACELINE_COORDINATOR")
-    # An argument beats the environment as a whole: an explicit rank leaves the variables for bounds unread.
+    # One argument of a pair replaces both variables: an explicit rank leaves those for bounds unread.
     ranked, bounded = (rank, world_size) != (None, None), (min_workers, max_workers) != (None, None)
     if not ranked:
         min_workers = _first(min_workers, environ, "PACELINE_MIN_WORKERS")
@@ -122,10 +122,10 @@ def join(
 
 
 def rules_of(config: Config) -> Rules:
-    """By what this worker chooses among schedules.
+    """Returns the rules by which this worker chooses among schedules.
 
     Raises:
-        ValueError: the file that it names is malformed.
+        ValueError: the file that the config names is malformed.
     """
     return load_rules(Path(config.tuning)) if config.tuning else RULES
 
@@ -139,7 +139,7 @@ def connect(
     credentials: Credentials | None = None,
     coordinator_returns: bool = True,
 ) -> MemberConnection:
-    """A connection that is yet to be opened, with what the environment says of addresses and credentials."""
+    """Makes an unopened connection, with addresses and credentials from the environment."""
     keep_frame_memory()
     quiet_interrupt()
     return MemberConnection(
@@ -154,12 +154,12 @@ def connect(
 
 
 def _of_torchrun(environ: Mapping[str, str]) -> int:
-    """Number of workers of the torchrun that started this one; 1 if none did."""
+    """Returns the number of workers of the torchrun that started this one; 1 if none did."""
     return (_first(None, environ, "WORLD_SIZE") or 1) if "TORCHELASTIC_RUN_ID" in environ else 1
 
 
 def _first(argument: int | None, environ: Mapping[str, str], name: str) -> int | None:
-    """The argument, or else the variable as an integer."""
+    """Returns the argument, or else the variable as an integer."""
     text = environ.get(name)
     if argument is not None or not text:
         return argument

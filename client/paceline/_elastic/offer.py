@@ -1,8 +1,8 @@
-"""The state that a member offers to others, which fetch it in chunks and check them by hashes.
+"""The state that a member offers to others, which fetch it in chunks and check the chunks by hashes.
 
 The giver reads its live arrays while it trains. They cannot change meanwhile: a change needs the word of the step, and
-that needs the taker to enter the step. If the taker is declared dead and the step goes on without it, the offer is
-withdrawn before anything changes, and a chunk that was read meanwhile is not sent.
+the word needs the taker to enter the step. If the taker is declared dead and the step goes on without it, the giver
+withdraws the offer before anything changes, and does not send a chunk that it was reading.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ HASH_BYTES = 16
 
 
 class Content:
-    """A state as bytes: a skeleton and a sequence of arrays; shards are kept apart from them.
+    """A state as bytes: a skeleton and a sequence of arrays; shards are kept separately.
 
     Args:
-        skeleton: as `tree.split_shards` makes it.
+        skeleton: the skeleton that `tree.split_shards` makes.
         arrays: by name, the arrays that every member has whole; referred to, not copied.
         shards: by name, this member's shards of sharded arrays.
     """
@@ -54,7 +54,7 @@ class Content:
 
     @classmethod
     def of(cls, tree: Any, more: Sequence[Mapping[str, Shard]] = ()) -> Content:
-        """The content of nested values.
+        """Makes the content of nested values.
 
         Args:
             tree: the values; `Shard`s in place of sharded arrays.
@@ -70,10 +70,10 @@ class Content:
         return cls(skeleton, arrays, shards)
 
     def select(self, runs: Sequence[ElementRun], most_bytes: int) -> list[NDArray[Any]]:
-        """Views of some runs of the sharded arrays, shape [count] each.
+        """Returns views of some runs of the sharded arrays, shape [count] each.
 
         Raises:
-            PacelineError: a run is not held here, or they have more than `most_bytes` in all.
+            PacelineError: a run is not held here, or all runs have more than `most_bytes` together.
         """
         found = [self._find(run) for run in runs]
         if (size := sum(array.nbytes for array in found)) > most_bytes:
@@ -98,14 +98,14 @@ class Content:
         return -(-self.size // CHUNK_BYTES)
 
     def read(self, chunk: int) -> bytes:
-        """A copy of a chunk."""
+        """Returns a copy of a chunk."""
         return b"".join(bytes(piece) for piece in self._pieces(chunk))
 
     def write(self, chunk: int, data: bytes) -> None:
         """Replaces a chunk.
 
         Raises:
-            SizeMismatch: it has another length.
+            SizeMismatch: the data has another length.
         """
         start = 0
         for piece in self._pieces(chunk):
@@ -117,14 +117,14 @@ class Content:
             raise SizeMismatch(f"chunk {chunk} of a state has {len(data)} bytes, not {start}")
 
     def hash(self, chunk: int) -> bytes:
-        """BLAKE2b of a chunk."""
+        """Returns the BLAKE2b hash of a chunk."""
         digest = hashlib.blake2b(digest_size=HASH_BYTES)
         for piece in self._pieces(chunk):
             digest.update(piece.data)
         return digest.digest()
 
     def tree(self) -> Any:
-        """The nested values; None in place of sharded arrays."""
+        """Returns the nested values, with None in place of sharded arrays."""
         return join(self.skeleton, {**dict.fromkeys(self.shards), **self.arrays})
 
     def _pieces(self, chunk: int) -> Iterator[NDArray[np.uint8]]:
@@ -137,10 +137,10 @@ class Content:
 
 
 class Description:
-    """What a state consists of, without its bytes.
+    """The contents of a state without the bytes.
 
     Attributes:
-        skeleton: as `tree.split_shards` made it.
+        skeleton: the skeleton that `tree.split_shards` made.
         arrays: name, dtype and shape of each array, in order.
         hashes: hashes of the chunks.
         spread: names of the sharded arrays; the coordinator says who holds which shard.
@@ -160,13 +160,13 @@ class Description:
 
     @classmethod
     def of(cls, content: Content) -> Description:
-        """The description of a content."""
+        """Makes the description of a content."""
         arrays = [(name, dtype_name(array.dtype), array.shape) for name, array in content.arrays.items()]
         hashes = b"".join(map(content.hash, range(content.chunks)))
         return cls(content.skeleton, arrays, hashes, list(content.shards))
 
     def to_json(self) -> bytes:
-        """Everything but the hashes."""
+        """Returns everything except the hashes."""
         fields = {"skeleton": self.skeleton, "arrays": self.arrays, "spread": self.spread}
         return json.dumps(fields, separators=(",", ":")).encode()
 
@@ -176,7 +176,7 @@ class Description:
 
         Args:
             data: the JSON.
-            hashes: of the chunks.
+            hashes: hashes of the chunks.
             most_bytes: the largest size that is accepted.
 
         Raises:
@@ -200,11 +200,11 @@ class Description:
         return cls(skeleton, arrays, hashes, spread)
 
     def hash(self, chunk: int) -> bytes:
-        """The hash of a chunk."""
+        """Returns the hash of a chunk."""
         return self.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]
 
     def allocate(self, own: Mapping[str, NDArray[Any]]) -> Content:
-        """Memory for the state, filled with this member's values where arrays match, so equal chunks are not sent."""
+        """Allocates the state, filled with this member's values where arrays match, so equal chunks are not sent."""
         arrays = {}
         for name, dtype, shape in self.arrays:
             mine = own.get(name)
@@ -214,14 +214,14 @@ class Description:
 
 
 def _names_from(told: Any) -> list[str]:
-    """Checks names of arrays that another member sent."""
+    """Checks the names of arrays that another member sent."""
     if type(told) is not list or not all(type(name) is str for name in told):
         raise ValueError(f"malformed names of arrays: {told!r:.80}")
     return told
 
 
 def _array_from(entry: Any) -> tuple[str, str, tuple[int, ...]]:
-    """Checks name, dtype and shape of an array that another member sent."""
+    """Checks the name, dtype and shape of an array that another member sent."""
     name, dtype, dims = entry
     if type(name) is not str or type(dtype) is not str or type(dims) is not list or len(dims) > MAX_DIMENSIONS:
         raise ValueError(f"malformed description of an array: {name!r:.80} {dtype!r:.80} {dims!r:.80}")
@@ -234,7 +234,7 @@ def _array_from(entry: Any) -> tuple[str, str, tuple[int, ...]]:
 
 
 class OfferedState:
-    """The state that this member offers to others now, at most one. Thread-safe."""
+    """The state that this member offers to others now, if any. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -257,7 +257,7 @@ class OfferedState:
             self._tag = self._content = self._description = None
 
     def describe(self, tag: Tag) -> Description:
-        """The description of the offered state; hashes are computed at the first call.
+        """Returns the description of the offered state; the first call computes the hashes.
 
         Raises:
             PacelineError: another state is offered, or none.
@@ -274,7 +274,7 @@ class OfferedState:
         return known
 
     def read(self, tag: Tag, chunk: int) -> bytes:
-        """A chunk.
+        """Returns a chunk.
 
         Raises:
             PacelineError: another state is offered, or none, or there is no such chunk.
@@ -287,10 +287,10 @@ class OfferedState:
         return data
 
     def pack(self, tag: Tag, runs: Sequence[tuple[str, int, int]], most_bytes: int) -> Parcel:
-        """Copies some runs of sharded arrays: name, first element and count of each.
+        """Copies some runs of sharded arrays: each given by name, first element and count.
 
         Raises:
-            PacelineError: another state is offered, or none, or a run is not held, or they have more than `most_bytes`.
+            PacelineError: another state is offered, or none, or a run is not held, or all have more than `most_bytes`.
         """
         content, epoch = self._get(tag)
         asked = [ElementRun(*run) for run in runs]

@@ -2,9 +2,9 @@
 
 gRPC moves 0.4 GB/s on 2 cores, which is too slow for a model while training waits. A process of the same user and pid
 namespace may open another one's memory through /proc (proc(5), /proc/pid/fd), which needs no socket. The memory is
-sealed, so its size cannot change while it is mapped, and a CRC detects that something else was mapped by mistake. The
-giver sends only the number of a descriptor. The taker looks that up in the process that the coordinator knows the giver
-by, and opens it only if it is memory of Paceline.
+sealed, so its size cannot change while it is mapped, and a CRC detects that another memory was mapped by mistake. The
+giver sends only the number of a descriptor. The taker looks that number up in the giver's process, which it knows from
+the coordinator, and opens it only if it is memory of Paceline.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Parcel:
         self.crc = zlib.crc32(self.data, asked)
 
     def lend(self, process: session_pb2.ProcessIdentity) -> peer_pb2.LentMemory | None:
-        """The place of the bytes for another process; None if that cannot map them."""
+        """Returns the place of the bytes for another process; None if that process cannot map them."""
         here = process_identity()
         if not here.node or (here.node, here.pid_namespace) != (process.node, process.pid_namespace):
             return None
@@ -62,7 +62,7 @@ class Parcel:
 
 
 def borrow(lent: peer_pb2.LentMemory, size: int, giver: Peer) -> Attached:
-    """Maps the memory that a parcel lies in. Keep it while more parcels may come in it, since mapping takes time.
+    """Maps the memory of a parcel. Keep it mapped while more parcels may come in it, since mapping takes time.
 
     Args:
         lent: where the memory is.
@@ -71,11 +71,11 @@ def borrow(lent: peer_pb2.LentMemory, size: int, giver: Peer) -> Attached:
 
     Raises:
         OSError: this process may not open it.
-        SegmentError: it is no memory of Paceline, too small, or of another process than the giver.
+        SegmentError: it is no memory of Paceline, is too small, or belongs to another process than the giver.
     """
     if lent.pid != giver.pid or not giver.start_ticks:
         raise SegmentError(f"{giver} names memory of process {lent.pid}")
-    # O_PATH opens nothing: whatever else the number may be by now, opening it has no effect (open(2)).
+    # O_PATH opens nothing: whatever the number refers to by now, opening it has no effect (open(2)).
     found = os.open(f"/proc/{giver.pid}/fd/{lent.descriptor}", os.O_PATH | os.O_CLOEXEC)
     try:
         if process_identity(giver.pid).start_ticks != giver.start_ticks:  # the same process now as when it was opened
@@ -100,12 +100,12 @@ def unpack(data: memoryview, crc: int, into: Sequence[NDArray[Any]], asked: int 
 
     Args:
         data: the bytes.
-        crc: what came with them (`Parcel.crc`).
-        into: the arrays, contiguous; as many bytes in all.
+        crc: the checksum that came with them (`Parcel.crc`).
+        into: the arrays, contiguous, with the same number of bytes in all.
         asked: checksum of the request.
 
     Raises:
-        PacelineError: the checksum is wrong; the arrays are not to be used.
+        PacelineError: the checksum is wrong; do not use the arrays.
     """
     found, start = asked, 0
     for array in into:

@@ -54,7 +54,7 @@ class StatePart(abc.ABC):
     kind: str
 
     def arrays(self, held: Holding = _NOTHING) -> dict[str, Leaf]:
-        """Large state: the live arrays by path, in the same order on every member.
+        """Returns large state: the live arrays by path, in the same order on every member.
 
         Args:
             held: this member's shards of sharded arrays.
@@ -63,7 +63,7 @@ class StatePart(abc.ABC):
         return {}
 
     def sharded(self) -> dict[str, Parameter]:
-        """The arrays that are sharded over ranks: by path the piece that defines their shards."""
+        """Returns the arrays that are sharded over ranks: by path, the parameter piece that defines their shards."""
         return {}
 
     def write(self, held: Holding, arrays: Mapping[str, Any]) -> None:
@@ -72,18 +72,18 @@ class StatePart(abc.ABC):
 
     @abc.abstractmethod
     def rest(self) -> Tree:
-        """A copy of everything that is not in `arrays`."""
+        """Returns a copy of everything that is not in `arrays`."""
 
     @abc.abstractmethod
     def load_rest(self, rest: Tree) -> None:
         """Loads what another member's `rest` returned; the caller writes the arrays in place.
 
         Raises:
-            SizeMismatch: it does not fit.
+            SizeMismatch: the rest does not fit.
         """
 
     def kept(self, before: tuple[Tree, Tree] | None) -> tuple[Tree, Tree]:
-        """A copy of everything, for `back_to`; reuses the memory of an earlier copy where it fits."""
+        """Returns a copy of everything, for `back_to`; reuses the memory of an earlier copy where it fits."""
         arrays = before[0] if before is not None else {}
         return {path: copied(_values(leaf), arrays.get(path)) for path, leaf in self.arrays().items()}, self.rest()
 
@@ -94,7 +94,7 @@ class StatePart(abc.ABC):
         self.write(_NOTHING, arrays)
 
     def small(self) -> Tree:
-        """A copy of what may change outside the gate."""
+        """Returns a copy of the state that may change outside the gate."""
         return self.rest()
 
     def put_back(self, small: Tree) -> None:
@@ -102,27 +102,27 @@ class StatePart(abc.ABC):
         self.load_rest(small)
 
     def clear_gradients(self) -> None:
-        """Drops the gradients of a step that is undone."""
+        """Drops the gradients of an undone step."""
         return
 
     def fixed(self) -> Tree:
-        """A copy of the small state that only a step's block changes; without settings, which may change any time."""
+        """Returns a copy of the small state that only a step's block changes; no settings, which may always change."""
         return self.rest()
 
     def parameters(self) -> Mapping[str, Any]:
-        """A model's parameters by path; a tied one has one of its paths."""
+        """Returns a model's parameters by path; a tied parameter appears under one of its paths."""
         return {}
 
     def trained(self) -> Sequence[Any]:
-        """The models' parameters that `gated().step` changes."""
+        """Returns the models' parameters that `gated().step` changes."""
         return ()
 
     def holds(self) -> set[int] | None:
-        """Marks (`marks_of`) of the parameters and arrays in this part; None if they cannot be known."""
+        """Returns the marks (`marks_of`) of the parameters and arrays in this part; None if they cannot be known."""
         return None
 
     def gated(self) -> Any:
-        """The object whose `step` changes large state; None if there is none."""
+        """Returns the object whose `step` changes large state; None if there is none."""
         return None
 
 
@@ -134,7 +134,7 @@ class _Model(StatePart):
     def __init__(self, model: Any) -> None:
         self._model = model
         self._known: dict[str, Any] = {}
-        """The parameters at the last call of `arrays`; it takes a millisecond to list those of a module."""
+        """The parameters at the last call of `arrays`; kept because listing those of a module takes a millisecond."""
 
     def arrays(self, held: Holding = _NOTHING) -> dict[str, Leaf]:
         self._known = self.parameters()
@@ -152,7 +152,7 @@ class _Model(StatePart):
         found: dict[str, Any] = {}
         seen: set[int] = set()
         for path, parameter in self._model.named_parameters():
-            if id(parameter) not in seen:  # one that is tied has several paths
+            if id(parameter) not in seen:  # a tied one has several paths
                 seen.add(id(parameter))
                 found[path] = parameter
         return found
@@ -183,11 +183,11 @@ class _Model(StatePart):
     def small(self) -> Tree:
         begin = getattr(self._model, "begin_step", None)
         if begin is not None:
-            begin()  # `drop_gradients` will go back to here
+            begin()  # `drop_gradients` will return to this point
         return self._rest(self._known or self.parameters())
 
     def clear_gradients(self) -> None:
-        drop = getattr(self._model, "drop_gradients", None)  # a wrapper keeps more than the parameters show
+        drop = getattr(self._model, "drop_gradients", None)  # a wrapper may keep gradients of its own
         if drop is not None:
             drop()
             return
@@ -311,7 +311,7 @@ class _Opaque(StatePart):
         return list(getattr(self._thing, "param_groups", ()))
 
     def _settings(self) -> list[dict[str, Any]]:
-        """The settings of each group of parameters."""
+        """Returns the settings of each group of parameters."""
         return [{key: value for key, value in group.items() if key != "params"} for group in self._groups()]
 
     def fixed(self) -> Tree:
@@ -371,7 +371,7 @@ def _values(leaf: Leaf) -> NDArray[Any]:
 
 
 def as_trained(parameter: Any) -> Any:
-    """The object that optimizers have for a parameter: for a sharded torch model, a tensor over this member's piece."""
+    """Returns an optimizer's object for a parameter: for a sharded torch model, a tensor over this member's piece."""
     return getattr(parameter, "tensor", parameter)
 
 
@@ -381,7 +381,7 @@ def trains(parameter: Any) -> bool:
 
 
 def _marks(tree: Tree) -> Iterator[int]:
-    """Yields the marks of all values in nested ones."""
+    """Yields the marks of all values in a tree."""
     if isinstance(tree, Mapping | list | tuple):
         for value in tree.values() if isinstance(tree, Mapping) else tree:
             yield from _marks(value)
@@ -390,12 +390,12 @@ def _marks(tree: Tree) -> Iterator[int]:
 
 
 def _names(rest: Tree) -> Tree:
-    """The names in an optimizer's small state."""
+    """Returns the names in an optimizer's small state."""
     return rest["settings"].keys(), {path: numbers.keys() for path, numbers in rest["numbers"].items()}
 
 
 def write_in_place(here: Mapping[str, Leaf], there: Mapping[str, Any]) -> None:
-    """Copies arrays in place into those of the same path, all or none; from a whole array a shard takes its elements.
+    """Copies arrays in place into those of the same path, all or none; a shard takes its elements from a whole array.
 
     Args:
         here: the arrays or shards that are written.
@@ -440,7 +440,7 @@ def check_fit(here: Mapping[str, Leaf], there: Mapping[str, Any]) -> None:
 
 
 def _kind(leaf: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Dtype and shape of the whole array."""
+    """Returns the dtype and shape of the whole array."""
     if isinstance(leaf, Shard):
         return leaf.values.dtype, leaf.shape
     array = np.asarray(leaf)

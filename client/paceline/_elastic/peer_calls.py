@@ -1,8 +1,8 @@
 """The calls that a member makes to other members: for their state, for shards of it, and to test the way to them.
 
-A state is fetched from all members that hold it at the same time; chunks that this member has already are not sent. A
-call that a member refuses for now is repeated for a while (status UNAVAILABLE with a reason: it is overloaded, or the
-job's secret is just being renewed).
+A state is fetched from all members that hold it at the same time; chunks that this member already has are not sent. A
+call that a member refuses for now is repeated for a while (status UNAVAILABLE with a reason: the member is overloaded,
+or the job's secret is just being renewed).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = [
 _log = logging.getLogger("paceline.elastic")
 
 _BATCH = 16
-"""Chunks that are requested from one member at a time: 16 MiB. Others are asked for those that it does not send."""
+"""Chunks that are requested from one member at a time: 16 MiB. If it does not send them, others are asked."""
 
 _ROOM = 4
 """Largest size of a state in multiples of this member's own; 64 MiB are added."""
@@ -126,7 +126,7 @@ async def out_of_reach(
 ) -> list[str]:
     """Finds the members that this worker cannot connect to, or that cannot connect to it; a text for each says why.
 
-    A worker that cannot exchange messages with all members would break every view.
+    A worker that cannot exchange messages with every member would break every view.
 
     Args:
         job: name of the job.
@@ -207,7 +207,7 @@ async def _fetch(
                 del giving[peer]  # not asked again, since each further failure would delay the others
                 return
 
-    while missing:  # again for the chunks of members that failed
+    while missing:  # retries the chunks of members that failed
         giving.update(islice(untried, _GIVING - len(giving)))
         if not giving:
             raise LinkUnavailable(f"nobody gave the rest of the state {tag}: " + "; ".join(failures))
@@ -225,7 +225,7 @@ async def _pull(
     described: Description,
     patience: float,
 ) -> None:
-    """Fetches chunks from one member; `wanted` keeps those that have not arrived."""
+    """Fetches chunks from one member; those that have not arrived stay in `wanted`."""
     request = peer_pb2.GetStateRequest(job=job, to_member=peer.member_id, tag=wire_tag(tag), chunks=sorted(wanted))
     call = PeerServiceStub(channel).GetState(request)
     try:
@@ -245,12 +245,12 @@ async def _pull(
 
 
 def wire_tag(tag: Tag) -> session_pb2.Tag:
-    """The tag as a protobuf message."""
+    """Returns the tag as a protobuf message."""
     return session_pb2.Tag(generation=tag.generation, step=tag.step)
 
 
 def refusal_text(error: Exception) -> str:
-    """The reason that a member gave for refusing a call."""
+    """Returns the reason that a member gave for refusing a call."""
     if isinstance(error, aio.AioRpcError):
         return error.details() or error.code().name
     return str(error) or "no answer"
@@ -260,7 +260,7 @@ _PARCELS_AT_ONCE = 2
 """Parcels that one holder packs for one taker at a time: while one is unpacked, the next is packed."""
 
 _MAX_REQUEST = 48 << 10
-"""Bytes of names in one request; the receiver reads requests of up to 64 KiB."""
+"""Bytes of names in one request; the receiver accepts requests of up to 64 KiB."""
 
 
 class Holder(NamedTuple):
@@ -292,7 +292,7 @@ async def take_shards(
         LinkUnavailable: no member gave a run; the text says which, and the answer of each.
     """
     taking = _ShardFetcher(job, tag, plan, patience)
-    holders = random.sample(holders, len(holders))  # is_sharded the load over replicas
+    holders = random.sample(holders, len(holders))  # spreads the load over replicas
     held = {number: holder.shares for number, holder in enumerate(holders)}
     channels: dict[int, aio.Channel] = {}
     missing = plan.wanted
@@ -381,7 +381,7 @@ class _ShardFetcher:
                         if parcel.HasField("memory"):
                             memory, start = borrow(parcel.memory, size, peer), parcel.memory.offset
                             self._mapped.add(memory)
-                            limit.reschedule(None)  # no member is waited for; an abandoned thread would write on
+                            limit.reschedule(None)  # waits for no member now; an abandoned thread would write on
                             view = memory.view[start : start + size]
                             await asyncio.to_thread(unpack, view, parcel.crc, into, checksum(batch))
                             return
@@ -403,7 +403,7 @@ class _ShardFetcher:
             width = self._plan.into(run).itemsize
             start, rest = run.start, run.count
             while rest:
-                name = len(run.name.encode()) + 32  # of the fields around it
+                name = len(run.name.encode()) + 32  # for the fields around it
                 if batch and (room < width or words < name or len(batch) == MAX_RUNS):
                     yield batch
                     batch, room, words = [], MAX_PARCEL_BYTES, _MAX_REQUEST
@@ -442,9 +442,9 @@ async def retry_while_refused(call: Callable[[], Awaitable[T]], patience: float)
 
 
 def refuses_for_now(error: aio.AioRpcError) -> bool:
-    """True if a member refused the call because it is overloaded, or knows another secret of the job than this worker.
+    """True if a member refused the call because it is overloaded, or has another secret of the job than this worker.
 
-    The secret is new in each line, and not all members hear of it at the same moment. For a member that cannot be
+    Each line has a new secret, and not all members learn it at the same moment. For a member that cannot be
     reached, gRPC reports UNAVAILABLE too, but without a reason.
     """
     reason = error_from_status(error, "")

@@ -1,4 +1,4 @@
-"""How a member gets the state that it is to hold: from others, out of a checkpoint, or by finishing a step itself."""
+"""How a member gets the state that it should hold: from others, from a checkpoint, or by finishing a step itself."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _FIRST_S, _MOST_S = 0.05, 1.0
 """Shortest and longest pause in seconds between takes that fail in a row; the coordinator orders retries at once."""
 
 _TRIES, _PATIENCES = 3, 10
-"""A member leaves after so many failed takes in so many times `failure_timeout`, because the others wait for it."""
+"""A member leaves after so many failed takes in that many times `failure_timeout`, because the others wait for it."""
 
 
 class _Kept(NamedTuple):
@@ -74,11 +74,11 @@ class StateRecovery:
         self._state = state
         self._saver = saver
         self._holders: Sequence[Holder] = ()
-        self._told = b""  # fingerprint of the base
-        self._own = saver.tag, saver.fingerprint  # of what was read from a checkpoint, or taken last
-        self._failing: Tag | None = None  # of which takes have failed lately
+        self._told = b""  # the fingerprint of the base
+        self._own = saver.tag, saver.fingerprint  # the state that was read from a checkpoint or taken last
+        self._failing: Tag | None = None  # the state whose takes have failed lately
         self._failing_since = 0.0
-        self._failed = 0  # of them, in a row
+        self._failed = 0  # failed takes in a row
         self._kept: _Kept | None = None
         self.read_a_checkpoint = False
 
@@ -87,9 +87,9 @@ class StateRecovery:
         self._holders, self._told = holders, fingerprint
 
     def fingerprint(self, meet: Meet) -> bytes:
-        """The fingerprint of this member's state if its tag does not identify it; empty if it does.
+        """Returns the fingerprint of this member's state if its tag does not identify it; empty if it does.
 
-        Each member builds its own state at (0, 0), and different states of any tag may be on the members' disks.
+        Each member builds its own state at (0, 0), and members may have different states of one tag on their disks.
         """
         if meet.tag is None or meet.stored:
             return b""
@@ -124,7 +124,7 @@ class StateRecovery:
                     self._tell_view(order, error)
                 found = self._saver.latest()
                 if self._member.stored and found == Tag(0, 0):
-                    raise  # there were some, and all are damaged
+                    raise  # there are checkpoints, and all are damaged
                 self._failed_again(order, error, began)
                 self._member.found(found)
                 order = self._member.meet()
@@ -135,7 +135,7 @@ class StateRecovery:
         return order
 
     def _tell_view(self, order: Take, error: PacelineError) -> None:
-        """Ends the view, so that its members do not wait for this one in their first step, but meet again."""
+        """Ends the view, so that its members meet again and do not wait for this one in their first step."""
         mesh = self._coordinator.group.mesh
         text = f"{mesh.peers[mesh.rank]} could not fetch the state {order.base}: {error}"[:2000]
         mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, None, 0, text))
@@ -156,7 +156,7 @@ class StateRecovery:
             time.sleep(max(0.0, began + pause - now))
 
     def start_from_checkpoint(self, reason: str) -> tuple[int, Meet]:
-        """Goes back to the latest checkpoint, because the state is lost; returns its step and what to say next.
+        """Goes back to the latest checkpoint, because the state is lost; returns its step and the meet to send.
 
         Raises:
             OrphanedError: there is no checkpoint.
@@ -190,7 +190,7 @@ class StateRecovery:
             self._reshard(order)
         else:
             rest = self._from_others(order)
-            self._coordinator.offered.withdraw()  # it is overwritten, and others might read it
+            self._coordinator.offered.withdraw()  # the take overwrites the state, which others might read
             self._state.load_state_dict(rest)
 
     def train_on(self, share: Share) -> None:

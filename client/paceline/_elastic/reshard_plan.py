@@ -1,6 +1,6 @@
 """Plans how a member gets a new shard of a sharded state: what it holds, what it lacks, which member gives what.
 
-The planning is pure. A `Share` is part p of P equal parts of every flat array (`_parallel.sharding.layout`).
+The planning is pure. A `Share` is part p of P equal parts of every flat array (`FlatLayout` in `_parallel.sharding`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ElementRun:
 
 
 def checksum(runs: Sequence[ElementRun]) -> int:
-    """CRC-32 of the names and positions of runs (`Parcel` in peer.proto)."""
+    """Returns the CRC-32 of the names and positions of runs (`Parcel` in peer.proto)."""
     words = (run.name.encode() + struct.pack("<QQ", run.start, run.count) for run in runs)
     return zlib.crc32(b"".join(words))
 
@@ -53,7 +53,7 @@ def fill(targets: Mapping[str, Shard], sources: Iterable[Mapping[str, Shard]]) -
 
     Args:
         targets: shards to fill, by name.
-        sources: shards of the same state, by name. If several have an element, the first one gives it.
+        sources: shards of the same state, by name. The first one that has an element gives it.
 
     Returns:
         The runs that no source has.
@@ -68,7 +68,7 @@ def fill(targets: Mapping[str, Shard], sources: Iterable[Mapping[str, Shard]]) -
                 rest.append(run)
                 continue
             into = slice(common.start - target.start, common.start - target.start + common.count)
-            values = source.values.reshape(-1)  # a view: what is held is contiguous, or one element repeated
+            values = source.values.reshape(-1)  # a view, since shards are contiguous, or one element repeated
             np.copyto(target.values.reshape(-1)[into], values[common.start - source.start :][: common.count])
             rest += _without(run, common)
         missing = rest
@@ -80,7 +80,7 @@ def assign(
     held: Mapping[K, Iterable[Share]],
     cut: Callable[[int], Mapping[str, tuple[int, int]]],
 ) -> dict[K, list[ElementRun]]:
-    """Decides which holder gives which of the missing runs. Of several that have one, the least loaded gives it.
+    """Decides which holder gives which of the missing runs. If several have a run, the least loaded one gives it.
 
     Args:
         missing: the runs that are wanted.
@@ -114,7 +114,7 @@ def assign(
                 found += [(load[holder], holder, stop) for holder in holders.get(part, ())]
             if not found:
                 raise LookupError(ElementRun(run.name, start, nobody - start))
-            _, holder, stop = min(found, key=lambda one: one[0])  # of equals, the first
+            _, holder, stop = min(found, key=lambda one: one[0])  # of equal ones, the first
             given[holder].append(ElementRun(run.name, start, stop - start))
             load[holder] += stop - start
             start = stop
@@ -134,7 +134,7 @@ def _without(run: ElementRun, part: ElementRun) -> list[ElementRun]:
 
 
 class ReshardPlan:
-    """A prepared change to another share: memory for it, in part filled from what this member holds already.
+    """A prepared change to another share: memory for it, filled in part from what this member holds already.
 
     Args:
         share: the share to change to.
@@ -165,7 +165,7 @@ class ReshardPlan:
         self._targets = targets
 
     def into(self, run: ElementRun) -> NDArray[Any]:
-        """A view of the memory that a run is written to, shape [run.count]."""
+        """Returns a view of the memory that a run is written to, shape [run.count]."""
         target = self._targets[run.name]
         return target.values.reshape(-1)[run.start - target.start :][: run.count]
 
@@ -176,7 +176,7 @@ class ReshardPlan:
             The rest of the state: nested values, None in place of each sharded array.
 
         Raises:
-            CheckpointDamaged: other bytes were read than were written.
+            CheckpointDamaged: the bytes read are not the bytes written.
             SizeMismatch: the checkpoint is of another model.
         """
         tree = Reader(folder).state(self._targets)

@@ -1,4 +1,4 @@
-"""`session.retry`: a block between two steps that changes no state, run again until no failure cuts it short.
+"""`session.retry`: a block between two steps that changes no state, run again until no failure interrupts it.
 
 Members wait for each other at the end of the block. So if one member is past the block, all have finished it, and a
 member whose wait was interrupted must not run it again: otherwise it would repeat the block while another computes the

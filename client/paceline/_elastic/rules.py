@@ -57,7 +57,7 @@ def check_complete(state: TrainState) -> None:
                 )
     for name, (_, part) in state.objects.items():
         optimizer = part.gated()
-        # torch's schedulers mark the `step` of their optimizer, from 2.11 to 2.15 like this.
+        # From 2.11 to 2.15, torch's schedulers mark the `step` of their optimizer like this.
         if getattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched", False) and not any(
             _knows(thing, optimizer, _DEPTH)
             for thing, other in state.objects.values()
@@ -76,14 +76,14 @@ def no_other_optimizer(state: TrainState, updating: Callable[[], bool]) -> Itera
 
     Args:
         state: what is trained.
-        updating: True while an optimizer of the state runs, which may have others inside.
+        updating: True while an optimizer of the state runs, which may call others.
 
     Raises:
         StepOrderError: raised by the other optimizer's `step`, before it changes anything.
     """
     torch_has = sys.modules.get("torch.optim.optimizer")
     own = {id(part.gated()) for _, part in state.objects.values()}
-    models = {  # keeps the parameters alive, so that no other object gets the id of one
+    models = {  # keeps the parameters alive, so that no other object can get the id of one
         id(as_trained(parameter)): (f"{name} {path!r}", parameter)
         for name, (_, part) in state.objects.items()
         for path, parameter in part.parameters().items()
@@ -121,10 +121,10 @@ class StateWatch:
         self._after: dict[str, int] | None = None
         """Checksums of the state after the last step."""
         self._before: dict[str, int] | None = None
-        """Checksums of the state at the begin of this step, until its update."""
+        """Checksums of the state at the beginning of this step, until its update."""
 
     def begin(self) -> None:
-        """Checks the state at the begin of a step.
+        """Checks the state at the beginning of a step.
 
         Raises:
             StepOrderError: something has changed since the last step.
@@ -168,12 +168,12 @@ class StateWatch:
 
 
 def _arrays_of(state: TrainState) -> dict[str, int]:
-    """A checksum of a sample of each array, by name."""
+    """Returns a checksum of a sample of each array, by name."""
     return {name: _sampled(array) for name, array in state.named().items()}
 
 
 def _rest_of(state: TrainState) -> dict[str, int]:
-    """A checksum of the small state that only a block changes, by part; without parts that cannot be kept."""
+    """Returns a checksum of each part's small state that only a block changes; skips parts that cannot be saved."""
     found = {}
     for name, (_, part) in state.objects.items():
         with contextlib.suppress(UnsupportedOp):
@@ -187,7 +187,7 @@ def _sampled(array: NDArray[Any]) -> int:
 
 
 def _differ(before: Mapping[str, int], now: Mapping[str, int]) -> str:
-    """The first name whose value has changed; empty if none has."""
+    """Returns the first name whose value has changed; empty if none has."""
     return next((name for name, value in before.items() if now.get(name) != value), "")
 
 

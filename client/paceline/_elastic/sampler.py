@@ -1,4 +1,4 @@
-"""The samples that a rank takes in a step: a pure function of (step, rank, world), so the world may change at any time.
+"""The samples of a rank in a step: a pure function of (step, rank, world), so the world may change at any time.
 
 There are n samples, a global batch of B, and W ranks. Batch t of an epoch is perm(seed, epoch)[tB : min((t + 1) B, n)],
 b samples; rank r takes [r b // W, (r + 1) b // W) of it. No member reserves samples, so nothing is given back when one
@@ -23,9 +23,9 @@ class Planned(NamedTuple):
     """The samples of one rank in one step."""
 
     epoch: int
-    """Number of epochs that are finished by then."""
+    """Number of epochs that are finished before this step."""
     offset: int
-    """Number of samples of this epoch that earlier steps have used."""
+    """Number of samples of the present epoch that earlier steps have used."""
     indices: NDArray[np.intp]
     """Indices of the rank's samples, as `ElasticSampler.share` returns them."""
     weight: float
@@ -90,17 +90,17 @@ class ElasticSampler:
         return {"sampler n": self.n, f"sampler {batch}": self._size, "sampler seed": self.seed}
 
     def lr_scale(self, world: int) -> float:
-        """The factor for the learning rate: W with `per_rank_batch`, else 1, because B is the same in any world."""
+        """The factor for the learning rate: W with `per_rank_batch`, else 1, since B does not depend on the world."""
         return float(world) if self._per_rank else 1.0
 
     def current(self, rank: int, world: int) -> tuple[NDArray[np.intp], float]:
-        """One rank's part of the present batch, as `share` returns it."""
+        """Returns one rank's part of the present batch, like `share`."""
         return share_out(self._batch(self.epoch, self.offset, world), rank, world)
 
     def ahead(self, rank: int, world: int) -> Iterator[Planned]:
         """Yields one rank's part of the present batch, and of all later ones if the world stays as it is. Never ends.
 
-        A loader that fetches samples early reads here what is likely to come. The sampler does not move; the first
+        A loader that fetches samples early reads here what will probably come. The sampler does not move; the first
         item is what `current` returns now, and a later move of the sampler does not change the rest.
         """
         return self._walk(self.epoch, self.offset, rank, world)
@@ -113,14 +113,14 @@ class ElasticSampler:
             self._orders.pop(before, None)
 
     def state_dict(self) -> dict[str, int]:
-        """The sampler's position."""
+        """Returns the sampler's position."""
         return {"epoch": self.epoch, "offset": self.offset}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Moves to a position of `state_dict`.
+        """Moves to a position that `state_dict` returned.
 
         Raises:
-            ValueError: there is no such position.
+            ValueError: the position is out of range.
         """
         epoch, offset = int(saved["epoch"]), int(saved["offset"])
         if epoch < 0 or not 0 <= offset < self.n:
@@ -128,7 +128,7 @@ class ElasticSampler:
         self.epoch, self.offset = epoch, offset
 
     def batch(self, step: int) -> NDArray[np.intp]:
-        """Indices of the global batch of a step, shape [b]; steps are counted from 0 across epochs.
+        """Returns the indices of the global batch of a step, shape [b]; steps are counted from 0 across epochs.
 
         Raises:
             ValueError: the step is negative.
@@ -139,7 +139,7 @@ class ElasticSampler:
         return self._permutation(epoch)[t * self.global_batch : (t + 1) * self.global_batch].copy()
 
     def share(self, step: int, rank: int, world: int) -> tuple[NDArray[np.intp], float]:
-        """One rank's part of a step.
+        """Returns one rank's part of a step.
 
         Returns:
             Indices, and their weight b_r / b for `ddp.backward(dy, weight)`, where dy is the gradient of the mean loss
@@ -164,7 +164,7 @@ class ElasticSampler:
         return self._permutation(epoch)[offset : offset + size]
 
     def _after(self, epoch: int, offset: int) -> tuple[int, int]:
-        """The position of the next batch, if `offset` samples of the epoch are used."""
+        """Returns the position of the next batch, once `offset` samples of the epoch are used."""
         return (epoch, offset) if offset < self.n else (epoch + 1, 0)
 
     def _permutation(self, epoch: int) -> NDArray[np.intp]:
@@ -178,7 +178,7 @@ class ElasticSampler:
 
 
 def share_out(batch: NDArray[np.intp], rank: int, world: int) -> tuple[NDArray[np.intp], float]:
-    """One rank's part of a global batch, shape [b] with b >= 1, as `ElasticSampler.share` returns it."""
+    """Returns one rank's part of a global batch, shape [b] with b >= 1, like `ElasticSampler.share`."""
     if world < 1:
         raise InvalidWorldSize(f"a world has at least one rank, not {world}")
     if not 0 <= rank < world:

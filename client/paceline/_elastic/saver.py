@@ -2,7 +2,6 @@
 
 The lowest rank of each host writes. If hosts share the directory, only one of them does: all writers of a generation
 use the same folder name, and a host that finds the folder leaves the checkpoint to the host that created it.
-
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ VISIBLE_S = 70.0
 minute (nfs(5), acdirmax)."""
 
 _LOOK_S = 0.05
-"""Seconds between two looks for a checkpoint that another host has written."""
+"""Seconds between two checks for a checkpoint that another host has written."""
 
 _SHARED = "with a sharded state, checkpoint_dir must lie on a disk that all workers share"
 
@@ -77,7 +76,7 @@ def warning_of_frozen(state: TrainState, step: int) -> Iterator[None]:
 
 
 def _trained(state: TrainState) -> dict[str, bool]:
-    """For each parameter of each model, whether it is trained."""
+    """Returns for each parameter of each model whether it is trained."""
     return {
         f"{name} {path!r}": trains(parameter)
         for name, (_, part) in state.objects.items()
@@ -112,9 +111,9 @@ class Saver:
         self._pending: tuple[Tag, Any, str] | None = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._last = Tag(0, 0)  # what was copied, or loaded, last
+        self._last = Tag(0, 0)  # the state that was copied or loaded last
         self._damaged: set[Tag] = set()
-        self._missing: tuple[Tag, float] | None = None  # what others see and this member does not, and since when
+        self._missing: tuple[Tag, float] | None = None  # a tag that only others see, and since when
 
     def load(self, state: TrainState) -> None:
         """Loads the latest checkpoint that is not damaged, if there is one.
@@ -143,7 +142,7 @@ class Saver:
         return Tag(0, 0)
 
     def has(self, tag: Tag) -> bool:
-        """True if the checkpoint of that tag is here, and complete by its file sizes."""
+        """True if the checkpoint of that tag is on this disk, and complete by its file sizes."""
         return self._directory is not None and is_there(Path(self._directory) / str(tag))
 
     def read(self, tag: Tag, plan: ReshardPlan, interrupted: Callable[[], bool] = lambda: False) -> Any:
@@ -152,15 +151,15 @@ class Saver:
         If this member does not see it, waits for it for up to `VISIBLE_S` since it first looked.
 
         Args:
-            tag: the checkpoint's.
-            plan: what to read from it.
+            tag: the checkpoint's tag.
+            plan: the plan to fill.
             interrupted: returns True when the wait should end, because there is something else to do.
 
         Raises:
-            CheckpointDamaged: it is damaged, was removed meanwhile, or the wait was interrupted; `latest` gives the one
-                before.
+            CheckpointDamaged: the checkpoint is damaged, was removed meanwhile, or the wait was interrupted; `latest`
+                gives the one before.
             CheckpointFailed: neither it nor a later one is on this member's disk, and none appeared.
-            SizeMismatch: it is of another model.
+            SizeMismatch: the checkpoint is of another model.
         """
         if self._directory is None:
             raise CheckpointFailed(f"{_elsewhere(tag, 'a directory that this worker was not given')}: {_SHARED}")
@@ -189,9 +188,9 @@ class Saver:
             time.sleep(_LOOK_S)
 
     def begin(self, held: Tag | None, state: TrainState, group: Group) -> None:
-        """Copies the state, when a step begins, if a checkpoint is due."""
+        """Copies the state when a step begins, if a checkpoint is due."""
         if self._pending is not None and self._pending[0] != held:
-            self._pending = None  # the copy was not committed, and training goes on from another state
+            self._pending = None  # the copied step was not committed, and training goes on from another state
         if self._every is None or held is None or held.step % self._every or held in (self._last, Tag(0, 0)):
             return
         if _is_lowest(group):
@@ -199,7 +198,7 @@ class Saver:
             self._last = held
 
     def wait_until_copied(self) -> None:
-        """Waits, before the state changes, until what is to be saved of it has been copied."""
+        """Waits, before the state changes, until the copy for a checkpoint is complete."""
 
     @property
     def is_writing(self) -> bool:
@@ -223,7 +222,7 @@ class Saver:
         self._thread = thread
 
     def keep_last(self, held: Tag | None, state: TrainState, group: Group) -> None:
-        """As `keep`, when all members leave and there is no other try: if one is lost, each of the others writes.
+        """Saves like `keep` when all members leave, with no other try: if one is lost, each of the others writes.
 
         Raises:
             CheckpointFailed: a disk refused the write.
@@ -289,7 +288,7 @@ class Saver:
                 save_once(self._directory, saved, tag, attempt)
             else:
                 checkpoint.save(self._directory, saved, tag)
-        except Exception as error:  # noqa: BLE001  raised on the training thread, at the next one
+        except Exception as error:  # noqa: BLE001  raised on the training thread, at the next checkpoint
             self._error = error
 
     def _complain(self) -> None:
@@ -310,7 +309,7 @@ def _is_lowest(group: Group) -> bool:
 
 
 def _attempt(group: Group) -> str:
-    """The folder name that all writers of this generation use; empty if there is only one writer."""
+    """Returns the folder name that all writers of this generation use; empty if there is only one writer."""
     if len({member.host for member in group.members}) == 1:
         return ""
     return hashlib.sha256(f"{group.generation} {group.members[0].member_id}".encode()).hexdigest()[:16]

@@ -43,29 +43,29 @@ _log = logging.getLogger("paceline.session")
 
 
 class Session(abc.ABC):
-    """A live registration. Made by `paceline.join`; a context manager that leaves at its end.
+    """One member's registration in a job. `paceline.join` makes it; a context manager that leaves at its end.
 
     Attributes:
         job: name of the job.
-        group: the object that collectives are called on; one for the session's life.
+        group: the object that collectives are called on; the same object for the session's life.
         store: the job's key-value store.
     """
 
     job: str
     group: Group
     store: Store
-    all_start_again = False  # once one worker fails, as under torchrun: then none comes later, and has no rank
+    all_start_again = False  # True if all restart once one fails, as under torchrun: no worker joins later
     _line: TrainingLoop | None = None
-    _asked_early = ""  # which of rank and size was asked for before the first loop over steps
+    _asked_early = ""  # "rank" or "size", if the script read it before the first loop over steps
     _on_commit: list[Callable[[int], None]]
     _on_view: list[Callable[[], None]]
 
     @property
     def rank(self) -> int:
-        """This member's rank in the current view; another one may have it in the next.
+        """This member's rank in the current view; another member may have this rank in the next view.
 
         Raises:
-            StepOrderError: this worker is in no view yet. One that comes to a job whose steps are running, as every
+            StepOrderError: this worker is in no view yet. A worker that joins a job whose steps are running, as every
                 replacement does, gets its rank in its first step.
         """
         return self._in_view("rank").rank
@@ -75,7 +75,7 @@ class Session(abc.ABC):
         """Number of members in the current view.
 
         Raises:
-            StepOrderError: as `rank`.
+            StepOrderError: as for `rank`.
         """
         return self._in_view("size").size
 
@@ -88,13 +88,13 @@ class Session(abc.ABC):
 
     @property
     def generation(self) -> int:
-        """Number of the current view; it only grows. 0 before the first."""
+        """Number of the current view; it only grows. 0 before the first view."""
         return self.group.generation
 
     @property
     @abc.abstractmethod
     def members(self) -> Sequence[Peer]:
-        """The members of the current view in rank order; none while this worker is in no view."""
+        """The members of the current view in rank order; empty while this worker is in no view."""
 
     def steps(
         self,
@@ -105,7 +105,7 @@ class Session(abc.ABC):
         checkpoint_every: int | None = None,
         seed: int = 0,
     ) -> Iterator[Step]:
-        """The steps of the job, each until it counts: workers may die, freeze, join and leave meanwhile.
+        """Yields each step of the job, and again until it commits; workers may die, freeze, join and leave meanwhile.
 
             for step in session.steps(state, total=1000):
                 with step:
@@ -116,40 +116,41 @@ class Session(abc.ABC):
                 if step.applied:
                     log(...)
 
-        A failure of the group inside the block undoes the step, on every member, and the same number comes again under
-        the next generation. All state that the block changes must be in `state`; what it prints or writes to files
-        happens once for each attempt (`on_commit` hears of committed steps once). Collectives belong before
-        `optimizer.step()`, or between steps into `retry()`; in a step with several updates behind `step.keep_copy()`.
-        They are refused elsewhere. In the first three steps of the job it is looked at whether state changes outside of
-        the block, or before `optimizer.step()`; learning rates and `requires_grad` may.
+        A failure of the group inside the block undoes the step on every member, and the loop yields the same number
+        again in the next generation. All state that the block changes must be in `state`. Output to the screen and to
+        files happens once for each attempt (`on_commit` reports each committed step once). Collectives belong before
+        `optimizer.step()`, or between steps into `retry()`, or in a step with several updates after `step.keep_copy()`.
+        They are refused elsewhere. The first three steps of the job check that no state changes outside of the block,
+        or before `optimizer.step()`; learning rates and `requires_grad` may change.
 
-        Whoever comes later is given the state of those who train, and begins with their next step. SIGTERM, and
-        `paceline drain`, have a worker leave after its step: `Dismissed` (a SystemExit) ends its script with code 0.
-        So it ends that of a worker that comes when all is done.
+        A worker that joins later receives the state from the others, and begins with their next step. SIGTERM and
+        `paceline drain` make a worker leave after its step: `Dismissed` (a SystemExit) ends its script with code 0. It
+        also ends the script of a worker that comes when all steps are done.
 
         Args:
             state: all that training changes.
             total: number of the last step.
-            checkpoint_dir: where checkpoints are kept, and looked for at the start; alike on all workers. Where the
-                state is spread (`FSDP`) it must lie on a disk that all workers share: they write together.
-            checkpoint_every: steps between two; with a directory alone, the last state is kept.
-            seed: of `step.rng`, and of torch's generator, which each step seeds with (seed, step, rank).
+            checkpoint_dir: where checkpoints are kept, and looked for at the start; the same on all workers. If the
+                state is sharded (`FSDP`), it must lie on a disk that all workers share, since they write together.
+            checkpoint_every: steps between two checkpoints; with a directory alone, only the last state is kept.
+            seed: seed of `step.rng`, and of torch's generator, which each step seeds with (seed, step, rank).
 
         Raises:
             Dismissed: this worker has nothing more to do.
             StepVoid: a step failed five times in a row; the text has the causes.
             ValueError: an argument is out of range, or `state` lacks a model that its optimizers train, or a scheduler.
-            StepOrderError: a collective came behind `optimizer.step()` or between steps, or that outside of a step; the
-                state changed where it must not, or by an optimizer that is no part of it; or it is half changed, for an
-                earlier loop was interrupted in a step: load a checkpoint, or make its objects anew.
+            StepOrderError: a collective came after `optimizer.step()` or between steps, or `optimizer.step()` outside
+                of a step; the state changed where it must not, or by an optimizer that is no part of it; or the state
+                is half changed, because an earlier loop was interrupted in a step: load a checkpoint, or make its
+                objects anew.
             SettingsMismatch, SizeMismatch: this worker trains something else than the others; the text says what.
             DivergenceError: members hold different bits.
-            OrphanedError: the coordinator did not come back; or some of a spread state is lost, and there is no
-                checkpoint to go on from.
-            CheckpointFailed: the last checkpoint could not be written, or one that others see does not come.
-            LinkUnavailable: nobody gave this worker the state, again and again.
-            CheckpointDamaged: all checkpoints are.
-            InvalidWorldSize: the model is spread over nodes that the workers of a fixed world do not make up.
+            OrphanedError: the coordinator did not come back; or some shards of the state are lost, and there is no
+                checkpoint to continue from.
+            CheckpointFailed: the last checkpoint could not be written, or one that others see does not appear.
+            LinkUnavailable: no member gave this worker the state, in many tries.
+            CheckpointDamaged: all checkpoints are damaged.
+            InvalidWorldSize: the model is sharded over nodes, and the workers of a fixed world do not fill whole nodes.
             UnsupportedOp: the state cannot be given to another member.
         """
         from paceline._elastic.steps import make_loop, run_steps
@@ -178,38 +179,38 @@ class Session(abc.ABC):
         return run_steps(self._line, state, total)
 
     def retry(self) -> Iterator[Attempt]:
-        """Attempts at a block between two steps that changes no state: an evaluation.
+        """Yields attempts at a block between two steps that changes no state, such as an evaluation.
 
-        All members must call it alike: by `step.number`, and not by `step.applied`, which is this member's own.
+        All members must call it alike: decide by `step.number`, not by `step.applied`, which may differ by member.
 
             for attempt in session.retry():
                 with attempt:
                     score = group.all_reduce(evaluate(...), op="mean")
 
-        A failure of the group ends the attempt, and the next one runs under the next generation. Whoever gets no seat
-        there is past the block when it comes in again, and makes no other attempt.
+        A failure of the group ends the attempt, and the next one runs in the next generation. A worker left out of the
+        new generation skips the block.
 
         Raises:
-            PacelineError: a failure that `steps` cannot recover from, for it has not begun or has ended.
+            PacelineError: a failure that `steps` cannot recover from, because it has not begun or has ended.
         """
         from paceline._elastic.retry import attempts
 
         return attempts(self._line, self.group)
 
     def on_commit(self, hear: Callable[[int], None]) -> None:
-        """Has a function called with the number of each committed step, once and in order, on the training thread.
+        """Registers a function that the training thread calls with the number of each committed step, once, in order.
 
         A step is committed when every member has applied it, which the next step finds out.
         """
         self._on_commit.append(hear)
 
     def on_view(self, hear: Callable[[], None]) -> None:
-        """Has a function called when a new view begins, on the training thread; `rank` and `size` are the new ones."""
+        """Registers a function that the training thread calls when a view begins; `rank` and `size` are new by then."""
         self._on_view.append(hear)
 
     @abc.abstractmethod
     def _port(self) -> JobCoordinator:
-        """What steps need of this session."""
+        """Returns the part of this session that steps use."""
 
     @abc.abstractmethod
     def barrier(self, name: str, *, timeout: float | None = None) -> None:
@@ -217,19 +218,19 @@ class Session(abc.ABC):
 
         Args:
             name: 1 to 256 bytes.
-            timeout: seconds; None for `call_timeout`. A coordinator that is away has 5 s more to come back and answer.
+            timeout: seconds; None for `call_timeout`. If the coordinator is away, it has 5 s more to return and answer.
 
         Raises:
-            OperationTimeout: some did not arrive; the text lists who is missing (rank, host, since when).
+            OperationTimeout: some members did not arrive; the text lists them (rank, host, since when).
             PeerLost: a member was lost; the text names it.
         """
 
     @abc.abstractmethod
     def leave(self, cause: BaseException | None = None) -> None:
-        """Ends the session: what was sent is delivered, then the others are told. Idempotent.
+        """Ends the session: delivers what was sent, then tells the others. Idempotent.
 
         Args:
-            cause: the error that makes this member go; the others' errors will name it.
+            cause: the error that makes this member leave; the others' errors will name it.
         """
 
     def __enter__(self) -> Self:
@@ -242,7 +243,7 @@ class Session(abc.ABC):
 
 
 class SoloSession(Session):
-    """A world of one without a coordinator: what `join` gives when no PACELINE_* variable is set."""
+    """A world of one without a coordinator: the result of `join` when no PACELINE_* variable is set."""
 
     def __init__(self, job: str, config: Config) -> None:
         self.job = job
@@ -265,7 +266,7 @@ class SoloSession(Session):
         return self._members
 
     def barrier(self, name: str, *, timeout: float | None = None) -> None:
-        """See `Session.barrier`: nobody else to wait for."""
+        """See `Session.barrier`: returns at once, since there are no other members."""
         if self._left:
             raise errors.SessionClosed("the session has ended")
 
@@ -289,7 +290,7 @@ class CoordinatedSession(Session):
         self._left = False
         self._on_commit, self._on_view = [], []
         self.after: Callable[[], None] = lambda: None
-        """Called when the session has ended: by whoever has started something for its sake."""
+        """Called when the session has ended, so that code which serves only this session can stop."""
         atexit.register(self._leave_at_exit)
 
     def _port(self) -> JobCoordinator:
@@ -320,7 +321,7 @@ class CoordinatedSession(Session):
             self._left = True
         atexit.unregister(self._leave_at_exit)
         start = time.monotonic()
-        # An error that the failed generation raised here is no news; one of this member's own is.
+        # An error that the failed generation raised here is known to the others; one of this member's own is not.
         fault = self._connection.mesh.fault
         own = cause is not None and not isinstance(cause, SystemExit) and (fault.is_own or not fault.failed)
         try:
@@ -334,7 +335,7 @@ class CoordinatedSession(Session):
             check_process()
         except errors.ForkedSession:
             return  # a forked child that exits: the session is the parent's
-        # Set by the interpreter when a script ends by an uncaught exception: the others shall be told of it. In an
+        # The interpreter sets this when an uncaught exception ends a script; the others must be told of it. In an
         # interactive session it is any earlier error, which ended nothing.
         interactive = sys.flags.interactive or hasattr(sys, "ps1")
         self.leave(None if interactive else getattr(sys, "last_value", None))

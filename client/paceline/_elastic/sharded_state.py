@@ -60,7 +60,7 @@ class ShardedState:
 
     @property
     def agreed(self) -> list[int]:
-        """Fingerprints of the initial values that members agreed on before they cut them; see `Unit.fingerprint`."""
+        """Fingerprints of the initial values that members agreed on before the cut; see `Unit.fingerprint`."""
         return [unit.fingerprint for model in self._models for unit in model.units()]
 
     @property
@@ -87,7 +87,7 @@ class ShardedState:
                         "torch.optim that has the parameters of a paceline.torch.FSDP"
                     )
                 gated.setdefault(id(self._things[name]), name)
-        if len(gated) > 1:  # to finish a step, a member would have to know which of them had run elsewhere
+        if len(gated) > 1:  # to finish a step, a member would have to know which optimizers had run elsewhere
             raise UnsupportedOp(
                 f"{' and '.join(gated.values())} are several optimizers of a sharded state: make one, of a "
                 "wrapper around all models, or use ShardingStrategy.NO_SHARD"
@@ -95,11 +95,11 @@ class ShardedState:
         self.holding()
 
     def holding(self, *, to_write: bool = False) -> Holding:
-        """The shards that this member holds; see `sharding.resharding.holding`."""
+        """Returns the shards that this member holds; see `_parallel.sharding._holdings.holding`."""
         return holding(self._models, self._optimizers, to_write=to_write)
 
     def gradients(self) -> list[tuple[Parameter, NDArray[Any]]]:
-        """The gradients that the optimizer would use now."""
+        """Returns the gradients that the optimizer would use now."""
         pieces = (piece for optimizer in self._optimizers for piece in optimizer.parameters.values())
         return [(piece, piece.grad) for piece in pieces if piece.grad is not None]
 
@@ -108,7 +108,7 @@ class ShardedState:
         return ShardMove(self._models, self._optimizers, share)
 
     def named(self, held: Holding) -> dict[str, Shard]:
-        """The arrays of a holding by the names that `checkpoint.tree` gives them."""
+        """Returns the arrays of a holding by the names that `checkpoint.tree` gives them."""
         return {
             f"parts.{name}.arrays.{path}": leaf
             for name, part in self._parts.items()
@@ -117,7 +117,7 @@ class ShardedState:
         }
 
     def cut(self, parts: int) -> dict[str, tuple[int, int]]:
-        """How arrays are cut into `parts` parts, by name; see `reshard_plan.assign`."""
+        """Returns how arrays are cut into `parts` parts, by name; see `reshard_plan.assign`."""
         places = places_of(self._models, parts)
         return {
             f"parts.{name}.arrays.{path}": places[id(piece)]

@@ -38,7 +38,7 @@ _COSTLY_BYTES = 1 << 20
 
 
 class Gate(Protocol):
-    """Is asked before an optimizer changes large state."""
+    """Guards large state: an optimizer asks it before a change."""
 
     def open(self) -> None:
         """Waits until the state may change; raises if it must not."""
@@ -58,8 +58,8 @@ class TrainState:
         for step in session.steps(state, total=1000): ...
 
     Takes modules (wrapped or not), optimizers, samplers, dicts of arrays and values, nested or not, and anything that
-    has `state_dict()` and `load_state_dict()`; of any framework whose arrays show NumPy their memory. Arrays of a dict,
-    torch's tensors too, are restored where they lie, if shape and dtype are the same.
+    has `state_dict()` and `load_state_dict()`; of any framework whose memory NumPy can view. Arrays of a dict,
+    torch's tensors too, are restored in place, if shape and dtype are the same.
 
     What only `optimizer.step` changes is never copied: `session.steps` runs that call only when it is sure that the
     step will be applied on every worker. Everything else is copied when a step begins. So give every object that
@@ -102,7 +102,7 @@ class TrainState:
     # For users --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of everything that this member holds, for a checkpoint; sharded arrays as `Shard`s."""
+        """Returns a copy of everything that this member holds, for a checkpoint; sharded arrays as `Shard`s."""
         skeleton, leaves = split_shards(self.content())
         copied: dict[str, Any] = join(skeleton, {name: _copy(leaf) for name, leaf in leaves.items()})
         return copied
@@ -111,11 +111,11 @@ class TrainState:
         """Loads everything in place, or nothing if it raises.
 
         Args:
-            saved: of `state_dict`. For an array that is sharded here, either the whole array or this member's shard;
-                None leaves it as it is.
+            saved: as `state_dict` returned it. For an array that is sharded here, the whole array or this member's
+                shard; None leaves it as it is.
 
         Raises:
-            SizeMismatch: it has other parts or other shapes; the text names them.
+            SizeMismatch: the saved state has other parts or shapes; the text names them.
             Exception: what a part's own `load_state_dict` raised.
         """
         step, parts = int(saved["step"]), saved["parts"]
@@ -146,9 +146,9 @@ class TrainState:
     # For the loop over the steps --------------------------------------------------------------------------------------
 
     def content(self) -> dict[str, Any]:
-        """Everything as nested values: the live large arrays, and copies of the rest.
+        """Returns everything as nested values: the live large arrays, and copies of the rest.
 
-        Arrays that a strategy shards over members are `Shard`s, in a world of one too.
+        Arrays that a strategy shards over members are `Shard`s, also in a world of one.
         """
         held = self._spread.holding()
         parts = {name: {"arrays": part.arrays(held), "rest": part.rest()} for name, part in self._parts.items()}
@@ -159,26 +159,26 @@ class TrainState:
         return any(part is thing for part in self._given.values())
 
     def offered(self) -> Content:
-        """What other members may fetch: everything, and the earlier shares that are kept."""
+        """Returns all that other members may fetch: everything, and the earlier shares that are kept."""
         return Content.of(self.content(), list(self._kept.values()))
 
     @property
     def objects(self) -> dict[str, tuple[Any, StatePart]]:
-        """By name, each object and the part that represents it."""
+        """Returns, by name, each object and the part that represents it."""
         return {name: (self._things[name], part) for name, part in self._parts.items()}
 
     def named(self) -> dict[str, NDArray[Any]]:
-        """The live arrays of large state that are not sharded, by part and path, in the same order on every member."""
+        """Returns the live unsharded arrays of large state by part and path, in the same order on every member."""
         held = self._spread.holding()
         leaves = {f"{name} {path!r}": x for name, part in self._parts.items() for path, x in part.arrays(held).items()}
         return {name: leaf for name, leaf in leaves.items() if not isinstance(leaf, Shard)}
 
     def large(self) -> list[NDArray[Any]]:
-        """The arrays of `named`."""
+        """Returns the arrays of `named`."""
         return list(self.named().values())
 
     def small(self) -> dict[str, Any]:
-        """A copy of what may change outside the gate."""
+        """Returns a copy of the state that may change outside the gate."""
         return {name: part.small() for name, part in self._parts.items()}
 
     def undo(self, small: Mapping[str, Any]) -> None:
@@ -213,7 +213,7 @@ class TrainState:
             self.sampler.advance(world)
 
     def manifest(self, **settings: object) -> bytes:
-        """The parts with their shapes, and the run's settings, as canonical JSON; must be the same on all members."""
+        """Returns the parts with their shapes, and the run's settings, as canonical JSON; the same on all members."""
         held = self._spread.holding()
         described = {
             name: [part.kind, [[path, *_described(leaf)] for path, leaf in part.arrays(held).items()]]
@@ -225,20 +225,20 @@ class TrainState:
         return json.dumps({"settings": words, "parts": described}, separators=(",", ":"), sort_keys=True).encode()
 
     def fingerprint(self) -> bytes:
-        """SHA-256 of the whole state; for arrays that are sharded already, of the values that they were cut from.
+        """Returns the SHA-256 of the whole state; for sharded arrays, of the values that they were cut from.
 
-        So it is the same for members that have cut the same state, if none has changed it since.
+        So members that have cut the same state have equal fingerprints, if none has changed the state since.
         """
         skeleton, leaves = split_shards(self.content())
         is_cut = self._spread.share != WHOLE
         origin = self._spread.agreed if is_cut else []
         digest = hashlib.sha256(json.dumps([skeleton, origin], sort_keys=True).encode())
-        for name, leaf in sorted(leaves.items()):  # the order of a dict's keys is no part of its value
+        for name, leaf in sorted(leaves.items()):  # the order of a dict's keys does not matter
             digest.update(f"{name} {_described(leaf)}".encode())
-            if isinstance(leaf, Shard) and is_cut:  # a small one may lie whole at one member, and is cut all the same
+            if isinstance(leaf, Shard) and is_cut:  # one member may hold all of a small sharded array
                 continue
             values = leaf.values if isinstance(leaf, Shard) else leaf
-            for start in range(0, values.size, _BLOCK):  # what is zero everywhere takes no memory
+            for start in range(0, values.size, _BLOCK):  # an array of zeros takes no memory
                 block = np.ascontiguousarray(values.reshape(-1)[start : start + _BLOCK])
                 digest.update(block.view(np.uint8).data)
         return digest.digest()
@@ -274,7 +274,7 @@ class TrainState:
 
     @property
     def node_size(self) -> int:
-        """So many ranks hold one copy between them: 1 where each holds all, 0 for all ranks."""
+        """Number of ranks that hold one copy between them: 1 if each holds a whole copy, 0 for all ranks."""
         return self._spread.node_size
 
     def shares(self) -> tuple[Share, ...]:
@@ -297,10 +297,10 @@ class TrainState:
     def switch(self, plan: ReshardPlan, rest: Mapping[str, Any] | None = None) -> None:
         """Makes the prepared and filled share the live one. All or nothing.
 
-        The share before is kept until `keep_live_share` if it is of the same state.
+        The earlier share is kept until `keep_live_share` if it is of the same state.
 
         Args:
-            plan: the latest of `resharding`.
+            plan: the latest plan of `resharding`.
             rest: everything that is not sharded, as `load_state_dict` takes it; None leaves it as it is.
 
         Raises:
@@ -324,7 +324,7 @@ class TrainState:
         self._kept.clear()
 
     def take_gradients(self) -> list[tuple[Parameter, NDArray[Any]]]:
-        """Takes the gradients of the next update away, because the user's loop may clear those that it finds."""
+        """Takes away the gradients of the next update, because the user's loop may clear those that it finds."""
         taken = self._spread.gradients()
         self.clear_gradients()
         return taken
@@ -332,7 +332,7 @@ class TrainState:
     def update(self, gradients: Sequence[tuple[Parameter, NDArray[Any]]]) -> None:
         """Runs the update that stopped at the gate, on the gradients that `take_gradients` returned.
 
-        The state is whole when the caller has loaded the rest from other members.
+        The state is complete once the caller has loaded the rest from other members.
         """
         self.is_whole = False
         for parameter, gradient in gradients:
@@ -379,12 +379,12 @@ def _guarded(step: Callable[..., Any], gate: Gate) -> Callable[..., Any]:
 
 
 def _described(leaf: Leaf) -> tuple[str, list[int]]:
-    """The dtype and shape of the whole array."""
+    """Returns the dtype and shape of the whole array."""
     return str((leaf.values if isinstance(leaf, Shard) else leaf).dtype), list(leaf.shape)
 
 
 def _copy(leaf: Leaf) -> Leaf:
-    """A plain array of what is whole."""
+    """Copies a whole array as a plain array, and a shard as a shard."""
     if not isinstance(leaf, Shard):
         return leaf.copy()
     if leaf.values.size == prod(leaf.shape):

@@ -96,7 +96,7 @@ class Step:
     Attributes:
         number: number of the step, from 1, counted over the whole job.
         attempt: how many times in a row this member has begun it, from 1.
-        applied: True after the block if the step counts at this member. Committed steps are `session.on_commit`'s.
+        applied: True after the block if the step counts at this member. `session.on_commit` reports committed steps.
         rank, world: this member's place in the view of this attempt.
     """
 
@@ -122,9 +122,9 @@ class Step:
         self.entered = self.left = False
         """Whether its block has begun, and whether it has ended."""
         self.updated = self.updates = self.updating = False
-        """Whether the optimizer has run; was called, and may have been stopped at the gate; is running now."""
+        """Whether the optimizer has run; was called (it may have stopped at the gate); is running now."""
         self.half_updated = False
-        """Whether an update was interrupted that can be undone from a copy."""
+        """Whether an update was interrupted that the copy can undo."""
         self._prepared = False
         self._group = group
         self._mesh = group.mesh
@@ -153,7 +153,7 @@ class Step:
 
     @property
     def weight(self) -> float:
-        """Weight of this rank's mean loss, b_r / b. For `ddp.backward(dy, step.weight)`; torch's wrapper knows it.
+        """Weight of this rank's mean loss, b_r / b. For `ddp.backward(dy, step.weight)`; torch's wrapper reads it.
 
         Raises:
             UnsupportedOp: the training state has no sampler, and `count` was not called.
@@ -165,11 +165,11 @@ class Step:
 
         Args:
             weight: b_r / b, samples of this rank over those of all ranks; 0 if it has none.
-            of: the data source. It is a part of the training state, so that its position is undone with the step
+            of: the data source. It must be a part of the training state, so that its position is undone with the step
                 and is included in checkpoints and in what newcomers receive.
 
         Raises:
-            UnsupportedOp: `of` is no part of the training state, or that has a sampler, which sets the weight itself.
+            UnsupportedOp: `of` is no part of the training state, or the state has a sampler, which sets the weight.
             StepOrderError: the step is over, or has a weight already: a step takes one batch.
         """
         name = type(of).__name__
@@ -185,7 +185,7 @@ class Step:
 
     @property
     def lr_scale(self) -> float:
-        """What to multiply the learning rate by: the world's size with `per_rank_batch`, else 1."""
+        """The factor for the learning rate: the world's size with `per_rank_batch`, else 1."""
         return self.sampler.lr_scale(self.world)
 
     @property
@@ -205,7 +205,7 @@ class Step:
         return np.random.default_rng([self._seed, self.number, self.rank])
 
     def rng_for(self, index: int) -> np.random.Generator:
-        """A random generator seeded with (seed, step, sample): the same on every rank."""
+        """Returns a random generator seeded with (seed, step, sample): the same on every rank."""
         return np.random.default_rng([self._seed, self.number, 1 << 40, int(index)])
 
     def keep_copy(self) -> None:
@@ -227,7 +227,7 @@ class Step:
 
         Raises:
             StepOrderError: outside of the block, or after an update.
-            UnsupportedOp: the state is spread over the members (FSDP).
+            UnsupportedOp: the state is sharded over the members (FSDP).
         """
         if not self.entered or self.left or self._open:
             raise StepOrderError("step.keep_copy() belongs inside `with step:`, before the first optimizer.step()")
@@ -240,7 +240,7 @@ class Step:
         self.keeps_copy = True
 
     def spoil(self) -> None:
-        """Handles an update that was interrupted half way: undone from the copy later, else the state is discarded."""
+        """Handles an update that was interrupted half way: a copy undoes it later, else the state is discarded."""
         if self.keeps_copy:
             self.half_updated = True
             return
@@ -259,7 +259,7 @@ class Step:
             DivergenceError: members do not hold the same bits.
         """
         if self._open:
-            if self.keeps_copy:  # without a copy it is too late to fail: the first update could not be undone
+            if self.keeps_copy:  # without a copy it is too late to fail, since the first update cannot be undone
                 self._check_complete()
             return
         sums = self._word.wait()
@@ -300,7 +300,7 @@ class Step:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[False] | bool:
         self.left = True
-        if self.updating and not self.spoiled:  # the script caught what interrupted it, or it was a signal
+        if self.updating and not self.spoiled:  # the script caught the error that interrupted it, or a signal did
             self.spoil()
         if error is None:
             try:
@@ -327,7 +327,7 @@ class Step:
                 self._state.undo(self._small)
         if isinstance(error, NewcomerDiffers) and error.newcomer in self._mesh.peers:  # it ends, and reports why
             failed = True
-        # If members disagree on settings or sizes, they would again in the next attempt.
+        # If members disagree on settings or sizes, they would disagree again in the next attempt.
         stays = isinstance(error, SettingsMismatch | SizeMismatch) and error.ranks
         swallowed = failed and isinstance(error, Exception) and not (stays or isinstance(error, DivergenceError))
         # A block that raised after the gate may not have made all of its changes.
@@ -348,7 +348,7 @@ class Step:
         return self.keeps_copy and (self.half_updated or error is not None)
 
     def _why(self, error: BaseException | None) -> BaseException | None:
-        """The error that ended the generation, which may not be the one that the block saw."""
+        """Returns the error that ended the generation, which may not be the one that the block saw."""
         fault = self._mesh.fault
         return fault.error() if fault.failed else error
 
@@ -385,7 +385,7 @@ class Step:
 
 
 def not_entered(step: Step) -> StepOrderError:
-    """The error of a loop that does not enter its steps."""
+    """Returns the error for a loop that does not enter its steps."""
     return StepOrderError(f"step {step.number} was not entered: write `for step in session.steps(...): with step: ...`")
 
 
@@ -420,10 +420,10 @@ class PendingStepWord:
         self._sums = sums.tolist()
 
     def wait(self) -> Sequence[float]:
-        """The sums over all members, once all have entered the step.
+        """Returns the sums over all members, once all have entered the step.
 
         Raises:
-            StepOrderError: it was to be sent with gradients that were dropped.
+            StepOrderError: the word should have gone with gradients that were dropped.
             PacelineError: the generation has failed.
         """
         if self._work is not None:

@@ -40,7 +40,7 @@ def make_loop(
         ValueError: an argument is out of range, or the training state lacks something.
         UnsupportedOp: the state cannot be given to another member.
         StepOrderError: a step or a load of that state was interrupted half way.
-        CheckpointDamaged, SizeMismatch: of the checkpoints that are there.
+        CheckpointDamaged, SizeMismatch: the existing checkpoints are damaged, or of another model.
     """
     if total < 1 or seed < 0:
         raise ValueError(f"want total >= 1 and seed >= 0, not {total} and {seed}")
@@ -55,7 +55,7 @@ def make_loop(
     held = before.held_of(state) if before is not None else None
     stored = False
     if held is None and state.is_sharded:
-        held = saver.latest()  # each member reads its share later, when it knows which one that is
+        held = saver.latest()  # each member reads its share later, when it knows which share that is
         stored = held > Tag(0, 0)
     elif held is None:
         saver.load(state)
@@ -76,7 +76,7 @@ def make_loop(
 
 
 def run_steps(loop: TrainingLoop, state: TrainState, total: int) -> Iterator[Step]:
-    """Yields the steps, each until it is applied; see `Session.steps`."""
+    """Yields each step, and again until it is applied; see `Session.steps`."""
     try:
         state.guard(loop.guard)
         with _draining_on_sigterm(loop), no_other_optimizer(state, lambda: loop.guard.is_updating):
@@ -96,7 +96,7 @@ def run_steps(loop: TrainingLoop, state: TrainState, total: int) -> Iterator[Ste
 
 
 def _script() -> str:
-    """Digest of the running script, so that workers with different versions of it do not train together."""
+    """Returns a digest of the running script, so that workers with different versions of it do not train together."""
     path = getattr(sys.modules.get("__main__"), "__file__", None)
     if path is None or not Path(path).is_file():
         return "not a file"

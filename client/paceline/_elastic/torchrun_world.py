@@ -1,4 +1,4 @@
-"""The world of torchrun: its workers meet at a coordinator that rank 0 has, whose address is in torch's store.
+"""The world of torchrun: its workers meet at a coordinator that rank 0 runs, whose address is in torch's store.
 
 `join` uses it in a worker of torchrun, and the backend "paceline" for the default group of torch.distributed.
 """
@@ -112,7 +112,7 @@ def join_rank_0(
     if rank == 0:
         here = Endpoint(os.environ.get("MASTER_ADDR", "127.0.0.1"), 0)
         address = cleanup.enter_context(coordinator(listen=str(here), for_good=True))
-        store.set(key, address)  # it listens already, so a rank that finds it refusing need not wait for it
+        store.set(key, address)  # it listens already, so a rank that it refuses need not wait for it
         return join(address)
     has_agent, began, logged = "TORCHELASTIC_RUN_ID" in os.environ, time.monotonic(), False
     while True:

@@ -1,7 +1,7 @@
 """One member's way through the steps of a job: it reads messages, takes and offers state, begins and ends steps.
 
 Everything here runs on the training thread, between the user's steps. `MemberState` decides what may happen next, the
-coordinator's messages arrive as messages, and `waiting` acts while there are none.
+coordinator's messages arrive in the inbox, and `waiting` acts while there are none.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["TrainingLoop"]
 _log = logging.getLogger("paceline.elastic")
 
 _UPDATED = 0x9E3779B9
-"""Is XORed into a word's digest if the optimizer ran in the step before; any number but 0."""
+"""XORed into a word's digest if the optimizer ran in the step before; any number but 0."""
 
 
 class TrainingLoop:
@@ -91,10 +91,10 @@ class TrainingLoop:
         self.guard = StateGuard(coordinator, state, member, saver, self._recovery, self._blocks, self._tell_committed)
 
     def held_of(self, state: TrainState) -> Tag | None:
-        """The tag of a state, if it is this line's; None if it is another one, or unusable."""
+        """Returns the tag of a state if it is this line's; None if it is another state, or unusable."""
         return self._member.held if state is self._state else None
 
-    # What the loop over the steps does --------------------------------------------------------------------------------
+    # Called by the loop over the steps --------------------------------------------------------------------------------
 
     def enter(self) -> None:
         """Opens the line, and compares this member's state with that of the others."""
@@ -133,7 +133,7 @@ class TrainingLoop:
                 self._meeting_wait.look_around()
 
     def begin(self) -> Step | None:
-        """The next step, entered with its word; None if the generation has failed before it began.
+        """Returns the next step, entered with its word; None if the generation failed before the step began.
 
         Raises:
             StepVoid: the step has failed too often.
@@ -145,7 +145,7 @@ class TrainingLoop:
         number, group = self._state.step + 1, self._coordinator.group
         digest = partial_digest(self._large, number) ^ self._last_update
         attempt = self._failures.begin(f"step {number}", group.mesh.peers)
-        # Once gradients were sent in this generation, they carry the word; all members decide this in the same way.
+        # Once gradients were sent in this generation, they carry the word; all members decide this alike.
         with_gradients = group.takes_piggybacks
         self._member.begin()
         try:
@@ -170,9 +170,9 @@ class TrainingLoop:
         if not step.entered:
             self.guard.spoiled()
             raise not_entered(step)
-        over = step.generation != self._member.generation  # a block between the steps was interrupted, and run again
+        over = step.generation != self._member.generation  # a block between the steps was interrupted and run again
         if not over:
-            # The next word has whether the optimizer ran, so that a member that skipped it is detected at once. Not if
+            # The next word says whether the optimizer ran, so that a member that skipped it is found at once. Not if
             # another generation has begun since: members that took its base ran no optimizer.
             self._last_update = _UPDATED if step.applied and step.updated else 0
             self._saver.heard(writing=bool(step.flags & StepFlag.WRITES))
@@ -184,7 +184,7 @@ class TrainingLoop:
             self._say(self._member.meet())
 
     def close(self) -> None:
-        """Commits the last step by a closing word, and ends the job."""
+        """Commits the last step with a closing word, and ends the job."""
         group = self._coordinator.group
         try:
             group.all_reduce(np.array(step_word(StepFlag(0), 0, 0)), label="closing")
@@ -240,7 +240,7 @@ class TrainingLoop:
             for hear in self.on_commit:
                 hear(self._committed)
 
-    # Letters ----------------------------------------------------------------------------------------------------------
+    # Messages ---------------------------------------------------------------------------------------------------------
 
     def _read(self, message: line_messages.LineMessage) -> None:
         match message:
@@ -376,7 +376,7 @@ class TrainingLoop:
                 f"job {self._coordinator.job!r} is done: its last step was {step}, and {self._total} are asked for; "
                 f"to train on: paceline restart {self._coordinator.job}, or another name for the job"
             )
-        if not self._coordinator.group.mesh.peers:  # it joined after the end, and has no rank to go on with
+        if not self._coordinator.group.mesh.peers:  # this worker joined after the end, and has no rank to go on with
             raise Dismissed(f"job {self._coordinator.job!r} is done: its last step was {step}")
         self.done = True
 
@@ -395,7 +395,7 @@ class TrainingLoop:
         return flags
 
     def _failed(self, cause: BaseException | None, *, meet: bool = True) -> None:
-        """Handles a failed attempt: it is undone, and its generation is over (I1)."""
+        """Handles a failed attempt: undoes it, and ends its generation (I1)."""
         with contextlib.suppress(PacelineError):
             self._coordinator.group.flush()
         number = self._state.step + 1

@@ -1,4 +1,4 @@
-"""What a member does while it waits for the coordinator: the actions that time triggers, not a message.
+"""What a member does while it waits for the coordinator: the actions that are triggered by time, not by a message.
 
 A candidate tests whether it and the members of the running generation can connect. A member that wants to leave says
 so. A member that stopped for a planned meeting, and hears nothing because the coordinator is away, goes on with its
@@ -54,14 +54,14 @@ class MeetingWait:
         self._waits_for = self._told = ""
         self._tell_at = 0.0
         self._away_since: float | None = None
-        self._reach: ReachTests | None = None  # while this member is a candidate that has yet to show its links
+        self._reach: ReachTests | None = None  # set while this member is a candidate that has yet to prove its links
 
     def as_candidate(self) -> None:
         """Makes this member a candidate: it is in no view, and tests the way to all members before it is admitted."""
         self._reach = ReachTests(random.Random())
 
     def said(self) -> None:
-        """Notes that the coordinator is told of the stop now."""
+        """Notes that the coordinator has now been told of the stop."""
         self._said_at = time.monotonic()
         if not self._waits_for:
             self._waits_since = self._said_at
@@ -95,7 +95,7 @@ class MeetingWait:
             return
         now, inbox = time.monotonic(), self._coordinator.inbox
         if inbox.draining and not (self._member.generation or self._member.brings_state):
-            raise Dismissed(inbox.draining)  # nobody waits for it
+            raise Dismissed(inbox.draining)  # no member waits for it
         if self._reach is not None:
             self._try_to_reach(now, self._reach)
         if inbox.draining and not self._member.leaving:
@@ -125,7 +125,7 @@ class MeetingWait:
             self._member.go_on()
 
     def _try_to_reach(self, now: float, reach: ReachTests) -> None:
-        """A candidate is ready when it can reach every member of the line, and every member can reach it."""
+        """Starts a test if one is due. A candidate is ready when it and every member can reach each other."""
         if (members := reach.due(now)) is not None:
             self._coordinator.try_to_reach(members)
 
@@ -145,11 +145,11 @@ class MeetingWait:
 
 
 def await_finish(coordinator: JobCoordinator) -> LineMessage | None:
-    """Waits until the coordinator knows that the job is done, so that late comers are told; but it may be away.
+    """Waits until the coordinator knows that the job is done, so that it can tell late comers; gives up after a while.
 
     Returns:
-        A message that says that the line has not ended: others go on from an earlier state, for they did not hear of
-        this one. None if there is nothing more to do.
+        A message that says that the line has not ended: other members go on from an earlier state, because they did not
+        see this one committed. None if there is nothing more to do.
     """
     deadline = time.monotonic() + coordinator.config.failure_timeout
     while (left := deadline - time.monotonic()) > 0:
@@ -170,10 +170,10 @@ candidates that were cut off together do not all test together."""
 
 
 class ReachTests:
-    """When a candidate tests whether it and the members of a generation can connect. Pure: time and chance are given.
+    """Decides when a candidate tests whether it and a generation's members can connect. Pure: takes time and chance.
 
-    Two hosts that cannot connect would break every generation that has both. So a candidate shows first that it reaches
-    all members and that all reach it, and repeats the test, with longer and longer pauses, until that is so.
+    Two hosts that cannot connect would break every generation that has both. So a candidate first proves that it
+    reaches all members and that all reach it. It repeats the test, with longer and longer pauses, until it succeeds.
 
     Args:
         chance: shortens the pauses.
@@ -198,14 +198,14 @@ class ReachTests:
                 self._members, self._again_at = members, float("-inf")
 
     def due(self, now: float) -> Sequence[Peer] | None:
-        """The members to test now; None if it is too early, or while a test runs."""
+        """Returns the members to test now; None if it is too early, or while a test runs."""
         if now < self._again_at or self._members is None:
             return None
         self._again_at = float("inf")
         return self._members
 
     def is_latest(self, members: Sequence[Peer]) -> bool:
-        """True if these are the members that were heard of last."""
+        """True if these are the members of the latest message."""
         return members is self._members
 
     def failed(self, now: float) -> float:

@@ -20,7 +20,7 @@ _SLACK = 5.0
 
 
 class Barriers:
-    """The calls in flight of one session's barriers. Thread-safe."""
+    """The open calls of one session's barriers. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -92,12 +92,12 @@ class Barriers:
             text = f"barrier {entry.name!r}: the coordinator did not answer within {timeout + _SLACK:.1f} s"
             raise errors.OperationTimeout(text, generation=entry.generation)
         outcome.result()
-        with self._lock:  # only a barrier that was passed counts: those who come late to a failed one meet the next try
+        with self._lock:  # counts passed barriers only: members that come late to a failed one join the next attempt
             self._rounds[entry.generation, entry.name] += 1
 
     def answer(self, call: int, failed: pb.BarrierFailed | None) -> None:
         """Completes a call with the coordinator's answer."""
-        with self._lock:  # against `fail`: an outcome is told once
+        with self._lock:  # `fail` may run at the same time, and an outcome is set only once
             entry, outcome = self._waiting.get(call, (None, None))
             if entry is None or outcome is None or outcome.done():
                 return
@@ -108,7 +108,7 @@ class Barriers:
             outcome.set_exception(error(failed.text, ranks=tuple(failed.culprits), generation=entry.generation))
 
     def in_flight(self) -> list[pb.EnterBarrier]:
-        """Arrivals without an answer, which are sent again after a reconnect."""
+        """Returns the arrivals without an answer, which are sent again after a reconnect."""
         with self._lock:
             return [entry for entry, _ in self._waiting.values()]
 

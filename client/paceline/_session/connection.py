@@ -1,11 +1,11 @@
-"""The connection to the coordinator: its channel, a session's stream on it, and why TLS with it fails.
+"""The connection to the coordinator: its channel, the stream of a session on it, and why TLS with it fails.
 
 While a name does not resolve, gRPC looks it up again only after a pause that grows to many seconds and cannot be set.
-A new channel looks it up at once, so each attempt to reach the coordinator makes one. That look-up is done once, and
-takes long if the query is lost; so the channel is made only after the name has resolved.
+A new channel looks it up at once, so each attempt to reach the coordinator makes a new channel. gRPC does that look-up
+only once, and it takes long if the query is lost; so the channel is made only after the name has resolved.
 
-gRPC reports every failed handshake as an address that is unavailable. So after a first failed attempt the handshake is
-done once more with Python's own `ssl`, on a thread. What it finds is final: certificates do not change by waiting.
+gRPC reports every failed handshake as an unavailable address. So after a first failed attempt, a thread repeats the
+handshake with Python's own `ssl`. Its result is final: waiting does not change certificates.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ T = TypeVar("T")
 
 
 class CoordinatorChannel:
-    """The channel of one session to its coordinator; on the loop.
+    """The channel of one session to its coordinator; used on the loop.
 
     Args:
         target: the coordinator, "host:port".
         failure_timeout: seconds without an acknowledgement after which a connection ends.
-        credentials: with which this worker and the coordinator authenticate each other.
+        credentials: how this worker and the coordinator authenticate each other.
 
     Attributes:
-        newest: the present channel. Use `call` for unary calls, whose channel may be replaced meanwhile.
+        newest: the present channel. Use `call` for unary calls, because the channel may be replaced during one.
     """
 
     def __init__(self, target: str, failure_timeout: float, credentials: Credentials) -> None:
@@ -59,7 +59,7 @@ class CoordinatorChannel:
         """Replaces the channel by a new one, which looks up the coordinator's present address.
 
         Raises:
-            OSError: its name does not resolve within so many seconds.
+            OSError: the name does not resolve within `timeout` seconds.
         """
         await look_up_within(self._host, timeout)
         old = self.newest
@@ -70,13 +70,13 @@ class CoordinatorChannel:
         task.add_done_callback(self._closing.discard)
 
     async def call(self, make: Callable[[aio.Channel], Awaitable[T]]) -> T:
-        """Performs a call that may be repeated; repeats it if its channel is replaced meanwhile.
+        """Makes a call that may be repeated, and repeats it if its channel is replaced during the call.
 
         Args:
             make: makes the call on the channel that it is given, and limits the remaining time itself.
 
         Raises:
-            CancelledError: the caller does not wait any more, or the session is over.
+            CancelledError: the caller no longer waits, or the session is over.
             AioRpcError: as the call does.
         """
         while True:
@@ -89,7 +89,7 @@ class CoordinatorChannel:
                     raise
 
     async def close(self) -> None:
-        """Closes all channels, which ends calls that are under way."""
+        """Closes all channels, which ends open calls."""
         await asyncio.gather(*self._closing, self.newest.close(None))
 
 
@@ -97,7 +97,7 @@ _LEAST_S = 0.1
 
 
 class SessionStream:
-    """The messages of a session's stream, each way with its check.
+    """The stream of a session, which adds a check to each message sent and verifies that of each message received.
 
     Args:
         channel: to the coordinator.
@@ -105,13 +105,13 @@ class SessionStream:
     """
 
     def __init__(self, channel: aio.Channel, metadata: aio.Metadata) -> None:
-        # Without serialisers: bytes go through, for the check is over what was sent.
+        # No serialisers: the check is computed over the bytes as they were sent.
         method = untyped(channel.stream_stream)("/pacelinepb.v1.SessionService/Session")
         self._call: aio.StreamStreamCall[bytes, bytes] = method(metadata=metadata)
         self._read = self._written = 0
 
     async def write(self, request: pb.SessionRequest) -> None:
-        """Sends a message; for one task at a time.
+        """Sends a message; called by one task at a time.
 
         Raises:
             AioRpcError, asyncio.InvalidStateError: the stream has ended.
@@ -121,11 +121,11 @@ class SessionStream:
         await self._call.write(data)
 
     async def read(self) -> pb.SessionResponse | None:
-        """The next message; None at the end of the stream.
+        """Returns the next message; None at the end of the stream.
 
         Raises:
-            AioRpcError: the stream was refused or broke; DATA_LOSS, which no coordinator needs to say: the message has
-                changed on the way.
+            AioRpcError: the stream was refused or broke. The status DATA_LOSS is this side's own: a message has changed
+                on the way.
         """
         data: object = await self._call.read()
         if not isinstance(data, bytes):
@@ -143,7 +143,7 @@ class SessionStream:
         self._call.cancel()
 
     async def status(self) -> aio.AioRpcError:
-        """The status of a stream that ended without an answer, as the exception that grpc would raise."""
+        """Returns the status of a stream that ended without an answer, as the exception that grpc would raise."""
         call = self._call
         leading, trailing = await call.initial_metadata(), await call.trailing_metadata()
         return aio.AioRpcError(await call.code(), leading, trailing, await call.details(), None)
@@ -156,17 +156,17 @@ def _damaged(text: str) -> aio.AioRpcError:
 async def open_stream(
     channel: aio.Channel, first: pb.SessionRequest, metadata: aio.Metadata, timeout: float
 ) -> tuple[SessionStream, pb.SessionResponse]:
-    """Opens a stream and introduces a member; returns what is answered, too.
+    """Opens a stream and introduces a member; returns the stream and the answer.
 
     Args:
-        channel: to the coordinator.
+        channel: the channel to the coordinator.
         first: `register` or `resume`.
         metadata: the caller's token.
-        timeout: seconds, for a coordinator that does not answer; a tenth of a second at least.
+        timeout: seconds to wait for an answer; at least a tenth of a second.
 
     Raises:
-        TimeoutError: it does not.
-        AioRpcError: it refused, or is not there, or its answer makes no sense.
+        TimeoutError: the coordinator did not answer.
+        AioRpcError: the coordinator refused or cannot be reached, or its answer makes no sense.
     """
     stream = SessionStream(channel, metadata)
     answer = None
@@ -185,7 +185,7 @@ async def open_stream(
 
 
 _PROBE_S = 2.0
-"""For each word of a handshake; a host that is slower than that is no proof of anything."""
+"""Seconds for each message of a handshake. A host that is slower proves nothing."""
 
 _UNINVITED = "it wants a certificate of every caller: set PACELINE_TLS_CERT and PACELINE_TLS_KEY"
 
@@ -195,26 +195,27 @@ _UNWELCOME = (
 )
 
 _NOT_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "UNEXPECTED_RECORD")
-"""What OpenSSL makes of an HTTP/2 frame where a handshake should be."""
+"""OpenSSL's errors if it reads an HTTP/2 frame in place of a handshake."""
 
 
 _ADDRESSES = 2
-"""Of a name with many, as many are asked."""
+"""Most addresses of one name that are tried."""
 
 _LOOKS, _PAUSE_S = 2, 0.1
-"""A server that hangs up behind the handshake may be stopping; one that does so again does not want us."""
+"""A server that hangs up after the handshake may be stopping; if it does so again, it refuses this worker."""
 
 
 async def check_tls(target: str, files: TlsFiles | None, timeout: float) -> None:
-    """Has a look at why a coordinator does not answer.
+    """Finds out whether TLS is the reason that a coordinator does not answer.
 
     Args:
-        target: its address, "host:port"; the host is what its certificate should hold.
-        files: None if it is to be talked to in the clear.
-        timeout: seconds for all of it.
+        target: its address, "host:port"; its certificate should name the host.
+        files: None for a connection without TLS.
+        timeout: seconds for the whole check.
 
     Raises:
-        TlsFailed: it will never answer like this. Where nobody answers, or nothing can be told, nothing is raised.
+        TlsFailed: no connection with these settings will succeed. Nothing is raised if nobody answers or the cause is
+            unclear.
     """
     endpoint = parse_endpoint(target)
     fault: str | None = None
@@ -238,20 +239,20 @@ def _find_fault(ip: str, port: int, host: str, files: TlsFiles | None) -> str | 
                 fault = _shakes_hands(connection) if files is None else _try_handshake(connection, host, files)
             if fault not in (_UNINVITED, _UNWELCOME):
                 break
-    except OSError:  # refused, silent or cut off: that is not about TLS
+    except OSError:  # refused, silent or cut off: TLS is not the reason
         return None
     return fault
 
 
 def _shakes_hands(connection: socket.socket) -> str | None:
-    """A server that is talked to in the clear: does it speak TLS?"""
+    """Tests whether a server that this process talks to without TLS speaks TLS."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
     try:
         context.wrap_socket(connection).close()
     except ssl.SSLError as error:
-        if "ALERT" not in (error.reason or ""):  # only who speaks TLS sends an alert
+        if "ALERT" not in (error.reason or ""):  # only a TLS server sends an alert
             return None
     return "it speaks TLS, and this process does not: set PACELINE_TLS_CA, and for workers PACELINE_TLS_CERT and _KEY"
 
@@ -269,8 +270,8 @@ def _try_handshake(connection: socket.socket, host: str, files: TlsFiles) -> str
         return _refusal(files) if "ALERT" in (error.reason or "") else None
     with secured:
         try:
-            # With TLS 1.3 what it thinks of our certificate comes behind the handshake. An HTTP/2 server that takes it
-            # speaks first; grpc's hangs up on whom it does not want, without the alert that others send.
+            # With TLS 1.3 the server's verdict on our certificate comes after the handshake. An HTTP/2 server that
+            # accepts it speaks first; grpc's hangs up on a caller that it refuses, without the usual alert.
             welcome = secured.recv(1)
         except (ssl.SSLError, ConnectionError):
             welcome = b""

@@ -1,7 +1,7 @@
 """The control stream: keeps one session alive with the coordinator. Runs on the loop; decides nothing about training.
 
-Registers, sends heartbeats, hands what the coordinator pushes to a listener, and after a broken stream resumes under
-the same member id, with backoff and jitter, for `rejoin_timeout`.
+It registers, sends heartbeats and hands the coordinator's messages to a listener. After the stream breaks, it resumes
+under the same member id, with backoff and jitter, for `rejoin_timeout`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ __all__ = ["ControlStream", "ControlListener"]
 _log = logging.getLogger("paceline.session")
 
 _BELIEVED = 3
-"""So many times in a row a coordinator must refuse in the same way before that is final. A byte that changed on the way
-may be what was refused the first time."""
+"""Equal refusals in a row after which a refusal is final. The first one may be the answer to a byte that changed on the
+way."""
 
 _ATTEMPT_S = 5.0
-"""For one attempt, at most, while a session is to be taken up again, and for the first one to register. Each attempt
-has twice as long as the one before: many who come at once keep a coordinator busy."""
+"""Most seconds for one attempt to resume a session, and for the first attempt to register. Each later attempt may take
+twice as long as the one before, because many workers that start together keep a coordinator busy."""
 
 _KNOCK_S = 1.0
-"""For the coordinator's host to say that nobody listens there."""
+"""Seconds in which the coordinator's host must say that nobody listens at the address."""
 
 
 class ControlStream:
@@ -44,11 +44,11 @@ class ControlStream:
 
     Args:
         target: the coordinator, "host:port".
-        register: how to introduce oneself.
+        register: the request that introduces this worker.
         config: timeouts.
-        listener: hears what the coordinator pushes.
+        listener: handles the coordinator's messages.
         progress: returns the heartbeat to send.
-        credentials: by what this worker and the coordinator know each other.
+        credentials: how this worker and the coordinator authenticate each other.
         coordinator_returns: see `paceline.join`.
     """
 
@@ -67,7 +67,7 @@ class ControlStream:
         self.registered: pb.Registered | None = None
         self.generation = 0
         self.rejoins = False
-        """True if this process comes back as a new member when its session has ended."""
+        """True if this process comes back as a new member after its session has ended."""
         self._register = register
         self._config = config
         self._listener = listener
@@ -79,17 +79,17 @@ class ControlStream:
         self._leaving = False
         self._farewell: pb.SessionRequest | None = None
         self._refusals = _Refusals()
-        self._short = 0  # streams in a row that did not live for a heartbeat
+        self._short = 0  # streams in a row that ended before a heartbeat
         self._task: asyncio.Task[None] | None = None
 
     async def open(self, timeout: float) -> None:
-        """Registers, trying again while nobody answers.
+        """Registers, and tries again while nobody answers.
 
         Raises:
-            CoordinatorUnreachable: nobody answered in time, or whoever answers is no Paceline coordinator; or the
-            connection is refused, and this coordinator does not come back.
-            TlsFailed: it will never answer like this.
-            LimitExceeded: it has no room for another worker, all that time.
+            CoordinatorUnreachable: nobody answered in time, the server at that address is no Paceline coordinator, or
+                it refuses the connection and this coordinator does not come back.
+            TlsFailed: no connection with these TLS settings will succeed.
+            LimitExceeded: the coordinator had no room for another worker, all that time.
             PacelineError: the coordinator refused.
         """
         start = time.monotonic()
@@ -106,7 +106,7 @@ class ControlStream:
                 last: Exception = typed
                 if isinstance(typed, errors.LimitExceeded):
                     no_room = typed
-                elif error.code() is grpc.StatusCode.UNAVAILABLE:  # it is gone; other codes do not say why they come
+                elif error.code() is grpc.StatusCode.UNAVAILABLE:  # it is gone; other codes do not tell the cause
                     no_room = None
                 if not is_transient(error):
                     final = self._refusals.final(typed)
@@ -134,7 +134,7 @@ class ControlStream:
         self._outgoing.put_nowait(request)
 
     def send_again(self, requests: Sequence[pb.SessionRequest]) -> None:
-        """Queues messages that went out on an earlier stream: they come before whatever waits, a goodbye above all."""
+        """Queues messages of an earlier stream ahead of all that wait, so that they precede a goodbye."""
         waiting = [*requests]
         while not self._outgoing.empty():
             waiting.append(self._outgoing.get_nowait())
@@ -156,7 +156,7 @@ class ControlStream:
         await self.channel.close()
 
     async def _connect(self, first: pb.SessionRequest, deadline: float) -> SessionStream:
-        """Opens a stream and introduces this member. Returns it with `registered` set."""
+        """Opens a stream and introduces this member. Returns the stream with `registered` set."""
         metadata = await self._credentials.metadata()
         call, answer = await open_stream(self.channel.newest, first, metadata, deadline - time.monotonic())
         if not answer.HasField("registered"):
@@ -169,7 +169,7 @@ class ControlStream:
         return call
 
     async def _guard(self, call: SessionStream) -> None:
-        """A session must not die unseen, whatever goes wrong here."""
+        """Serves a stream; if that fails unexpectedly, logs the error and ends the session."""
         try:
             await self._run(call)
         except Exception as error:  # noqa: BLE001  logged, and the session ends
@@ -178,9 +178,9 @@ class ControlStream:
             self._listener.on_broken(error)
 
     async def _minded(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """What a stream needs besides its reader must not die unseen either."""
+        """Runs a task that a stream needs besides its reader; if it fails, logs the error and ends this member."""
         try:
-            await work()  # made here: a task that is cancelled before it begins would leave it behind
+            await work()  # made here, since a task that is cancelled before it starts would never await it
         except Exception as error:  # noqa: BLE001  logged, and this member ends
             _log.exception("the stream to %s failed in a way that it should not", self.target)
             self._listener.on_broken(error)
@@ -216,7 +216,7 @@ class ControlStream:
                 self.send(self._farewell)
 
     async def _serve(self, call: SessionStream) -> aio.AioRpcError | None:
-        """Serves one stream until it ends; returns the status it ended with, None for a plain end."""
+        """Serves one stream until it ends; returns its status, None for an orderly end."""
         writer = asyncio.create_task(self._minded(functools.partial(self._write, call)))
         beat = asyncio.create_task(self._minded(self._beat))
         try:
@@ -288,10 +288,10 @@ class ControlStream:
         )
 
     def _may_rejoin(self, error: errors.PacelineError) -> bool:
-        """True if a session that ended like this is followed by another.
+        """True if a new session follows after one that ended with this error.
 
-        Candidates are not stored: to a coordinator that was started again they are new. A member of a line brings back
-        what it holds.
+        The coordinator does not store candidates, so after a restart they are new to it. A member of a line brings its
+        state back.
         """
         return isinstance(error, errors.SessionClosed) and self._may_be_new
 
@@ -308,13 +308,13 @@ class ControlStream:
         request.register.former_session_token = self.registered.session_token
         self.generation = 0
         self._refusals.forget()
-        while not self._outgoing.empty():  # what the old member had to say is of no use to the new one
+        while not self._outgoing.empty():  # the old member's messages do not concern the new one
             self._outgoing.get_nowait()
         return request
 
     async def _reconnect(self, request: pb.SessionRequest) -> SessionStream | None:
-        """Takes the session up again, or a new one; None when that is over."""
-        if await self._is_gone():  # a member that is leaving has nobody to say goodbye to, and ends without a word
+        """Resumes the session, or opens a new one; returns None if the session is over."""
+        if await self._is_gone():  # nobody is left to say goodbye to, so a leaving member just ends
             self._end(errors.OrphanedError(self._gone))
             return None
         self._warn("lost the stream to the coordinator at %s; reconnecting", self.target)
@@ -346,7 +346,7 @@ class ControlStream:
                     self._end(errors.OrphanedError(self._gone))
                     return None
             except TimeoutError:
-                pass  # this attempt; the deadline below ends them
+                pass  # one attempt timed out; the deadline below ends the loop
             except _Nowhere as error:
                 last = str(error)
             except errors.PacelineError as error:
@@ -368,9 +368,9 @@ class ControlStream:
         return None
 
     async def _is_gone(self) -> bool:
-        """True if the coordinator is surely gone for good: it does not come back, and its address refuses connections.
+        """True if the coordinator has ended for good: it does not come back, and its address refuses connections.
 
-        A coordinator gives its address away only once it listens there, so nobody can have come too early.
+        A coordinator announces its address only after it listens there, so a refusal never means that it is too early.
         """
         return not self._returns and await is_refused(parse_endpoint(self.target), _KNOCK_S)
 
@@ -379,12 +379,12 @@ class ControlStream:
         return f"the coordinator at {self.target} is gone: connections to it are refused, and it does not come back"
 
     async def _moved(self, request: pb.SessionRequest, deadline: float) -> pb.SessionRequest:
-        """How to introduce this member: anew if peers reach it at another address than before.
+        """Returns the request that introduces this member: a new registration if its address has changed.
 
-        A session cannot take its address along: other members have it in their view.
+        A session cannot move to a new address, because other members have the old address in their view.
 
         Raises:
-            _Nowhere: they reach it nowhere yet.
+            _Nowhere: peers cannot reach this worker at any address yet.
         """
         if not self._may_be_new:
             return request
@@ -398,7 +398,7 @@ class ControlStream:
         return self._register_again()
 
     def _warn(self, text: str, *arguments: object) -> None:
-        """Nobody needs to be warned of a coordinator that ends with a member: links tell what becomes of that."""
+        """Logs a warning; only at level INFO if the coordinator ends with a member, since links report that loss."""
         _log.log(logging.WARNING if self._returns else logging.INFO, text, *arguments)
 
     def _end(self, error: errors.PacelineError) -> None:
@@ -408,22 +408,22 @@ class ControlStream:
 
 
 class _Nowhere(Exception):
-    """There is no address at which peers reach this worker; it may come."""
+    """Peers cannot reach this worker at any address yet, but an address may come."""
 
 
 class _Refusals:
-    """The refusals in a row of one session."""
+    """Counts one session's refusals in a row."""
 
     def __init__(self) -> None:
         self._first: errors.PacelineError | None = None
         self._count = 0
 
     def forget(self) -> None:
-        """The coordinator has taken what was said."""
+        """Starts again from zero, because the coordinator has accepted a message."""
         self._first, self._count = None, 0
 
     def final(self, error: errors.PacelineError) -> errors.PacelineError | None:
-        """Counts a refusal. Returns the first of a row, which knows best why, once there are enough of one type."""
+        """Counts a refusal. Returns the first of the row, which says best why, once enough of one type have come."""
         if self._first is None or type(self._first) is not type(error):
             self._first, self._count = error, 0
         self._count += 1
@@ -431,7 +431,7 @@ class _Refusals:
 
 
 def heartbeat(operation: int, since: float, inside: bool, step: int, step_at: float) -> pb.Heartbeat:
-    """A heartbeat from a group's progress and the last step's word (times are `time.monotonic()` values)."""
+    """Makes a heartbeat of a group's progress and the last step word (times are `time.monotonic()` values)."""
     now = time.monotonic()
     return pb.Heartbeat(
         operation=operation,
@@ -446,37 +446,37 @@ class ControlListener(Protocol):
     """Handles events of a control stream, on the loop thread; the methods must not block."""
 
     def on_registered(self) -> None:
-        """`registered` is there, or has changed: after each connection, and when a line has ended."""
+        """Is called when `registered` is set or has changed: after each connection, and when a line has ended."""
 
     def on_waiting(self, reason: str) -> None:
-        """There is no view yet, for this reason."""
+        """Is called while there is no view yet, with the reason."""
 
     def on_view(self, view: pb.ViewFormed) -> None:
-        """A view has formed."""
+        """Is called when a view has formed."""
 
     def on_verdict(self, verdict: pb.Verdict) -> None:
-        """The generation is void."""
+        """Is called when the coordinator has ended a generation."""
 
     def on_barrier(self, call: int, failed: pb.BarrierFailed | None) -> None:
-        """A barrier was passed, or failed."""
+        """Is called when a barrier was passed, or has failed."""
 
     def on_ended(self, error: errors.PacelineError) -> None:
-        """The session is over for good."""
+        """Is called when the session is over for good."""
 
     def on_closed(self) -> None:
-        """The coordinator has shut down for good, which ends the session: it need not be told of leaving."""
+        """Is called when the coordinator has shut down for good. The session ends without a goodbye."""
 
     def on_broken(self, error: BaseException) -> None:
-        """The session has failed unexpectedly: this member cannot go on."""
+        """Is called when the session has failed unexpectedly, so that this member cannot go on."""
 
     def on_reconnected(self) -> None:
-        """A broken stream was resumed: requests without an answer must be sent again."""
+        """Is called when a broken stream was resumed: requests without an answer must be sent again."""
 
     def on_disconnected(self) -> None:
-        """The stream broke."""
+        """Is called when the stream broke."""
 
     def on_new_session(self) -> None:
-        """The old session had ended; this worker is a new member now, in no view."""
+        """Is called when the old session has ended and this worker is a new member, in no view."""
 
     async def on_away(self, timeout: float) -> str:
         """Returns this member's new address, "host:port", before it is introduced again; empty if it is unchanged.

@@ -1,8 +1,8 @@
-"""Where the flight recorder is dumped, and when: on SIGUSR2, and on an abort.
+"""When and where the flight recorder is dumped: on SIGUSR2, and on an abort.
 
-It owns the directory, the files and the signal. A dump is one JSON file for each process and rank, replaced as a whole;
-of one rank of a job the latest ten are kept. It holds what `recorder.py` remembers, and from the session only what
-`_FIELDS` lists: no token, nothing of the environment, no array.
+This module owns the directory, the files and the signal. A dump is one JSON file for each process and rank, and each
+new dump replaces it; of one rank of a job the latest ten files are kept. A dump holds the records of `_recorder.py`,
+and from the session only what `_FIELDS` lists: no token, nothing of the environment, no array.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["FLIGHT_DIR", "FlightLog", "flight_directory"]
 FLIGHT_DIR = "PACELINE_FLIGHT_DIR"
 
 KEPT = 10
-"""Dumps kept of one rank of a job: a worker that fails and is started again all night shall not fill the disk."""
+"""Dumps kept of one rank of a job, so that a worker which fails and restarts all night does not fill the disk."""
 
 _FIELDS = ("job", "rank", "size", "generation", "host", "member_id")
 _SIGNAL: int | None = getattr(signal, "SIGUSR2", None)  # Windows has none
@@ -41,10 +41,10 @@ _log = logging.getLogger("paceline.flight")
 
 
 def flight_directory(environ: Mapping[str, str]) -> Path | None:
-    """Where dumps go: PACELINE_FLIGHT_DIR, or `paceline-UID/flight` among the temporary files.
+    """Returns the directory for dumps: PACELINE_FLIGHT_DIR, or `paceline-UID/flight` among the temporary files.
 
-    None if it is "off" or empty, or if nothing can be written there, as in a read-only container. Nothing is made
-    before there is a dump.
+    Returns None if the variable is "off" or empty, or if nothing can be written there, as in a read-only container. The
+    directory is made only when there is a dump.
     """
     text = environ.get(FLIGHT_DIR)
     if text is None:
@@ -61,7 +61,7 @@ class FlightLog:
     Args:
         recorder: what to dump.
         describe: gives job, rank, size, generation, host and member_id; other keys are left out.
-        directory: where to; None writes nothing and watches no signal.
+        directory: where dumps go; None writes nothing and watches no signal.
     """
 
     def __init__(
@@ -76,18 +76,18 @@ class FlightLog:
         self._once = threading.RLock()  # reentrant: a user's signal handler may leave the session, which aborts
 
     def dump(self, reason: str) -> Path | None:
-        """Writes the operations that are remembered, and logs where to. Raises nothing.
+        """Writes the recorded operations, and logs the file's name. Raises nothing.
 
         Args:
             reason: why, for the reader.
 
         Returns:
-            The file; None if there are no dumps here, or if it could not be written, which is logged the first time.
+            The file; None if dumps are off, or if it could not be written. The first such failure is logged.
         """
         if self._directory is None or os.getpid() != self._pid:
             return None
         path = None
-        with suppress(Exception):  # a user's logging filter may raise; nothing may hide the error that this is about
+        with suppress(Exception):  # a user's logging filter may raise; nothing may hide the error that caused the dump
             try:
                 path, number = self._write(self._directory, reason)
             except Exception as error:  # noqa: BLE001  see above
@@ -99,7 +99,7 @@ class FlightLog:
         return path
 
     def on_abort(self, error: BaseException) -> None:
-        """The generation has failed: dumps, the first time in each generation. Raises nothing."""
+        """Dumps when a generation has failed, once for each generation. Raises nothing."""
         if self._directory is None or os.getpid() != self._pid:
             return
         with suppress(Exception):
@@ -113,9 +113,9 @@ class FlightLog:
     def watch_signal(self) -> None:
         """Dumps on SIGUSR2 from now on.
 
-        One that comes in the very instant before the main thread falls asleep is handled when that wakes: send another.
-        Does nothing outside the main thread, where Python lets nobody set handlers; if somebody else handles or ignores
-        the signal; without dumps; and on Windows.
+        A signal that arrives just before the main thread falls asleep is handled when that wakes; then send another.
+        Does nothing outside the main thread, where Python sets no handlers; if other code handles or ignores the
+        signal; if dumps are off; and on Windows.
         """
         if _SIGNAL is None or self._directory is None or threading.current_thread() is not threading.main_thread():
             return
@@ -127,9 +127,9 @@ class FlightLog:
         _watching[id(self)] = self
 
     def close(self) -> None:
-        """Stops watching; the last one gives the signal its default meaning back, if this is the main thread.
+        """Stops watching; the last watcher restores the signal's default action, if this is the main thread.
 
-        Elsewhere it stays handled, to no effect. Idempotent.
+        In another thread the handler stays and has no effect. Idempotent.
         """
         if _watching.pop(id(self), None) is None or _live() or _SIGNAL is None:
             return
@@ -146,13 +146,13 @@ class FlightLog:
             "time": datetime.now(UTC).isoformat(timespec="microseconds"),
             "reason": reason,
         }
-        # One operation a line, so that grep and diff are of use too.
+        # One operation a line, so that grep and diff work too.
         lines = ",\n".join(f"    {json.dumps(operation)}" for operation in operations)
         text = json.dumps(head, indent=2, default=str)[:-2] + f',\n  "operations": [\n{lines}\n  ]\n}}\n'
         make_private(directory, f"set {FLIGHT_DIR} to another directory")
         stem = f"{_plain(described.get('job'))}.rank{_plain(described.get('rank'))}.pid"
         path = directory / f"{stem}{self._pid}.json"
-        # A name of its own, opened exclusively and 0600: two threads may dump at once, and nothing is followed.
+        # A unique name, opened exclusively with mode 0600: two threads may dump at once, and no link is followed.
         handle, temporary = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=directory)
         try:
             with open(handle, "w", encoding="ascii") as file:
@@ -171,13 +171,13 @@ _writer: threading.Thread | None = None
 
 
 def _live() -> list[FlightLog]:
-    """Who watches in this process; a forked child inherits the list, but not the sessions."""
-    found = [reference() for reference in _watching.valuerefs()]  # a copy: another thread may close one meanwhile
+    """Returns the logs that watch in this process; a forked child inherits the list, but not the sessions."""
+    found = [reference() for reference in _watching.valuerefs()]  # a copy, since another thread may close one
     return [log for log in found if log is not None and log._pid == os.getpid()]
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    # The interrupted code may hold any lock, of logging or of the session. So a thread writes, and nobody waits for it.
+    # The interrupted code may hold any lock, of logging or of the session. So a thread writes, without a wait for it.
     # A signal that comes while it writes is dropped. A daemon thread's start takes no lock that is not reentrant.
     global _writer
     if not _live() or (_writer is not None and _writer.is_alive()):
@@ -195,7 +195,7 @@ def _dump_all(reason: str) -> None:
 
 
 def _caught_outside_python(number: int) -> bool:
-    """True if C code handles or ignores the signal, as `faulthandler.register` does: Python does not know of that."""
+    """True if C code handles or ignores the signal, as `faulthandler.register` does; Python cannot see that."""
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -205,7 +205,7 @@ def _caught_outside_python(number: int) -> bool:
 
 
 def _plain(name: object) -> str:
-    """A name as part of a file's: job names come from users, and may hold anything."""
+    """Makes a name safe for a file name: users choose job names, which may contain anything."""
     text = str(name)
     plain = re.sub(r"[^A-Za-z0-9_-]", "_", text)[:64]
     if plain == text:
@@ -214,7 +214,7 @@ def _plain(name: object) -> str:
 
 
 def _forget_oldest(latest: Path, stem: str) -> None:
-    """Keeps `KEPT` files of a job's rank; what a killed process has left half-written goes too, in its turn."""
+    """Keeps `KEPT` files of a job's rank; half-written files of killed processes count and are removed too."""
     pattern = re.compile(re.escape(stem) + r"[0-9]+\.json(\.\w+\.tmp)?", re.ASCII)
     with suppress(OSError):
         others = [path for path in latest.parent.iterdir() if pattern.fullmatch(path.name) and path != latest]

@@ -1,7 +1,7 @@
-"""The generations of a member: the one that its group is in, the next one, and what ends each of them.
+"""The generations of a member: the present one of its group, the next one, and what ends each of them.
 
-A verdict may arrive before the links of its generation exist, and a report may be lost with its stream. So both are
-kept until the verdict is applied and the report is answered.
+A verdict may arrive before the links of its generation exist, and a report may be lost with its stream. So a verdict is
+kept until it is applied, and a report until it is answered.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 __all__ = ["Generations"]
 
 _AWAY_S = 0.05
-"""Seconds in which a stream that was reset is open again; a coordinator whose process died takes longer."""
+"""Seconds in which a stream that was reset opens again; a coordinator whose process died takes longer."""
 
 
 class Generations:
@@ -35,7 +35,7 @@ class Generations:
         job: name of the job.
         config: timeouts.
         thread: the loop.
-        credentials: with which members authenticate each other.
+        credentials: how members authenticate each other.
         kinds: the kinds of links that this worker has.
 
     Attributes:
@@ -58,7 +58,7 @@ class Generations:
         self._kinds = kinds
         self._away = False
         self._patience = _AWAY_S
-        self._early: Verdict | None = None  # on a view that is being adopted
+        self._early: Verdict | None = None  # the verdict on a view that is being adopted
         self._reported: pb.SessionRequest | None = None
 
     def move(self, mesh: GrpcMesh) -> None:
@@ -129,7 +129,7 @@ class Generations:
 
         Args:
             error: why.
-            view: a view of which it is a member without links.
+            view: the view, if this member has no links in it.
         """
         for mesh in (self.coming, self.mesh):
             if mesh is not None:
@@ -179,7 +179,7 @@ class Generations:
         request = self._reported = pb.SessionRequest(report=report)
 
         def send() -> None:
-            if generation == self.control.generation:  # else the session has become a new one, which was never in it
+            if generation == self.control.generation:  # a new session has never been in that generation
                 self.control.send(request)
             if self._away:
                 self.coordinator_away()

@@ -1,4 +1,4 @@
-"""The identity of a process, which tells one incarnation of a worker from the next, and what it asks of its job."""
+"""The identity of a process, which distinguishes successive workers, and the request by which a worker joins a job."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _START_TIME_FIELD = 22  # of /proc/PID/stat, counted from 1 (proc(5))
 
 
 def process_identity(pid: int | None = None) -> pb.ProcessIdentity:
-    """The identity of this process, or of another one on this host.
+    """Returns the identity of this process, or of another one on this host.
 
     Args:
         pid: process id in this process's pid namespace; None for this process.
 
     Returns:
-        Boot id and start time are empty and 0 where the system has no /proc, or once the process is gone.
+        The identity; without a boot id and with start time 0 if the system has no /proc or the process has ended.
     """
     pid = os.getpid() if pid is None else pid
     return pb.ProcessIdentity(
@@ -37,7 +37,7 @@ def process_identity(pid: int | None = None) -> pb.ProcessIdentity:
 
 
 def is_gone(other: pb.ProcessIdentity) -> bool:
-    """True if that process was on this host and is there no more; False if it is, or this process cannot know."""
+    """True if that process ran on this host and has ended; False if it runs, or this process cannot know."""
     here = (_boot_id(), _pid_namespace())
     if not all(here) or here != (other.boot_id, other.pid_namespace) or not other.start_ticks:
         return False
@@ -45,10 +45,10 @@ def is_gone(other: pb.ProcessIdentity) -> bool:
 
 
 def _node() -> str:
-    """Alike for processes that can share memory.
+    """Returns a name that is the same for all processes that can share memory with each other.
 
-    They have one kernel; the socket over which they hand it over has a name that one network namespace knows; and what
-    goes over it is for one user.
+    They have one kernel; they hand memory over through a socket whose name is known in one network namespace; and only
+    one user may use that memory.
     """
     try:
         space = os.stat("/proc/self/ns/net").st_ino
@@ -83,10 +83,10 @@ def _start_ticks(pid: int) -> int:
 
 
 class JoinRequest:
-    """What a worker asks of its job: the bounds of the world, or a rank of its own.
+    """A worker's request to its job: the bounds of the world, or an explicit rank.
 
     Attributes:
-        rules: how its members choose among schedules.
+        rules: how the job's members choose among schedules.
     """
 
     def __init__(self, job: str, min_workers: int, max_workers: int, rank: int | None, rules: Rules = RULES) -> None:
@@ -97,11 +97,11 @@ class JoinRequest:
         self.rules = rules
 
     def register(self, address: str, failure_timeout: float) -> pb.Register:
-        """The request that opens a session of this process.
+        """Returns the request that opens a session for this process.
 
         Args:
             address: where peers reach it.
-            failure_timeout: seconds after which it wants silent members to be taken for lost.
+            failure_timeout: seconds of silence after which this worker wants a member to count as lost.
         """
         return pb.Register(
             job=self.job,

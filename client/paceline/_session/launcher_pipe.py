@@ -1,4 +1,4 @@
-"""A worker's side of the pipe to its launcher: records of a script's own, one JSON object a line.
+"""A worker's side of the pipe to its launcher: carries a script's own records, one JSON object per line.
 
 The pipe does not block: a launcher that is stopped or slow must not hold up training. So a record may be dropped,
 unless the worker asks to wait for room.
@@ -27,7 +27,7 @@ def tell_launcher(kind: str, record: dict[str, Any], *, wait_s: float = 0.0) -> 
 
     Args:
         kind: what the record is; "view" belongs to Paceline itself.
-        record: what JSON can say, at most 4 KiB of it.
+        record: values that JSON can represent, at most 4 KiB.
         wait_s: seconds to wait for room in the pipe.
 
     Returns:
@@ -50,14 +50,14 @@ def tell_launcher(kind: str, record: dict[str, Any], *, wait_s: float = 0.0) -> 
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([], [int(fd)], [], left)[1]:
                 return False
-        except OSError:  # the launcher is gone, or the descriptor is not the pipe any more
+        except OSError:  # the launcher is gone, or the descriptor is no longer the pipe
             return False
         else:
             return True
 
 
 def _is_pipe(fd: str) -> bool:
-    """A descriptor that a script has closed may be a file of its own by now: nothing is written there."""
+    """True if the descriptor is a pipe. A script may have closed it, and it may be a file of the script's now."""
     try:
         return stat.S_ISFIFO(os.fstat(int(fd)).st_mode)
     except (OSError, ValueError):

@@ -52,10 +52,10 @@ class ViewCame:
 
     Attributes:
         generation: its number.
-        rank: this member's.
-        base: the state it starts from, None if its members have yet to compare.
+        rank: this member's rank.
+        base: the state that it starts from; None if its members have yet to compare their states.
         newcomers: ranks that do not hold that state.
-        mesh: the links to its members; None if the member list could not be fetched any more.
+        mesh: the links to its members; None if the member list could no longer be fetched.
         member_id: this worker's member id in the view; it may have a new one since.
         lost: a sentence about steps that were trained before and are lost; empty if there are none.
     """
@@ -78,7 +78,7 @@ class CatchUpAsked:
         base: tag of the state.
         holders: the members that hold it, with their shares of it.
         share: the share to take of a sharded state.
-        fingerprint: of the whole state, where the tag alone does not identify it.
+        fingerprint: fingerprint of the whole state, where the tag alone does not identify it.
     """
 
     generation: int
@@ -111,7 +111,7 @@ class NoSeat:
 
 @dataclass(frozen=True, slots=True)
 class StateGone:
-    """Says that parts of the sharded state are lost, so that this member's part is of no use."""
+    """Says that parts of the sharded state are lost, so that this member's shard is useless."""
 
     reason: str
 
@@ -147,7 +147,7 @@ class Tried:
 
     Attributes:
         members: the members that were tested.
-        troubles: one text for each member that cannot connect to this worker, or it to that, with the reason.
+        troubles: one text for each member that cannot connect to this worker, or the other way round, with the reason.
     """
 
     members: Sequence[Peer]
@@ -190,7 +190,7 @@ class MemberInbox:
         self.draining = ""
         self.connected = True
         self._messages: queue.SimpleQueue[LineMessage] = queue.SimpleQueue()
-        self._put = self._got = 0  # messages that ask; each number is one thread's to write
+        self._put = self._got = 0  # counts of messages that ask for something; each is written by one thread
 
     def put(self, message: LineMessage) -> None:
         """Adds a message; on the loop, or from any thread if it says that the session is over."""
@@ -203,7 +203,7 @@ class MemberInbox:
         return self._put != self._got
 
     def get(self, timeout: float) -> LineMessage | None:
-        """The next message; None if none came in so many seconds."""
+        """Returns the next message; None if none came within `timeout` seconds."""
         try:
             message = self._messages.get(timeout=timeout)
         except queue.Empty:
@@ -231,7 +231,7 @@ class LineClient:
         members: the member lists of this session's views.
         step: the last step whose word has completed in this generation, for heartbeats; 0 for none.
         step_at: monotonic time at which it completed.
-        went_on: True if this member went on without a meeting, and does not know yet whether the others did.
+        went_on: True if this member went on without a meeting, and does not yet know whether the others did.
     """
 
     control: ControlStream
@@ -254,9 +254,9 @@ class LineClient:
         self._inbox = inbox
         self._start = start
         self._stand_by = stand_by
-        self._meet: pb.SessionRequest | None = None  # what was said last about a meeting, until a view has formed
+        self._meet: pb.SessionRequest | None = None  # the last message about a meeting, until a view has formed
         self._finish: pb.SessionRequest | None = None
-        self._running: pb.Running | None = None  # what was heard last of a line that runs without this worker
+        self._running: pb.Running | None = None  # the last message about a line that runs without this worker
 
     # For the training thread.
 
@@ -294,10 +294,10 @@ class LineClient:
         """Notes for heartbeats that the word of this step has completed: every member has entered it."""
         self.step_at = time.monotonic()
         self.step = step
-        self.went_on = False  # and so did all others
+        self.went_on = False  # all others have entered it too
 
     def generation_began(self) -> None:
-        """Resets the step at the begin of a generation, in which no word has completed yet."""
+        """Resets the step at the beginning of a generation, in which no word has completed yet."""
         self.step = 0
         self.went_on = False
 
@@ -308,7 +308,7 @@ class LineClient:
         self._meet = self._running = None
 
     def say_again(self) -> None:
-        """Sends messages again that may have been lost with the old stream."""
+        """Repeats messages that may have been lost with the old stream."""
         self.control.send_again([said for said in (self._meet, self._finish) if said is not None])
 
     def hear(self, message: pb.SessionResponse) -> None:
@@ -361,7 +361,7 @@ class LineClient:
                 _log.warning("the coordinator could not be told that pid %d is gone: %s", process.pid, error.details())
 
     async def _learn_members(self, running: pb.Running) -> None:
-        """Tells the training thread which members of the line it must be able to reach: all that have not ended."""
+        """Tells the training thread which members of the line it must reach: those that have not ended."""
         self._inbox.put(Runs(running.generation, None))
         view = pb.ViewFormed(
             generation=running.generation,
@@ -369,12 +369,12 @@ class LineClient:
             members_sha256=running.members_sha256,
             pages=running.pages,
         )
-        while running is self._running:  # else more has been heard since, and that answer is on its way
+        while running is self._running:  # otherwise a newer message has come, and its answer is on the way
             try:
                 peers = await self.members.fetch(self.control.channel, self._job, view, self._config.call_timeout)
             except errors.PacelineError as error:
                 _log.info("could not fetch the members of generation %d: %s", view.generation, error)
-                if isinstance(error, errors.StaleGeneration):  # another has come, which will be told of too
+                if isinstance(error, errors.StaleGeneration):  # a message about the newer one will come
                     return
             else:
                 if running is self._running:

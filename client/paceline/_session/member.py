@@ -1,7 +1,6 @@
 """A member's connection to its job: control stream, front door, mesh and group, wired together.
 
-Everything that the coordinator pushes arrives here on the loop thread; everything that the user waits for waits here on
-his own thread.
+The coordinator's messages arrive here on the loop thread; the user's calls wait here on the user's own thread.
 """
 
 from __future__ import annotations
@@ -52,17 +51,17 @@ _log = logging.getLogger("paceline.session")
 T = TypeVar("T")
 
 _PATIENT = 1.0
-"""Seconds to wait for a view before somebody is told: most form sooner."""
+"""Seconds to wait for a view before the user is told; most views form sooner."""
 
 CLOSE_TIMEOUT = 2.0
-"""Seconds for peers to take in what was sent, and again for the coordinator to answer the goodbye."""
+"""Seconds for peers to receive what was sent, and again for the coordinator to answer the goodbye."""
 
 
 _LAST_WORDS_S = 0.2
-"""Seconds for a coordinator to answer the goodbye that may have frozen."""
+"""Seconds for the goodbye if the coordinator may be frozen."""
 
 _LEAVE_TIMEOUT = 5 * CLOSE_TIMEOUT
-"""Seconds after which a goodbye that does not end is given up: the process shall end."""
+"""Seconds after which a goodbye that does not end is given up, so that the process can end."""
 
 
 class MemberConnection:
@@ -70,19 +69,19 @@ class MemberConnection:
 
     Args:
         coordinator: its address.
-        wanted: the job and the place in it.
+        wanted: the job, and the wanted place in it.
         advertise: host or host:port at which peers reach this worker; None to find it.
         config: timeouts.
         thread: the loop.
-        credentials: by what this worker, the coordinator and other members know each other.
+        credentials: how this worker, the coordinator and other members authenticate each other.
         coordinator_returns: see `paceline.join`.
 
     Attributes:
-        credentials: the same.
-        group: from the end of `open` on, as is `store`.
+        credentials: the same, with the key for proofs at members' doors.
+        group: the group; set once `open` has returned, as is `store`.
         store: the job's key-value store.
-        inbox: what the coordinator says, for the training thread.
-        line: what the training thread says.
+        inbox: the coordinator's messages to the training thread.
+        line: sends the training thread's messages.
     """
 
     group: Group
@@ -115,7 +114,7 @@ class MemberConnection:
         self._control: ControlStream | None = None
         self._registering: asyncio.Task[Any] | None = None
         self._closed = self._broken = False
-        self._tasks: set[asyncio.Task[Any]] = set()  # that must have ended before what they build is taken down
+        self._tasks: set[asyncio.Task[Any]] = set()  # they must have ended before the links that they make are closed
         self._flight: FlightLog | None = None
         self._sockets = Sockets(self._start)
         self._whereabouts = Whereabouts(coordinator, advertise, self._door, self._sockets)
@@ -126,19 +125,19 @@ class MemberConnection:
 
     @property
     def mesh(self) -> GrpcMesh | NoMesh:
-        """The links that the group uses; from the end of `open` on."""
+        """The links that the group uses; known once `open` has returned."""
         mesh = self._generations.mesh
         assert mesh is not None
         return mesh
 
     @property
     def member_id(self) -> str:
-        """This member's id; from the end of `open` on."""
+        """This member's id; known once `open` has returned."""
         return self._door.window.member_id
 
     @property
     def knocker(self) -> Knocker:
-        """This member as it knocks at the doors of others; from the end of `open` on."""
+        """This member's id and address, for its knocks at other members' doors; known once `open` has returned."""
         return Knocker(self._door.window.member_id, str(self._whereabouts.address))
 
     def open(self, timeout: float) -> None:
@@ -146,7 +145,7 @@ class MemberConnection:
 
         Raises:
             CoordinatorUnreachable: nobody answers.
-            OperationTimeout: no view formed in time; the text says what was waited for.
+            OperationTimeout: no view formed in time; the text says what was missing.
             PacelineError: the coordinator refused.
         """
         deadline = time.monotonic() + timeout
@@ -155,7 +154,7 @@ class MemberConnection:
             try:
                 self._thread.run(self._register(timeout))
             except futures.CancelledError:
-                if not self._joined.done():  # else `give_up` did that, and its error is raised below
+                if not self._joined.done():  # otherwise `give_up` cancelled it, and its error is raised below
                     raise
             left = max(0.0, deadline - time.monotonic())
             if not self._joined.wait(left):
@@ -173,7 +172,7 @@ class MemberConnection:
             raise
 
     def give_up(self, error: errors.PacelineError) -> None:
-        """Ends `open` with this error, unless it is over, also while no coordinator answers. On the loop."""
+        """Ends an `open` that still runs with this error, even while no coordinator answers. On the loop."""
         self._fail_join(error)
         if self._registering is not None:
             self._registering.cancel()
@@ -183,7 +182,7 @@ class MemberConnection:
         if not timeout > 0:
             raise ValueError(f"timeout must be above 0 s, not {timeout}")
         timeout = checked_timeout(timeout)
-        self._barriers.check()  # first: the end of the session ends its generation, too
+        self._barriers.check()  # first, because the end of the session also ends its generation
         self.mesh.fault.check()
         with self._barriers.turn(self.mesh.generation, name, timeout):
             entry = self._barriers.enter(self.mesh.generation, name, timeout)
@@ -191,14 +190,14 @@ class MemberConnection:
             self._barriers.wait(entry, timeout)
 
     def close(self, cause: str = "") -> None:
-        """Leaves: links first, so that peers get what was sent, then the coordinator, then the door.
+        """Leaves the job: first closes the links, so that peers get what was sent, then the session, then the door.
 
         Args:
             cause: this member's own error in words, for the others; empty for an orderly end.
         """
         self.inbox.put(Lost(errors.SessionClosed("this member has left the job")))
         mesh = self._generations.mesh
-        # A coordinator that lives in a member of a generation that has failed may be what has failed.
+        # A coordinator that lives in one of the members may have failed together with a failed generation.
         doubted = not self._coordinator_returns and mesh is not None and mesh.fault.failed
         patience = _LAST_WORDS_S if doubted else CLOSE_TIMEOUT
         try:
@@ -208,27 +207,27 @@ class MemberConnection:
                     text = f"{me} raised {cause}"
                     operation = self.group.progress().operation
                     self.mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, None, operation, text))
-                # A slow peer is given its time to take in what was sent; a lost one ends the wait.
+                # A slow peer has time to receive what was sent; a lost one ends the wait.
                 self.group.close(CLOSE_TIMEOUT, drain=self._config.step_timeout)
                 self.store.close()
-        finally:  # an interrupt ends the wait above, not the goodbye: nobody shall wait for this member
+        finally:  # an interrupt ends the wait above, not the goodbye: no member must wait for this one
             if self._flight is not None:
                 self._flight.close()
             self._barriers.fail(errors.SessionClosed("the session has ended"))
             self._thread.forget(self.on_broken)
             try:
                 self._thread.run(self._leave(cause, patience), _LEAVE_TIMEOUT, keep=True)
-            except TimeoutError:  # grpc does not work any more, as where it has got no memory or no thread
+            except TimeoutError:  # grpc no longer works, for instance without memory or threads
                 _log.error("job %r: leaving did not finish within %.0f s; giving up", self.job, _LEAVE_TIMEOUT)
 
     def start_line(self, source: StateSource) -> None:
-        """From now on this member gives its state to others, and comes back as a new one if its session ends."""
+        """Lets this member give its state to others, and come back as a new member if its session ends."""
         assert self._control is not None
         self._control.rejoins = True
         self._door.window.source = source
 
     def move(self, mesh: GrpcMesh) -> None:
-        """The group goes on in the next generation."""
+        """Moves the group to the links of the next generation."""
         old = self.mesh
         self._generations.move(mesh)
         self.line.generation_began()
@@ -243,11 +242,11 @@ class MemberConnection:
         return self._thread.run(work)
 
     def begin(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Has something done on the loop; this member ends if it fails."""
+        """Starts a coroutine on the loop; this member ends if it fails."""
         self._thread.loop.call_soon_threadsafe(lambda: self._start(work()))
 
     def _describe(self) -> dict[str, Any]:
-        """Whose flight record it is."""
+        """Describes the member whose flight record is written."""
         mesh = self.mesh
         if not mesh.peers:
             return {"job": self.job, "rank": mesh.rank, "size": 0, "generation": 0, "host": "", "member_id": ""}
@@ -258,12 +257,12 @@ class MemberConnection:
     # On the loop.
 
     def _tell_waiting(self) -> None:
-        """A launcher that has a person before it shows what is waited for."""
+        """Tells the launcher what this worker waits for, so that it can show the user."""
         if not self._joined.done():
             tell_launcher("waiting", {"job": self.job, "reason": f"job {self.job!r}: {self._reason}"})
 
     def _on_trouble(self, text: str) -> None:
-        """A name does not resolve yet, or there is no route: mostly a slip, so it is said at once."""
+        """Reports at once that a name does not resolve or has no route, since that is mostly a typing error."""
         self._reason = text
         _log.warning("job %r: %s", self.job, text)
         self._tell_waiting()
@@ -272,7 +271,7 @@ class MemberConnection:
         if self._joined.done():  # given up already
             return
         self._registering = asyncio.current_task()
-        self._tasks.update(filter(None, [self._registering]))  # an interrupted `open` does not wait for its end
+        self._tasks.update(filter(None, [self._registering]))  # an interrupted `open` does not wait for it to end
         self._opened = time.monotonic()
         asyncio.get_running_loop().call_later(_PATIENT, self._tell_waiting)
         unanswered = self._reason
@@ -346,9 +345,9 @@ class MemberConnection:
             self._fail_join(error)
         elif isinstance(error, errors.OrphanedError):
             self._generations.coordinator_gone()
-            level = logging.ERROR if self._coordinator_returns else logging.INFO  # links tell what became of its member
+            level = logging.ERROR if self._coordinator_returns else logging.INFO  # links report its member's fate
             _log.log(level, "%s; collectives go on without it for as long as all members live", error)
-        else:  # evicted while it was cut off, most likely: nobody will accept what this member sends
+        else:  # probably evicted while it was cut off: other members refuse its messages
             self._generations.session_ended(str(error))
 
     def on_closed(self) -> None:
@@ -363,7 +362,7 @@ class MemberConnection:
             _log.info("job %r: %s; collectives go on without it", self.job, text)
 
     def on_broken(self, error: BaseException) -> None:
-        """See `ControlListener`: the others are told, and whatever this member waits in ends with the error."""
+        """See `ControlListener`: tells the others, and ends every wait of this member with the error."""
         self._end_with(error)
 
     def _end_with(self, error: BaseException, view: pb.ViewFormed | None = None) -> None:
@@ -376,11 +375,11 @@ class MemberConnection:
         self._fail_join(error)
 
     def on_reconnected(self) -> None:
-        """See `ControlListener`: what may have been lost with the old stream goes out again."""
+        """See `ControlListener`: repeats what may have been lost with the old stream."""
         self.inbox.connected = True
         self.line.say_again()
         if self.line.went_on and self.mesh.peers:
-            # The others may wait in the meeting still, and this member for them in its step: now all of them can meet.
+            # Others may still wait in the meeting, and this member for them in its step: now all of them can meet.
             text = f"{self.mesh.peers[self.mesh.rank]} went on without the coordinator, which is back"
             raised = ErrorReason.ERROR_REASON_PEER_RAISED
             self.mesh.fault.suspect(Suspicion(raised, None, self.group.progress().operation, text))
@@ -394,7 +393,7 @@ class MemberConnection:
         self._generations.coordinator_away()
 
     def on_new_session(self) -> None:
-        """See `ControlListener`: nobody accepts what this member sends in its old generation."""
+        """See `ControlListener`: other members refuse what this member sends in its old generation."""
         self.line.forget_meeting()
         if self._generations.mesh is not None:
             text = "the session has ended: this member was taken for lost while it could not be reached"
@@ -402,7 +401,7 @@ class MemberConnection:
             self.inbox.put(CaughtOut())
 
     async def on_away(self, timeout: float) -> str:
-        """See `ControlListener`: an address that has gone does not come back while somebody waits for it."""
+        """See `ControlListener`: breaks links to an address that has gone, since waits on them would not end."""
         moved = await self._whereabouts.renew(timeout, self._generations.cut_off)
         return str(self._whereabouts.address) if moved else ""
 
@@ -416,7 +415,7 @@ class MemberConnection:
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Nobody waits for the end of what is begun on the loop, so its failure must be heard of here."""
+        """Handles the failure of a task on the loop, since no caller waits for the task."""
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if isinstance(error, Exception):  # raised on the training thread
@@ -424,7 +423,7 @@ class MemberConnection:
             self.on_broken(error)
 
     def _stand_by(self, reason: str) -> None:
-        """`join` returns without a view: the job goes on, or is done, without this worker."""
+        """Makes `join` return without a view, because the job goes on, or is done, without this worker."""
         if not self._joined.done():
             self._enter(NoMesh(reason, self._door.kinds))
 
@@ -432,7 +431,7 @@ class MemberConnection:
         """Makes the links of a view. In `join` the group begins with them; later the training thread moves it there."""
         try:
             await self._make_links(view)
-        except Exception as error:  # noqa: BLE001  raised on the training thread; the others of the view are told
+        except Exception as error:  # noqa: BLE001  raised on the training thread; the other members of the view are told
             _log.exception("job %r: the links of generation %d could not be created", self.job, view.generation)
             self._end_with(error, view)
 
@@ -442,7 +441,7 @@ class MemberConnection:
         try:
             peers = await self.line.members.fetch(self._control.channel, self.job, view, self._config.call_timeout)
             self._sockets.dial([self._coordinator, *(parse_endpoint(peer.address) for peer in peers)])
-        except Exception as error:  # whoever waits in join shall hear of it, whatever it is
+        except Exception as error:  # `join` must raise it, whatever it is
             if is_exhausted(error):
                 raise
             _log.info("could not fetch the members of generation %d: %s", view.generation, error)
@@ -450,7 +449,7 @@ class MemberConnection:
             text = f"rank {view.rank} ({socket.gethostname()}) could not learn who its members are: {error}"
             reason = ErrorReason.ERROR_REASON_PEER_RAISED
             report = pb.Report(generation=view.generation, reason=reason, text=text[:2000])
-            if view.generation == self._control.generation:  # the others wait for this member
+            if view.generation == self._control.generation:  # the other members wait for this one
                 self._send(pb.SessionRequest(report=report))
         else:
             if self._closed or (self._joined.done() and self._generations.mesh is None):  # join has been given up
@@ -470,7 +469,7 @@ class MemberConnection:
         self.inbox.put(ViewCame(view.generation, view.rank, base, newcomers, mesh, member_id, view.lost))
 
     def _enter(self, mesh: GrpcMesh | NoMesh) -> None:
-        """`join` is over: this is where the group begins."""
+        """Lets `join` return; the group begins here."""
         assert self._control is not None
         self.group = Group(mesh, self._config)
         if self._wanted.max_workers > self._wanted.min_workers:

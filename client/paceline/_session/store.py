@@ -1,4 +1,4 @@
-"""The job's key-value store, as a worker sees it: at the coordinator, or in memory for a world of one."""
+"""The job's key-value store, as a worker sees it: at the coordinator, or in memory in a world of one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pacelinepb.v1 import store_pb2_grpc
 __all__ = ["CoordinatorStore", "MemoryStore", "Store"]
 
 _MOST_BYTES = (1 << 20) + (15 << 10)
-"""Of a request. The coordinator refuses a value that is a little too long; a far longer one is not sent."""
+"""Largest request. The coordinator refuses a value that is a little too long; a far longer one is not sent."""
 
 _LONG = frozenset(
     method.name for method in pb.DESCRIPTOR.services_by_name["StoreService"].methods if method.client_streaming
@@ -33,7 +33,7 @@ _LONG = frozenset(
 """Calls whose request may take several messages."""
 
 _SLACK = 5.0
-"""Seconds that a call may take beyond what the coordinator was asked to wait: it answers with the better error."""
+"""Seconds that a call may take beyond the timeout sent to the coordinator, whose own error says more."""
 
 
 class Store(abc.ABC):
@@ -49,14 +49,14 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def get(self, key: str, *, timeout: float | None = None) -> bytes:
-        """The value of a key, waiting for it to be set.
+        """Returns the value of a key, and waits until it is set.
 
         Args:
             key: the key.
             timeout: seconds to wait; None for the session's `call_timeout`.
 
         Raises:
-            OperationTimeout: it was not set in time.
+            OperationTimeout: the key was not set in time.
         """
 
     @abc.abstractmethod
@@ -72,7 +72,7 @@ class Store(abc.ABC):
         """Sets a key if it holds `expected` (None: if it is missing).
 
         Returns:
-            Whether this call set it, and the value afterwards (None: missing).
+            True if this call set it, and the value afterwards (None: missing).
         """
 
     @abc.abstractmethod
@@ -89,12 +89,12 @@ class Store(abc.ABC):
 
 
 class CoordinatorStore(Store):
-    """The store at the coordinator. Every call is repeated while the coordinator is away, until its timeout.
+    """The store at the coordinator. While the coordinator is away, each call is repeated until its timeout.
 
     Args:
         thread: the loop.
-        channel: to the coordinator; calls go over to the newest.
-        caller: who asks.
+        channel: the channel to the coordinator; calls move to the newest one.
+        caller: identifies this worker.
         call_timeout: seconds, the default timeout.
     """
 
@@ -107,7 +107,7 @@ class CoordinatorStore(Store):
         self._closed = False
 
     def close(self) -> None:
-        """The session has ended: every later call is refused."""
+        """Refuses every later call, because the session has ended."""
         self._closed = True
 
     def set(self, key: str, value: bytes) -> None:
@@ -161,11 +161,11 @@ class CoordinatorStore(Store):
         deadline = time.monotonic() + (self._call_timeout if wait is None else wait + _SLACK)
         try:
             return self._thread.run(self._repeat(f"store.{name}", method, messages, deadline))
-        except (futures.CancelledError, aio.UsageError):  # the channel was closed under the call
+        except (futures.CancelledError, aio.UsageError):  # the channel was closed during the call
             raise errors.SessionClosed(f"store.{name}: the session has ended") from None
 
     async def _repeat(self, name: str, method: str, messages: list[Any], deadline: float) -> Any:
-        """All calls may be repeated: reads and overwrites by nature, `add` and `compare_set` by their call number."""
+        """Repeats a call. Reads and overwrites may be repeated anyway, `add` and `compare_set` by their call number."""
 
         def call(channel: aio.Channel) -> Awaitable[Any]:
             left = max(0.05, deadline - time.monotonic())
@@ -182,20 +182,20 @@ class CoordinatorStore(Store):
                 if not is_transient(error) or time.monotonic() >= deadline:
                     raise error_from_status(error, name) from error
                 if len(messages) > 1 and error.code() is grpc.StatusCode.INTERNAL:
-                    # A refusal that comes before all is sent is a failed write to grpc. A short call hears the reason.
+                    # grpc reports a refusal during the upload as a failed write. A short call gets the reason.
                     nothing = pb.WaitRequest(caller=self._caller, timeout=duration(0))
                     await self._repeat(name, "Wait", [nothing], deadline)
             else:
                 if answer is not None:
                     return answer
-                if time.monotonic() >= deadline:  # grpc's word for bytes that are no answer is None
+                if time.monotonic() >= deadline:  # grpc returns None for bytes that are no answer
                     raise errors.CoordinatorUnreachable(f"{name}: the coordinator's answer cannot be read")
             await asyncio.sleep(backoff(attempt))
             attempt += 1
 
 
 class MemoryStore(Store):
-    """The store of a world of one."""
+    """The store in a world of one."""
 
     def __init__(self, call_timeout: float) -> None:
         self._call_timeout = call_timeout

@@ -1,4 +1,4 @@
-"""Fetching a view's members from the coordinator, checked against the hash that came with the view."""
+"""Fetches a view's members from the coordinator, and checks them against the hash that came with the view."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ __all__ = ["MemberLists", "read_peer"]
 
 
 _BELIEVED = 3
-"""So many times in a row the coordinator must refuse: a byte of the request may have changed on the way."""
+"""Refusals in a row after which a refusal is final: a byte of the request may have changed on the way."""
 
 
 _ATTEMPT_S = 2.0
-"""For the first attempt, and twice as long for each later one: grpc's server does not answer at all if the name of the
-method has changed on the way and is not valid UTF-8 any more."""
+"""Seconds for the first attempt; each later one has twice as long. grpc's server does not answer at all if the name of
+the method has changed on the way and is no longer valid UTF-8."""
 
 
 class MemberLists:
-    """Fetches the member lists of one session: of the next view only what has changed since the last one."""
+    """Fetches the member lists of one session. Of a later view it fetches only the changes since the last list."""
 
     def __init__(self) -> None:
         self._known: list[pb.Member] = []
         self._known_sha256 = b""
 
     async def fetch(self, channel: CoordinatorChannel, job: str, view: pb.ViewFormed, timeout: float) -> list[Peer]:
-        """The members in rank order. What is damaged on the way is fetched again, and what is known already is not.
+        """Returns the members in rank order. Fetches damaged pages again, and a list that is known already not at all.
 
         Raises:
-            PacelineError: to the end of that time the pages did not hash to what the view says, or did not hold its
-                members; or the coordinator did not answer, or refused.
+            PacelineError: until the timeout the pages did not match the view's hash, or did not hold its members; or
+                the coordinator did not answer, or refused.
         """
-        # A candidate is told of the running view again whenever one of its members ends.
+        # The coordinator tells a candidate of the running view again whenever one of its members ends.
         if self._known and view.members_sha256 == self._known_sha256:
             return [read_peer(member) for member in self._known]
         deadline = time.monotonic() + timeout
@@ -66,7 +66,7 @@ class MemberLists:
                     raise errors.PacelineError(
                         f"the member list of generation {view.generation} is not the one that the coordinator announced"
                     )
-                known_sha256 = b""  # the whole list, then
+                known_sha256 = b""  # fetches the whole list next
             await asyncio.sleep(backoff(attempt))
             attempt += 1
 
@@ -74,13 +74,13 @@ class MemberLists:
 async def _fetch_pages(
     channel: CoordinatorChannel, job: str, view: pb.ViewFormed, deadline: float, known_sha256: bytes
 ) -> list[bytes]:
-    """All pages, or one that says what has changed since the list that is known."""
+    """Returns all pages, or one with the changes since the list that is known."""
     pages: list[bytes] = []
 
     def get_page(on: aio.Channel) -> Awaitable[bytes]:
         method = untyped(on.unary_unary)(
             "/pacelinepb.v1.SessionService/GetView", request_serializer=pb.GetViewRequest.SerializeToString
-        )  # no deserializer: the hash is over the bytes as they came
+        )  # no deserializer: the hash covers the bytes as they arrived
         request = pb.GetViewRequest(job=job, generation=view.generation, page=len(pages))
         if not pages:
             request.known_sha256 = known_sha256
@@ -100,7 +100,7 @@ def _has_changes(pages: Sequence[bytes]) -> bool:
 
 
 def _changed(known: Sequence[pb.Member], page: bytes, view: pb.ViewFormed) -> list[pb.Member] | None:
-    """The members, made of those that are known; None if that does not give those of the view."""
+    """Applies a page of changes to the known members; returns None if the result does not match the view."""
     members: list[pb.Member] = []
     for stretch in pb.GetViewResponse.FromString(page).stretches:
         if stretch.first + stretch.count > len(known):
@@ -118,7 +118,7 @@ def _changed(known: Sequence[pb.Member], page: bytes, view: pb.ViewFormed) -> li
 
 
 def _read(pages: list[bytes], view: pb.ViewFormed) -> list[pb.Member] | None:
-    """The members on the pages; None if they are not those of the view."""
+    """Returns the members on the pages; None if they do not match the view."""
     if hashlib.sha256(b"".join(pages)).digest() != view.members_sha256:
         return None
     try:
@@ -131,7 +131,7 @@ def _read(pages: list[bytes], view: pb.ViewFormed) -> list[pb.Member] | None:
 
 
 def read_peer(member: pb.Member) -> Peer:
-    """A member as it came over the wire."""
+    """Converts a member from its protobuf message."""
     process = member.process
     return Peer(
         member.rank, member.member_id, process.host, member.address, process.pid, process.node, process.start_ticks

@@ -1,8 +1,8 @@
 """The address of a member: found when it joins, and again when this machine no longer has it; and its sockets.
 
-A container that is connected to its network again, or a host with another lease, comes back with another address. The
-member opens its door there and introduces itself anew, because nobody would look for it there otherwise. `Sockets`
-tells `_fork` which connections belong to the session, by the IP addresses that the kernel knows them by.
+A container that is connected to its network again, or a host with a new lease, comes back with another address. The
+member opens its door there and introduces itself anew, because otherwise no peer would look for it there. `Sockets`
+tells `_fork` which connections belong to the session, by the IP addresses that the kernel knows.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _log = logging.getLogger("paceline.session")
 
 
 class Whereabouts:
-    """The address of one member; on the loop.
+    """The address of one member; used on the loop.
 
     Args:
         coordinator: the coordinator's address.
         advertise: host or host:port at which peers reach this worker; None to find it.
         door: the door that is opened at the address.
-        sockets: get the door's port.
+        sockets: the session's sockets, which are told the door's port.
     """
 
     def __init__(self, coordinator: Endpoint, advertise: str | None, door: Door, sockets: Sockets) -> None:
@@ -58,13 +58,13 @@ class Whereabouts:
         self._moved_in(where, port)
 
     async def renew(self, timeout: float, leave: Callable[[str], None]) -> bool:
-        """Finds another address if the one before has gone, and opens the door there.
+        """Finds another address if the present one has gone, and opens the door there.
 
-        An advertised address stays: it may be of another machine, and the door listens on all interfaces then.
+        An advertised address stays, since it may be another machine's; the door listens on all interfaces then.
 
         Args:
-            timeout: seconds to wait for it.
-            leave: called with a sentence before links to the old address break off; not called if there is no other
+            timeout: seconds to wait for an address.
+            leave: called with a sentence before links to the old address are broken; not called if there is no other
                 address.
 
         Returns:
@@ -78,9 +78,9 @@ class Whereabouts:
             return False
         try:
             where = await reachable_endpoint(self._coordinator, None, timeout)
-        except ValueError as error:  # the only address is one for this cable; the other may still come
+        except ValueError as error:  # the only address is link-local; another may still come
             raise CoordinatorUnreachable(f"no way to the coordinator at {self._coordinator}: {error}") from error
-        if where.host == self.address.host:  # it has come back this moment
+        if where.host == self.address.host:  # the old address has just come back
             return False
         text = f"this worker's address was {self.address.host}, and is {where.host} now"
         _log.warning("%s", text)
@@ -109,7 +109,7 @@ def is_here(host: str) -> bool:
 
 
 class Sockets:
-    """The sockets of one session; on the loop.
+    """The sockets of one session; used on the loop.
 
     Args:
         start: starts a coroutine in the background; it is cancelled before `forget`.
@@ -119,7 +119,7 @@ class Sockets:
         self._start = start
         self._listening_port = 0
         self._dialled: list[Endpoint] = []
-        self._addresses: dict[str, set[str]] = {}  # of names
+        self._addresses: dict[str, set[str]] = {}  # the IP addresses of each name
 
     def listen(self, port: int) -> None:
         """Notes the port that peers dial."""
@@ -128,7 +128,7 @@ class Sockets:
     def dial(self, endpoints: Iterable[Endpoint]) -> None:
         """Notes the endpoints that the session dials from now on, in place of earlier ones.
 
-        The addresses of names follow when they have been looked up: a view must not wait for a slow resolver.
+        The addresses of names follow once they are looked up, since a view must not wait for a slow resolver.
         """
         self._dialled = list(endpoints)
         self._tell()
@@ -136,7 +136,7 @@ class Sockets:
             self._start(self._learn(names))
 
     def forget(self) -> None:
-        """Forgets all, because the session is over."""
+        """Forgets all sockets, because the session is over."""
         protect(id(self), listening_port=0, dialled=set())
 
     async def _learn(self, names: set[str]) -> None:

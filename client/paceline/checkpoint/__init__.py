@@ -1,6 +1,6 @@
-"""Checkpoints: atomic, checksummed, no pickle. `save` and `load` are for one process, the others for ranks together.
+"""Checkpoints: atomic, checksummed, no pickle. `save` and `load` are for one process, the others for several ranks.
 
-`paceline.sharded_state` makes of a model and its optimizer what `save_sharded` and `load_sharded` take.
+`paceline.sharded_state` converts a model and its optimizer to the form that `save_sharded` and `load_sharded` take.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""One checkpoint on disk: a folder that is there whole, or not at all.
+"""One checkpoint on disk: a folder that is complete, or does not exist.
 
     DIR/g00000003-s0000000120/arrays.safetensors                   or, of a run with several ranks,
     DIR/g00000003-s0000000120/arrays-00000-of-00004.safetensors    one for each
-    DIR/g00000003-s0000000120/manifest.json                        what is in them, checksums of them and of itself
+    DIR/g00000003-s0000000120/manifest.json                        what the files hold, their checksums and its own
 
-It is written under another name, synced file by file, and renamed: a crash at any instant leaves the last good one.
-Source: Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014, section 2 (atomic replacement via rename).
+It is written under another name, synced file by file, and renamed: after a crash at any instant the last good one is
+still there. Source: Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014, section 2 (atomic replacement
+via rename).
 
-Files are durable when they are written, as fast as the disk is. Measured (ext4 on a virtual disk, 512 MiB, CRC-32 on
-the way, interleaved, medians of 7): plain writes and fdatasync 0.46 s; the disk told to begin after each block
-(sync_file_range) 0.31 s; O_DIRECT out of an aligned block 0.50 s; posix_fadvise 1.2 s.
+Each file is durable once it is written, and writing is as fast as the disk. Measured (ext4 on a virtual disk, 512 MiB,
+CRC-32 computed on the way, interleaved, medians of 7): plain writes and fdatasync 0.46 s; with the disk told to begin
+after each block (sync_file_range) 0.31 s; O_DIRECT from an aligned block 0.50 s; posix_fadvise 1.2 s.
 """
 
 from __future__ import annotations
@@ -51,32 +52,32 @@ __all__ = [
 ]
 
 _START_WRITE = 2
-"""SYNC_FILE_RANGE_WRITE: begin to write pages out, and wait for none. Source: sync_file_range(2)."""
+"""SYNC_FILE_RANGE_WRITE: starts to write pages out, and waits for none. Source: sync_file_range(2)."""
 
 MANIFEST = "manifest.json"
 ON_ONE_DISK = (
     "the directory must lie on a disk that all ranks share, or else the ranks of each host must save a whole state "
     "among themselves"
 )
-"""What to do about a rank that does not see what another has written."""
+"""Advice for a rank that does not see the files of another."""
 
 _FORMAT = 2
 MAX_MANIFEST_BYTES = 256 << 20
-"""Of a manifest. Each GiB of arrays takes 8 KiB of it, and each array some 100 bytes."""
+"""Largest manifest. Each GiB of arrays takes 8 KiB of it, and each array some 100 bytes."""
 
 _HIDDEN = re.compile(r"\.writing-(g[0-9]{1,20}-s[0-9]{1,20})-[a-z0-9]{1,64}", re.ASCII)
-"""The name of a folder while it is written, or removed: its tag, and whose attempt it is."""
+"""The name of a folder that is being written or removed: its tag, and the name of the attempt."""
 
 
 def write_file(path: Path, blocks: Iterable[memoryview]) -> None:
     """Writes a new file.
 
     Args:
-        path: of the file; its name is durable once its folder is synced.
-        blocks: the contents; one is asked for when the one before is with the system.
+        path: path of the file; its name is durable once its folder is synced.
+        blocks: the contents; the next block is requested once the system has the one before.
 
     Raises:
-        OSError: the disk refused, or there is such a file.
+        OSError: the disk refused, or the file exists.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
@@ -102,10 +103,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def _start_write(descriptor: int, start: int, size: int) -> None:
-    """Has the disk begin with what else would wait for fdatasync.
+    """Tells the disk to begin with data that would otherwise wait for fdatasync.
 
-    No more than a hint, so nothing is lost where the C library lacks it, and its result says nothing: what the disk
-    could not do is told by fdatasync.
+    This is only a hint, so nothing is lost if the C library lacks the call. Its result is ignored: fdatasync reports
+    what the disk could not do.
     """
     if _sync_file_range is not None:
         _sync_file_range(descriptor, start, size, _START_WRITE)
@@ -122,10 +123,10 @@ _sync_file_range = _find_sync_file_range()
 
 
 class Manifest(NamedTuple):
-    """What a checkpoint says of itself.
+    """What a checkpoint says about itself.
 
     Attributes:
-        tag: which state it is.
+        tag: the tag of the state.
         parts: its files, in order.
         skeleton: the state without its arrays (`tree`).
     """
@@ -136,12 +137,12 @@ class Manifest(NamedTuple):
 
 
 def new_attempt() -> str:
-    """A name for an attempt to write a checkpoint, unlike any other: late writers of another one do it no harm."""
+    """Returns a unique name for an attempt to write a checkpoint, so that late writers of another one do no harm."""
     return secrets.token_hex(8)
 
 
 def hidden_folder(directory: Path, tag: Tag, attempt: str) -> Path:
-    """Where an attempt writes.
+    """Returns the folder that an attempt writes.
 
     Raises:
         ValueError: the attempt's name is not 1 to 64 of a to z and 0 to 9.
@@ -153,33 +154,33 @@ def hidden_folder(directory: Path, tag: Tag, attempt: str) -> Path:
 
 
 def hidden_tag(name: str) -> Tag | None:
-    """The tag in the name of a hidden folder; None for any other name."""
+    """Returns the tag in the name of a hidden folder; None for any other name."""
     match = _HIDDEN.fullmatch(name)
     return None if match is None else Tag.parse(match[1])
 
 
 def open_folder(directory: Path, tag: Tag, attempt: str) -> None:
-    """Makes the folder in which the parts of an attempt are written, before any of them is."""
+    """Makes the folder of an attempt, before any of its parts is written."""
     directory.mkdir(parents=True, exist_ok=True)
     hidden_folder(directory, tag, attempt).mkdir()
 
 
 def publish(directory: Path, tag: Tag, attempt: str, parts: Sequence[Part], skeleton: Skeleton) -> Path:
-    """Makes a checkpoint of its parts, once all have been written; one process does it.
+    """Makes a checkpoint of its parts, once all have been written; called by one process.
 
     Args:
         directory: where checkpoints are kept.
-        tag: which state this is.
+        tag: the tag of the state.
         attempt: as for `open_folder`.
         parts: what `write_part` returned, in order.
         skeleton: the state without its arrays.
 
     Returns:
-        Its folder, when it is durable. One of that tag that is there already stays: equal tags are equal states.
+        Its folder, which is durable. If the tag exists already, that checkpoint stays: equal tags are equal states.
 
     Raises:
-        CheckpointFailed: the parts are not all of one state, some are not on this disk, or what is to be said of them
-            is more than `MAX_MANIFEST_BYTES`.
+        CheckpointFailed: the parts are not all of one state, some are not on this disk, or the manifest would be larger
+            than `MAX_MANIFEST_BYTES`.
         OSError: the disk refused.
     """
     try:
@@ -209,18 +210,18 @@ def publish(directory: Path, tag: Tag, attempt: str, parts: Sequence[Part], skel
     except OSError:
         if not folder.exists():
             raise
-        shutil.rmtree(hidden, ignore_errors=True)  # another has written it
+        shutil.rmtree(hidden, ignore_errors=True)  # another process has written it
     sync_folder(directory)
     return folder
 
 
 def discard(directory: Path, tag: Tag, attempt: str) -> None:
-    """Removes what an attempt that failed has written."""
+    """Removes the files of an attempt that failed."""
     shutil.rmtree(hidden_folder(directory, tag, attempt), ignore_errors=True)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """What a checkpoint says of itself; its files are not looked at.
+    """Reads the manifest of a checkpoint, but not its files.
 
     Raises:
         CheckpointDamaged: the manifest is missing, damaged, no plain file, or too large.
@@ -247,7 +248,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_sizes(folder: Path, parts: Sequence[Part]) -> None:
-    """Checks what a crash can spoil, without reading it.
+    """Checks for damage that a crash can cause, by the sizes of the files alone.
 
     Raises:
         CheckpointDamaged: a file is missing, cut, or no plain file.
@@ -260,10 +261,10 @@ def check_sizes(folder: Path, parts: Sequence[Part]) -> None:
 
 
 def fingerprint(folder: Path) -> bytes:
-    """SHA-256 of what a checkpoint says of itself, with the checksums of its arrays; empty if it is not there.
+    """Returns the SHA-256 of a checkpoint's manifest, which has the checksums of its arrays; empty if it is missing.
 
-    Equal ones are of equal states, however often each was read. One state may have several, if its arrays were written
-    in another order.
+    Equal fingerprints mean equal states, however often each was read. One state may have several fingerprints, if its
+    arrays were written in another order.
     """
     try:
         manifest = read_manifest(folder)
@@ -274,7 +275,7 @@ def fingerprint(folder: Path) -> bytes:
 
 
 def is_there(folder: Path) -> bool:
-    """True if all of a checkpoint is there, as far as sizes can tell."""
+    """True if a checkpoint is complete, as far as sizes can tell."""
     try:
         check_sizes(folder, read_manifest(folder).parts)
     except CheckpointDamaged:
@@ -283,7 +284,7 @@ def is_there(folder: Path) -> bool:
 
 
 def _size(path: Path) -> int | None:
-    """Bytes of a plain file; None if there is none."""
+    """Returns the bytes of a plain file; None if there is none."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -292,10 +293,10 @@ def _size(path: Path) -> int | None:
 
 
 def _read_plain(path: Path, most: int) -> bytes:
-    """The contents of a plain file.
+    """Reads a plain file.
 
     Raises:
-        ValueError: it is none, or has more than `most` bytes.
+        ValueError: it is no plain file, or has more than `most` bytes.
         OSError: it cannot be read.
     """
     status = path.stat()
@@ -303,7 +304,7 @@ def _read_plain(path: Path, most: int) -> bytes:
         raise ValueError("it is no plain file")
     if status.st_size > most:
         raise ValueError(f"it has {status.st_size:,} bytes; a manifest has at most {most:,}")
-    # It may be a FIFO by now, of which no writer is waited for.
+    # It may have become a FIFO, so do not wait for a writer.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
         return file.read(most)
 

@@ -34,16 +34,16 @@ __all__ = ["Checkpoint", "checked_tag", "load", "remove", "save", "save_once", "
 _log = logging.getLogger("paceline.checkpoint")
 
 _ABANDONED = 600.0
-"""Seconds after which what was being written, and is older than a checkpoint that is there, is removed."""
+"""Seconds after which an unfinished folder that is older than an existing checkpoint is removed."""
 
 
 class Checkpoint(NamedTuple):
-    """A state that was saved.
+    """A saved state.
 
     Attributes:
-        tag: which one.
+        tag: its tag.
         state: as it was given to `save`; from `load_sharded`, with shards where they were wanted.
-        folder: where it lies.
+        folder: the folder that holds it.
     """
 
     tag: Tag
@@ -52,21 +52,21 @@ class Checkpoint(NamedTuple):
 
 
 def save(directory: str | os.PathLike[str], state: Any, tag: tuple[int, int], *, keep: int = 2) -> Path:
-    """Saves a state so that a crash at any instant leaves the last good one; removes older ones.
+    """Saves a state and removes older ones. After a crash at any instant the last good one is still there.
 
     Args:
-        directory: where checkpoints are kept; made if it is not there.
-        state: nested dicts, lists and tuples of arrays, numbers, text, bytes and None; what `state_dict()` gives.
-        tag: (generation, step) that the state is of. Equal tags are equal states: one that is there stays.
-        keep: how many of the greatest tags stay, 1 or more.
+        directory: where checkpoints are kept; made if it does not exist.
+        state: nested dicts, lists and tuples of arrays, numbers, text, bytes and None, such as `state_dict()` returns.
+        tag: (generation, step) of the state. Equal tags are equal states: if the tag exists, that checkpoint stays.
+        keep: how many checkpoints with the greatest tags to keep, 1 or more.
 
     Returns:
-        Its folder, when it is durable.
+        Its folder, which is durable.
 
     Raises:
-        UnsupportedOp: the state has a value that cannot be kept; the text has its path, nothing was written.
+        UnsupportedOp: the state has a value that cannot be saved; the text has its path, and nothing was written.
         ValueError: `keep` or the tag is out of range.
-        OSError: the disk refused; what was there before is untouched.
+        OSError: the disk refused; earlier checkpoints are untouched.
     """
     tag = checked_tag(tag, keep)
     content = split(state)
@@ -87,19 +87,19 @@ def save(directory: str | os.PathLike[str], state: Any, tag: tuple[int, int], *,
 
 
 def save_once(directory: str | os.PathLike[str], state: Any, tag: Tag, attempt: str, *, keep: int = 2) -> None:
-    """As `save`, for processes that may share the directory: the first to use the name of an attempt writes.
+    """Saves like `save`, for processes that may share the directory: the first to use the name of an attempt writes.
 
-    The others return at once, when the checkpoint may not be there yet.
+    The others return at once, perhaps before the checkpoint exists.
 
     Args:
         directory: as for `save`.
         state: as for `save`.
         tag: as for `save`.
         keep: as for `save`.
-        attempt: a name that only those give who have the same state; 1 to 64 of a to z and 0 to 9.
+        attempt: a name that only processes with the same state use; 1 to 64 of a to z and 0 to 9.
 
     Raises:
-        UnsupportedOp, OSError: as `save`.
+        UnsupportedOp, OSError: as for `save`.
     """
     content = split(state)
     path = Path(directory)
@@ -108,8 +108,8 @@ def save_once(directory: str | os.PathLike[str], state: Any, tag: Tag, attempt: 
     except FileExistsError:
         if not path.is_dir():
             raise
-        return  # another writes it now
-    if is_there(path / str(tag)):  # another has written it
+        return  # another process is writing it
+    if is_there(path / str(tag)):  # another process has written it
         discard(path, tag, attempt)
         return
     _write(path, content, tag, attempt)
@@ -117,17 +117,17 @@ def save_once(directory: str | os.PathLike[str], state: Any, tag: Tag, attempt: 
 
 
 def load(directory: str | os.PathLike[str], tag: tuple[int, int] | None = None) -> Checkpoint | None:
-    """Loads the state with the greatest tag that is whole; a damaged one is named in the log, and the one before used.
+    """Loads the intact state with the greatest tag. A damaged one is logged, and the one before is tried.
 
     Args:
         directory: where checkpoints are kept.
-        tag: the one to load; the greatest if None.
+        tag: the one to load; None for the greatest.
 
     Returns:
-        The checkpoint; None if there is none.
+        The checkpoint; None if there are none.
 
     Raises:
-        CheckpointDamaged: the one that was asked for, or every one there, is damaged; the text says how.
+        CheckpointDamaged: the requested checkpoint, or every one there, is damaged; the text says how.
     """
     path = Path(directory)
     if tag is not None:
@@ -145,7 +145,7 @@ def load(directory: str | os.PathLike[str], tag: tuple[int, int] | None = None) 
 
 
 def tags(directory: str | os.PathLike[str]) -> list[Tag]:
-    """The tags of all checkpoints, damaged ones too, in their order; none if there is no such directory."""
+    """Returns the tags of all checkpoints, damaged ones included, in order; none if the directory does not exist."""
     try:
         names = os.listdir(directory)
     except FileNotFoundError:
@@ -154,10 +154,10 @@ def tags(directory: str | os.PathLike[str]) -> list[Tag]:
 
 
 def checked_tag(tag: tuple[int, int], keep: int) -> Tag:
-    """The tag.
+    """Returns the tag, once it is checked.
 
     Raises:
-        ValueError: it has a negative number, or `keep` is below 1.
+        ValueError: the tag has a negative number, or `keep` is below 1.
     """
     tag = Tag(*tag)
     if keep < 1 or min(tag) < 0:
@@ -166,10 +166,10 @@ def checked_tag(tag: tuple[int, int], keep: int) -> Tag:
 
 
 def set_aside(directory: Path, keep: int, written: Tag) -> list[Path]:
-    """Takes all but the greatest tags away from readers, at once; what may be removed now, which takes time.
+    """Hides all but the greatest tags from readers at once; returns the folders to remove, which takes time.
 
-    The one that was just written stays in any case: greater ones may be of another run. One whose greater ones are all
-    damaged stays: it is the last good one. What nobody has finished to write for long may go too.
+    The one that was just written always stays, because greater ones may be of another run. One whose greater ones are
+    all damaged stays too, since it is the last good one. Folders that were left unfinished long ago are removed too.
     """
     aside: list[Path] = []
     whole = 0
@@ -183,20 +183,20 @@ def set_aside(directory: Path, keep: int, written: Tag) -> list[Path]:
     for name in os.listdir(directory):
         tag_there = hidden_tag(name)
         if tag_there is not None and greatest is not None and tag_there <= greatest:
-            with suppress(FileNotFoundError):  # another has removed it
+            with suppress(FileNotFoundError):  # another process has removed it
                 if time.time() - (directory / name).stat().st_mtime > _ABANDONED:
                     aside.append(directory / name)
     return aside
 
 
 def remove(aside: Sequence[Path]) -> None:
-    """Removes what was set aside; what cannot be removed stays, hidden."""
+    """Removes the folders that `set_aside` returned; one that cannot be removed stays hidden."""
     for folder in aside:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write(directory: Path, content: tuple[Skeleton, dict[str, NDArray[Any]]], tag: Tag, attempt: str) -> Path:
-    """Writes into the folder that `open_folder` made; returns that of the checkpoint, when it is durable."""
+    """Writes into the folder that `open_folder` made; returns the checkpoint's folder, which is durable."""
     skeleton, arrays = content
     try:
         part = write_part(directory, tag, attempt, 0, 1, pieces_of(arrays, 0, 1))
@@ -207,9 +207,9 @@ def _write(directory: Path, content: tuple[Skeleton, dict[str, NDArray[Any]]], t
 
 
 def _hide(directory: Path, tag: Tag) -> Path:
-    """Takes a checkpoint away from readers at once, whatever becomes of the rest; returns where it is now."""
+    """Hides a checkpoint from readers at once, even if its removal fails later; returns its new path."""
     hidden = hidden_folder(directory, tag, new_attempt())
-    with suppress(FileNotFoundError):  # another has done it
+    with suppress(FileNotFoundError):  # another process has hidden it
         os.rename(directory / str(tag), hidden)
     return hidden
 

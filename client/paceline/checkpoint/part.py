@@ -1,9 +1,8 @@
 """One part of a checkpoint: a safetensors file that one rank writes, and what the manifest says about it. No I/O.
 
-The manifest alone says where things lie, and it says so by order: pieces lie one after the other behind the file's
-header, so they can neither overlap nor leave a gap (`index_of`). The header is for other programs: a piece is a tensor
-under the path of its array, of the array's shape if it is all of it, flat if not.
-Source: the safetensors format, https://github.com/huggingface/safetensors#format.
+Only the manifest says where data lies, and it does so by order: pieces lie one after the other behind the file's
+header, so they can neither overlap nor leave a gap (`index_of`). The header is for other programs: in it, a piece is a
+tensor named by the path of its array. It has the array's shape if it is the whole array, and is flat otherwise.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from paceline.checkpoint.pieces import Piece
 __all__ = ["CHUNK_BYTES", "Part", "PieceEntry", "Run", "Stored", "entry_of", "header_of", "index_of", "part_name"]
 
 CHUNK_BYTES = 1 << 20
-"""Bytes under one checksum. A range is read with the chunks around it: at most two of them in vain."""
+"""Bytes under one checksum. A range is read in whole chunks, so at most two of them are read in part for nothing."""
 
 _MAX_PARTS = 1 << 16
 
 _ALIGNMENT = 4096
-"""Where data begins: at a page of the file."""
+"""Data begins at a multiple of this, a page of the file."""
 
 _TENSOR_TYPES = {
     "bool": "BOOL", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
@@ -42,9 +41,9 @@ class PieceEntry(NamedTuple):
     Attributes:
         path: name of the array.
         dtype: name of its dtype.
-        shape: of the whole array.
+        shape: shape of the whole array.
         start: number of the first element, in C order.
-        elements: how many.
+        elements: number of elements.
     """
 
     path: str
@@ -55,19 +54,19 @@ class PieceEntry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements."""
+        """Returns the bytes of the elements."""
         return self.elements * int(dtype_named(self.dtype).itemsize)
 
 
 @dataclass(frozen=True)
 class Part:
-    """What the manifest says of a file.
+    """What the manifest says about one file.
 
     Attributes:
-        number: which part, from 0.
-        parts: how many there are.
+        number: number of the part, from 0.
+        parts: number of all parts.
         header: bytes before the first piece.
-        entries: the pieces, as they lie.
+        entries: the pieces, in the order of the file.
         checksums: CRC-32 of each chunk of the file, the header's among them, in 8 hexadecimal digits each.
     """
 
@@ -79,7 +78,7 @@ class Part:
 
     @property
     def name(self) -> str:
-        """Of the file."""
+        """Name of the file."""
         return part_name(self.number, self.parts)
 
     @property
@@ -93,18 +92,18 @@ class Part:
         return -(-self.nbytes // CHUNK_BYTES)
 
     def checksum(self, chunk: int) -> int:
-        """CRC-32 of a chunk."""
+        """Returns the CRC-32 of a chunk."""
         return int(self.checksums[8 * chunk : 8 * chunk + 8], 16)
 
     def places(self) -> Iterator[tuple[PieceEntry, int]]:
-        """Each piece with the place of its first byte in the file."""
+        """Yields each piece with the position of its first byte in the file."""
         offset = self.header
         for entry in self.entries:
             yield entry, offset
             offset += entry.nbytes
 
     def to_tree(self) -> dict[str, Any]:
-        """As plain values: for JSON, and for `Group.gather_object`."""
+        """Returns the part as plain values, for JSON and for `Group.gather_object`."""
         entries = [[*entry[:2], list(entry.shape), *entry[3:]] for entry in self.entries]
         return {
             "part": [self.number, self.parts],
@@ -116,10 +115,10 @@ class Part:
 
     @classmethod
     def from_tree(cls, tree: Any) -> Part:
-        """Back from `to_tree`, which came from a file or from another rank (I9).
+        """Reads what `to_tree` returned, from a file or from another rank (I9).
 
         Raises:
-            ValueError: it is none; the text says why.
+            ValueError: it is malformed; the text says why.
         """
         try:
             number, parts = (_whole(n, _MAX_PARTS) for n in tree["part"])
@@ -139,23 +138,23 @@ class Part:
 
 
 def part_name(number: int, parts: int) -> str:
-    """The name of a part's file. A whole checkpoint has one."""
+    """Returns the name of a part's file. An unsharded checkpoint has one part."""
     return "arrays.safetensors" if parts == 1 else f"arrays-{number:05d}-of-{parts:05d}.safetensors"
 
 
 def entry_of(piece: Piece) -> PieceEntry:
-    """What is told of a piece."""
+    """Returns the piece's entry for the manifest."""
     return PieceEntry(piece.path, dtype_name(piece.values.dtype), piece.shape, piece.start, piece.values.size)
 
 
 def header_of(entries: Sequence[PieceEntry], number: int, parts: int) -> bytes:
-    """What a safetensors file begins with: the length of the rest, 8 bytes; then JSON, and spaces up to a page."""
+    """Makes the start of a safetensors file: the length of the rest in 8 bytes, then JSON, and spaces up to a page."""
     fields: dict[str, Any] = {"__metadata__": {"writer": "paceline", "part": f"{number} of {parts}"}}
     offset = 0
     for entry in entries:
         shape = list(entry.shape) if entry.elements == prod(entry.shape) else [entry.elements]
         kind = entry.dtype
-        if kind == "complex128":  # the format has no such type: pairs of its real and imaginary parts
+        if kind == "complex128":  # the format has no such type: stored as pairs of real and imaginary parts
             kind, shape = "float64", [*shape, 2]
         name = entry.path
         while name in fields:
@@ -183,10 +182,10 @@ def _entry_from(entry: Any) -> PieceEntry:
 
 
 def _whole(value: Any, most: int = MAX_ARRAY_BYTES) -> int:
-    """A whole number from 0.
+    """Checks that a value is a whole number from 0 to `most`.
 
     Raises:
-        ValueError: it is none, or larger than what can be.
+        ValueError: it is not.
     """
     if type(value) is not int or not 0 <= value <= most:
         raise ValueError(f"no number up to {most}: {value!r:.80}")
@@ -198,9 +197,9 @@ class Run(NamedTuple):
 
     Attributes:
         start: number of the first element.
-        elements: how many.
+        elements: number of elements.
         part: number of the part.
-        offset: of the first byte in the part's file.
+        offset: position of the first byte in the part's file.
     """
 
     start: int
@@ -210,12 +209,12 @@ class Run(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """An array.
+    """A saved array.
 
     Attributes:
-        dtype: of its elements.
-        shape: of the whole.
-        runs: what it consists of, in order; each element is in one.
+        dtype: dtype of its elements.
+        shape: shape of the whole array.
+        runs: the runs that it consists of, in order; each element is in exactly one.
     """
 
     dtype: np.dtype[Any]
@@ -224,18 +223,18 @@ class Stored(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements."""
+        """Returns the bytes of the elements."""
         return prod(self.shape) * int(self.dtype.itemsize)
 
 
 def index_of(parts: Sequence[Part]) -> dict[str, Stored]:
-    """The arrays by path.
+    """Returns the arrays by path.
 
     Args:
-        parts: all of a checkpoint, in order.
+        parts: all parts of a checkpoint, in order.
 
     Raises:
-        ValueError: a part is missing, two disagree on an array, or an element is in none or in two.
+        ValueError: a part is missing, two parts disagree on an array, or an element is in none or in two.
     """
     numbers = [(part.number, part.parts) for part in parts]
     if not parts or numbers != [(n, len(parts)) for n in range(len(parts))]:

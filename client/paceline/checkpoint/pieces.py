@@ -1,8 +1,8 @@
-"""Who writes what: arrays and shards of them, cut into pieces so that each element is written by one rank. Pure.
+"""Decides which rank writes what: cuts arrays and shards into pieces so that one rank writes each element. Pure.
 
-What one rank alone holds, it writes. What several ranks hold alike they share: the bytes of all such arrays, one after
-the other, are cut into as many equal runs as there are holders. So parallel writers have equal work, and a rank has few
-pieces however many arrays there are.
+If only one rank holds an array, that rank writes it. If several ranks hold the same arrays, they divide the work: the
+bytes of all these arrays, one after the other, are cut into as many equal runs as there are holders. So parallel
+writers have equal work, and a rank has few pieces however many arrays there are.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ __all__ = ["Piece", "Shard", "pieces_of"]
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """A run of an array's elements in C order: what this rank holds, or wants, of an array that is spread over ranks.
+    """A run of an array's elements in C order: the part of a sharded array that this rank holds, or wants.
 
     Attributes:
         values: the elements, n of them in any shape; referred to, not copied.
-        start: number of the first.
-        shape: of the whole array.
-        holder: this rank's place among the ranks that hold these very elements.
-        holders: how many ranks do.
+        start: number of the first element.
+        shape: shape of the whole array.
+        holder: this rank's place among the ranks that hold the same elements.
+        holders: number of these ranks.
 
     Raises:
         ValueError: the elements lie outside the array, or the holder outside the holders.
@@ -47,11 +47,11 @@ class Shard:
 
 
 class Piece(NamedTuple):
-    """What one rank writes of one array.
+    """The part of one array that one rank writes.
 
     Attributes:
         path: name of the array.
-        shape: of the whole array.
+        shape: shape of the whole array.
         start: number of the first element, in C order.
         values: the elements, shape [n], contiguous, little-endian.
     """
@@ -63,10 +63,10 @@ class Piece(NamedTuple):
 
 
 def pieces_of(arrays: Mapping[str, NDArray[Any] | Shard], rank: int, world: int) -> list[Piece]:
-    """What a rank writes, in the order of the file: wide elements first, so that all are aligned.
+    """Returns the pieces that a rank writes, in the order of the file: wide elements first, so that all are aligned.
 
     Args:
-        arrays: what this rank holds, by path. A plain array is held alike by all ranks.
+        arrays: the arrays that this rank holds, by path. All ranks hold a plain array alike.
         rank: this rank.
         world: the number of ranks that save together.
     """
@@ -79,7 +79,7 @@ def pieces_of(arrays: Mapping[str, NDArray[Any] | Shard], rank: int, world: int)
 
 
 def _share(group: list[tuple[str, Shard]], holder: int, holders: int) -> list[Piece]:
-    """One holder's run of what all of them hold; the same cuts at each."""
+    """Returns one holder's run of the arrays that all holders have; each of them computes the same cuts."""
     total = sum(shard.values.nbytes for _, shard in group)
     low, high = total * holder // holders, total * (holder + 1) // holders
     pieces, offset = [], 0
@@ -87,7 +87,7 @@ def _share(group: list[tuple[str, Shard]], holder: int, holders: int) -> list[Pi
         size, width = shard.values.size, shard.values.itemsize
         first, last = (min(max(-(-(cut - offset) // width), 0), size) for cut in (low, high))
         offset += shard.values.nbytes
-        if first < last or (holder == 0 and not prod(shard.shape)):  # an array without elements is somebody's too
+        if first < last or (holder == 0 and not prod(shard.shape)):  # one rank writes an array without elements too
             values = np.ascontiguousarray(shard.values, shard.values.dtype.newbyteorder("<")).reshape(-1)
             pieces.append(Piece(path, shard.shape, shard.start + first, values[first:last]))
     return pieces

@@ -1,4 +1,4 @@
-"""Arrays from the files of a checkpoint: ranges of them, verified by the chunks that they touch, each read once."""
+"""Reads arrays or ranges of them from a checkpoint, each file chunk once, and verifies the chunks that it reads."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from paceline.errors import CheckpointDamaged, SizeMismatch
 __all__ = ["Reader"]
 
 _CHUNKS = 4
-"""Read at once."""
+"""Chunks that are read at once."""
 
 
 class Reader:
-    """A checkpoint, of which anything can be read.
+    """Reads any part of a checkpoint.
 
     Args:
-        folder: of the checkpoint.
+        folder: folder of the checkpoint.
 
     Attributes:
         folder: as above.
-        tag: which state it is.
+        tag: tag of the state.
         parts: its files.
-        arrays: where each array lies, by path.
-        bytes_read: from the files so far.
+        arrays: position of each array, by path.
+        bytes_read: bytes read from the files so far.
 
     Raises:
-        CheckpointDamaged: the manifest is damaged, or a file is missing, cut or no plain file. Nothing was read of the
-            files yet.
+        CheckpointDamaged: the manifest is damaged, or a file is missing, cut or no plain file. The files have not been
+            read yet.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -55,19 +55,19 @@ class Reader:
         self._memory = np.empty(0, np.uint8)
 
     def state(self, wanted: Mapping[str, Shard] | None = None) -> Any:
-        """The state as it was saved.
+        """Returns the state as it was saved.
 
         Args:
-            wanted: by path what this rank needs of arrays that it does not need whole. Their values do not count, but
-                for their shape.
+            wanted: by path, the shards that this rank needs of arrays that it does not need whole. Only the shapes of
+                their values matter.
 
         Returns:
-            Nested values; a `Shard` with the values that were saved in place of each that is wanted, all other arrays
-            whole. Arrays are new and can be written.
+            Nested values; in place of each wanted shard a `Shard` with the saved values, and all other arrays whole.
+            Arrays are new and writable.
 
         Raises:
-            SizeMismatch: an array that is wanted is not there, or has another shape.
-            CheckpointDamaged: other bytes were read than were written, or an array takes more memory than there is.
+            SizeMismatch: a wanted array does not exist, or has another shape.
+            CheckpointDamaged: the bytes read are not the bytes written, or an array is larger than memory.
         """
         wanted = wanted or {}
         odd = [f"{path!r} is not there" for path in wanted if path not in self.arrays]
@@ -93,13 +93,13 @@ class Reader:
             raise CheckpointDamaged(f"{self.folder} is damaged: {error}") from error
 
     def read(self, targets: Mapping[str, tuple[int, NDArray[Any]]]) -> None:
-        """Fills arrays with runs of those that were saved.
+        """Fills arrays with runs of the saved arrays.
 
         Args:
-            targets: by path the number of the first element, and a contiguous array of the same dtype.
+            targets: by path, the number of the first element and a contiguous array of the same dtype.
 
         Raises:
-            CheckpointDamaged: other bytes were read than were written.
+            CheckpointDamaged: the bytes read are not the bytes written.
         """
         places: dict[int, list[tuple[int, NDArray[np.uint8]]]] = {}
         for path, (start, array) in targets.items():
@@ -128,17 +128,17 @@ class Reader:
             ) from None
 
     def verify(self) -> None:
-        """Reads everything.
+        """Reads and verifies all files.
 
         Raises:
-            CheckpointDamaged: other bytes were read than were written; the text names the file and the place.
+            CheckpointDamaged: the bytes read are not the bytes written; the text names the file and the position.
         """
         for part in self.parts:
             for _ in self._blocks(part, [(0, part.chunks)]):
                 pass
 
     def _read_part(self, part: Part, wanted: list[tuple[int, NDArray[np.uint8]]]) -> None:
-        """Fills arrays from places of a file, in order; they do not overlap."""
+        """Fills arrays from positions of a file, which are in order and do not overlap."""
         spans: list[tuple[int, int]] = []
         for offset, data in wanted:
             first, last = offset // CHUNK_BYTES, -(-(offset + data.size) // CHUNK_BYTES)
@@ -154,21 +154,21 @@ class Reader:
                 start, end = max(offset, low), min(offset + data.size, high)
                 data[start - offset : end - offset] = block[start - low : end - low]
                 if offset + data.size > high:
-                    break  # goes on in the next block
+                    break  # continues in the next block
                 position += 1
 
     def _blocks(self, part: Part, spans: list[tuple[int, int]]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-        """Some verified chunks at a time, with the place of the first byte; good until the next are asked for.
+        """Yields a few verified chunks at a time, with the position of the first byte; valid until the next iteration.
 
         Args:
-            part: whose file.
-            spans: first chunk, and the one behind the last; ascending.
+            part: the part to read.
+            spans: first chunk, and the one after the last; ascending.
         """
         path = self.folder / part.name
         if not self._memory.size:
             self._memory = np.empty(_CHUNKS * CHUNK_BYTES, np.uint8)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # it may be a FIFO by now
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # it may have become a FIFO
         except FileNotFoundError:
             raise CheckpointDamaged(f"{path} is missing") from None
         try:

@@ -1,6 +1,6 @@
 """Checkpoints that the ranks of a group write together, each its part, and read together, each what it needs.
 
-`save_sharded` writes at once, a `ShardedSaver` beside training.
+`save_sharded` writes at once, a `ShardedSaver` in the background while training goes on.
 """
 
 from __future__ import annotations
@@ -45,46 +45,46 @@ class Ranks(Protocol):
         """The members in rank order."""
 
     def broadcast_object(self, o: Any = None, *, root: int = 0) -> Any:
-        """The root's object, on every rank."""
+        """Returns the root's object on every rank."""
 
     def gather_object(self, o: Any, *, root: int = 0) -> list[Any] | None:
-        """The objects of all ranks, at the root; None elsewhere."""
+        """Returns the objects of all ranks at the root; None elsewhere."""
 
     def all_gather_object(self, o: Any) -> list[Any]:
-        """The objects of all ranks, on every rank."""
+        """Returns the objects of all ranks on every rank."""
 
 
 def save_sharded(
     directory: str | os.PathLike[str], state: Any, tag: tuple[int, int], group: Ranks, *, keep: int = 2
 ) -> Path:
-    """Saves a state of which each rank holds a part; a crash at any instant leaves the last good one. A collective.
+    """Saves a sharded state. After a crash at any instant the last good one is still there. A collective.
 
-    Each rank writes a file of its own. What several ranks hold alike they write once, in equal shares. The directory
-    must lie on a disk that all ranks share; where hosts have disks of their own, save in `group.split_by_host()`, if a
-    host's ranks hold a whole state among themselves.
+    Each rank writes a file of its own. Ranks that hold the same data write it once, in equal shares. The directory must
+    lie on a disk that all ranks share; where hosts have disks of their own, save in `group.split_by_host()`, if the
+    ranks of each host together hold the whole state.
 
     Args:
-        directory: where checkpoints are kept; made if it is not there.
-        state: as for `save`; a `Shard` stands where this rank holds a part of an array (`paceline.sharded_state`).
-            Every other value is the same on all ranks.
-        tag: (generation, step) that the state is of. Equal tags are equal states: one that is there stays.
+        directory: where checkpoints are kept; made if it does not exist.
+        state: as for `save`, with a `Shard` in place of an array of which this rank holds a part
+            (`paceline.sharded_state`). Every other value is the same on all ranks.
+        tag: (generation, step) of the state. Equal tags are equal states: if the tag exists, that checkpoint stays.
         group: the ranks that hold the state.
-        keep: how many of the greatest tags stay, 1 or more.
+        keep: how many checkpoints with the greatest tags to keep, 1 or more.
 
     Returns:
-        Its folder, when it is durable.
+        Its folder, which is durable.
 
     Raises:
-        CheckpointFailed: a rank could not write, the ranks do not hold a whole state, or the disk is not shared; on
-            all ranks, with the same text.
-        UnsupportedOp, ValueError: as `save`, on all ranks alike.
+        CheckpointFailed: a rank could not write, the ranks do not hold a whole state, or the disk is not shared; raised
+            on all ranks, with the same text.
+        UnsupportedOp, ValueError: as for `save`; raised on all ranks.
         PacelineError: a collective failed.
     """
     return _Attempt(Path(directory), state, tag, group, keep).write()
 
 
 class ShardedSaver:
-    """Saves beside training: the state is copied while the ranks compute, and written while they train on.
+    """Saves in the background: copies the state while the ranks compute, and writes the copy while they train on.
 
         saver = paceline.checkpoint.ShardedSaver(directory, group)
         saver.begin(state, tag)        # after an update
@@ -93,7 +93,7 @@ class ShardedSaver:
         ...
         saver.finish()                 # some steps later
 
-    A copy of this rank's part is kept in memory that is taken once. For one thread.
+    The copy of this rank's part stays in memory that is allocated once. Used by one thread.
 
     Args:
         directory, group, keep: as for `save_sharded`.
@@ -107,11 +107,11 @@ class ShardedSaver:
         self._attempt: _Attempt | None = None
 
     def begin(self, state: Any, tag: tuple[int, int]) -> None:
-        """Starts to save; a collective, which moves a few bytes.
+        """Starts to save; a collective that moves a few bytes.
 
         Raises:
-            StepOrderError: the one before has not been finished.
-            UnsupportedOp, ValueError, PacelineError: as `save_sharded`.
+            StepOrderError: the save before has not been finished.
+            UnsupportedOp, ValueError, PacelineError: as for `save_sharded`.
         """
         if self._attempt is not None:
             raise StepOrderError("a checkpoint is still being written: finish() it first")
@@ -120,7 +120,7 @@ class ShardedSaver:
         self._attempt = attempt
 
     def wait_until_copied(self) -> None:
-        """Waits until what is saved has been copied: from here on it may change. Communicates nothing."""
+        """Waits until the state has been copied, so that it may change. Communicates nothing."""
         self._writer.wait_until_copied()
 
     @property
@@ -129,14 +129,14 @@ class ShardedSaver:
         return self._writer.is_writing
 
     def finish(self) -> Path:
-        """Waits until all ranks have written, and makes a checkpoint of it. A collective.
+        """Waits until all ranks have written, and publishes the checkpoint. A collective.
 
         Returns:
-            Its folder, when it is durable.
+            Its folder, which is durable.
 
         Raises:
-            CheckpointFailed: as `save_sharded`; the saver can be used again.
-            StepOrderError: none was begun.
+            CheckpointFailed: as for `save_sharded`; the saver can be used again.
+            StepOrderError: no save was begun.
             PacelineError: a collective failed.
         """
         attempt, self._attempt = self._attempt, None
@@ -145,9 +145,9 @@ class ShardedSaver:
         return attempt.finish(self._writer)
 
     def abandon(self) -> None:
-        """Nothing comes of what was begun, if anything: the ranks are others now. Communicates nothing.
+        """Drops the save that was begun, if any, because the ranks have changed. Communicates nothing.
 
-        Returns when this rank writes no more; what all have written so far is gone.
+        Returns once this rank no longer writes; the files of all ranks are removed.
         """
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
@@ -155,7 +155,7 @@ class ShardedSaver:
 
 
 class _Attempt:
-    """One try to save one state."""
+    """One attempt to save one state."""
 
     def __init__(self, directory: Path, state: Any, tag: tuple[int, int], group: Ranks, keep: int) -> None:
         self._tag, self._keep = checked_tag(tag, keep), keep
@@ -163,9 +163,9 @@ class _Attempt:
         self._skeleton, leaves = split_shards(state)
         self._pieces = pieces_of(leaves, group.rank, group.size)
         self._name = ""
-        """Of the attempt; empty if there is nothing to write."""
+        """The name of the attempt; empty if there is nothing to write."""
         self._aside: list[Path] = []
-        """What rank 0 may remove now."""
+        """The folders that rank 0 may remove now."""
 
     def write(self) -> Path:
         self._open()
@@ -173,7 +173,7 @@ class _Attempt:
         if self._name:
             try:
                 outcome = write_part(*self._place(), self._pieces)
-            except Exception as error:  # noqa: BLE001  all ranks shall hear of it
+            except Exception as error:  # noqa: BLE001  reported to all ranks
                 outcome = error
         folder = self._close(outcome)
         remove(self._aside)
@@ -189,16 +189,16 @@ class _Attempt:
         if self._name:
             try:
                 outcome = writer.wait()
-            except Exception as error:  # noqa: BLE001  all ranks shall hear of it
+            except Exception as error:  # noqa: BLE001  reported to all ranks
                 outcome = error
         folder = self._close(outcome)
-        if self._aside:  # a big one takes longer than a step may wait
+        if self._aside:  # removing a big one takes longer than a step may wait
             threading.Thread(target=remove, args=(self._aside,), name="paceline-checkpoint").start()
         return folder
 
     def abandon(self, writer: PartWriter) -> None:
         if self._name:
-            with suppress(OSError):  # whatever came of it
+            with suppress(OSError):  # the write may have failed
                 writer.wait()
             discard(self._directory, self._tag, self._name)
 
@@ -206,11 +206,11 @@ class _Attempt:
         return self._directory, self._tag, self._name, self._group.rank, self._group.size
 
     def _open(self) -> None:
-        """Rank 0 makes the folder, if there is something to do; all learn its name."""
+        """Lets rank 0 make the folder, if there is something to write; all ranks learn its name."""
         told: dict[str, str] = {}
         if self._group.rank == 0:
             try:
-                there = is_there(self._directory / str(self._tag))  # not read: that takes as long as writing
+                there = is_there(self._directory / str(self._tag))  # without reading it, which takes as long as writing
                 told = {"attempt": "" if there else self._opened()}
             except OSError as error:
                 told = {"error": f"{self._who()}: {error}"}
@@ -225,7 +225,7 @@ class _Attempt:
         return name
 
     def _close(self, outcome: Part | Exception | None) -> Path:
-        """Rank 0 hears what all have written, and publishes it; all learn what came of it."""
+        """Lets rank 0 collect the results of all ranks and publish the checkpoint; all ranks learn the outcome."""
         told: dict[str, Any] = {}
         if isinstance(outcome, Part):
             told = {"part": outcome.to_tree()}
@@ -265,24 +265,24 @@ class _Attempt:
 def load_sharded(
     directory: str | os.PathLike[str], wanted: Any, group: Ranks, tag: tuple[int, int] | None = None
 ) -> Checkpoint | None:
-    """Loads the state with the greatest tag that is whole at all ranks, each rank what it needs. A collective.
+    """Loads the state with the greatest tag that is intact at all ranks, each rank what it needs. A collective.
 
-    It does not matter how many ranks saved it, under which strategy, or whether one did with `save`. One that is
-    damaged at some rank is named in the log, and the one before used by all.
+    Any number of ranks may have saved it, under any strategy, or one process with `save`. A checkpoint that is damaged
+    at some rank is logged, and all ranks use the one before.
 
     Args:
         directory: where checkpoints are kept.
-        wanted: a state of the same form (`paceline.sharded_state`); where it has a `Shard`, this rank gets those
-            elements; of all other arrays it gets the whole. Nothing else of it counts.
+        wanted: a state of the same form (`paceline.sharded_state`). This rank gets the elements of each `Shard` in it,
+            and all other arrays whole. Nothing else in it matters.
         group: the ranks.
-        tag: the one to load; the greatest if None. The same on all ranks.
+        tag: the one to load, the same on all ranks; None for the greatest.
 
     Returns:
         The checkpoint; None if there is none that all ranks can see.
 
     Raises:
-        CheckpointDamaged: the one that was asked for, or every one that all ranks see, is damaged at some rank.
-        SizeMismatch: it is of another model.
+        CheckpointDamaged: the requested checkpoint, or every one that all ranks see, is damaged at some rank.
+        SizeMismatch: the checkpoint is of another model.
         PacelineError: a collective failed.
     """
     path = Path(directory)
@@ -305,7 +305,7 @@ def load_sharded(
 
 
 def _try(folder: Path, tag: Tag, shards: dict[str, Shard]) -> tuple[Checkpoint | None, list[str] | None]:
-    """A checkpoint, or in words what is wrong: all ranks shall hear of it, and go on alike."""
+    """Returns a checkpoint, or the text of what is wrong, so that all ranks learn of it and decide alike."""
     try:
         reader = Reader(folder)
         if reader.tag != tag:

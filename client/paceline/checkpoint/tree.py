@@ -1,7 +1,7 @@
-"""State as nested Python values, taken apart into arrays and a skeleton of JSON, and put together again.
+"""Splits a state of nested Python values into arrays and a JSON skeleton, and joins them again.
 
-Nothing is pickled and nothing evaluated (I9). Dicts, lists, tuples, text, bytes, numbers, None and arrays come back as
-they were, with their exact types; anything else is refused by its path.
+Nothing is pickled or evaluated (I9). Dicts, lists, tuples, text, bytes, numbers, None and arrays come back as they
+were, with their exact types; anything else is refused, and the error names its path.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from paceline.errors import UnsupportedOp
 __all__ = ["Leaf", "Skeleton", "join", "split", "split_shards"]
 
 Skeleton: TypeAlias = Any
-"""JSON. What JSON lacks is an object with one key that begins with "$"."""
+"""JSON. A value that JSON lacks is an object with one key that begins with "$"."""
 
 Leaf: TypeAlias = NDArray[Any] | Shard
-"""An array, or what this rank has of one."""
+"""An array, or this rank's shard of one."""
 
 _MAX_DEPTH = 100
 
 
 def split(state: Any) -> tuple[Skeleton, dict[str, NDArray[Any]]]:
-    """Takes a state apart.
+    """Splits a state.
 
     Returns:
-        The skeleton, and the arrays by name: the path at which they stand, made unique.
+        The skeleton, and the arrays by name: the path at which each stands, made unique.
 
     Raises:
-        UnsupportedOp: a value cannot be kept; the text has its path.
+        UnsupportedOp: a value cannot be saved; the text has its path.
     """
     skeleton, leaves = split_shards(state)
     arrays = {name: leaf for name, leaf in leaves.items() if not isinstance(leaf, Shard)}
@@ -45,25 +45,25 @@ def split(state: Any) -> tuple[Skeleton, dict[str, NDArray[Any]]]:
 
 
 def split_shards(state: Any) -> tuple[Skeleton, dict[str, Leaf]]:
-    """As `split`, where a `Shard` may stand in place of an array. The skeleton is that of the whole state.
+    """Splits like `split`; a `Shard` may stand in place of an array. The skeleton is that of the whole state.
 
     Raises:
-        UnsupportedOp: a value cannot be kept, or a shard's path is that of another array too: ranks could not tell
-            whose is whose.
+        UnsupportedOp: a value cannot be saved, or a shard has the path of another array too, so that ranks could not
+            tell them apart.
     """
     leaves: dict[str, Leaf] = {}
     return _split(state, "", leaves, _MAX_DEPTH), leaves
 
 
 def join(skeleton: Skeleton, arrays: Mapping[str, Any]) -> Any:
-    """Puts a state together again.
+    """Joins a state again.
 
     Args:
-        skeleton: of `split` or `split_shards`.
-        arrays: by name, what shall stand there.
+        skeleton: as `split` or `split_shards` returned it.
+        arrays: by name, the values to put in place of the arrays.
 
     Raises:
-        ValueError: the skeleton is none, or names an array that is not there.
+        ValueError: the skeleton is malformed, or names an array that `arrays` lacks.
     """
     try:
         return _join(skeleton, arrays, _MAX_DEPTH)

@@ -1,1 +1,1 @@
-"""What the workers of `paceline demo` do, and the state of a run as they report it. `paceline.cli.demo` shows it."""
+"""The workers of `paceline demo`, and the state of a run as they report it. `paceline.cli.demo` shows it."""

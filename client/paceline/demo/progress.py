@@ -1,4 +1,4 @@
-"""The state of a run of the demo, folded from what its workers report. Pure: all times are arguments.
+"""The state of a run of the demo, computed from the reports of its workers. Pure: all times are arguments.
 
     Ledger        which samples the committed steps used
     Recoveries    how long a killed worker and a new one held up the others
@@ -48,21 +48,21 @@ class Ledger:
 
     @property
     def generations(self) -> int:
-        """In how many generations some step counts."""
+        """Number of generations in which some step counts."""
         return len(set(self._counts.values()))
 
     def took(self, step: int, generation: int, samples: Sequence[int]) -> None:
-        """Note that a worker begins an attempt with these samples."""
+        """Notes that a worker begins an attempt with these samples."""
         self._taken.setdefault((step, generation), []).extend(samples)
 
     def applied(self, step: int, generation: int, loss: float, samples: int) -> None:
-        """Note that a worker has applied a step; `loss` is the mean over its samples, of which there may be none."""
+        """Notes that a worker has applied a step; `loss` is the mean over its samples, of which there may be none."""
         self._counts[step] = max(generation, self._counts.get(step, 0))
         total, count = self._losses.get((step, generation), (0.0, 0))
         self._losses[step, generation] = total + loss * samples if samples else total, count + samples
 
     def mean_loss(self, steps: range) -> float | None:
-        """Mean training loss over the reported samples of some steps that count; None if there are none."""
+        """Returns the mean training loss over the reported samples of some steps that count; None if there are none."""
         told = [self._losses[step, self._counts[step]] for step in steps if step in self._counts]
         samples = sum(count for _, count in told)
         return sum(total for total, _ in told) / samples if samples else None
@@ -107,7 +107,7 @@ class Recovery:
     text: str
 
     def as_dict(self) -> dict[str, object]:
-        """The form that `--json` gives it."""
+        """Returns the form that `--json` prints."""
         return {
             "cause": self.cause,
             "detect_ms": round(self.detect_ms, 1),
@@ -128,7 +128,7 @@ class _Kill:
 class Recoveries:
     """How long a killed worker and a new one held up the others. Workers are known by their pids.
 
-    Each worker reports on a pipe of its own, so earlier events may be read later: facts are collected first, and then
+    Each worker reports on a pipe of its own, so an earlier event may be read later: facts are collected first, and then
     looked at together.
 
     Attributes:
@@ -148,38 +148,38 @@ class Recoveries:
     """New workers that have yet to apply a step: when their process began, and when `join` had returned."""
 
     def formed(self, pid: int, generation: int, world: int, at: float) -> list[Recovery]:
-        """Note that a worker goes on in a generation. Returns the recoveries that this completes, as all methods do."""
+        """Notes that a worker goes on in a generation. Returns the recoveries that this completes, like all methods."""
         self._worlds[generation] = world
         self._members.setdefault(generation, set()).add(pid)
         earlier = [before for before in self._members if before < generation and pid in self._members[before]]
-        if earlier:  # between two steps a failure undoes none: then this is how the worker learns of it
+        if earlier:  # between two steps a failure undoes no step: the worker learns of it here
             self._knew.setdefault((pid, max(earlier)), at)
         return self._look()
 
     def killing(self, pid: int, rank: int, generation: int, step: int, at: float) -> list[Recovery]:
-        """Note that a worker is about to kill itself."""
+        """Notes that a worker is about to kill itself."""
         self._kill = self._kill or _Kill(pid, rank, generation, step, at)
         return self._look()
 
     def undone(self, pid: int, generation: int, at: float) -> list[Recovery]:
-        """Note that a worker's step was undone."""
+        """Notes that a worker's step was undone."""
         self._knew.setdefault((pid, generation), at)
         return self._look()
 
     def applied(self, pid: int, generation: int, at: float) -> list[Recovery]:
-        """Note that a worker has applied a step."""
+        """Notes that a worker has applied a step."""
         if (pid, generation) in self._applied:
             return []
         self._applied[pid, generation] = at
         return self._look()
 
     def joined(self, pid: int, began: float, at: float) -> list[Recovery]:
-        """Note that a worker which replaces another one has joined."""
+        """Notes that a worker which replaces another one has joined."""
         self._new[pid] = began, at
         return self._look()
 
     def ended(self, pid: int) -> list[Recovery]:
-        """Note that a worker's process has ended; recoveries no longer depend on it."""
+        """Notes that a worker's process has ended; recoveries no longer depend on it."""
         self._ended.add(pid)
         return self._look()
 
@@ -231,14 +231,14 @@ def _ms(start: float, end: float) -> float:
 
 @dataclass(slots=True)
 class WorkerRow:
-    """What is shown of one worker.
+    """The row of one worker in the view.
 
     Attributes:
         pid: its process.
-        rank: its rank, None before the view; that of the last one for a worker that has ended.
+        rank: its rank, None before the view; for a worker that has ended, its last rank.
         state: one word.
         samples: samples the worker has trained on.
-        step: steps of the line that it has applied, counted from the first of all.
+        step: steps of the line that it has applied, counted from the job's first step.
         rate: its steps per second, lately.
         bytes_sent: bytes that it has handed to its links.
     """
@@ -253,11 +253,11 @@ class WorkerRow:
     _since: float = -math.inf
     _since_step: int = 0
     _sent_before: int = 0
-    """In earlier generations."""
+    """Bytes sent in earlier generations."""
     _sent_now: int = 0
 
     def applied(self, step: int, at: float) -> None:
-        """Note that the worker has applied a step."""
+        """Notes that the worker has applied a step."""
         self.step, self.state = step, "training"
         if self._since == -math.inf:
             self._since, self._since_step = at, step
@@ -266,7 +266,7 @@ class WorkerRow:
             self._since, self._since_step = at, step
 
     def sent(self, count: int) -> None:
-        """Note how many bytes the worker has sent in its generation; the count starts again with the next one."""
+        """Notes how many bytes the worker has sent in its generation; the count starts again with the next one."""
         if count < self._sent_now:
             self._sent_before += self._sent_now
         self._sent_now = count
@@ -283,7 +283,7 @@ class DemoProgress:
         samples: training samples, 0 while unknown.
         steps_per_epoch: 0 while unknown.
         losses: mean training loss of each epoch so far.
-        accuracy: share of the held-back samples that are recognised, after the last epoch.
+        accuracy: share of the held-back samples that the model recognises, after the last epoch.
         step: the last step that a worker has applied.
         ledger: which samples were used.
         recoveries: what killed and new workers cost.
@@ -301,7 +301,7 @@ class DemoProgress:
     recoveries: Recoveries = field(default_factory=Recoveries)
     result: dict[str, Any] | None = None
     _pids: dict[int, int] = field(default_factory=dict)
-    """The first process in each place of the launcher's."""
+    """The pid of the first process in each of the launcher's places."""
 
     @property
     def epochs(self) -> int:
@@ -325,7 +325,7 @@ class DemoProgress:
         return self.ledger.samples_once(samples=self.samples, steps_per_epoch=self.steps_per_epoch, total=self.total)
 
     def told(self, index: int, pid: int, record: dict[str, Any]) -> list[str]:
-        """Take a worker's report; a report that the demo does not make is ignored.
+        """Takes a worker's report; ignores a report that the demo does not make.
 
         Returns:
             Sentences to show.
@@ -371,16 +371,16 @@ class DemoProgress:
         return []
 
     def ended(self, index: int, pid: int, returncode: int, *, follows: bool = False) -> list[str]:
-        """Note that a worker's process has ended.
+        """Notes that a worker's process has ended.
 
         Args:
             index: the launcher's place of the worker.
             pid: its process.
             returncode: its exit code, or the negated number of the signal that killed it.
-            follows: it failed because another member did, and said so.
+            follows: True if the worker failed because another member did, and said so.
 
         Returns:
-            Sentences to show besides that it ended.
+            Sentences to show, besides one that it ended.
         """
         self._row(index, pid).state = _state_at_the_end(returncode, follows)
         return _texts(self.recoveries.ended(pid))
@@ -391,7 +391,7 @@ class DemoProgress:
 
     def _epoch_ended(self, epoch: int, accuracy: float) -> None:
         self.accuracy = accuracy
-        # Some workers' last reports may still be on their way; the curve shows a mean over fewer samples then.
+        # Some workers' last reports may still be on their way; then the curve shows a mean over fewer samples.
         loss = self.ledger.mean_loss(range((epoch - 1) * self.steps_per_epoch + 1, epoch * self.steps_per_epoch + 1))
         if loss is not None:
             self.losses.append(loss)
@@ -420,7 +420,7 @@ def _are_counts(*found: object) -> bool:
 
 
 def _state_at_the_end(returncode: int, follows: bool) -> str:
-    """One word, which tells the worker that was killed from those that gave up because of it."""
+    """Returns one word, which tells a killed worker from workers that gave up because of it."""
     if returncode == 0:
         return "done"
     if returncode == -signal.SIGTERM:
@@ -431,7 +431,7 @@ def _state_at_the_end(returncode: int, follows: bool) -> str:
 
 
 def sparkline(values: list[float], width: int, *, unicode: bool = True) -> str:
-    """A curve in one line of text, from its lowest to its highest value; the last `width` values, NaN as "?"."""
+    """Draws a curve in one line of text, from its lowest to its highest value: the last `width` values, NaN as "?"."""
     blocks = _BLOCKS if unicode else _ASCII_BLOCKS
     shown = [min(max(value, -_FAR), _FAR) for value in values[-width:]]
     numbers = [value for value in shown if not math.isnan(value)]

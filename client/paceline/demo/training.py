@@ -1,7 +1,7 @@
 """A worker of `paceline demo`: python -m paceline.demo.training WORKERS KILL_AT_STEP.
 
-`train` is what a user's own script looks like, plus reports for the view. Every rank holds the whole model (DDP) and
-takes its share of each global batch, so the run is the same for any number of workers, even if some die or join.
+`train` looks like a user's own script, plus reports for the view. Every rank holds the whole model (DDP) and takes its
+share of each global batch, so the run is the same for any number of workers, even if some die or join.
 The digits are scikit-learn's: 1797 images of 8 x 8 pixels.
 """
 
@@ -32,15 +32,15 @@ Tell = Callable[[str, dict[str, Any]], None]
 _EPOCHS = 60
 
 _LAST_EPOCHS = 20
-"""Epochs at the end that wait for a new worker, so that training does not end before it joins."""
+"""Number of last epochs that wait for a new worker, so that training does not end before it joins."""
 
 _PAUSE_S = 0.05
 
 _SPLIT_SEED = 0
-"""All workers must hold back the same samples; the numbers in the README are of this split."""
+"""Seed of the split. All workers must hold back the same samples; the numbers in the README are of this split."""
 
 _WAIT_S = 30.0
-"""How long a report waits for a slow launcher. The count of samples needs every report, so training waits."""
+"""Seconds that a report waits for a slow launcher. The count of samples needs every report, so training waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Digits:
 
 
 def load_digits() -> Digits:
-    """Load the digits in a fixed random order; the last fifth is held back for tests.
+    """Loads the digits in a fixed random order; the last fifth is held back for tests.
 
     Raises:
         ImportError: scikit-learn is not installed.
@@ -74,13 +74,13 @@ class DemoPlan:
     """What the demo trains, and for how long.
 
     Attributes:
-        workers: how many there should be.
-        kill_at_step: the step in which one of them kills itself; 0 for none.
-        global_batch: B, over all ranks.
+        workers: the wanted number of workers.
+        kill_at_step: the step in which a worker kills itself; 0 for none.
+        global_batch: B, samples in a step over all ranks.
         hidden: widths of the hidden layers.
         lr: learning rate.
         momentum: of SGD.
-        seed: of the initial weights and the order of samples.
+        seed: seed of the initial weights and the order of samples.
     """
 
     workers: int
@@ -92,19 +92,19 @@ class DemoPlan:
     seed: int = 0
 
     def epochs(self, steps_per_epoch: int) -> int:
-        """Passes over the training samples, so many that enough of them follow the kill."""
+        """Returns the number of passes over the training samples, so many that enough of them follow the kill."""
         return _EPOCHS + self.kill_at_step // steps_per_epoch
 
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """The result of a run; the same on all ranks but for `seconds`.
+    """The result of a run; the same on all ranks except `seconds`.
 
     Attributes:
-        accuracy: share of the held-back samples that are recognised.
-        steps: optimizer steps.
+        accuracy: share of the held-back samples that the model recognises.
+        steps: number of optimizer steps.
         world_size: members at the end.
-        seconds: from the first step to the last evaluation.
+        seconds: seconds from the first step to the last evaluation.
     """
 
     accuracy: float
@@ -114,7 +114,7 @@ class DemoResult:
 
 
 def build_model(plan: DemoPlan) -> nn.Sequential:
-    """An MLP from 64 pixels to 10 classes."""
+    """Builds an MLP from 64 pixels to 10 classes."""
     rng = np.random.default_rng(plan.seed)
     widths = (64, *plan.hidden, 10)
     layers: list[Any] = []
@@ -124,7 +124,7 @@ def build_model(plan: DemoPlan) -> nn.Sequential:
 
 
 def train(session: paceline.Session, digits: Digits, plan: DemoPlan, tell: Tell) -> DemoResult:
-    """Train with the current members of the session.
+    """Trains with the current members of the session.
 
     Raises:
         Dismissed: this worker was told to leave, or joined after the last step.
@@ -177,10 +177,10 @@ class _Killer:
         self._store = session.store
         self._plan = plan
         self._tell = tell
-        self._armed = plan.kill_at_step > 0 and plan.workers > 1  # nobody could go on without a single worker
+        self._armed = plan.kill_at_step > 0 and plan.workers > 1  # without a second worker nobody could go on
 
     def may_kill(self, step: paceline.Step) -> None:
-        """Kill this worker, perhaps, between forward and backward: the others wait for its gradients now."""
+        """Kills this worker if it is its turn, between forward and backward: the others now wait for its gradients."""
         if not self._armed or step.number < self._plan.kill_at_step:
             return
         if step.rank != step.world - 1 or step.world < self._plan.workers:
@@ -205,7 +205,7 @@ class _SlowDown:
         self._said = False
 
     def between_steps(self, step: paceline.Step) -> None:
-        """Pause if a worker is missing and few steps are left; all members pause alike."""
+        """Pauses if a worker is missing and few steps are left; all members pause alike."""
         if step.number < self._after or step.world >= self._workers:
             return
         if not self._said and step.rank == 0:
@@ -215,7 +215,7 @@ class _SlowDown:
 
 
 def main() -> None:
-    """Join, train, and report to the launcher."""
+    """Joins, trains, and reports to the launcher."""
     began = _began()
     os.environ.setdefault("PACELINE_FLIGHT_DIR", "off")  # the demo kills its workers itself
     workers, kill_at_step = (int(argument) for argument in sys.argv[1:])
@@ -228,12 +228,12 @@ def main() -> None:
 
 
 def _tell(kind: str, facts: dict[str, Any]) -> None:
-    """Send the launcher a report with the time, on the clock that all processes of this machine share."""
+    """Sends the launcher a report with the time, on the clock that all processes of this machine share."""
     tell_launcher(kind, {**facts, "at": time.monotonic()}, wait_s=_WAIT_S)
 
 
 def _began() -> float:
-    """Time at which this process was started, to 10 ms; the current time if the system does not tell."""
+    """Returns the time at which this process started, to 10 ms; the current time if the system does not tell."""
     ticks, now = process_identity().start_ticks, time.monotonic()
     if not ticks or not hasattr(time, "CLOCK_BOOTTIME"):
         return now
