@@ -277,9 +277,7 @@ class Engine:
             raise
         finally:
             if self._exchange.holds_frames:
-                with suppress(
-                    LinkEnded
-                ):  # a rank took back an array while it was read: checked before the result counts
+                with suppress(LinkEnded):  # a rank took back an array that this member read: checked before the result
                     self._exchange.release()
             if fault.failed:
                 self._exchange.recall()  # from now on only the caller touches the arrays (I7)
