@@ -1,1 +1,1 @@
-"""Collectives: schedules as pure arithmetic, the choice among them, and the engine that runs them over links."""
+"""Collectives: schedules in pure arithmetic, the choice between them, and the engine that runs them over links."""

@@ -1,9 +1,9 @@
-"""The reductions: which name means which ufunc, for which dtypes; and the arithmetic on segments. No links, no frames.
+"""Reductions: a table from names to ufuncs and dtypes, and the arithmetic on segments. No links, no frames.
 
-All of them commute, bit for bit but for which NaN survives and which zero `min` and `max` choose of two; the order of
-the *ranks* belongs to the schedule. bool keeps its dtype: sum and max are "any", prod and min are "all".
+All reductions commute bit for bit, except for which NaN survives and which of two zeros `min` and `max` choose. The
+schedule decides the order of the *ranks*. bool keeps its dtype: sum and max are "any", prod and min are "all".
 
-Shapes: n elements of a segment.
+Shapes: a segment has n elements.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.errors import UnsupportedOp
 
 __all__ = ["Arithmetic", "Reduction", "arithmetic", "reduction"]
 
-_BITS, _ORDERED, _REAL_OR_COMPLEX, _ALL = "biu", "biufV", "fcV", "biufcV"  # kinds of dtype; V is bfloat16
+_BITS, _ORDERED, _REAL_OR_COMPLEX, _ALL = "biu", "biufV", "fcV", "biufcV"  # dtype kinds; V is bfloat16
 
 _TABLE: dict[str, tuple[np.ufunc, str]] = {
     "sum": (np.add, _ALL),
@@ -35,15 +35,15 @@ _TABLE: dict[str, tuple[np.ufunc, str]] = {
 
 
 class Reduction(NamedTuple):
-    """How arrays become one.
+    """A way to combine several arrays into one.
 
     Attributes:
         name: "sum", "mean", ...
-        ufunc: applied to two operands of the same dtype, with a result of that dtype.
-        dtype: of the operands.
-        wide: dtype in which several are added up at one rank, if that is another one: float16 and bfloat16 have too
-            few digits. What travels between ranks is always `dtype`.
-        sums: how an element must be combined, at least.
+        ufunc: combines two operands of one dtype into a result of that dtype.
+        dtype: the operands' dtype.
+        wide: the dtype in which one rank adds up several operands, if it differs from `dtype`: float16 and bfloat16
+            have too few digits. Ranks always send `dtype`.
+        sums: the weakest order in which a schedule may combine the values of an element.
     """
 
     name: str
@@ -53,10 +53,13 @@ class Reduction(NamedTuple):
     sums: SumOrder = SumOrder.ALIKE
 
     def scale(self, world: int) -> np.generic | None:
-        """By what each rank multiplies its values first, or None: for a mean, a power of two up to 1/W.
+        """Returns the factor by which each rank first multiplies its values: for a mean, a power of two up to 1/W.
 
-        So the sum overflows only where the mean does; and as it is a power of two, nothing is rounded but what falls
-        below the smallest normal number. float16 would fall there soon, but it is added up in `wide`.
+        With it the sum overflows only where the mean does. Because it is a power of two, only values that fall below
+        the smallest normal number are rounded. float16 values would often fall there, but they are added up in `wide`.
+
+        Returns:
+            The factor; None if values are not scaled.
         """
         if self.name != "mean" or world == 1 or self.dtype == np.float16:
             return None
@@ -64,14 +67,14 @@ class Reduction(NamedTuple):
         return scale
 
     def divisor(self, world: int) -> float:
-        """By what the total is divided, once."""
+        """Returns the number by which the total is divided, once."""
         if self.name != "mean":
             return 1.0
         return float(world) if self.scale(world) is None else world / 2 ** _exponent(world)
 
 
 def _exponent(world: int) -> int:
-    """The least power of two that is not below the world size."""
+    """Returns the exponent of the least power of two that is not below the world size."""
     return (world - 1).bit_length()
 
 
@@ -79,7 +82,7 @@ def reduction(op: object, dtype: np.dtype[Any]) -> Reduction:
     """Looks up a reduction.
 
     Raises:
-        UnsupportedOp: no such name, or the dtype does not have it.
+        UnsupportedOp: there is no such op, or it is not defined for the dtype.
     """
     return _reduction(op if isinstance(op, str) else repr(op), dtype)
 
@@ -97,9 +100,8 @@ def _reduction(op: str, dtype: np.dtype[Any]) -> Reduction:
     if op == "mean" and dtype == np.float16:  # needs `wide`
         sums = SumOrder.IN_RANK_ORDER
     elif (op == "prod" and dtype.kind == "c") or (op in ("min", "max") and dtype.kind in "fV"):
-        sums = (
-            SumOrder.ONCE
-        )  # not all CPUs round a product of complex numbers alike; min(0.0, -0.0) is whichever they like
+        # CPUs differ in how they round a product of complex numbers, and in the result of min(0.0, -0.0).
+        sums = SumOrder.ONCE
     return Reduction(op, ufunc, dtype, wide, sums)
 
 
@@ -110,18 +112,18 @@ def _advice(op: str, dtype: np.dtype[Any]) -> str:
 
 
 def _apply(ufunc: Callable[..., Any], *args: Any, out: Array) -> None:
-    """Calls a ufunc without NumPy's warnings: infinities are values here, and a warning on one rank helps nobody."""
+    """Calls a ufunc without NumPy's warnings: infinities are valid values here, and a warning on one rank is no use."""
     with np.errstate(all="ignore"):
         ufunc(*args, out=out)
 
 
 class Arithmetic:
-    """A reduction over a world: what happens to values on their way from the ranks' arguments to the result.
+    """The arithmetic of a reduction over a world, from the ranks' arguments to the result.
 
     Args:
         reduction: the reduction.
         world: number of ranks.
-        divisor: what the total of a sum is divided by; None for what the reduction itself does.
+        divisor: number by which the total of a sum is divided; None for the reduction's own divisor.
     """
 
     def __init__(self, reduction: Reduction, world: int, divisor: float | None = None) -> None:
@@ -132,7 +134,7 @@ class Arithmetic:
         self.scale = reduction.scale(world)
 
     def scaled(self, own: Array) -> Array:
-        """A rank's own values as they enter the reduction; a new array if they change."""
+        """Returns a rank's own values as they enter the reduction; a new array if scaling changes them."""
         if self.scale is None:
             return own
         scaled = np.empty_like(own)
@@ -140,11 +142,11 @@ class Arithmetic:
         return scaled
 
     def combine(self, left: Array, right: Array, target: Array) -> None:
-        """Two operands into the target, which may be one of them."""
+        """Combines two operands into the target, which may be one of them."""
         _apply(self._ufunc, left, right, out=target)
 
     def finish(self, target: Array) -> None:
-        """The total is complete: divides it, if it is to be divided."""
+        """Divides the complete total, if the reduction has a divisor."""
         if self._divisor == 1.0:
             return
         if self._half:
@@ -155,15 +157,15 @@ class Arithmetic:
             _apply(np.true_divide, real, real.dtype.type(self._divisor), out=real)
 
     def fold(self, terms: Mapping[int, Array], target: Array) -> None:
-        """The terms of all ranks, added up in rank order and finished, into the target, which may be a term.
+        """Adds up the terms of all ranks in rank order and finishes; writes to the target, which may be a term.
 
-        In the wide dtype, if there is one, and rounded once.
+        If there is a wide dtype, it adds up in that one and rounds once.
         """
         first, second, *rest = map(terms.__getitem__, sorted(terms))
         if self._wide is not None:
             self._fold_wide(self._wide, [first, second, *rest], target)
             return
-        if rest:  # what stands further behind must not be overwritten before its turn
+        if rest:  # a later term must not be overwritten before it is added
             rest = [term.copy() if np.may_share_memory(term, target) else term for term in rest]
         self.combine(first, second, target)
         for term in rest:
@@ -180,10 +182,10 @@ class Arithmetic:
 
 @lru_cache(maxsize=64)
 def arithmetic(reduction: Reduction, world: int, divisor: float | None = None) -> Arithmetic:
-    """The arithmetic of a reduction, made once; arguments as for `Arithmetic`."""
+    """Returns the cached arithmetic of a reduction; arguments as for `Arithmetic`."""
     return Arithmetic(reduction, world, divisor)
 
 
 def _real(x: Array) -> Array:
-    """Complex numbers as pairs of real ones: to scale a complex infinity by a complex number gives no number."""
+    """Views complex numbers as pairs of real ones: a complex infinity times a complex number would be NaN."""
     return x.view(x.real.dtype) if x.dtype.kind == "c" else x

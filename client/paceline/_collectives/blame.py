@@ -1,6 +1,6 @@
-"""What one member says about a failure: who, where, in which operation, what (I8). Pure text and numbers.
+"""Builds a member's suspicion about a failure: which rank and host, which operation, what happened (I8). Pure.
 
-`me` and `peer` are places in `peers`, the members of a group; what is said names them by their rank in the view.
+`me` and `peer` are indices into `peers`, the members of a group; the texts name members by their rank in the view.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["broke_protocol", "disagrees", "link_ended", "misfits", "not_begun", 
 
 
 def disagrees(peers: Sequence[Peer], me: int, peer: int, operation: int, mine: str, frame: Frame) -> Suspicion:
-    """The peer is in another operation than this member, or in the same with other arguments."""
+    """Reports that the peer is in another operation than this member, or in the same with other arguments."""
     theirs = frame.signature.decode("ascii", "replace") or f"something else (frame {frame.part} of it)"
     text = f"operation {operation}: {peers[peer]} called {theirs} where {peers[me]} called {mine}"
     if frame.operation != operation:
@@ -25,19 +25,19 @@ def disagrees(peers: Sequence[Peer], me: int, peer: int, operation: int, mine: s
 
 
 def misfits(peers: Sequence[Peer], me: int, peer: int, operation: int, mine: str, what: str) -> Suspicion:
-    """The peer's arguments do not fit this member's; `what` completes "rank 1 (host) ..."."""
+    """Reports that the peer's arguments do not fit this member's; `what` completes "rank 1 (host) ..."."""
     text = f"operation {operation}, {mine}: {peers[peer]} {what}, as {peers[me]} found"
     return Suspicion(ErrorReason.ERROR_REASON_COLLECTIVE_MISMATCH, peers[peer].rank, operation, text)
 
 
 def broke_protocol(peers: Sequence[Peer], me: int, peer: int, operation: int, mine: str, what: str) -> Suspicion:
-    """The peer sent a frame that no right program sends."""
+    """Reports that the peer sent a frame that no correct program sends."""
     text = f"{_call(operation, mine)}: {peers[peer]} sent {peers[me]} {what}"
     return Suspicion(ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL, peers[peer].rank, operation, text)
 
 
 def link_ended(peers: Sequence[Peer], me: int, peer: int, operation: int, mine: str, end: LinkEnded) -> Suspicion:
-    """The link to the peer is gone."""
+    """Reports that the link to the peer is gone."""
     how = "left" if end.orderly else "is lost"
     text = f"{_call(operation, mine)}: {peers[peer]} {how}, as seen by {peers[me]}: {end}"
     return Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, peers[peer].rank, operation, text)
@@ -46,19 +46,19 @@ def link_ended(peers: Sequence[Peer], me: int, peer: int, operation: int, mine: 
 def timed_out(
     peers: Sequence[Peer], me: int, peer: int, operation: int, mine: str, waited_for: str, seconds: float
 ) -> Suspicion:
-    """The peer did not come, or did not take what was sent, in time."""
+    """Reports that the peer did not arrive in time, or did not receive in time what was sent to it."""
     text = f"operation {operation}, {mine}: {peers[me]} waited {seconds:.3g} s for {peers[peer]} to {waited_for}"
     return Suspicion(ErrorReason.ERROR_REASON_TIMEOUT, peers[peer].rank, operation, text)
 
 
 def not_begun(peers: Sequence[Peer], me: int, operation: int) -> Suspicion:
-    """The time was over before this member had come to the operation."""
+    """Reports that the timeout passed before this member had reached the operation."""
     text = f"operation {operation}: {peers[me]} had not come to it when the time was over"
     return Suspicion(ErrorReason.ERROR_REASON_TIMEOUT, None, operation, text)
 
 
 def raised(peers: Sequence[Peer], me: int, operation: int, mine: str, error: BaseException) -> Suspicion:
-    """This member itself raised in the middle of an operation."""
+    """Reports that this member itself raised in the middle of an operation."""
     words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     text = f"operation {operation}, {mine}: {peers[me]} raised {words}"
     return Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, None, operation, text, cause=error)

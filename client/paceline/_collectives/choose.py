@@ -1,11 +1,11 @@
-"""Which schedule is used: a table of rules, by bytes, world size and nodes, which all ranks share. Pure, but for files.
+"""Chooses schedules by a table of rules on bytes, world size and nodes, which all ranks share. Pure, except for files.
 
-The first rule that holds decides. Bytes are those of the whole array: of each rank's array where arrays are reduced or
-broadcast, of all of them together where they are gathered.
+The first rule that holds decides. Bytes are those of the whole array: each rank's array in a reduction or broadcast,
+all ranks' arrays together in a gather.
 
-`paceline bench --tune-out` writes tables that suit a machine, as JSON: {"rules": {collective: [rule, ...]}}, a rule as
-`Rule` has it. For a collective that the file leaves out Paceline's own rules hold. Members of one job must have the
-same table: its digest is one of the settings on which they agree, so that all ranks of a view choose alike.
+`paceline bench --tune-out` writes tables that suit a machine, as JSON: {"rules": {collective: [rule, ...]}}, where a
+rule has the fields of `Rule`. Paceline's own rules apply to a collective that the file leaves out. All members of a job
+must have the same table: its digest is one of the settings on which they agree, so all ranks of a view choose alike.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ __all__ = [
 ]
 
 Where: TypeAlias = Literal["any", "one_node", "shared_nodes"]
-"""Which ranks a rule is for: any; all on one node, in shared memory; on several nodes, of which one has several."""
+"""Where the ranks of a rule are: anywhere; all on one node, in shared memory; on several nodes, one with several."""
 
 
 class Rule(NamedTuple):
-    """A schedule, and when it is taken.
+    """A schedule, and the conditions under which it is chosen.
 
     Attributes:
-        schedule: its name.
+        schedule: the schedule's name.
         max_bytes: the largest array; None for any size.
         max_world: the largest world; None for any.
         max_incast: the most bytes that one rank may receive from all others, (W - 1) times the array; None for any.
-        reason: one line for people.
-        where: on how many nodes the ranks are.
+        reason: one line for people to read.
+        where: how the ranks are spread over nodes.
     """
 
     schedule: str
@@ -62,7 +62,7 @@ class Rule(NamedTuple):
     where: Where = "any"
 
     def holds(self, nbytes: int, world: int, where: Where) -> bool:
-        """True if the rule is for this size and world."""
+        """Returns True if the rule applies to this size and world."""
         return (
             self.where in ("any", where)
             and (self.max_bytes is None or nbytes <= self.max_bytes)
@@ -72,7 +72,7 @@ class Rule(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A schedule by name, and why."""
+    """The name of the chosen schedule, and the reason."""
 
     schedule: str
     reason: str
@@ -135,13 +135,13 @@ def choose(
     rules: Rules = RULES,
     nodes: Nodes = (),
 ) -> Choice:
-    """The schedule for a collective; the same on all ranks that ask for the same.
+    """Returns the schedule for a collective: the same on all ranks that pass the same arguments.
 
     Args:
         collective: "all_reduce", ...
         nbytes: bytes of the whole array.
         world: number of ranks.
-        sums: only schedules that combine an element at least so will do.
+        sums: the weakest order of summation that a schedule may have.
         rules: the table.
         nodes: the node of each rank.
     """
@@ -156,7 +156,7 @@ def choose(
 
 @lru_cache(maxsize=64)
 def where_of(nodes: Nodes) -> Where:
-    """What the nodes of the ranks are for the rules; "any" if each is on one of its own, or nothing is known."""
+    """Classifies the ranks' nodes for the rules; "any" if each rank has a node of its own, or nothing is known."""
     count = len(set(nodes))
     if count == 1:
         return "one_node"
@@ -164,10 +164,10 @@ def where_of(nodes: Nodes) -> Where:
 
 
 def only(collective: str, schedule: str) -> Rules:
-    """The table with one schedule for a collective at every size, but where it does not sum as it must.
+    """Returns the table with one schedule for a collective at every size, except where a call needs another order.
 
     Raises:
-        ValueError: there is no such schedule; the text names those that there are.
+        ValueError: there is no such schedule; the text lists the valid ones.
     """
     if schedule not in SCHEDULES[collective]:
         names = ", ".join(SCHEDULES[collective])
@@ -176,7 +176,7 @@ def only(collective: str, schedule: str) -> Rules:
 
 
 def format_rules(rules: Rules = RULES) -> str:
-    """The table for people."""
+    """Formats the table for people."""
     rows = [("collective", "schedule", "when", "why")]
     for collective, of in rules.items():
         for index, rule in enumerate(of):
@@ -204,22 +204,22 @@ def _size(nbytes: int) -> str:
 
 
 def nodes_of(peers: Sequence[Peer]) -> Nodes:
-    """The number of each member's node. One that shares memory with nobody is on a node of its own."""
+    """Returns the number of each member's node. A member that shares memory with no other has its own node."""
     numbers: dict[str, int] = {}
     return tuple(numbers.setdefault(peer.node or f" {rank}", len(numbers)) for rank, peer in enumerate(peers))
 
 
 _MOST_BYTES = 1 << 20
-"""Of a file; a table has some hundred lines."""
+"""Largest file that is read; a table has a few hundred lines."""
 
 _LIMITS = ("max_bytes", "max_world", "max_incast")
 
 
 def load_rules(path: Path) -> Rules:
-    """The table in a file.
+    """Reads the table in a file.
 
     Raises:
-        ValueError: the file cannot be read, or holds no table; the text names it and says what is wrong.
+        ValueError: the file cannot be read, or holds no table; the text names the file and says what is wrong.
     """
     try:
         with path.open(encoding="utf-8") as file:
@@ -232,10 +232,10 @@ def load_rules(path: Path) -> Rules:
 
 
 def parse_rules(text: str) -> Rules:
-    """The table that a text holds.
+    """Parses a table.
 
     Raises:
-        ValueError: it holds none; the text says what is wrong.
+        ValueError: the text is not a table; the error says what is wrong.
     """
     table = json.loads(text)
     given = table.get("rules") if isinstance(table, dict) else None
@@ -250,12 +250,12 @@ def parse_rules(text: str) -> Rules:
 
 
 def dump_rules(rules: Rules = RULES) -> str:
-    """The table as a file has it."""
+    """Returns the table as the text of a file."""
     return json.dumps({"rules": {of: [_as_dict(rule) for rule in each] for of, each in rules.items()}}, indent=1)
 
 
 def rules_digest(rules: Rules) -> str:
-    """16 hexadecimal digits for what a table says; reasons do not count."""
+    """Returns a digest of a table, 16 hexadecimal digits; reasons do not count."""
     bare = {of: [rule._replace(reason="") for rule in each] for of, each in sorted(rules.items())}
     return hashlib.sha256(json.dumps(bare).encode()).hexdigest()[:16]
 
@@ -264,7 +264,7 @@ def _rule(collective: str, number: int, found: object) -> Rule:
     name = f"rule {number} of {collective}"
     if not isinstance(found, dict) or found.keys() - set(Rule._fields):
         raise ValueError(f"{name} has something else than {', '.join(Rule._fields)}")
-    if found.get("schedule") not in list(SCHEDULES[collective]):  # it may be anything, and what is no text has no hash
+    if found.get("schedule") not in list(SCHEDULES[collective]):  # a list: the value may be unhashable
         raise ValueError(f"{name}: there is no schedule {found.get('schedule')!r:.40}")
     for limit in _LIMITS:
         value = found.get(limit)

@@ -1,11 +1,11 @@
-"""all_reduce with a codec between the ranks: an exchange of encoded chunks, then a gathering of encoded totals.
+"""all_reduce with compression: ranks exchange encoded chunks, then gather encoded totals.
 
-Rank c owns chunk c. Each rank encodes its values of chunk c for c; the owner adds up what it decodes and its own
-values, in rank order, and encodes the total once; all ranks, the owner too, take what these bytes decode to. So all
-have the same bits (I5). A few elements at the end may travel as they are: every rank sends them to every other, and
-adds them up in rank order.
+Rank c owns chunk c. Each rank encodes its values of chunk c and sends them to rank c. The owner adds up the decoded
+values and its own, in rank order, and encodes the total once. All ranks, including the owner, decode these bytes, so
+all have the same bits (I5). A few elements at the end may travel uncompressed: every rank sends them to every other,
+and adds them up in rank order.
 
-Letters: N elements that are encoded, E exact ones behind them, W world size, c chunk.
+Letters: N encoded elements, E exact elements after them, W world size, c chunk.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def all_reduce_compressed_task(
     empty: Empty,
     detail: str = "",
 ) -> Task[Array]:
-    """See `Group.all_reduce_compressed`; `detail` is more that ranks must agree on, for the signature."""
+    """Makes the task of `Group.all_reduce_compressed`; ranks must also agree on `detail`, a part of the signature."""
     dtype = native(x.dtype)
     if dtype not in (np.float32, np.float64):
         raise UnsupportedOp(f"only float32 and float64 can be compressed, not {dtype}")
@@ -65,7 +65,7 @@ def all_reduce_compressed_task(
         if engine.mesh.size == 1:  # nothing travels, so nothing is compressed
             flat[...] = base
             return deliver(result, out)
-        # Infinities are values here; a warning on one rank would help nobody.
+        # Infinities are valid values here, and a warning on one rank is no use.
         with np.errstate(all="ignore"):
             _Exchange(engine, codec, op, base, flat, exact, memory, empty).run(call, choose)
         memory.wrote()
@@ -75,7 +75,7 @@ def all_reduce_compressed_task(
 
 
 class _Exchange:
-    """One call at one rank. `base` and `flat` are flat, shape [N + E]; they may be the same."""
+    """One compressed call at one rank. `base` and `flat` have shape [N + E] and may be the same array."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class _Exchange:
         others = [c != self._rank for c in range(self._world)]
         self._sent = tuple(size + tail if other else 0 for size, other in zip(self._sizes, others, strict=True))
         self._received = tuple(own + tail if other else 0 for other in others)
-        # What was sent has been read when the totals come: they take its place.
+        # Other ranks have read what was sent by the time the totals arrive, so both use the same memory.
         self._out_area = memory.area("out", max(sum(self._sent), sum(self._sizes)), empty)
         self._in_area = memory.area("in", sum(self._received), empty)
         self._residuals = memory.residuals(n, base.dtype) if memory.feedback else None
@@ -129,7 +129,7 @@ class _Exchange:
             self._decode_chunk(c, totals[starts[c] : starts[c + 1]])
 
     def _pieces(self, c: int) -> Iterator[tuple[int, int]]:
-        """Bounds of the pieces of a chunk; all but the last have whole blocks."""
+        """Yields the bounds of the pieces of a chunk; all but the last consist of whole blocks."""
         lo, hi = self._chunks[c]
         step = PIECE - PIECE % self._codec.block
         for start in range(lo, hi, step):
@@ -150,7 +150,7 @@ class _Exchange:
             at += exact.size
 
     def _entering(self, lo: int, hi: int) -> Array:
-        """This rank's values plus the rounding errors of the last call, shape [hi - lo]."""
+        """Returns this rank's values plus the rounding errors of the last call, shape [hi - lo]."""
         if self._residuals is None:
             return self._base[lo:hi]
         values = self._values[: hi - lo]
@@ -158,7 +158,7 @@ class _Exchange:
         return values
 
     def _encode(self, values: Array, into: Array, lo: int, hi: int, scale: int) -> None:
-        """Encodes a piece, and keeps its rounding errors, times `scale`."""
+        """Encodes a piece, and keeps its rounding errors times `scale`."""
         n = hi - lo
         narrow = values
         if values.dtype != np.float32:
@@ -172,12 +172,12 @@ class _Exchange:
         np.subtract(values, decoded, out=left)
         if scale != 1:
             np.multiply(left, left.dtype.type(scale), out=left)
-        # What is not finite is no rounding error, and would spoil all steps to come. NaN shows in the extremes.
+        # An infinity or NaN is no rounding error and would spoil all later steps. NaN shows up in max and min.
         if not (abs(left.max()) <= _LARGEST and abs(left.min()) <= _LARGEST):
             left[~np.isfinite(left)] = 0
 
     def _add_up(self, into: Array) -> None:
-        """The totals of the own chunk, in rank order, encoded."""
+        """Adds up the chunk that this rank owns, in rank order, and encodes the totals."""
         places = self._places()
         at = 0
         for lo, hi in self._pieces(self._rank):
@@ -194,12 +194,12 @@ class _Exchange:
                     np.add(total, term, out=total)
             if self._divisor != 1:
                 np.true_divide(total, total.dtype.type(self._divisor), out=total)
-            # The sum will get back what the mean lost: W times as much.
+            # The next call adds this error before it divides by W, so it is kept W times as large.
             self._encode(total, into[at : at + nbytes], lo, hi, self._divisor)
             at += nbytes
 
     def _exact_sum(self) -> Array:
-        """The exact elements of all ranks, in rank order, shape [E]: each rank computes the same from the same."""
+        """Returns the sum of all ranks' exact elements, in rank order, shape [E]; all ranks compute the same bits."""
         total = np.zeros(0, self._base.dtype)
         for peer, (place, nbytes) in enumerate(zip(self._places(), self._received, strict=True)):
             term = self._base[self._exact]
@@ -211,7 +211,7 @@ class _Exchange:
         return total
 
     def _places(self) -> list[int]:
-        """Where the bytes that each rank sent begin."""
+        """Returns the offset of the bytes that each rank sent."""
         return [0, *accumulate(self._received)][:-1]
 
     def _decode_chunk(self, c: int, data: Array) -> None:

@@ -1,7 +1,7 @@
-"""Runs a program over links: moves bytes, reduces, and turns whatever goes wrong into one suspicion.
+"""Runs a program over links: moves bytes, reduces, and turns every failure into one suspicion.
 
-It owns the wire side of a collective: what a frame must carry to be believed, and who is blamed when it does not.
-It runs in the thread that calls it and starts none.
+The engine checks what a frame must carry to be accepted, and decides which member to blame if it does not. It runs in
+the calling thread and starts no thread.
 
 Letters: N elements, W world size. `base` and `out` are flat, shape [N].
 """
@@ -33,12 +33,12 @@ __all__ = ["PHASE", "CollectiveCall", "Engine"]
 T = TypeVar("T")
 
 PHASE = 1 << 28
-"""Parts of phase p of an operation are numbered from here times p."""
+"""The parts of phase p of an operation are numbered from p * PHASE."""
 
-_NOTHING = memoryview(bytearray())  # as a place for an empty frame it is written to
+_NOTHING = memoryview(bytearray())  # writable, because empty frames are received into it
 
 _SETTLING = -1
-"""In place of a part's number: all frames are sent, and other ranks still read the last ones."""
+"""Used instead of a part's number: all frames are sent, and other ranks still read the last ones."""
 
 
 @dataclass(slots=True)
@@ -47,10 +47,10 @@ class CollectiveCall:
 
     Attributes:
         operation: its number in the group.
-        signature: what part 0 must say.
+        signature: the signature that part 0 must carry.
         started: when it was issued, a `time.monotonic()` value.
-        deadline: when its time is over, likewise.
-        phase: of an operation that runs several programs one after the other, from 0.
+        deadline: when it times out, a `time.monotonic()` value.
+        phase: index of the program, from 0, in an operation that runs several one after the other.
     """
 
     operation: int
@@ -68,26 +68,26 @@ class Engine:
 
     Args:
         mesh: the mesh.
-        history: this member's operations in the group.
-        label: what the members of a part of the view must agree on; part of every signature.
+        history: returns the signatures of this member's operations in the group.
+        label: text on which the members of a part of the view must agree; part of every signature.
 
     Attributes:
         mesh: the mesh.
         nodes: the node of each rank.
         neighbours: `Mesh.neighbours`.
-        plans: programs and signatures of earlier operations, by their arguments; the tasks keep them here.
+        plans: programs and signatures of earlier operations, by arguments; the tasks store them here.
     """
 
     def __init__(self, mesh: Mesh, history: History, label: str = "") -> None:
         self.mesh = mesh
         self.nodes = nodes_of(mesh.peers)
-        self.neighbours = mesh.neighbours  # once: it counts all peers
+        self.neighbours = mesh.neighbours  # read once, because it counts all peers
         self.plans: dict[Any, Any] = {}
         self._label = f"group={label}" if label else ""
         self._exchange = Exchange(mesh, history)
         self._call: CollectiveCall | None = None
         self._program: Program | None = None
-        self._at: Move | None = None  # the move of it that is being carried out, for blame
+        self._at: Move | None = None  # the move that is being carried out, for blame
 
     def run(
         self,
@@ -98,18 +98,18 @@ class Engine:
         arithmetic: Arithmetic | None = None,
         first: Frame | None = None,
     ) -> None:
-        """Carries out all moves; then `out` holds the result, and nobody reads `base` or `out` any more.
+        """Carries out all moves; then `out` holds the result, and no rank reads `base` or `out` any more.
 
         Args:
             call: the call.
             program: this rank's moves.
             base: this rank's value; not written to unless it is `out`.
-            out: where the result goes; may be `base`.
-            arithmetic: for programs that reduce.
-            first: the frame for the first receive, if it has been received already.
+            out: receives the result; may be `base`.
+            arithmetic: needed for programs that reduce.
+            first: the frame for the first receive, if it has already arrived.
 
         Raises:
-            PacelineError: the generation has failed, here or elsewhere; every rank gets the same.
+            PacelineError: the generation has failed, here or elsewhere; every rank gets the same error.
         """
         exchange, deadline, size = self._exchange, call.deadline, base.itemsize
         scratch = np.empty(program.scratch, base.dtype) if program.scratch else out[:0]
@@ -154,7 +154,7 @@ class Engine:
                     arithmetic.fold(held, target)
                     held.clear()
                 else:
-                    # The lower rank's is always the left operand: where both compute the same pair, it is the same.
+                    # The lower rank's value is always the left operand, so both ranks of a pair compute the same.
                     left, right = (received, own) if peer < self.mesh.rank else (own, received)
                     arithmetic.combine(left, right, target)
                     if do is Do.FINALIZE:
@@ -170,7 +170,7 @@ class Engine:
         """Runs a program whose frames carry no array, as a barrier does.
 
         Raises:
-            PacelineError: as `run`.
+            PacelineError: as for `run`.
         """
         exchange, deadline = self._exchange, call.deadline
         self._program = program
@@ -186,7 +186,7 @@ class Engine:
         exchange.release()
 
     def _marked(self, operation: int) -> Frame:
-        """The frame that a mark stands for: another barrier."""
+        """Returns the frame that a mark stands for: that of a barrier with this number."""
         signature = self.sign("barrier").encode()
         return Frame(FrameKind.DATA, self.mesh.generation, operation, 0, signature, _NOTHING)
 
@@ -196,7 +196,7 @@ class Engine:
         return Frame(FrameKind.DATA, self.mesh.generation, call.operation, part, signature, payload)
 
     def _check(self, call: CollectiveCall, peer: int, part: int, nbytes: int, frame: Frame) -> None:
-        """Refuses any frame but the one that is due (I4)."""
+        """Refuses every frame except the one that is due (I4)."""
         if (
             frame.operation != call.operation
             or frame.part != part + call.phase * PHASE
@@ -215,23 +215,26 @@ class Engine:
     def sign(
         self, kind: str, detail: str = "", dtype: np.dtype[Any] | None = None, shape: tuple[int, ...] | None = None
     ) -> Signature:
-        """The signature of an operation of this group."""
+        """Returns the signature of an operation of this group."""
         return Signature(kind, " ".join(filter(None, (self._label, detail))), dtype, shape)
 
     def disagree(self, call: CollectiveCall, peer: int, what: str) -> NoReturn:
-        """Ends the generation because a rank's arguments do not fit this member's."""
+        """Ends the generation, because a rank's arguments do not fit this member's."""
         mesh = self.mesh
         self._raise(blame.misfits(mesh.peers, mesh.rank, peer, call.operation, str(call), what))
 
     def first_frame(
         self, call: CollectiveCall, peer: int, asked: Signature
     ) -> tuple[Frame, np.dtype[Any], tuple[int, ...]]:
-        """The first frame of an operation whose array the sender describes; dtype and shape, as it says.
+        """Receives the first frame of an operation whose dtype and shape the sender decides.
 
         Args:
             call: the call.
-            peer: who sends it.
+            peer: rank of the sender.
             asked: kind and detail, which must agree.
+
+        Returns:
+            The frame, and the dtype and shape that it announces.
         """
         self._at = _wait_for(Do.STORE, peer, 0)
         frame = self._exchange.recv(peer, call.deadline)
@@ -248,11 +251,11 @@ class Engine:
         return frame, told.dtype, told.shape
 
     def attempt(self, call: CollectiveCall, body: Callable[[CollectiveCall], T]) -> T:
-        """Runs the body of an operation; whatever it raises is this generation's end.
+        """Runs the body of an operation; any error that it raises ends the generation.
 
         Raises:
             PacelineError: the generation has failed.
-            BaseException: what the body raised by itself, after the others were told.
+            BaseException: the body's own error, raised after the other members were told.
         """
         mesh, fault = self.mesh, self.mesh.fault
         self._call, self._program = call, None
@@ -274,18 +277,18 @@ class Engine:
             raise
         finally:
             if self._exchange.holds_frames:
-                with suppress(LinkEnded):  # taken back while it was read: that is seen before its result counts
+                with suppress(LinkEnded):  # a rank took back an array that this member read: checked before the result
                     self._exchange.release()
             if fault.failed:
-                self._exchange.recall()  # the arrays are the caller's again, alone (I7)
+                self._exchange.recall()  # from now on only the caller touches the arrays (I7)
             self._call = self._at = None
 
     def abort(self, operation: int, cause: BaseException) -> None:
-        """Ends the generation from another thread, because nobody waits for this operation any longer.
+        """Ends the generation from another thread, because the caller no longer waits for this operation.
 
         Args:
-            operation: the operation, running or in line.
-            cause: a TimeoutError accuses whom the running operation waits for; anything else is this member's own.
+            operation: the operation, running or queued.
+            cause: a TimeoutError blames the rank that the running operation waits for; any other error this member.
         """
         mesh, call, at = self.mesh, self._call, self._at
         if isinstance(cause, TimeoutError):
@@ -298,13 +301,13 @@ class Engine:
             mesh.fault.suspect(blame.raised(mesh.peers, mesh.rank, operation, name, cause))
 
     def _refuse(self, call: CollectiveCall, peer: int, part: int, nbytes: int, frame: Frame) -> NoReturn:
-        """Tells apart a peer that is in another call from one that breaks the protocol."""
+        """Blames a peer for a wrong frame: it is in another call, or it breaks the protocol."""
         mesh = self.mesh
         if frame.generation != mesh.generation:
             self._breach(call, peer, f"a frame of generation {frame.generation} in generation {mesh.generation}")
-        self._exchange.compare(peer, frame)  # a frame of an earlier operation shows where the two parted
+        self._exchange.compare(peer, frame)  # an earlier operation's frame shows where the calls diverged
         if frame.operation > call.operation:
-            self._exchange.ask(peer, call.deadline)  # the peer is ahead, and knows what it called where this member is
+            self._exchange.ask(peer, call.deadline)  # the peer is ahead, and remembers this operation
         described = part == frame.part and part % PHASE == 0
         if frame.operation != call.operation or (described and frame.signature != call.signature):
             self._raise(blame.disagrees(mesh.peers, mesh.rank, peer, call.operation, str(call), frame))
@@ -343,5 +346,5 @@ class Engine:
 
 
 def _wait_for(do: Do, peer: int, part: int) -> Move:
-    """A move that no program has, so that a failure says what this member waited for."""
+    """Makes a move that is in no program, so that a failure says what this member waited for."""
     return Move(do, peer, part, 0, Area.OUT, 0, Area.OUT, 0)

@@ -1,9 +1,9 @@
 """Sends and receives the frames of collectives, and finds disagreements when a member has waited for long.
 
-Most disagreements show in the first frame that arrives. Some show in none: where two ranks name different roots, both
-may wait for each other, or for a rank that has nothing to send. So a member that has waited for `PATIENCE` tells the
-one it waits for which call it is in, and looks at what others have sent it. Among members
-that wait for each other in a circle, at least one sees the difference, and reports it.
+Most disagreements show in the first frame that arrives. Some show in none: if two ranks name different roots, both may
+wait for each other, or for a rank that has nothing to send. So a member that has waited for `PATIENCE` tells the rank
+that it waits for which call it is in, and looks at what others have sent. Among members that wait for each other in a
+circle, at least one sees the difference and reports it.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ __all__ = ["PATIENCE", "WAITING", "Disagreement", "Exchange", "History"]
 M = TypeVar("M")
 
 History: TypeAlias = Callable[[int], bytes | None]
-"""The signature of this member's operation of a number, if it is still remembered."""
+"""Returns the signature of this member's operation with a number; None if it is forgotten."""
 
 PATIENCE = 2.0
-"""Seconds to wait before asking around; longer than most honest steps."""
+"""Seconds to wait before looking around; longer than most normal steps take."""
 
 WAITING = 0xFFFF_FFFF
-"""Part number of the frame "I wait for you in this operation"; it has a signature and no payload."""
+"""Part number of a note, "I wait for you in this operation": a frame with a signature and no payload."""
 
 
 _NOTES = 8
-"""Notes of a peer that one look around takes in; an honest peer sends one for each operation."""
+"""Most notes of a peer that one look around receives; a correct peer sends one for each operation."""
 
 
 class Disagreement(Exception):
@@ -41,7 +41,7 @@ class Disagreement(Exception):
 
     Attributes:
         peer: the peer's rank.
-        mine: signature of this member's call of that number.
+        mine: signature of this member's call with that number.
         frame: the peer's frame.
     """
 
@@ -56,8 +56,8 @@ class Exchange:
     """Sends and receives over all links for collectives. One thread uses it at a time.
 
     Attributes:
-        lent: ranks that may still read what was lent to them.
-        releasing: the rank that took back an array while it was read here; None if none did.
+        lent: ranks that may still read arrays lent to them.
+        releasing: the rank that took back an array while this member read it; None if none did.
     """
 
     def __init__(self, mesh: Mesh, history: History) -> None:
@@ -65,17 +65,17 @@ class Exchange:
         self._history = history
         self.lent: set[int] = set()
         self.releasing: int | None = None
-        self._taken: dict[int, None] = {}  # ranks of which a frame may have been received that is not released yet
+        self._taken: dict[int, None] = {}  # ranks from which a received frame may not be released yet
         self._links: dict[int, Link] = {}
-        self._early: dict[int, Frame] = {}  # found while looking around, to be read later; one from a rank at most
+        self._early: dict[int, Frame] = {}  # by rank, one frame found while looking around, to be read later
         self._call = (0, b"")  # operation and signature
 
     def begin(self, operation: int, signature: bytes) -> None:
-        """This member enters a call."""
+        """Notes that this member enters a call."""
         self._call = (operation, signature)
 
     def link(self, peer: int) -> Link:
-        """The link to a rank."""
+        """Returns the link to a rank."""
         link = self._links.get(peer)
         if link is None:
             link = self._links[peer] = self._mesh.link(peer, Purpose.COLLECTIVE)
@@ -96,7 +96,7 @@ class Exchange:
         self._patiently(link.lend if lend else link.send, deadline, frame)
 
     def _patiently(self, act: Callable[..., M], deadline: float, *args: object) -> M:
-        """Does something that may take long, `act(*args, until)`; looks around then."""
+        """Calls `act(*args, until)` with short deadlines until it succeeds, and looks around in between."""
         while True:
             until = monotonic() + PATIENCE
             try:
@@ -104,10 +104,10 @@ class Exchange:
             except LinkTimeout:
                 if monotonic() >= deadline:
                     raise
-                self._look_around()  # two ranks that both send, where one should receive, find out here
+                self._look_around()  # finds two ranks that both send, though one should receive
 
     def recv(self, peer: int, deadline: float, into: memoryview | None = None) -> Frame:
-        """The next frame from a rank; its payload may be put in `into` (`Link.recv`).
+        """Receives the next frame from a rank; the link may put its payload in `into` (`Link.recv`).
 
         Raises:
             Disagreement: some rank is in another call than this member.
@@ -117,37 +117,37 @@ class Exchange:
         """
         link, held = self._links.get(peer) or self.link(peer), peer in self._taken
         frame = self._receive(peer, link, link.recv, deadline, into)
-        if not held and frame.payload is into:  # it is where it belongs, and nothing of the link's is held for it
+        if not held and frame.payload is into:  # the payload uses no memory of the link
             del self._taken[peer]
         return frame
 
     def mark(self, peer: int, number: int, deadline: float) -> bool:
-        """Tells a rank a mark; False if it must be sent a frame (`Link.mark`).
+        """Sends a mark to a rank; returns False if a frame must be sent instead (`Link.mark`).
 
         Raises:
-            Disagreement, LinkTimeout, LinkEnded, PacelineError: as `send`.
+            Disagreement, LinkTimeout, LinkEnded, PacelineError: as for `send`.
         """
         link = self._links.get(peer) or self.link(peer)
         return self._patiently(link.mark, deadline, number)
 
     def await_mark(self, peer: int, deadline: float) -> Frame | int:
-        """The next mark of a rank, or a frame that came instead (`Link.await_mark`).
+        """Waits for the next mark of a rank; returns it, or a frame that came instead (`Link.await_mark`).
 
         Raises:
-            Disagreement, LinkTimeout, LinkEnded, PacelineError: as `recv`.
+            Disagreement, LinkTimeout, LinkEnded, PacelineError: as for `recv`.
         """
         link = self._links.get(peer) or self.link(peer)
         early = self._early.get(peer)
         if early is not None and early.operation > self._call[0]:
             self._taken[peer] = None
-            try:  # it is ahead already: then its mark is there, or it never told one
+            try:  # a rank that is ahead has sent its mark already, or never sends one
                 return link.await_mark(monotonic())
             except LinkTimeout:
                 pass
         return self._receive(peer, link, link.await_mark, deadline)
 
     def _receive(self, peer: int, link: Link, receive: Callable[..., M], deadline: float, *args: object) -> Frame | M:
-        self._taken[peer] = None  # before: an interrupt may come between a frame's arrival and the next line
+        self._taken[peer] = None  # set first: an interrupt may come between a frame's arrival and the next line
         asked = False
         while True:
             if self._early and (early := self._early.pop(peer, None)) is not None:
@@ -164,19 +164,19 @@ class Exchange:
             if not isinstance(frame, Frame) or frame.part != WAITING:
                 return frame
             self.compare(peer, frame)
-            if monotonic() >= deadline:  # however many notes come
+            if monotonic() >= deadline:  # notes do not extend the deadline
                 raise LinkTimeout("nothing but notes came")
 
     @property
     def holds_frames(self) -> bool:
-        """True if a frame may have been received that is not released yet."""
+        """Returns True if a received frame may not be released yet."""
         return bool(self._taken)
 
     def release(self) -> None:
-        """The payloads of all frames received so far are needed no longer.
+        """Releases the payloads of all frames received so far.
 
         Raises:
-            LinkEnded: a rank, `releasing`, had taken back what was being read. Those of all others are released.
+            LinkEnded: the rank `releasing` had taken back what was being read. All others' payloads are released.
         """
         taken_back: LinkEnded | None = None
         for peer in self._taken:
@@ -196,36 +196,36 @@ class Exchange:
             raise
 
     def await_release(self, peer: int, deadline: float) -> None:
-        """Waits until a rank has released all that was lent to it.
+        """Waits until a rank has released everything that was lent to it.
 
         Raises:
-            Disagreement, LinkTimeout, LinkEnded, PacelineError: as `send`.
+            Disagreement, LinkTimeout, LinkEnded, PacelineError: as for `send`.
         """
         self._patiently(self._links[peer].await_release, deadline)
         self.lent.discard(peer)
 
     def recall(self) -> None:
-        """Takes back all that was lent."""
+        """Takes back everything that was lent."""
         for peer in self.lent:
             self._links[peer].recall()
         self.lent.clear()
 
     def ask(self, peer: int, deadline: float) -> None:
-        """Tells a rank that is ahead which call this member is in, and gives it time to compare, before the deadline.
+        """Tells a rank that is ahead which call this member is in, and gives it time to compare before the deadline.
 
         Raises:
-            PacelineError: it has compared; its verdict names both calls.
+            PacelineError: the rank has compared; the error names both calls.
         """
         compared = threading.Event()
         self._mesh.fault.on_failure(compared.set)
         self._tell(self.link(peer))
-        # It may look around only once it has waited for PATIENCE itself. Others' deadlines are about the same as ours.
+        # The rank looks around only after it has waited for PATIENCE. Other ranks' deadlines are close to ours.
         compared.wait(max(0.0, min(PATIENCE + 0.5, (deadline - monotonic()) / 2)))
         self._mesh.fault.forget(compared.set)
         self._mesh.fault.check()
 
     def _tell(self, link: Link) -> bool:
-        """Tells a rank which call this member is in; False if that cannot go out yet, for the link is being dialled."""
+        """Tells a rank which call this member is in; returns False if the link is still being dialled."""
         operation, signature = self._call
         note = Frame(FrameKind.DATA, self._mesh.generation, operation, WAITING, signature, b"")
         try:
@@ -235,8 +235,8 @@ class Exchange:
         return True
 
     def _look_around(self, awaited: int | None = None) -> None:
-        """Receives one frame of every rank but the awaited one, and compares its call with this member's."""
-        for peer in self._mesh.linked(Purpose.COLLECTIVE):  # whoever has sent something is among them
+        """Receives one frame from every rank except the awaited one, and compares its call with this member's."""
+        for peer in self._mesh.linked(Purpose.COLLECTIVE):  # includes every rank that has sent something
             if peer == awaited or peer in self._early:
                 continue
             link, copied = self.link(peer), False
@@ -244,23 +244,23 @@ class Exchange:
                 frame = self._first_of(peer, link)
                 if frame is not None:
                     self.compare(peer, frame)
-                    # Copied: its sender need not wait for our turn.
+                    # Copied, so that its sender need not wait until this member reads it.
                     self._early[peer] = replace(frame, payload=bytes(frame.payload))
                     copied = peer not in self._taken
             finally:
                 if copied:
                     self._release(peer)
-                elif peer not in self._taken:  # else it may hold a frame that is still needed
-                    with suppress(LinkEnded):  # nothing that was read counts
+                elif peer not in self._taken:  # otherwise a frame of it may still be needed
+                    with suppress(LinkEnded):  # only notes were read, and they are not needed
                         link.release()
 
     def _first_of(self, peer: int, link: Link) -> Frame | None:
-        """What has come from a rank, behind notes, which are compared; None for nothing."""
+        """Compares the notes that have come from a rank; returns the first frame after them, or None."""
         for _ in range(_NOTES):
             try:
                 frame = link.recv(monotonic())
             except (LinkTimeout, LinkEnded):
-                return None  # an end counts when something is awaited from there
+                return None  # the end of a link matters only once this member waits for that rank
             if frame.part != WAITING:
                 return frame
             self.compare(peer, frame)
@@ -270,7 +270,7 @@ class Exchange:
         """Compares the call that a frame names with this member's call of the same number, if it has made it.
 
         Raises:
-            Disagreement: they differ.
+            Disagreement: the calls differ.
         """
         if not frame.signature:
             return
@@ -282,5 +282,5 @@ class Exchange:
 
 
 def _agree(a: bytes, b: bytes) -> bool:
-    """True if two signatures can be of one call; the receiver of a broadcast may have left out the array."""
+    """Returns True if two signatures can belong to one call; a receiver of a broadcast may have left out the array."""
     return a == b or a.startswith(b + b" ") or b.startswith(a + b" ")

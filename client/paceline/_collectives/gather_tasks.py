@@ -1,4 +1,4 @@
-"""all_gather, gather and all_to_all in terms of arrays; with uneven parts, ranks first tell each other how many rows.
+"""all_gather, gather and all_to_all in terms of arrays; if parts are uneven, ranks first exchange numbers of rows.
 
 Letters: N elements, W world size, S shape.
 """
@@ -24,7 +24,7 @@ __all__ = ["all_gather_task", "all_to_all_task", "gather_task"]
 _COUNT = np.dtype(np.int64)
 
 _MOST_PLANS = 256
-"""Plans that a group keeps; when there are more, it forgets all."""
+"""Most plans that a group keeps; when there are more, it forgets all."""
 
 
 def all_gather_task(
@@ -37,7 +37,7 @@ def all_gather_task(
     kind: str = "all_gather",
     detail: str = "",
 ) -> Task[Array]:
-    """See `Group.all_gather`; `kind` is what the signature calls it, `detail` more that ranks must agree on."""
+    """Makes the task of `Group.all_gather`; `kind` and `detail` go into the signature, on which ranks must agree."""
     mesh = engine.mesh
     gathering = _plan(engine, kind, detail.strip(), x, choose, uneven=uneven)
     if out is not None and not uneven:
@@ -68,7 +68,7 @@ def gather_task(
     uneven: bool = False,
     kind: str = "gather",
 ) -> Task[Array | None]:
-    """See `Group.gather`; `kind` is what the signature calls it."""
+    """Makes the task of `Group.gather`; `kind` is its name in the signature."""
     mesh = engine.mesh
     gathering = _plan(engine, kind, f"root={root}", x, choose, uneven=uneven)
     at_root = mesh.rank == root
@@ -77,7 +77,7 @@ def gather_task(
 
     def body(call: CollectiveCall) -> Array | None:
         counts = gathering.counts(call)
-        # Elsewhere only the own size counts; with the others' each program would be compiled anew.
+        # Elsewhere only the own size counts; with the others' sizes too, programs would be compiled more often.
         sizes = tuple(count * gathering.row if at_root or r == mesh.rank else 0 for r, count in enumerate(counts))
         result = gathering.landing(call, counts, out, x) if at_root else np.empty(0, gathering.dtype)
         program = gather_program(mesh.rank, mesh.size, root, sizes, segment(gathering.dtype, engine))
@@ -94,7 +94,7 @@ def all_to_all_task(
     recv_counts: Sequence[int] | None,
     out: Array | None,
 ) -> Task[Array]:
-    """See `Group.all_to_all`."""
+    """Makes the task of `Group.all_to_all`."""
     mesh, dtype, world = engine.mesh, native(x.dtype), engine.mesh.size
     uneven = send_counts is not None or recv_counts is not None
     if x.ndim == 0:
@@ -132,7 +132,7 @@ def all_to_all_task(
 
 
 def _plan(engine: Engine, kind: str, detail: str, x: Array, choose: Chooser, *, uneven: bool) -> _Gathering:
-    """Training repeats a few operations for ever: each is planned once, but for rows that may be others each time."""
+    """Returns the cached plan of an operation, because training repeats a few; uneven rows may change in each call."""
     if uneven:
         return _Gathering(engine, kind, detail, x, choose, uneven=True)
     key = (kind, detail, x.dtype, x.shape, choose)
@@ -145,9 +145,9 @@ def _plan(engine: Engine, kind: str, detail: str, x: Array, choose: Chooser, *, 
 
 
 class _Gathering:
-    """The common part of all_gather and gather: rows on axis 0, of which each rank may have another number.
+    """The common part of all_gather and gather: rows on axis 0, whose number may differ between ranks.
 
-    It depends on dtype and shape of `x` alone, so it is kept for the next call; `x` is not.
+    It depends only on dtype and shape of `x`, so the group keeps it for the next call, without `x`.
     """
 
     def __init__(self, engine: Engine, kind: str, detail: str, x: Array, choose: Chooser, *, uneven: bool) -> None:
@@ -165,7 +165,7 @@ class _Gathering:
         self._way: tuple[list[int], tuple[str, Program]] | None = None
 
     def counts(self, call: CollectiveCall) -> list[int]:
-        """Rows of each rank."""
+        """Returns the number of rows of each rank."""
         mesh = self._engine.mesh
         if not self._uneven:
             return self.even
@@ -180,7 +180,7 @@ class _Gathering:
         return _checked(self._engine, call, counts, self.row * self.dtype.itemsize)
 
     def way(self, counts: list[int]) -> tuple[str, Program]:
-        """The schedule of an all_gather of so many rows, and this rank's program; those of the last call are kept."""
+        """Returns the schedule of an all_gather of these rows, and this rank's program; caches the last result."""
         if self._way is None or self._way[0] != counts:
             mesh, nodes = self._engine.mesh, self._engine.nodes
             sizes = tuple(count * self.row for count in counts)
@@ -190,15 +190,15 @@ class _Gathering:
         return self._way[1]
 
     def second(self, call: CollectiveCall) -> CollectiveCall:
-        """The call that moves the rows themselves."""
+        """Returns the call that moves the rows themselves."""
         return CollectiveCall(call.operation, call.signature, call.started, call.deadline, 1) if self._uneven else call
 
     def shape(self, counts: Sequence[int]) -> tuple[int, ...]:
-        """Shape of all rows together."""
+        """Returns the shape of all rows together."""
         return (sum(counts), *self._tail)
 
     def landing(self, call: CollectiveCall, counts: Sequence[int], out: Array | None, x: Array) -> Array:
-        """The array that all rows are put in."""
+        """Returns the array that receives all rows."""
         shape = self.shape(counts)
         if out is not None:
             check_out(out, self.dtype, shape)
@@ -207,7 +207,7 @@ class _Gathering:
         return _landing(self._engine, call, counts, out, x, self.dtype, shape)
 
     def _lies_in_place(self, counts: Sequence[int], out: Array, x: Array) -> bool:
-        """True if this rank's rows are those of `out` where they belong: nothing that is read is ever written then."""
+        """Returns True if `x` is this rank's part of `out`: then nothing that is still to be read is overwritten."""
         if type(out) is not np.ndarray or not (out.flags.c_contiguous and out.dtype.isnative and out.ndim):
             return False
         lo = sum(counts[: self._engine.mesh.rank])
@@ -223,7 +223,7 @@ def _landing(
     dtype: np.dtype[Any],
     shape: tuple[int, ...],
 ) -> Array:
-    """As `arrays.landing`; where there is no memory for all rows, the rank that announces most of them is to blame."""
+    """As `_arrays.landing`; if there is no memory for all rows, blames the rank that announces the most."""
     try:
         return landing(out, x, dtype, shape)
     except LimitExceeded as error:
@@ -234,7 +234,7 @@ def _landing(
 def _exchange_counts(
     engine: Engine, call: CollectiveCall, sent: Sequence[int], expected: Sequence[int] | None, row_bytes: int
 ) -> list[int]:
-    """Exchanges counts; returns the number of rows that each rank sends to this one."""
+    """Exchanges counts, and returns the number of rows that each rank sends to this one."""
     mesh, ones = engine.mesh, (1,) * engine.mesh.size
     counts = np.empty(mesh.size, _COUNT)
     program = all_to_all_program(mesh.rank, mesh.size, ones, ones, segment(_COUNT, engine))
@@ -249,7 +249,7 @@ def _exchange_counts(
 
 
 def _checked(engine: Engine, call: CollectiveCall, counts: Array, row_bytes: int) -> list[int]:
-    """Counts of rows as they came from the network: none below 0, and no more than an array may have (I9)."""
+    """Checks counts of rows from the network: none is below 0 or exceeds what an array may have (I9)."""
     told = [int(count) for count in counts]
     for peer, count in enumerate(told):
         if count < 0 or sum(told[: peer + 1]) * max(row_bytes, 1) > MAX_ARRAY_BYTES:

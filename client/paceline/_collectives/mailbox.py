@@ -1,14 +1,14 @@
-"""Messages between two ranks: as frames and back, and matched by tag in the order of arrival, from one rank or any.
+"""Messages between two ranks: as frames and back, and matched by tag and source (or any) in the order of arrival.
 
-A message is the frames of one number: part 0 says "send tag=T dtype[shape]", and all parts carry segments. A message
-that its sender gave up half-way is dropped when the next one begins. Memory is taken as bytes arrive, never because a
-signature announces them (I9).
+A message is all frames with one number: part 0 says "send tag=T dtype[shape]", and all parts carry segments. If a
+sender gives up half-way, the receiver drops the message when the next one begins. Memory is allocated as bytes arrive,
+never because a signature announces them (I9).
 
-A mailbox has no thread of its own: a thread that waits for a message takes in what has arrived, one thread at a time
-(the pump), and the others wait for it. Links ring a doorbell, so that waiting for any rank needs no polling. Messages
-that nobody has asked for stay here up to a limit; beyond it they stay in the link, and the sender waits.
+A mailbox has no thread of its own: one of the threads that wait for messages (the pump) receives what has arrived, and
+the others wait for it. Links ring a doorbell, so that waiting for any rank needs no polling. Messages that no call has
+asked for stay here up to a limit; beyond it they stay in the link, and the sender waits.
 
-What ends the generation is a lost peer or a broken protocol; a timeout of `send` or `recv` ends that call alone.
+A lost peer or a broken protocol ends the generation; a timeout of `send` or `recv` ends only that call.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ __all__ = ["Assembler", "MAX_WAITING_BYTES", "Mailbox", "ArrayMessage", "to_fram
 
 @dataclass(slots=True, eq=False)
 class ArrayMessage:
-    """A message, whole or on its way.
+    """A message, complete or still arriving.
 
     Attributes:
-        source: rank that sent it.
-        tag: its tag.
-        dtype: of the array.
-        shape: of the array.
+        source: the sender's rank.
+        tag: the message's tag.
+        dtype: the array's dtype.
+        shape: the array's shape.
         missing: bytes that have not arrived.
-        payloads: what has arrived, in order.
+        payloads: the bytes that have arrived, in order.
     """
 
     source: int
@@ -59,11 +59,11 @@ class ArrayMessage:
 
     @property
     def weight(self) -> int:
-        """Bytes that it takes here, with 1 KiB for itself, so that empty messages weigh something too."""
+        """Bytes that the message occupies, plus 1 KiB, so that empty messages count too."""
         return sum(map(len, self.payloads)) + 1024
 
     def unpack(self, result: Array) -> None:
-        """Copies a whole message into a contiguous array of its dtype and shape."""
+        """Copies a complete message into a contiguous array of its dtype and shape."""
         target, at = as_bytes(result.reshape(-1)), 0
         for payload in self.payloads:
             target[at : at + len(payload)] = payload
@@ -71,10 +71,10 @@ class ArrayMessage:
 
 
 def to_frames(x: Array, tag: int, generation: int, number: int) -> Iterator[Frame]:
-    """The frames of a message; their payloads are views of `x` where its layout allows.
+    """Yields the frames of a message; their payloads are views of `x` if its layout allows.
 
     Raises:
-        UnsupportedOp: the dtype cannot travel.
+        UnsupportedOp: the dtype cannot be sent.
         LimitExceeded: the array is too large, or has too many dimensions.
     """
     signature = Signature("send", f"tag={tag}", native(x.dtype), x.shape).encode()
@@ -85,7 +85,7 @@ def to_frames(x: Array, tag: int, generation: int, number: int) -> Iterator[Fram
 
 
 class Assembler:
-    """Makes messages of the frames of one source, in the order in which they come."""
+    """Puts messages together from the frames of one source, in the order of arrival."""
 
     def __init__(self, source: int) -> None:
         self._source = source
@@ -94,10 +94,10 @@ class Assembler:
         self._message: ArrayMessage | None = None
 
     def add(self, frame: Frame) -> ArrayMessage | None:
-        """Takes the next frame; returns the message that it completes, if it does.
+        """Takes the next frame; returns the message if the frame completes one, else None.
 
         Raises:
-            ValueError: no right sender sends this frame now; the text says what is wrong.
+            ValueError: no correct sender sends this frame now; the text says what is wrong.
         """
         if frame.part == 0:
             if frame.operation != self._number + 1:
@@ -130,13 +130,13 @@ class Assembler:
 
 
 MAX_WAITING_BYTES = 64 << 20
-"""Weight of the messages from one rank that may wait here (`ArrayMessage.weight`)."""
+"""Most weight of messages from one rank that may wait here (`ArrayMessage.weight`)."""
 
 _SLICE = 0.02
-"""Seconds after which a blocked sender takes in what has arrived, so that two ranks may both send first."""
+"""Seconds after which a blocked sender receives what has arrived, so that two ranks may both send first."""
 
 _ALL = -1
-"""On the doorbell: look again, whomever you wait for."""
+"""Put on the doorbell to make every waiting thread look again."""
 
 
 class Mailbox:
@@ -144,24 +144,24 @@ class Mailbox:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._lock = threading.RLock()  # entered in C: an interrupt cannot leave it taken, as it can a Condition
-        self._changed = threading.Condition(
-            self._lock
-        )  # guards these, and tells of messages that came and of a free pump:
+        # `with` enters an RLock in C: an interrupt cannot leave it locked, as it can a Condition.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)  # signals new messages and a free pump
+        # The lock guards these:
         self._messages: deque[ArrayMessage] = deque()
-        self._weight: Counter[int] = Counter()  # of the messages, by source
+        self._weight: Counter[int] = Counter()  # of waiting messages, by source
         self._links: dict[int, Link] = {}
         self._pumping = False
         self._doorbell: queue.SimpleQueue[int] = queue.SimpleQueue()  # ranks whose links may have something
-        self._assemblers = [Assembler(rank) for rank in range(mesh.size)]  # the pump's, like `_ended`
+        self._assemblers = [Assembler(rank) for rank in range(mesh.size)]  # only the pump uses these and `_ended`
         self._ended: dict[int, LinkEnded] = {}
-        self._sent = [0] * mesh.size  # by destination: number of the last message; guarded by the lock of that rank
+        self._sent = [0] * mesh.size  # by destination: number of the last message, guarded by that rank's lock
         self._sending = [threading.Lock() for _ in range(mesh.size)]
         self._wake = partial(self._doorbell.put, _ALL)
         mesh.fault.on_failure(self._wake)
 
     def close(self) -> None:
-        """Hears of no failure any more; its links are the mesh's to close."""
+        """Stops listening for failures; the mesh closes the links."""
         self._mesh.fault.forget(self._wake)
 
     def send(self, x: Array, dst: int, tag: int, deadline: float) -> None:
@@ -179,7 +179,7 @@ class Mailbox:
             link = self._link(dst)
             for frame in frames:
                 self._push(link, frame, deadline)
-                self._sent[dst] = number  # not before part 0 is out: a call that sent nothing takes no number
+                self._sent[dst] = number  # only after part 0 is sent: a call that sent nothing uses no number
         except LinkTimeout:
             self._send_late(dst, tag, started)
         except LinkEnded as end:
@@ -188,7 +188,7 @@ class Mailbox:
             self._sending[dst].release()
 
     def recv(self, src: int | None, tag: int, out: Array | None, deadline: float) -> tuple[Array, int]:
-        """The next message with this tag, and its source. See `Group.recv`."""
+        """Returns the next message with this tag, and its source. See `Group.recv`."""
         started = monotonic()
         sources = [rank for rank in range(self._mesh.size) if rank == src or src is None]
         peers = [rank for rank in sources if rank != self._mesh.rank]
@@ -224,11 +224,11 @@ class Mailbox:
                 link = self._mesh.link(peer, Purpose.POINT_TO_POINT)
                 link.on_readable(partial(self._doorbell.put, peer))
                 self._links[peer] = link
-                self._doorbell.put(peer)  # what it rang for before this was known
+                self._doorbell.put(peer)  # frames may have arrived before the callback was set
             return link
 
     def _send_to_self(self, frames: Iterator[Frame]) -> None:
-        """Through the same frames as to others, copied: the sender may change its array."""
+        """Sends a message to this rank through the same frames, copied, because the sender may change its array."""
         with self._lock:
             for frame in frames:
                 message = self._assemblers[self._mesh.rank].add(replace(frame, payload=bytes(frame.payload)))
@@ -250,7 +250,7 @@ class Mailbox:
     def _take_in(self) -> None:
         """Receives all frames that have arrived, unless another thread is doing so."""
         for peer in self._mesh.linked(Purpose.POINT_TO_POINT):
-            self._link(peer)  # its messages were not asked for yet, but it may be blocked until somebody takes them in
+            self._link(peer)  # not asked for yet, but the peer may be blocked until this side receives
         with self._lock:
             if self._pumping:
                 return
@@ -306,12 +306,12 @@ class Mailbox:
                     check_out(out, message.dtype, message.shape)
                 self._messages.remove(message)
                 self._weight[message.source] -= message.weight
-                self._doorbell.put(message.source)  # there is room again for what waits in the link
+                self._doorbell.put(message.source)  # there is room again for messages that wait in the link
                 return message
         return None
 
     def _check_sources(self, peers: list[int], tag: int) -> None:
-        """Raises if no message can come any more: the generation has failed, or all peers asked for have gone."""
+        """Raises if no message can come any more: the generation has failed, or all the peers have left."""
         self._mesh.fault.check()
         for peer in peers:
             end = self._ended.get(peer)

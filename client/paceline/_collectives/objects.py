@@ -1,15 +1,15 @@
-"""Python objects as bytes and back, for the collectives that send objects; no pickle, nothing is evaluated (I9).
+"""Encodes Python objects as bytes and back, for the collectives that send objects. No pickle, no evaluation (I9).
 
-It owns the encoding and the list of types that have one; who sends the bytes to whom is not its concern. A value is a
-tag of one byte, a number of 8 (big-endian), and what the tag says:
+This module defines the encoding and the types that it supports; it does not send anything. A value is a tag of one
+byte, a number of 8 bytes (big-endian), and what the tag says:
 
     N T F    None, True, False         number: 0
     i f s b  int, float, str, bytes    number: of bytes; two's complement, IEEE 754 (both big-endian), UTF-8, as is
     l t d    list, tuple, dict         number: of items; the items, or each key followed by its value
     a        NumPy array or scalar     number: of bytes of its signature, "array float32[2,3]"; then its elements
 
-An own code and not msgpack, because msgpack allocates an announced length at each level of nesting (hundreds of times
-the input), and exact types, paths, depth, big ints and more than 4 GiB would all have to be built around it.
+This is not msgpack, because msgpack allocates an announced length at each level of nesting (hundreds of times the
+input), and exact types, paths, depth, big ints and more than 4 GiB would all have to be built around it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paceline.errors import LimitExceeded, UnsupportedOp
 __all__ = ["MAX_DEPTH", "decode_object", "encode_object"]
 
 MAX_DEPTH = 64
-"""Most containers around a value; far below what the interpreter's stack takes."""
+"""Most containers around a value; far below what the interpreter's stack allows."""
 
 _HEADER = struct.Struct(">cQ")
 _FLOAT = struct.Struct(">d")
@@ -40,15 +40,16 @@ _SUPPORTED = (
 
 
 def encode_object(o: object) -> bytes:
-    """The object as bytes.
+    """Encodes an object.
 
-    What arrives is equal and of the same types: tuples stay tuples, dicts keep their order, floats and text every bit
-    (NaN, -0.0, lone surrogates). Arrays arrive contiguous and in native byte order, and what was shared, as copies.
+    The decoded object is equal and has the same types: tuples stay tuples, dicts keep their order, floats and text keep
+    every bit (NaN, -0.0, lone surrogates). Arrays become contiguous and have native byte order; shared objects become
+    copies.
 
     Raises:
-        UnsupportedOp: it holds something else; the text names the type and the way to it.
-        LimitExceeded: more than `MAX_DEPTH` containers in each other, so also one that contains itself; or an array
-            that is too large to travel.
+        UnsupportedOp: the object contains another type; the text names the type and the path to it.
+        LimitExceeded: containers are nested deeper than `MAX_DEPTH`, as one that contains itself is, or an array is too
+            large to be sent.
     """
     writer = _Writer()
     writer.value(o)
@@ -56,9 +57,9 @@ def encode_object(o: object) -> bytes:
 
 
 def decode_object(data: bytes | memoryview) -> Any:
-    """The object that the bytes hold, which came from the network; its arrays are writable and own their memory.
+    """Decodes an object from bytes that came from the network; its arrays are writable and own their memory.
 
-    It allocates at most about 16 times `len(data)`, a list of tiny dicts, whatever lengths the bytes announce.
+    It allocates at most about 16 times `len(data)` (for a list of tiny dicts), whatever lengths the bytes announce.
 
     Raises:
         ValueError: the bytes are not the encoding of an object.
@@ -72,14 +73,14 @@ def decode_object(data: bytes | memoryview) -> Any:
 
 
 class _Writer:
-    """Collects the pieces of an encoding, and knows the way to the value at hand."""
+    """Collects the pieces of an encoding, and keeps the path to the current value."""
 
     def __init__(self) -> None:
         self.parts: list[bytes | memoryview] = []
         self.path: list[object] = []
 
     def value(self, o: object) -> None:
-        # `type(o) is`, for a subclass would silently arrive as its base.
+        # `type(o) is`, because a subclass would silently arrive as its base.
         if len(self.path) > MAX_DEPTH:
             raise LimitExceeded(
                 f"cannot send an object of more than {MAX_DEPTH} containers in each other{self.where()}: "
@@ -128,13 +129,13 @@ class _Writer:
         self.parts += (_HEADER.pack(tag, len(data)), data)
 
     def where(self) -> str:
-        """The way to the value at hand, ` (at ['config'][2])`; empty for the object itself."""
+        """Returns the path to the current value, ` (at ['config'][2])`; empty for the object itself."""
         path = "".join("<key>" if step is _IN_KEY else f"[{_brief(step)}]" for step in self.path)
         return f" (at {path if len(path) <= 200 else f'{path[:100]}...{path[-100:]}'})" if path else ""
 
 
 class _Reader:
-    """Takes an encoding apart; `left` is what has not been read."""
+    """Reads values from an encoding; `left` is the part that has not been read."""
 
     def __init__(self, data: memoryview) -> None:
         self.left = data
@@ -170,7 +171,7 @@ class _Reader:
         raise ValueError(f"no encoded value begins with tag {tag!r} and number {n}")
 
     def items(self, n: int, depth: int) -> list[Any]:
-        return [self.value(depth + 1) for _ in range(n)]  # grows with what is there, not with what is announced
+        return [self.value(depth + 1) for _ in range(n)]  # grows with the bytes present, not with the announced length
 
     def mapping(self, n: int, depth: int) -> dict[Any, Any]:
         result: dict[Any, Any] = {}

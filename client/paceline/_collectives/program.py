@@ -1,9 +1,9 @@
-"""What one rank does in a collective: a schedule's rows and the size of the array make its program, and caches keep it.
+"""Programs: one rank's moves for a collective of one size, compiled from a schedule's rows and cached.
 
-A program is every frame that the rank sends and receives, in one order. Pure. Chunks are cut into segments, one frame
-each. The receives of a step stand in waves: the first frame of each peer, then the second of each. A send stands right
-behind the receive that makes it possible, so that a rank passes a segment on, and reduces it, while the next one is
-still on its way. Because the order is known beforehand, running it takes one thread and no queue.
+A program lists every frame that the rank sends and receives, in one order. Pure. Chunks are cut into segments, one
+frame each. The receives of a step come in waves: the first frame of each peer, then the second of each. A send comes
+right after the receive that makes it possible, so that a rank passes on a segment, and reduces it, while the next one
+is still on its way. Because the order is known beforehand, running it takes one thread and no queue.
 
 Letters: r rank, n elements, c chunk, j segment within a chunk, W world size.
 """
@@ -42,13 +42,13 @@ __all__ = [
 ]
 
 SEGMENT_BYTES = 1 << 20
-"""Bytes per frame, of collectives between nodes (`tasks.segment` has those within one) and of messages. Source: as for
+"""Bytes per frame, for messages and for collectives between nodes (within a node: `tasks.segment`). Source: as for
 `AHEAD`."""
 
 AHEAD = 4
-"""In a step that sends and receives, a rank sends at most so many frames to a peer ahead of the waves. So the
-sender keeps the pace of its neighbours, and a link needs to hold no more than 4 frames on their way for nobody to wait
-for ever. Source: measured on gRPC streams on loopback: 1 MiB x 4 was best, 1.5 GB/s."""
+"""In a step that sends and receives, a rank sends at most this many frames to a peer ahead of the waves. So a sender
+keeps pace with its neighbours, and no rank waits for ever if links hold 4 frames each. Source: measured on gRPC streams
+on loopback: 1 MiB x 4 was best, 1.5 GB/s."""
 
 Bounds: TypeAlias = tuple[int, int]
 
@@ -61,19 +61,19 @@ class Area(IntEnum):
     OUT = 1
     """The result."""
     SCRATCH = 2
-    """Memory for chunks that a rank passes on, and that have no place in its result."""
+    """Memory for chunks that a rank passes on and that have no place in its result."""
 
 
 class Do(IntEnum):
-    """What a move does; the first four have the numbers of `Action`."""
+    """The kind of a move; the values for received chunks are those of `Action`."""
 
     STORE = Action.STORE
     REDUCE = Action.REDUCE
     FINALIZE = Action.FINALIZE
     FOLD = Action.FOLD
-    """The last of the frames to fold."""
+    """Receive the last of the frames to fold."""
     HOLD = 4
-    """One of the frames to fold, but not the last."""
+    """Receive one of the frames to fold, but not the last."""
     SEND = 5
 
 
@@ -81,8 +81,8 @@ class ChunkLayout(NamedTuple):
     """The place of each chunk at one rank, as bounds in elements; None for a chunk without one.
 
     Attributes:
-        base: in the argument: this rank's own value. A chunk without one is in the result from the start, or received.
-        out: in the result.
+        base: this rank's own value, in the argument. A chunk without one is in the result from the start, or received.
+        out: the place in the result.
     """
 
     base: Sequence[Bounds | None]
@@ -90,17 +90,17 @@ class ChunkLayout(NamedTuple):
 
 
 class Move(NamedTuple):
-    """One frame of a program. Length 0 is an empty frame, which still shows that both agree.
+    """One frame of a program. Length 0 is an empty frame, which still shows that both ranks agree.
 
     Attributes:
-        do: send, or what to do with what is received.
+        do: send, or the action on the received elements.
         peer: rank at the other end.
         part: number of the frame among those to (or from) this peer.
-        n: elements.
-        own: where this rank's own value is, which is sent or combined with what is received.
-        own_lo: its first element there.
-        to: where the received or combined value goes.
-        to_lo: its first element there.
+        n: number of elements.
+        own: area of this rank's own value, which is sent or combined with the received one.
+        own_lo: first element in that area.
+        to: area for the received or combined value.
+        to_lo: first element in that area.
     """
 
     do: Do
@@ -118,10 +118,10 @@ class Program(NamedTuple):
 
     Attributes:
         moves: the moves.
-        keep: (first in the argument, first in the result, elements) of what the result takes from the argument as is.
-        scratch: elements of scratch memory.
-        lend: True if nothing is written over before all that read it where it lies have read it. Then a link in the
-            same memory may give the receiver the elements themselves.
+        keep: (first in the argument, first in the result, elements) of each part that is copied from the argument.
+        scratch: number of elements of scratch memory.
+        lend: True if a rank overwrites elements that it has sent only after all receivers have read them. Then a link
+            in the same memory may lend the elements instead of copying them.
     """
 
     moves: tuple[Move, ...]
@@ -131,7 +131,7 @@ class Program(NamedTuple):
 
 
 class _Frame(NamedTuple):
-    """Segments that travel together: (chunk, segment) of each; `at` is the first's offset in its chunk."""
+    """Segments that travel together, as (chunk, segment); `at` is the offset of the first in its chunk."""
 
     pieces: tuple[tuple[int, int], ...]
     at: int
@@ -139,7 +139,7 @@ class _Frame(NamedTuple):
 
 
 class _Send(NamedTuple):
-    """A move to make once `after` of this rank's receives are done; `order` breaks ties."""
+    """A send that is possible once `after` of this rank's receives are done; `order` breaks ties."""
 
     after: int
     order: tuple[int, int, int]
@@ -158,9 +158,9 @@ def compile_rows(
 
     Args:
         rows: one rank's rows.
-        layout: where its chunks are.
+        layout: the places of its chunks.
         segment: elements per segment, at least 1.
-        pass_on: a step may send a segment as soon as it is there; if False, only when all earlier steps have received.
+        pass_on: a rank may send a segment as soon as it has it; if False, only after all receives of earlier steps.
         lend: as in `Program`.
     """
     memory = _ChunkMemory(rows, layout, segment)
@@ -169,7 +169,7 @@ def compile_rows(
     waves: list[int] = []  # how many receives are done at the end of each wave so far
     told: Counter[int] = Counter()
     heard: Counter[int] = Counter()
-    latest: Counter[int] = Counter()  # by destination: frames leave in this order, so none before those ahead of it
+    latest: Counter[int] = Counter()  # by destination, whose frames keep their order: none is sent before earlier ones
     for step, group in groupby(rows, key=lambda row: row.step):
         outgoing: dict[int, list[_Frame]] = {}
         incoming: dict[int, list[tuple[_Frame, Action]]] = {}
@@ -201,7 +201,7 @@ def compile_rows(
 def _receives(
     incoming: dict[int, list[tuple[_Frame, Action]]], memory: _ChunkMemory, heard: Counter[int], done: int
 ) -> Iterator[Move]:
-    """The receives of a step, wave by wave; `done` of them came before."""
+    """Yields the receives of a step, wave by wave; `done` receives came before."""
     folds = Counter(frame.pieces for frames in incoming.values() for frame, action in frames if action is Action.FOLD)
     for wave in range(max(map(len, incoming.values()), default=0)):
         for peer, frames in incoming.items():
@@ -220,10 +220,10 @@ def _receives(
 
 
 def _interleave(receives: Sequence[Move], sends: list[_Send]) -> Iterator[Move]:
-    """Puts every send right behind the receive that makes it possible.
+    """Puts every send right after the receive that makes it possible.
 
-    All sends of a step come before the first receive of the next step, for `after` never counts beyond the own step's
-    receives. So no receive overwrites what is still to be sent, in place too.
+    All sends of a step come before the first receive of the next step, because `after` never counts beyond the receives
+    of its own step. So no receive overwrites elements that are still to be sent, even in place.
     """
     sends.sort(key=lambda send: (send.after, send.order))
     at = 0
@@ -236,14 +236,14 @@ def _interleave(receives: Sequence[Move], sends: list[_Send]) -> Iterator[Move]:
 
 
 class _ChunkMemory:
-    """Keeps track of where each chunk's value is, move by move."""
+    """Tracks the place of each chunk's value, move by move."""
 
     def __init__(self, rows: Sequence[Row], layout: ChunkLayout, segment: int) -> None:
         self._layout = layout
         self._segment = segment
         self._sizes: dict[int, int] = {}
-        self._made: dict[tuple[int, int], int] = {}  # by (c, j): how many receives make what this rank holds of it
-        self._slots: dict[int, int] = {}  # of chunks in scratch memory
+        self._made: dict[tuple[int, int], int] = {}  # by (c, j): number of receives after which this rank holds it
+        self._slots: dict[int, int] = {}  # slots in scratch memory, by chunk
         self._free: list[int] = []
         self._used = 0
         self._last_send = {
@@ -258,7 +258,7 @@ class _ChunkMemory:
         return self._used * self._slot_size
 
     def frames(self, chunk: int, span: int) -> list[_Frame]:
-        """A run of chunks as frames: one if they fit a segment, else each chunk cut into segments."""
+        """Returns a run of chunks as frames: one frame if they fit a segment, else each chunk cut into segments."""
         chunks = range(chunk, chunk + span)
         total = sum(self._size(c) for c in chunks)
         if span > 1 and total <= self._segment:
@@ -274,7 +274,7 @@ class _ChunkMemory:
         return max(self._made.get(piece, 0) for piece in frame.pieces)
 
     def own(self, frame: _Frame) -> tuple[Area, int]:
-        """The place of this rank's value before the frame is received."""
+        """Returns the place of this rank's value before the frame is received."""
         places = {self._place(c, made=(c, j) in self._made)[0] for c, j in frame.pieces}
         assert len(places) == 1, "chunks that travel together lie in one area"
         (chunk, segment), *_ = frame.pieces
@@ -282,7 +282,7 @@ class _ChunkMemory:
         return area, lo + frame.at
 
     def receive(self, frame: _Frame, done: int, *, made: bool) -> tuple[Area, int]:
-        """The place of the value afterwards; notes which receive made it."""
+        """Returns the place of the value after the receive; notes which receive made it."""
         if made:
             self._made.update(dict.fromkeys(frame.pieces, done))
         area, lo = self._place(frame.pieces[0][0], made=True)
@@ -326,28 +326,28 @@ class _ChunkMemory:
 
 @lru_cache(maxsize=512)
 def all_reduce_program(schedule: str, rank: int, world: int, n: int, segment: int, nodes: Nodes = ()) -> Program:
-    """N elements at each rank, before and after."""
+    """Compiles an all_reduce: n elements at each rank, before and after."""
     bounds = chunk_bounds(n, chunks_of("all_reduce", schedule, world, nodes))
     return _compile("all_reduce", schedule, rank, world, ChunkLayout(bounds, bounds), segment, nodes=nodes)
 
 
 @lru_cache(maxsize=256)
 def reduce_program(schedule: str, rank: int, world: int, root: int, n: int, segment: int) -> Program:
-    """N elements at each rank; the result at the root."""
+    """Compiles a reduce: n elements at each rank; the result at the root."""
     layout = ChunkLayout([(0, n)], [(0, n) if rank == root else None])
     return _compile("reduce", schedule, rank, world, layout, segment, root)
 
 
 @lru_cache(maxsize=256)
 def reduce_scatter_program(schedule: str, rank: int, world: int, n: int, segment: int) -> Program:
-    """N elements at each rank, of which each gets its chunk."""
+    """Compiles a reduce_scatter: n elements at each rank, which gets its chunk of the result."""
     bounds = chunk_bounds(n, world)
     return _compile("reduce_scatter", schedule, rank, world, ChunkLayout(bounds, _only(rank, bounds)), segment)
 
 
 @lru_cache(maxsize=256)
 def broadcast_program(schedule: str, rank: int, world: int, root: int, n: int, segment: int) -> Program:
-    """N elements at the root, then everywhere."""
+    """Compiles a broadcast: n elements at the root, then at every rank."""
     bounds = chunk_bounds(n, chunks_of("broadcast", schedule, world))
     layout = ChunkLayout(bounds if rank == root else [None] * len(bounds), bounds)
     return _compile("broadcast", schedule, rank, world, layout, segment, root)
@@ -355,7 +355,7 @@ def broadcast_program(schedule: str, rank: int, world: int, root: int, n: int, s
 
 @lru_cache(maxsize=256)
 def scatter_program(rank: int, world: int, root: int, n: int, segment: int) -> Program:
-    """W times n elements at the root; n of them at each rank."""
+    """Compiles a scatter: W * n elements at the root, of which each rank gets n."""
     bounds = chunk_bounds(n * world, world)
     out = _only(rank, bounds)
     layout = ChunkLayout(bounds if rank == root else [None] * world, out)
@@ -364,9 +364,9 @@ def scatter_program(rank: int, world: int, root: int, n: int, segment: int) -> P
 
 @lru_cache(maxsize=64)
 def all_gather_program(schedule: str, rank: int, world: int, sizes: tuple[int, ...], segment: int) -> Program:
-    """sizes[r] elements at rank r; all of them everywhere, in rank order.
+    """Compiles an all_gather: sizes[r] elements at rank r; then all of them at every rank, in rank order.
 
-    By "bruck" a rank's own are in the result from the start: they travel together with others' elements.
+    With "bruck" a rank's own elements are in the result from the start, because they travel together with others'.
     """
     out = _places(sizes)
     base: list[Bounds | None] = [None] * world
@@ -377,7 +377,7 @@ def all_gather_program(schedule: str, rank: int, world: int, sizes: tuple[int, .
 
 @lru_cache(maxsize=64)
 def gather_program(rank: int, world: int, root: int, sizes: tuple[int, ...], segment: int) -> Program:
-    """sizes[r] elements at rank r; all of them at the root, in rank order. Elsewhere only the own size counts."""
+    """Compiles a gather: sizes[r] elements at rank r; then all at the root. Elsewhere only the own size counts."""
     base: list[Bounds | None] = [None] * world
     base[rank] = (0, sizes[rank])
     layout = ChunkLayout(base, _places(sizes) if rank == root else [None] * world)
@@ -388,7 +388,7 @@ def gather_program(rank: int, world: int, root: int, sizes: tuple[int, ...], seg
 def all_to_all_program(
     rank: int, world: int, sent: tuple[int, ...], received: tuple[int, ...], segment: int
 ) -> Program:
-    """sent[c] elements for rank c, one after the other; received[c] of rank c likewise."""
+    """Compiles an all_to_all: sent[c] elements for rank c and received[c] from rank c, in rank order."""
     base: list[Bounds | None] = [*_places(sent), *[None] * world]
     base[world + rank] = base[rank]
     layout = ChunkLayout(base, [*[None] * world, *_places(received)])
@@ -397,7 +397,7 @@ def all_to_all_program(
 
 @lru_cache(maxsize=16)
 def barrier_program(schedule: str, rank: int, world: int) -> Program:
-    """Empty frames."""
+    """Compiles a barrier, which sends empty frames."""
     return _compile("barrier", schedule, rank, world, ChunkLayout([(0, 0)], [(0, 0)]), 1)
 
 
@@ -417,11 +417,11 @@ def _compile(
 
 
 def _places(sizes: Sequence[int]) -> list[Bounds]:
-    """Bounds of chunks of these sizes that lie one after the other."""
+    """Returns the bounds of chunks of these sizes that lie one after the other."""
     return list(pairwise(accumulate(sizes, initial=0)))
 
 
 def _only(rank: int, bounds: Sequence[Bounds]) -> list[Bounds | None]:
-    """A result that holds the rank's own chunk and no other."""
+    """Returns the places in a result that holds only the rank's own chunk."""
     lo, hi = bounds[rank]
     return [(0, hi - lo) if c == rank else None for c in range(len(bounds))]

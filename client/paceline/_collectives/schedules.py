@@ -1,10 +1,10 @@
 """Every schedule: which rank sends which chunk to which rank, step by step; and `SCHEDULES`, which names them all.
 
-A schedule is a function of (rank, world), or of (rank, world, root) where one rank is special, that gives the rows of
-one rank (`rows.Row`). To add one, write the function and name it in `SCHEDULES`; `choose.py` says when it is taken.
+A schedule is a function of (rank, world), or of (rank, world, root) if one rank is special, that returns the rows of
+one rank (`rows.Row`). To add one, write the function and name it in `SCHEDULES`; `choose.py` says when it is chosen.
 
-For a schedule that sums, its docstring gives the order in which an element is summed, because that decides the bits.
-"Rank order" is ((x_0 + x_1) + x_2) + ...: the same for every size, world and schedule that has it.
+The docstring of a schedule that sums gives the order in which it sums an element, because that decides the bits.
+"Rank order" is ((x_0 + x_1) + x_2) + ...: the same for every size and world, and for every schedule that uses it.
 
 Letters: r rank, W world size, n elements, c chunk, s step, P the greatest power of two up to W.
 """
@@ -58,9 +58,9 @@ def star_all_reduce(rank: int, world: int) -> list[Row]:
 
 
 def direct_all_reduce(rank: int, world: int) -> list[Row]:
-    """W chunks. Rank c takes in chunk c from all, sums in rank order, and sends the total to all.
+    """W chunks. Rank c receives chunk c from all, sums in rank order, and sends the total to all.
 
-    Two steps in latency and 2(W-1)/W of the array sent by each rank, as the ring, but over all W-1 links at once.
+    Its latency is two steps. Each rank sends 2(W-1)/W of the array, as in the ring, but over all W-1 links at once.
     """
     rows = direct_reduce_scatter(rank, world)
     for s in range(1, world):
@@ -70,10 +70,10 @@ def direct_all_reduce(rank: int, world: int) -> list[Row]:
 
 
 def ring_all_reduce(rank: int, world: int) -> list[Row]:
-    """W chunks. Reduce-scatter around the ring, then all-gather: 2(W-1) steps, 2(W-1)/W of the array sent by each.
+    """W chunks. Reduce-scatter around the ring, then all-gather: 2(W-1) steps; each rank sends 2(W-1)/W of the array.
 
-    Chunk c is summed in the order ((x_c + x_(c+1)) + ...) + x_(c+W-1), indices modulo W; the last of them, rank
-    (c-1) mod W, owns the total and the others copy it, so that all ranks hold the same bits.
+    Chunk c is summed in the order ((x_c + x_(c+1)) + ...) + x_(c+W-1), indices modulo W. The last of these ranks,
+    (c-1) mod W, owns the total and the others copy it, so all ranks hold the same bits.
 
     Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
     """
@@ -90,8 +90,8 @@ def ring_all_reduce(rank: int, world: int) -> list[Row]:
 def doubling_all_reduce(rank: int, world: int) -> list[Row]:
     """One chunk. Recursive doubling: in step s ranks r and r xor 2^s swap all they hold; log2 P steps, plus 2 if W > P.
 
-    Every rank sums by itself. They sum the same pairs, and a + b has the bits of b + a, so they get the same bits.
-    Of the first 2(W-P) ranks the even ones only hand in their array and get the result.
+    Every rank sums by itself. All sum the same pairs, and a + b has the bits of b + a, so they get the same bits.
+    Among the first 2(W-P) ranks, the even ones only hand in their array and get the result.
 
     Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005.
     """
@@ -109,11 +109,11 @@ def doubling_all_reduce(rank: int, world: int) -> list[Row]:
 
 
 def halving_doubling_all_reduce(rank: int, world: int) -> list[Row]:
-    """P chunks. Recursive halving, then recursive doubling: 2 log2 P steps and 2(P-1)/P of the array sent by each rank.
+    """P chunks. Recursive halving, then recursive doubling: 2 log2 P steps; each rank sends 2(P-1)/P of the array.
 
-    In the first half ranks r and r xor P/2^(s+1) split what they both hold: each hands over one half and sums the
-    other. Core rank c ends with the total of chunk c, which all others copy. Ranks beyond P hand in their array first,
-    whole, as in `doubling_all_reduce`.
+    During the halving ranks r and r xor P/2^(s+1) split what they both hold: each hands over one half and sums the
+    other. Core rank c ends with the total of chunk c, which all others copy. Ranks beyond P first hand in their whole
+    array, as in `doubling_all_reduce`.
 
     Source: as there; Rabenseifner, "Optimization of collective reduction operations", 2004.
     """
@@ -147,7 +147,7 @@ def star_reduce(rank: int, world: int, root: int) -> list[Row]:
 
 
 def tree_reduce(rank: int, world: int, root: int) -> list[Row]:
-    """One chunk. Up the binary tree of `tree_broadcast`; a rank sums its own, its left and its right subtree."""
+    """One chunk. It flows up the tree of `tree_broadcast`; a rank sums its own, its left and its right subtree."""
     children, parent = tree_children(rank, world, root), tree_parent(rank, world, root)
     rows = [Row(0, recv_from=child, recv_chunk=0, action=Action.REDUCE) for child in children]
     if parent is not None:
@@ -156,7 +156,7 @@ def tree_reduce(rank: int, world: int, root: int) -> list[Row]:
 
 
 def direct_reduce_scatter(rank: int, world: int) -> list[Row]:
-    """W chunks. Every rank sends chunk c to rank c, which sums in rank order; one step in latency."""
+    """W chunks. Every rank sends chunk c to rank c, which sums in rank order. The latency is one step."""
     steps = range(1, world)
     return [Row(0, (rank + s) % world, (rank + s) % world, (rank - s) % world, rank, Action.FOLD) for s in steps]
 
@@ -172,15 +172,15 @@ def ring_reduce_scatter(rank: int, world: int) -> list[Row]:
 
 
 def power_of_two(world: int) -> int:
-    """The greatest power of two that is not above the world size."""
+    """Returns the greatest power of two that is not above the world size."""
     return 1 << (world.bit_length() - 1)
 
 
 def _fold_in(rank: int, world: int, chunks: int = 1) -> tuple[int | None, list[Row], int, int]:
-    """Makes a power of two of the world.
+    """Reduces the world to a core whose size is a power of two; ranks outside hand their array to one inside.
 
     Returns:
-        (rank in the core, None for one outside; rows so far, all of them for one outside; next step; last step).
+        (rank in the core, None for a rank outside; rows so far, all rows for a rank outside; next step; last step).
     """
     steps = power_of_two(world).bit_length() - 1
     extra = world - power_of_two(world)
@@ -201,24 +201,24 @@ def _took_one_in(rank: int, world: int) -> bool:
 
 
 def _rank_of(core: int, world: int) -> int:
-    """The rank of a core rank."""
+    """Returns the rank in the world of a rank in the core."""
     extra = world - power_of_two(world)
     return 2 * core + 1 if core < extra else core + extra
 
 
 def hierarchical_chunks(world: int, nodes: Nodes = ()) -> int:
-    """L times H: a part of the array for each of the first L ranks of a node, cut into H chunks."""
+    """Returns L * H: the first L ranks of a node own a part of the array each, cut into H chunks."""
     by_node = _by_node(world, nodes)
     return len(by_node) * min(map(len, by_node))
 
 
 def hierarchical_all_reduce(rank: int, world: int, nodes: Nodes = ()) -> list[Row]:
-    """Reduce-scatter within each node, L all-reduce rings across the nodes side by side, all-gather within each node.
+    """L * H chunks. Reduce-scatter within each of H nodes, L parallel all-reduce rings across them, then all-gather.
 
-    The first L ranks of a node own a part each: rank l sums part l of all ranks of its node; the H owners of part l
-    make a ring; then each gives its part to its node. 2(H-1)/H of the array leaves each node, whatever L is. Ranks
-    beyond the first L hand in their array and get the result. The order of a sum is that of `ring_all_reduce` over the
-    nodes' sums.
+    The first L ranks of a node own a part each. Rank l sums part l of all ranks of its node; the H owners of part l
+    form a ring; then each gives its part to its node. 2(H-1)/H of the array leaves each node, whatever L is. Ranks
+    beyond the first L hand in their array and get the result. The nodes' sums are summed in the order of
+    `ring_all_reduce`.
 
     Source: Jia et al., "Highly scalable deep learning training system with mixed-precision", 2018 (hierarchical
     all-reduce), with a ring for each local rank.
@@ -250,7 +250,7 @@ def hierarchical_all_reduce(rank: int, world: int, nodes: Nodes = ()) -> list[Ro
 
 
 def _within(local: list[int], place: int, owners: int, span: int, *, final: bool) -> Iterator[Row]:
-    """Step 0: every rank of a node gives each owner its part."""
+    """Yields the rows of step 0: every rank of a node gives each owner its part."""
     for s in range(1, len(local)):
         at = (place + s) % len(local)
         if at < owners:
@@ -262,7 +262,7 @@ def _within(local: list[int], place: int, owners: int, span: int, *, final: bool
 
 
 def _by_node(world: int, nodes: Nodes) -> list[list[int]]:
-    """The ranks of each node; all are of one where nothing is known."""
+    """Returns the ranks of each node; one node with all ranks if nodes are not known."""
     ranks: dict[int, list[int]] = {}
     for rank in range(world):
         ranks.setdefault(nodes[rank] if nodes else 0, []).append(rank)
@@ -270,13 +270,13 @@ def _by_node(world: int, nodes: Nodes) -> list[list[int]]:
 
 
 def tree_parent(rank: int, world: int, root: int) -> int | None:
-    """Who sends to a rank in `tree_broadcast` and in the first step of `scatter_broadcast`; None for the root."""
+    """Returns the rank that sends to `rank` in `tree_broadcast` and first in `scatter_broadcast`; None for the root."""
     place = (rank - root) % world
     return ((place - 1) // 2 + root) % world if place else None
 
 
 def tree_children(rank: int, world: int, root: int) -> list[int]:
-    """To whom a rank sends in `tree_broadcast`."""
+    """Returns the ranks to which a rank sends in `tree_broadcast`."""
     place = (rank - root) % world
     return [(child + root) % world for child in (2 * place + 1, 2 * place + 2) if child < world]
 
@@ -291,10 +291,11 @@ def tree_broadcast(rank: int, world: int, root: int) -> list[Row]:
 
 
 def scatter_broadcast(rank: int, world: int, root: int) -> list[Row]:
-    """W chunks, by place. Scatter down the binary tree, then all-gather around the ring: every link carries about 1.
+    """W chunks, numbered by place. Scatter down the binary tree, then all-gather around the ring.
 
-    A child gets the chunks of its own subtree, level by level, so the first frame comes from the same rank as in
-    `tree_broadcast`: a receiver that knows neither dtype nor shape needs not know the schedule either.
+    Every link carries about one array. A child gets the chunks of its own subtree, level by level, so the first frame
+    comes from the same rank as in `tree_broadcast`: a receiver that knows neither dtype nor shape need not know the
+    schedule either.
 
     Source: van de Geijn, "On global combine operations", 1994, with a tree that needs no power of two.
     """
@@ -309,7 +310,7 @@ def scatter_broadcast(rank: int, world: int, root: int) -> list[Row]:
         ]
     for s in range(world - 1):
         sent, received = (place - s) % world, (place - s - 1) % world
-        # The root holds all chunks, and everybody those of its subtree; they are not sent to them again.
+        # The root holds all chunks and other ranks those of their subtrees; a rank is not sent what it holds.
         give = (place + 1) % world != 0 and not _holds((place + 1) % world, sent)
         take = place != 0 and not _holds(place, received)
         row = Row(2 + s)
@@ -330,7 +331,7 @@ def direct_scatter(rank: int, world: int, root: int) -> list[Row]:
 
 
 def _levels(place: int, world: int) -> list[tuple[int, int]]:
-    """The places of a subtree, as (first, number) of each level."""
+    """Returns the places of a subtree, as (first, number) of each level."""
     levels, first, span = [], place, 1
     while first < world:
         levels.append((first, min(span, world - first)))
@@ -339,25 +340,25 @@ def _levels(place: int, world: int) -> list[tuple[int, int]]:
 
 
 def _holds(place: int, chunk: int) -> bool:
-    """True if the chunk lies in the subtree of the place."""
+    """Returns True if the chunk lies in the subtree of the place."""
     while chunk > place:
         chunk = (chunk - 1) // 2
     return chunk == place
 
 
 def ring_all_gather(rank: int, world: int) -> list[Row]:
-    """W chunks. Each goes around the ring: W-1 steps, two links a rank."""
+    """W chunks. Each goes around the ring: W-1 steps, two links for each rank."""
     prev, next_ = ring_neighbours(rank, world)
     return [Row(s, next_, (rank - s) % world, prev, (rank - s - 1) % world) for s in range(world - 1)]
 
 
 def direct_all_gather(rank: int, world: int) -> list[Row]:
-    """W chunks. Everyone sends to everyone: one step in latency, W-1 links a rank."""
+    """W chunks. Every rank sends to every other: a latency of one step, W-1 links for each rank."""
     return [Row(0, (rank + s) % world, rank, (rank - s) % world, (rank - s) % world) for s in range(1, world)]
 
 
 def bruck_all_gather(rank: int, world: int) -> list[Row]:
-    """W chunks. Step s: give all that you hold to rank r - 2^s; ceil(log2 W) steps and as many links.
+    """W chunks. In step s rank r sends all that it holds to rank r - 2^s; ceil(log2 W) steps and as many links.
 
     Source: Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing systems",
     1997.
@@ -381,7 +382,7 @@ def direct_gather(rank: int, world: int, root: int) -> list[Row]:
 
 
 def pairwise_all_to_all(rank: int, world: int) -> list[Row]:
-    """2W chunks at each rank: c for what it sends to rank c, W + c for what it receives from rank c."""
+    """2W chunks at each rank: it sends chunk c to rank c, and receives chunk W + c from rank c."""
     rows = []
     for s in range(1, world):
         to, source = (rank + s) % world, (rank - s) % world
@@ -390,13 +391,13 @@ def pairwise_all_to_all(rank: int, world: int) -> list[Row]:
 
 
 def _around(first: int, count: int, world: int) -> list[tuple[int, int]]:
-    """`count` chunks from `first` on, around the end, as (first, number) of each run."""
+    """Returns `count` chunks from `first` on, modulo W, as (first, number) of each run."""
     before = min(count, world - first)
     return [(first, before)] + ([(0, count - before)] if count > before else [])
 
 
 def dissemination_barrier(rank: int, world: int) -> list[Row]:
-    """Step s: tell rank r + 2^s, hear from rank r - 2^s. After ceil(log2 W) steps a rank has heard of all.
+    """In step s rank r tells rank r + 2^s and hears from rank r - 2^s; ceil(log2 W) steps until it knows of all.
 
     Source: Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", 1988.
     """
@@ -409,9 +410,9 @@ def dissemination_barrier(rank: int, world: int) -> list[Row]:
 
 
 def star_barrier(rank: int, world: int) -> list[Row]:
-    """All tell rank 0, which then tells all: two steps, and every other rank waits once.
+    """All ranks tell rank 0, which then tells all: two steps, and every other rank waits once.
 
-    For more ranks than cores: whoever waits has to be switched to again, and here that is the fewest times.
+    It suits more ranks than cores: each wait costs a context switch, and this schedule has the fewest.
     """
     if rank:
         return [Row(0, send_to=0, send_chunk=0), Row(1, recv_from=0, recv_chunk=0)]
@@ -421,9 +422,9 @@ def star_barrier(rank: int, world: int) -> list[Row]:
 
 
 def ring_barrier(rank: int, world: int) -> list[Row]:
-    """A token goes around twice: once it has come back all have arrived, and its second round lets them go.
+    """A token goes around the ring twice: after the first round all have arrived, and the second lets them go.
 
-    2W steps in latency, two messages and two links a rank: the fewest.
+    It has a latency of 2W steps, and the fewest messages and links: two of each for a rank.
     """
     if world == 1:
         return []
@@ -434,15 +435,15 @@ def ring_barrier(rank: int, world: int) -> list[Row]:
 
 
 class Schedule(NamedTuple):
-    """A way to do a collective.
+    """A schedule of a collective, with its properties.
 
     Attributes:
-        rows: makes the rows from (rank, world), for a rooted collective from (rank, world, root).
-        chunks: number of chunks for a world size.
-        by_node: True if both get the ranks' nodes as a last argument.
+        rows: makes the rows from (rank, world), or from (rank, world, root) for a rooted collective.
+        chunks: returns the number of chunks for a world size.
+        by_node: True if `rows` and `chunks` take the ranks' nodes as a last argument.
         pass_on: False if a segment may leave only after all earlier steps have received (`compile_rows`).
         lend: False if a rank overwrites what it has sent while others may still read it (`Program`).
-        sums: where and in which order elements are added (`SumOrder`), for schedules that reduce.
+        sums: where and in which order a schedule that reduces adds elements (`SumOrder`).
     """
 
     rows: Callable[..., list[Row]]
@@ -467,11 +468,11 @@ def _both(world: int) -> int:
 
 SCHEDULES: Mapping[str, Mapping[str, Schedule]] = {
     "all_reduce": {
-        # Rank 0 must not send back to a rank that is still sending: both links could be full, and both would wait.
+        # Rank 0 must not send back to a rank that is still sending: both links could be full, and both ranks blocked.
         "star": Schedule(star_all_reduce, _one, pass_on=False, sums=SumOrder.IN_RANK_ORDER),
         "direct": Schedule(direct_all_reduce, _all, sums=SumOrder.IN_RANK_ORDER),
         "ring": Schedule(ring_all_reduce, _all),
-        # Ranks write over what they have just sent.
+        # Ranks overwrite what they have just sent.
         "recursive_doubling": Schedule(doubling_all_reduce, _one, lend=False, sums=SumOrder.ALIKE),
         "halving_doubling": Schedule(halving_doubling_all_reduce, power_of_two),
         "hierarchical": Schedule(hierarchical_all_reduce, hierarchical_chunks, by_node=True),
@@ -502,14 +503,14 @@ SCHEDULES: Mapping[str, Mapping[str, Schedule]] = {
         "star": Schedule(star_barrier, _one, pass_on=False, lend=False),
     },
 }
-"""Collective to schedule to how it goes. The choice among them is `choose.py`."""
+"""All schedules, by collective and name. `choose.py` chooses between them."""
 
 ROOTED = frozenset({"reduce", "broadcast", "scatter", "gather"})
 """Collectives whose rows depend on a root."""
 
 
 def rows_of(collective: str, schedule: str, rank: int, world: int, root: int = 0, nodes: Nodes = ()) -> list[Row]:
-    """One rank's rows; `root` counts for rooted collectives only, `nodes` for schedules that go by them."""
+    """Returns one rank's rows; only rooted collectives use `root`, and only schedules with `by_node` use `nodes`."""
     how = SCHEDULES[collective][schedule]
     if how.by_node:
         return how.rows(rank, world, nodes)
@@ -517,6 +518,6 @@ def rows_of(collective: str, schedule: str, rank: int, world: int, root: int = 0
 
 
 def chunks_of(collective: str, schedule: str, world: int, nodes: Nodes = ()) -> int:
-    """The number of chunks that rows speak of."""
+    """Returns the number of chunks in a schedule's rows."""
     how = SCHEDULES[collective][schedule]
     return how.chunks(world, nodes) if how.by_node else how.chunks(world)

@@ -1,8 +1,8 @@
-"""What a collective means in terms of arrays: all_reduce, reduce, reduce_scatter, broadcast, scatter and the barrier.
+"""Collectives in terms of arrays: all_reduce, reduce, reduce_scatter, broadcast, scatter and the barrier.
 
 A task is a collective whose arguments have been checked. It is made in the caller's thread, where user mistakes raise;
-its body runs when the operation's turn has come. Collectives that join arrays are in `gather_tasks.py`, all_reduce of
-compressed arrays in `compressed_tasks.py`.
+its body runs when the operation's turn comes. Collectives that join arrays are in `gather_tasks.py`, the compressed
+all_reduce is in `compressed_tasks.py`.
 
 Letters: N elements, W world size.
 """
@@ -49,15 +49,15 @@ __all__ = [
 T = TypeVar("T")
 
 Chooser: TypeAlias = Callable[..., Choice]
-"""Picks a schedule, as `choose.choose` does: (collective, bytes, world, sums=..., nodes=...) to a choice."""
+"""Picks a schedule, as `choose.choose` does: maps (collective, bytes, world, sums=..., nodes=...) to a choice."""
 
 
 class Task(NamedTuple, Generic[T]):
     """A collective, ready to run.
 
     Attributes:
-        signature: what its part 0 says.
-        body: does it, once.
+        signature: the signature that part 0 carries.
+        body: runs the collective, once.
     """
 
     signature: bytes
@@ -65,7 +65,7 @@ class Task(NamedTuple, Generic[T]):
 
 
 def barrier_task(engine: Engine, choose: Chooser) -> Task[None]:
-    """See `Group.barrier`; made once."""
+    """Returns the task of `Group.barrier`, which is cached."""
     task: Task[None] | None = engine.plans.get(choose)
     if task is None:
         mesh = engine.mesh
@@ -76,9 +76,9 @@ def barrier_task(engine: Engine, choose: Chooser) -> Task[None]:
 
 
 def segment(dtype: np.dtype[Any], engine: Engine) -> int:
-    """Elements per frame; twice as many in shared memory, where a frame costs more than its bytes.
+    """Returns the elements per frame: twice as many in shared memory, where a frame costs more than its bytes.
 
-    Fewer where many ranks share a node, whose links have less memory each.
+    Frames are smaller if many ranks share a node, because each link then has less memory.
 
     Source: W=2, lent arrays of 16 and 64 MiB: 1.9 and 12.7 ms with frames of 1 MiB, 1.4 and 8.1 ms with 2 MiB.
     """
@@ -92,7 +92,7 @@ _Key: TypeAlias = tuple[str, str, np.dtype[Any], tuple[int, ...], str, str, Choo
 """Collective, op, dtype, shape, order, detail, chooser."""
 
 _MOST_PLANS = 256
-"""More than the operations that a step repeats."""
+"""Most plans that are kept: more than the operations that a step repeats."""
 
 
 def reducing_task(
@@ -106,10 +106,10 @@ def reducing_task(
     detail: str = "",
     divisor: Callable[[], float] | None = None,
 ) -> Task[Array]:
-    """See `Group.all_reduce` and `Group.reduce_scatter`; `detail` is more that ranks must agree on."""
+    """Makes the task of `Group.all_reduce` or `Group.reduce_scatter`; ranks must also agree on `detail`."""
     if divisor is not None:
         detail += _divided(op, x)
-    op = op if type(op) is str else repr(op)  # a key must be hashable; what it is not, `reduction` says
+    op = op if type(op) is str else repr(op)  # a key must be hashable; `reduction` refuses an invalid op
     key = (collective, op, x.dtype, x.shape, order, detail, choose)
     plan: _ReductionPlan = engine.plans.get(key) or _plan(engine, key, x)
     if out is not None:
@@ -125,7 +125,7 @@ def reducing_task(
 
 
 class _ReductionPlan(NamedTuple):
-    """An all_reduce or reduce_scatter of a given dtype and shape, ready for arrays. Each is made once."""
+    """A cached plan of an all_reduce or reduce_scatter of a given dtype and shape."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -136,7 +136,7 @@ class _ReductionPlan(NamedTuple):
 
 
 def _plan(engine: Engine, key: _Key, x: Array) -> _ReductionPlan:
-    """Training repeats a few operations for ever: each is planned once."""
+    """Returns the plan of an operation, made once, because training repeats a few operations."""
     collective, op, _, shape, order, detail, choose = key
     mesh, dtype = engine.mesh, native(x.dtype)
     reduce = reduction(op, dtype)
@@ -154,10 +154,10 @@ def _plan(engine: Engine, key: _Key, x: Array) -> _ReductionPlan:
 
 
 def _part(x: Array, rank: int, world: int) -> tuple[int, ...]:
-    """The shape of one of W equal parts of axis 0.
+    """Returns the shape of one of W equal parts of axis 0.
 
     Raises:
-        SizeMismatch: it has none.
+        SizeMismatch: axis 0 has no W equal parts.
     """
     if world == 1:
         return x.shape
@@ -170,7 +170,7 @@ def _part(x: Array, rank: int, world: int) -> tuple[int, ...]:
 def reduce_task(
     engine: Engine, x: Array, op: str, root: int, out: Array | None, choose: Chooser, order: str = "fastest"
 ) -> Task[Array | None]:
-    """See `Group.reduce`."""
+    """Makes the task of `Group.reduce`."""
     mesh, dtype = engine.mesh, native(x.dtype)
     reduce = reduction(op, dtype)
     signature = engine.sign("reduce", f"op={op} root={root}{_order(order)}", dtype, x.shape).encode()
@@ -194,7 +194,7 @@ def _reduce(engine: Engine, call: CollectiveCall, program: Program, x: Array, re
     if base is not flat and np.may_share_memory(base, flat):
         base = flat
     engine.run(call, program, base, flat, how)
-    if engine.mesh.size == 1:  # where nothing is added up, nothing is complete
+    if engine.mesh.size == 1:  # no move finishes the total if there is nothing to add
         how.finish(flat)
 
 
@@ -217,7 +217,7 @@ def _order(order: str) -> str:
 def broadcast_task(
     engine: Engine, x: Array | None, root: int, out: Array | None, choose: Chooser, kind: str = "broadcast"
 ) -> Task[Array]:
-    """See `Group.broadcast`; `kind` is what the signature calls it."""
+    """Makes the task of `Group.broadcast`; `kind` is its name in the signature."""
     mesh = engine.mesh
 
     def program(n: int, dtype: np.dtype[Any]) -> Program:
@@ -250,7 +250,7 @@ def broadcast_task(
 def scatter_task(
     engine: Engine, xs: Sequence[npt.ArrayLike] | Array | None, root: int, out: Array | None
 ) -> Task[Array]:
-    """See `Group.scatter`."""
+    """Makes the task of `Group.scatter`."""
     mesh = engine.mesh
 
     def program(n: int, dtype: np.dtype[Any]) -> Program:
@@ -280,7 +280,7 @@ def scatter_task(
 def _receive_unknown(
     engine: Engine, kind: str, root: int, source: int, program: Callable[[int, np.dtype[Any]], Program]
 ) -> Task[Array]:
-    """A receiver that learns dtype and shape from the first frame."""
+    """Makes the task of a receiver that learns dtype and shape from the first frame."""
     asked = engine.sign(kind, f"root={root}")
 
     def body(call: CollectiveCall) -> Array:
@@ -298,7 +298,7 @@ def _receive_unknown(
 
 
 def _whole(xs: Sequence[npt.ArrayLike] | Array | None, world: int, root: int) -> Array:
-    """The root's parts as one array, shape [W, ...]."""
+    """Returns the root's parts as one array, shape [W, ...]."""
     needs = f"scatter needs {world} arrays of one dtype and shape at its root, rank {root}; it got"
     if xs is None:
         raise UnsupportedOp(f"{needs} None")

@@ -1,6 +1,6 @@
-"""Nested dicts, lists and tuples of arrays, fused into one vector for each dtype, and put together again.
+"""Fuses nested dicts, lists and tuples of arrays into one vector for each dtype, and rebuilds them.
 
-Dicts are walked in the order of their keys as text, so that ranks which filled theirs in another order agree.
+Dicts are walked in the order of their keys as text, so that ranks agree even if they filled theirs in another order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Fusion", "leaves"]
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Pairs of path ("layer/0/weight") and leaf, in an order that depends on the paths alone."""
+    """Yields pairs of path ("layer/0/weight") and leaf, in an order that depends on the paths alone."""
     if isinstance(tree, dict):
         for key in sorted(tree, key=str):
             yield from leaves(tree[key], f"{path}/{key}" if path else str(key))
@@ -30,10 +30,10 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 class Fusion:
-    """A tree as a few vectors, copied.
+    """The arrays of a tree, copied into a few vectors.
 
     Attributes:
-        vectors: one for each dtype, in the order of their names, shape [elements of that dtype].
+        vectors: one for each dtype, in the order of the dtypes' names, shape [elements of that dtype].
         digest: 8 hexadecimal digits of all paths, dtypes and shapes, for ranks to compare.
     """
 
@@ -51,7 +51,7 @@ class Fusion:
         ]
 
     def rebuild(self, vectors: list[Array]) -> Any:
-        """The tree with other numbers: its arrays are views of these vectors."""
+        """Returns the tree with other numbers: its arrays are views of these vectors."""
         at = dict.fromkeys(self._names, 0)
         by_name = dict(zip(self._names, vectors, strict=True))
         arrays = []

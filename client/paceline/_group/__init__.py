@@ -1,4 +1,4 @@
-"""The group: the members of a generation, or some of them, as the object that users call collectives on."""
+"""The group: the object on which users call collectives; its members are those of a generation, or some of them."""
 
 from paceline._group.group import Group
 

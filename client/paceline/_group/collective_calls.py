@@ -1,6 +1,6 @@
-"""The collectives that users call on a group: their arguments, and the task that each of them is.
+"""The collectives that users call on a group: their arguments, and the task that each call makes.
 
-What a task does with the arrays is in `_collectives/tasks.py` and its neighbours.
+The tasks themselves are in `_collectives/tasks.py` and its neighbours.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = ["Collectives"]
 T = TypeVar("T")
 
 _HEAD = 8
-"""Bytes of the length before each object."""
+"""Bytes of the length that precedes each object."""
 
 
 class _Options(TypedDict, total=False):
-    """Options of every collective of arrays, as its overloads take them."""
+    """Options that the overloads of every collective of arrays take."""
 
     out: Array | None
     timeout: float | None
@@ -78,12 +78,12 @@ class Collectives(GroupCore):
     """The collectives of a `Group`.
 
     `op` is sum, mean, prod, min, max, band, bor or bxor. Integers keep their type. A mean is the sum divided once by
-    W; it overflows only where the mean itself does, and rounds what comes near the smallest normal number of the
-    dtype. Every rank that gets an element gets the same bits.
+    W; it overflows only where the mean itself does, and rounds values near the smallest normal number of the dtype.
+    Every rank that gets an element gets the same bits.
 
-    `order="rank"` sums in rank order, ((x_0 + x_1) + x_2) + ..., whatever the size: the bits depend on the ranks'
-    values alone. float16 and bfloat16 are then added up in float32 and rounded once. "fastest" leaves the order to the
-    schedule: the same for the same size and world.
+    `order="rank"` sums in rank order, ((x_0 + x_1) + x_2) + ..., whatever the size: the bits depend only on the ranks'
+    values. float16 and bfloat16 are then added up in float32 and rounded once. With "fastest" the schedule decides the
+    order, which is the same for the same size and world.
     """
 
     @overload
@@ -112,11 +112,12 @@ class Collectives(GroupCore):
             x: this rank's array, any shape; dtype and shape must agree.
             op: sum, mean, prod, min, max, band, bor or bxor.
             order: "fastest" or "rank".
-            out: where to put the result; may be `x`.
-            label: a word that all ranks must agree on: tells operations of one size apart, in errors and records too.
-            divisor: gives what a sum is divided by, once and in the same pass over memory; the same on all ranks, or
-                they end with other bits. It is asked when the operation's turn has come, so it may be the result of
-                one before. For floats and complex numbers.
+            out: receives the result; may be `x`.
+            label: a word on which all ranks must agree. It tells operations of one size apart, also in errors and
+                records.
+            divisor: returns the number by which a sum is divided, once and in the same pass over memory. It must be the
+                same on all ranks, or their results differ in bits. It is called when the operation's turn comes, so it
+                may use the result of an earlier one. Floats and complex numbers only.
             timeout: seconds.
             async_op: return a `Work`.
 
@@ -124,7 +125,7 @@ class Collectives(GroupCore):
             An array of the shape and dtype of `x`, in native byte order.
 
         Raises:
-            UnsupportedOp: the dtype does not have the op, or cannot travel.
+            UnsupportedOp: the op is not defined for the dtype, or the dtype cannot be sent.
             SizeMismatch: `out` has another shape.
             PacelineError: the generation has failed; see `paceline.errors` for how.
         """
@@ -163,7 +164,7 @@ class Collectives(GroupCore):
             op: as for `all_reduce`.
             root: rank of the root; must agree.
             order: "fastest" or "rank".
-            out: at the root: where to put the result; may be `x`.
+            out: receives the result at the root; may be `x`.
             timeout: seconds.
             async_op: return a `Work`.
 
@@ -172,7 +173,7 @@ class Collectives(GroupCore):
 
         Raises:
             InvalidRank: `root` lies outside the world.
-            UnsupportedOp, SizeMismatch, PacelineError: as `all_reduce`.
+            UnsupportedOp, SizeMismatch, PacelineError: as for `all_reduce`.
         """
         self._check_rank("root", root)
         array = as_array(x)
@@ -206,7 +207,7 @@ class Collectives(GroupCore):
             x: this rank's array, shape [W * m, ...]; dtype and shape must agree.
             op: as for `all_reduce`.
             order: "fastest" or "rank".
-            out: where to put the result, shape [m, ...].
+            out: receives the result, shape [m, ...].
             label: as for `all_reduce`.
             divisor: as for `all_reduce`.
             timeout: seconds.
@@ -217,7 +218,7 @@ class Collectives(GroupCore):
 
         Raises:
             SizeMismatch: axis 0 has no W equal parts, or `out` has another shape.
-            UnsupportedOp, PacelineError: as `all_reduce`.
+            UnsupportedOp, PacelineError: as for `all_reduce`.
         """
         array = as_array(x)
         return self._issue(
@@ -229,7 +230,7 @@ class Collectives(GroupCore):
         )
 
     def average(self, tree: T, *, timeout: float | None = None) -> T:
-        """The mean over all ranks of every array in nested dicts, lists and tuples; one all_reduce for each dtype.
+        """Averages over all ranks every array in nested dicts, lists and tuples, with one all_reduce for each dtype.
 
         Args:
             tree: arrays of floats or complex numbers; paths, shapes and dtypes must agree.
@@ -239,7 +240,7 @@ class Collectives(GroupCore):
             A tree of the same form with new arrays.
 
         Raises:
-            UnsupportedOp: a dtype has no mean.
+            UnsupportedOp: the mean is not defined for a dtype.
             PacelineError: the generation has failed.
         """
         self._enter()
@@ -277,22 +278,22 @@ class Collectives(GroupCore):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Array | Work[Array]:
-        """As `all_reduce`, with fewer bits on the wire: every rank gets the same bits, near the exact result.
+        """Combines arrays as `all_reduce` does, but sends fewer bytes: all ranks get the same bits, near the exact sum.
 
-        Each value is rounded by the codec when it leaves its rank, is added up in the dtype of `x` in rank order, and
-        the result is rounded once more. How near that is, the codec says (`paceline.compression.Int8`). In a world of
-        one nothing travels, and nothing is rounded. Links to all other ranks are opened.
+        The codec rounds each value when it leaves its rank; the owner adds up the values in the dtype of `x` in rank
+        order, and the codec rounds the result once more. Each codec states its error (`paceline.compression.Int8`). In
+        a world of one nothing is sent or rounded. The call opens links to all other ranks.
 
         Args:
             x: this rank's array, float32 or float64, any shape; dtype and shape must agree. Values beyond float32's
-                range are infinite.
+                range become infinite.
             codec: "bf16", "int8" or a codec; must agree.
             op: sum or mean.
-            exact: so many elements at the end of `x`, in C order, are not compressed; must agree. For a few: every rank
-                sends them to every other.
-            memory: what to keep for the next call with this array: memory for bytes and, if it has `feedback`, what was
-                rounded away, which the next call adds to its values.
-            out: where to put the result; may be `x`.
+            exact: number of elements at the end of `x`, in C order, that are not compressed; must agree. Every rank
+                sends them to every other, so there should be few.
+            memory: kept for the next call with this array: memory for bytes and, with `feedback`, rounding errors,
+                which the next call adds to its values.
+            out: receives the result; may be `x`.
             label: as for `all_reduce`.
             timeout: seconds.
             async_op: return a `Work`.
@@ -301,7 +302,7 @@ class Collectives(GroupCore):
             An array of the shape and dtype of `x`, in native byte order.
 
         Raises:
-            UnsupportedOp: another dtype or op, or no such codec.
+            UnsupportedOp: the dtype, op or codec is not supported.
             SizeMismatch: `out` has another shape, `memory` is another array's, or `x` has fewer elements than `exact`.
             PacelineError: the generation has failed; see `paceline.errors` for how.
         """
@@ -335,10 +336,10 @@ class Collectives(GroupCore):
         """Gives the root's array to all ranks.
 
         Args:
-            x: the root's array. Elsewhere only its dtype and shape count, which must agree; None to take them from
+            x: the root's array. On other ranks only dtype and shape count, which must agree; None to take them from
                 the root.
             root: rank of the root; must agree.
-            out: where to put the result; may be `x`.
+            out: receives the result; may be `x`.
             timeout: seconds.
             async_op: return a `Work`.
 
@@ -347,7 +348,7 @@ class Collectives(GroupCore):
 
         Raises:
             InvalidRank: `root` lies outside the world.
-            UnsupportedOp: the dtype cannot travel, or the root gave no array.
+            UnsupportedOp: the dtype cannot be sent, or the root gave no array.
             SizeMismatch: `out` has another shape.
             PacelineError: the generation has failed; see `paceline.errors` for how.
         """
@@ -375,10 +376,10 @@ class Collectives(GroupCore):
         """Gives the r-th of the root's arrays to rank r.
 
         Args:
-            xs: at the root: W arrays of one dtype and shape, or one array of shape [W, ...]. Elsewhere it does not
-                count, and may be None: dtype and shape come from the root.
+            xs: at the root W arrays of one dtype and shape, or one array of shape [W, ...]. Elsewhere ignored, and may
+                be None: dtype and shape come from the root.
             root: rank of the root; must agree.
-            out: where to put the result.
+            out: receives the result.
             timeout: seconds.
             async_op: return a `Work`.
 
@@ -387,8 +388,8 @@ class Collectives(GroupCore):
 
         Raises:
             InvalidRank: `root` lies outside the world.
-            UnsupportedOp: the dtype cannot travel, or the root gave no arrays.
-            SizeMismatch: the root's arrays are not W, or not alike, or `out` has another shape.
+            UnsupportedOp: the dtype cannot be sent, or the root gave no arrays.
+            SizeMismatch: the root's arrays are not W in number or differ in dtype or shape, or `out` has another shape.
             PacelineError: the generation has failed; see `paceline.errors` for how.
         """
         self._check_rank("root", root)
@@ -417,16 +418,16 @@ class Collectives(GroupCore):
         Args:
             x: this rank's array, shape [m, ...]; 0-d counts as one row. Dtype and shape must agree.
             uneven: m may differ between ranks, which costs one more exchange.
-            out: where to put the result.
+            out: receives the result.
             label: as for `all_reduce`.
             timeout: seconds.
             async_op: return a `Work`.
 
         Returns:
-            An array of shape [W * m, ...], uneven [sum of all m, ...], in native byte order.
+            An array of shape [W * m, ...], or with `uneven` [sum of all m, ...], in native byte order.
 
         Raises:
-            UnsupportedOp: the dtype cannot travel.
+            UnsupportedOp: the dtype cannot be sent.
             SizeMismatch: `out` has another shape.
             PacelineError: the generation has failed; see `paceline.errors` for how.
         """
@@ -461,16 +462,16 @@ class Collectives(GroupCore):
             x: this rank's array, as for `all_gather`.
             root: rank of the root; must agree.
             uneven: as for `all_gather`.
-            out: at the root: where to put the result.
+            out: receives the result at the root.
             timeout: seconds.
             async_op: return a `Work`.
 
         Returns:
-            At the root an array as of `all_gather`, elsewhere None.
+            At the root an array as `all_gather` returns, elsewhere None.
 
         Raises:
             InvalidRank: `root` lies outside the world.
-            UnsupportedOp, SizeMismatch, PacelineError: as `all_gather`.
+            UnsupportedOp, SizeMismatch, PacelineError: as for `all_gather`.
         """
         self._check_rank("root", root)
         array = as_array(x)
@@ -494,24 +495,24 @@ class Collectives(GroupCore):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Array | Work[Array]:
-        """Sends the r-th part of axis 0 to rank r, and joins what comes from all ranks, in rank order.
+        """Sends the r-th part of axis 0 to rank r, and joins the parts from all ranks, in rank order.
 
         Args:
             x: this rank's array, shape [m, ...]: W equal parts, or parts of `send_counts` rows. Dtype and the other
                 axes must agree.
-            send_counts: rows for each rank, W numbers that make m. All ranks give counts, or none does.
-            recv_counts: rows from each rank, if this rank knows them: then they are checked.
-            out: where to put the result; may be `x` if the shape is the same.
+            send_counts: rows for each rank, W numbers whose sum is m. All ranks give counts, or none does.
+            recv_counts: rows from each rank, to be checked; None if this rank does not know them.
+            out: receives the result; may be `x` if the shape is the same.
             timeout: seconds.
             async_op: return a `Work`.
 
         Returns:
-            An array of shape [m, ...], with counts [sum of received rows, ...], in native byte order.
+            An array of shape [m, ...], or with counts [sum of received rows, ...], in native byte order.
 
         Raises:
             SizeMismatch: axis 0 has no such parts, the counts are not W numbers, or `out` has another shape.
             CollectiveMismatch: a rank sends another number of rows than `recv_counts` says.
-            UnsupportedOp: the dtype cannot travel.
+            UnsupportedOp: the dtype cannot be sent.
             PacelineError: the generation has failed; see `paceline.errors` for how.
         """
         array = as_array(x)
@@ -523,13 +524,13 @@ class Collectives(GroupCore):
         """Gives the root's object to all ranks; each gets a copy of its own, the root too.
 
         Args:
-            o: the root's object; elsewhere it does not count.
+            o: the root's object; ignored elsewhere.
             root: rank of the root; must agree.
             timeout: seconds.
 
         Raises:
-            UnsupportedOp: the object, or something in it, is of a type that does not travel; the text says where.
-            InvalidRank, PacelineError: as `broadcast`.
+            UnsupportedOp: the object, or something in it, has a type that cannot be sent; the text says where.
+            InvalidRank, PacelineError: as for `broadcast`.
         """
         self._check_rank("root", root)
         data = _encode(o) if self.rank == root else None
@@ -541,10 +542,10 @@ class Collectives(GroupCore):
         return self._decode(sent, root)
 
     def all_gather_object(self, o: object, *, timeout: float | None = None) -> list[Any]:
-        """The objects of all ranks, in rank order.
+        """Returns the objects of all ranks, in rank order.
 
         Raises:
-            UnsupportedOp, PacelineError: as `broadcast_object`.
+            UnsupportedOp, PacelineError: as for `broadcast_object`.
         """
         data = _encode(o)
         joined = self._issue(
@@ -555,10 +556,10 @@ class Collectives(GroupCore):
         return self._split(joined)
 
     def gather_object(self, o: object, *, root: int = 0, timeout: float | None = None) -> list[Any] | None:
-        """The objects of all ranks, in rank order, at the root; None elsewhere.
+        """Returns the objects of all ranks, in rank order, at the root; None elsewhere.
 
         Raises:
-            UnsupportedOp, InvalidRank, PacelineError: as `broadcast_object`.
+            UnsupportedOp, InvalidRank, PacelineError: as for `broadcast_object`.
         """
         self._check_rank("root", root)
         data = _encode(o)
@@ -579,7 +580,7 @@ class Collectives(GroupCore):
         return objects
 
     def _decode(self, data: Array, source: int) -> Any:
-        """A rank's object; one that is none ends the generation."""
+        """Decodes a rank's object; an invalid encoding ends the generation."""
         try:
             if data.ndim != 1 or data.dtype != np.uint8:
                 raise ValueError(f"an array of shape {data.shape} and dtype {data.dtype}")
@@ -591,6 +592,6 @@ class Collectives(GroupCore):
 
 
 def _encode(o: object) -> Array:
-    """The object's bytes, and before them their number, so that they can be told from the next rank's."""
+    """Encodes an object as its bytes, preceded by their number, so that they can be told from the next rank's."""
     data = encode_object(o)
     return np.frombuffer(len(data).to_bytes(_HEAD, "little") + data, np.uint8)

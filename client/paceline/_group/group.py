@@ -1,4 +1,4 @@
-"""The group that users hold: collectives, messages between two ranks, and its parts, which are groups too."""
+"""The group that users hold: collectives, messages between two ranks, and parts, which are groups too."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from paceline.errors import InvalidRank, InvalidWorldSize, LimitExceeded, Unsupp
 __all__ = ["Group"]
 
 Rule: TypeAlias = Callable[[Sequence[Peer], int], list[int]]
-"""From all members and the own rank to the ranks of the members of a part, in order."""
+"""Maps all members and the own rank to the ranks of the members of a part, in order."""
 
 _NAME = re.compile(r"[A-Za-z0-9_]{1,40}")
 
@@ -39,21 +39,21 @@ class Group(Collectives):
     in `out`, and never changes its argument; `out` may be the argument itself. With `async_op=True` it returns a
     `Work` at once, copies nothing, and neither the argument nor `out` may be changed before `Work.wait` has returned.
     A timeout is in seconds and counts from the call; the default is `Config.step_timeout`. A collective that fails
-    anywhere ends the generation: all its members get the same error, those that had done their part in the next call,
-    and every later call raises it again.
+    anywhere ends the generation. All members get the same error: one that had already finished gets it in its next
+    call, and every later call raises it again.
 
-    Collectives of one group are one thread's: the first to call any. Those of another thread, while the first lives and
-    has not called `hand_over`, are `ConcurrentUse`, for their order need not be the same on all ranks. Groups never
-    wait for each other: give each thread a part of its own, `group.subgroup(range(group.size), name="prefetch")`.
-    Messages are for any thread.
+    The first thread that calls a collective of a group owns them. While that thread lives and has not called
+    `hand_over`, calls from another thread raise `ConcurrentUse`, because their order could differ between ranks. Groups
+    never wait for each other: give each thread a part of its own, `group.subgroup(range(group.size), name="prefetch")`.
+    Any thread may send and receive messages.
 
     Args:
         mesh: this member's links.
         config: timeouts.
         choose: picks schedules; must be the same function on all ranks.
-        name: of a part of a view; "" for the view.
-        label: what the members of a part must agree on, for signatures.
-        recorder: remembers operations; one of its own if None.
+        name: name of a part of a view; "" for the view.
+        label: text on which the members of a part must agree, for signatures.
+        recorder: remembers operations; if None, the group makes its own.
 
     Attributes:
         choose: picks schedules; may be set, to the same on all ranks, while no collective is under way.
@@ -75,25 +75,25 @@ class Group(Collectives):
         super().__init__(mesh, config, choose=choose, name=name, label=label, recorder=recorder)
         self.parent: Group | None = None
         self._rule: Rule | None = None
-        self._name = name  # within the parent
-        self._parts: set[Group] = set()  # until they are closed
+        self._name = name  # unique within the parent
+        self._parts: set[Group] = set()  # those that are not closed
         self._splits = 0
 
     def send(self, x: npt.ArrayLike, dst: int, *, tag: int = 0, timeout: float | None = None) -> None:
-        """Sends an array to a rank, oneself included; returns when `x` may be changed, perhaps before it is received.
+        """Sends an array to a rank, also to itself; returns when `x` may be changed, perhaps before it is received.
 
-        Messages of one tag from one rank are received in the order of sending.
+        Messages with one tag from one rank are received in the order of sending.
 
         Args:
             x: the array.
             dst: rank of the receiver.
             tag: 0 or more; the receiver asks for it.
-            timeout: seconds; running out of them voids nothing.
+            timeout: seconds; a timeout does not end the generation.
 
         Raises:
             InvalidRank: `dst` lies outside the world.
-            UnsupportedOp: the dtype cannot travel.
-            OperationTimeout: the receiver takes in no more.
+            UnsupportedOp: the dtype cannot be sent.
+            OperationTimeout: the receiver accepts no more messages.
             PacelineError: the generation has failed.
         """
         bound = self._enter()
@@ -111,8 +111,8 @@ class Group(Collectives):
         Args:
             src: rank of the sender; None for any.
             tag: 0 or more.
-            out: where to put it. A message that does not fit stays, to be received again.
-            timeout: seconds; running out of them loses no message and voids nothing.
+            out: receives the array. A message that does not fit is kept and can be received again.
+            timeout: seconds; a timeout loses no message and does not end the generation.
 
         Returns:
             The array, and the rank that sent it.
@@ -122,7 +122,7 @@ class Group(Collectives):
             SizeMismatch: the message has another shape than `out`.
             UnsupportedOp: the message has another dtype than `out`.
             OperationTimeout: no such message came in time.
-            PacelineError: the generation has failed, or whoever could send has left.
+            PacelineError: the generation has failed, or all possible senders have left.
         """
         bound = self._enter()
         if src is not None:
@@ -136,7 +136,7 @@ class Group(Collectives):
 
     @contextmanager
     def _recorded(self, bound: Binding, signature: Signature) -> Iterator[None]:
-        """Remembers a message; unlike a collective it has no number that all ranks share."""
+        """Records a message; unlike a collective, a message has no number that all ranks share."""
         entry = self.recorder.issue(bound.name, 0, signature.encode(), bound.mesh.generation)
         entry.begin()
         try:
@@ -148,17 +148,17 @@ class Group(Collectives):
         entry.end()
 
     def subgroup(self, members: Sequence[int], *, name: str = "") -> Group:
-        """A part of this group, for this generation; in the next, its calls are `StaleGeneration`.
+        """Makes a part of this group for this generation; in later ones its calls raise `StaleGeneration`.
 
-        Nothing is communicated; only the members call this. Those that make several parts of the same members make them
-        in the same order, or name them.
+        Nothing is sent, and only the part's members call this. Members that make several parts of the same members must
+        make them in the same order, or name them.
 
         Args:
-            members: ranks in this group, in any order; doubles count once.
+            members: ranks in this group, in any order; duplicates count once.
             name: tells parts of the same members apart: letters, digits and underscores.
 
         Raises:
-            InvalidWorldSize: no members.
+            InvalidWorldSize: there are no members.
             InvalidRank: a member lies outside the group, or this member is not among them.
         """
         bound = self._enter(calls=False)
@@ -180,14 +180,14 @@ class Group(Collectives):
         return self._part(bound, chosen, full, full)
 
     def split(self, color: Callable[[Peer], Any], key: Callable[[Peer], Any] | None = None) -> Group:
-        """The part of those members that have the same color as this one. It lasts: the rule is applied to each view.
+        """Makes the part of all members with this member's color. It lasts: each new view is split by the same rule.
 
-        All members call this, in the same order of calls, with rules that give the same answers everywhere: nothing is
-        communicated.
+        All members must make these calls in the same order, with rules that give the same answers everywhere, because
+        nothing is sent.
 
         Args:
-            color: from a member (`rank` in the view, `host`, ...) to anything that can be compared for equality.
-            key: from a member to what the part is sorted by; by rank if left out, and where keys are equal.
+            color: maps a member (`rank` in the view, `host`, ...) to a value that can be compared for equality.
+            key: maps a member to a sort key for the part; members with equal keys, or without `key`, sort by rank.
 
         Example:
             pairs = group.split(color=lambda member: member.rank // 2)
@@ -207,17 +207,17 @@ class Group(Collectives):
         return part
 
     def split_by_host(self) -> Group:
-        """The members on this member's host, as a lasting part."""
+        """Makes a lasting part of the members on this member's host."""
         return self.split(color=lambda member: member.host)
 
     def close(self, timeout: float = 5.0, *, drain: float | None = None) -> None:
-        """Ends what is in line, then closes the links: the others see that this member left. Idempotent.
+        """Ends queued operations, then closes the links, so that the others see this member leave. Idempotent.
 
-        Closing a part closes that part's links alone. A part that is not closed lives as long as the whole group.
+        Closing a part closes only that part's links. A part that is not closed lives as long as the whole group.
 
         Args:
-            timeout: seconds for what is in line to end.
-            drain: seconds for the others to take in what was sent to them; as `timeout` if left out.
+            timeout: seconds for queued operations to end.
+            drain: seconds for the others to receive what was sent to them; None for `timeout`.
         """
         now = monotonic()
         self._end_lanes(now + timeout)
@@ -240,17 +240,17 @@ class Group(Collectives):
                 self.parent._parts.discard(self)
 
     def flush(self) -> None:
-        """Waits until no collective is under way or in line, on parts neither."""
+        """Waits until no collective is running or queued, on this group and its parts."""
         for part in list(self._parts):
             part.flush()
         self._bound.lane.flush()
 
     def move(self, mesh: Mesh) -> None:
-        """Goes on in the next generation: for whoever owns the group, at a moment when no collective is under way.
+        """Moves the group to the next generation. Its owner calls this while no collective is under way.
 
-        Lasting parts follow, the others are stale from now on.
+        Lasting parts move too; all other parts become stale.
         """
-        plan = self._plan(mesh)  # a rule may raise: nothing has moved then
+        plan = self._plan(mesh)  # first, because a rule may raise, and then nothing must have moved
         for group in [self, *(group for group, *_ in plan)]:
             for part in list(group._parts):
                 if part._rule is None:
@@ -261,7 +261,7 @@ class Group(Collectives):
             group._bound = Binding(its_mesh, group._bound.name, label, self.recorder)
 
     def _plan(self, mesh: Mesh) -> list[tuple[Group, Mesh, str]]:
-        """Lasting parts, with their links and labels in the generation of a mesh."""
+        """Returns the lasting parts, with their links and labels in the generation of a mesh."""
         plan: list[tuple[Group, Mesh, str]] = []
         for part in list(self._parts):
             if part._rule is not None:
@@ -272,7 +272,7 @@ class Group(Collectives):
         return plan
 
     def _expire(self) -> None:
-        """This part and its own were for a generation that is over."""
+        """Marks this part and its own parts as stale, because their generation is over."""
         for part in list(self._parts):
             part._expire()
         self._bound.abandon()
@@ -295,7 +295,7 @@ class Group(Collectives):
 
 
 def _digest(peers: Sequence[Peer], members: Sequence[int]) -> str:
-    """16 hexadecimal digits for a list of members."""
+    """Returns a digest of a list of members, 16 hexadecimal digits."""
     ids = " ".join(str(peers[member].rank) for member in members)
     return hashlib.sha256(ids.encode()).hexdigest()[:16]
 

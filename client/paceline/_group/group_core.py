@@ -1,4 +1,4 @@
-"""What all calls of a group have in common: its members, what binds it to one generation, and how a call is issued."""
+"""The common part of all calls of a group: its members, its binding to one generation, and how calls are issued."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ __all__ = ["Binding", "GroupCore", "labelled"]
 
 
 class Binding:
-    """A group in one generation.
+    """The state of a group in one generation.
 
     Args:
         mesh: this member's links to the group's members.
         name: the group's name; "" for the whole view.
-        label: what its members must agree on, for signatures.
+        label: text on which its members must agree, for signatures.
         recorder: remembers operations.
 
     Attributes:
         mesh: as given.
         name: as given.
         engine: runs collectives.
-        lane: keeps their order.
-        stale: True once the group has gone on without it.
+        lane: keeps collectives in order.
+        stale: True once the group has moved on to another generation.
         parts: how many parts have been made, by name.
     """
 
@@ -58,20 +58,20 @@ class Binding:
 
     @property
     def mailbox(self) -> Mailbox:
-        """Messages between the members, made when first used."""
+        """Messages between the members; made on first use."""
         with self._lock:
             if self._mailbox is None:
                 self._mailbox = Mailbox(self.mesh)
             return self._mailbox
 
     def end_lane(self, deadline: float) -> None:
-        """Ends what is under way; the links are the caller's to close. Idempotent."""
+        """Ends running operations; the caller closes the links. Idempotent."""
         self.lane.close(deadline)
         if self._mailbox is not None:
             self._mailbox.close()
 
     def abandon(self) -> None:
-        """The group goes on without this; its links end with its mesh."""
+        """Notes that the group has moved on; the links end with the mesh."""
         self.stale = True
         self.end_lane(monotonic())
 
@@ -82,14 +82,14 @@ _LABEL = re.compile(r"[\w-]{1,40}", re.ASCII)
 
 
 class _OwnerState:
-    """What the owner of a group (the session, the loop over steps) has set; all parts of the group share it.
+    """Settings by the owner of a group (the session, or the loop over steps); all parts of the group share them.
 
     Attributes:
-        ban_reason: why no collective may be called now; empty if it may.
+        ban_reason: why no collective may be called now; empty if collectives are allowed.
         same_state_in: the last generation whose members are all known to hold the same state.
-        piggyback: numbers that wait to travel in the next bucket of gradients.
+        piggyback: numbers that wait to be sent in the next bucket of gradients.
         piggyback_taken_in: the last generation in which a reducer asked for a piggyback.
-        most: members that another generation may have at most; None if all have as many as this one.
+        most: the most members that a generation may have; None if all generations have as many as this one.
         share: weight of this member's gradients relative to the others'.
     """
 
@@ -103,7 +103,7 @@ class _OwnerState:
 
 
 class GroupCore:
-    """Members, and the way of every operation: see `Group`."""
+    """Members of a group, and the path of every operation: see `Group`."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class GroupCore:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The rank in the view of each member."""
+        """Each member's rank in the view."""
         return tuple(peer.rank for peer in self._bound.mesh.peers)
 
     @property
@@ -147,12 +147,12 @@ class GroupCore:
 
     @property
     def mesh(self) -> Mesh:
-        """This member's links in the current generation: for tests, tools and whoever owns the group."""
+        """This member's links in the current generation; for tests, tools and the group's owner."""
         return self._bound.mesh
 
     @property
     def generation(self) -> int:
-        """The generation whose members these are."""
+        """The generation of the group's members."""
         return self._bound.mesh.generation
 
     @property
@@ -162,7 +162,7 @@ class GroupCore:
 
     @property
     def has_same_state(self) -> bool:
-        """True if all members are known to hold the same state (`session.steps` has made sure of it)."""
+        """True if all members are known to hold the same state, because `session.steps` has checked it."""
         return self._owner.same_state_in == self.generation
 
     def confirm_same_state(self) -> None:
@@ -188,7 +188,7 @@ class GroupCore:
         self._owner.piggyback = piggyback
 
     def cancel_piggyback(self, piggyback: Piggyback) -> bool:
-        """Cancels it; False if it was already sent."""
+        """Cancels numbers that `add_piggyback` was given; returns False if they were already sent."""
         waits = self._owner.piggyback is piggyback
         self._owner.piggyback = None
         return waits
@@ -199,7 +199,7 @@ class GroupCore:
         return self._owner.piggyback_taken_in == self.generation
 
     def take_piggyback(self) -> Piggyback | None:
-        """The numbers that wait, if there are any; given out once."""
+        """Returns the waiting numbers once, then None."""
         self._owner.piggyback_taken_in = self.generation
         piggyback, self._owner.piggyback = self._owner.piggyback, None
         return piggyback
@@ -214,16 +214,16 @@ class GroupCore:
         self._owner.gradient_weight = weight
 
     def ban_collectives(self, reason: str) -> None:
-        """Refuses every collective, on parts too, until called with an empty reason. For the group's owner."""
+        """Refuses every collective of the group and its parts, until called with an empty reason. For the owner."""
         self._owner.ban_reason = reason
 
     @property
     def ban_reason(self) -> str:
-        """Why no collective may be called now; empty if any may."""
+        """Why no collective may be called now; empty if collectives are allowed."""
         return self._owner.ban_reason
 
     def global_rank(self, rank: int) -> int:
-        """The rank in the view of the member with this rank in the group.
+        """Returns the rank in the view of the member with this rank in the group.
 
         Raises:
             InvalidRank: there is no such member.
@@ -232,11 +232,11 @@ class GroupCore:
         return self._bound.mesh.peers[rank].rank
 
     def group_rank(self, rank: int) -> int | None:
-        """The rank in the group of the member with this rank in the view; None if it is not in the group."""
+        """Returns the rank in the group of the member with this rank in the view; None if it is not in the group."""
         return next((place for place, peer in enumerate(self._bound.mesh.peers) if peer.rank == rank), None)
 
     def progress(self) -> Progress:
-        """Where this member is."""
+        """Returns the operation that this member is at."""
         return self._bound.lane.progress
 
     @overload
@@ -244,11 +244,11 @@ class GroupCore:
     @overload
     def barrier(self, timeout: float | None = ..., *, async_op: Literal[True]) -> Work[None]: ...
     def barrier(self, timeout: float | None = None, *, async_op: bool = False) -> Work[None] | None:
-        """Returns when all ranks have called it.
+        """Waits until all ranks have called it.
 
         Args:
             timeout: seconds.
-            async_op: return a `Work`, which ends then.
+            async_op: return a `Work`, which ends when all ranks have called.
 
         Raises:
             PacelineError: the generation has failed.
@@ -256,30 +256,30 @@ class GroupCore:
         return self._issue(lambda bound: barrier_task(bound.engine, self.choose), timeout, async_op)
 
     def hand_over(self, *, to_all: bool = False) -> None:
-        """Lets another thread go on with collectives on this group: the next one to call any owns it from then on.
+        """Lets another thread continue with collectives of this group: the next thread that calls one owns them.
 
         Args:
-            to_all: in this generation any thread may call them at any time: for whoever sees to it that all ranks call
-                them in one order.
+            to_all: any thread may call collectives at any time in this generation. The caller must ensure that all
+                ranks call them in one order.
         """
         self._bound.lane.hand_over(to_all=to_all)
 
     def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> Array:
-        """A new array that links can use without a copy; its contents are undefined.
+        """Returns a new array that links can use without a copy; its contents are undefined.
 
-        It outlives the generation. Where there is no shared memory, or none is left, it is an ordinary one. A forked
-        child has the same memory, not a copy of it.
+        The array outlives the generation. Without shared memory, or if none is left, it is an ordinary array. A forked
+        child shares its memory, instead of having a copy.
         """
         return self._bound.mesh.empty(shape, np.dtype(dtype))
 
     def _enter(self, *, calls: bool = True) -> Binding:
-        """Every public call passes here first: refuses a generation that is over.
+        """Checks at the start of every public call that the generation is not over.
 
         Args:
-            calls: False for what communicates nothing, and is never barred.
+            calls: False for a call that sends nothing and so is never banned.
 
         Returns:
-            What to carry the call out with; the group may move on meanwhile.
+            The binding to use for the call; the group may move on meanwhile.
         """
         bound = self._bound
         if bound.stale:
@@ -299,7 +299,7 @@ class GroupCore:
 
     def _check_rank(self, what: str, rank: object) -> None:
         if not self.size:
-            self._enter()  # it is in no view, which says more than that there is no such rank
+            self._enter()  # if the group has no valid view, its error says more than an invalid rank
         if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or not 0 <= rank < self.size:
             raise InvalidRank(f"{what} {rank!r} lies outside the world of {self.size}, at rank {self.rank}")
 
@@ -308,7 +308,7 @@ class GroupCore:
     @overload
     def _issue(self, make: Callable[[Binding], Task[T]], timeout: float | None, async_op: bool) -> T | Work[T]: ...
     def _issue(self, make: Callable[[Binding], Task[T]], timeout: float | None, async_op: bool) -> T | Work[T]:
-        """Makes a task, and runs it in its turn."""
+        """Makes a task, and runs it when its turn comes."""
         bound = self._enter()
         task = make(bound)
         started = monotonic()
@@ -339,16 +339,16 @@ class GroupCore:
             raise
 
     def _tell_abort(self, error: BaseException) -> None:
-        """If the generation has failed, whoever keeps records of that hears of it, after the others do."""
+        """Calls `on_abort` if the generation has failed, after the other members were told."""
         if self.on_abort is not None and self._bound.mesh.fault.failed:
             self.on_abort(error)
 
 
 def labelled(label: str) -> str:
-    """A caller's label as it stands in a signature.
+    """Returns a caller's label in the form that signatures contain.
 
     Raises:
-        UnsupportedOp: it is not 1 to 40 letters, digits, underscores and dashes.
+        UnsupportedOp: the label is not 1 to 40 letters, digits, underscores and dashes.
     """
     if label and not _LABEL.fullmatch(label):
         raise UnsupportedOp(f"a label is 1 to 40 letters, digits, underscores and dashes, not {label!r:.60}")
