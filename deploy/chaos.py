@@ -33,18 +33,18 @@ HERE = Path(__file__).parent
 FILES = ("compose.yaml", "chaos.yaml")
 FAULTS = ("kill", "more", "coordinator", "fewer", "pause", "disconnect", "move", "drop")
 SILENCE_S = 3.0
-"""Paceline's failure_timeout: so long nobody knows whether a worker that is silent is lost."""
+"""Paceline's failure_timeout: seconds of silence after which a worker counts as lost."""
 _AWAY_S = 2.0
-"""So much longer a worker is away: one that is cut off has noticed by then, and has tried in vain to come back."""
+"""Seconds for which a worker stays away longer. By then one that is cut off has noticed, and has tried to come back."""
 
 
 class Fleet:
     """The containers of one project.
 
     Args:
-        project: its name.
-        environment: more variables for Compose.
-        files: of Compose, in this folder.
+        project: the project's name.
+        environment: additional variables for Compose.
+        files: Compose files in this folder.
     """
 
     def __init__(self, project: str, environment: dict[str, str], files: Sequence[str] = FILES) -> None:
@@ -57,7 +57,7 @@ class Fleet:
         self._taken = itertools.count()
 
     def run(self, *words: str, timeout: float = 120.0) -> str:
-        """Runs a command; what it prints if it fails is in the error."""
+        """Runs a command and returns its output; if it fails, the error contains the output."""
         done = subprocess.run(words, env=self._environment, capture_output=True, text=True, timeout=timeout)
         if done.returncode:
             raise RuntimeError(f"{' '.join(words)}: {done.stdout[-4000:]}{done.stderr[-4000:]}")
@@ -68,34 +68,34 @@ class Fleet:
         subprocess.run([*self._compose, "build"], env=self._environment, check=True)
 
     def scale(self, workers: int) -> None:
-        """Starts and stops containers until there are so many workers; SIGTERM lets those that go finish their step."""
+        """Starts or stops containers until `workers` run; SIGTERM lets those that leave finish their step."""
         self.run(*self._compose, "up", "-d", "--no-build", "--scale", f"worker={workers}")
 
     def containers(self, service: str, *, running: bool = True) -> list[str]:
-        """Ids of 12 characters, which are the containers' host names too."""
+        """Returns ids of 12 characters, which are also the containers' host names."""
         labels = (f"com.docker.compose.project={self._project}", f"com.docker.compose.service={service}")
         words = ["docker", "ps", "-q", *(word for label in labels for word in ("--filter", f"label={label}"))]
         return self.run(*words, *([] if running else ["-a"])).split()
 
     def free_address(self) -> str:
-        """An IP address of the network that nobody has: they are given out from the first on."""
+        """Returns an unused IP address from the end of the network, as Docker assigns addresses from the start."""
         subnet = self.run("docker", "network", "inspect", "-f", "{{(index .IPAM.Config 0).Subnet}}", self.network)
         return str(ipaddress.ip_network(subnet)[-2 - next(self._taken)])
 
     def address(self, container: str) -> str:
-        """Its IP address."""
+        """Returns a container's IP address."""
         form = f'{{{{(index .NetworkSettings.Networks "{self.network}").IPAddress}}}}'
         return self.run("docker", "inspect", "-f", form, container)
 
     def logs(self) -> str:
-        """What all containers that are still there have said."""
+        """Returns the logs of all containers that still exist."""
         done = subprocess.run(
             [*self._compose, "logs", "--no-color"], env=self._environment, capture_output=True, text=True
         )
         return done.stdout
 
     def down(self) -> None:
-        """Takes everything away."""
+        """Removes all containers, volumes and networks."""
         self.run(*self._compose, "down", "-v", "--remove-orphans", "-t", "1")
 
 
@@ -104,14 +104,14 @@ class Chaos:
 
     Args:
         fleet: its containers.
-        records: what its workers write down.
-        workers: how many there are at the start, and again after `fewer`.
-        say: hears a line for each fault.
+        records: what its workers record.
+        workers: how many workers there are at the start, and again after `fewer`.
+        say: called with a line for each fault.
 
     Attributes:
-        results: one for each fault: its name, what was done to whom, how many seconds after the command the others had
-            committed a step of the view that followed (`others`), and how many after the command that healed it all
-            had, with the disturbed one (`back`); `gap` is the longest time in which nobody committed.
+        results: one for each fault: its name; what was done to which container; `others`, the seconds from the command
+            until the others had committed a step of the next view; `back`, the seconds from the healing command until
+            all workers had, with the disturbed one; and `gap`, the longest time in which no worker committed.
     """
 
     def __init__(self, fleet: Fleet, records: Records, workers: int, say: Callable[[str], None]) -> None:
@@ -122,7 +122,7 @@ class Chaos:
         self._say = say
 
     def inflict(self, name: str) -> None:
-        """One fault by name, and its healing."""
+        """Inflicts the named fault, and heals it."""
         began = time.time()
         result: dict[str, Any] = {"fault": name, **getattr(self, f"_{name}")()}
         result["gap"] = self._records.longest_gap(began, time.time())
@@ -156,7 +156,7 @@ class Chaos:
     def _disconnect(self) -> dict[str, Any]:
         network = self._fleet.network
 
-        def connect(victim: str) -> list[str]:  # with the address that it had
+        def connect(victim: str) -> list[str]:  # with its former address
             return ["docker", "network", "connect", "--ip", self._fleet.address(victim), network, victim]
 
         return self._lose(0, lambda victim: ["docker", "network", "disconnect", network, victim], connect)
@@ -188,7 +188,7 @@ class Chaos:
         hosts = self._fleet.containers("worker")
         victim = self._records.by_rank(hosts)[rank]
         others = [host for host in hosts if host != victim]
-        commands = cut(victim), heal(victim) if heal is not None else None  # while its address can still be asked for
+        commands = cut(victim), heal(victim) if heal is not None else None  # while Docker still knows its address
         start = time.time()
         self._fleet.run(*commands[0])
         try:
@@ -225,7 +225,7 @@ class Chaos:
 
 
 def describe(result: dict[str, Any]) -> str:
-    """A result as a line."""
+    """Formats a result as a line."""
     parts = [f"{result['fault']:<12}{result['what']:<40}"]
     for key, text in (("others", "committing after"), ("back", "back after"), ("gap", "longest gap")):
         if key in result:
@@ -236,7 +236,7 @@ def describe(result: dict[str, Any]) -> str:
 def train(
     fleet: Fleet, records: Records, workers: int, faults: Sequence[str], say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Starts the workers, disturbs them, waits for the end; returns what is to be told of it."""
+    """Starts the workers, disturbs them, and waits for the end; returns the facts to report."""
     start = time.time()
     fleet.scale(workers)
     hosts = fleet.containers("worker")
@@ -262,13 +262,13 @@ def train(
 
 
 def _can_drop() -> bool:
-    """Whether this user may set a packet filter, and what goes from container to container passes it."""
+    """True if this user may set a packet filter, and traffic between containers passes through it."""
     bridged = Path("/proc/sys/net/bridge/bridge-nf-call-iptables")
     return os.geteuid() == 0 and bridged.exists() and bridged.read_text().strip() == "1"
 
 
 def main() -> int:
-    """Returns the exit code."""
+    """Runs the command; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     standard = [fault for fault in FAULTS if fault != "drop" or _can_drop()]
     parser.add_argument("--workers", type=int, default=4, choices=range(3, 7), help="at the start; default: 4")
@@ -284,7 +284,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = (asked.audit or Path(temporary)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        folder.chmod(0o777)  # the containers' user is nobody here
+        folder.chmod(0o777)  # the containers' user does not exist on this host
         fleet = Fleet(asked.project, {"PACELINE_AUDIT": str(folder)})
         records = Records(folder)
         if not asked.no_build:

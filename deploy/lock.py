@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Locks what the image installs: names, versions and hashes, without a word about where they come from.
+"""Locks the packages that the image installs, by name, version and hashes, without their origin.
 
     python3 deploy/lock.py
 
-writes three files beside this one: requirements.lock for the library, requirements-demo.lock for what the examples need
-beyond it, requirements-build.lock for what makes the wheel. pip chooses (`install --dry-run --report`), for the Python
-of deploy/Dockerfile on both platforms. Run it with that Python, whose version counts in the markers of dependencies.
+It writes three files beside this one: requirements.lock for the library, requirements-demo.lock for what the examples
+need in addition, and requirements-build.lock for what builds the wheel. pip chooses the versions (`install --dry-run
+--report`) for the Python of deploy/Dockerfile on both platforms. Run it with that Python, because the markers of
+dependencies depend on its version.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ HERE = Path(__file__).parent
 PYTHON = "3.11"
 MACHINES = ("x86_64", "aarch64")
 NEWEST_GLIBC = 36
-"""Of Debian 12: wheels for a later one would not load there."""
+"""The minor version of glibc in Debian 12, where wheels for a later one would not load."""
 
 Lock = dict[str, tuple[str, set[str]]]
-"""Version and SHA-256 digests by name."""
+"""Maps a name to a version and its SHA-256 digests."""
 
 
 def resolve(requirements: Iterable[str], within: Lock | None = None) -> Lock:
-    """What pip would install for them, the same versions on all machines.
+    """Returns what pip would install for the requirements; it exits if versions differ between machines.
 
     Args:
-        requirements: as in pyproject.toml.
-        within: versions that are settled already.
+        requirements: requirements as in pyproject.toml.
+        within: versions that are already chosen.
     """
     found: Lock = {}
     for machine in MACHINES:
@@ -59,7 +60,7 @@ def resolve(requirements: Iterable[str], within: Lock | None = None) -> Lock:
 
 
 def write(name: str, lock: Lock) -> None:
-    """Writes one of the files, in pip's format."""
+    """Writes a lock file in pip's format."""
     lines = [f"# Made by deploy/lock.py: CPython {PYTHON}, Linux, {' and '.join(MACHINES)}.\n"]
     for package, (version, hashes) in sorted(lock.items()):
         lines.append(f"{package}=={version}{''.join(f' --hash=sha256:{digest}' for digest in sorted(hashes))}\n")
@@ -67,7 +68,7 @@ def write(name: str, lock: Lock) -> None:
 
 
 def main() -> None:
-    """Makes all three."""
+    """Makes all three files."""
     settings = tomllib.loads((HERE.parent / "pyproject.toml").read_text())
     project = settings["project"]
     everything = resolve(project["dependencies"] + project["optional-dependencies"]["demo"])

@@ -1,8 +1,8 @@
-"""What the workers of examples/digits_elastic.py write down with --audit, read while they do; needs no Paceline.
+"""Reads what workers of examples/digits_elastic.py record with --audit, while they run; needs no Paceline.
 
-Each process has a file of its own, HOST-PID-TIME.jsonl, with a line for everything that it does: which samples it is
-about to use (`attempt`), that a step counts (`applied`), that it counts everywhere (`committed`), that a view began
-(`view`). All times are `time.time()` of one machine.
+Each process has its own file, HOST-PID-TIME.jsonl, with a line for each event: which samples it is about to use
+(`attempt`), that it applied a step (`applied`), that a step is committed (`committed`), that a view began (`view`). All
+times are `time.time()` of one machine.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _LOOK_S = 0.02
 
 
 class Records:
-    """All that was written so far.
+    """All events so far.
 
     Args:
-        folder: of the files.
+        folder: the folder of the files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -35,7 +35,7 @@ class Records:
         self.workers: dict[str, list[dict[str, Any]]] = {}
 
     def refresh(self) -> None:
-        """Reads what is new; a line that is not whole yet is left for the next time."""
+        """Reads new lines, except a line that is not complete yet."""
         for path in sorted(self._folder.glob("*.jsonl")):
             with path.open("rb") as file:
                 file.seek(self._read.get(path, 0))
@@ -45,10 +45,10 @@ class Records:
             events += [json.loads(line) for line in whole.splitlines()]
 
     def wait(self, look: Callable[[], T | None], what: str, timeout: float = 60.0) -> T:
-        """Reads on until there is an answer.
+        """Reads new events until `look` returns an answer.
 
         Raises:
-            TimeoutError: it did not come.
+            TimeoutError: there is no answer in time.
         """
         deadline = time.time() + timeout
         while True:
@@ -63,50 +63,50 @@ class Records:
     # When something happened ------------------------------------------------------------------------------------------
 
     def committed(self, hosts: Sequence[str], since: float) -> float | None:
-        """When one of these hosts first committed a step after that time."""
+        """Returns when one of these hosts first committed a step after that time; None for not yet."""
         times = [e["at"] for host in hosts for e in self._of(host) if e["event"] == "committed" and e["at"] > since]
         return min(times, default=None)
 
     def back(self, hosts: Sequence[str], since: float, size: int | None = None) -> float | None:
-        """When the last of these hosts first committed a step of a view that began after that time, None for not yet.
+        """Returns when all hosts had committed a step of a view that began after `since`; None for not yet.
 
         Args:
             hosts: names of containers.
             since: the time.
-            size: how many the view must have; None for any number.
+            size: number of members that the view must have; None for any number.
         """
         times = [self._first_commit(host, since, size) for host in hosts]
         return None if None in times else max((at for at in times if at is not None), default=None)
 
     def by_rank(self, hosts: Sequence[str]) -> list[str]:
-        """Those hosts by their rank in the last view."""
+        """Sorts hosts by their rank in the last view."""
         ranks = {host: [e["rank"] for e in self._of(host) if e["event"] == "view"][-1] for host in hosts}
         return sorted(hosts, key=lambda host: ranks[host])
 
     def longest_gap(self, since: float, until: float) -> float:
-        """Seconds in which nobody committed a step."""
+        """Returns the longest time between `since` and `until`, in seconds, in which no worker committed a step."""
         found: list[float] = [event["at"] for event in self._all("committed")]
         times = [since, *sorted(at for at in found if since < at < until), until]
         return max(b - a for a, b in pairwise(times))
 
-    # What came of it --------------------------------------------------------------------------------------------------
+    # The result -------------------------------------------------------------------------------------------------------
 
     @property
     def accuracy(self) -> float | None:
-        """Of the model at the end; None before."""
+        """The model's accuracy at the end; None before."""
         return next((e["accuracy"] for e in self._all("accuracy")), None)
 
     @property
     def steps(self) -> int:
-        """The last step that counts."""
+        """The last step that any worker applied."""
         return max((e["step"] for e in self._all("applied")), default=0)
 
     def wrong(self) -> list[str]:
-        """What is wrong with the samples: each epoch must use each exactly once, in the steps of the line."""
+        """Says what is wrong with the samples; each epoch must use each exactly once, in the steps of the line."""
         job = next(iter(self._all("job")), None)
         if job is None:
             return ["nobody began"]
-        line: dict[int, int] = {}  # of a step that was undone or redone, the last generation that applied it
+        line: dict[int, int] = {}  # step -> the last generation that applied it, for steps that were redone
         for event in self._all("applied"):
             line[event["step"]] = max(line.get(event["step"], 0), event["generation"])
         missing = sorted(set(range(1, job["steps"] + 1)) - set(line))
@@ -135,7 +135,7 @@ class Records:
         return [event for events in self.workers.values() for event in events if event["event"] == kind]
 
     def _of(self, host: str) -> list[dict[str, Any]]:
-        """Events of the container's processes, in order: a container that was started again has had several."""
+        """Returns the events of a container's processes, in order; each restart of a container adds a process."""
         return [
             event for name in sorted(self.workers, key=_began) if _host(name) == host for event in self.workers[name]
         ]

@@ -1,7 +1,7 @@
-"""Lists what is in an image, as CycloneDX 1.6; runs inside it, on its own Python (`make image`).
+"""Lists an image's packages as CycloneDX 1.6; it runs inside the image, on its Python (`make image`).
 
-Packages of Python are those of Paceline's environment and of the interpreter below it, packages of the system those
-that dpkg knows.
+Python packages are those of Paceline's environment and of the interpreter below it; system packages are those that dpkg
+knows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DPKG = Path("/var/lib/dpkg/status")
 
 
 def component(kind: str, name: str, version: str, **more: Any) -> dict[str, Any]:
-    """One entry; `kind` is the beginning of its package URL."""
+    """Makes one entry; `kind` is the beginning of its package URL."""
     return {
         "type": "library",
         "name": name,
@@ -31,7 +31,7 @@ def component(kind: str, name: str, version: str, **more: Any) -> dict[str, Any]
 
 
 def of_python() -> Iterator[dict[str, Any]]:
-    """Packages of Python, and the interpreter."""
+    """Yields Python's packages and the interpreter."""
     yield component("generic", "python", platform.python_version())
     for found in distributions(path=[*sys.path, *site.getsitepackages([sys.base_prefix])]):
         expression = found.metadata.get("License-Expression")
@@ -40,7 +40,7 @@ def of_python() -> Iterator[dict[str, Any]]:
 
 
 def of_system() -> Iterator[dict[str, Any]]:
-    """Packages of Debian that are installed."""
+    """Yields the installed Debian packages."""
     for paragraph in DPKG.read_text().split("\n\n") if DPKG.exists() else []:
         fields = dict(line.split(": ", 1) for line in paragraph.splitlines() if ": " in line and line[0] != " ")
         if fields.get("Status") == "install ok installed":
@@ -48,7 +48,7 @@ def of_system() -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Prints the list; its subject is Paceline itself."""
+    """Prints the list, whose subject is Paceline itself."""
     found = {entry["purl"]: entry for entry in [*of_system(), *of_python()]}
     (subject,) = [found.pop(purl) for purl in list(found) if purl.startswith("pkg:pypi/paceline@")]
     whole = {"bomFormat": "CycloneDX", "specVersion": "1.6", "version": 1}

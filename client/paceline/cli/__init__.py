@@ -1,4 +1,4 @@
-"""The command line. Nothing of it is loaded by `import paceline`."""
+"""The command line. `import paceline` loads none of it."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ def main() -> None:
         from paceline.cli.app import app
 
         app(prog_name="paceline")
-    except KeyboardInterrupt:  # before or after the part that a command guards by itself
+    except KeyboardInterrupt:  # outside the part in which the command itself catches it
         sys.exit(130)

@@ -1,9 +1,9 @@
-"""How commands reach a coordinator: its address, the credentials they show, and the coordinators inside commands.
+"""Finds a command's coordinator and credentials, and runs coordinators inside commands.
 
-A command that serves a coordinator on loopback makes a token, and keeps it where this user's other commands find it:
-that is how `paceline status` gets in. Each such coordinator has a file, ADDRESS, with its token, in a folder of the
-user's own. The command holds a lock on it as long as it lives, so a file that a killed command left behind is
-recognised, and its token is not shown to a process that took the port.
+A command that serves a coordinator on loopback makes a token and stores it where this user's other commands find it;
+that is how `paceline status` is admitted. Each such coordinator has a file named ADDRESS with its token, in a folder
+that only the user can access. The command locks the file while it runs. So other commands recognise a file that a
+killed command left behind, and do not send its token to a process that took the port.
 
 Certificates and tokens come from the environment, because all users of a host can read arguments.
 """
@@ -46,13 +46,13 @@ _MAX_BYTES = 1024
 
 @contextmanager
 def published(address: str, token: str) -> Iterator[None]:
-    """Keeps the token where this user's other commands find it, for as long as the block lasts.
+    """Stores the token where this user's other commands find it, for the duration of the block.
 
-    Without such a place training goes on all the same: a line on stderr says what will not work.
+    If that fails, training still runs, and a line on stderr says what will not work.
 
     Args:
-        address: "IP:port" of loopback. A name could mean another address to whoever looks it up.
-        token: what was made for its callers to show; empty if they are to have that of their environment.
+        address: "IP:port" of loopback. Another process could resolve a name to another address.
+        token: the token that callers must show; empty if they take it from their environment.
     """
     try:
         path = _folder() / address
@@ -71,12 +71,12 @@ def published(address: str, token: str) -> Iterator[None]:
 
 
 def own_token(address: str) -> str | None:
-    """The token that was made for a coordinator of this user's commands; None if none of them serves there with one."""
+    """Returns the token of the coordinator that a command of this user serves there; None without either."""
     return _read(address) or None
 
 
 def own_addresses() -> list[str]:
-    """Where this user's commands serve coordinators now, in order."""
+    """Returns the sorted addresses at which this user's commands serve coordinators now."""
     try:
         names = sorted(path.name for path in _folder().iterdir() if not path.name.startswith("."))
     except OSError:
@@ -89,10 +89,10 @@ def _folder() -> Path:
 
 
 def _publish(path: Path, token: str) -> int:
-    """Writes the file, locked before it has its name; returns the descriptor that holds the lock.
+    """Writes the file and locks it before it gets its name; returns the descriptor that holds the lock.
 
     Raises:
-        OSError: it cannot be written, or the folder is not this user's alone.
+        OSError: the file cannot be written, or others can access the folder.
     """
     make_private(path.parent, "set TMPDIR to another directory")
     lock, temporary = tempfile.mkstemp(prefix=".", dir=path.parent)  # 0600
@@ -108,7 +108,7 @@ def _publish(path: Path, token: str) -> int:
 
 
 def _read(address: str) -> str | None:
-    """What a file holds whose command lives; None if there is none. A file that should not be used is told of."""
+    """Returns the content of the file if its command is alive, else None; reports a file that it refuses to use."""
     try:
         path = _folder() / address
         check_own(path.parent, "it is not used")
@@ -133,7 +133,7 @@ def _say_once(text: str) -> None:
 
 
 def _is_locked(file: int) -> bool:
-    """True while the command that made the file lives; the system takes its lock away, however it ends."""
+    """True while the command that made the file is alive; the system releases its lock, however it ends."""
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -142,14 +142,14 @@ def _is_locked(file: int) -> bool:
 
 
 def own_credentials(address: str) -> Credentials:
-    """Those of a command that talks to a coordinator.
+    """Returns the credentials with which a command calls a coordinator.
 
     Args:
-        address: the coordinator's. Where a command of this user serves there and has made a token, it is that one: a
-            token of the environment was not there when the command began, and is for another coordinator.
+        address: the coordinator's address. If a command of this user serves there and has made a token, that token is
+            used: the one in the environment was not set when that command started, so it is for another coordinator.
 
     Raises:
-        UsageError: the variables cannot be used; the text says which.
+        UsageError: the PACELINE_* variables cannot be used; the text says which.
     """
     found = _from_environment()
     token = own_token(address)
@@ -157,13 +157,13 @@ def own_credentials(address: str) -> Credentials:
 
 
 def worker_credentials(token: str | None = None) -> Credentials:
-    """Those of a command whose workers have the same: a fault is found here once, rather than in every worker.
+    """Returns the credentials that a command shares with its workers; an error shows here once, not in every worker.
 
     Args:
-        token: one that the command made for them; None for that of the environment, if it has one.
+        token: the token that the command made for them; None for the one in the environment, if any.
 
     Raises:
-        UsageError: the variables cannot be used, or not by workers.
+        UsageError: the variables cannot be used, or workers cannot use them.
     """
     found = _from_environment()
     try:
@@ -180,10 +180,10 @@ def _from_environment() -> Credentials:
 
 
 def endpoint(text: str, *, default_port: int = DEFAULT_PORT) -> Endpoint:
-    """Reads HOST or HOST:PORT.
+    """Parses HOST or HOST:PORT.
 
     Raises:
-        UsageError: it is neither; the text says what is wrong.
+        UsageError: the text is neither; the message says what is wrong.
     """
     try:
         return parse_endpoint(text, default_port=default_port)
@@ -192,12 +192,12 @@ def endpoint(text: str, *, default_port: int = DEFAULT_PORT) -> Endpoint:
 
 
 def coordinator_address(text: str | None) -> str:
-    """The coordinator that an operator means: the one that is named, else that of this user's one `paceline run`.
+    """Returns the coordinator that the operator named, else the one of this user's only `paceline run`.
 
-    What serves at 127.0.0.1 for this user is meant by localhost too: by that name its token would not be shown.
+    It turns localhost into 127.0.0.1 if this user serves a coordinator there, because tokens are stored by IP address.
 
     Raises:
-        UsageError: it is malformed, or none is named and there is none or several.
+        UsageError: the address is malformed; or none is named, and this user serves none or several.
     """
     if text is not None:
         named = endpoint(text)
@@ -214,11 +214,11 @@ def coordinator_address(text: str | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Where a command's workers meet.
+    """The coordinator that a command's workers join.
 
     Attributes:
-        address: of the coordinator, "host:port".
-        token: that this command or another of this user made for it; None for that of the environment, if there is one.
+        address: its address, "host:port".
+        token: what this or another command of this user made for it; None for the token in the environment, if any.
     """
 
     address: str
@@ -227,12 +227,12 @@ class Served:
 
 @contextmanager
 def own_coordinator(**settings: Any) -> Iterator[Served]:
-    """Runs a coordinator on loopback for the workers of this command alone, and for this user's other commands.
+    """Runs a coordinator on loopback for this command's workers and this user's other commands.
 
-    Without a token in the environment it has a new one: every user of the machine reaches loopback.
+    If the environment has no token, it makes one, because every user of the machine can reach loopback.
 
     Args:
-        settings: of `paceline_server.ServerSettings`.
+        settings: fields of `paceline_server.ServerSettings`.
 
     Raises:
         UsageError: the PACELINE_* variables for TLS and tokens cannot be used.
@@ -246,13 +246,13 @@ def own_coordinator(**settings: Any) -> Iterator[Served]:
 
 @contextmanager
 def embedded_coordinator(**settings: Any) -> Iterator[str]:
-    """Runs a coordinator, on loopback if nothing else is asked for; yields its address.
+    """Runs a coordinator, by default on loopback, and yields its address.
 
-    It serves with the certificate of a member, which must hold the loopback address for that: those of `paceline certs`
-    do.
+    The coordinator serves with a member's certificate, which must therefore contain the loopback address; those of
+    `paceline certs` do.
 
     Args:
-        settings: of `paceline_server.ServerSettings`.
+        settings: fields of `paceline_server.ServerSettings`.
 
     Raises:
         UsageError: the PACELINE_* variables for TLS and tokens cannot be used.

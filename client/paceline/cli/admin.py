@@ -1,4 +1,4 @@
-"""Calls to a coordinator from outside any job: which jobs and members there are, and orders of an operator."""
+"""Calls a coordinator from outside any job: lists jobs and members, and sends an operator's orders."""
 
 from __future__ import annotations
 
@@ -44,43 +44,46 @@ __all__ = [
 ]
 
 _HEARTBEATS = 6
-"""In a `failure_timeout`."""
+"""Heartbeats in one `failure_timeout`."""
 
 T = TypeVar("T")
 
 _PAUSE_S = 0.2
-"""Between two tries; gRPC's own connection attempts have their own backoff."""
+"""Seconds between two tries; gRPC's connection attempts have a backoff of their own."""
 
 
 def seconds(duration: Duration) -> float:
-    """A duration in seconds."""
+    """Converts a duration to seconds."""
     return duration.ToNanoseconds() / 1e9
 
 
 def label(status: MemberStatus) -> str:
-    """A member in a sentence."""
+    """Names a member as sentences do: its rank or member id, host and process id."""
     process = status.member.process
     name = f"rank {status.member.rank}" if status.in_view else f"member {status.member.member_id}"
     return f"{name} ({process.host}, pid {process.pid})"
 
 
 def is_heard(status: MemberStatus, settings: JobSettings) -> bool:
-    """True if it is connected, and not only because its host has not said that it is gone."""
+    """True if the member is connected and has sent something within `failure_timeout`.
+
+    Its connection alone proves nothing: a host may vanish without closing it.
+    """
     return status.attached and seconds(status.silent) < seconds(settings.failure_timeout)
 
 
 def in_order(members: Sequence[MemberStatus]) -> list[MemberStatus]:
-    """Those that are silent first, whom somebody must look after; each part as it came: by rank, then by arrival."""
+    """Sorts silent members first, because they need attention; each part keeps its order: by rank, then by arrival."""
     return sorted(members, key=lambda status: status.attached and status.standing != "silent")
 
 
 def stragglers(detail: GetJobResponse) -> dict[str, str]:
-    """Who holds the others up: a sentence for each, by member id.
+    """Finds the members that hold the others up; returns a sentence for each, by member id.
 
-    Heartbeats come some times a second and are of different moments, while there may be thousands of operations in a
-    second: a lower number alone says nothing. A member is behind if others have been waiting inside a later operation
-    for more than a heartbeat, and it has spoken since they entered it. Somebody must be there to hold up: whoever is
-    not connected is silent, not slow.
+    Members send heartbeats a few times a second, at different moments, and may run thousands of operations in a second.
+    So a lower operation number alone says nothing. A member is behind if others have waited inside a later operation
+    for more than one heartbeat interval, and it has sent something since they entered it. A member that is not
+    connected is silent, not slow.
     """
     there = [status for status in detail.members if status.in_view and status.attached]
     interval = seconds(detail.settings.failure_timeout) / _HEARTBEATS
@@ -107,15 +110,15 @@ def _sentence(status: MemberStatus, ahead: int) -> str:
 
 
 def list_jobs(coordinator: str, timeout: float) -> list[JobSummary]:
-    """All jobs, by name.
+    """Returns all jobs, sorted by name.
 
     Args:
         coordinator: its address, "host:port".
         timeout: seconds to try for.
 
     Raises:
-        CoordinatorUnreachable: nobody, or no coordinator, answers.
-        NotAuthenticated, NotPermitted: it wants a token, or another one.
+        CoordinatorUnreachable: nothing answers at the address, or no coordinator does.
+        NotAuthenticated, NotPermitted: the coordinator requires a token, or another one.
     """
 
     async def call(channel: aio.Channel, left: float) -> list[JobSummary]:
@@ -125,11 +128,11 @@ def list_jobs(coordinator: str, timeout: float) -> list[JobSummary]:
 
 
 def get_job(coordinator: str, job: str, timeout: float) -> GetJobResponse:
-    """One job with its members; arguments as for `list_jobs`.
+    """Returns one job with its members; arguments as for `list_jobs`.
 
     Raises:
         PacelineError: there is no such job.
-        CoordinatorUnreachable: nobody, or no coordinator, answers.
+        CoordinatorUnreachable: nothing answers at the address, or no coordinator does.
     """
 
     async def call(channel: aio.Channel, left: float) -> GetJobResponse:
@@ -139,7 +142,7 @@ def get_job(coordinator: str, job: str, timeout: float) -> GetJobResponse:
 
 
 def drain(coordinator: str, job: str, members: Sequence[str], timeout: float) -> list[str]:
-    """Has members leave at their next step boundary.
+    """Tells members to leave at their next step boundary.
 
     Args:
         coordinator: its address.
@@ -148,12 +151,12 @@ def drain(coordinator: str, job: str, members: Sequence[str], timeout: float) ->
         timeout: seconds to try for.
 
     Returns:
-        The ids of those who were told.
+        The ids of the members that were told.
 
     Raises:
         PacelineError: there is no such job or member.
-        LimitExceeded: these are more members than fit into a request, some 700 by their ids.
-        CoordinatorUnreachable: nobody, or no coordinator, answers.
+        LimitExceeded: the names do not fit into one request, which holds about 700 member ids.
+        CoordinatorUnreachable: nothing answers at the address, or no coordinator does.
     """
     request = DrainMembersRequest(job=job, members=members)
     if request.ByteSize() > MESSAGE_BYTES:
@@ -166,14 +169,14 @@ def drain(coordinator: str, job: str, members: Sequence[str], timeout: float) ->
 
 
 def restart(coordinator: str, job: str, timeout: float) -> list[str]:
-    """Swears that the members of a job's last generation are dead; arguments as for `list_jobs`.
+    """Declares the members of a job's last generation dead; arguments as for `list_jobs`.
 
     Returns:
-        Who was taken for dead, for people.
+        The members that were declared dead, as text for people.
 
     Raises:
         PacelineError: there is no such job.
-        CoordinatorUnreachable: nobody, or no coordinator, answers.
+        CoordinatorUnreachable: nothing answers at the address, or no coordinator does.
     """
 
     async def call(channel: aio.Channel, left: float) -> list[str]:
@@ -187,7 +190,7 @@ def forget(coordinator: str, job: str, timeout: float) -> None:
 
     Raises:
         PacelineError: there is no such job, or it is not over.
-        CoordinatorUnreachable: nobody, or no coordinator, answers.
+        CoordinatorUnreachable: nothing answers at the address, or no coordinator does.
     """
 
     async def call(channel: aio.Channel, left: float) -> None:
@@ -203,7 +206,7 @@ def _run(address: str, timeout: float, call: Callable[[aio.Channel, float], Awai
 async def _ask(
     address: str, timeout: float, credentials: Credentials, call: Callable[[aio.Channel, float], Awaitable[T]]
 ) -> T:
-    """Asks until there is an answer or the time is up: a coordinator that restarts is away for a moment only."""
+    """Retries until the coordinator answers or the time is up, because a coordinator that restarts is away briefly."""
     start = time.monotonic()
     attempt = 0
     async with credentials.coordinator_channel(address, CHANNEL_OPTIONS) as channel:
@@ -215,7 +218,7 @@ async def _ask(
                 spent = time.monotonic() - start
                 if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                     raise error_from_status(error, f"the coordinator at {address}") from None
-                if attempt & (attempt - 1) == 0:  # 0, 1, 2, 4, 8...: it may come up with a wrong certificate later
+                if attempt & (attempt - 1) == 0:  # 0, 1, 2, 4, 8...: it may come up later, with a wrong certificate
                     await check_tls(address, credentials.files, timeout - spent)
                 attempt += 1
                 if spent + _PAUSE_S >= timeout:

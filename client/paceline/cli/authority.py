@@ -1,6 +1,6 @@
-"""A certificate authority in a few lines: P-256 keys, certificates of X.509 version 3. Needs `cryptography`.
+"""A small certificate authority: P-256 keys and X.509 version 3 certificates. It needs `cryptography`.
 
-The only module that imports it: TLS itself is grpc's.
+No other module imports that package; grpc does TLS itself.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 __all__ = ["Authority"]
 
 _LEAST_DAYS = 3_650
-"""An authority outlives the certificates that it makes, several times over: to replace it is work on every host."""
+"""Least lifetime of an authority. It outlives its certificates several times: replacing it is work on every host."""
 
 _CLOCK_SKEW = timedelta(hours=1)
-"""Certificates are good from a while ago: the clocks of hosts differ."""
+"""How far in the past certificates become valid, because the clocks of hosts differ."""
 
 
 class Authority:
@@ -40,12 +40,12 @@ class Authority:
 
     @classmethod
     def make(cls, name: str, days: int, now: datetime | None = None) -> Self:
-        """A new one.
+        """Makes a new authority.
 
         Args:
-            name: for people.
-            days: for how long the certificates will be good that it is made for; it is good for longer.
-            now: the time.
+            name: a name for people to read.
+            days: how long the certificates that it issues will be valid; the authority itself is valid for longer.
+            now: the current time.
         """
         now = now or datetime.now(UTC)
         key = ec.generate_private_key(ec.SECP256R1())
@@ -60,10 +60,10 @@ class Authority:
 
     @classmethod
     def load(cls, cert_pem: bytes, key_pem: bytes) -> Self:
-        """One that was made before.
+        """Loads an authority that was made before.
 
         Raises:
-            ValueError: it cannot be read, is no authority, or the key is another's.
+            ValueError: the files cannot be read, are no authority, or the key belongs to another certificate.
         """
         try:
             cert = x509.load_pem_x509_certificate(cert_pem)

@@ -1,4 +1,4 @@
-"""`paceline certs`: an authority for one cluster, and of it certificates for its coordinator and for its members."""
+"""`paceline certs`: makes an authority for one cluster, and certificates for its coordinator and its members."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _KEY_MODE, _CERT_MODE = 0o600, 0o644
 
 
 def make_certificates(directory: Path, hosts: Sequence[str], days: int) -> None:
-    """Makes them, and says how they are used.
+    """Makes the certificates, and prints how to use them.
 
     Args:
-        directory: where to. An authority that is there is kept; the other certificates are made anew, and that of the
-            coordinator keeps the names that it had.
-        hosts: names and addresses of the coordinator, on top of this host's and the loopback ones.
-        days: for how long the certificates are good.
+        directory: where to write them. An existing authority is kept; the other certificates are made anew, and the
+            coordinator's keeps the names that it had.
+        hosts: names and addresses of the coordinator, in addition to this host's and the loopback ones.
+        days: how long the certificates are valid.
 
     Raises:
-        UsageError: `cryptography` is not installed, a name cannot be one, or the authority cannot be used.
+        UsageError: `cryptography` is not installed, a name is malformed, or the authority cannot be used.
         OSError: a file cannot be written.
     """
     try:
@@ -55,7 +55,7 @@ def make_certificates(directory: Path, hosts: Sequence[str], days: int) -> None:
         until = datetime.now(UTC) + timedelta(days=days)
         leaves = {
             "coordinator": authority.issue("paceline coordinator", names, until, calls=False),
-            # The loopback names are for a coordinator that `paceline run` embeds: it has what its workers have.
+            # The loopback names are for a coordinator that `paceline run` embeds: it uses its workers' certificate.
             "member": authority.issue("paceline member", [MEMBER_NAME, *_LOOPBACK], until, calls=True),
         }
     except ValueError as error:
@@ -67,10 +67,10 @@ def make_certificates(directory: Path, hosts: Sequence[str], days: int) -> None:
 
 
 def _authority(directory: Path, days: int) -> Authority:
-    """The one that is there, or a new one. Never writes over a file of one.
+    """Loads the authority of the directory, or makes one. Never overwrites a file of an authority.
 
     Raises:
-        ValueError: half of one is there, it cannot be used, or others may read its key.
+        ValueError: one of its two files is missing, it cannot be used, or others may read its key.
     """
     from paceline.cli.authority import Authority
 
@@ -88,7 +88,7 @@ def _authority(directory: Path, days: int) -> Authority:
 
 
 def _write(path: Path, data: bytes, mode: int) -> None:
-    """The whole file or none, and never readable by others for a moment."""
+    """Writes the whole file or nothing, and never lets others read a private file, not even for a moment."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
@@ -101,7 +101,7 @@ def _write(path: Path, data: bytes, mode: int) -> None:
 
 
 def _checked(host: str) -> str:
-    """A name or an IP address that a certificate can hold."""
+    """Returns a name or an IP address in the form in which a certificate holds it."""
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     try:
         return str(ipaddress.ip_address(bare))

@@ -1,4 +1,4 @@
-"""`paceline checkpoint inspect`: what a checkpoint holds, whether it is what was written, and one file made of many."""
+"""`paceline checkpoint inspect`: shows a checkpoint, verifies it, and saves its arrays whole in one file."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from paceline.cli.output import UsageError, print_json, printable
 __all__ = ["inspect_checkpoint"]
 
 _MOST_PARTS = 8
-"""Named for one array; where there are more, only their number."""
+"""Most parts that the table lists for one array; of more it shows only the number."""
 
 
 def inspect_checkpoint(directory: Path, *, verify: bool, consolidate: Path | None, as_json: bool) -> None:
     """Shows a checkpoint.
 
     Args:
-        directory: a checkpoint's folder, or where checkpoints are kept: then the greatest tag is shown.
+        directory: a checkpoint's folder; or a folder of checkpoints, of which the one with the greatest tag is shown.
         verify: read everything and compare checksums.
-        consolidate: where to save it again with all arrays whole in one file; needs memory for all of them.
-        as_json: the result as one JSON object on the last line.
+        consolidate: where to save the checkpoint again, with all arrays whole in one file; needs memory for all.
+        as_json: print the result as one JSON object on the last line.
 
     Raises:
         UsageError: there is no checkpoint.
-        CheckpointDamaged: it is not what was written.
-        OSError: the disk refused.
+        CheckpointDamaged: the files are not what was written.
+        OSError: a file cannot be read or written.
     """
     reader = Reader(_folder(directory))
     if verify:
@@ -40,7 +40,7 @@ def inspect_checkpoint(directory: Path, *, verify: bool, consolidate: Path | Non
     made = None
     if consolidate is not None:
         there = len(checkpoint.tags(consolidate))
-        made = checkpoint.save(consolidate, reader.state(), reader.tag, keep=there + 1)  # nothing there is too old
+        made = checkpoint.save(consolidate, reader.state(), reader.tag, keep=there + 1)  # deletes no checkpoint there
     if as_json:
         print_json(_as_dict(reader, verified=verify, made=made))
         return

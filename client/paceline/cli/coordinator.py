@@ -1,4 +1,4 @@
-"""`paceline coordinator`: the server in the foreground, until a signal ends it."""
+"""`paceline coordinator`: runs the server in the foreground until a signal ends it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def run_coordinator(
     token_file: Path | None = None,
     insecure: bool = False,
 ) -> None:
-    """Serves until SIGINT or SIGTERM, which is how a coordinator ends: with exit code 0.
+    """Serves until SIGINT or SIGTERM, after which the exit code is 0.
 
     Raises:
-        UsageError: the address is malformed, a number cannot be, certificates or tokens cannot be used, or others can
-            reach the address, need neither, and that is not wanted (`insecure`).
+        UsageError: the address is malformed, a number is out of range, certificates or tokens cannot be used, or other
+            hosts can reach the address without either and `insecure` is False.
         OSError: the port is in use, or the state file cannot be used.
     """
     from paceline_server.app import serve
@@ -63,9 +63,9 @@ def run_coordinator(
             f"whoever reaches {where} could join, read and stop every job: give --token-file, PACELINE_TOKEN (openssl "
             "rand -hex 32) or --tls-ca (paceline certs); --insecure is for a network where everybody is trusted"
         )
-    # Jobs, views and losses, as they come: what whoever started this wants to see.
+    # Shows the operator jobs, views and losses as they happen.
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("paceline_server.app").setLevel(logging.WARNING)  # start and stop are said below
+    logging.getLogger("paceline_server.app").setLevel(logging.WARNING)  # `say` reports start and stop below
 
     def announce(address: str) -> None:
         say(f"the coordinator listens on {address}{_terms(settings)}")
@@ -81,7 +81,7 @@ def run_coordinator(
 
 
 def _terms(settings: ServerSettings) -> str:
-    """Whom it lets in, in words."""
+    """Says in words what callers of the coordinator need."""
     wants = []
     if settings.tls_ca is not None:
         wants.append("a certificate")

@@ -1,7 +1,7 @@
-"""`paceline demo`: handwritten digits, real processes, a worker that is killed and replaced, and a view of it all.
+"""`paceline demo`: trains on handwritten digits in real processes, kills and replaces a worker, and shows it all.
 
-It starts the workers (`paceline.demo.training`), shows their state (`paceline.demo.progress`) live on a terminal and as
-plain lines elsewhere, and judges the result.
+It starts the workers (`paceline.demo.training`), shows their state (`paceline.demo.progress`) live on a terminal or as
+plain lines elsewhere, and checks the result.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ __all__ = [
 ]
 
 GOOD_ACCURACY = 0.95
-"""Least accuracy on the held-back fifth; a run below it has failed."""
+"""Least accuracy on the held-back fifth of the samples; a run below it has failed."""
 
 _RESTARTS = 1
-"""Restarts of each worker: the demo kills one, and the user may kill another."""
+"""Most restarts of each worker: the demo kills one, and the user may kill another."""
 
 _SETTLE_S = 10.0
-"""How long to wait after the last join for workers that are slow to start. A job may begin with fewer workers than its
+"""Seconds to wait after the last join for workers that start slowly. A job may begin with fewer workers than its
 maximum; the demo should not."""
 
 _STATE_STYLE = {
@@ -58,30 +58,30 @@ _STATE_STYLE = {
 }
 
 _LINE_EVERY_S = 1.0
-"""Least time between two plain lines."""
+"""Least seconds between two plain lines."""
 
 _PICTURE_EVERY_S = 0.1
-"""Least time between two pictures: workers report every step."""
+"""Least seconds between two pictures, because workers report every step."""
 
 
 def run_demo(workers: int, *, kill_at_step: int, as_json: bool) -> int:
-    """Train on the digits with workers on this machine, kill and replace one of them, and show the progress.
+    """Trains on the digits with workers on this machine, kills and replaces one of them, and shows the progress.
 
     Args:
-        workers: how many.
-        kill_at_step: the step in which one is killed, 0 for none.
-        as_json: the last line of standard output is the result.
+        workers: how many workers to start.
+        kill_at_step: the step in which one is killed; 0 for none.
+        as_json: print the result as JSON on the last line of standard output.
 
     Returns:
-        0 if the digits were learnt, every sample counted once, and the job came through the kill and went on with a new
-        worker, if one was asked for; 1 otherwise; that of the first worker that failed.
+        The exit code of the first worker that failed, if any. Else 0 if the digits were learnt, every sample counted
+        once and, if a kill was requested, training continued and a new worker joined; 1 otherwise.
 
     Raises:
         UsageError: scikit-learn is not installed.
     """
     if importlib.util.find_spec("sklearn") is None:
         raise UsageError("the demo trains on the digits of scikit-learn: pip install 'paceline[demo]'")
-    console = Console(stderr=as_json)  # standard output is the result's alone then
+    console = Console(stderr=as_json)  # JSON has standard output to itself
     if kill_at_step and workers == 1:
         console.print("no worker will be killed: with one worker, training could not go on")
         kill_at_step = 0
@@ -105,7 +105,7 @@ def run_demo(workers: int, *, kill_at_step: int, as_json: bool) -> int:
 
 
 def as_result(progress: DemoProgress) -> dict[str, Any]:
-    """The result as `--json` prints it."""
+    """Returns the result as `--json` prints it."""
     assert progress.result is not None
     return {
         "accuracy": round(progress.result["accuracy"], 4),
@@ -119,7 +119,7 @@ def as_result(progress: DemoProgress) -> dict[str, Any]:
 
 
 def faults(result: dict[str, Any], *, kill: bool) -> list[str]:
-    """What went wrong, in words; empty if the demo has shown what it promises."""
+    """Says what went wrong; empty if the demo has shown what it promises."""
     found = []
     if not result["samples_once"]:
         found.append("a sample was not used exactly once in every epoch")
@@ -159,38 +159,38 @@ def _summary(console: Console, progress: DemoProgress, result: dict[str, Any], w
 
 
 class View(Protocol):
-    """Shows progress. A context manager."""
+    """Shows progress; a context manager."""
 
     def __enter__(self) -> View: ...
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
     def update(self, progress: DemoProgress) -> None:
-        """Show a changed state."""
+        """Shows a changed state."""
 
     def note(self, text: str) -> None:
-        """Print a line that stays on the screen."""
+        """Prints a line that stays on the screen."""
 
 
 class DemoListener:
-    """Folds what workers report to the launcher into the state, and shows it (a `LaunchListener`)."""
+    """Updates the state from what workers report to the launcher, and shows it (a `LaunchListener`)."""
 
     def __init__(self, view: View) -> None:
         self.progress = DemoProgress()
         self._view = view
 
     def line(self, worker: Worker, stream: str, line: bytes) -> None:
-        """Show what a worker prints: most likely an error."""
+        """Shows what a worker prints, most likely an error."""
         self._view.note(f"[{worker.label}] {line.decode(errors='replace')}")
 
     def record(self, worker: Worker, record: dict[str, Any]) -> None:
-        """Take a worker's report."""
+        """Updates the state from a worker's report."""
         for text in self.progress.told(worker.index, worker.pid, record):
             self._view.note(text)
         self._view.update(self.progress)
 
     def ended(self, worker: Worker, end: Exit, expected: bool) -> None:
-        """Note that a worker ended."""
+        """Records and shows that a worker ended."""
         for text in self.progress.ended(worker.index, end.pid, end.returncode, follows=end.follows):
             self._view.note(text)
         if not expected:
@@ -198,12 +198,12 @@ class DemoListener:
         self._view.update(self.progress)
 
     def say(self, text: str) -> None:
-        """Show a message of the launcher."""
+        """Shows a message of the launcher."""
         self._view.note(f"paceline: {text}")
 
 
 class LiveView:
-    """Draws the state again and again in place, on a terminal."""
+    """Redraws the state in place on a terminal."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -223,19 +223,19 @@ class LiveView:
         self._live.__exit__(kind, error, trace)
 
     def update(self, progress: DemoProgress) -> None:
-        """Draw the state if the last picture is old enough."""
+        """Draws the state if the last picture is old enough."""
         self._latest, now = progress, time.monotonic()
         if now >= self._next:
             self._next = now + _PICTURE_EVERY_S
             self._live.update(picture(progress, self._console))
 
     def note(self, text: str) -> None:
-        """Print a line above the picture."""
+        """Prints a line above the picture."""
         self._live.console.print(Text(text))
 
 
 class PlainView:
-    """Prints a line now and then."""
+    """Prints a line after some of the epochs."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -251,7 +251,7 @@ class PlainView:
         pass
 
     def update(self, progress: DemoProgress) -> None:
-        """Print a line if an epoch has ended and the last line is old enough, or it was the last epoch."""
+        """Prints a line if an epoch has ended and the last line is old enough, or it was the last epoch."""
         now = time.monotonic()
         epochs = len(progress.losses)
         if epochs == self._epochs or progress.accuracy is None or (now < self._next and epochs < progress.epochs):
@@ -264,12 +264,12 @@ class PlainView:
         )
 
     def note(self, text: str) -> None:
-        """Print a line."""
+        """Prints a line."""
         self._console.print(Text(text), soft_wrap=True)
 
 
 def picture(progress: DemoProgress, console: Console) -> RenderableType:
-    """The whole state as a framed picture."""
+    """Draws the whole state as a framed picture."""
     unicode = console.encoding.startswith("utf")
     bar = Table.grid(expand=True, padding=(0, 1))
     bar.add_column(ratio=1)

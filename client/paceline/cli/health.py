@@ -1,8 +1,8 @@
 """A container's health check: python -m paceline.cli.health HOST:PORT.
 
-Asks the standard grpc.health.v1 service whether the server serves, with exit code 0 for yes; otherwise it says why not,
-and Docker and Kubernetes show that beside the container. It needs no token; where the server has TLS, PACELINE_TLS_CA,
-and a certificate too if the server asks for one.
+It asks the standard grpc.health.v1 service whether the server serves. The exit code is 0 for yes; otherwise it prints
+the reason, which Docker and Kubernetes show beside the container. It needs no token. If the server has TLS, it needs
+PACELINE_TLS_CA, and a certificate too if the server requires one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TIMEOUT_S = 3.0
 
 
 def trouble_at(address: str, timeout: float = _TIMEOUT_S) -> str:
-    """Why the server at the address does not serve; empty if it answers that it does.
+    """Says why the server at the address does not serve; empty if it answers that it does.
 
     Raises:
         ValueError: the PACELINE_* variables for TLS cannot be used.
@@ -38,7 +38,7 @@ def trouble_at(address: str, timeout: float = _TIMEOUT_S) -> str:
 
 
 def main() -> None:
-    """Exits with 0, or with 1 and why on stderr."""
+    """Exits with 0, or with 1 and the reason on stderr."""
     try:
         trouble = trouble_at(sys.argv[1])
     except ValueError as error:

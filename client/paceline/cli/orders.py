@@ -1,4 +1,4 @@
-"""`paceline drain`, `restart` and `forget`: an operator's orders to a job, and their results in words."""
+"""`paceline drain`, `restart` and `forget`: send an operator's order to a job, and print the result."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["connected", "drain_members", "forget_job", "restart_job"]
 def drain_members(
     coordinator: str | None, job: str, members: Sequence[str], timeout: float, *, everyone: bool, as_json: bool
 ) -> None:
-    """Has members leave at the end of their step, and prints which ones were told.
+    """Tells members to leave at the end of their step, and prints which ones were told.
 
     Args:
-        coordinator: its address; None for that of this user's one `paceline run`.
+        coordinator: its address; None for the one of this user's only `paceline run`.
         job: name of the job.
         members: ranks in the current view, or member ids.
-        timeout: seconds.
-        everyone: all members; `members` is empty then.
-        as_json: the result as one JSON object on the last line.
+        timeout: seconds to try for.
+        everyone: tell all members; `members` is empty then.
+        as_json: print the result as one JSON object on the last line.
 
     Raises:
-        UsageError: neither or both of `members` and `everyone` are given, or the address is as for `restart_job`.
+        UsageError: neither or both of `members` and `everyone` are given; or an address error as for `restart_job`.
         PacelineError: no coordinator answers, or it knows no such job or member.
     """
     if everyone and members:
@@ -40,7 +40,7 @@ def drain_members(
     if everyone and not before:
         raise PacelineError(f"job {job!r} has no member that could leave")
     told = drain(address, job, members, timeout)
-    # A member that joined between the two calls is known by its id alone.
+    # Of a member that joined between the two calls, only the id is known.
     known = [(member_id, before.get(member_id)) for member_id in told]
     for member_id, status in known:
         who = f"member {member_id}" if status is None else label(status)
@@ -54,14 +54,14 @@ def restart_job(coordinator: str | None, job: str, timeout: float, *, force: boo
     """Declares a job's last workers dead, and prints which ones.
 
     Args:
-        coordinator: its address; None for that of this user's one `paceline run`.
+        coordinator: its address; None for the one of this user's only `paceline run`.
         job: name of the job.
-        timeout: seconds.
-        force: also if members are connected and train.
-        as_json: the result as one JSON object on the last line.
+        timeout: seconds to try for.
+        force: do so even if members are connected and train.
+        as_json: print the result as one JSON object on the last line.
 
     Raises:
-        UsageError: the address is malformed, or none is named and there is none, or several.
+        UsageError: the address is malformed; or none is named, and this user serves none or several.
         PacelineError: members are alive, no coordinator answers, or it knows no such job.
     """
     address = coordinator_address(coordinator)
@@ -89,13 +89,13 @@ def forget_job(coordinator: str | None, job: str, timeout: float, *, as_json: bo
     """Removes a job that is over from the coordinator.
 
     Args:
-        coordinator: its address; None for that of this user's one `paceline run`.
+        coordinator: its address; None for the one of this user's only `paceline run`.
         job: name of the job.
-        timeout: seconds.
-        as_json: the result as one JSON object on the last line.
+        timeout: seconds to try for.
+        as_json: print the result as one JSON object on the last line.
 
     Raises:
-        UsageError: the address is malformed, or none is named and there is none, or several.
+        UsageError: the address is malformed; or none is named, and this user serves none or several.
         PacelineError: the job is not over, no coordinator answers, or it knows no such job.
     """
     forget(coordinator_address(coordinator), job, timeout)
@@ -105,7 +105,7 @@ def forget_job(coordinator: str | None, job: str, timeout: float, *, as_json: bo
 
 
 def connected(detail: GetJobResponse) -> list[MemberStatus]:
-    """Members of a live view that the coordinator hears: they cannot be declared dead."""
+    """Returns the members of a running job's view that the coordinator hears; without force they stop a restart."""
     if detail.summary.phase != JobPhase.JOB_PHASE_RUNNING:
         return []
     return [status for status in detail.members if status.in_view and is_heard(status, detail.settings)]
@@ -124,7 +124,7 @@ def _as_dict(member_id: str, status: MemberStatus | None) -> dict[str, Any]:
 
 
 def _say(text: str, as_json: bool) -> None:
-    """Prints a result for people: on standard output, unless a program reads that."""
+    """Prints a result for people, on standard output unless that carries JSON."""
     if as_json:
         say(text)
     else:

@@ -1,4 +1,4 @@
-"""What all commands have in common in what they print: errors in one line, results as one JSON object."""
+"""Prints what all commands print alike: errors in one line, results as one JSON object."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["UsageError", "one_line_errors", "print_json", "printable", "say"]
 
 
 class UsageError(Exception):
-    """The command line asks for what cannot be; the text says what would do."""
+    """The command line asks for something impossible; the text says what would work."""
 
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turns what a user can have done wrong, or a network, into one line and an exit code.
+    """Turns errors of the user, the system or the network into one line and an exit code.
 
-    Exit codes: 2 for a command line that cannot be, as for typer's own refusals; 1 for everything else; 130 for Ctrl-C.
-    Bugs keep their traceback.
+    The exit code is 2 for an invalid command line, as typer's own, 130 for Ctrl-C, and 1 for everything else. Bugs keep
+    their traceback.
     """
     try:
         yield
@@ -42,13 +42,13 @@ def one_line_errors() -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """One sentence of the command's own, on standard error. What it quotes cannot move the cursor."""
+    """Prints a sentence of the command itself on standard error; text that it quotes cannot move the cursor."""
     lines = "\n".join(map(printable, text.split("\n")))
     print(f"paceline: {lines}", file=sys.stderr, flush=True)
 
 
 def printable(text: str) -> str:
-    """A text with escapes in place of what a terminal would not show but obey: control and formatting characters."""
+    """Escapes the characters that a terminal would obey instead of showing: control and formatting characters."""
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
         for character in text
@@ -56,5 +56,5 @@ def printable(text: str) -> str:
 
 
 def print_json(result: dict[str, Any]) -> None:
-    """The result as the last line of standard output."""
+    """Prints the result as the last line of standard output."""
     print(json.dumps(result), flush=True)

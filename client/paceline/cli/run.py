@@ -1,4 +1,4 @@
-"""`paceline run`: checks what was asked, finds or embeds a coordinator, and launches."""
+"""`paceline run`: checks the arguments, finds or embeds a coordinator, and launches the workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paceline.config import Config
 __all__ = ["launch", "run_nodes", "run_workers"]
 
 _GRACE_S = 5.0
-"""On top of `failure_timeout`: what a failed worker's peers need at most to see it, raise, and end."""
+"""Seconds beyond `failure_timeout` within which a failed worker's peers notice the failure, raise, and end."""
 
 
 def run_workers(
@@ -42,13 +42,13 @@ def run_workers(
     redirects: str | None = None,
     tee: str | None = None,
 ) -> int:
-    """Runs workers with their lines on the terminal; `spares` is None for one, where it is of use.
+    """Runs workers and shows their lines on the terminal; with `spares` None it keeps one spare where that helps.
 
     Returns:
         The exit code, by the rule of `launcher.supervision.Supervision`.
 
     Raises:
-        UsageError: the arguments cannot be.
+        UsageError: the arguments are invalid.
     """
     _check_command(command)
     try:
@@ -86,15 +86,15 @@ def run_nodes(
     tee: str | None = None,
     insecure: bool = False,
 ) -> int:
-    """Runs workers as torchrun's flags say, with their lines on the terminal.
+    """Runs workers as torchrun's flags say, and shows their lines on the terminal.
 
-    `insecure` lets launchers meet where whoever reaches the port may join.
+    With `insecure`, launchers may meet at a port where every process that reaches it may join.
 
     Returns:
         The exit code, by the rule of `torchrun.rounds.run_worlds`.
 
     Raises:
-        UsageError: the arguments cannot be.
+        UsageError: the arguments are invalid.
     """
     _check_command(command)
     if flags.rdzv_endpoint and flags.standalone:
@@ -132,16 +132,16 @@ def launch(
 
     Args:
         command: SCRIPT ARGS..., -m MODULE ARGS..., or -- PROGRAM ARGS...
-        workers: how many.
-        settings: what they are told of the job; it is elastic if it may have fewer workers than it may have at most.
+        workers: how many workers to start.
+        settings: what the workers are told of the job; it is elastic if its minimum is below its maximum.
         listener: shows what happens.
         restarts: how often each worker is started again at most; with any, the job is elastic too.
-        spares: how many processes wait with their imports done, to be the next workers that are started again.
-        alone: no other launcher brings workers for this job.
-        bind: each worker gets its share of the cores, where there is one for each (`launcher.environment`).
+        spares: how many processes wait with their imports done, to replace failed workers.
+        alone: no other launcher starts workers for this job.
+        bind: bind each worker to its share of the cores, if there is one for each (`launcher.environment`).
 
     Raises:
-        UsageError: a PACELINE_* variable does not hold what it should.
+        UsageError: a PACELINE_* variable has an invalid value.
     """
     try:
         grace = Config.from_environment().failure_timeout + _GRACE_S
@@ -161,10 +161,10 @@ def launch(
 
 @contextlib.contextmanager
 def _with_a_secret(plan: Plan) -> Iterator[None]:
-    """Launchers and workers have something to show where they meet: what was set for them, else what --rdzv-id gives.
+    """Makes sure that launchers and workers have credentials: those that are set, else a token made from --rdzv-id.
 
     Raises:
-        UsageError: they have nothing.
+        UsageError: they have neither.
     """
     own = worker_credentials()
     if own.token is not None or own.cert is not None:
@@ -190,7 +190,7 @@ def _check_advertise(advertise: str | None, ports: int) -> None:
 
 
 def _check_command(command: Sequence[str]) -> None:
-    """What is not there is found here once, rather than in every worker."""
+    """Checks that the script or program exists, so that the error shows once and not in every worker."""
     if command[0] == "--":
         if shutil.which(command[1]) is None:
             raise UsageError(f"there is no program {command[1]}")
@@ -200,7 +200,7 @@ def _check_command(command: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _console(log_dir: Path | None, job: str, redirects: str | None, tee: str | None, workers: int) -> Iterator[Console]:
-    """The terminal, and the log files if lines are to be kept: in a new folder, if none is named."""
+    """Opens the console, and log files if lines are kept: in `log_dir`, else in a new folder."""
     try:
         streams = read_streams(redirects, tee, workers)
     except ValueError as error:
@@ -217,7 +217,7 @@ def _console(log_dir: Path | None, job: str, redirects: str | None, tee: str | N
 def _coordinator(address: str | None) -> Iterator[Served]:
     if address is not None:
         where = coordinator_address(address)
-        yield Served(where, own_token(where))  # of another run of this user, which may take workers in
+        yield Served(where, own_token(where))  # it may belong to another run of this user, which admits workers
     else:
         with own_coordinator() as own:
             yield own

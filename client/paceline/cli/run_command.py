@@ -1,4 +1,4 @@
-"""The options of `paceline run`: Paceline's, and torchrun's in a separate panel."""
+"""Defines the options of `paceline run`: Paceline's, and torchrun's in a separate panel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.cli.output import UsageError, one_line_errors
 __all__ = ["RUN_SETTINGS", "run"]
 
 RUN_SETTINGS: dict[str, Any] = {
-    "allow_interspersed_args": False,  # what follows the script is the script's
+    "allow_interspersed_args": False,  # options after SCRIPT belong to the script
     "token_normalize_func": lambda token: token.replace("_", "-"),  # --nproc_per_node, as torchrun takes it
 }
 
@@ -203,7 +203,7 @@ _OWN: dict[str, tuple[str, str | None]] = {
 
 
 def _refuse_both(context: typer.Context, flag: str) -> None:
-    """Refuse options of both kinds: with Paceline's, workers go on without a failed one; with torchrun's, all end."""
+    """Refuses options of both kinds: with Paceline's, workers go on without a failed one; with torchrun's, all end."""
     for name, (own, instead) in _OWN.items():
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":

@@ -1,4 +1,4 @@
-"""`paceline schedules`: how collectives are done, and which way is chosen when. Nothing runs; it is all arithmetic."""
+"""`paceline schedules`: shows how collectives work and which schedule is chosen when. It runs nothing."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _NAMES = ", ".join(collective.replace("_", "-") for collective in SCHEDULES)
 
 
 class ScheduleOptions(NamedTuple):
-    """What the command line says about one collective; None for what it does not say.
+    """The options for one collective; None for those that were not given.
 
     Attributes:
         workers: W.
         size: as for `parse_size`.
-        rank: whose rows to show.
-        schedule: to show in place of the one that is chosen.
+        rank: the rank whose rows to show.
+        schedule: the schedule to show instead of the chosen one.
     """
 
     workers: int | None = None
@@ -32,17 +32,17 @@ class ScheduleOptions(NamedTuple):
 
 
 class SchedulePlan(NamedTuple):
-    """How a collective is done, for one rank.
+    """One rank's part in a collective.
 
     Attributes:
         collective: as methods of `Group` spell it.
         world: W.
-        bytes: of the whole array, see `measured_size`.
-        chosen: what the table says.
-        schedule: what is shown.
-        chunks: number of chunks that rows speak of.
-        rank: whose rows.
-        rows: what it does; a root is rank 0.
+        bytes: size of the whole array, see `measured_size`.
+        chosen: what the table of rules chooses.
+        schedule: the schedule that is shown.
+        chunks: number of chunks that the rows refer to.
+        rank: the rank.
+        rows: what the rank does; the root is rank 0.
     """
 
     collective: str
@@ -55,7 +55,7 @@ class SchedulePlan(NamedTuple):
     rows: list[Row]
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan in the form that `--json` gives it; null for a side of a row that does nothing."""
+        """Returns the plan as `--json` prints it; null marks a side of a row that does nothing."""
         asked_for = self.schedule != self.chosen.schedule
         return {
             "collective": self.collective,
@@ -70,7 +70,7 @@ class SchedulePlan(NamedTuple):
         }
 
     def as_text(self) -> str:
-        """The plan for people."""
+        """Formats the plan for people."""
         of = f" of {size_text(self.bytes)}" if self.bytes else ""
         root = " from" if self.collective in ("broadcast", "scatter") else " to"
         root = f"{root} rank 0" if self.collective in ROOTED else ""
@@ -98,10 +98,10 @@ class SchedulePlan(NamedTuple):
 
 
 def show_schedules(collective: str | None, asked: ScheduleOptions, *, as_json: bool) -> None:
-    """Shows the table of choices; or for a collective which schedule is chosen, and one rank's rows of it.
+    """Shows the table of rules; or, for a collective, which schedule is chosen and one rank's rows of it.
 
     Raises:
-        UsageError: there is no such collective, schedule or rank, or a size that cannot be.
+        UsageError: there is no such collective, schedule or rank, or the size is invalid.
     """
     if collective is not None:
         plan = make_plan(collective, asked)
@@ -115,10 +115,10 @@ def show_schedules(collective: str | None, asked: ScheduleOptions, *, as_json: b
 
 
 def make_plan(collective: str, asked: ScheduleOptions) -> SchedulePlan:
-    """How a collective is done; among 4, for 1 MiB and rank 0 where nothing else is asked for.
+    """Plans a collective, by default of 1 MiB among 4 ranks, seen from rank 0.
 
     Raises:
-        UsageError: as `show_schedules`.
+        UsageError: as for `show_schedules`.
     """
     name = collective.replace("-", "_")
     if name not in SCHEDULES:

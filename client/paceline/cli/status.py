@@ -1,4 +1,4 @@
-"""`paceline status`: jobs and members as a table for people and as JSON for programs."""
+"""`paceline status`: shows jobs and members, as tables for people or as JSON for programs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def show_status(coordinator: str | None, job: str | None, timeout: float, *, as_
     """Shows all jobs, or one with its members.
 
     Raises:
-        UsageError: the address is malformed, or none is named and there is not one to be meant.
+        UsageError: the address is malformed; or none is named, and this user serves none or several.
         PacelineError: no coordinator answers, or it knows no such job.
     """
     address = coordinator_address(coordinator)
@@ -46,7 +46,7 @@ def show_status(coordinator: str | None, job: str | None, timeout: float, *, as_
 
 
 def job_as_dict(job: JobSummary) -> dict[str, Any]:
-    """A job in the form that `--json` gives it."""
+    """Returns a job as `--json` prints it."""
     return {
         "name": job.name,
         "phase": _phase(job),
@@ -59,11 +59,11 @@ def job_as_dict(job: JobSummary) -> dict[str, Any]:
 
 
 def member_as_dict(status: MemberStatus, straggler: str | None = None) -> dict[str, Any]:
-    """A member in the form that `--json` gives it; its rank is null while it waits for a view.
+    """Returns a member as `--json` prints it; its rank is null while it waits for a view.
 
     Args:
-        status: what the coordinator says.
-        straggler: how it holds the others up, None if it does not.
+        status: what the coordinator reports.
+        straggler: how the member holds the others up; None if it does not.
     """
     member = status.member
     return {
@@ -101,7 +101,7 @@ def _silent(status: MemberStatus) -> float:
 
 
 def jobs_table(jobs: list[JobSummary]) -> Table:
-    """Jobs, one a row."""
+    """Makes a table of jobs, one in each row."""
     table = Table("job", "phase", "generation", "workers", "waiting", "why")
     for job in jobs:
         phase = Text(_phase(job), style=_PHASE_STYLE.get(_phase(job), ""))
@@ -116,7 +116,7 @@ def _why(job: JobSummary) -> str:
 
 
 def members_table(detail: GetJobResponse) -> Table:
-    """A job's members, one a row; those that are silent come first."""
+    """Makes a table of a job's members, one in each row; silent ones come first."""
     behind = stragglers(detail)
     table = Table("rank", "host", "pid", "address", "heard from", "standing", "step", "collective", "")
     for status in in_order(detail.members):

@@ -1,8 +1,9 @@
-"""A spare imports what its script is going to import, before it is needed. This runs in the spare.
+"""Runs in a spare process, and imports in advance what its script will import.
 
-No code of the user's runs early. Scripts and modules that are not installed packages are read, not run: their imports
-are followed, in the order in which Python would meet them, and those of installed packages are made. The search ends at
-the first statement that does something else, such as setting `os.environ`, which the imports behind it may depend on.
+None of the user's code runs early. Scripts, and modules outside of installed packages, are read and not run: their
+imports are followed in the order in which Python would run them, and installed packages among them are imported. The
+search ends at the first statement that does anything else, such as setting `os.environ`, because later imports may
+depend on it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Import:
 
     Attributes:
         module: its full name.
-        names: what follows on `from MODULE import`; some may be submodules.
+        names: the names in `from MODULE import NAMES`; some may be submodules.
     """
 
     module: str
@@ -38,12 +39,12 @@ class Import:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A module that is read in place of being imported.
+    """A module that is read instead of being imported.
 
     Attributes:
         name: its full name; "__main__" for a script.
-        package: what its relative imports are relative to; empty for none.
-        text: its source.
+        package: the package to which its relative imports refer; empty for none.
+        text: its source code.
     """
 
     name: str
@@ -56,11 +57,11 @@ class _Acts(Exception):
 
 
 def find_imports(main: Source, find: Callable[[str], Source | None]) -> list[Import]:
-    """The imports of installed packages that a program makes before it does anything else, in order.
+    """Lists, in order, the installed packages that a program imports before it does anything else.
 
     Args:
         main: the script, or the module of `-m`.
-        find: the source of a module that is to be read; None for one that is to be imported, or is not there.
+        find: returns the source of a module to read; None for one to import, or if there is none.
     """
     found: list[Import] = []
     seen = {main.name}
@@ -68,14 +69,14 @@ def find_imports(main: Source, find: Callable[[str], Source | None]) -> list[Imp
     def follow(source: Source) -> None:
         try:
             body = ast.parse(source.text).body
-        except (SyntaxError, ValueError):  # Python will say so when it runs the script
+        except (SyntaxError, ValueError):  # Python will report it when it runs the script
             raise _Acts from None
         for wanted in _imports(body, source.package):
             if not read(wanted) and wanted not in found:
                 found.append(wanted)
 
     def read(wanted: Import) -> bool:
-        """Follows the modules of an import that are to be read; True if there are any."""
+        """Reads and follows the modules of an import that are not to be imported; True if there are any."""
         any_read = False
         for name in _to_read(wanted):
             if name not in seen:
@@ -88,25 +89,25 @@ def find_imports(main: Source, find: Callable[[str], Source | None]) -> list[Imp
 
     try:
         if main.package:
-            read(Import(main.package))  # Python runs these before a module of theirs
+            read(Import(main.package))  # Python imports the packages first that contain the module
         follow(main)
     except _Acts:
-        pass  # what was found up to there is what can be imported early
+        pass  # only the imports up to there can be done early
     return found
 
 
 def warm_up(arguments: Sequence[str], needed: Callable[[], bool]) -> None:
-    """Imports what a script or module is going to import, and the rest of Paceline where NumPy is among that.
+    """Imports what a script or module will import; and, if that includes NumPy, the rest of Paceline.
 
-    Paceline loads its parts when they are first used, NumPy with them; a script that has not imported NumPy by itself
-    may still be about to set the variables that NumPy reads.
+    Paceline loads its parts on first use, and they load NumPy. A script that has not imported NumPy itself may first
+    set the variables that NumPy reads.
 
     Args:
         arguments: SCRIPT ARGS..., or -m MODULE ARGS...
-        needed: asked before each import; the rest is left to the script once it is true.
+        needed: called before each import; once it returns True, the other imports are left to the script.
 
     Raises:
-        BaseException: whatever an import raises.
+        BaseException: anything that an import raises.
     """
     main = _main(arguments)
     if main is None:
@@ -125,12 +126,12 @@ def warm_up(arguments: Sequence[str], needed: Callable[[], bool]) -> None:
     for name in paceline.__all__:
         if needed():
             return
-        if name != "testing":  # that one brings the coordinator
+        if name != "testing":  # it imports the coordinator
             getattr(paceline, name)
 
 
 def _imports(body: Sequence[ast.stmt], package: str) -> Iterator[Import]:
-    """The imports at the top level of a module, until a statement acts."""
+    """Yields the imports at the top level of a module; raises `_Acts` at a statement that does anything else."""
     for statement in body:
         match statement:
             case ast.Import(names=names):
@@ -167,7 +168,7 @@ def _is_guard(test: ast.expr) -> bool:
 
 
 def _to_read(wanted: Import) -> Iterator[str]:
-    """The modules that Python runs for an import, outermost package first."""
+    """Yields the names of the modules that Python runs for an import, the outermost package first."""
     parts = wanted.module.split(".")
     for end in range(1, len(parts) + 1):
         yield ".".join(parts[:end])
@@ -177,7 +178,7 @@ def _to_read(wanted: Import) -> Iterator[str]:
 
 
 def _main(arguments: Sequence[str]) -> Source | None:
-    """The source of the program; None if it is no file of Python's."""
+    """Returns the source of the program; None if the script is not a file or the module is not found."""
     if arguments[0] != "-m":
         path = Path(arguments[0])
         return Source("__main__", "", path.read_bytes()) if path.is_file() else None
@@ -188,7 +189,7 @@ def _main(arguments: Sequence[str]) -> Source | None:
 
 
 def _find_source(name: str) -> Source | None:
-    """The source of a module that is neither Python's own, nor Paceline's, nor installed."""
+    """Returns the source of a module of the user's own; None for one of Python, of Paceline, or installed."""
     top = _spec(name.partition(".")[0])
     if top is None or top.name == "paceline" or _is_installed(top):
         return None
@@ -196,7 +197,7 @@ def _find_source(name: str) -> Source | None:
 
 
 def _spec(name: str) -> ModuleSpec | None:
-    """Where a module is, without running the packages that it is in."""
+    """Finds a module without running the packages that contain it."""
     top, *rest = name.split(".")
     try:
         spec = importlib.util.find_spec(top)
@@ -216,12 +217,12 @@ def _read(spec: ModuleSpec | None) -> Source | None:
     if spec.origin is None:  # a package without __init__.py
         return Source(spec.name, package, b"")
     path = Path(spec.origin)
-    readable = path.suffix == ".py" and path.is_file()  # no extension module, nor one from an archive
+    readable = path.suffix == ".py" and path.is_file()  # not an extension module or one in an archive
     return Source(spec.name, package, path.read_bytes() if readable else b"")
 
 
 def _is_installed(spec: ModuleSpec) -> bool:
-    """True for the standard library and what pip or the system has installed."""
+    """True for the standard library and for packages that pip or the system has installed."""
     places = [spec.origin, *(spec.submodule_search_locations or ())]
     if spec.origin in ("built-in", "frozen") or not any(places):
         return True

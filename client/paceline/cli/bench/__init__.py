@@ -1,1 +1,1 @@
-"""`paceline bench`: see `command`."""
+"""`paceline bench`; `command.py` describes the modules."""

@@ -1,11 +1,11 @@
-"""`paceline bench`: what a collective costs between real processes, beside other implementations.
+"""`paceline bench`: measures a collective between real processes, beside other implementations.
 
-jobs.py      PURE: what is measured, and the figures of it
-measure.py   the conductor: starts the contenders, and has them take turns
-rank.py      the side of a rank, and Paceline's own ranks
+jobs.py      PURE: defines what is measured, and computes the figures
+measure.py   the conductor: starts the contenders, and lets them take turns
+rank.py      what every rank does, and Paceline's ranks
 peers.py     Gloo's and Open MPI's ranks
-plot.py      the picture
-command.py   what the command line asks for, and what becomes of the rows
+plot.py      draws the picture
+command.py   reads the options, and shows the rows
 """
 
 from __future__ import annotations
@@ -41,22 +41,23 @@ __all__ = ["BenchOptions", "Table", "link_name", "run_bench", "tuned_rules"]
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """What the command line says.
+    """The options of the command line.
 
     Attributes:
         collective: as the command line spells it; or "all".
         workers: world size.
-        sizes: with commas, see `parse_sizes`.
-        links: with commas, of `measure.LINKS`; None for all between processes, or the best where schedules are tuned.
-        schedule: names with commas, measured in turns and named in the rows; None for the chosen schedule.
-        vs: other implementations, with commas, of `peers.PEERS`; None for none.
+        sizes: sizes separated by commas, see `parse_sizes`.
+        links: kinds from `measure.LINKS`, separated by commas; None for all kinds between processes, or the first of
+            them when schedules are tuned.
+        schedule: names separated by commas, measured in turns and shown in the rows; None for the chosen schedule.
+        vs: other implementations from `peers.PEERS`, separated by commas; None for none.
         memory: one of `jobs.MEMORIES`.
-        place: of an all_reduce's sum, one of `jobs.PLACES`.
-        seconds: to measure for each row, about.
+        place: where an all_reduce's sum goes, one of `jobs.PLACES`.
+        seconds: about how many seconds to measure for each row.
         plot: file for a picture.
         tune: measure all schedules, and make a table of rules.
         tune_out: file for the table; implies `tune`.
-        as_json: the rows are standard output's last line.
+        as_json: print the rows as JSON on the last line of standard output.
     """
 
     collective: str = "all-reduce"
@@ -75,7 +76,7 @@ class BenchOptions:
 
     @property
     def tunes(self) -> bool:
-        """True if a table of rules is to be made."""
+        """True if the command makes a table of rules."""
         return self.tune or self.tune_out is not None
 
 
@@ -146,7 +147,7 @@ def _recipes(asked: BenchOptions) -> list[Recipe]:
 
 
 def _words(text: str) -> list[str]:
-    """The words between commas, each once; an empty text has none."""
+    """Splits a text at commas and drops repeated words; an empty text has none."""
     return list(dict.fromkeys(word.strip() for word in text.split(","))) if text else []
 
 
@@ -173,7 +174,7 @@ def _measured(rows: list[BenchRow]) -> list[str]:
 
 
 def _as_dict(row: BenchRow, by_schedule: bool) -> dict[str, object]:
-    """The keys that scripts rely on, and "schedule" only where it tells rows apart."""
+    """Returns a row with the keys that scripts rely on, and with "schedule" only if it tells rows apart."""
     return {key: value for key, value in row.as_dict().items() if by_schedule or key != "schedule"}
 
 
@@ -181,12 +182,12 @@ class Table:
     """Shows each row as soon as it is measured, and keeps it.
 
     Args:
-        console: to print to.
+        console: where to print.
         world: number of ranks.
 
     Attributes:
-        rows: all so far.
-        notes: sentences about what has no row, or not the row that was asked for.
+        rows: all rows so far.
+        notes: sentences about rows that are missing, or that differ from what was requested.
     """
 
     def __init__(self, console: RichConsole, world: int) -> None:
@@ -196,7 +197,7 @@ class Table:
         self._world = world
 
     def add(self, job: Job, result: Measured) -> None:
-        """Adds a row; or a note, if the contender has no such collective."""
+        """Adds a row, or a note if the contender has no such collective."""
         contender = result.contender
         if result.lacks is not None:
             self._note(f"{job.collective} is not in {contender.impl}: {result.lacks}")
@@ -223,25 +224,25 @@ class Table:
         )
 
     def _note(self, text: str) -> None:
-        if text not in self.notes:  # once is enough, whatever the sizes
+        if text not in self.notes:  # once, not for every size
             self.notes.append(text)
             self._console.print(f"paceline: {text}", highlight=False, soft_wrap=True)
 
 
 def link_name(kinds: Sequence[str]) -> str:
-    """Kinds of links as a row has them: "shm+grpc"."""
+    """Joins kinds of links as a row shows them: "shm+grpc"."""
     return "+".join(sorted(kinds, key=lambda kind: LINKS.index(kind) if kind in LINKS else len(LINKS)))
 
 
 def tuned_rules(rows: Iterable[BenchRow], table: Rules = RULES) -> Rules:
-    """A table of rules in which the fastest schedule for each collective and size comes before the rules of `table`.
+    """Makes a table in which the rules for the fastest measured schedules come before the rules of `table`.
 
-    Rules hold up to the world size that was measured, and up to the largest size at which a schedule was the fastest.
-    What was not measured stays as it is: larger worlds, larger arrays, and other collectives.
+    A new rule holds up to the world size that was measured, and up to the largest size at which its schedule was the
+    fastest. For larger worlds, larger arrays and other collectives, the rules of `table` still hold.
 
     Args:
-        rows: of one world size and one kind of link, each schedule at each size.
-        table: the rules for all else.
+        rows: results for one world size and one kind of link, of each schedule at each size.
+        table: the rules for everything else.
     """
     best: dict[tuple[str, int], BenchRow] = {}
     for row in rows:
@@ -258,7 +259,7 @@ def tuned_rules(rows: Iterable[BenchRow], table: Rules = RULES) -> Rules:
 
 
 def _rule(row: BenchRow) -> Rule:
-    """A rule from the largest of the sizes in a row at which one schedule was the fastest."""
+    """Makes a rule from the largest of several successive sizes at which one schedule was the fastest."""
     assert row.schedule is not None
     return Rule(
         row.schedule,

@@ -1,6 +1,6 @@
-"""What is measured, and the figures of it. Pure. W is the world size.
+"""Defines what is measured, and computes the figures. Pure. W is the world size.
 
-Sizes, values and figures are those of nccl-tests (doc/PERFORMANCE.md), so that results can be compared.
+Sizes, values and figures are defined as in nccl-tests (doc/PERFORMANCE.md), so that results can be compared.
 """
 
 from __future__ import annotations
@@ -51,23 +51,23 @@ COLLECTIVES = (
     "send-recv",
     "barrier",
 )
-"""What can be measured, as the command line spells it. In a send-recv each rank sends to the next one."""
+"""The collectives that can be measured, as the command line spells them. In send-recv each rank sends to the next."""
 
 ALL = "all"
-"""All of them, one after the other."""
+"""Stands for all collectives, one after the other."""
 
 SEPARATE = frozenset({"reduce", "broadcast", "scatter", "gather", "send_recv"})
-"""Collectives that a rank can leave before another has entered: calls in a row would run into each other."""
+"""Collectives that a rank can leave before another has entered, so that successive calls would overlap."""
 
 _PARTED = frozenset({"reduce_scatter", "scatter", "all_gather", "gather", "all_to_all"})
-"""Collectives whose whole array is made of W equal parts, one for each rank or from each."""
+"""Collectives whose whole array consists of W equal parts, one for each rank or from each."""
 
 MEMORIES = ("any", "group")
 """Where the arrays come from: NumPy, or `Group.empty`."""
 
 PLACES = ("usual", "in", "out")
-"""Where the sum of an all_reduce goes: as is usual with an implementation (Paceline's and Gloo's replace the argument,
-Open MPI's do not); in place of the argument; or into another array. nccl-tests measures the last two."""
+"""Where the sum of an all_reduce goes: where the implementation usually puts it (Paceline and Gloo replace the
+argument, Open MPI does not), in place of the argument, or into another array. nccl-tests measures the last two."""
 
 ROOT = 0
 """The root of every collective that has one."""
@@ -84,7 +84,7 @@ class Job(NamedTuple):
     Attributes:
         collective: as methods of `Group` spell it; or "send_recv".
         bytes: the size, see `measured_size`.
-        schedules: those to force, in turns; none for the one that is chosen.
+        schedules: the schedules to force in turns; empty for the chosen one.
         place: one of `PLACES`.
     """
 
@@ -102,11 +102,11 @@ class BenchRow:
         collective: "all_reduce", ..., "send_recv" or "barrier".
         schedule: the schedule that was measured; None for send_recv, which has none, and for other implementations.
         impl: the implementation: "paceline", "gloo" or "openmpi".
-        link: how bytes moved, as the ranks report it: "grpc", or "shm+grpc" if there were two kinds of links.
+        link: the kinds of links that the ranks report: "grpc", or "shm+grpc" for two kinds.
         world_size: W.
         bytes: the size that was measured, see `measured_size`.
-        median_us: median time of one call, microseconds. The time of a call is that of its slowest rank; each rank
-            times the call itself, in all implementations alike.
+        median_us: median time of one call in microseconds. The time of a call is that of its slowest rank. In all
+            implementations each rank times the call itself.
         p10_us: 10th percentile.
         p99_us: 99th percentile.
         busbw_GBps: bus bandwidth at the median, 10^9 bytes per second.
@@ -121,10 +121,10 @@ class BenchRow:
     median_us: float
     p10_us: float
     p99_us: float
-    busbw_GBps: float  # the unit is GB/s, and the name is the contract's
+    busbw_GBps: float  # the contract has this name, for GB/s
 
     def as_dict(self) -> dict[str, Any]:
-        """The row as JSON has it."""
+        """Returns the row as `--json` prints it."""
         return asdict(self)
 
 
@@ -137,18 +137,18 @@ def plan(
     every_schedule: bool = False,
     place: str = "usual",
 ) -> list[Job]:
-    """The jobs, in the order of the collectives, then of the sizes.
+    """Lists the jobs, ordered by collective, then by size.
 
     Args:
         collective: one of `COLLECTIVES`, or `ALL`.
         world: number of ranks.
-        sizes: as for `parse_sizes`; a barrier has none, and ignores them.
-        schedule: names with commas; None for the schedule that is chosen.
-        every_schedule: all schedules of each collective, and only collectives that have some.
+        sizes: as for `parse_sizes`; a barrier has no size, and ignores them.
+        schedule: names separated by commas; None for the chosen schedule.
+        every_schedule: measure all schedules of each collective, and only collectives that have schedules.
         place: one of `PLACES`.
 
     Raises:
-        ValueError: there is no such collective, schedule, place or size; the text lists what there is.
+        ValueError: there is no such collective, schedule, place or size; the text lists the valid ones.
     """
     if collective not in (*COLLECTIVES, ALL):
         raise ValueError(f"cannot measure {collective!r}: choose one of {', '.join(COLLECTIVES)}, or {ALL}")
@@ -178,17 +178,17 @@ def _schedules(collective: str, text: str) -> tuple[str, ...]:
         raise ValueError(f"{collective} has no schedules to choose from")
     words = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
     for word in words:
-        only(name, word)  # raises for one that is not there
+        only(name, word)  # raises for an unknown one
     return words
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Reads "1KiB,1MiB,64MiB" as bytes; see `parse_size`."""
+    """Parses "1KiB,1MiB,64MiB" to bytes; see `parse_size`."""
     return [parse_size(word) for word in text.split(",")]
 
 
 def parse_size(text: str) -> int:
-    """Reads "64KiB" as bytes; whole float32 elements only.
+    """Parses "64KiB" to bytes; accepts whole float32 elements only.
 
     Raises:
         ValueError: the size is malformed, not above 0, or not a multiple of 4 bytes.
@@ -204,7 +204,7 @@ def parse_size(text: str) -> int:
 
 
 def size_text(size: int) -> str:
-    """1048576 as "1 MiB"; a size that is no whole number of KiB stays in bytes."""
+    """Formats 1048576 as "1 MiB"; a size that is not a whole number of KiB stays in bytes."""
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if size >= factor and size % factor == 0:
             return f"{size // factor} {unit}"
@@ -212,11 +212,11 @@ def size_text(size: int) -> str:
 
 
 def measured_size(collective: str, size: int, world: int) -> int:
-    """The size in bytes that a collective is measured at: rounded up to W equal parts where the array has parts.
+    """Returns the size in bytes at which a collective is measured, rounded up to W equal parts if its array has parts.
 
-    It is the size of the array that all ranks have, or that passes through one: each rank's array for all_reduce,
-    reduce, broadcast and send_recv, a rank's whole input for reduce_scatter and all_to_all, the root's for scatter, and
-    the whole result for all_gather and gather. A barrier has none.
+    It is the size of the array that each rank has for all_reduce, reduce, broadcast and send_recv; of a rank's whole
+    input for reduce_scatter and all_to_all; of the root's input for scatter; and of the whole result for all_gather and
+    gather. A barrier has no size.
 
     Args:
         collective: as methods of `Group` spell it; or "send_recv".
@@ -230,9 +230,9 @@ def measured_size(collective: str, size: int, world: int) -> int:
 
 
 def given(rank: int, world: int, *, in_place: bool) -> float:
-    """The value of all elements of a rank's input.
+    """Returns the value of all elements of a rank's input.
 
-    Where a sum replaces its argument, call after call, the values of all ranks add up to 0: they stay 0, while other
+    If each call's sum replaces the argument, the values of all ranks add up to 0: then the sums stay 0, while other
     values would overflow.
 
     Args:
@@ -244,11 +244,11 @@ def given(rank: int, world: int, *, in_place: bool) -> float:
 
 
 def result_parts(collective: str, rank: int, world: int, *, in_place: bool) -> list[float]:
-    """The values of the equal parts of a rank's result, in order; empty if the rank gets none.
+    """Returns the values of the equal parts of a rank's result, in order; empty if the rank gets none.
 
     Args:
         collective: as methods of `Group` spell it; or "send_recv".
-        rank: whose result.
+        rank: the rank that gets the result.
         world: W.
         in_place: as for `given`.
     """
@@ -272,7 +272,7 @@ def result_parts(collective: str, rank: int, world: int, *, in_place: bool) -> l
 
 
 def check_result(result: Array | None, parts: list[float]) -> None:
-    """Compares a result with `result_parts`: a figure means nothing if the call did something else than its row says.
+    """Compares a result with `result_parts`, because a figure is meaningless if the call did not do its work.
 
     Raises:
         ArithmeticError: they differ; the text says how.
@@ -288,7 +288,7 @@ def check_result(result: Array | None, parts: list[float]) -> None:
 
 
 def bus_factor(collective: str, world: int) -> float:
-    """Bytes that each member's link must carry one way, at least, whatever the algorithm, for each byte of the size.
+    """Returns the least bytes that any algorithm sends one way on each member's link, for each byte of the size.
 
     Source: nccl-tests, doc/PERFORMANCE.md.
     """
@@ -300,7 +300,7 @@ def bus_factor(collective: str, world: int) -> float:
 
 
 def bus_bandwidth(collective: str, size: int, seconds: float, world_size: int) -> float:
-    """Bytes per second times `bus_factor`: comparable across world sizes, unlike size / time.
+    """Returns bytes per second times `bus_factor`, which is comparable across world sizes, unlike size / time.
 
     Args:
         collective: "all_reduce", ..., "send_recv" or "barrier".
@@ -320,7 +320,7 @@ def make_row(
     seconds: Sequence[float],
     impl: str = "paceline",
 ) -> BenchRow:
-    """A row from the times of all measured calls."""
+    """Makes a row from the times of all measured calls."""
     p10, median, p99 = (float(value) for value in np.percentile(np.asarray(seconds), (10, 50, 99)))
     return BenchRow(
         collective=collective,

@@ -1,8 +1,8 @@
-"""Times jobs in several contenders, which take turns: the conductor of `paceline bench`.
+"""The conductor of `paceline bench`: times jobs in several contenders, which take turns.
 
-A contender is all ranks of one implementation over one kind of link. All contenders live side by side, but only one
-works at a time, and rounds go A B C A B C ..., so that what else the machine does affects all of them alike. A row's
-figures are of the calls of all rounds together.
+A contender is all ranks of one implementation over one kind of link. All contenders exist side by side, but only one
+works at a time, and rounds go A B C A B C ..., so that other load on the machine affects all of them alike. A row's
+figures cover the calls of all rounds.
 """
 
 from __future__ import annotations
@@ -50,29 +50,29 @@ __all__ = [
 ]
 
 LINKS = (*BETWEEN_PROCESSES, "local")
-"""Kinds of links that can be asked for; "local" are those between threads of one process."""
+"""Kinds of links that can be requested; "local" links are between threads of one process."""
 
 SOCKET = "{socket}"
-"""In a recipe's command: the path of the conductor's socket."""
+"""Stands in a recipe's command for the path of the conductor's socket."""
 
 BUDGET_S = 2.0
-"""Time to measure for a row, about."""
+"""About how many seconds to measure for a row."""
 
 _LEAST, _MOST = 10, 2000
-"""Calls for a row: enough for a median of large arrays; for small ones, enough for a 99th percentile."""
+"""Least and most calls for a row: for large arrays enough for a median, for small ones for a 99th percentile."""
 
 _WARM_UP = 5
 
 _ESTIMATE = 3
 
 _TURNS = 10
-"""Rounds, if there are several contenders or schedules."""
+"""Number of rounds if there are several contenders or schedules."""
 
 _END_S = 20.0
-"""How long processes have to end after the order; then they are killed."""
+"""Seconds in which processes must end after the order; then they are killed."""
 
 _POLL_S = 0.1
-"""How often to look whether a process has ended that has not connected yet."""
+"""Seconds between two checks whether a process ended before its ranks connected."""
 
 _JOB = (
     "PACELINE_ADVERTISE",
@@ -83,19 +83,19 @@ _JOB = (
     "PACELINE_RANK",
     "PACELINE_WORLD_SIZE",
 )
-"""Variables of the job that this process may belong to; the contenders have jobs of their own."""
+"""Variables of the job to which this process may belong; the contenders have jobs of their own."""
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-"""What `paceline run` sets for its workers; other implementations get the same."""
+"""Variables that `paceline run` sets for its workers; other implementations get the same."""
 
 
 class Turn(NamedTuple):
-    """Some calls in a row.
+    """The results of some successive calls.
 
     Attributes:
-        seconds: of each call, at its slowest rank.
-        took_s: of all calls and the time between them, at the slowest rank.
-        schedule: that the calls took; None if the implementation does not say.
+        seconds: seconds of each call, at its slowest rank.
+        took_s: seconds of all calls and the time between them, at the slowest rank.
+        schedule: the schedule that the calls used; None if the implementation does not say.
         links: the kinds of links over which bytes moved.
     """
 
@@ -110,7 +110,7 @@ class Contender(Protocol):
 
     Attributes:
         impl: "paceline", "gloo" or "openmpi".
-        link: the kind of link that is asked for.
+        link: the requested kind of link.
         schedules: True if we can choose its schedule.
     """
 
@@ -119,10 +119,10 @@ class Contender(Protocol):
     schedules: bool
 
     def prepare(self, job: Job) -> str | None:
-        """Makes the arrays of a job in place of the last one's, and one call; returns why not if it cannot."""
+        """Replaces the last job's arrays by this job's, and makes one call; returns the reason if it cannot."""
 
     def run(self, calls: int, schedule: str | None) -> Turn:
-        """Times so many calls of the job, one after the other."""
+        """Times `calls` calls of the job, one after the other."""
 
 
 @dataclass(slots=True)
@@ -130,10 +130,10 @@ class Measured:
     """The times of a contender for a job and one schedule.
 
     Attributes:
-        contender: that was measured.
-        asked: the schedule that it was told to take, if any.
-        turns: all rounds; none if it cannot.
-        lacks: why it cannot, else None.
+        contender: the contender that was measured.
+        asked: the schedule that it was told to use, if any.
+        turns: the results of all rounds; empty if it cannot do the job.
+        lacks: why it cannot do the job, else None.
     """
 
     contender: Contender
@@ -143,7 +143,7 @@ class Measured:
 
     @property
     def seconds(self) -> list[float]:
-        """Seconds of each call, of all rounds."""
+        """Returns the seconds of each call in all rounds."""
         return [second for turn in self.turns for second in turn.seconds]
 
 
@@ -152,8 +152,8 @@ def measure(job: Job, contenders: Sequence[Contender], budget_s: float = BUDGET_
 
     Args:
         job: what to measure.
-        contenders: that take turns.
-        budget_s: seconds to measure for each result, about.
+        contenders: the contenders, which take turns.
+        budget_s: about how many seconds to measure for each result.
     """
     results = list(_lanes(job, contenders))
     able = [result for result in results if result.lacks is None]
@@ -174,7 +174,7 @@ def _lanes(job: Job, contenders: Sequence[Contender]) -> Iterator[Measured]:
 
 
 def _count(result: Measured, budget_s: float) -> int:
-    """How many calls fit the budget, by the time of a first call, or of some after a warm-up if calls are quick."""
+    """Estimates how many calls fit into the budget, from one call, or from a few after a warm-up if calls are quick."""
     estimate = result.contender.run(1, result.asked).took_s
     if estimate * (_WARM_UP + _ESTIMATE) < budget_s:
         result.contender.run(_WARM_UP, result.asked)
@@ -187,11 +187,11 @@ class Recipe:
     """How to start a contender.
 
     Attributes:
-        name: of this contender; no two have the same.
-        impl: whose implementation.
-        link: the kind of link that is asked for.
-        command: of the process that is, or starts, all its ranks; SOCKET stands for the path of the conductor's socket.
-        environment: variables.
+        name: the contender's name; no two have the same.
+        impl: its implementation.
+        link: the requested kind of link.
+        command: command of the process that is, or starts, all its ranks; SOCKET stands for the conductor's socket.
+        environment: the process's environment variables.
         schedules: True if we can choose its schedule.
     """
 
@@ -204,10 +204,10 @@ class Recipe:
 
 
 def paceline_recipe(link: str, world: int, memory: str) -> Recipe:
-    """Paceline over one kind of link.
+    """Makes the recipe for Paceline over one kind of link.
 
     Args:
-        link: one of `LINKS`. Two members that cannot have that link fall back on grpc.
+        link: one of `LINKS`. Two members that cannot open such a link fall back to gRPC.
         world: number of ranks.
         memory: one of `jobs.MEMORIES`.
     """
@@ -223,12 +223,12 @@ def paceline_recipe(link: str, world: int, memory: str) -> Recipe:
 
 
 def tied(arguments: Sequence[str]) -> list[str]:
-    """A Python process that the kernel kills when this one dies."""
+    """Returns the command of a Python process that the kernel kills when this process dies."""
     return [sys.executable, str(shim.__file__), str(os.getpid()), *arguments]
 
 
 def clean_environment(more: Mapping[str, str]) -> dict[str, str]:
-    """This process's variables without those of its job, and these in addition."""
+    """Returns this process's variables without those of its job, with `more` added."""
     inherited = {name: value for name, value in os.environ.items() if name not in _JOB}
     return inherited | dict(more)
 
@@ -237,7 +237,7 @@ class ContenderFailed(Exception):
     """Processes of a contender ended before they were told to.
 
     Attributes:
-        exit_code: what the command should end with.
+        exit_code: the exit code that the command should have.
     """
 
     def __init__(self, message: str, exit_code: int) -> None:
@@ -250,12 +250,12 @@ class Ensemble:
     """The ranks of one contender (`measure.Contender`).
 
     Attributes:
-        name: of the contender.
-        impl: whose implementation.
-        link: the kind of link that is asked for.
+        name: the contender's name.
+        impl: its implementation.
+        link: the requested kind of link.
         schedules: True if we can choose its schedule.
-        process: that is, or started, all its ranks; None if the caller looks after them.
-        lines: to and from each rank, by rank.
+        process: the process that is, or started, all its ranks; None if the caller manages them.
+        lines: the connection to each rank, by rank.
     """
 
     name: str
@@ -266,7 +266,7 @@ class Ensemble:
     lines: dict[int, BinaryIO] = field(default_factory=dict)
 
     def prepare(self, job: Job) -> str | None:
-        """Has all ranks make their arrays and one call; returns why not if the implementation has no such collective.
+        """Tells all ranks to make their arrays and one call; returns a reason if the collective is not implemented.
 
         Raises:
             ContenderFailed: a rank is gone.
@@ -290,7 +290,7 @@ class Ensemble:
         """Tells the ranks to end, and waits for them.
 
         Raises:
-            ContenderFailed: a process does not end well.
+            ContenderFailed: a process does not end in time, or with an exit code other than 0.
         """
         for rank in self.lines:
             self._say(rank, {"do": "end"})
@@ -306,9 +306,9 @@ class Ensemble:
                 raise ContenderFailed(f"{self.name} ended with exit code {code}", shell_code(code))
 
     def stop(self) -> None:
-        """Leaves no process behind, whatever happened. Idempotent."""
+        """Ends all processes, whatever happened. Idempotent."""
         for stream in self.lines.values():
-            with contextlib.suppress(OSError):  # an order was not sent yet, and its rank is gone
+            with contextlib.suppress(OSError):  # the rank is gone, and an order to it is still in the buffer
                 stream.close()
         self.lines.clear()
         if self.process is not None and self.process.poll() is None:
@@ -320,8 +320,8 @@ class Ensemble:
                 self.process.wait()
 
     def failed(self, what: str) -> ContenderFailed:
-        """The error for ranks that are gone; waits for their launcher to report why."""
-        for stream in self.lines.values():  # so that the other ranks end, too
+        """Returns the error for ranks that are gone; waits for their launcher to report why."""
+        for stream in self.lines.values():  # makes the other ranks end too
             with contextlib.suppress(OSError):
                 stream.close()
         self.lines.clear()
@@ -357,18 +357,18 @@ class Ensemble:
 
 @contextlib.contextmanager
 def stage(recipes: Sequence[Recipe], world: int) -> Iterator[list[Ensemble]]:
-    """Runs all contenders for the block; must be entered in the main thread, with which their processes would end.
+    """Runs all contenders for the block; enter it in the main thread, because their processes die with that thread.
 
     Args:
-        recipes: how to start each.
-        world: ranks of each.
+        recipes: how to start each contender.
+        world: number of ranks of each contender.
 
     Raises:
-        ContenderFailed: one cannot start, or does not end well.
+        ContenderFailed: a contender does not start, or fails.
         OSError: a process cannot be started.
     """
     ensembles: list[Ensemble] = []
-    # In a folder of this user alone: a process that can open the socket could pass for a rank.
+    # Only this user can access the folder: a process that can open the socket could pretend to be a rank.
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder, socket.socket(socket.AF_UNIX) as listener:
         path = str(Path(folder) / "conductor")
         listener.bind(path)
@@ -396,7 +396,7 @@ def _start(recipe: Recipe, path: str) -> Ensemble:
     process = subprocess.Popen(
         [path if word == SOCKET else word for word in recipe.command],
         stdin=subprocess.DEVNULL,
-        stdout=2,  # standard output is for rows alone
+        stdout=2,  # standard output is for rows only
         env={**recipe.environment},
     )
     return Ensemble(recipe.name, recipe.impl, recipe.link, recipe.schedules, process)
@@ -412,7 +412,7 @@ def _gather(listener: socket.socket, ensembles: Sequence[Ensemble], world: int) 
                 connection, _ = listener.accept()
                 with connection:
                     stream = connection.makefile("rwb")
-                if line := stream.readline():  # otherwise the rank has ended at once, and its process with it
+                if line := stream.readline():  # otherwise the rank ended at once, and so does its process
                     hello = json.loads(line)
                     by_name[hello["name"]].lines[hello["rank"]] = cast(BinaryIO, stream)
                 continue

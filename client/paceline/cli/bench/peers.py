@@ -1,15 +1,15 @@
-"""Gloo and Open MPI, for `paceline bench --vs`: their ranks, and how they are started.
+"""Runs the ranks of Gloo and Open MPI for `paceline bench --vs`.
 
     python -m paceline.cli.bench.peers SOCKET gloo WORLD            a rank, started by `paceline run`
     python -m paceline.cli.bench.peers SOCKET openmpi WORLD         becomes mpirun, which starts
     python -m paceline.cli.bench.peers SOCKET openmpi-rank WORLD    for each rank
 
-Gloo's ranks make torch.distributed's own calls on float32 tensors, with one thread for arithmetic in each process, as
-Paceline's ranks have. They number themselves in a file beside the conductor's socket, over which they also find each
-other. Open MPI's ranks make mpi4py's calls on NumPy's arrays. mpirun gets three options: --oversubscribe allows more
-ranks than processors, and then has them yield while they wait, as is Open MPI's default for such a number; with
---bind-to none ranks bind themselves to the share of the cores that the ranks of all implementations have;
-root needs --allow-run-as-root. All else is the default.
+Gloo's ranks call torch.distributed on float32 tensors, with one thread for arithmetic in each process, as Paceline's
+ranks do. They get their numbers from a file beside the conductor's socket, and find each other through files there.
+Open MPI's ranks call mpi4py on NumPy arrays. mpirun gets three options: --oversubscribe allows more ranks than
+processors, and then lets them yield while they wait, which is Open MPI's default for that number; with --bind-to none,
+ranks bind themselves to the same share of the cores as the ranks of all implementations; root needs
+--allow-run-as-root. Everything else is the default.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from paceline.cli.output import UsageError
 __all__ = ["PEERS", "GlooRanks", "OpenMpiRanks", "check_peer", "main", "mpirun_command", "peer_recipe"]
 
 PEERS = ("gloo", "openmpi")
-"""Other implementations that can be measured beside Paceline."""
+"""The other implementations that can be measured beside Paceline."""
 
 
 def peer_recipe(impl: str, world: int) -> Recipe:
-    """How to start another implementation.
+    """Makes the recipe for another implementation.
 
     Args:
         impl: one of `PEERS`.
@@ -46,17 +46,17 @@ def peer_recipe(impl: str, world: int) -> Recipe:
     ranks = ["-m", "paceline.cli.bench.peers", SOCKET, impl, str(world)]
     if impl == "openmpi":
         return Recipe(impl, impl, "shm", tied(ranks), clean_environment(ONE_THREAD))
-    # By default Gloo takes the address of the host's name, which may have none. All ranks are on this host.
+    # By default Gloo resolves the host's name, which may have no address. All ranks are on this host.
     variables = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
     command = tied(["-m", "paceline", "run", "-n", str(world), *ranks])
     return Recipe(impl, impl, "tcp", command, clean_environment(variables))
 
 
 def check_peer(impl: str) -> None:
-    """Checks that another implementation is there.
+    """Checks that another implementation is installed.
 
     Raises:
-        UsageError: there is no such one, or it is not installed; the text says how to install it.
+        UsageError: the name is unknown, or it is not installed; the text says how to install it.
     """
     if impl not in PEERS:
         raise UsageError(f"there is no {impl!r} to compare with: choose of {', '.join(PEERS)}")
@@ -70,7 +70,7 @@ def check_peer(impl: str) -> None:
 
 
 def _has_mpirun() -> bool:
-    """True if mpirun is Open MPI's: MPICH's has the same name and other options."""
+    """True if mpirun belongs to Open MPI; MPICH's has the same name but other options."""
     if shutil.which("mpirun") is None:
         return False
     said = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
@@ -81,7 +81,7 @@ class GlooRanks(RankSide):
     """A rank of torch.distributed's default process group (`rank.RankSide`).
 
     Args:
-        torch: PyTorch, which only processes of this contender load.
+        torch: the module torch, which only processes of this contender load.
     """
 
     def __init__(self, torch: Any) -> None:
@@ -89,23 +89,23 @@ class GlooRanks(RankSide):
         self.rank, self.world = self._dist.get_rank(), self._dist.get_world_size()
 
     def barrier(self) -> None:
-        """The process group's own."""
+        """Calls the process group's barrier."""
         self._dist.barrier()
 
     def links(self, collective: str) -> Sequence[str]:
-        """Gloo's only transport here, between processes of one host too."""
+        """Returns TCP, Gloo's only transport here, even between processes of one host."""
         return ["tcp"]
 
     def lacks(self, error: RuntimeError) -> bool:
-        """A version of Gloo refuses what it does not have at all ranks, and before it sends anything."""
+        """True if Gloo lacks the collective; it raises this at all ranks, before it sends anything."""
         return isinstance(error, NotImplementedError) or "not support" in str(error)
 
     def make_call(self, collective: str, size: int, place: str = "usual") -> Call:
-        """all_reduce, reduce and broadcast are in place: torch.distributed has no others."""
+        """Makes a call; all_reduce, reduce and broadcast are in place, because torch.distributed has no other form."""
         dist, rank, world = self._dist, self.rank, self.world
         if collective == "all_reduce" and place == "out":
             raise Lacking("torch.distributed sums in place only")
-        # The older names warn at every call, which costs as much as a small collective.
+        # The older functions warn at every call, which costs as much as a small collective.
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         torch, in_place = self._torch, collective in ("all_reduce", "reduce")
@@ -153,15 +153,15 @@ class OpenMpiRanks(RankSide):
             os.sched_setaffinity(0, cores)
 
     def barrier(self) -> None:
-        """MPI's own."""
+        """Calls MPI's barrier."""
         self._comm.Barrier()
 
     def links(self, collective: str) -> Sequence[str]:
-        """Processes of one host share memory (the vader BTL)."""
+        """Returns shared memory, through which processes of one host communicate (the vader BTL)."""
         return ["shm"]
 
     def make_call(self, collective: str, size: int, place: str = "usual") -> Call:
-        """Calls are in place only for Bcast, which has no other form, and for an Allreduce if `place` is "in"."""
+        """Makes a call, in place only for Bcast, which has no other form, and for Allreduce if `place` is "in"."""
         comm, rank, world = self._comm, self.rank, self.world
         in_place = collective == "all_reduce" and place == "in"
         x, out = arrays_of(collective, size, rank, world, in_place=in_place)
@@ -182,13 +182,13 @@ class OpenMpiRanks(RankSide):
 
 
 def mpirun_command(path: str, world: int, pid: int, *, root: bool) -> list[str]:
-    """The command line of mpirun; see the module.
+    """Returns the command line of mpirun; the module's docstring explains its options.
 
     Args:
-        path: of the conductor's socket.
+        path: path of the conductor's socket.
         world: number of ranks.
-        pid: mpirun's process id, with whose end the ranks end.
-        root: the user is root.
+        pid: mpirun's process id; the ranks die with that process.
+        root: whether the user is root.
     """
     options = ["--oversubscribe", "--bind-to", "none", *(["--allow-run-as-root"] if root else [])]
     rank = [sys.executable, str(shim.__file__), str(pid), "-m", "paceline.cli.bench.peers", path, "openmpi-rank"]
@@ -196,7 +196,7 @@ def mpirun_command(path: str, world: int, pid: int, *, root: bool) -> list[str]:
 
 
 def main(path: str, role: str, world: int) -> None:
-    """Serves the conductor as a rank until it ends the bench; or becomes mpirun, which keeps this process's id."""
+    """Serves the conductor as a rank until it ends the benchmark; or becomes mpirun, which keeps this process's id."""
     if role == "openmpi":
         command = mpirun_command(path, world, os.getpid(), root=os.geteuid() == 0)
         os.execvp(command[0], command)  # noqa: S606 - no shell is the point

@@ -1,6 +1,6 @@
-"""Bus bandwidth over size as a picture: a panel for each collective, a line for each implementation and link.
+"""Plots bus bandwidth over size: a panel for each collective, a line for each implementation and link.
 
-Needs matplotlib, which the extra `bench` brings.
+It needs matplotlib, which the extra `bench` installs.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from paceline.cli.output import UsageError
 __all__ = ["Lines", "check_plot", "lines_of", "plot"]
 
 Lines = Mapping[str, Mapping[str, list[tuple[int, float]]]]
-"""Collective to the name of a line to its points: bytes, and GB/s."""
+"""Maps a collective to its lines, and a line's name to its points: (bytes, GB/s)."""
 
 _PANEL_INCHES = (5.2, 3.8)
 
 
 def check_plot(file: Path) -> None:
-    """Checks, before the measurement, that the picture can be made.
+    """Checks before the measurement that the picture can be made.
 
     Raises:
-        UsageError: matplotlib is not installed, or the folder does not exist.
+        UsageError: matplotlib is not installed, the file type is not supported, or the folder does not exist.
     """
     if find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib, which is not there: pip install 'paceline[bench]'")
@@ -36,15 +36,15 @@ def check_plot(file: Path) -> None:
 
 
 def lines_of(rows: Iterable[BenchRow], *, by_schedule: bool) -> Lines:
-    """The lines of all panels. A barrier has no bandwidth, and so no panel.
+    """Collects the lines of all panels. A barrier has no bandwidth, so it has no panel.
 
     Args:
-        rows: what was measured.
-        by_schedule: schedules of one implementation have lines of their own.
+        rows: the measured rows.
+        by_schedule: each schedule of an implementation has a line of its own.
     """
     lines: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for row in rows:
-        # Computed from the time: the row's own figure is rounded, for small sizes to 0.
+        # Computed from the time, because the row's own figure is rounded, for small sizes to 0.
         rate = bus_bandwidth(row.collective, row.bytes, row.median_us / 1e6, row.world_size) / 1e9
         if rate > 0:
             name = f"{row.impl}, {row.link}"
@@ -60,7 +60,7 @@ def plot(lines: Lines, world: int, file: Path) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    from matplotlib.figure import Figure  # without pyplot: no display, and nothing global
+    from matplotlib.figure import Figure  # without pyplot, which has global state and may open a display
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     columns = min(3, max(1, len(lines)))
@@ -72,7 +72,7 @@ def plot(lines: Lines, world: int, file: Path) -> None:
     names = list(dict.fromkeys(name for of in lines.values() for name in of))
     for panel, (collective, of) in zip(panels.flat, lines.items(), strict=False):
         for name, points in of.items():
-            colour = f"C{names.index(name) % 10}"  # the same in all panels
+            colour = f"C{names.index(name) % 10}"  # a name has the same colour in all panels
             panel.plot(*zip(*points, strict=True), marker="o", markersize=4, linewidth=1.5, label=name, color=colour)
         panel.set(
             title=f"{collective}, W={world}, {os.cpu_count()} cores", xlabel="bytes", ylabel="bus bandwidth, GB/s"

@@ -1,14 +1,14 @@
-"""The side of a rank, the same for every implementation, and Paceline's own ranks.
+"""What a rank of any implementation does for the benchmark, and Paceline's own ranks.
 
     python -m paceline.cli.bench.rank SOCKET NAME MEMORY [THREADS]
 
-A process for each rank; or, with a number of threads, one process with a rank in each thread and local links.
+This is one rank's process; or, with a number of threads, one process with a rank in each thread and local links.
 
-Every rank has a socket to the conductor (`measure`) and sleeps in a read of it until it has its turn. It does not wait
-in a collective: Open MPI's ranks spin while they wait for each other, and would take the processor from the others.
-There is one JSON object on a line, each way. Orders: {"do": "prepare", "collective", "bytes", "place"}, answered by {}
-or by {"lacks": why}; {"do": "run", "calls", "schedule"}, answered by {"ns", "took_ns", "schedule", "links"};
-{"do": "end"}.
+Every rank is connected to the conductor's socket (`measure`) and sleeps in a read from it until its turn comes. It does
+not wait in a collective, because Open MPI's ranks spin while they wait for each other, and would take processor time
+from the others. Each message is one line with a JSON object. The orders are {"do": "prepare", "collective", "bytes",
+"place"}, answered by {} or by {"lacks": why}; {"do": "run", "calls", "schedule"}, answered by {"ns", "took_ns",
+"schedule", "links"}; and {"do": "end"}.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 _PURPOSES = {"send_recv": Purpose.POINT_TO_POINT}
-"""What links are for, where it is not for collectives."""
+"""The purpose of the links that a measurement uses, if it is not collectives."""
 
 
 class Lacking(Exception):
@@ -57,12 +57,12 @@ class Lacking(Exception):
 
 
 class Call(NamedTuple):
-    """One collective on arrays of its own, in any implementation.
+    """A call of a collective with its arrays, in any implementation.
 
     Attributes:
-        run: makes one call.
-        result: where this rank's result lies afterwards; None if it gets none.
-        in_place: the result of a sum replaces the argument.
+        run: makes the call once.
+        result: the array that holds this rank's result afterwards; None if it gets none.
+        in_place: True if a sum replaces the argument.
     """
 
     run: Callable[[], object]
@@ -79,15 +79,15 @@ def arrays_of(
     in_place: bool,
     empty: Callable[[int], Array] = lambda n: np.empty(n, np.float32),
 ) -> tuple[Any, Any]:
-    """The flat arrays (input, result) of a rank; None for one that it has not. The same for every implementation.
+    """Makes a rank's flat arrays (input, result), alike for every implementation; None for one that it does not need.
 
     Args:
         collective: as methods of `Group` spell it; or "send_recv".
         size: bytes of the whole array, see `measured_size`.
         rank: the rank.
         world: W.
-        in_place: the result of a sum replaces its argument. That of a broadcast always does.
-        empty: makes an array of so many elements.
+        in_place: a sum replaces its argument. The result of a broadcast always does.
+        empty: makes an array with the given number of elements.
     """
     n, root = size // ELEMENT_BYTES, rank == ROOT
     part = n // world
@@ -96,7 +96,7 @@ def arrays_of(
         if n is None:
             return None
         array = empty(n)
-        array[:] = value  # at once: otherwise the calls that are timed would touch its pages for the first time
+        array[:] = value  # touches its pages now; otherwise the timed calls would do so first
         return array
 
     gives = {"all_gather": part, "gather": part, "scatter": n if root else None, "barrier": None}
@@ -111,8 +111,8 @@ class RankSide(abc.ABC):
     """One rank of an implementation.
 
     Attributes:
-        rank: which one.
-        world: of how many.
+        rank: its number.
+        world: the number of ranks.
     """
 
     rank: int
@@ -120,7 +120,12 @@ class RankSide(abc.ABC):
 
     @abc.abstractmethod
     def make_call(self, collective: str, size: int, place: str = "usual") -> Call:
-        """A collective at a size in bytes, see `measured_size`; place: of an all_reduce's sum, one of `jobs.PLACES`.
+        """Prepares a call of a collective.
+
+        Args:
+            collective: as methods of `Group` spell it; or "send_recv".
+            size: bytes, see `measured_size`.
+            place: where an all_reduce's sum goes, one of `jobs.PLACES`.
 
         Raises:
             Lacking: the implementation does not have it.
@@ -132,27 +137,27 @@ class RankSide(abc.ABC):
 
     @abc.abstractmethod
     def links(self, collective: str) -> Sequence[str]:
-        """The kinds of links over which a collective's bytes move to and from this rank."""
+        """Returns the kinds of links over which a collective's bytes move to and from this rank."""
 
     def lacks(self, error: RuntimeError) -> bool:
-        """True if this error of the first call says that the implementation does not have the collective."""
+        """True if this error of the first call means that the implementation lacks the collective."""
         return False
 
     def scheduled(self, collective: str, schedule: str | None) -> AbstractContextManager[None]:
-        """Has a collective take one schedule within the block, if the implementation lets us choose."""
+        """Makes a collective use one schedule within the block, if the implementation lets us choose."""
         return nullcontext()
 
     def chosen(self, collective: str, size: int) -> str | None:
-        """The schedule that a collective takes; None if there is no choice, or the implementation does not say."""
+        """Returns the schedule that a collective uses; None if there is no choice or it is not known."""
         return None
 
 
 def serve(path: str, name: str, ranks: RankSide) -> None:
-    """Does what the conductor orders until it orders the end, or is gone.
+    """Executes the conductor's orders until it orders the end or is gone.
 
     Args:
-        path: of the conductor's socket.
-        name: which contender this is a rank of.
+        path: path of the conductor's socket.
+        name: the contender to which this rank belongs.
         ranks: the rank.
 
     Raises:
@@ -179,16 +184,16 @@ def serve(path: str, name: str, ranks: RankSide) -> None:
 
 
 def time_calls(barrier: Callable[[], object], call: Callable[[], object], count: int, *, separate: bool) -> list[int]:
-    """Nanoseconds of each call at this rank.
+    """Returns the nanoseconds of each call at this rank.
 
-    All begin together, after a barrier. Then calls follow each other without a pause, as in nccl-tests, where the
-    collective makes ranks wait for each other by itself. The root of a broadcast, say, would run ahead: there a barrier
-    comes before each call, and is not counted (`SEPARATE`).
+    All ranks begin together, after a barrier. Then calls follow each other without a pause, as in nccl-tests, if the
+    collective itself makes ranks wait for each other. In others, such as broadcast, the root would run ahead; there a
+    barrier, which is not timed, comes before each call (`SEPARATE`).
 
     Args:
         barrier: waits for all ranks.
-        call: what is timed.
-        count: how often.
+        call: the call to time.
+        count: number of calls.
         separate: a barrier comes before each call.
     """
     clock, times = time.perf_counter_ns, [0] * count
@@ -203,7 +208,7 @@ def time_calls(barrier: Callable[[], object], call: Callable[[], object], count:
 
 
 class _Job:
-    """A collective at a size, its arrays made and one call done."""
+    """A collective at a size, with its arrays made and one call done and checked."""
 
     def __init__(self, ranks: RankSide, collective: str, size: int, place: str) -> None:
         self._ranks, self._collective, self._size = ranks, collective, size
@@ -223,7 +228,7 @@ class _Job:
             ) from None
 
     def turn(self, count: int, schedule: str | None) -> dict[str, Any]:
-        """What `measure.Turn` is made of, in nanoseconds."""
+        """Times calls; returns the values of `measure.Turn`, in nanoseconds."""
         ranks = self._ranks
         with ranks.scheduled(self._collective, schedule):
             start = time.perf_counter_ns()
@@ -239,11 +244,11 @@ def _say(lines: Any, answer: dict[str, Any]) -> None:
 
 
 def make_call(group: Group, collective: str, size: int, memory: str = "any", place: str = "usual") -> Call:
-    """A collective of Paceline. Ranks give the values of `jobs.given`.
+    """Prepares a call of a Paceline collective. Ranks contribute the values of `jobs.given`.
 
     Args:
         group: the group.
-        collective: as its methods spell it; or "send_recv": to the next rank, and from the one before.
+        collective: as its methods spell it; or "send_recv", to the next rank and from the previous one.
         size: bytes of the whole array, see `measured_size`.
         memory: one of `jobs.MEMORIES`.
         place: where an all_reduce's sum goes, one of `jobs.PLACES`; usually in place.
@@ -286,26 +291,26 @@ class PacelineRanks(RankSide):
         self._group, self._memory = group, memory
 
     def make_call(self, collective: str, size: int, place: str = "usual") -> Call:
-        """See `calls.make_call`."""
+        """Prepares a call; see the function `make_call`."""
         return make_call(self._group, collective, size, self._memory, place)
 
     def barrier(self) -> None:
-        """The group's own."""
+        """Calls the group's barrier."""
         self._group.barrier()
 
     def links(self, collective: str) -> Sequence[str]:
-        """The kinds of links that have been opened so far for collectives, or for messages."""
+        """Returns the kinds of links that are open for collectives, or for messages if `collective` is send_recv."""
         mesh, purpose = self._group.mesh, _PURPOSES.get(collective, Purpose.COLLECTIVE)
         return [mesh.link(peer, purpose).kind for peer in mesh.linked(purpose)]
 
     @contextmanager
     def scheduled(self, collective: str, schedule: str | None) -> Iterator[None]:
-        """See `forced`."""
+        """Makes the group use one schedule; see `forced`."""
         with forced(self._group, collective, schedule):
             yield
 
     def chosen(self, collective: str, size: int) -> str | None:
-        """The schedule that the group's table chooses, or the one that is forced."""
+        """Returns the schedule that the group's table chooses, or the forced one; None for send_recv."""
         if collective not in SCHEDULES:
             return None
         nodes = nodes_of(self._group.mesh.peers)
@@ -314,9 +319,9 @@ class PacelineRanks(RankSide):
 
 @contextmanager
 def forced(group: Group, collective: str, schedule: str | None) -> Iterator[None]:
-    """Has a group take one schedule for a collective within the block, whatever the size; None: the chosen one.
+    """Makes a group use one schedule for a collective at all sizes within the block; None for the chosen one.
 
-    All ranks enter the block between the same two calls.
+    All ranks must enter the block between the same two calls.
     """
     ordinary = group.choose
     if schedule is not None:
@@ -328,16 +333,16 @@ def forced(group: Group, collective: str, schedule: str | None) -> Iterator[None
 
 
 def main(path: str, name: str, memory: str, *, threads: int) -> None:
-    """Serves the conductor until it ends the bench.
+    """Serves the conductor until it ends the benchmark.
 
     Args:
-        path: of the conductor's socket.
-        name: of this contender.
+        path: path of the conductor's socket.
+        name: name of this contender.
         memory: one of `jobs.MEMORIES`.
-        threads: number of ranks in this process; 0: one rank of the launcher's job.
+        threads: number of ranks in this process; 0 for one rank of the launcher's job.
     """
     if threads:
-        # Without a timeout: the conductor ends it, or this process ends with the conductor.
+        # It needs no timeout: the conductor ends it, or this process dies with the conductor.
         run_ranks(threads, lambda group: serve(path, name, PacelineRanks(group, memory)), timeout=threading.TIMEOUT_MAX)
     else:
         with paceline.join() as session:

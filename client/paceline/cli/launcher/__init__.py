@@ -2,12 +2,12 @@
 
 Decisions are pure; the rest acts around them:
     supervision.py  PURE: what to do when a worker ends; spare processes; the launcher's exit code
-    environment.py  what a worker finds: its environment, its place in a fixed world, its cores
+    environment.py  a worker's environment variables, its place in a fixed world, its cores
     shim.py         runs first in the child: ties its life to the launcher's, then runs the script
     worker.py       one child process with its pipes
-    launcher.py     the shell around all that: one loop over pipes, exits and signals
+    launcher.py     the shell: one loop over pipes, exits and signals
     console.py      prefixed lines on the terminal and in log files
-    reports.py      tells the coordinator of exits
+    reports.py      reports exits to the coordinator
 """
 
 from paceline.cli.launcher.environment import Place, WorkerSettings, worker_bounds

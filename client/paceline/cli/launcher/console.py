@@ -1,7 +1,7 @@
-"""Workers' lines on the terminal, each with its worker's rank before it, and in log files.
+"""Shows workers' lines on the terminal, each after its worker's rank, and keeps them in log files.
 
-Writing is done by a thread of its own: a terminal that is paused (Ctrl-S) or a slow pager then holds up nobody's
-training. What is not yet written waits in memory.
+A separate thread writes to the terminal, so that a paused terminal (Ctrl-S) or a slow pager does not hold up training.
+Lines that are not yet written wait in memory.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from paceline.cli.launcher.worker import Worker
 
 __all__ = ["Console", "LogFiles", "prefixed"]
 
-_COLOURS = (36, 33, 32, 35, 34, 31)  # cyan, yellow, green, magenta, blue, red: told apart on dark and on light
+_COLOURS = (36, 33, 32, 35, 34, 31)  # cyan, yellow, green, magenta, blue, red: distinct on dark and on light
 _DIM, _RESET = "\x1b[2m", "\x1b[0m"
 
 
 def prefixed(label: str, line: bytes, colour: bool) -> str:
-    """A worker's line as it is shown.
+    """Formats a worker's line for the terminal.
 
     Args:
         label: the rank, or "#index".
-        line: without its end; bytes that are no UTF-8 are replaced.
-        colour: whether to mark the prefix in the rank's colour.
+        line: the line without its newline; bytes that are not UTF-8 are replaced.
+        colour: whether to show the prefix in the rank's colour.
     """
     text = line.decode("utf-8", errors="replace")
     if not colour:
         return f"[{label}] {text}\n"
     number = int(label.lstrip("#"))
-    # The reset at the end keeps a colour that a worker leaves switched on from running into its neighbours' lines.
+    # The reset at the end stops a colour that a worker left switched on from reaching other workers' lines.
     return f"\x1b[{_COLOURS[number % len(_COLOURS)]}m[{label}]{_RESET} {text}{_RESET}\n"
 
 
 class LogFiles:
-    """One file per worker with all its lines, as they were; whoever is started in its place goes on with its file.
+    """Keeps one file per worker with all its lines, unchanged; a worker's replacement continues its file.
 
     Args:
-        folder: is made if it is not there; files in it are appended to.
+        folder: the folder, which is made if it does not exist; existing files are appended to.
 
     Raises:
         OSError: the folder cannot be made.
@@ -61,8 +61,8 @@ class LogFiles:
         self._files[worker.index].write(line + b"\n")
 
     def note(self, worker: Worker, text: str) -> None:
-        """Appends a line of the launcher's own, marked as such."""
-        self.write(worker, f"# {text}".encode(errors="replace"))  # a record's words may hold half of a character
+        """Appends a line of the launcher itself, marked with "#"."""
+        self.write(worker, f"# {text}".encode(errors="replace"))  # text from a record may hold a lone surrogate
 
     def close(self) -> None:
         """Closes all files."""
@@ -71,13 +71,13 @@ class LogFiles:
 
 
 class Console:
-    """Shows what a launcher sees as lines of text (`LaunchListener`).
+    """Shows a launcher's events as lines of text (`LaunchListener`).
 
     Args:
-        logs: where lines are kept too.
-        hidden: pairs of a worker's index and a stream, whose lines are kept and not shown.
-        out: for workers' standard output.
-        err: for workers' standard error and the launcher's own sentences.
+        logs: log files that keep the lines too.
+        hidden: pairs of a worker's index and a stream, whose lines are kept but not shown.
+        out: where workers' standard output goes.
+        err: where workers' standard error and the launcher's own sentences go.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Console:
         self._err = sys.stderr if err is None else err
         plain = bool(os.environ.get("NO_COLOR"))  # https://no-color.org
         self._colour = {stream: stream.isatty() and not plain for stream in (self._out, self._err)}
-        self._logged: dict[int, int] = {}  # whose lines each log file holds at its end, by process id
+        self._logged: dict[int, int] = {}  # process id of the last worker in each log file
         self._waiting_for: object = None
         self._pending: queue.SimpleQueue[tuple[TextIO, str] | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="paceline-console", daemon=True)
@@ -109,9 +109,9 @@ class Console:
             logs.write(worker, line)
 
     def record(self, worker: Worker, record: dict[str, Any]) -> None:
-        """Shows what workers wait for; keeps in the log under which rank the lines that follow were printed."""
+        """Shows what workers wait for; writes a new rank to the log, before the lines that are printed under it."""
         if record.get("kind") == "waiting" and record.get("reason") != self._waiting_for:
-            self._waiting_for = record.get("reason")  # each worker tells; once is enough
+            self._waiting_for = record.get("reason")  # all workers report it; once is enough
             self.say(str(self._waiting_for))
         logs = self._log_of(worker)
         if logs is not None and record.get("kind") == "view":
@@ -119,14 +119,14 @@ class Console:
             logs.note(worker, view)
 
     def ended(self, worker: Worker, end: Exit, expected: bool) -> None:
-        """Shows a failure, and keeps how a worker ended."""
+        """Shows a failure, and writes to the log how a worker ended."""
         if not expected:
             self.say(str(end))
         if (logs := self._log_of(worker)) is not None:
             logs.note(worker, str(end))
 
     def say(self, text: str) -> None:
-        """Shows a sentence of the launcher's own."""
+        """Shows a sentence of the launcher itself."""
         dim, reset = (_DIM, _RESET) if self._colour[self._err] else ("", "")
         self._pending.put((self._err, f"{dim}paceline: {text}{reset}\n"))
 
@@ -153,9 +153,9 @@ class Console:
                 stream.write(text)
                 if self._pending.empty():
                     stream.flush()
-            except OSError:  # `| head` has read enough: the training goes on, and the log files have the rest
+            except OSError:  # `| head` has read enough: training continues, and the log files have the rest
                 gone.add(stream)
-            except UnicodeEncodeError:  # the terminal's own encoding lacks a character
+            except UnicodeEncodeError:  # the terminal's encoding lacks a character
                 stream.write(text.encode(stream.encoding or "ascii", "replace").decode(stream.encoding or "ascii"))
         for stream in {self._out, self._err} - gone:
             stream.flush()

@@ -1,6 +1,6 @@
-"""What a worker finds when it starts: its environment, its place in a fixed world, and the cores it may use.
+"""Computes a worker's environment variables, its place in a fixed world, and the cores that it may use.
 
-Pure, but for asking the system which cores there are.
+Pure, except that it asks the system which cores there are.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _BOUNDS = ("PACELINE_MIN_WORKERS", "PACELINE_MAX_WORKERS")
 
 
 def share_of_cores(index: int, workers: int, cores: Collection[int]) -> set[int] | None:
-    """The cores for one of a launcher's workers; None for all of them, where workers outnumber cores or are alone.
+    """Returns the cores for one of a launcher's workers; None for all, if it is alone or workers outnumber cores.
 
-    A neighbour's wake-up would else be run on the core that has woken it, where it waits for its turn: a small
-    collective takes several times longer then.
+    Otherwise the system would run a worker on the core of the one that has just woken it, where it waits for its turn;
+    a small collective then takes several times longer.
 
     Args:
-        index: of the worker, from 0.
-        workers: how many share the cores.
-        cores: those that there are.
+        index: number of the worker, from 0.
+        workers: how many workers share the cores.
+        cores: the cores to share.
     """
     if workers < 2 or workers > len(cores):
         return None
@@ -48,25 +48,25 @@ def share_of_cores(index: int, workers: int, cores: Collection[int]) -> set[int]
 
 
 def allowed_cores() -> set[int]:
-    """The cores that this process may use; none known where the system does not tell."""
+    """Returns the cores that this process may use; empty if the system does not tell."""
     return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set()
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One launcher (torchrun's node) among those of a world of fixed size.
+    """The place of one launcher (torchrun's node) in a world of fixed size.
 
     Attributes:
-        workers: how many it starts.
-        world_size: how many all launchers start together.
-        first_rank: of its first worker; the others' follow.
+        workers: how many workers it starts.
+        world_size: how many workers all launchers start together.
+        first_rank: rank of its first worker; the others' follow.
         node: its number among the launchers.
         nodes: how many launchers there are.
-        master_addr: where rank 0 is reached.
-        master_port: a port there that is free for rank 0 to listen at.
+        master_addr: address of rank 0.
+        master_port: a free port at which rank 0 can listen there.
         run_id: name of the run.
-        restart: how often the world was started again after failures.
-        max_restarts: how often that is done at most.
+        restart: how often the world has been started again after failures.
+        max_restarts: how often that may happen at most.
     """
 
     workers: int
@@ -82,11 +82,11 @@ class Place:
 
 
 def torch_variables(place: Place, index: int) -> dict[str, str]:
-    """What `torchrun` sets for a worker (environment variables of torch.distributed.run), and scripts read.
+    """Returns the variables that `torchrun` sets for a worker and scripts read (those of torch.distributed.run).
 
     Args:
-        place: of the launcher.
-        index: of the worker among those of its launcher, from 0.
+        place: the launcher's place.
+        index: number of the worker among those of its launcher, from 0.
     """
     rank, world_size = str(place.first_rank + index), str(place.world_size)
     return {
@@ -104,7 +104,7 @@ def torch_variables(place: Place, index: int) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": place.run_id,
         "TORCHELASTIC_RESTART_COUNT": str(place.restart),
         "TORCHELASTIC_MAX_RESTARTS": str(place.max_restarts),
-        # The launcher has no store of torch's: rank 0 opens the one at MASTER_PORT.
+        # The launcher serves no torch store: rank 0 opens it at MASTER_PORT.
         _AGENT_STORE: "False",
     }
 
@@ -116,11 +116,11 @@ class WorkerSettings:
     Attributes:
         coordinator: its address, "host:port".
         job: name of the job.
-        min_workers: the first view forms with at least this many.
-        max_workers: no view has more.
-        advertise: host at which peers reach them, each with a port of its own; None: they find it by themselves.
-        place: where they stand, if their ranks are known before they join; None: the view gives them.
-        token: made for them by this launcher; None: they have that of its environment, if there is one.
+        min_workers: the first view forms with at least this many workers.
+        max_workers: no view has more workers.
+        advertise: host at which peers reach the workers, each at its own port; None if they find it themselves.
+        place: the launcher's place, if ranks are known before workers join; None if the view gives the ranks.
+        token: the token that this launcher made for them; None for the one in its environment, if any.
     """
 
     coordinator: str
@@ -133,13 +133,13 @@ class WorkerSettings:
 
 
 def worker_bounds(workers: int, minimum: int | None, maximum: int | None) -> tuple[int, int]:
-    """The job's (min_workers, max_workers) for a launcher that starts `workers` of them.
+    """Returns the job's (min_workers, max_workers) for a launcher that starts `workers` of them.
 
-    By default the job is exactly what this launcher starts. With a minimum above that, other launchers bring the
-    rest, and the job is full when it is there.
+    By default the job has exactly the workers that this launcher starts. With a minimum above that, other launchers
+    start the rest, and the job is full when the minimum is reached.
 
     Raises:
-        ValueError: the numbers cannot be; the text is for the person at the command line.
+        ValueError: the numbers are invalid; the text is for the person at the command line.
     """
     if workers < 1:
         raise ValueError(f"-n must be 1 or more, not {workers}")
@@ -157,16 +157,16 @@ def worker_bounds(workers: int, minimum: int | None, maximum: int | None) -> tup
 def worker_environment(
     base: Mapping[str, str], settings: WorkerSettings, launcher_fd: int, index: int = 0
 ) -> dict[str, str]:
-    """The environment of a worker: the launcher's own, and what Paceline adds.
+    """Returns the environment of a worker: the launcher's environment, and what Paceline adds.
 
     Args:
-        base: the launcher's environment; what the user has set there stays, but for the job itself.
+        base: the launcher's environment; the user's variables there stay, except those that describe the job.
         settings: the job.
         launcher_fd: the worker's end of the pipe to its launcher.
-        index: of the worker among those of its launcher.
+        index: number of the worker among those of its launcher.
     """
     place = settings.place
-    # The launcher's own explicit rank would be the same one in every worker.
+    # An explicit rank in the launcher's environment would be the same in every worker.
     environment = {name: value for name, value in base.items() if name not in (*_RANKS, *_BOUNDS)}
     environment |= {
         "PACELINE_COORDINATOR": settings.coordinator,
@@ -176,7 +176,7 @@ def worker_environment(
     if place is None:  # the view gives the rank
         own = (str(settings.min_workers), str(settings.max_workers))
         environment |= dict(zip(_BOUNDS, own, strict=True))
-    else:  # the rank in Paceline's groups is the one that torch is told
+    else:  # the rank in Paceline's groups equals torch's RANK
         own = (str(place.first_rank + index), str(place.world_size))
         environment |= dict(zip(_RANKS, own, strict=True)) | torch_variables(place, index)
     if settings.token is not None:  # never in an argument, which all users of the machine can read
@@ -185,11 +185,11 @@ def worker_environment(
         environment["PACELINE_ADVERTISE"] = settings.advertise
     # NumPy's BLAS takes a thread per core in each process. With a worker per core that is cores squared threads which
     # spin against each other and against the links: 4 workers on 2 cores train several times slower.
-    # torchrun leaves a worker that is alone on its node all cores; so it is where it is told of torchrun's world.
+    # torchrun leaves all cores to a worker that is alone on its node; with torchrun's flags, Paceline does so too.
     if place is None or place.workers > 1:
         for name in _THREAD_POOLS:
             environment.setdefault(name, "1")
-    # A line is worth reading when it is printed; and a worker that is killed keeps nothing back in a buffer.
+    # Lines appear when they are printed, and a worker that is killed leaves none in a buffer.
     environment.setdefault("PYTHONUNBUFFERED", "1")
     # A crash in native code shows where it was, rather than a bare SIGSEGV.
     environment.setdefault("PYTHONFAULTHANDLER", "1")

@@ -1,4 +1,4 @@
-"""The launcher: one loop over its workers' pipes, their ends, and the signals that it gets itself."""
+"""The launcher: one loop over its workers' pipes and exits, and over the signals that it gets itself."""
 
 from __future__ import annotations
 
@@ -21,44 +21,44 @@ from pacelinepb.v1.session_pb2 import ProcessIdentity
 __all__ = ["Launcher", "LaunchListener"]
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that end the workers; SIGUSR2 is passed on to them."""
+"""Signals on which the launcher ends the workers; it passes SIGUSR2 on to them."""
 
 _DRAIN_S = 1.0
-"""After the last worker's end: how long to read on from pipes that some grandchild still holds open."""
+"""Seconds after the last worker's end in which to read on from pipes that a grandchild still holds open."""
 
 _POLL_S = 0.05
-"""How often to look for ended workers where the system has no pidfd."""
+"""Seconds between two checks for ended workers, on systems without pidfd."""
 
 
 class LaunchListener(Protocol):
-    """Whoever shows what the launcher sees. All calls come from the launcher's thread and must not block it."""
+    """Shows what happens in the launcher. All calls come from the launcher's thread and must not block it."""
 
     def line(self, worker: Worker, stream: str, line: bytes) -> None:
-        """A worker printed a line (without its end) on "stdout" or "stderr"."""
+        """Handles a line (without its newline) that a worker printed on "stdout" or "stderr"."""
 
     def record(self, worker: Worker, record: dict[str, Any]) -> None:
-        """A worker told of a view, or something of its script's own."""
+        """Handles a worker's record: a view, an error, or something else that its script reports."""
 
     def ended(self, worker: Worker, end: Exit, expected: bool) -> None:
-        """A worker ended; expected: with 0, or because it was told to, or `say` has told of it already."""
+        """Handles a worker's end; expected: exit code 0, or it was told to end, or `say` has already reported it."""
 
     def say(self, text: str) -> None:
-        """The launcher itself has something to say, one sentence."""
+        """Handles a sentence of the launcher itself."""
 
 
 class Launcher:
-    """Runs workers until all have ended, and starts those that fail again as far as the terms say so.
+    """Runs workers until all have ended, and restarts those that fail as far as the terms allow.
 
-    Must run on the main thread: signals arrive there, and workers die with the thread that started them.
+    It must run on the main thread: signals arrive there, and workers die with the thread that started them.
 
     Args:
         command: SCRIPT ARGS..., -m MODULE ARGS..., or -- PROGRAM ARGS...
         terms: how many workers, and what to do about those that fail. Spares need a script or a module.
-        settings: what they are told of the job. With spares it has no place: nobody knows yet whose place they take.
+        settings: what workers are told of the job. With spares `place` is None, as it is not known whom they replace.
         listener: shows what happens.
-        grace: seconds that a failed worker's peers get to end by themselves where the job cannot go on.
+        grace: seconds that a failed worker's peers get to end by themselves if the job cannot go on.
         report_exit: tells the coordinator how a process ended; must not block.
-        bind: each worker gets its share of the cores, where there is one for each (`cores`).
+        bind: bind each worker to its share of the cores, if there is one for each (`share_of_cores`).
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Launcher:
         self._report_exit = report_exit
         self._supervision = Supervision(grace, terms)
         self._signals: list[signal.Signals] = []
-        self._ordered = ""  # why the workers are to end, if somebody else says so
+        self._ordered = ""  # why `stop` was called
         self._wakeup: int | None = None
         self._wakeup_lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
@@ -90,24 +90,24 @@ class Launcher:
         assert not terms.spares or settings.place is None
         self._schedule = SpareSchedule(terms.spares)
         self._spares: list[Worker] = []  # the oldest first
-        self._replaced: list[Worker] = []  # whose pipes some grandchild still holds open
-        self.workers: list[Worker] = []  # the last one in each place
+        self._replaced: list[Worker] = []  # workers whose pipes a grandchild still holds open
+        self.workers: list[Worker] = []  # the latest in each slot
 
     def run(self) -> int:
-        """Starts the workers and waits for their ends.
+        """Starts the workers and waits until they have ended.
 
         Returns:
             The exit code, by `Supervision`'s rule.
 
         Raises:
-            OSError: a worker cannot be started; those that were are gone.
+            OSError: a worker cannot be started; the others have been killed.
         """
         with self._selector, self._catch_signals():
             try:
                 for index in range(self._count):
                     self.workers.append(self._worker(index))
                     self._attend(self.workers[index])
-                self._obey_signals()  # a `stop` from before there was a pipe to wake this loop by
+                self._obey_signals()  # `stop` may have been called before the pipe existed that wakes this loop
                 while self._unfinished():
                     self._turn()
             finally:
@@ -117,7 +117,7 @@ class Launcher:
         return self._supervision.exit_code
 
     def stop(self, why: str) -> None:
-        """Has the workers end, as after a failure; from any thread, at any time. Those that do are no failures.
+        """Ends the workers as after a failure, without counting them as failed; any thread may call it at any time.
 
         Args:
             why: completes "stopping 2 workers: ...".
@@ -129,21 +129,21 @@ class Launcher:
 
     @property
     def failure(self) -> Exit | None:
-        """What its exit code is of; None if no worker's failure is left."""
+        """The failure that determines the exit code; None if there is none or all are forgiven."""
         return self._supervision.failure
 
     @property
     def interrupted(self) -> bool:
-        """True if a signal told it to end."""
+        """True if a signal told the launcher to end."""
         return self._supervision.interrupted
 
     def _worker(self, index: int) -> Worker:
-        """Starts a worker, or takes a spare for it."""
+        """Starts a worker, or turns a spare into one."""
         cores = share_of_cores(index, self._count, self._cores)
         self._bury_spares()
         from_spare = bool(self._spares)
         if from_spare:
-            # One whose imports are not done yet is ahead of a new process all the same.
+            # Even a spare whose imports are not done yet is ahead of a new process.
             worker = self._spares.pop(0)
             worker.begin(index, cores)
         else:
@@ -163,14 +163,14 @@ class Launcher:
         )
 
     def _attend(self, worker: Worker) -> None:
-        """From now on its lines and its end are noticed."""
+        """Starts to watch a worker's lines and its end."""
         self._supervision.began(worker.index, time.monotonic())
         for stream, fd in worker.streams.items():
             self._selector.register(fd, selectors.EVENT_READ, (worker, stream))
         self._watch_end(worker)
 
     def _watch_end(self, process: Worker) -> None:
-        """From now on the end of a process wakes the loop."""
+        """Makes the end of a process wake the loop."""
         if self._has_pidfds and process.pid not in self._pidfds:
             self._pidfds[process.pid] = os.pidfd_open(process.pid)
             self._selector.register(self._pidfds[process.pid], selectors.EVENT_READ, None)
@@ -180,7 +180,7 @@ class Launcher:
         return self._supervision.restartable([worker.index for worker in self.workers if worker.running])
 
     def _keep_spares(self) -> None:
-        """Starts the spares that are due, and ends those that are of no use any more."""
+        """Starts the spares that are due, and ends those that are no longer useful."""
         self._bury_spares()
         while len(self._spares) > self._schedule.wanted(self._restartable):
             self._dismiss(self._spares.pop())
@@ -189,11 +189,11 @@ class Launcher:
             try:
                 self._spares.append(self._process(0, spare=True))
                 self._watch_end(self._spares[-1])
-            except OSError:  # no memory, or too many processes: workers go on without a spare
+            except OSError:  # no memory, or too many processes: workers continue without a spare
                 self._schedule.failed(now)
 
     def _bury_spares(self) -> None:
-        """Notes which spares have died."""
+        """Removes spares that have died."""
         for spare in [spare for spare in self._spares if spare.reap() is not None]:
             self._spares.remove(spare)
             self._dismiss(spare)
@@ -204,12 +204,12 @@ class Launcher:
         self._forget_pidfd(spare.pid)
 
     def _start_again(self) -> None:
-        """Starts new workers in the places of those that failed, where it is time."""
+        """Replaces the failed workers whose restart is due."""
         for index in self._supervision.restarts_due(time.monotonic()):
             failed = self.workers[index]
             try:
                 self.workers[index] = self._worker(index)
-            except OSError as error:  # no memory, or too many processes: that may pass
+            except OSError as error:  # no memory, or too many processes: this may pass
                 self._listener.say(f"cannot start a worker in place of {failed}: {error.strerror}")
                 self._say_what_is_done(replace(failed.end(), follows=False, joined=False))
                 continue
@@ -217,7 +217,7 @@ class Launcher:
             self._attend(self.workers[index])
 
     def _unfinished(self) -> bool:
-        """True while a worker runs or is to be started, or a pipe may hold lines."""
+        """True while a worker runs or a restart is pending, or a pipe may hold lines."""
         if self._supervision.restarting or any(worker.running for worker in self.workers):
             return True
         if self._drained_by is None:
@@ -227,7 +227,7 @@ class Launcher:
         )
 
     def _turn(self) -> None:
-        """Waits for something to happen and deals with all that has."""
+        """Waits for events and handles all that have occurred."""
         next_spare = self._schedule.due_at(len(self._spares), self._restartable)
         deadlines = [at for at in (self._supervision.deadline, self._drained_by, next_spare) if at is not None]
         timeout = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
@@ -238,8 +238,8 @@ class Launcher:
             if isinstance(key.data, tuple):
                 pipes.append(key.data)
             elif key.data is not None:
-                os.read(key.data, 4096)  # the wake-up has done its work
-        # News first: a line that was printed after the view formed then has its rank.
+                os.read(key.data, 4096)  # empties the wake-up pipe
+        # News first, so that lines printed after the view formed are shown with their rank.
         for worker, stream in sorted(pipes, key=lambda pipe: pipe[1] != NEWS):
             self._read(worker, stream)
         self._reap()
@@ -262,13 +262,13 @@ class Launcher:
                 self._listener.record(worker, record)
 
     def _reap(self) -> None:
-        """Finds workers that have ended: tells the coordinator first, for whom every millisecond counts."""
+        """Handles workers that have ended; it tells the coordinator first, where every millisecond counts."""
         ends: dict[Exit, Worker] = {}
         for worker in self.workers:
             if (returncode := worker.reap()) is not None:
                 self._report_exit(worker.identity, returncode)
                 self._forget_pidfd(worker.pid)
-                for stream in list(worker.streams):  # its last words, which may name the one that it fails over
+                for stream in list(worker.streams):  # its last news may name the member over which it failed
                     self._read(worker, stream)
                 ends[worker.end()] = worker
         for end in in_order_of_blame(list(ends)):
@@ -288,7 +288,7 @@ class Launcher:
             received = self._signals.pop(0)
             if received in _ENDING:
                 self._supervision.interrupt(received, now)
-            else:  # asks for flight records, which the workers have
+            else:  # SIGUSR2 asks for flight records, which the workers have
                 asked = [worker for worker in self.workers if worker.ask(received)]
                 self._listener.say(f"asked {len(asked)} of {len(self.workers)} workers for their flight records")
         if self._ordered:
@@ -305,14 +305,14 @@ class Launcher:
             self._listener.say(f"{verb} {count}: {self._ordered}")
         else:
             self._listener.say(f"{verb} {', '.join(map(str, running))}, still there after the first failure")
-        # All stand still until each has been told: who outlived another by a moment would complain of its loss. And one
-        # that was frozen hears of SIGTERM only when it goes on.
+        # All are frozen until each has been signalled, because a worker that outlived another by a moment would report
+        # its loss. SIGCONT also wakes workers that were already frozen, which get SIGTERM only then.
         for number in (signal.SIGSTOP, signum, signal.SIGCONT):
             for worker in running:
                 worker.signal(number)
 
     def _abandon(self) -> None:
-        """Leaves nothing behind, whatever happened: no process, no descriptor, no line."""
+        """Kills all processes, closes all descriptors and passes on all lines, whatever happened."""
         for spare in self._spares:
             self._dismiss(spare)
         for worker in [*self._replaced, *self.workers]:
@@ -333,7 +333,7 @@ class Launcher:
 
     @contextlib.contextmanager
     def _catch_signals(self) -> Iterator[None]:
-        """While the workers run, signals to end are notes for the loop: no exception may cut through it."""
+        """Queues signals for the loop while the workers run, so that no exception interrupts it."""
         wake, wakeup = os.pipe()
         os.set_blocking(wake, False)
         os.set_blocking(wakeup, False)
@@ -343,7 +343,7 @@ class Launcher:
             self._signals.append(signal.Signals(signum))
 
         before = {signum: signal.signal(signum, note) for signum in (*_ENDING, signal.SIGUSR2)}
-        # The byte that Python writes here in the C handler ends a `select` that has just begun: no signal is missed.
+        # In its C handler Python writes a byte here, which ends a `select` that has just begun, so no signal is missed.
         previous = signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
         with self._wakeup_lock:
             self._wakeup = wakeup

@@ -1,4 +1,4 @@
-"""Ends of processes, told to the coordinator: the surest and fastest witness of a death that there is."""
+"""Reports the ends of processes to the coordinator. No evidence of a death is surer or faster."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from pacelinepb.v1.session_pb2_grpc import SessionServiceStub
 __all__ = ["ExitReports"]
 
 _TIMEOUT_S = 5.0
-"""For one report. A coordinator that is away for longer learns of the death by silence."""
+"""Seconds for one report. A coordinator that is away for longer notices the death by the member's silence."""
 
 _LAST_S = 1.0
-"""At the end: for reports that are still on their way."""
+"""Seconds that the launcher waits at its end for reports that are still on their way."""
 
 
 class ExitReports:
-    """Tells a coordinator of ended processes, without making the launcher wait. A context manager.
+    """Tells a coordinator of ended processes without making the launcher wait; a context manager.
 
     Args:
         coordinator: its address.
         job: name of the job.
-        credentials: by what the coordinator and this process know each other.
+        credentials: the credentials for calls to the coordinator.
     """
 
     def __init__(self, coordinator: str, job: str, credentials: Credentials) -> None:
@@ -53,12 +53,12 @@ class ExitReports:
         future.add_done_callback(self._pending.discard)
 
     async def _open(self, coordinator: str) -> aio.Channel:
-        return self._credentials.coordinator_channel(coordinator, CHANNEL_OPTIONS)  # made on the loop it belongs to
+        return self._credentials.coordinator_channel(coordinator, CHANNEL_OPTIONS)  # a channel must be made on its loop
 
     async def _send(self, request: ReportExitRequest) -> None:
-        """Tells the coordinator, again if that fails: a report may be repeated, and one that fails for good is no loss.
+        """Sends a report, and again if that fails; the coordinator accepts repeated reports.
 
-        The coordinator finds out by itself too, only later.
+        If all attempts fail, the coordinator still detects the death by itself, only later.
         """
         deadline = time.monotonic() + _TIMEOUT_S
         report = SessionServiceStub(self._channel).ReportExit

@@ -2,11 +2,11 @@
 
     python shim.py LAUNCHER_PID SCRIPT ARGS...
     python shim.py LAUNCHER_PID -m MODULE ARGS...
-    python shim.py LAUNCHER_PID -- PROGRAM ARGS...      (becomes a program that is not Python's)
-    python shim.py LAUNCHER_PID --spare FD SCRIPT ...   (with its imports done, waits for a byte from FD first)
+    python shim.py LAUNCHER_PID -- PROGRAM ARGS...      (becomes a program other than Python)
+    python shim.py LAUNCHER_PID --spare FD SCRIPT ...   (does the imports, then waits for a byte from FD)
 
-Started by its path and not as a module, so that nothing of Paceline is imported before the process is tied: that
-takes 0.2 s, in which a killed launcher would leave an orphan.
+It is started by its path and not as a module, so that the process is tied before it imports Paceline: the import takes
+0.2 s, in which a killed launcher would leave an orphan.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Becomes the script; returns when it ends."""
     if not sys.flags.safe_path:
-        # Python put this file's folder there, whose modules must not be found by the user's `import run`.
+        # Python put this file's folder there, but the user's `import run` must not find its modules.
         del sys.path[0]
     launcher, arguments = int(sys.argv[1]), sys.argv[2:]
     _die_with(launcher)
@@ -35,7 +35,7 @@ def main() -> None:
     if arguments[0] == "--spare":
         go, arguments = int(arguments[1]), arguments[2:]
     if arguments[0] == "--":
-        os.execvp(arguments[1], arguments[1:])  # noqa: S606  # the user's own; it is tied, for exec keeps that
+        os.execvp(arguments[1], arguments[1:])  # noqa: S606  # the user's own; exec keeps the tie
 
     import runpy
 
@@ -52,26 +52,26 @@ def main() -> None:
 
 
 def _wait_warm(go: int, launcher: int, arguments: list[str]) -> None:
-    """Does the script's imports, and returns when this process is to be a worker.
+    """Does the script's imports, and returns when this spare becomes a worker.
 
-    If an import fails, the process starts anew as any worker does, once it is needed: the script then meets the error
-    itself, and no package is left half imported.
+    If an import fails, the process restarts as an ordinary worker once it is needed: then the script itself raises the
+    error, and no package is left half imported.
 
     Args:
-        go: the descriptor from which a byte says so; its end says that the launcher is gone.
-        launcher: its process id.
+        go: a descriptor; a byte makes this process a worker, end of file means that the launcher is gone.
+        launcher: the launcher's process id.
         arguments: SCRIPT ARGS..., or -m MODULE ARGS...
     """
     import select
 
-    environment = dict(os.environ)  # imports may add to it
+    environment = dict(os.environ)  # before imports change it
     os.set_inheritable(go, False)
     try:
         from paceline.cli.warm import warm_up
 
         warm_up(arguments, lambda: bool(select.select([go], [], [], 0)[0]))
         failed = False
-    except BaseException:  # noqa: BLE001  # sys.exit in a module, too: the script is to meet it
+    except BaseException:  # noqa: BLE001  # also sys.exit in a module: the script raises it itself
         failed = True
     told = os.read(go, 1)
     os.close(go)
@@ -83,7 +83,7 @@ def _wait_warm(go: int, launcher: int, arguments: list[str]) -> None:
 
 
 def _die_with(launcher: int) -> None:
-    """Has the kernel kill this process when the launcher dies, however it dies. Linux only."""
+    """Makes the kernel kill this process when the launcher dies, however it dies. Linux only."""
     if sys.platform != "linux":
         return
     import ctypes
@@ -91,32 +91,32 @@ def _die_with(launcher: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    # The launcher may have died before the call above: then this process has got another parent already.
+    # The launcher may have died before the call above; then this process already has another parent.
     if os.getppid() != launcher:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """The excepthook: Paceline's errors in one line, an interrupt in none, the script's own as Python shows them.
+    """The excepthook: shows Paceline's errors in one line, no interrupts, and the script's errors as Python does.
 
-    A Paceline error says who failed, where and how; under it a stack of the worker that merely noticed is noise,
-    times the number of workers. PACELINE_TRACEBACK=1 shows it all the same.
+    A Paceline error says who failed, where and how. The stack of a worker that merely noticed it is noise, multiplied
+    by the number of workers. PACELINE_TRACEBACK=1 shows it anyway.
     """
     whole = os.environ.get("PACELINE_TRACEBACK", "") not in ("", "0")
     if issubclass(kind, KeyboardInterrupt) and not whole:
         return
-    errors = sys.modules.get("paceline.errors")  # an error of Paceline's can only come from where it is imported
+    errors = sys.modules.get("paceline.errors")  # only an importer of it can raise a Paceline error
     if errors is not None and issubclass(kind, errors.PacelineError) and not whole:
         print(f"paceline: {kind.__name__}: {error}", file=sys.stderr)
         _blame(error)
         return
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
-        trace = trace.tb_next  # the shim's own frames say nothing of the script
+        trace = trace.tb_next  # the shim's own frames say nothing about the script
     sys.__excepthook__(kind, error.with_traceback(trace), trace)
 
 
 def _blame(error: Any) -> None:
-    """Tells the launcher whom the error is about: its exit code shall be that of whoever failed first."""
+    """Tells the launcher which ranks the error blames, because its exit code is that of the first to fail."""
     from paceline._session.launcher_pipe import tell_launcher
 
     tell_launcher("error", {"ranks": list(error.ranks)})

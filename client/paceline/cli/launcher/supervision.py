@@ -1,9 +1,9 @@
-"""What to do when a worker ends: stop the others, start it again, or give up. Pure: time is an argument.
+"""Decides what to do when a worker ends: stop the others, restart it, or give it up. Pure: time is an argument.
 
 Exit           how a process ended, in words and as an exit code
-Restarts       which worker is started again and when, and which is given up
-SpareSchedule  how many warm processes wait, and when the next one is started
-Supervision    when workers are stopped, and the launcher's exit code
+Restarts       which worker is restarted and when, and which is given up
+SpareSchedule  how many spares to keep, and when to start the next one
+Supervision    when to stop workers, and the launcher's exit code
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ __all__ = [
 ]
 
 AT_ONCE_S = 5.0
-"""A worker that fails sooner than this, and in no view yet, has died at once: what kills it is in its start."""
+"""A worker that fails within so many seconds, before it was in a view, died at once: its start-up kills it."""
 
 GIVE_UP_AFTER = 3
-"""So many deaths at once in a row: the next start would end in the same way."""
+"""After so many deaths at once in a row, a worker is given up: the next start would end in the same way."""
 
 SETTLED_S = 60.0
-"""A worker that has lived for this long was well: when it fails, it is started again as if it were the first time."""
+"""A worker that ran for so many seconds was healthy: if it then fails, its restart delay begins anew."""
 
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 10.0
-"""Before a restart, doubled each time up to the longest."""
+"""Seconds before a restart, doubled each time up to the longest."""
 
 _PAUSE_S = 0.5
-"""After a worker was started: it has the cores to itself while it joins, and the warm-up comes after that."""
+"""Seconds after a worker's start before a spare starts, so that the worker has the cores to itself while it joins."""
 
 _SPARE_FIRST_DELAY_S, _SPARE_LONGEST_DELAY_S = 1.0, 60.0
-"""Of spares: between a failed one and the next, doubled each time up to the longest."""
+"""Seconds between a failed spare and the next, doubled each time up to the longest."""
 
 KILL_AFTER_S = 5.0
 """Seconds between SIGTERM and SIGKILL."""
 
 DRAIN_S = 30.0
-"""The same when the launcher of an elastic job is told to end: its workers leave at the end of their step."""
+"""The same if the launcher of an elastic job is told to end: its workers leave at the end of their step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ class Exit:
         label: the worker as the user knows it: "rank 2", or "worker #2" if it never had a rank.
         pid: its process id.
         returncode: its exit code, or the negated number of the signal that killed it.
-        follows: it failed over the failure of another member, and said so.
-        slot: which of the launcher's workers it was, counted from 0; those who are started in its place share it.
+        follows: it failed because another member failed, and said so.
+        slot: its number among the launcher's workers, from 0; its replacements have the same.
         joined: it had been in a view.
     """
 
@@ -77,7 +77,7 @@ class Exit:
 
     @property
     def how(self) -> str:
-        """Completes "rank 2 ..."."""
+        """How the process ended, as a phrase that completes "rank 2 ..."."""
         if self.returncode >= 0:
             return f"ended with exit code {self.returncode}"
         try:
@@ -91,25 +91,24 @@ class Exit:
 
 
 def shell_code(returncode: int) -> int:
-    """The exit code as a shell gives it: 128 + signal for a process that a signal killed."""
+    """Returns the exit code as a shell does: 128 + signal for a process that a signal killed."""
     return returncode if returncode >= 0 else 128 - returncode
 
 
 def in_order_of_blame(exits: Sequence[Exit]) -> list[Exit]:
-    """Exits that were seen at the same moment, the likely cause first.
+    """Sorts exits that were seen at the same moment, the likely cause first.
 
-    A kill comes out of nowhere; a failing exit code within the same few milliseconds is most likely a peer's error
-    over that kill.
+    A failing exit code within a few milliseconds of a kill is most likely a peer's error about that kill.
     """
     return sorted(exits, key=lambda end: (end.follows, end.returncode >= 0, end.returncode == 0))
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """What is to be done about a failed worker.
+    """The decision about a failed worker.
 
     Attributes:
-        text: one sentence for people; it tells of the failure too.
+        text: one sentence for people, which also reports the failure.
         at: when to start a new worker in its place; None for never.
     """
 
@@ -119,26 +118,26 @@ class Restart:
 
 @dataclass(slots=True)
 class _Slot:
-    """The place of one worker, which one process after another may fill."""
+    """The state of one worker's slot, which successive processes may fill."""
 
     began: float = 0.0
     used: int = 0
     """Restarts so far."""
     delay: float = _FIRST_DELAY_S
-    """Before the next one."""
+    """Seconds before the next restart."""
     at_once: int = 0
     """Deaths at once in a row."""
 
 
 class Restarts:
-    """Decides for the workers of one launcher, each for itself.
+    """Decides about restarts of one launcher's workers, each separately.
 
-    A worker that fails is started again as a new worker after a pause, which doubles from 0.1 s to 10 s: a cause that
-    lasts (a full disk, a port in use) is not to be met a hundred times a second. It begins anew with a worker that has
-    lived for a minute.
+    A failed worker is restarted as a new worker after a pause, which doubles from 0.1 s to 10 s, so that a lasting
+    cause (a full disk, a port in use) does not cause a hundred restarts a second. The pause begins anew after a worker
+    that ran for a minute.
 
     Args:
-        limit: how often each worker is started again at most.
+        limit: how often each worker is restarted at most.
     """
 
     def __init__(self, limit: int) -> None:
@@ -146,15 +145,15 @@ class Restarts:
         self._slots: dict[int, _Slot] = {}
 
     def began(self, slot: int, now: float) -> None:
-        """A worker was started."""
+        """Records that a worker was started."""
         self._slots.setdefault(slot, _Slot()).began = now
 
     def left(self, slot: int) -> int:
-        """How often a worker may still be started again."""
+        """Returns how often a worker may still be restarted."""
         return self._limit - (self._slots[slot].used if slot in self._slots else 0)
 
     def failed(self, end: Exit, now: float) -> Restart:
-        """A worker has failed."""
+        """Decides about a worker that has failed."""
         slot = self._slots.setdefault(end.slot, _Slot(now))
         lived = now - slot.began
         slot.at_once = slot.at_once + 1 if lived < AT_ONCE_S and not end.joined else 0
@@ -180,17 +179,17 @@ class Restarts:
 
 
 def default_spares(command: Sequence[str], restarts: int) -> int:
-    """How many spares a launcher keeps where nobody has said: one if it is of use.
+    """Returns the default number of spares: one if it is useful, else none.
 
     Args:
         command: SCRIPT ARGS..., -m MODULE ARGS..., or -- PROGRAM ARGS...
-        restarts: how often each worker is started again at most.
+        restarts: how often each worker is restarted at most.
     """
     return 0 if spares_error(command, restarts, 1) else 1
 
 
 def spares_error(command: Sequence[str], restarts: int, spares: int) -> str:
-    """Why there cannot be so many spares; empty if there can."""
+    """Says why a launcher cannot keep so many spares; empty if it can."""
     if spares < 0:
         return f"--spares must be 0 or more, not {spares}"
     if spares and not restarts:
@@ -201,13 +200,13 @@ def spares_error(command: Sequence[str], restarts: int, spares: int) -> str:
 
 
 class SpareSchedule:
-    """Decides when one launcher starts spares.
+    """Decides when a launcher starts spares.
 
-    A spare that dies before it is needed is replaced after a pause, which doubles from 1 s to 60 s: what killed it
-    (no memory, say) may kill the next one too. The pause is short again once a spare has become a worker.
+    A spare that dies before it is needed is replaced after a pause, which doubles from 1 s to 60 s, because the cause
+    (such as lack of memory) may kill the next one too. The pause is short again once a spare has become a worker.
 
     Args:
-        limit: how many spares there are at most.
+        limit: how many spares to keep at most.
     """
 
     def __init__(self, limit: int) -> None:
@@ -216,41 +215,41 @@ class SpareSchedule:
         self._delay = _SPARE_FIRST_DELAY_S
 
     def worker_started(self, now: float, from_spare: bool) -> None:
-        """A worker was started."""
+        """Records that a worker was started."""
         self._next_at = max(self._next_at, now + _PAUSE_S)
         if from_spare:
             self._delay = _SPARE_FIRST_DELAY_S
 
     def failed(self, now: float) -> None:
-        """A spare died, or could not be started."""
+        """Records that a spare died or could not be started."""
         self._next_at = max(self._next_at, now + self._delay)
         self._delay = min(2 * self._delay, _SPARE_LONGEST_DELAY_S)
 
     def wanted(self, restartable: int) -> int:
-        """How many spares are of use: no more than there are workers that may be started again."""
+        """Returns how many spares are useful: no more than the workers that may be restarted."""
         return min(self._limit, restartable)
 
     def due_at(self, spares: int, restartable: int) -> float | None:
-        """The time at which to start the next spare; None if there are enough.
+        """Returns the time at which to start the next spare; None if there are enough.
 
         Args:
-            spares: how many there are.
-            restartable: how many workers may be started again.
+            spares: how many spares there are.
+            restartable: how many workers may be restarted.
         """
         return self._next_at if spares < self.wanted(restartable) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a launcher is to do about failures.
+    """What a launcher does about failures.
 
     Attributes:
-        workers: how many it starts.
-        minimum: with fewer the job does not go on.
+        workers: how many workers it starts.
+        minimum: the job does not go on with fewer workers.
         elastic: the job goes on without a worker that fails.
-        alone: no other launcher brings workers.
-        restarts: how often each worker is started again at most.
-        spares: how many processes wait with their imports done, to be the next workers that are started again.
+        alone: no other launcher starts workers for the job.
+        restarts: how often each worker is restarted at most.
+        spares: how many processes wait with their imports done, to replace failed workers.
     """
 
     workers: int = 1
@@ -262,36 +261,36 @@ class Terms:
 
 
 class Supervision:
-    """Decides for one launcher.
+    """Decides when a launcher stops and restarts workers, and its exit code.
 
-    In a job of fixed size a worker that fails leaves the others `grace` seconds to end with their own typed error,
-    which says more than any kill. Whoever is still there then is stopped: SIGTERM, and SIGKILL `KILL_AFTER_S` later.
-    An interrupt stops all at once in the same way; a second one kills.
+    In a job of fixed size, when a worker fails, the others have `grace` seconds to end with their own typed error,
+    which says more than a kill would. Workers that still run then get SIGTERM, and SIGKILL `KILL_AFTER_S` later. An
+    interrupt stops all workers immediately in the same way; a second interrupt kills them.
 
-    In an elastic job a worker that fails is started again (`Restarts`), or is lost and the others go on. When too many
-    are lost for the job ever to have its minimum again, the others are stopped as above. Workers that ended with 0
-    count as there: they have done their part, and whoever still works at his is not to be cut off. An interrupt starts
-    nobody again, and leaves `DRAIN_S` for the workers to leave in good order.
+    In an elastic job, a worker that fails is restarted (`Restarts`), or is lost and the others go on. When so many are
+    lost that the job can never reach its minimum again, the others are stopped as above. Workers that ended with 0
+    count as present: they have done their part, and the others must be able to finish theirs. After an interrupt no
+    worker is restarted, and the workers have `DRAIN_S` to leave in good order.
 
     The exit code:
 
     - 128 + the signal that told the launcher to end, if one did.
-    - A worker counts by the last process in its place: a failure that was followed by a restart is made good.
-    - In an elastic job, lost workers are forgiven as soon as another one ends with 0: it saw the job through without
-      them. What fails after that counts again.
-    - 0 if no failure is left. Otherwise that of the first worker that failed, but one that failed by itself comes
-      before those that failed over others.
+    - A worker counts by the last process in its slot: a restart makes up for the failure before it.
+    - In an elastic job, lost workers are forgiven as soon as another one ends with 0, because it completed the job
+      without them. Failures after that count again.
+    - 0 if no failure is left. Otherwise that of the first worker that failed, where one that failed by itself comes
+      before those that failed because of others.
 
     Args:
         grace: seconds.
-        terms: what is to be done about failures.
+        terms: what to do about failures.
     """
 
     def __init__(self, grace: float, terms: Terms | None = None) -> None:
         self._grace = grace
         self._terms = terms or Terms()
         self._restarts = Restarts(self._terms.restarts)
-        self._due: dict[int, tuple[float, Exit]] = {}  # who is to be started again, when, and after which failure
+        self._due: dict[int, tuple[float, Exit]] = {}  # pending restarts by slot: when, and after which failure
         self._lost: dict[int, Exit] = {}
         self._unforgiven: list[Exit] = []
         self._interrupt: signal.Signals | None = None
@@ -301,24 +300,24 @@ class Supervision:
 
     @property
     def stopping(self) -> bool:
-        """True once workers were told to stop: what they do then is no failure of theirs."""
+        """True once workers have been told to stop; their ends after that are not failures."""
         return bool(self._sent)
 
     @property
     def interrupted(self) -> bool:
-        """True once the launcher was told to end."""
+        """True once the launcher has been told to end."""
         return self._interrupt is not None
 
     @property
     def restarting(self) -> bool:
-        """True while a worker is to be started again."""
+        """True while a restart is pending."""
         return bool(self._due)
 
     def restartable(self, running: Collection[int]) -> int:
-        """How many workers may be started again, or are about to be.
+        """Returns how many workers may be restarted, now or later.
 
         Args:
-            running: the workers that run.
+            running: the slots of the workers that run.
         """
         if self.stopping or self.interrupted or self._stop_at is not None:
             return 0
@@ -326,7 +325,7 @@ class Supervision:
 
     @property
     def deadline(self) -> float | None:
-        """When `due` or `restarts_due` will next have something, None for never."""
+        """The time at which `due` or `restarts_due` will next return something; None for never."""
         pending = [
             at
             for at, sent in ((self._stop_at, signal.SIGTERM), (self._kill_at, signal.SIGKILL))
@@ -336,7 +335,7 @@ class Supervision:
 
     @property
     def failure(self) -> Exit | None:
-        """The failure that the exit code is of, by the rule above; None if none is left."""
+        """The failure that determines the exit code, by the rule above; None if none is left."""
         if not self._unforgiven:
             return None
         return next((end for end in self._unforgiven if not end.follows), self._unforgiven[0])
@@ -350,21 +349,21 @@ class Supervision:
 
     @property
     def summary(self) -> str:
-        """What is left to be said when all have ended, empty for nothing."""
+        """A last sentence for when all have ended; empty if there is nothing to say."""
         if self.exit_code or not self._lost:
             return ""
         lost = " and ".join(f"{end.label} (pid {end.pid} {end.how})" for end in self._lost.values())
         return f"the others saw the job through without {lost}"
 
     def began(self, slot: int, now: float) -> None:
-        """A worker was started."""
+        """Records that a worker was started."""
         self._restarts.began(slot, now)
 
     def ended(self, end: Exit, now: float) -> str:
-        """A worker has ended.
+        """Decides what to do about a worker that has ended.
 
         Returns:
-            One sentence on what is done about it; empty if the job is of fixed size, or nothing is.
+            One sentence about the decision; empty if the job is of fixed size, or there is nothing to do.
         """
         if self.stopping or self.interrupted:
             return ""
@@ -382,20 +381,20 @@ class Supervision:
         return f"{str(end) if restart.at is not None else restart.text}{self._lose(end, now)}"
 
     def restarts_due(self, now: float) -> list[int]:
-        """The workers to start again now; each comes once."""
+        """Returns the slots whose workers to restart now; each restart is returned once."""
         slots = sorted(slot for slot, (at, _) in self._due.items() if at <= now)
         for slot in slots:
             del self._due[slot]
         return slots
 
     def stop(self, now: float) -> None:
-        """The workers are to end, through no fault of theirs."""
+        """Orders the workers to be stopped, though none has failed."""
         self._due.clear()
         if not self._sent:
             self._stop_at = now
 
     def interrupt(self, signum: signal.Signals, now: float) -> None:
-        """The launcher got a signal to end: the first one stops the workers, the second kills them."""
+        """Handles a signal that tells the launcher to end: the first stops the workers, the second kills them."""
         self._due.clear()
         if self._interrupt is None:
             self._interrupt = signum
@@ -404,7 +403,7 @@ class Supervision:
             self._kill_at = now
 
     def due(self, now: float) -> signal.Signals | None:
-        """The signal to send to all workers now, or None; each comes once."""
+        """Returns the signal to send to all workers now, or None; each signal is returned once."""
         if self._kill_at is not None and now >= self._kill_at and signal.SIGKILL not in self._sent:
             self._sent |= {signal.SIGTERM, signal.SIGKILL}
             return signal.SIGKILL
@@ -415,7 +414,7 @@ class Supervision:
         return None
 
     def _lose(self, end: Exit, now: float) -> str:
-        """A failure that no restart makes good. Returns what that means for the others, to follow on a sentence."""
+        """Records a failure that is not followed by a restart; returns its effect on the others, to end a sentence."""
         self._lost[end.slot] = end
         self._unforgiven.append(end)
         left = self._terms.workers - len(self._lost)
@@ -424,7 +423,7 @@ class Supervision:
         if self._stop_at is not None:
             return ""
         self._stop_at = now + self._grace
-        # Nobody is started into a job that cannot go on: those who were to be are lost too.
+        # No worker is restarted in a job that cannot go on, so those whose restart was pending are lost too.
         for slot, (_, failed) in self._due.items():
             self._lost[slot] = failed
             self._unforgiven.append(failed)

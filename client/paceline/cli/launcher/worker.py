@@ -1,4 +1,4 @@
-"""One child process with its pipes: its output in lines of two streams, and its reports to the launcher."""
+"""Runs one child process: reads its output as lines of two streams, and its reports to the launcher."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from paceline.cli.launcher.supervision import Exit
 __all__ = ["LineSplitter", "NEWS", "Worker"]
 
 _MAX_LINE_BYTES = 64 << 10
-"""A longer line is passed on in pieces, so that a worker that never ends its line cannot fill the launcher's memory."""
+"""Longer lines are passed on in pieces, so that a worker that never ends its line cannot fill the launcher's memory."""
 
 NEWS = "news"
-"""Name of the stream on which a worker tells its launcher of views, beside "stdout" and "stderr"."""
+"""Name of the stream on which a worker reports to its launcher, such as views; the others are "stdout" and "stderr"."""
 
 _SHIM = Path(__file__).with_name("shim.py")
 
-_READ_BYTES = 64 << 10  # what a pipe holds by default
+_READ_BYTES = 64 << 10  # the default capacity of a pipe
 
 
 class LineSplitter:
-    """Cuts a stream of bytes at its newlines; what follows the last one waits for the rest of its line.
+    """Splits a stream of bytes into lines; an incomplete line waits for its rest.
 
     Args:
         max_line_bytes: a line that grows beyond this is passed on as it stands.
@@ -40,7 +40,7 @@ class LineSplitter:
         self._partial = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Takes the next bytes; returns the lines that they complete, without their ends."""
+        """Takes the next bytes; returns the lines that they complete, without their newlines."""
         *lines, self._partial = (self._partial + data).split(b"\n")
         if len(self._partial) > self._limit:
             lines.append(self._partial)
@@ -48,29 +48,29 @@ class LineSplitter:
         return [line.removesuffix(b"\r") for line in lines]
 
     def finish(self) -> list[bytes]:
-        """The stream has ended: returns the last line if it had no end."""
+        """Returns the last line if the stream ended without a newline."""
         last, self._partial = self._partial, b""
         return [last] if last else []
 
 
 class Worker:
-    """A worker process. Must be started from a thread that lives as long as the launcher.
+    """A worker process. Start it from a thread that lives as long as the launcher.
 
-    The kernel's promise to kill the child with its parent (shim.py) is about the *thread* that started it.
+    The kernel kills the child when the *thread* that started it ends (shim.py), not only when the process ends.
 
     Attributes:
         index: number among the workers of its launcher.
-        rank: its rank, None as long as it is not known: by a view that it tells of, where it was not before.
-        identity: what the coordinator knows the process by.
+        rank: its rank; None until a view that the worker reports gives it, unless it is known before.
+        identity: how the coordinator identifies the process.
         streams: its open pipes by name.
 
     Args:
         index: number among the workers of its launcher.
         command: SCRIPT ARGS..., -m MODULE ARGS..., or -- PROGRAM ARGS...
-        environment: given the number of the worker's end of its news pipe, the worker's environment.
+        environment: returns the worker's environment, given the descriptor of the worker's end of its news pipe.
         cores: the cores that it may use; None for all.
         rank: its rank, if that is known before it joins.
-        spare: it does its imports and waits, until `begin` makes it a worker. What it prints stays in its pipes.
+        spare: it does its imports and waits until `begin` makes it a worker. What it prints stays in its pipes.
 
     Raises:
         OSError: the process cannot be started.
@@ -93,13 +93,13 @@ class Worker:
         news, theirs = os.pipe()
         inherited, waiting = [theirs], []
         try:
-            # The worker must never wait for a launcher that does not read: news is dropped rather.
+            # The worker must never wait for a launcher that does not read; it drops news instead.
             os.set_blocking(theirs, False)
             if spare:
                 read_end, self._go = os.pipe()
                 inherited.append(read_end)
                 waiting = ["--spare", str(read_end)]
-            # A session of its own keeps the terminal's Ctrl-C away: the launcher alone decides how workers end.
+            # A session of its own keeps the terminal's Ctrl-C away, so the launcher alone decides how workers end.
             self._process = subprocess.Popen(
                 [sys.executable, str(_SHIM), str(os.getpid()), *waiting, *command],
                 stdin=subprocess.DEVNULL,
@@ -120,8 +120,8 @@ class Worker:
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         if cores is not None:
-            with suppress(ProcessLookupError):  # it is over already
-                os.sched_setaffinity(self._process.pid, cores)  # it has one thread yet, from which others inherit
+            with suppress(ProcessLookupError):  # it has already ended
+                os.sched_setaffinity(self._process.pid, cores)  # later threads inherit this from its only one so far
         self.identity = process_identity(self._process.pid)
         self.streams: dict[str, int] = {
             NEWS: news,
@@ -134,11 +134,11 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """The process id."""
         return self._process.pid
 
     def begin(self, index: int, cores: Collection[int] | None) -> None:
-        """Makes a spare a worker: it runs the script now, or as soon as its imports are done.
+        """Makes a spare a worker, which runs the script as soon as its imports are done.
 
         Args:
             index: number among the workers of its launcher.
@@ -148,9 +148,9 @@ class Worker:
         self.index = index
         if cores is not None:
             for thread in Path(f"/proc/{self.pid}/task").glob("*"):  # imports may have started some
-                with suppress(ProcessLookupError):  # it is over already
+                with suppress(ProcessLookupError):  # it has already ended
                     os.sched_setaffinity(int(thread.name), cores)
-        with suppress(BrokenPipeError):  # it has just died, which `reap` will find
+        with suppress(BrokenPipeError):  # it has just died; `reap` will notice
             os.write(self._go, b"\0")
         os.close(self._go)
         self._go = None
@@ -167,16 +167,16 @@ class Worker:
 
     @property
     def label(self) -> str:
-        """What the prefix of its lines says: the rank, or #index as long as it has none."""
+        """The prefix of its lines: the rank, or #index as long as it has none."""
         return f"#{self.index}" if self.rank is None else str(self.rank)
 
     @property
     def running(self) -> bool:
-        """True until `reap` has found its end."""
+        """True until `reap` has seen its end."""
         return self._process.returncode is None
 
     def read(self, stream: str) -> list[bytes]:
-        """What has come on a stream, as whole lines. Closes the stream at its end (`streams` loses it)."""
+        """Reads whole lines that have arrived on a stream; closes it and removes it from `streams` at its end."""
         try:
             data = os.read(self.streams[stream], _READ_BYTES)
         except BlockingIOError:
@@ -184,7 +184,7 @@ class Worker:
         return self._lines[stream].feed(data) if data else self.close(stream)
 
     def close(self, stream: str) -> list[bytes]:
-        """Closes a stream; returns its last line if that had no end."""
+        """Closes a stream; returns its last line if that had no newline."""
         fd = self.streams.pop(stream)
         if stream == NEWS:
             os.close(fd)
@@ -195,13 +195,13 @@ class Worker:
         return self._lines[stream].finish()
 
     def heard(self, line: bytes) -> dict[str, Any] | None:
-        """Reads a line of news and takes note of the rank; None if it is not a JSON object.
+        """Parses a line of news and records the rank; None if it is not a JSON object.
 
-        A process that the worker forked may have joined too: its views are not the worker's.
+        It ignores views of another process, because one that the worker forked may have joined too.
         """
         try:
             record = json.loads(line)
-        except (ValueError, RecursionError):  # a script may write what it likes to a descriptor that it finds open
+        except (ValueError, RecursionError):  # a script may write anything to a descriptor that it finds open
             return None
         if not isinstance(record, dict):
             return None
@@ -214,10 +214,10 @@ class Worker:
         return record
 
     def reap(self) -> int | None:
-        """Its exit code, or negated signal, if it has ended by now; once; else None.
+        """Returns the exit code or negated signal of a worker that has ended, once; else None.
 
-        What a failed worker leaves in its process group (a data loader's processes) is killed with it. That is done
-        while the worker is a zombie: it still holds the group's number, so that no stranger can have got it.
+        It also kills what a failed worker leaves in its process group, such as a data loader's processes. It does so
+        while the worker is a zombie and still holds the group's number, which no other group can have then.
         """
         if not self.running:
             return None
@@ -229,7 +229,7 @@ class Worker:
         return self._process.wait()
 
     def end(self) -> Exit:
-        """How it ended, as far as it has told: after `reap`, when its news is read."""
+        """Describes its end; call it after `reap`, when all its news has been read."""
         follows = bool(self._blamed) and self.rank not in self._blamed
         return Exit(str(self), self.pid, self._process.returncode, follows, self.index, joined=self.rank is not None)
 
@@ -237,12 +237,12 @@ class Worker:
         return f"worker #{self.index}" if self.rank is None else f"rank {self.rank}"
 
     def ask(self, signum: signal.Signals) -> bool:
-        """Passes a signal on to a worker that handles it; True if it does. One that does not would die of it."""
+        """Sends a signal to the worker if it handles that signal, as it would die of it otherwise; True if sent."""
         if not self.running:
             return False
         try:
             status = Path(f"/proc/{self.pid}/status").read_text(encoding="ascii", errors="replace")
-        except OSError:  # not a system that tells
+        except OSError:  # the system has no /proc
             return False
         caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
         if not int(caught, 16) >> (signum - 1) & 1:
@@ -251,10 +251,10 @@ class Worker:
         return True
 
     def signal(self, signum: signal.Signals) -> None:
-        """Signals the worker and all in its process group."""
+        """Signals the worker and all other processes in its group."""
         if not self.running:
             return
         try:
             os.killpg(self.pid, signum)
-        except ProcessLookupError:  # in the instant between fork and setsid there is no such group yet
+        except ProcessLookupError:  # between fork and setsid the group does not exist yet
             os.kill(self.pid, signum)

@@ -1,4 +1,4 @@
-"""The meaning of torchrun's flags here, and which are refused; -r and -t say whose lines are kept and shown. Pure."""
+"""Interprets or refuses torchrun's flags; -r and -t say whose lines are kept and shown. Pure."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from paceline._address import Endpoint, parse_endpoint
 __all__ = ["DEFAULT_MASTER_PORT", "Flags", "Plan", "Streams", "read_flags", "read_streams", "token_of"]
 
 _STREAMS = {"0": (), "1": ("stdout",), "2": ("stderr",), "3": ("stdout", "stderr")}
-"""torchrun's numbers for them."""
+"""The streams that torchrun's numbers stand for."""
 
 DEFAULT_MASTER_PORT = 29500
-"""torchrun's; launchers meet at the port after it."""
+"""torchrun's default; launchers meet at the port after it."""
 
 _MEETING_PORT = 29400
-"""torchrun's, where --rdzv-endpoint names none."""
+"""torchrun's default if --rdzv-endpoint names no port."""
 
 _MAX_RUN_ID_BYTES = 120
-"""A job's name has 128 at most (session.proto), and launchers meet under it with a few more."""
+"""A job's name has at most 128 bytes (session.proto), and the launchers' own job has a few bytes more than the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """What becomes of lines.
+    """Which lines are kept, and which are shown.
 
     Attributes:
-        kept: True if any are asked to be kept: the log files then have all.
-        hidden: pairs of a worker's index and "stdout" or "stderr": kept, but not shown.
+        kept: True if any lines should be kept; the log files then have all.
+        hidden: pairs of a worker's index and "stdout" or "stderr", whose lines are kept but not shown.
     """
 
     kept: bool = False
@@ -37,10 +37,10 @@ class Streams:
 
 
 def read_streams(redirects: str | None, tee: str | None, workers: int) -> Streams:
-    """Reads the two flags: 0 to 3 for all workers, or WORKER:0 to 3 with commas. What is shown by -t is not hidden.
+    """Parses -r and -t: 0 to 3 for all workers, or WORKER:0 to WORKER:3 with commas. -t shows what -r would hide.
 
     Raises:
-        ValueError: one of them is neither.
+        ValueError: one of them has neither form.
     """
     hidden, shown = _pairs("-r/--redirects", redirects, workers), _pairs("-t/--tee", tee, workers)
     return Streams(bool(hidden or shown), frozenset(hidden - shown))
@@ -62,7 +62,7 @@ def _pairs(flag: str, text: str | None, workers: int) -> set[tuple[int, str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flags:
-    """torchrun's flags as they were given; None (False) for those that were not."""
+    """torchrun's flags as given; None (or False) for those that were not."""
 
     nnodes: str | None = None
     nproc_per_node: str | None = None
@@ -77,7 +77,7 @@ class Flags:
 
     @property
     def given(self) -> list[str]:
-        """Those that were given, as on the command line."""
+        """The names of the flags that were given, as on the command line."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         return [
             f"--{name.replace('_', '-')}" for name, value in values.items() if value is not None and value is not False
@@ -86,19 +86,19 @@ class Flags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What one launcher is to do.
+    """What one launcher does, according to the flags.
 
     Attributes:
-        workers: how many it starts.
-        min_nodes: a world has at least so many launchers.
-        max_nodes: and at most so many.
-        node: its number among them; None if that is given out.
-        meeting: where launchers meet; None for one launcher alone, which needs no place that others know.
-        serves: this launcher is the one to serve the coordinator there, or is not; None for whichever is there first.
-        master_addr: where rank 0 is reached; None to find out.
-        master_port: where rank 0 listens; None for a port that is free.
+        workers: how many workers it starts.
+        min_nodes: least number of launchers in a world.
+        max_nodes: most launchers in a world.
+        node: its number among the launchers; None if the coordinator assigns it.
+        meeting: where launchers meet; None for a single launcher, which needs no address that others know.
+        serves: whether this launcher serves the coordinator there; None if the first launcher on that host does.
+        master_addr: address of rank 0; None to detect it.
+        master_port: port at which rank 0 listens; None for a free port.
         run_id: name of the job.
-        max_restarts: how often a world that failed is followed by another.
+        max_restarts: how often a new world follows one that failed, at most.
     """
 
     workers: int = 1
@@ -114,26 +114,26 @@ class Plan:
 
     @property
     def alone(self) -> bool:
-        """True if there is no other launcher ever."""
+        """True if there is never another launcher."""
         return self.max_nodes == 1
 
     @property
     def is_open(self) -> bool:
-        """True if launchers meet where other machines can come in."""
+        """True if launchers meet where other machines can connect."""
         return not self.alone and self.meeting is not None and not self.meeting.is_loopback
 
 
 def read_flags(flags: Flags, *, job: str, cores: int, accelerated: bool = False) -> Plan:
-    """Reads the flags together.
+    """Turns the flags into a plan.
 
     Args:
-        flags: as given.
-        job: the job's name, where --rdzv-id gives none.
-        cores: that workers may use here: what `cpu` stands for.
-        accelerated: there are devices of which torchrun would start one worker for each with `auto`.
+        flags: the flags as given.
+        job: the job's name if --rdzv-id gives none.
+        cores: number of cores that workers may use here, for which `cpu` stands.
+        accelerated: there are devices, for each of which torchrun would start one worker with `auto`.
 
     Raises:
-        ValueError: they cannot be, or mean something that is not done here; the text says what to write instead.
+        ValueError: the flags are invalid, or not supported here; the text says what to write instead.
     """
     low, high = _nodes(flags.nnodes)
     if flags.rdzv_backend not in (None, "c10d", "static"):
@@ -163,7 +163,7 @@ def read_flags(flags: Flags, *, job: str, cores: int, accelerated: bool = False)
         node=0 if high == 1 else flags.node_rank,
         meeting=meeting,
         serves=serves,
-        # Where nodes are numbered as they come, rank 0 may be anywhere: the address says where they meet, and no more.
+        # If the coordinator numbers the nodes, rank 0 may be anywhere, and the address only says where nodes meet.
         master_addr=flags.master_addr.strip("[]")
         if flags.master_addr and (high == 1 or flags.node_rank is not None)
         else None,
@@ -174,9 +174,9 @@ def read_flags(flags: Flags, *, job: str, cores: int, accelerated: bool = False)
 
 
 def token_of(run_id: str) -> str | None:
-    """The token that a run's name stands for, if it can be a secret: 32 hexadecimal digits or more, as a UUID has.
+    """Derives a token from a run's name if that may be a secret: 32 or more hexadecimal digits, as a UUID has.
 
-    Shorter ones and words are guessed: numbers of a queue's jobs, names of experiments.
+    Other names can be guessed, such as numbers of queued jobs or names of experiments; for those it returns None.
     """
     if not re.fullmatch(r"[0-9a-fA-F]{32,}", run_id.replace("-", "")):
         return None
@@ -184,7 +184,7 @@ def token_of(run_id: str) -> str | None:
 
 
 def _nodes(text: str | None) -> tuple[int, int]:
-    """--nnodes: N or MIN:MAX."""
+    """Parses --nnodes: N or MIN:MAX."""
     if text is None:
         return 1, 1
     low, _, high = text.partition(":")
@@ -198,7 +198,7 @@ def _nodes(text: str | None) -> tuple[int, int]:
 
 
 def _workers(text: str | None, cores: int, accelerated: bool) -> int:
-    """--nproc-per-node: a number, cpu or auto."""
+    """Parses --nproc-per-node: a number, cpu or auto."""
     if text is None:
         return 1
     if text in ("gpu", "xpu") or (text == "auto" and accelerated):
@@ -211,9 +211,9 @@ def _workers(text: str | None, cores: int, accelerated: bool) -> int:
 
 
 def _meeting(flags: Flags, most: int) -> tuple[Endpoint | None, bool | None]:
-    """Where launchers meet, and whether this one serves there, as far as that is known.
+    """Returns where launchers meet, and whether this one serves there; None for what is not known.
 
-    A port is for one purpose: rank 0 has --master-port to itself, and launchers meet at the one after it.
+    Each port has one purpose: rank 0 has --master-port to itself, so launchers meet at the port after it.
     """
     if flags.rdzv_endpoint and not flags.standalone:
         endpoint = parse_endpoint(flags.rdzv_endpoint, default_port=_MEETING_PORT)

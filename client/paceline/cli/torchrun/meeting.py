@@ -1,4 +1,4 @@
-"""Where launchers meet: at a coordinator, which one of them serves if nobody else does."""
+"""Provides the coordinator at which launchers meet; one of them serves it if no other process does."""
 
 from __future__ import annotations
 
@@ -17,32 +17,33 @@ from paceline.errors import CoordinatorUnreachable
 __all__ = ["coordinator_at", "free_port", "is_here"]
 
 _SETTLE_S = 1.0
-"""Launchers of one job start within a second or so of each other; each that comes later ends the world there is."""
+"""Launchers of one job start within about a second of each other; each that comes later ends the current world."""
 
 _KEPT_S, _PAUSE_S = 3.0, 0.05
-"""How long a launcher that serves may take to keep its token where others find it, and how often they look."""
+"""Seconds in which a launcher that serves must store its token for the others, and seconds between their checks."""
 
 _KNOCK_S = 1.0
-"""For loopback to say whether somebody listens at a port."""
+"""Seconds in which a connection over loopback shows whether a process listens at a port."""
 
 
 @contextlib.contextmanager
 def coordinator_at(place: Endpoint, *, serve: bool | None, patience: float) -> Iterator[bool]:
-    """Serves a coordinator at the place if this is its host and nobody does so yet; else another launcher has to.
+    """Serves a coordinator at `place` if this is its host and no process serves there yet; else another launcher must.
 
-    All users of the machine reach loopback, and may be first at the port. So there whoever serves makes a token, unless
-    the environment has one, and the others of this user find it: it is in their environment for the rest of the block.
+    All users of the machine can reach loopback, and one of them may take the port first. So on loopback the launcher
+    that serves makes a token, unless the environment has one, and this user's other launchers find it. For the rest of
+    the block the token is in this process's environment.
 
-    Yields whether it is served here.
+    Yields whether this launcher serves the coordinator.
 
     Args:
-        place: host and port; by number on loopback.
-        serve: True if it is up to this launcher, whatever the place's name resolves to (it may be the address of a
-            gateway); False if it is up to another; None if it is up to the first one on that host.
-        patience: seconds to wait for another one on loopback.
+        place: host and port; a loopback host as an IP address.
+        serve: True if this launcher must serve, whatever the place's name resolves to (it may be a gateway's address);
+            False if another launcher must; None if the first launcher on that host does.
+        patience: seconds to wait for another launcher on loopback.
 
     Raises:
-        OSError: the port cannot be listened at.
+        OSError: the coordinator cannot listen at the port.
         UsageError: the PACELINE_* variables for TLS and tokens cannot be used.
         CoordinatorUnreachable: on loopback no other launcher of this user serves.
     """
@@ -50,7 +51,7 @@ def coordinator_at(place: Endpoint, *, serve: bool | None, patience: float) -> I
     with contextlib.ExitStack() as stack:
         served, token = False, None
         if serve or (here and serve is None):
-            # What this host's own name resolves to here is often not what it resolves to elsewhere (127.0.1.1).
+            # This host's own name often resolves to another address here (127.0.1.1) than elsewhere.
             host = place.host if here and (place.ip is not None or place.is_loopback) else _everywhere()
             listen = str(Endpoint(host, place.port))
             try:
@@ -60,7 +61,7 @@ def coordinator_at(place: Endpoint, *, serve: bool | None, patience: float) -> I
                     stack.enter_context(embedded_coordinator(listen=listen, settle_time=_SETTLE_S))
                 served = True
             except OSError as error:
-                # Another launcher of this host was first; only one that has to serve cannot do with that.
+                # Another launcher of this host was first, which is an error only if this one must serve.
                 if serve or error.errno != errno.EADDRINUSE:
                     raise
         if place.is_loopback and not served:
@@ -72,10 +73,10 @@ def coordinator_at(place: Endpoint, *, serve: bool | None, patience: float) -> I
 
 
 def _token_at(place: Endpoint, patience: float) -> str | None:
-    """The token that another launcher of this user has made there; None if all have one of their environment.
+    """Returns the token that another launcher of this user has made there; None if the environment has one.
 
     Raises:
-        CoordinatorUnreachable: none serves there.
+        CoordinatorUnreachable: no launcher of this user serves there.
     """
     if worker_credentials().token is not None:
         return None
@@ -101,10 +102,10 @@ def _token_at(place: Endpoint, patience: float) -> str | None:
 
 
 def is_here(host: str) -> bool:
-    """True if the name or address is one of this machine: only those can be bound."""
+    """True if the name or address belongs to this machine, because only then can a socket be bound to it."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except OSError:  # it may be found later, elsewhere
+    except OSError:  # the name may resolve later, or elsewhere
         return False
     for family, kind, _, _, address in found:
         with socket.socket(family, kind) as probe, contextlib.suppress(OSError):
@@ -114,17 +115,17 @@ def is_here(host: str) -> bool:
 
 
 def free_port(wanted: int | None = None) -> int:
-    """A port that nobody listens at now, on any interface of this machine.
+    """Finds a port at which no process listens now, on any interface of this machine.
 
     Args:
-        wanted: the one that it must be.
+        wanted: the required port; None for any.
 
     Raises:
-        OSError: somebody has it.
+        OSError: the port is in use.
     """
     with socket.socket() as probe:
         if wanted is not None:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what just ended is not in the way
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignores connections that just ended
         try:
             probe.bind(("", wanted or 0))
         except OSError as error:
@@ -135,4 +136,4 @@ def free_port(wanted: int | None = None) -> int:
 
 
 def _everywhere() -> str:
-    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104  # asked for by the name of this host
+    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104  # the user named this host

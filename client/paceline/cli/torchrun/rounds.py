@@ -1,7 +1,7 @@
-"""One world after another, until one is done or no restart is left.
+"""Runs one world after another, until one is done or no restart is left.
 
-The launchers of a run are members of a job of their own at the coordinator, NAME/nodes. So they get their numbers like
-any members, and the others learn of the death of one within milliseconds.
+The launchers of a run are members of a separate job at the coordinator, NAME/nodes. So they get ranks like any members,
+and when one dies, the others learn of it within milliseconds.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ _JOIN_S = 600.0
 """torchrun's default (join_timeout of its dynamic rendezvous)."""
 
 _ANSWER_S = 1.0
-"""How long the coordinator may take to say who is there."""
+"""Seconds in which the coordinator must say which launchers are there."""
 
 _GOODBYE_S, _PAUSE_S = 3.0, 0.02
-"""How long the one who serves the coordinator waits for others to leave, and how often it looks."""
+"""Seconds for which the launcher that serves the coordinator waits for others to leave, and seconds between checks."""
 
 
 def enter_world(plan: Plan, coordinator: str, restart: int, advertise: str | None = None) -> World:
-    """Meets the other launchers, and settles where everybody's workers stand.
+    """Meets the other launchers, and computes the place of this launcher's workers in the world.
 
     Args:
-        plan: what was asked for.
+        plan: what the flags ask for.
         coordinator: its address.
         restart: how often worlds have failed so far.
-        advertise: where the others reach this launcher; None to find out.
+        advertise: where the others reach this launcher; None to detect it.
 
     Raises:
-        PacelineError: they do not meet; the text says who is missing.
+        PacelineError: the launchers do not meet; the text says which are missing.
         OSError: --master-port is not free.
     """
     if plan.alone:
@@ -102,9 +102,9 @@ def node_waits(plan: Plan, coordinator: str) -> bool:
 
 
 def wait_until_left(plan: Plan, coordinator: str) -> None:
-    """Waits a moment for launchers that are about to leave: whoever serves the coordinator goes last."""
+    """Waits a moment for launchers that are about to leave, because the one that serves the coordinator ends last."""
     give_up = time.monotonic() + _GOODBYE_S
-    with contextlib.suppress(PacelineError):  # there is no such job where nobody was met
+    with contextlib.suppress(PacelineError):  # there is no such job if launchers never met
         while get_job(coordinator, _job(plan), _ANSWER_S).members and time.monotonic() < give_up:
             time.sleep(_PAUSE_S)
 
@@ -114,7 +114,7 @@ def _job(plan: Plan) -> str:
 
 
 def join_seconds() -> float:
-    """How long launchers wait for each other: PACELINE_JOIN_TIMEOUT, else torchrun's default."""
+    """Returns the seconds for which launchers wait for each other: PACELINE_JOIN_TIMEOUT, else torchrun's default."""
     return Config.from_environment().join_timeout if os.environ.get("PACELINE_JOIN_TIMEOUT") else _JOIN_S
 
 
@@ -125,8 +125,8 @@ class Workers:
     Attributes:
         command: what each worker runs, as for `Launcher`.
         grace: seconds that a failed worker's peers get to end by themselves.
-        advertise: where other hosts reach them; None to find out.
-        bind: each gets its share of the cores.
+        advertise: where other hosts reach them; None to detect it.
+        bind: bind each worker to its share of the cores.
     """
 
     command: Sequence[str]
@@ -138,18 +138,18 @@ class Workers:
 def run_worlds(workers: Workers, plan: Plan, console: Console, coordinator: str | None) -> int:
     """Runs this launcher's workers in one world after another.
 
-    A world in which a worker fails ends for all, and another one begins, `max_restarts` times at most; each launcher
-    counts for itself. Worlds that end for a newcomer do not count.
+    When a worker fails, its world ends for all launchers and another begins, at most `max_restarts` times, which each
+    launcher counts for itself. Worlds that end because another launcher comes do not count.
 
     Args:
         workers: what to start.
-        plan: what was asked for.
+        plan: what the flags ask for.
         console: shows what happens.
         coordinator: its address, if there is one already.
 
     Returns:
-        The exit code: 0 if a world was done, 128 + the signal that ended the launcher, else that of the worker that
-        failed here first in the last world, or 1 if it failed elsewhere.
+        The exit code: 0 if a world was done; 128 + the signal that ended the launcher; else that of the worker that
+        failed first here in the last world, or 1 if it failed elsewhere.
 
     Raises:
         PacelineError, OSError: launchers do not meet, or the coordinator cannot be served.
@@ -178,17 +178,17 @@ class _End:
     ending: Ending | None
     """None: the launcher was told to end."""
     code: int
-    """The exit code, if it was the last world."""
+    """The launcher's exit code if this was the last world."""
     why: str = ""
     told: bool = True
-    """`why` is on the terminal already."""
+    """True if the terminal already shows `why`."""
 
 
 def _run_world(workers: Workers, plan: Plan, console: Console, served: Served, failures: int) -> _End:
     coordinator = served.address
     try:
         world = enter_world(plan, coordinator, failures, workers.advertise)
-    except PeerLost as error:  # a launcher that was there a moment ago
+    except PeerLost as error:  # another launcher died just after it joined
         return _End(Ending.FAILED, 1, str(error), told=False)
     size = world.place.world_size
     settings = WorkerSettings(coordinator, plan.run_id, size, size, workers.advertise, world.place, served.token)
@@ -216,7 +216,7 @@ def _run_world(workers: Workers, plan: Plan, console: Console, served: Served, f
 
 @contextlib.contextmanager
 def _meeting(plan: Plan, coordinator: str | None) -> Iterator[Served]:
-    """The coordinator: one that is there, at the place where launchers meet, or of this launcher's own."""
+    """Yields the coordinator: the named one, the one at which launchers meet, or one that this launcher embeds."""
     if coordinator is not None:
         yield Served(coordinator)
     elif plan.meeting is None:
@@ -224,7 +224,7 @@ def _meeting(plan: Plan, coordinator: str | None) -> Iterator[Served]:
             yield own
     else:
         place = plan.meeting
-        if place.host == "localhost" or (plan.alone and is_here(place.host)):  # alone: nobody else is to come
+        if place.host == "localhost" or (plan.alone and is_here(place.host)):  # alone: no other launcher comes
             place = Endpoint("127.0.0.1", place.port)
         with coordinator_at(place, serve=plan.serves, patience=join_seconds()) as here:
             yield Served(str(place))

@@ -1,4 +1,4 @@
-"""One world as a launcher sees it, until it is done, fails, or is to be another one."""
+"""One world as a launcher sees it, until it is done, fails, or ends because another launcher comes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _GROWN = "another node has come"
 _WHY_BYTES = 2000
 
 _LOOK_S = 1.0
-"""How often launchers look whether another one waits, or the first has said so."""
+"""Seconds between a launcher's checks whether another one waits, or whether node 0 has said so."""
 
 _STOPPED_S = KILL_AFTER_S + 5.0
-"""How long the others' workers may take to stop."""
+"""Seconds in which the other launchers' workers must stop."""
 
 
 class NodeFailed(PacelineError):
-    """A launcher's workers failed, or it was told to end: what the others' errors name as the cause."""
+    """A launcher's workers failed, or it was told to end; the other launchers' errors name this as the cause."""
 
 
 class Ending(Enum):
@@ -37,18 +37,18 @@ class Ending(Enum):
     DONE = auto()
     FAILED = auto()
     GROWN = auto()
-    """Another launcher waits to be let in: the next world has it."""
+    """Another launcher waits to be admitted; it is in the next world."""
 
 
 class World:
     """A world as one launcher sees it.
 
     Attributes:
-        place: of this launcher's workers in it.
+        place: the place of this launcher's workers in it.
 
     Args:
-        place: of this launcher's workers in it.
-        session: with the other launchers; None if there are none.
+        place: the place of this launcher's workers in it.
+        session: the session that connects the launchers; None if there is only one.
     """
 
     def __init__(self, place: Place, session: Session | None = None) -> None:
@@ -60,11 +60,11 @@ class World:
 
     @contextlib.contextmanager
     def watched(self, stop: Callable[[str], None], newcomers: Callable[[], bool] | None) -> Iterator[None]:
-        """While it runs: has a function called with the reason, on another thread, when it is over elsewhere.
+        """Calls `stop` on another thread if the world ends elsewhere during the block.
 
         Args:
-            stop: called then.
-            newcomers: asked now and then whether another launcher waits; None not to ask.
+            stop: called with the reason.
+            newcomers: called from time to time, returns whether another launcher waits; None if not to be called.
         """
         if self._session is None:
             yield
@@ -80,13 +80,13 @@ class World:
             looker.join()
 
     def end(self, failure: str) -> tuple[Ending, str]:
-        """This launcher's workers have ended; waits until the others' have.
+        """Waits, after this launcher's workers have ended, until the others' have.
 
         Args:
-            failure: what became of this launcher's workers, in a sentence; empty if they ended well.
+            failure: a sentence about the failure of this launcher's workers; empty if they succeeded.
 
         Returns:
-            How the world ended, and why if it is not done.
+            How the world ended, and the reason if it is not done.
         """
         if self._session is None:
             return (Ending.FAILED, failure) if failure else (Ending.DONE, "")
@@ -101,14 +101,14 @@ class World:
             self._leave("")
             return Ending.DONE, ""
         why = self._agreed(self._session, why)
-        if why == _GROWN:  # all go at one time, for they are to meet again within the coordinator's time to settle
+        if why == _GROWN:  # all leave together, because they must meet again within the coordinator's settle_time
             with contextlib.suppress(PacelineError):
                 self._session.barrier("over", timeout=_STOPPED_S)
         self._leave(why)
         return (Ending.GROWN if why == _GROWN else Ending.FAILED), why
 
     def interrupted(self, signum: signal.Signals) -> None:
-        """This launcher was told to end, and its workers have."""
+        """Leaves the world after this launcher was told to end and its workers have ended."""
         self._leave(f"{self._label} was ended by {signum.name}")
 
     @property
@@ -116,7 +116,7 @@ class World:
         return f"node {self.place.node} ({socket.gethostname()})"
 
     def _leave(self, why: str) -> None:
-        """Leaves the others; they hear of it as of a failure, if there is a reason."""
+        """Leaves the session; with a reason, the other launchers see this as a failure."""
         if self._session is not None:
             self._session.leave(NodeFailed(self._agreed(self._session, why)) if why else None)
         if self._listener is not None:
@@ -124,7 +124,7 @@ class World:
 
     def _listen(self, session: Session, stop: Callable[[str], None]) -> None:
         try:
-            # A barrier of its own, which nobody else enters: it ends when the view does.
+            # No other member enters this barrier, so it ends when the view ends.
             session.barrier(f"listening {session.rank}", timeout=_FOR_EVER_S)
         except PacelineError as error:
             if not self._over.is_set():
@@ -135,7 +135,7 @@ class World:
         while not self._over.wait(_LOOK_S):
             if newcomers is not None and newcomers():
                 self._agreed(session, _GROWN)
-            with contextlib.suppress(PacelineError):  # a coordinator that is away comes back, or the view ends
+            with contextlib.suppress(PacelineError):  # the coordinator comes back, or the view ends
                 if session.store.compare_set(_key(session), _GROWN.encode(), _GROWN.encode())[0]:
                     self._why = _GROWN
                     stop(_GROWN)
@@ -143,13 +143,13 @@ class World:
 
     @staticmethod
     def _agreed(session: Session, why: str) -> str:
-        """The reason for the world's end, the same for all: whoever is first writes it down."""
-        with contextlib.suppress(PacelineError):  # no coordinator: everybody has what he saw himself
+        """Returns the reason for the world's end, the same for all: the first launcher writes it to the store."""
+        with contextlib.suppress(PacelineError):  # without a coordinator each launcher keeps its own reason
             _, first = session.store.compare_set(_key(session), None, why.encode()[:_WHY_BYTES])
             why = (first or b"").decode(errors="replace")
         return why
 
 
 def _key(session: Session) -> str:
-    """Where the store has the reason for a world's end."""
+    """Returns the key in the store of the reason for a world's end."""
     return f"over {session.generation}"
