@@ -59,7 +59,7 @@ class Readiness:
         self._sent = 0
 
     def may_write(self, parameter: int) -> bool:
-        """Returns True if the parameter's bucket was not sent yet; if it was, the next pass waits for one more."""
+        """Returns True if the parameter's bucket is unsent; if it was sent, the next pass waits for one more signal."""
         if self._bucket_of[parameter] >= self._sent:
             return True
         self._expected[parameter] = max(self._expected[parameter], self._seen[parameter] + 1)

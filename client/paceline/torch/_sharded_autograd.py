@@ -307,7 +307,7 @@ def _take(mirror: Mirror) -> None:
 
 
 def _need(mirror: Mirror) -> None:
-    """Gathers a unit whose parameter autograd reads before its backward run: no tensor was found in its output."""
+    """Begins the backward run of a unit when autograd reads its parameter: its output had no tensor to watch."""
     owner = _owner_of(mirror)
     _driver_of(owner)._enter(owner.synchronizer.rows)
     if not mirror.is_here:
