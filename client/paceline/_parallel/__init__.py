@@ -1,4 +1,4 @@
-"""Training in parallel, for NumPy modules: DistributedDataParallel and FullyShardedDataParallel."""
+"""Data-parallel training of NumPy modules: DistributedDataParallel and FullyShardedDataParallel."""
 
 from paceline._parallel._data_parallel import DDP
 from paceline._parallel._fully_sharded import FSDP

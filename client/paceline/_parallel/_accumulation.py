@@ -1,4 +1,4 @@
-"""Tracks one rank's micro-batches between two reductions, and detects gradients that others have changed.
+"""Tracks one rank's micro-batches between two reductions, and detects gradients that the user has changed.
 
 Micro-batches accumulate from one reduction to the next. Meanwhile `Parameter.grad` holds the sum over the micro-batches
 k of weight_k * gradient_k, and `weight` the sum of weight_k; the reduction divides one by the other. Nothing here
@@ -25,7 +25,7 @@ class Accumulation:
     Args:
         parameters: parameters whose gradients are reduced, by path: those that optimizers see.
         sources: parameters whose gradients backward writes, by path; the same ones unless they are sharded over ranks.
-        adds_up: micro-batches add up, as they do in torch: the mean is taken over ranks, not over micro-batches.
+        adds_up: if True, micro-batches add up, as in torch: the mean is taken over ranks, not over micro-batches.
 
     Attributes:
         weight: sum of the weights of the micro-batches.
@@ -43,18 +43,18 @@ class Accumulation:
         self._sources = parameters if sources is None else sources
         self._adds_up = adds_up
         self._writes = dict.fromkeys(self._sources, 0)
-        """Each source's number of writes at the last `mark`: a higher one means that others have written since."""
+        """Each source's number of writes at the last `mark`: a higher number means that the user has written since."""
         self._clears = dict.fromkeys(parameters, 0)
         self._carried: dict[str, NDArray[Any]] = {}
-        """Gradients from before the accumulation, to which it is added; unused if sources are other parameters."""
+        """Gradients from before the accumulation, which `close` adds to it; unused if sources are other parameters."""
         self.reset()
 
     @property
     def rank_weight(self) -> float:
         """This rank's weight in the reduction; the gradients are divided by the sum of all ranks' weights.
 
-        It is the sum over the micro-batches, or their average if they add up: with the same weight in each, the result
-        is then the sum over micro-batches of the mean over ranks.
+        The weight is the sum over the micro-batches, or their average if they add up: with the same weight in each, the
+        result is then the sum over micro-batches of the mean over ranks.
         """
         return self.weight / max(1, self.micro_batches) if self._adds_up else self.weight
 
@@ -127,8 +127,8 @@ class Accumulation:
         """Returns the path of a gradient that was written since `mark`; None if there is none.
 
         Args:
-            or_zeros: whether a gradient of zeros counts. Some users clear with zeros, but a rank may also get zeros
-                where others get more, so decisions that all ranks must share cannot depend on it.
+            or_zeros: whether a gradient of zeros counts. Some users clear gradients with zeros, but a rank may also
+                compute zeros where other ranks do not, so decisions that all ranks must share cannot depend on zeros.
         """
         for path, source in self._sources.items():
             written = source.grad is not None and source.writes != self._writes[path]
@@ -140,7 +140,7 @@ class Accumulation:
         """Forgets the micro-batches, with their weights, if all of their gradients were cleared.
 
         Raises:
-            StepOrderError: some were cleared, others not.
+            StepOrderError: some gradients were cleared, others were not.
         """
         if not self.micro_batches:
             return

@@ -1,6 +1,6 @@
-"""Agreement at first use: all ranks have the same model, and hold rank 0's values, bit for bit (I5).
+"""Checks at first use that all ranks have the same model, and gives them rank 0's values, bit for bit (I5).
 
-The ranks compare *manifests*: what a model consists of, in words. Ranks with equal manifests build equal buckets, so
+The ranks compare *manifests*: descriptions of their models. Ranks with equal manifests build equal buckets, so
 their collectives meet. W ranks; every step of `agree` is a collective, so all ranks take it together or fail together.
 """
 
@@ -51,7 +51,7 @@ class ModelManifest:
     """Everything about a model that must be the same on all ranks for their gradients to meet. Pure.
 
     Attributes:
-        settings: the wrapper's settings, as pairs of name and value in words, in the same order everywhere.
+        settings: the wrapper's settings, as pairs of name and value (text), in the same order on all ranks.
         entries: parameters in order, then buffers.
     """
 
@@ -62,10 +62,10 @@ class ModelManifest:
     def of(
         cls, parameters: Mapping[str, Parameter], buffers: Mapping[str, NDArray[Any]], **settings: object
     ) -> ModelManifest:
-        """Makes the manifest of a model; `str` of each setting must say what it is.
+        """Makes the manifest of a model; `str` of each setting must tell its value.
 
         Raises:
-            UnsupportedOp: an array holds Python objects, which have no bytes to give.
+            UnsupportedOp: an array holds Python objects, which have no bytes to send.
         """
         arrays = [(path, p, "trained" if p.requires_grad else "frozen") for path, p in parameters.items()]
         listed: list[tuple[str, Parameter | NDArray[Any], str]] = [*arrays]
@@ -101,7 +101,7 @@ def first_difference(
         mine: manifest of the reference.
         theirs: manifest of the first of `ranks`.
         ranks: all ranks that differ from the reference.
-        reference: the rank whose model the others are to have.
+        reference: the rank whose model the others must have.
     """
     who = f"rank {ranks[0]}" if len(ranks) == 1 else f"rank {ranks[0]} (and {list(ranks)} in all)"
     usual = f"rank {reference}"
@@ -120,7 +120,7 @@ def first_difference(
 
 
 class NewcomerDiffers(PeerRaised):
-    """Raised on the members of a job if a newcomer trains another model; the newcomer raises what the difference is.
+    """Raised on the members of a job if a newcomer trains another model; the newcomer's own error names the difference.
 
     Attributes:
         newcomer: the first of the newcomers that differ.
@@ -147,10 +147,10 @@ def agree(
         The fingerprint of the common values; 0 if nothing was compared.
 
     Raises:
-        SizeMismatch, SettingsMismatch, DivergenceError: manifests differ, or values still do after rank 0 gave its
+        SizeMismatch, SettingsMismatch, DivergenceError: manifests differ, or values still differ after rank 0 sent its
             own; raised on every rank, with the same text and the ranks that differ from rank 0.
-        NewcomerDiffers: raised instead on the other ranks, if only ranks differ that were not there when the others
-            last agreed.
+        NewcomerDiffers: raised instead on the other ranks, if all ranks that differ have come since the others last
+            agreed.
         StepOrderError: values differ and may not change.
     """
     if group.size == 1:
@@ -165,7 +165,7 @@ def agree(
         error = first_difference(
             ModelManifest.decode(usual), ModelManifest.decode(example), ranks=odd, reference=reference
         )
-        error.ranks = tuple(group.members[rank].rank for rank in odd)  # of a part of the view too
+        error.ranks = tuple(group.members[rank].rank for rank in odd)  # the group may be a part of the view
         with contextlib.suppress(PacelineError):
             _tell_all(group, [0])  # a rank that raises may end the generation: wait until all ranks know the error
         if group.rank not in odd and new[list(odd)].all():
@@ -196,14 +196,14 @@ def agree(
 def _tell_all(group: RankGroup, row: Sequence[int]) -> NDArray[np.int64]:
     """Returns every rank's row, shape [W, len(row)], by one small all_reduce in which each rank fills its own row."""
     table = np.zeros((group.size, len(row)), np.int64)
-    if group.size:  # in no view yet: the call says so
+    if group.size:  # without a view yet, the call itself raises
         table[group.rank] = row
     reduced: NDArray[np.int64] = group.all_reduce(table)
     return reduced
 
 
 def _differ(table: NDArray[np.int64], reference: int = 0) -> tuple[int, ...]:
-    """Returns the ranks whose row is not the reference's."""
+    """Returns the ranks whose rows differ from the reference's."""
     return tuple(int(r) for r in np.flatnonzero((table != table[reference]).any(axis=1)))
 
 
@@ -214,7 +214,7 @@ def _show(group: RankGroup, mine: bytes, *, root: int, nbytes: int) -> bytes:
 
 
 def give(group: RankGroup, arrays: Sequence[NDArray[Any]], *, root: int = 0) -> None:
-    """Copies the root's values into every rank's arrays; one message, of all bytes, whatever the dtypes."""
+    """Copies the root's values into every rank's arrays, all of them in one message, whatever their dtypes."""
     flat = np.empty(sum(a.nbytes for a in arrays), np.uint8)
     if group.rank == root:
         np.concatenate([_bytes_of(a) for a in arrays], out=flat)

@@ -1,14 +1,14 @@
 """DDP's reducer: sends each bucket of gradients as soon as it is complete, and waits for all of them at the end.
 
-`Readiness` decides when a bucket may be sent while the backward pass still runs. Two rules make it right:
+`Readiness` decides when a bucket may be sent while the backward pass still runs. It follows two rules:
 
 - Buckets are sent in one fixed order on every rank, whatever the order of gradients, because the n-th collective of
   one rank meets the n-th of every other.
 - A parameter is complete once it has signalled as often as it ever did in one backward pass: a layer that runs twice
-  signals twice. So the first pass sends nothing early; it counts.
+  signals twice. So the first pass only counts signals, and sends nothing early.
 
-`BucketReducer` observes the parameters, and keeps track of what is under way. Memory and messages are the affair of its
-`GradientTransport`.
+`BucketReducer` observes the parameters, and keeps track of running collectives. Its `GradientTransport` handles memory
+and messages.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from paceline.errors import StepOrderError
 __all__ = ["BucketReducer", "Readiness"]
 
 _TOO_SMALL_BYTES = 64 << 10
-"""A single bucket of up to so many bytes is sent at the end of backward in the caller's thread: the hand-over to the
-group's thread and back, 30 us and more on a busy machine, takes longer than overlap could save."""
+"""A model's only bucket, if it has at most this many bytes, is sent at the end of backward in the caller's thread: the
+hand-over to the group's thread and back, 30 us and more on a busy machine, takes longer than overlap could save."""
 
 
 class Readiness:
-    """Decides which buckets may be sent, from signals that a parameter got a gradient. Pure.
+    """Decides which buckets may be sent, from signals that parameters have received gradients. Pure.
 
     Args:
         bucket_of: number of the bucket of each parameter.
-        static: every pass signals what the first one did, so that a parameter that is never used holds up no bucket.
+        static: True if every pass gives the same signals as the first, so that an unused parameter delays no bucket.
     """
 
     def __init__(self, bucket_of: Sequence[int], *, static: bool = False) -> None:
@@ -46,11 +46,11 @@ class Readiness:
         """Signals after which a parameter counts as complete. At least 1, unless `static`: a parameter that was never
         used may still be used later."""
         self._learned = False
-        """True once a whole backward pass was counted."""
+        """True once the signals of a whole backward pass were counted."""
         self.start(early=False)
 
     def start(self, *, early: bool) -> None:
-        """Begins a backward pass; `early`: buckets may be sent while it runs."""
+        """Begins a backward pass; with `early`, buckets may be sent while it runs."""
         self._early = early and self._learned
         self._seen = [0] * len(self._bucket_of)
         self._incomplete = [0] * (max(self._bucket_of, default=-1) + 1)
@@ -59,7 +59,7 @@ class Readiness:
         self._sent = 0
 
     def may_write(self, parameter: int) -> bool:
-        """Whether the parameter's bucket has not been sent yet. If it has, the next pass waits for one more signal."""
+        """Returns True if the parameter's bucket is unsent; if it was sent, the next pass waits for one more signal."""
         if self._bucket_of[parameter] >= self._sent:
             return True
         self._expected[parameter] = max(self._expected[parameter], self._seen[parameter] + 1)
@@ -76,7 +76,7 @@ class Readiness:
         return range(first, self._sent)
 
     def end(self) -> None:
-        """Ends the backward pass, which is complete: the next one is expected to signal as often."""
+        """Ends a complete backward pass: the next one is expected to give as many signals."""
         if self._static and not self._learned:
             self._expected = self._seen
         else:
@@ -84,7 +84,7 @@ class Readiness:
         self._learned = True
 
     def rest(self) -> range:
-        """Returns the buckets that have not been sent, in order; they count as sent from now on."""
+        """Returns the buckets that have not been sent, in order, and marks them as sent."""
         first, self._sent = self._sent, len(self._incomplete)
         return range(first, self._sent)
 
@@ -92,14 +92,14 @@ class Readiness:
 class BucketReducer:
     """Observes the parameters during a backward pass, and sums their gradients over the ranks, bucket by bucket.
 
-    It is a `GradientReducer`, and the `GradientObserver` of its parameters.
+    The class is a `GradientReducer`, and the `GradientObserver` of its parameters.
 
     Args:
         parameters: all parameters by path; the frozen ones are left out.
         transport: makes the buckets and sums them.
         cap_bytes: most bytes of gradients in one bucket.
         static: see `Readiness`.
-        narrow: whether gradients may be in 16 bits.
+        narrow: whether gradients may have 16 bits.
 
     Attributes:
         parameters: the trained parameters, by path.
@@ -132,7 +132,7 @@ class BucketReducer:
         ]
         self._overlaps = len(plan) > 1 or any(bucket.nbytes > _TOO_SMALL_BYTES for bucket in self._buckets)
         self._abandoned: list[tuple[GradientBucket, list[PendingWork]]] = []
-        """Buckets that abandoned collectives were still using, each with these collectives."""
+        """Buckets that abandoned collectives still used, each with these collectives."""
         self._piggyback: Piggyback | None = None
         self._paths = [path for paths in plan for path in paths]
         self._index = {id(parameters[path]): i for i, path in enumerate(self._paths)}
@@ -151,7 +151,7 @@ class BucketReducer:
         return all(p.requires_grad for p in self.parameters.values()) and not any(p.requires_grad for p in self._frozen)
 
     def serves(self, parameters: Mapping[str, Parameter], cap_bytes: float) -> bool:
-        """True if it was made for these parameters and this cap, so that it can be used in another generation."""
+        """Returns True if the reducer was made for these parameters and this cap: the next generation can use it."""
         same = self.fits() and list(map(id, self._all)) == list(map(id, parameters.values()))
         return same and self._cap_bytes == cap_bytes
 
@@ -172,7 +172,7 @@ class BucketReducer:
 
         Args:
             weight: this rank's weight, including that of earlier micro-batches.
-            early: buckets may be sent inside the block. False while gradients are only accumulated.
+            early: whether buckets may be sent inside the block. False while gradients are only accumulated.
         """
         self._recover()
         self._weight = weight
@@ -190,8 +190,8 @@ class BucketReducer:
     def ignoring(self, *, weight: float, early: bool) -> Iterator[None]:
         """Drops the gradients of the backward pass inside the block, which are written to separate arrays.
 
-        All buckets are sent at the end, since they have none of this rank's work; the arguments, as for `watching`, are
-        ignored.
+        All buckets are sent at the end, since they contain no gradients of this rank. The arguments are those of
+        `watching`, and are ignored.
         """
         with ignoring_gradients(self.parameters.values()):
             yield
@@ -214,11 +214,11 @@ class BucketReducer:
 
         Args:
             weight: this rank's weight.
-            replaces: no matter here: backward writes the gradients that optimizers see, so they are in place already.
+            replaces: ignored here: backward writes the gradients that optimizers see, so they are in place already.
 
         Raises:
-            StepOrderError: the weights of all ranks add up to 0; or no collective may be called now, in a world of one
-                too, since the same code may run with two members next.
+            StepOrderError: the weights of all ranks add up to 0; or no collective may be called now. A world of one
+                raises this too, because the same code may run with two members next.
             PacelineError: a collective failed.
         """
         del replaces
@@ -275,7 +275,7 @@ class BucketReducer:
                 bucket.renew()
 
     def _send(self, numbers: Iterable[int], *, waiting: bool = False) -> None:
-        """Sends buckets; `waiting`: the caller only waits, so the last bucket is reduced in its thread."""
+        """Sends buckets; with `waiting`, the caller has nothing else to do, so its thread reduces the last one."""
         for number in numbers:
             bucket = self._buckets[number]
             alone = self._transport.size == 1
@@ -294,5 +294,5 @@ class BucketReducer:
             self._works.append(self._transport.start(bucket, divisor=divisor, in_background=in_background))
 
     def _divides(self, bucket: GradientBucket) -> bool:
-        """Whether a bucket's sums are divided while they are reduced."""
+        """Returns True if a bucket's sums are divided while they are reduced."""
         return bucket is not self._buckets[0] and bucket.divisible

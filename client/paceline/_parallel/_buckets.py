@@ -1,15 +1,15 @@
-"""Buckets: gradients side by side in one flat array, so that one all_reduce carries many of them.
+"""Buckets: flat arrays in which gradients lie side by side, so that one all_reduce carries many of them.
 
-N elements of gradients, P parameters in the bucket. The array that travels holds
+A bucket has N elements of gradients and P parameters. The array that travels holds
 
     [ gradients, N | weight, 1 | used, P | piggyback ]
 
 One message sums all of it over the ranks: the weighted gradients, the total weight to divide them by, and for each
-parameter the number of ranks that used it. The first bucket of a pass has room for a piggyback: in `session.steps` the
-step word travels along. Each slice of the first part is the home of a parameter's gradient (`Parameter.grad` is a
+parameter the number of ranks that used it. The first bucket of a pass has room for a piggyback: in `session.steps` it
+carries the step word. Each slice of the first part is the home of a parameter's gradient (`Parameter.grad` is a
 view of it), so a gradient is written once, reduced in place, and read where it lies.
 
-Gradients in 16 bits live in a separate array: they travel, with the weights, in float32.
+16-bit gradients lie in a separate array: they travel in float32, with the weights.
 
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.
 """
@@ -31,8 +31,8 @@ __all__ = ["FIRST_BYTES", "Bucket", "Empty", "plan_buckets"]
 
 
 FIRST_BYTES = 1 << 20
-"""Gradients in the first bucket of a dtype, unless one parameter has more: the sooner it is sent, the
-sooner the links have work. Source: torch's DDP (`dist._DEFAULT_FIRST_BUCKET_BYTES`), for the same reason."""
+"""Bytes of gradients in the first bucket of a dtype, unless one parameter has more. A small first bucket leaves early,
+so the links start early. Source: torch's DDP (`dist._DEFAULT_FIRST_BUCKET_BYTES`), for the same reason."""
 
 _NARROW = ("float16", "bfloat16")
 
@@ -46,12 +46,12 @@ def plan_buckets(
     """Decides which parameters share a bucket.
 
     Backward runs from the last layer to the first, so parameters are taken in reverse. A bucket has one dtype and at
-    most `cap_bytes` of gradients; a larger parameter gets its own. The first bucket of a dtype is full with
+    most `cap_bytes` of gradients; a larger parameter gets a bucket of its own. The first bucket of a dtype is full at
     `first_bytes`. Buckets are ordered by their last parameter, the one whose gradient completes them. Frozen
     parameters are in no bucket.
 
     Args:
-        parameters: by path, first layer first.
+        parameters: the parameters by path, first layer first.
         cap_bytes: most bytes of gradients in a bucket.
         first_bytes: bytes of gradients that fill the first bucket of a dtype.
         narrow: whether float16 and bfloat16 can be trained too.
@@ -60,12 +60,12 @@ def plan_buckets(
         The paths in each bucket; buckets in the order in which they are sent.
 
     Raises:
-        UnsupportedOp: a parameter to train is neither float32 nor float64. (bfloat16 loses updates below 2^-9 of a
-            value; mixed precision needs master values in float32. So `narrow` must be asked for.)
+        UnsupportedOp: a parameter to train is neither float32 nor float64, and `narrow` is False. (bfloat16 loses
+            updates below 2^-9 of a value; mixed precision needs master values in float32. So the caller must ask.)
     """
     closed: list[tuple[int, list[str]]] = []
     filling: dict[np.dtype[Any], tuple[int, int, list[str]]] = {}
-    begun: set[np.dtype[Any]] = set()  # dtypes whose first bucket is closed
+    begun: set[np.dtype[Any]] = set()  # dtypes whose first bucket is full
     for place, (path, parameter) in enumerate(reversed(list(parameters.items()))):
         if not parameter.requires_grad:
             continue
@@ -90,7 +90,7 @@ def _trainable(narrow: bool) -> str:
 class Bucket:
     """The gradients of some parameters of one dtype, in NumPy arrays that are reused in each step.
 
-    It is the `GradientBucket` of `HostTransport`.
+    The class is the `GradientBucket` of `HostTransport`.
 
     Args:
         parameters: the parameters by path, in the order in which they lie in the bucket.
@@ -104,8 +104,8 @@ class Bucket:
         codec: compresses the gradients on the wire; None for no compression.
         dtype: dtype of the gradients.
         flat: the array that `all_reduce` reduces in place.
-        exact: number of elements at its end that are no gradients and must not be compressed.
-        memory: rounding errors of its compressed reductions.
+        exact: number of elements at the end of `flat` that are not gradients and must not be compressed.
+        memory: rounding errors of the bucket's compressed reductions.
     """
 
     codec: Codec | None = None
@@ -132,7 +132,7 @@ class Bucket:
 
     @property
     def divisible(self) -> bool:
-        """Whether the sums may be divided by the total weight while they are reduced."""
+        """True if the sums may be divided by the total weight while they are reduced."""
         return self.codec is None
 
     @property
@@ -146,7 +146,7 @@ class Bucket:
         self.memory = self.memory.successor()
 
     def reclaim(self) -> None:
-        """Makes this bucket the home of the gradients again after an abandoned attempt, which leaves no trace."""
+        """Makes this bucket the home of the gradients again after an abandoned attempt, and removes its traces."""
         self._take_home()
         self.memory.undo()
 
@@ -155,7 +155,7 @@ class Bucket:
         self.memory.commit()
 
     def new_generation(self) -> None:
-        """Resets what must be the same on all ranks: nothing here."""
+        """Resets whatever must be the same on all ranks; this class has nothing of the kind."""
 
     def _allocate(self) -> None:
         wire = np.dtype(np.float32) if self.dtype.itemsize == 2 else self.dtype
@@ -169,12 +169,12 @@ class Bucket:
         self._take_home()
 
     def vacate(self) -> None:
-        """Has gradients written elsewhere until `reclaim` or `renew`, because an abandoned collective may still run."""
+        """Sends gradients to other memory until `reclaim` or `renew`, because an abandoned collective may still run."""
         for parameter in self._parameters:
             parameter._home = None
 
     def _take_home(self) -> None:
-        """Makes this bucket the home of the gradients, and moves present ones here."""
+        """Makes this bucket the home of the gradients, and moves existing ones here."""
         for slot in self._slots:
             slot.flags.writeable = True
         for parameter, slot in zip(self._parameters, self._slots, strict=True):
@@ -188,7 +188,7 @@ class Bucket:
 
         Args:
             weight: the weight that the gradients are already multiplied by. A rank without a sample has weight 0 and no
-                gradients, so it sends zeros: 0 times the NaN of an empty mean would be NaN.
+                gradients, and sends zeros, because 0 times the NaN of an empty mean would be NaN.
             alone: True if there is no other rank, so that nothing will travel.
         """
         self.flat[self._weight_at] = weight
@@ -199,20 +199,20 @@ class Bucket:
             elif parameter.grad is not slot:  # another wrapper has moved it
                 np.copyto(slot, parameter.grad)
                 parameter._hold(slot)
-            slot.flags.writeable = False  # `p.grad += g` would write unnoticed: an error is better than a wrong sum
+            slot.flags.writeable = False  # makes `p.grad += g` an error, where it would give a wrong sum unnoticed
         self._encode(alone=alone)
 
     def unpack(self, total: float, *, divided: bool = False) -> None:
-        """Makes means of the reduced sums, and gives its gradient to each parameter that any rank used.
+        """Divides the reduced sums, and gives each parameter that any rank used its mean gradient.
 
         Every rank evaluates the same expression on the same bits (I5). A parameter that no rank used gets no gradient.
 
         Args:
             total: total weight of all ranks.
-            divided: whether the sums have been divided by it already.
+            divided: whether the sums have been divided by the total already.
 
         Raises:
-            StepOrderError: the weights of all ranks add up to 0. All ranks see the same, so all raise.
+            StepOrderError: the weights of all ranks add up to 0. All ranks see the same total, so all raise.
         """
         for slot in self._slots:
             slot.flags.writeable = True
@@ -224,17 +224,17 @@ class Bucket:
 
     @property
     def total(self) -> NDArray[Any]:
-        """Shape [1]: before the reduction this rank's weight, after it that of all ranks together."""
+        """The weight, shape [1]: before the reduction this rank's, after it the sum over all ranks."""
         return self.flat[self._weight_at : self._weight_at + 1]
 
     @property
     def _used(self) -> NDArray[Any]:
-        """Shape [P]: before the reduction 1 for a parameter that this rank used, afterwards above 0 if any did."""
+        """Use counts, shape [P]: before the reduction 1 if this rank used a parameter; after it above 0 if any did."""
         return self.flat[self._weight_at + 1 : self._weight_at + 1 + len(self._parameters)]
 
     @property
     def piggyback(self) -> NDArray[Any]:
-        """The elements that are reserved for a piggyback."""
+        """The elements reserved for a piggyback."""
         return self.flat[self._weight_at + 1 + len(self._parameters) :]
 
     def _encode(self, *, alone: bool) -> None:
@@ -244,7 +244,7 @@ class Bucket:
             self.flat[: self._weight_at] = self._apart
 
     def _decode(self, total: float, *, divided: bool) -> None:
-        """Writes the means of the sums to the homes of the gradients."""
+        """Writes the means to the homes of the gradients."""
         sums = self.flat[: self._weight_at]
         if total != 1 and not divided:  # a division by 1 changes no bit
             np.divide(sums, total, out=sums)

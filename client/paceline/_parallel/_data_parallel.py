@@ -1,6 +1,7 @@
 """DistributedDataParallel for NumPy modules: every rank holds the whole model, and gradients are averaged.
 
-`DDP` is the front; it holds a `ReplicatedModel` and a `GradientSynchronizer`, as the front for torch modules does.
+`DDP` is the front for users; like the front for torch modules, it holds a `ReplicatedModel` and a
+`GradientSynchronizer`.
 """
 
 from __future__ import annotations
@@ -24,48 +25,50 @@ from paceline.compression import Codec, PowerSGD, codec_of
 __all__ = ["DDP", "ReplicatedModel"]
 
 _USUAL_MB = 25.0
-"""Source: torch's DDP (`bucket_cap_mb`)."""
+"""Default of `bucket_mb`. Source: torch's DDP (`bucket_cap_mb`)."""
 
 _ON_ONE_HOST_MB = 50.0
-"""Sums on one host take the cores that backward needs: the fewer hand-overs to the group's thread, the better.
+"""Default of `bucket_mb` if all ranks are on one host. There, sums take the cores that backward needs, so fewer
+hand-overs to the group's thread are better.
 
 Source: W=2 and 4 on 2 cores, torch, 12.6 and 42 M parameters: a step takes 1 to 2 % less than with 25, and up to 1 %
-more than with 100; the same as with either where backward leaves the cores idle."""
+more than with 100; where backward leaves the cores idle, all three take the same time."""
 
 
 class DDP:
     """Trains one model on the samples of all ranks, as if one process had seen them all.
 
     Construction communicates nothing. The first forward pass gives rank 0's parameters and buffers to all ranks. From
-    then on each `backward` ends with the same gradients everywhere: the mean over all samples of all ranks, uneven
-    shares or not. In a world of one, results are those of the unwrapped module, bit for bit.
+    then on each `backward` ends with the same gradients on every rank: the mean over all samples of all ranks, even if
+    ranks have different numbers of samples. A world of one gives the results of the unwrapped module, bit for bit.
 
         ddp = paceline.DDP(module, session.group)
         optimizer.zero_grad()
         ddp.backward(loss_gradient(ddp(x), t))      # of the mean loss over this rank's samples
         optimizer.step()
 
-    Gradients lie in the buckets: `Parameter.grad` is a view of memory that the next backward pass writes again, so
-    copy what you keep. Communication overlaps the rest of the backward pass from the second pass on. It goes in a
-    fixed order, so a parameter that is never used (freeze it) or used late holds up the buckets behind it.
+    Gradients lie in the buckets: `Parameter.grad` is a view of memory that the next backward pass overwrites, so
+    copy what you keep. From the second pass on, communication overlaps the rest of the backward pass. Buckets are sent
+    in a fixed order, so a parameter that is never used (freeze it) or used late delays the buckets behind it.
 
-    What DDP does not do: modules whose own backward calls collectives must use another group for them; frozen
-    parameters must stay as they are.
+    Limits: modules whose own backward calls collectives must use another group for them; frozen parameters must not be
+    changed.
 
     Args:
         module: the model, built alike on every rank; values may differ.
         group: the ranks.
-        bucket_mb: most MiB (2**20 bytes) of gradients in one message; alike on every rank. The first one is smaller, so
-            that it leaves early. If left out: 50 where all ranks are on one host and nothing is compressed, else 25.
-        compression: "bf16", "int8" or a `paceline.compression.Codec`: gradients travel in fewer bits; "powersgd" or a
-            `paceline.compression.PowerSGD`: in fewer numbers. Results are the same bits everywhere still. Alike on
-            every rank. None for all bits.
-        error_feedback: with compression: what it takes away from a step's gradients is added to the next step's,
-            so that nothing is lost, only late. If left out: with int8 and PowerSGD, not with bf16. It takes twice
-            the memory of the gradients more. A step that `session.steps` undoes leaves no trace in it if the training
-            state has this wrapper, not the bare module.
-        static_graph: every backward pass uses the same parameters as the first: then a parameter that is never used
-            holds up nothing. One more than in the first pass is a `StepOrderError`.
+        bucket_mb: most MiB (2**20 bytes) of gradients in one message; alike on every rank. The first message is
+            smaller, so that it leaves early. Default: 50 if all ranks are on one host and nothing is compressed,
+            else 25.
+        compression: "bf16", "int8" or a `paceline.compression.Codec` sends gradients in fewer bits; "powersgd" or a
+            `paceline.compression.PowerSGD` sends fewer numbers. All ranks still get the same bits. Alike on every
+            rank. None for no compression.
+        error_feedback: with compression, adds the error that compression makes in a step's gradients to the next
+            step's, so that nothing is lost, only late. Default: on with int8 and PowerSGD, off with bf16. It takes
+            extra memory, twice that of the gradients. A step that `session.steps` undoes leaves no trace in it if the
+            training state has this wrapper, not the bare module.
+        static_graph: declares that every backward pass uses the same parameters as the first, so that an unused
+            parameter delays nothing. A pass that uses another parameter raises `StepOrderError`.
 
     Attributes:
         module: as above.
@@ -103,10 +106,10 @@ class DDP:
         return self.forward(x)
 
     def forward(self, x: Any) -> Any:
-        """The module's output. The first call is a collective (see `prepare`): on one rank alone, call the module.
+        """Returns the module's output. The first call is a collective (see `prepare`); one rank alone calls the module.
 
         Raises:
-            PacelineError: as `prepare`.
+            PacelineError: see `prepare`.
         """
         self.prepare()
         shape = x.shape if isinstance(x, np.ndarray) else ()
@@ -116,10 +119,10 @@ class DDP:
     def prepare(self) -> None:
         """Agrees on the model and takes rank 0's values.
 
-        A collective at first use, and again once a parameter was frozen or unfrozen; else it does nothing.
+        This is a collective at first use, and again after a parameter was frozen or unfrozen; else it does nothing.
 
         Raises:
-            SizeMismatch, SettingsMismatch, DivergenceError: the models differ; the text names ranks and parameter.
+            SizeMismatch, SettingsMismatch, DivergenceError: the models differ; the error names ranks and parameter.
             UnsupportedOp: a parameter to train is neither float32 nor float64.
             StepOrderError: parameters were frozen or unfrozen in the middle of an accumulation.
         """
@@ -129,21 +132,21 @@ class DDP:
         """Runs the module's backward and, outside of `no_sync`, leaves the mean over all ranks in every `.grad`.
 
         The mean is the sum of weight * gradient over all ranks and micro-batches, divided by the sum of weights. A
-        gradient that was there before (no `zero_grad`) is kept and added to. Nothing is returned: this wraps the whole
-        model, and the gradient of its input would be scaled by the weight. Buffers are rank 0's afterwards.
+        gradient that was there before (no `zero_grad`) is added to the mean. Nothing is returned: the wrapper holds the
+        whole model, and the gradient of its input would be scaled by the weight. Buffers are rank 0's afterwards.
 
         Args:
-            dy: gradient of this rank's *mean* loss by the output, shape [B, ...].
-            weight: weight of this rank's gradient; B by default. With 0 the module runs, but its gradients are
-                dropped, even NaN.
+            dy: gradient of this rank's *mean* loss with respect to the output, shape [B, ...].
+            weight: weight of this rank's gradient; B by default. With 0 the module runs, but its gradients, even NaN,
+                are dropped.
 
         Raises:
             ValueError: the weight is negative or not finite.
-            SizeMismatch: there is no first axis to take B from.
+            SizeMismatch: `dy` has no first axis to take B from.
             StepOrderError: gradients were written or cleared outside of the wrapper, or one came too late.
             PacelineError: a collective failed.
-            Exception: what the module raised. After this, or a failed collective, all gradients and micro-batches of
-                the attempt are dropped, and the attempt may be repeated, on all ranks together.
+            Exception: the module raised it. After this, or a failed collective, all gradients and micro-batches of the
+                attempt are dropped, and all ranks together may repeat the attempt.
         """
         with self._synchronizer.backward_pass(rows_of(dy) if weight is None else weight) as factor:
             # Backward is linear in dy: scaling dy, the smallest array, weights all gradients.
@@ -152,21 +155,22 @@ class DDP:
     def sync_gradients(self, weight: float | None = None) -> None:
         """Reduces pending gradients; does nothing if there are none, so it is harmless after `backward`.
 
-        Pending gradients are those that `backward` accumulated under `no_sync`, or the module's own `backward` left.
+        Pending gradients are those that `backward` accumulated under `no_sync`, or that the module's own `backward`
+        left.
 
         Args:
-            weight: weight of gradients of the module's own backward. By default the number of samples of
+            weight: weight of the gradients of the module's own backward. By default the number of samples in
                 the last forward pass through this wrapper, or 1 if there was none.
 
         Raises:
             ValueError: the weight is negative or not finite.
-            StepOrderError: both kinds are pending, or a weight was given for gradients that have one.
+            StepOrderError: both sorts are pending, or a weight was given for gradients that have one.
             PacelineError: a collective failed; gradients are dropped, as in `backward`.
         """
         self._synchronizer.sync_gradients(weight)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Inside the block `backward` accumulates on this rank only.
+        """Returns a context manager, inside of which `backward` accumulates on this rank only.
 
         The next `backward` outside, or `sync_gradients`, reduces the sum of all micro-batches.
         """
@@ -175,14 +179,14 @@ class DDP:
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scales all gradients so that their norm, taken over all parameters as one vector, is at most `max_norm`.
 
-        A collective; every rank scales by the same bits.
+        This is a collective; every rank scales by the same bits.
 
         Args:
             max_norm: the limit; `math.inf` only measures.
             norm_type: p of the p-norm, above 0; `math.inf` for the largest absolute value.
 
         Returns:
-            The norm before. If it is not finite, the gradients are left as they are.
+            The norm before scaling. If it is not finite, the gradients are left as they are.
 
         Raises:
             ValueError: `max_norm` is negative, or `norm_type` not above 0.
@@ -191,7 +195,7 @@ class DDP:
         return self._synchronizer.clip_grad_norm(max_norm, norm_type)
 
     def begin_step(self) -> None:
-        """Begins a step that may be undone: error feedback is kept as it is now, and `drop_gradients` returns to this.
+        """Begins a step that may be undone: `drop_gradients` restores error feedback as it is now.
 
         Until the first call each reduction is final at once.
         """
@@ -202,26 +206,26 @@ class DDP:
         self._synchronizer.drop_gradients()
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """The module's, without a prefix: an optimizer's state fits the module wrapped or not."""
+        """Yields the module's parameters, without a prefix: optimizer state fits the wrapped and the bare module."""
         yield from self.module.named_parameters()
 
     def named_buffers(self) -> Iterator[tuple[str, NDArray[Any]]]:
-        """The module's; none if it has no such method."""
+        """Yields the module's buffers; none if the module has no such method."""
         yield from self._model.buffers().items()
 
 
 class ReplicatedModel:
-    """A model of which every rank holds all: the `SynchronizedModel` of DDP, for NumPy and for torch modules.
+    """A model that every rank holds whole: the `SynchronizedModel` of DDP, for NumPy and for torch modules.
 
     Args:
-        module: has the parameters, and perhaps buffers.
+        module: the object with the parameters, and perhaps buffers.
         group: the ranks.
         bucket_mb, compression, error_feedback, static_graph: as for `DDP`.
         trains_narrow: whether parameters in 16 bits are trained.
 
     Attributes:
         module: as above.
-        reducer: of the last agreement; None before the first.
+        reducer: the reducer made at the last agreement; None before the first.
     """
 
     def __init__(
@@ -255,7 +259,7 @@ class ReplicatedModel:
         self._stepwise = False
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """The module's."""
+        """Yields the module's parameters."""
         yield from self.module.named_parameters()
 
     def buffers(self) -> Mapping[str, NDArray[Any]]:
@@ -263,7 +267,7 @@ class ReplicatedModel:
         return buffers_of(self.module)
 
     def spread_parameters(self) -> list[SpreadParameters]:
-        """All parameters, which this rank has whole."""
+        """Returns all parameters, which this rank has whole."""
         return [(None, list(parameters_of(self.module).values()))]
 
     def agree(self, *, may_change: bool, agreed_in: int) -> BucketReducer:
@@ -276,7 +280,7 @@ class ReplicatedModel:
         agree(self._group, manifest, arrays, may_change=may_change, agreed_in=agreed_in)
         cap_bytes = (self._usual_mb() if self._bucket_mb is None else self._bucket_mb) * 2**20
         if self.reducer is not None and self.reducer.serves(parameters, cap_bytes):
-            self.reducer.new_generation()  # memory and what error feedback has kept stay
+            self.reducer.new_generation()  # keeps the memory, and the errors for feedback
             return self.reducer
         transport = HostTransport(
             self._group, self._codec, 0 if self._low_rank is None else self._low_rank.rank, feedback=self._feedback
@@ -295,7 +299,10 @@ class ReplicatedModel:
             self.reducer.begin_step()
 
     def _usual_mb(self) -> float:
-        """The same on all ranks of a view. What error feedback keeps lies in the buckets, so these stay as they are."""
+        """The default of `bucket_mb`, the same on all ranks of a view; with compression, the same in all views.
+
+        That is because the errors for feedback lie in the buckets, which must then keep their sizes.
+        """
         compresses = self._codec is not None or self._low_rank is not None
         on_one_host = where_of(nodes_of(self._group.members)) == "one_node"
         return _ON_ONE_HOST_MB if on_one_host and not compresses else _USUAL_MB

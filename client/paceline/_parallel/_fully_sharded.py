@@ -1,6 +1,6 @@
 """FullyShardedDataParallel for NumPy modules: ranks share the memory of one model, and train it as one.
 
-`FSDP` is the front; what it does is in the `ShardedModel` that it holds, as the front for torch modules does.
+`FSDP` is the front for users; like the front for torch modules, it holds a `ShardedModel`, which does the work.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class FSDP:
         fsdp.backward(loss_gradient(fsdp(x), t))        # of the mean loss over this rank's samples
         optimizer.step()
 
-    Construction communicates nothing; the first forward pass gives rank 0's values to all. Results are those of DDP,
-    and of one process, to rounding; in a world of one, those of the unwrapped module, bit for bit.
+    Construction communicates nothing; the first forward pass gives rank 0's values to all ranks. Results equal those of
+    DDP, and of one process, except for rounding; in a world of one, those of the unwrapped module, bit for bit.
 
     **Units.** A wrapped module may have wrapped parts. Each wrapper is a unit: its parameters lie side by side in one
     flat array, which is gathered before the unit runs forward and again before it runs backward, and freed after
@@ -43,18 +43,18 @@ class FSDP:
         fsdp = paceline.FSDP(model, group)
 
     A model that fits on no single rank is built unit by unit: `unit = FSDP(block, group); unit.prepare()`, a
-    collective, leaves this rank's shard of each block before the next is built. (A worker that waits to be admitted
-    cannot do so.)
+    collective, keeps only this rank's shard of each block before the next is built. (A candidate cannot do so.)
 
-    **A world that changes.** In `session.steps` workers come and go, and shards move with them, live, if the
-    `TrainState` has the model and its optimizer. A worker that waits to be admitted builds the whole model. If a worker
-    crashes, its shard is lost; other ranks have it under NO_SHARD, and under HYBRID_SHARD the other nodes, for which
-    `intra_node_size` must be given. Under the other strategies training goes on from the checkpoint.
+    **A world that changes.** In `session.steps` workers come and go, and shards move between them without stopping
+    training, if the `TrainState` has the model and its optimizer. A candidate builds the whole model. If a worker
+    crashes, its shard is lost; other ranks have a copy under NO_SHARD, and other nodes under HYBRID_SHARD, which then
+    needs `intra_node_size`. Under the other strategies training continues from the checkpoint.
 
     **Parameters.** `fsdp.named_parameters()` has this rank's pieces, shape [elements here], under the module's paths.
-    The module's own have values only while their unit runs, and inside `unshard()`; under SHARD_GRAD_OP always, but
-    what other ranks updated is old until the next forward pass or `broadcast_updated_params`. Where one rank has
-    everything (NO_SHARD, a world of one), pieces keep the parameters' shapes.
+    The module's own parameters have values only while their unit runs, and inside `unshard()`. Under SHARD_GRAD_OP they
+    always have values, but those that other ranks update are old until the next forward pass or
+    `broadcast_updated_params`. Where one rank has everything (NO_SHARD, a world of one), pieces keep the parameters'
+    shapes.
 
     A parameter that no rank used gets no gradient, nor does a frozen one. Tied parameters (one object, several paths)
     must be in one unit. All ranks must run the same units in the same order.
@@ -63,12 +63,13 @@ class FSDP:
         module: the model or a part of it, built alike on every rank; values may differ.
         group: the ranks; the same for all units.
         strategy: what is sharded.
-        intra_node_size: of HYBRID_SHARD: ranks in a node. With None ranks that can share memory are a node, or ranks of
-            one host name where that is not known; a rank in a container of its own is one alone, and holds the model.
-        communication_dtype: what wider parameters and gradients travel in, e.g. `ml_dtypes.bfloat16`; None for their
-            own. The shards that are trained keep their dtype, and so does the computation; what does not travel is not
-            rounded. Gradients travel multiplied by their weights (B samples): float16 may overflow.
-        ahead: units to gather before they run; 0 for none. The outermost wrapper's counts.
+        intra_node_size: for HYBRID_SHARD, the number of ranks in a node. With None, ranks that can share memory are a
+            node, or ranks of one host name if that is not known; a rank in a container of its own is a node alone, and
+            holds the whole model.
+        communication_dtype: the dtype in which wider parameters and gradients travel, e.g. `ml_dtypes.bfloat16`; None
+            for their own. Trained shards and the computation keep their dtype; only values that travel are rounded.
+            Gradients travel multiplied by their weights (B samples), so float16 may overflow.
+        ahead: number of units to gather before they run; 0 for none. Only the outermost wrapper's counts.
 
     Attributes:
         module: as above.
@@ -76,11 +77,11 @@ class FSDP:
         strategy: as above.
 
     Raises:
-        UnsupportedOp: a parameter to train is neither float32 nor float64, is in another unit already, or the
-            communication dtype cannot travel or is no float.
-        InvalidWorldSize: the ranks do not make up nodes of one size; at first use where workers may come and go.
-        ValueError: no such strategy, `intra_node_size` without HYBRID_SHARD, units of several groups, or `ahead` is
-            negative.
+        UnsupportedOp: a parameter to train is neither float32 nor float64, or is in another unit already; or the
+            communication dtype cannot travel or is not a float.
+        InvalidWorldSize: the ranks do not make up nodes of one size; raised at first use if workers may come and go.
+        ValueError: there is no such strategy, `intra_node_size` was given without HYBRID_SHARD, units have different
+            groups, or `ahead` is negative.
     """
 
     def __init__(
@@ -104,11 +105,11 @@ class FSDP:
         return self.forward(x)
 
     def forward(self, x: Any) -> Any:
-        """The module's output. A collective wherever parameters are sharded: all ranks call it.
+        """Returns the module's output. All ranks call this: it is a collective wherever parameters are sharded.
 
         Raises:
-            PacelineError: as `prepare`, or a collective failed.
-            Exception: what the module raised. The wrapper stays usable, if the others have come as far.
+            PacelineError: see `prepare`; or a collective failed.
+            Exception: the module raised it. The wrapper stays usable if the other ranks have come as far.
         """
         sharded = self._sharded
         if sharded.is_empty:
@@ -123,8 +124,8 @@ class FSDP:
     def backward(self, dy: NDArray[Any], weight: float | None = None) -> Any:
         """Runs the module's backward and, outside of `no_sync`, leaves the mean over all ranks in the pieces.
 
-        Weights, errors and accumulation are as in `paceline.DDP.backward`. On a unit inside a model, called by the
-        model's backward, it returns the gradient of the unit's input.
+        Weights, errors and accumulation are as in `paceline.DDP.backward`. On a unit inside a model, where the model's
+        backward calls it, it returns the gradient of the unit's input.
         """
         sharded = self._sharded
         if sharded.is_empty:
@@ -140,10 +141,10 @@ class FSDP:
     def prepare(self) -> None:
         """Agrees on the model and takes rank 0's values; then each rank keeps its shard.
 
-        A collective at first use, and again once a parameter was frozen or unfrozen; else it does nothing.
+        This is a collective at first use, and again after a parameter was frozen or unfrozen; else it does nothing.
 
         Raises:
-            SizeMismatch, SettingsMismatch, DivergenceError: the models differ; the text names ranks and parameter.
+            SizeMismatch, SettingsMismatch, DivergenceError: the models differ; the error names ranks and parameter.
             UnsupportedOp: a parameter to train is neither float32 nor float64.
             StepOrderError: parameters were frozen or unfrozen in the middle of an accumulation.
         """
@@ -156,18 +157,18 @@ class FSDP:
         parameters, which have their full shape. Gradients that users have written there replace those of the pieces.
 
         Args:
-            weight: weight of gradients of the module's own backward; as in `paceline.DDP.sync_gradients`.
+            weight: weight of the gradients of the module's own backward; as in `paceline.DDP.sync_gradients`.
 
         Raises:
             ValueError: the weight is negative or not finite.
-            StepOrderError: nothing ran forward yet, and there is no gradient; both kinds are pending; or a weight was
+            StepOrderError: nothing ran forward yet, and there is no gradient; both sorts are pending; or a weight was
                 given for gradients that have one.
             PacelineError: a collective failed; gradients are dropped.
         """
         self._sharded.sync_gradients(weight)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Inside the block `backward` accumulates on this rank only: gradients are kept whole until they are reduced.
+        """Returns a context manager, inside of which `backward` accumulates whole gradients on this rank only.
 
         The next `backward` outside, or `sync_gradients`, reduces the sum of all micro-batches.
         """
@@ -176,7 +177,7 @@ class FSDP:
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scales all gradients so that their norm over the shards of all ranks is at most `max_norm`.
 
-        A collective. Arguments, result and errors are those of `paceline.DDP.clip_grad_norm`.
+        This is a collective. Arguments, result and errors are those of `paceline.DDP.clip_grad_norm`.
         """
         return self._sharded.clip_grad_norm(max_norm, norm_type)
 
@@ -185,36 +186,36 @@ class FSDP:
         self._sharded.drop_gradients()
 
     def prefetch_forward_params(self) -> None:
-        """Starts to gather in the background what the next forward pass begins with. All ranks call it.
+        """Starts to gather in the background the units that the next forward pass begins with. All ranks call it.
 
-        To be called after the update. What is changed afterwards is not lost: it is gathered anew.
+        Call it after the update. Later changes are not lost: the units are gathered again.
 
         Raises:
             UnsupportedOp: the strategy keeps parameters whole.
-            StepOrderError: called twice without a forward pass in between.
+            StepOrderError: there was no forward pass since the last call.
         """
         self._sharded.prefetch_forward_params()
 
     def has_pending_prefetch(self) -> bool:
-        """True from `prefetch_forward_params` to the next pass, or change of the parameters."""
+        """Returns True from `prefetch_forward_params` until the next pass or change of the parameters."""
         return self._sharded.has_pending_prefetch()
 
     def broadcast_updated_params(self) -> None:
-        """Under SHARD_GRAD_OP: gathers the updated shards on all ranks now; else does nothing. All ranks call it.
+        """Gathers the updated shards on all ranks under SHARD_GRAD_OP; else does nothing. All ranks call it.
 
-        Each forward pass does it anyway, unit by unit beside the computation; this is for reading the module's own
+        Each forward pass does so anyway, unit by unit beside the computation; call this to read the module's own
         parameters before.
         """
         self._sharded.broadcast_updated_params()
 
     def unshard(self) -> AbstractContextManager[dict[str, Parameter]]:
-        """Inside the block the module's parameters have all their values, exactly. All ranks enter and leave it.
+        """Returns a block in which the module's parameters have all their exact values. All ranks enter and leave it.
 
-        What is changed there is kept, if all ranks change it alike. The whole model is in memory. Forward passes work
-        inside, backward passes do not.
+        Changes of the values are kept if all ranks make the same ones. The whole model is in memory. Forward passes
+        work inside, backward passes do not.
 
         Returns:
-            A context manager of the module's own parameters by path, those of units inside included.
+            A context manager that yields the module's own parameters by path, including those of units inside.
 
         Raises:
             PacelineError: a collective failed.
@@ -222,39 +223,39 @@ class FSDP:
         return self._sharded.unshard()
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """This rank's pieces, under the paths of the module's parameters."""
+        """Yields this rank's pieces, under the paths of the module's parameters."""
         yield from self._sharded.named_parameters()
 
     def named_buffers(self) -> Iterator[tuple[str, NDArray[Any]]]:
-        """The module's; none if it has no such method."""
+        """Yields the module's buffers; none if the module has no such method."""
         yield from self._sharded.named_buffers()
 
     @property
     def is_sharded(self) -> bool:
-        """True if ranks hold different shards under this strategy; in a world of one too."""
+        """True if ranks hold different shards under this strategy, even if the world has one rank."""
         return self._sharded.is_sharded
 
     def update_shards(self, flat: ArrayLike) -> None:
-        """Replaces the values that this rank holds; drops its gradients. Each rank calls it for itself, all of them do.
+        """Replaces the values that this rank holds, and drops its gradients. All ranks call it, each with its values.
 
         Args:
             flat: the elements of all pieces in the order of `named_parameters`.
 
         Raises:
             SizeMismatch: there are more or fewer elements; nothing was changed.
-            StepOrderError: inside `unshard`.
+            StepOrderError: called inside `unshard`.
         """
         self._sharded.update_shards(flat)
 
     def padded_gradients(self) -> dict[str, NDArray[Any] | None]:
-        """This rank's shard of each gradient in an array of the full shape, zeros elsewhere, by path; None for none."""
+        """Returns gradients by path, in full shape: this rank's shard, zeros elsewhere; None if there is none."""
         return self._sharded.padded_gradients()
 
     def state_dict(self, *, root: int | None = None) -> dict[str, NDArray[Any]]:
-        """Copies of all parameters and buffers, whole, by path: what any world, or one process, can load. A collective.
+        """Copies all whole parameters and buffers by path; any world, or one process, can load them. A collective.
 
         Args:
-            root: the one rank that wants them; every rank if None.
+            root: the only rank that gets the copies; every rank if None.
 
         Returns:
             The copies; empty on other ranks than the root.
@@ -262,28 +263,28 @@ class FSDP:
         return self._sharded.state_dict(root=root)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` gave, in any world. Each rank cuts out its shard; nothing is communicated.
+        """Loads what `state_dict` returned, in any world. Each rank cuts out its shard; nothing is communicated.
 
         Raises:
-            SizeMismatch: paths or shapes do not fit; the text lists all, and nothing was changed.
-            StepOrderError: inside `unshard`.
+            SizeMismatch: paths or shapes do not fit; the error lists all, and nothing was changed.
+            StepOrderError: called inside `unshard`.
         """
         self._sharded.load_state_dict(saved)
 
     def sharded_state_dict(self) -> dict[str, dict[str, Any]]:
-        """Copies of what this rank holds. Communicates nothing.
+        """Copies the shards that this rank holds. Communicates nothing.
 
         Returns:
-            By path {"values": elements, shape [n]; "start": number of the first; "shape": of the whole parameter}.
+            By path {"values": elements, shape [n]; "start": index of the first; "shape": of the whole parameter}.
         """
         return self._sharded.sharded_state_dict()
 
     def load_sharded_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Takes over what `sharded_state_dict` gave to the same rank of a world of the same size; on all ranks.
+        """Loads what `sharded_state_dict` returned on the same rank of a world of the same size; all ranks call it.
 
         Raises:
             SizeMismatch: another model, world, rank or strategy made it; nothing was changed.
-            StepOrderError: inside `unshard`.
+            StepOrderError: called inside `unshard`.
         """
         self._sharded.load_sharded_state_dict(saved)
 

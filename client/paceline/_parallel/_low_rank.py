@@ -1,11 +1,11 @@
-"""A bucket of whose matrices only a few directions travel (`PowerSGD`), in two reductions.
+"""A bucket that sends only a few directions of each matrix (`PowerSGD`), in two reductions.
 
 For a matrix M, shape [n, m], the first reduction sums P = M Q, shape [n, r], over the ranks, where Q comes from the
 step before. All ranks make the columns of the sum orthonormal. The second reduction sums Q = M^T P, shape [m, r]. Then
 P Q^T is the sum of all M, projected on the columns of P.
 
-All ranks must end with the same bits (I5), whatever their processors: so what follows from sums is computed element by
-element, and matrix products are used only for values of this rank alone.
+All ranks must end with the same bits (I5), whatever their processors. So values derived from sums are computed element
+by element, and matrix products are used only for values of this rank alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["LowRankBucket", "shrinks"]
 
 
 def shrinks(parameter: Parameter, rank: int) -> bool:
-    """True if `rank` directions take fewer numbers than the gradient."""
+    """Returns True if `rank` directions take fewer numbers than the gradient."""
     n, m = _sides(parameter)
     return rank * (n + m) < n * m
 
@@ -39,11 +39,11 @@ class LowRankBucket(Bucket):
     """A `Bucket` that sends a few directions of each matrix; gradients live in a separate array.
 
     Args:
-        parameters: as of `Bucket`, of which at least one `shrinks`.
+        parameters: as for `Bucket`; at least one of them `shrinks`.
         rank: r.
-        room: as of `Bucket`.
-        empty: as of `Bucket`.
-        feedback: as of `Bucket`.
+        room: as for `Bucket`.
+        empty: as for `Bucket`.
+        feedback: as for `Bucket`.
 
     Attributes:
         compresses: False if this rank was alone at the last `pack`: nothing travels, so nothing is left out.
@@ -66,7 +66,7 @@ class LowRankBucket(Bucket):
 
     @property
     def divisible(self) -> bool:
-        """See `Bucket`: what is summed first is no gradient."""
+        """False: the first reduction does not sum gradients; see `Bucket`."""
         return False
 
     def _allocate(self) -> None:
@@ -77,14 +77,14 @@ class LowRankBucket(Bucket):
         self._left = self._values
 
     def new_generation(self) -> None:
-        """All ranks begin with the same directions, newcomers too."""
-        for number, part in enumerate(self._in_second):  # only raw bits are the same in all versions of NumPy
+        """Gives all ranks, newcomers too, the same directions to begin with."""
+        for number, part in enumerate(self._in_second):  # of NumPy's generators only raw bits never change
             raw = np.random.PCG64(number).random_raw(part.stop - part.start)
             self._directions[part] = (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53 - 0.5
 
     def second(self) -> NDArray[Any]:
-        """After the first reduction: the array that the second reduction sums, in place."""
-        with np.errstate(all="ignore"):  # infinities are values here
+        """Returns, after the first reduction, the array that the second reduction sums in place."""
+        with np.errstate(all="ignore"):  # infinities are allowed here
             for matrix, p, q in self._matrices(self._second).values():
                 _orthonormalise(p)
                 np.matmul(matrix.T, p, out=q)
@@ -119,7 +119,7 @@ class LowRankBucket(Bucket):
         own, directions = self._matrices(self._own), self._matrices(self._directions)
         with np.errstate(all="ignore"):
             for number, (matrix, p, q) in self._matrices(self._second).items():
-                if np.isfinite(q).all():  # a sum, so all ranks decide alike
+                if np.isfinite(q).all():  # q is a sum, so all ranks decide alike
                     directions[number][2][...] = q
                 matrix -= p @ own[number][2].T
                 if not np.isfinite(matrix).all():  # would spoil all later steps
@@ -139,7 +139,7 @@ class LowRankBucket(Bucket):
         self.memory.wrote()
 
     def _matrices(self, second: NDArray[Any]) -> dict[int, tuple[NDArray[Any], NDArray[Any], NDArray[Any]]]:
-        """Views by number of the parameter: what is left over, P, and Q in an array of all Q."""
+        """Returns views by number of the parameter: the remaining error, P, and Q in an array of all Q."""
         found = {}
         for number, (n, m) in enumerate(self._sides):
             if self._shrinks[number]:
@@ -150,7 +150,7 @@ class LowRankBucket(Bucket):
 
 
 def _orthonormalise(p: NDArray[Any]) -> None:
-    """Gram-Schmidt in place, shape [n, r]; a column that depends on those before it becomes zeros."""
+    """Makes the columns of p, shape [n, r], orthonormal by Gram-Schmidt in place; dependent columns become zeros."""
     with np.errstate(all="ignore"):
         columns = p.T.astype(np.float64)
         for k, column in enumerate(columns):

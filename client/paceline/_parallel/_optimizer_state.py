@@ -1,7 +1,7 @@
-"""The state of an optimizer by path and name, whatever kind of optimizer it is.
+"""The state of an optimizer by path and name, for any sort of optimizer.
 
-The optimizers of `paceline.optim` implement it. `standing_for` finds the object that does for an optimizer of another
-framework, and the core of a wrapped model.
+The optimizers of `paceline.optim` implement `OptimizerState`. `standing_for` finds the object that implements it for an
+optimizer of another framework, and the core of a wrapped model.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["OptimizerState", "standing_for", "stands_in"]
 
 
 class OptimizerState(abc.ABC):
-    """An optimizer's settings, and for each trained parameter arrays of its shape and other values.
+    """An optimizer's settings, and for each trained parameter its arrays (of the parameter's shape) and other values.
 
     Attributes:
-        is_new: True while no step was taken and no state loaded.
+        is_new: True until a step is taken or state is loaded.
     """
 
     is_new: bool
@@ -45,19 +45,19 @@ class OptimizerState(abc.ABC):
 
     @abc.abstractmethod
     def load_settings(self, settings: Mapping[str, Any]) -> None:
-        """Loads what `settings` returned."""
+        """Loads settings that `settings` returned."""
 
     @abc.abstractmethod
     def live_arrays(self) -> dict[str, NDArray[Any]]:
-        """The live arrays of the state, by "path/name": they change in `step`, and nowhere else."""
+        """Returns the live arrays of the state, by "path/name": only `step` changes them."""
 
     @abc.abstractmethod
     def numbers(self) -> dict[str, dict[str, Any]]:
-        """A copy of everything in the state that is not an array, by path."""
+        """Returns a copy of everything in the state that is not an array, by path."""
 
     @abc.abstractmethod
     def load_numbers(self, numbers: Mapping[str, Mapping[str, Any]]) -> None:
-        """Loads what `numbers` returned."""
+        """Loads values that `numbers` returned."""
 
     @abc.abstractmethod
     def move(self, arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -79,7 +79,7 @@ class OptimizerState(abc.ABC):
             saved: {"settings": {name: value}, "state": {path: {name: array or value}}}.
 
         Raises:
-            SizeMismatch: paths or names are missing or unexpected, or shapes differ; the text lists them all, and
+            SizeMismatch: paths or names are missing or unexpected, or shapes differ; the error lists them all, and
                 nothing was changed.
         """
         here: dict[str, dict[str, Any]] = {path: dict(numbers) for path, numbers in self.numbers().items()}
@@ -103,7 +103,7 @@ class OptimizerState(abc.ABC):
             for name, value in state.items():
                 if isinstance(value, np.ndarray):
                     value[...] = there[path][name]
-                else:  # a number may come back from a file as an array
+                else:  # a number loaded from a file may be an array
                     numbers[path][name] = None if value is None else type(value)(there[path][name])
         self.load_numbers(numbers)
 
@@ -112,7 +112,7 @@ _finders: list[Callable[[Any], Any]] = []
 
 
 def stands_in(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Has `standing_for` ask this too. It returns what stands for a model or an optimizer; None for anything else."""
+    """Registers `find` with `standing_for`: it returns what stands for a model or an optimizer, else None."""
     _finders.append(find)
     return find
 

@@ -1,6 +1,6 @@
-"""A trainable array with its gradient, and how a NumPy module lists its parameters and buffers.
+"""A trainable array with its gradient, and the protocol by which a NumPy module lists its parameters and buffers.
 
-A module writes gradients with `Parameter.accumulate` (or by setting `Parameter.grad`); it knows nothing of ranks. A
+A module writes gradients with `Parameter.accumulate` (or by setting `Parameter.grad`) and knows nothing of ranks. A
 wrapper such as DDP observes the parameters during a backward pass, and gives each gradient a *home*: a view of the
 buffer that goes over the wire, so that the module's write is the only copy.
 """
@@ -28,10 +28,10 @@ __all__ = [
 
 
 class GradientObserver(Protocol):
-    """Is told of every write to a gradient."""
+    """An object that is notified of every write to a gradient."""
 
     def before_gradient(self, parameter: Parameter) -> None:
-        """Called before the gradient is written. Raising refuses the write, with nothing changed."""
+        """Called before the gradient is written. If this raises, nothing is written."""
 
     def after_gradient(self, parameter: Parameter) -> None:
         """Called after the gradient has been written."""
@@ -45,11 +45,11 @@ class Parameter:
         requires_grad: False freezes the parameter: it takes no gradient, and optimizers leave it alone.
 
     Attributes:
-        shape: shape of the values, those that other ranks hold included.
+        shape: shape of the whole values, including elements that other ranks hold.
         dtype: dtype of the values.
         requires_grad: as above.
-        writes: how often a gradient was written so far.
-        clears: how often the gradient was set to None so far.
+        writes: number of times that a gradient was written.
+        clears: number of times that the gradient was set to None.
     """
 
     __slots__ = (
@@ -76,10 +76,10 @@ class Parameter:
 
     @property
     def data(self) -> NDArray[Any]:
-        """The values. Setting writes into the array that is there, for others may hold views of it.
+        """The values. Setting them writes into the existing array, because others may hold views of it.
 
         Raises:
-            StepOrderError: FSDP has spread the values over the ranks; they are whole while their module runs.
+            StepOrderError: FSDP has sharded the values over the ranks; they are whole only while their module runs.
         """
         if self._data is None:
             raise StepOrderError(
@@ -96,12 +96,12 @@ class Parameter:
 
     @property
     def has_piece(self) -> bool:
-        """True if FSDP trains this parameter through a piece of it, which its `named_parameters` has."""
+        """True if FSDP trains a piece in place of this parameter; FSDP's `named_parameters` lists the piece."""
         return self._pieced
 
     @property
     def grad(self) -> NDArray[Any] | None:
-        """The gradient, of the shape and dtype of `data`, or None. Setting an array copies it and signals."""
+        """The gradient, with the shape and dtype of `data`, or None. Setting an array copies it and signals."""
         return self._grad
 
     @grad.setter
@@ -113,7 +113,7 @@ class Parameter:
             self._write(value, add=False)
 
     def accumulate(self, gradient: ArrayLike) -> None:
-        """Adds to the gradient, or copies where there is none, and signals. A frozen parameter ignores it.
+        """Adds to the gradient, or copies if there is none, and signals the write. A frozen parameter ignores the call.
 
         Raises:
             SizeMismatch: the gradient does not have the shape of `data`.
@@ -142,10 +142,10 @@ class Parameter:
         if np.shape(value) != self.shape:
             raise SizeMismatch(f"{what} of shape {np.shape(value)} cannot go to a parameter of shape {self.shape}")
 
-    # The rest is for the wrappers of this package.
+    # Only the wrappers of this package use the methods below.
 
     def _watch(self, observer: GradientObserver) -> None:
-        """Tells `observer` of every write until `_unwatch`. One at a time: two would reduce the gradient twice."""
+        """Tells `observer` of every write until `_unwatch`. Two observers would reduce the gradient twice: refused."""
         if self._observer is not None:
             raise StepOrderError("the parameter's gradient is being reduced already: is its module wrapped twice?")
         self._observer = observer
@@ -156,7 +156,7 @@ class Parameter:
             self._observer = None
 
     def _hold(self, gradient: NDArray[Any] | None) -> None:
-        """Makes an array the gradient; copies nothing, tells no observer, and counts no write."""
+        """Makes an array the gradient, without a copy, a signal to the observer, or a change of `writes`."""
         self._grad = gradient
 
     def _cut(self, values: NDArray[Any]) -> Parameter:
@@ -164,17 +164,17 @@ class Parameter:
         return Parameter(values, self.requires_grad)
 
     def _place(self, values: NDArray[Any] | None) -> None:
-        """Makes an array the values, without copy; None while they are sharded."""
+        """Makes an array the values, without a copy; None while they are sharded."""
         self._data = values
 
     def _move(self, values: NDArray[Any]) -> None:
-        """Makes an array of another shape the values, without copy; drops the gradient, which does not fit."""
+        """Makes an array of another shape the values, without a copy; drops the gradient, which no longer fits."""
         self._data, self.shape, self._grad = values, values.shape, None
 
 
 @contextmanager
 def ignoring_gradients(parameters: Iterable[Parameter]) -> Iterator[None]:
-    """Drops the gradients that are written inside the block; those from before stay."""
+    """Drops gradients that are written inside the block; keeps those from before."""
     kept = [(p, p.grad, p._home) for p in parameters]
     for parameter, _, _ in kept:
         parameter._hold(None)
@@ -191,21 +191,21 @@ class HasParameters(Protocol):
     """Anything with parameters: a module, or a wrapped one."""
 
     def named_parameters(self) -> Iterable[tuple[str, Parameter]]:
-        """Pairs of path and parameter, in the same order on every rank, first layer first."""
+        """Returns pairs of path and parameter, in the same order on every rank, first layer first."""
 
 
 class Module(HasParameters, Protocol):
     """A NumPy module. It may also have `named_buffers()`: pairs of path and array, state that is not trained."""
 
     def forward(self, x: Any) -> Any:
-        """The output for a batch; keeps what `backward` needs."""
+        """Returns the output for a batch; keeps what `backward` needs."""
 
     def backward(self, dy: Any) -> Any:
-        """Accumulates gradients into the parameters, last layer first, from the gradient of the loss by the output."""
+        """Accumulates parameter gradients, last layer first; `dy` is the gradient of the loss by the output."""
 
 
 def parameters_of(module: HasParameters) -> dict[str, Parameter]:
-    """Parameters by path. One that is tied (the same object under several paths) is listed once, by its first path."""
+    """Returns parameters by path. A tied one (one object under several paths) is listed once, by its first path."""
     found: dict[str, Parameter] = {}
     seen: set[int] = set()
     for path, parameter in module.named_parameters():
@@ -216,7 +216,7 @@ def parameters_of(module: HasParameters) -> dict[str, Parameter]:
 
 
 def buffers_of(module: object) -> dict[str, NDArray[Any]]:
-    """Buffers by path; empty for a module without `named_buffers`.
+    """Returns buffers by path; none for a module without `named_buffers`.
 
     Raises:
         UnsupportedOp: a buffer is not an array, so it could not be changed in place.

@@ -1,6 +1,6 @@
-"""Who moves arrays between ranks, as the data-parallel core sees it: the part of `paceline.Group` that it uses.
+"""The part of `paceline.Group` that the data-parallel core uses to move arrays between ranks.
 
-Another engine that moves host arrays can stand here; tests put recording groups here.
+Another engine that moves host arrays can take its place; tests use recording groups.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class PendingWork(Protocol):
     """A collective under way (`paceline.Work`)."""
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Blocks until it is complete and returns its result."""
+        """Blocks until the collective is complete and returns its result."""
 
     def done(self) -> bool:
-        """True once it has ended, well or not: nothing touches its arrays any more."""
+        """Returns True once the collective has succeeded or failed: nothing touches its arrays any more."""
 
 
 class RankGroup(Protocol):
@@ -38,7 +38,7 @@ class RankGroup(Protocol):
 
     @property
     def generation(self) -> int:
-        """The generation whose members these are."""
+        """The number of the generation that these members form."""
 
     @property
     def members(self) -> Sequence[Peer]:
@@ -50,27 +50,27 @@ class RankGroup(Protocol):
 
     @property
     def gradient_weight(self) -> float:
-        """The weight of this rank's gradients now, beside the other ranks'."""
+        """The present weight of this rank's gradients, relative to the other ranks'."""
 
     @property
     def ban_reason(self) -> str:
-        """Why no collective may be called now; empty if any may."""
+        """The reason why no collective may be called now; empty if collectives may be called."""
 
     def take_piggyback(self) -> Piggyback | None:
-        """Returns, once, the numbers that wait to travel with gradients; all ranks have some, or none has."""
+        """Returns, once, the numbers that wait to travel with gradients; either all ranks have some or none has."""
 
     def all_reduce(
         self, x: Any, *, op: Any = "sum", out: Any = None, divisor: Any = None, async_op: Any = False
     ) -> Any:
         """Reduces to the same bits on every rank, in `out` if given; returns a `PendingWork` if asynchronous.
 
-        `divisor` gives what the sum is divided by; it is called once the collectives before are complete.
+        `divisor` returns the number to divide the sum by; it is called once the collectives before are complete.
         """
 
     def all_reduce_compressed(
         self, x: Any, codec: Codec, *, exact: int = 0, memory: Memory | None = None, out: Any = None, async_op: Any
     ) -> Any:
-        """As `all_reduce`, with a codec between the ranks; the last `exact` elements travel as they are."""
+        """Does `all_reduce` with a codec between the ranks; the last `exact` elements travel uncompressed."""
 
     def empty(self, shape: Any, dtype: Any) -> Any:
         """Allocates an array that links can use without a copy."""
@@ -84,11 +84,11 @@ class ShardRankGroup(RankGroup, Protocol):
 
     @property
     def generation(self) -> int:
-        """The generation whose members these are."""
+        """The number of the generation that these members form."""
 
     @property
     def is_elastic(self) -> bool:
-        """True if there may be more or fewer members in another view."""
+        """True if another view may have more or fewer members."""
 
     @property
     def most_members(self) -> int:
@@ -105,7 +105,7 @@ class ShardRankGroup(RankGroup, Protocol):
         divisor: Any = None,
         async_op: Any = False,
     ) -> Any:
-        """As in `RankGroup`; `order="rank"` sums in rank order, 16-bit values in float32; labels must be the same."""
+        """See `RankGroup`; `order="rank"` sums in rank order, 16-bit values in float32; labels must be equal."""
 
     def all_gather(self, x: Any, *, out: Any = None, label: Any = "", async_op: Any = False) -> Any:
         """Joins the arrays of all ranks on axis 0, in `out`; returns a `PendingWork` if asynchronous."""
@@ -121,7 +121,7 @@ class ShardRankGroup(RankGroup, Protocol):
         divisor: Any = None,
         async_op: Any = False,
     ) -> Any:
-        """Gives rank r the r-th of W equal parts of the reduced array; otherwise as `all_gather`."""
+        """Gives rank r the r-th of W equal parts of the reduced array; otherwise like `all_gather`."""
 
     def subgroup(self, members: Sequence[int], *, name: str = "") -> ShardRankGroup:
         """Returns a group of these members."""

@@ -1,4 +1,4 @@
-"""The data-parallel core, which DDP and FSDP for NumPy and for torch modules all hold.
+"""The data-parallel core, which DDP and FSDP for NumPy and for torch modules share.
 
 How a gradient travels:
 
@@ -6,25 +6,25 @@ How a gradient travels:
    `GradientReducer` for its parameters: `BucketReducer` for DDP, `UnitRunner` for FSDP.
 2. The front opens a backward pass (`GradientSynchronizer.backward_pass`). The `Accumulation` counts this rank's weight,
    and says by which factor gradients must be multiplied. The reducer observes the parameters.
-3. The module (or a hook of autograd) *writes* a gradient into its parameter, and with that straight into its home: a
-   slice of a bucket for DDP, of its unit's array of gradients for FSDP. The reducer is told of the write.
+3. The module (or a hook of autograd) *writes* a gradient into its parameter, which puts it straight into its home: a
+   slice of a bucket for DDP, of its unit's array of gradients for FSDP. The parameter tells the reducer.
 4. When a bucket or unit has all of its gradients on this rank, the reducer *sends* it: a sum over the ranks starts in
    the background, in the same order on every rank. The backward pass goes on meanwhile.
 5. When the pass ends, the reducer sends what is left, waits for everything, and divides the sums by the total weight
    of all ranks. `Parameter.grad` is then the mean, in the memory in which it arrived; the optimizer reads it there.
-6. Buffers are made those of one rank. If anything fails on the way, all gradients of the attempt are dropped: some may
-   be reduced and others not.
+6. All ranks take the buffers of one rank. If anything fails on the way, the synchronizer drops all gradients of the
+   attempt, because some may be reduced and others not.
 
-The parts, and what each knows:
+The parts, and what each is responsible for:
 
-- `GradientSynchronizer`: this order, and nothing of buckets, units or frameworks.
+- `GradientSynchronizer`: this order. It knows nothing of buckets, units or frameworks.
 - `Accumulation`: weights and micro-batches of this rank.
-- `GradientReducer`: which gradients are ready, and what is under way.
-- `Parameter`: where one gradient lives. A subclass shows the parameter of another framework.
-- `GradientTransport` (DDP), `ShardRankGroup` (FSDP): who moves memory between the ranks.
-- The fronts (`paceline.DDP`, `paceline.FSDP` and those of `paceline.torch`): how backward is run, and what users see.
+- `GradientReducer`: which gradients are ready, and which collectives are running.
+- `Parameter`: where one gradient lies. A subclass adapts the parameter of another framework.
+- `GradientTransport` (DDP), `ShardRankGroup` (FSDP): moving memory between the ranks.
+- The fronts (`paceline.DDP`, `paceline.FSDP` and those of `paceline.torch`): running backward, and the users' API.
 
-B samples in this rank's batch, W ranks.
+B is the number of samples in this rank's batch, W the number of ranks.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ SpreadParameters: TypeAlias = tuple[RankGroup | None, Sequence[Parameter]]
 """Parameters, and the ranks over which they are spread; None if this rank has all of them whole."""
 
 _CHUNK = 1 << 16
-"""Elements that are raised to a power at once, in float64."""
+"""Number of elements that are raised to a power at once, in float64."""
 
 
 class GradientReducer(Protocol):
@@ -76,18 +76,18 @@ class GradientReducer(Protocol):
         """False once a parameter has been frozen or unfrozen."""
 
     def watching(self, *, weight: float, early: bool) -> AbstractContextManager[None]:
-        """Observes the backward pass inside the block; `early`: gradients may be sent while it runs."""
+        """Observes the backward pass inside the block; with `early`, gradients may be sent while it runs."""
 
     def ignoring(self, *, weight: float, early: bool) -> AbstractContextManager[None]:
-        """Drops the gradients of the backward pass inside the block; sends early what other ranks send early."""
+        """Drops the gradients of the backward pass inside the block; calls the same collectives as the other ranks."""
 
     def finish(self, *, weight: float, replaces: bool = False) -> None:
         """Sends the remaining gradients, waits for all, and leaves the weighted means in the gradients.
 
         Args:
             weight: this rank's weight.
-            replaces: users have written the gradients themselves: they replace those that optimizers see, and are not
-                added to them.
+            replaces: True if users have written the gradients themselves: these then replace the gradients that
+                optimizers see, instead of being added to them.
         """
 
     def give_up(self) -> None:
@@ -98,13 +98,13 @@ class SynchronizedModel(Protocol):
     """The model whose gradients are synchronised: `ReplicatedModel` for DDP, `ShardedModel` for FSDP."""
 
     def named_parameters(self) -> Iterable[tuple[str, Parameter]]:
-        """What optimizers train: pairs of path and parameter."""
+        """Returns the parameters that optimizers train, as pairs of path and parameter."""
 
     def buffers(self) -> Mapping[str, NDArray[Any]]:
-        """Buffers by path."""
+        """Returns buffers by path."""
 
     def agree(self, *, may_change: bool, agreed_in: int) -> GradientReducer:
-        """Agrees with the other ranks on the model, and makes the reducer of its gradients. A collective.
+        """Agrees with the other ranks on the model, and makes the reducer of its gradients; a collective.
 
         Args:
             may_change: False if gradients have been computed from this rank's own values.
@@ -112,22 +112,22 @@ class SynchronizedModel(Protocol):
         """
 
     def spread_parameters(self) -> Sequence[SpreadParameters]:
-        """This rank's parameters, with the ranks that have the rest of them; alike on all ranks."""
+        """Returns this rank's parameters, with the ranks that have the rest of them; in the same order on all ranks."""
 
 
 class GradientSynchronizer:
-    """Keeps the order of operations in a step, whoever holds the parameters and whatever runs the backward pass.
+    """Keeps the order of operations in a step, for any placement of parameters and any framework.
 
     Args:
         model: the model.
         group: the ranks.
         accumulation: makes the accumulation for parameters and sources; see `Accumulation`.
-        agreed: called with the new reducer each time after the ranks have agreed on the model.
+        agreed: called with the new reducer each time the ranks have agreed on the model.
         before_reduction: called on every rank before a pass that ends with a reduction; returns the rank whose buffers
             all ranks take after it.
 
     Attributes:
-        reducer: of the present generation; None before the first agreement.
+        reducer: the reducer of the present generation; None before the first agreement.
         accumulation: micro-batches of this rank that are not reduced yet.
         rows: B of the last forward pass; None if its input had no first axis.
     """
@@ -163,7 +163,7 @@ class GradientSynchronizer:
         moved = self.reducer is not None and self._generation != self._group.generation
         if self.reducer is not None and not moved and self.reducer.fits():
             return self.reducer
-        if moved:  # newcomers use the model for the first time: all ranks begin anew, and agree that they do
+        if moved:  # newcomers use the model for the first time, so all ranks start afresh
             self.accumulation.drop()
         if self.accumulation.micro_batches:
             raise StepOrderError("a parameter was frozen or unfrozen in the middle of an accumulation")
@@ -175,25 +175,25 @@ class GradientSynchronizer:
         if moved:
             self.accumulation.mark_as(before)  # sync_gradients may follow, for gradients of the new generation
         elif not first_use:
-            self.accumulation.mark()  # gradients that are there now are the last step's
+            self.accumulation.mark()  # gradients that exist now belong to the last step
         self._agreed(self.reducer)
         return self.reducer
 
     @property
     def reduces(self) -> bool:
-        """Whether a backward pass ends with a reduction now: False inside `no_sync`."""
+        """True if a backward pass now ends with a reduction: not inside `no_sync`."""
         return self._reduces
 
     @contextmanager
     def backward_pass(self, weight: float, *, reduces: bool | None = None) -> Iterator[float]:
-        """Surrounds a backward pass; at the end of the block its gradients are reduced.
+        """Surrounds a backward pass, and reduces its gradients at the end of the block.
 
         Args:
             weight: weight of this rank's gradients.
-            reduces: whether the pass ends with a reduction; if left out, it does outside of `no_sync`.
+            reduces: whether the pass ends with a reduction; by default it does outside of `no_sync`.
 
         Yields:
-            The factor that its gradients must be multiplied by; with 0 they are dropped.
+            The factor to multiply the pass's gradients by; with 0 they are dropped.
 
         Raises:
             ValueError, StepOrderError, PacelineError: see `paceline.DDP.backward`.
@@ -215,8 +215,8 @@ class GradientSynchronizer:
         """Reduces pending gradients; does nothing if there are none. See `paceline.DDP.sync_gradients`.
 
         Args:
-            weight: weight of gradients of the module's own backward.
-            owed: whether other ranks may wait for this rank's gradients, though none was written here.
+            weight: weight of the gradients of the module's own backward.
+            owed: whether other ranks may wait for this rank's gradients although none was written here.
         """
         reducer = self.prepare(may_change=False)
         accumulation = self.accumulation
@@ -241,7 +241,7 @@ class GradientSynchronizer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside the block backward passes accumulate on this rank only.
+        """Lets backward passes inside the block accumulate on this rank only.
 
         The next pass outside, or `sync_gradients`, reduces the sum of all micro-batches.
         """
@@ -296,10 +296,10 @@ class GradientSynchronizer:
 
 
 def rows_of(dy: NDArray[Any]) -> int:
-    """B, from the gradient of the output, shape [B, ...].
+    """Returns B, from the gradient of the output, shape [B, ...].
 
     Raises:
-        SizeMismatch: it has no first axis.
+        SizeMismatch: the gradient has no first axis.
     """
     if np.ndim(dy) == 0:
         raise SizeMismatch("dy has no first axis that would tell the number of samples: pass weight=")
@@ -307,10 +307,10 @@ def rows_of(dy: NDArray[Any]) -> int:
 
 
 def checked_weight(weight: float) -> float:
-    """A weight that a user has given.
+    """Returns a user's weight as a float.
 
     Raises:
-        ValueError: it is negative or not finite.
+        ValueError: the weight is negative or not finite.
     """
     weight = float(weight)
     if not (weight >= 0 and math.isfinite(weight)):
@@ -319,13 +319,13 @@ def checked_weight(weight: float) -> float:
 
 
 def total_norm(spread: Sequence[SpreadParameters], group: RankGroup, p: float) -> float:
-    """Returns the p-norm of all gradients as one vector; the same bits on every rank. No gradient counts as 0.
+    """Returns the p-norm of all gradients as one vector, the same bits on every rank. A missing gradient counts as 0.
 
     Sums and powers may differ in the last bit between CPUs and libraries, so all ranks take rank 0's result (I5).
     Source: Pascanu et al., "On the difficulty of training recurrent neural networks", ICML 2013, section 3.2.
 
     Args:
-        spread: the parameters of this rank, alike on all ranks.
+        spread: the parameters of this rank, in the same order on all ranks.
         group: all ranks.
         p: above 0; `math.inf` for the largest absolute value.
     """
@@ -337,7 +337,7 @@ def total_norm(spread: Sequence[SpreadParameters], group: RankGroup, p: float) -
             part = float(ranks.all_reduce(np.float64(part), op="max" if math.isinf(p) else "sum"))
         norm = float(np.maximum(norm, part)) if math.isinf(p) else norm + part
     if not math.isinf(p):
-        with np.errstate(over="ignore"):  # infinity is an answer
+        with np.errstate(over="ignore"):  # infinity is a valid result
             norm = float(np.power(np.float64(norm), 1 / p))
     return norm if group.size == 1 else float(group.broadcast(np.float64(norm), root=0))
 
@@ -353,7 +353,7 @@ def clip(parameters: Iterable[Parameter], norm: float, max_norm: float) -> None:
 
 
 def _power(gradient: NDArray[Any], p: float) -> float:
-    """Sum of |g|^p, or the largest |g|, in float64."""
+    """Returns the sum of |g|^p, or the largest |g|, in float64."""
     flat = gradient.reshape(-1)
     if math.isinf(p):
         return float(np.max(np.abs(flat), initial=0.0))

@@ -1,11 +1,11 @@
-"""Where the gradients of a backward pass live, and who moves them: the interface, and its implementation on the host.
+"""The transport of gradients: the interface that stores and moves them, and its implementation on the host.
 
-`BucketReducer` decides when a bucket leaves. It asks a `GradientTransport` for everything that touches gradients or the
-network in a step: to make buckets, and to sum one over the ranks. So another engine (Gloo, NCCL, MPI) needs another
-transport. Gradients on a device need a transport with buckets of its own, and what reads parameters outside of a step
-has to learn of the device too: `TorchParameter`, the comparison of members (`_agreement`), clipping.
+`BucketReducer` decides when a bucket leaves. A `GradientTransport` does everything that touches gradients or the
+network in a step: it makes buckets, and sums them over the ranks. So another engine (Gloo, NCCL, MPI) needs another
+transport. Gradients on a device need a transport with buckets of its own, and code that reads parameters outside of a
+step must support the device too: `TorchParameter`, the comparison of members (`_agreement`), clipping.
 
-`HostTransport` is the only one today: NumPy arrays that a `paceline.Group` moves. torch tensors on the CPU are seen as
+`HostTransport` is the only one today: a `paceline.Group` moves its NumPy arrays. torch tensors on the CPU are seen as
 NumPy arrays over the same memory, so it serves both frameworks.
 """
 
@@ -27,9 +27,9 @@ __all__ = ["GradientBucket", "GradientTransport", "HostTransport"]
 
 
 class GradientBucket(Protocol):
-    """The home of some parameters' gradients: memory that travels as one message.
+    """The home of some parameters' gradients: memory that is sent as one message.
 
-    From `reclaim` on `Parameter._home` of each of its parameters is a place in this memory.
+    From `reclaim` on, `Parameter._home` of each of its parameters is a view of this memory.
     """
 
     @property
@@ -38,15 +38,15 @@ class GradientBucket(Protocol):
 
     @property
     def divisible(self) -> bool:
-        """Whether the sums may be divided by the total weight while they are reduced."""
+        """True if the sums may be divided by the total weight while they are reduced."""
 
     @property
     def piggyback(self) -> NDArray[Any]:
-        """Elements that carry the step word of `session.steps` along; only the first bucket has some."""
+        """The elements that carry the step word of `session.steps`; only the first bucket has some."""
 
     @property
     def total(self) -> NDArray[Any]:
-        """Shape [1]: before the reduction this rank's weight, after it that of all ranks together."""
+        """The weight, shape [1]: before the reduction this rank's, after it the sum over all ranks."""
 
     def pack(self, weight: float, *, alone: bool) -> None:
         """Completes the message with this rank's weight; until `unpack` its gradients must not be written.
@@ -57,22 +57,22 @@ class GradientBucket(Protocol):
         """
 
     def unpack(self, total: float, *, divided: bool) -> None:
-        """Makes means of the reduced sums, and gives them to the parameters; see `Bucket.unpack`."""
+        """Divides the reduced sums, and gives the means to the parameters; see `Bucket.unpack`."""
 
     def vacate(self) -> None:
-        """After a failed step: stops using this memory until `reclaim` or `renew`; a collective may still read it."""
+        """Stops using this memory after a failed step, until `reclaim` or `renew`: a collective may still read it."""
 
     def reclaim(self) -> None:
-        """Uses this memory again, and undoes what the failed step left in it."""
+        """Uses this memory again, and removes what the failed step left in it."""
 
     def renew(self) -> None:
-        """Replaces this memory by new one, because the failed step's collective still uses the old."""
+        """Replaces this memory, because the failed step's collective still uses it."""
 
     def commit(self) -> None:
-        """Makes final what error feedback has kept."""
+        """Makes the errors kept for feedback final."""
 
     def new_generation(self) -> None:
-        """Resets what must be the same on all ranks, because other ranks have come."""
+        """Resets whatever must be the same on all ranks, because a new generation has other ranks."""
 
 
 class GradientTransport(Protocol):
@@ -84,39 +84,39 @@ class GradientTransport(Protocol):
 
     @property
     def ban_reason(self) -> str:
-        """Why no collective may be called now; empty if any may."""
+        """The reason why no collective may be called now; empty if collectives may be called."""
 
     def new_bucket(self, parameters: Mapping[str, Parameter], *, room: int) -> Any:
-        """A `GradientBucket` for these parameters, all of one dtype.
+        """Makes a `GradientBucket` for these parameters, all of one dtype.
 
         Args:
-            parameters: by path, in the order in which their gradients are to lie.
+            parameters: the parameters by path, in the order of their gradients in the bucket.
             room: number of elements for a piggyback.
         """
 
     def take_piggyback(self) -> Piggyback | None:
-        """What waits for a bucket to travel in; all ranks have one, or none has. Returned once."""
+        """Returns, once, the numbers that wait to travel in a bucket; either all ranks have some or none has."""
 
     def start(self, bucket: Any, *, divisor: Callable[[], float] | None, in_background: bool) -> PendingWork | None:
         """Starts to sum a packed bucket over the ranks, in place. All ranks start their buckets in the same order.
 
         Args:
-            bucket: one of `new_bucket`.
-            divisor: gives what the sums are divided by on the way; it is called once all buckets before are complete.
-            in_background: whether to return at once; if not, the sums are there on return.
+            bucket: a bucket that `new_bucket` made.
+            divisor: returns the number to divide the sums by; called once all buckets before are complete.
+            in_background: whether to return at once; if not, the sums are complete on return.
         """
 
     def complete(self, bucket: Any) -> None:
-        """Does what is left to do for a bucket after the work of `start`, in the caller's thread. A collective."""
+        """Finishes a bucket after the work of `start`, in the caller's thread; a collective."""
 
 
 class HostTransport:
-    """Gradients in NumPy arrays, which a group moves.
+    """Keeps gradients in NumPy arrays, which a group moves.
 
     Args:
         group: the ranks.
-        codec: compresses gradients on the wire, but not weights and flags; None for no compression. Without one
-            bfloat16 is sent as it is, with all bits.
+        codec: compresses gradients on the wire, but not weights and flags; None for no compression: even bfloat16 is
+            then sent with all bits.
         low_rank: number of directions of each matrix that travel (`PowerSGD`); 0 for whole matrices.
         feedback: with compression, adds the rounding errors of a pass to the gradients of the next.
     """
@@ -164,7 +164,7 @@ class HostTransport:
         return work if in_background else None
 
     def complete(self, bucket: Bucket) -> None:
-        """Reduces the second half of a bucket of low rank; nothing for others."""
+        """Runs the second reduction of a `LowRankBucket`; does nothing for other buckets."""
         if isinstance(bucket, LowRankBucket) and bucket.compresses:
             second = bucket.second()
             self._group.all_reduce(second, out=second)

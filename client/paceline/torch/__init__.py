@@ -1,11 +1,11 @@
 """Paceline for PyTorch: DDP, FSDP and data loaders for nn.Module, and the backend "paceline" of torch.distributed.
 
-It is an extra: `pip install 'paceline[torch]'`.
+This package is an extra: `pip install 'paceline[torch]'`.
 
     import torch.distributed as dist
     dist.init_process_group("paceline")                     # in place of "gloo": nothing else changes
 
-torch finds the backend by itself if Paceline is installed.
+torch finds the backend itself if Paceline is installed.
 """
 
 from __future__ import annotations

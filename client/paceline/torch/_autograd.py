@@ -1,9 +1,9 @@
-"""How autograd drives DDP: torch parameters as the core sees them, and backward passes from hooks.
+"""How autograd drives DDP: adapters for torch parameters, and backward passes that hooks run.
 
-The way of a gradient: a hook on the parameter tells the `AutogradDriver` before autograd stores it. The first gradient
-opens a pass of the `GradientSynchronizer`, whose `BucketReducer` then observes the parameters. The hook after it writes
+A hook on the parameter tells the `AutogradDriver` of each gradient before autograd stores it. The first gradient
+opens a pass of the `GradientSynchronizer`, whose `BucketReducer` then observes the parameters. A second hook writes
 the gradient to its home in a bucket, and tells the reducer. A callback of autograd's engine closes the pass, so that
-errors are raised by `loss.backward()`.
+`loss.backward()` raises the errors.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ _OUTSIDE = -1
 
 
 _HANDLES: Any = WeakIdKeyDictionary()
-"""For each tensor the handles of the hooks that are registered on it."""
+"""For each tensor, the handles of the hooks that are registered on it."""
 
 
 class AutogradObserver(Protocol):
-    """Is called before and after autograd accumulates a gradient.
+    """An object that is called before and after autograd accumulates a gradient.
 
     Attributes:
-        factor: weight that each new gradient is multiplied by.
+        factor: the weight by which each new gradient is multiplied.
     """
 
     factor: float
 
     def before(self, parameter: TorchParameter) -> None:
-        """Autograd has computed a gradient, and it is about to be stored. Raising ends the backward pass."""
+        """Called when autograd has computed a gradient and is about to store it. Raising ends the backward pass."""
 
     def after(self, parameter: TorchParameter) -> None:
-        """The gradient has been stored in its home."""
+        """Called when the gradient has been stored in its home."""
 
 
 class TorchParameter(Parameter):
-    """A torch parameter as the core sees it: it shares the tensor's memory, and its gradient lives in a bucket.
+    """A torch parameter as the core sees it: it shares the tensor's memory, and its gradient lies in a bucket.
 
-    Autograd computes each gradient into new memory. A hook multiplies it by its weight while it writes it to its home
-    in the bucket, and `Tensor.grad` becomes a view of that home: one pass over values that are still in the cache, and
-    autograd can reuse its memory for the next gradient.
+    Autograd computes each gradient into new memory. A hook multiplies the gradient by its weight and writes it to its
+    home in the bucket, in one pass over values that are still in the cache. `Tensor.grad` becomes a view of that home,
+    and autograd can reuse its memory for the next gradient.
 
     Attributes:
         tensor: the parameter.
@@ -74,7 +74,7 @@ class TorchParameter(Parameter):
 
     @property
     def data(self) -> NDArray[Any]:
-        """The values. Setting writes into the memory that is there."""
+        """The values. Setting them writes into the existing memory."""
         return array_of(self.tensor)
 
     @data.setter
@@ -83,7 +83,7 @@ class TorchParameter(Parameter):
 
     @property
     def requires_grad(self) -> bool:
-        """False if it is frozen."""
+        """False if the parameter is frozen."""
         return bool(self.tensor.requires_grad)
 
     @requires_grad.setter
@@ -123,10 +123,10 @@ class TorchParameter(Parameter):
         """Calls the observer for every gradient from now on; does nothing if the parameter is frozen."""
         if self._handles or not self.requires_grad:
             return
-        for handle in _HANDLES.get(self.tensor, ()):  # an earlier wrapper's, which the new one replaces
+        for handle in _HANDLES.get(self.tensor, ()):  # the new wrapper replaces an earlier one
             handle.remove()
         self._autograd_observer = observer
-        # On the accumulating node, not on the tensor, so that `torch.autograd.grad` does not call the hook.
+        # The hook is on the accumulating node, not on the tensor, so that `torch.autograd.grad` does not call it.
         self._node = torch.autograd.graph.get_gradient_edge(self.tensor).node
         self._handles = (
             self._node.register_prehook(_weakly(self._before)),
@@ -136,14 +136,14 @@ class TorchParameter(Parameter):
 
     def _before(self, gradients: tuple[Tensor, ...]) -> None:
         self._autograd_observer.before(self)
-        # Set the gradient so far aside: the weight applies to the new one only.
+        # Set the existing gradient aside: the weight applies only to the new one.
         self._earlier, self.tensor.grad = self.tensor.grad, None
 
     def _after(self, tensor: Tensor) -> None:
         fresh, earlier, view, factor = tensor.grad.to_dense(), self._earlier, self._view, self._autograd_observer.factor
         self._earlier = None
         with torch.no_grad():
-            if view is None:  # the pass does not count, or an abandoned collective may still use the home
+            if view is None:  # gradients are dropped, or an abandoned collective may still use the home
                 tensor.grad = fresh * factor if earlier is None else earlier.add_(fresh, alpha=factor)
             elif earlier is None:
                 torch.mul(fresh, factor, out=view) if factor != 1 else view.copy_(fresh)
@@ -159,7 +159,7 @@ class TorchParameter(Parameter):
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     """Wraps a method as a hook that does not keep its object alive.
 
-    Python's cycle collector does not see the references that autograd has to its hooks.
+    Python's cycle collector does not see the references that autograd holds to its hooks.
     """
     weak = weakref.WeakMethod(method)
 
@@ -179,26 +179,26 @@ class TorchModule:
         self._parameters: dict[int, TorchParameter] = {}
 
     def named_parameters(self) -> Iterator[tuple[str, TorchParameter]]:
-        """Pairs of path and parameter; always the same objects."""
+        """Yields pairs of path and parameter, always the same objects."""
         for path, tensor in self._module.named_parameters(remove_duplicate=False):
             if id(tensor) not in self._parameters:
                 self._parameters[id(tensor)] = TorchParameter(tensor)
             yield path, self._parameters[id(tensor)]
 
     def named_buffers(self) -> Iterable[tuple[str, NDArray[Any]]]:
-        """Pairs of path and array."""
+        """Returns pairs of path and array."""
         return [(path, array_of(buffer)) for path, buffer in self._module.named_buffers()]
 
 
 class AutogradPass:
-    """A backward pass that torch runs. To be made inside the pass, by its first hook.
+    """A backward pass that torch runs. The first hook of the pass makes this object.
 
     Args:
-        context: surrounds the whole pass; gives the factor.
-        done: called when torch is through with the pass, before its `backward()` returns.
+        context: context manager around the whole pass; yields the factor.
+        done: called when torch has finished the pass, before its `backward()` returns.
 
     Attributes:
-        factor: what gradients are to be multiplied by.
+        factor: the factor by which gradients are multiplied.
     """
 
     def __init__(self, context: AbstractContextManager[float], done: Callable[[], None]) -> None:
@@ -210,20 +210,20 @@ class AutogradPass:
 
     @property
     def is_dead(self) -> bool:
-        """True if an error has ended the pass: torch has dropped the callback, and will not call it."""
+        """True if an error has ended the pass: torch has dropped the callback and will not call it."""
         return self._callback() is None
 
     def close(self) -> None:
-        """Ends the pass, whose gradients are all there."""
+        """Ends the pass, which has all its gradients."""
         self._context.close()
 
     def abandon(self, error: BaseException) -> None:
-        """Ends the pass, which has failed: its gradients are dropped."""
+        """Ends the pass, which has failed, and drops its gradients."""
         self._context.__exit__(type(error), error, error.__traceback__)
 
 
 class _Callback:
-    """A function that torch keeps for as long as the pass lives."""
+    """A function that torch keeps while the pass lives."""
 
     def __init__(self, done: Callable[[], None]) -> None:
         self._done = done
@@ -233,16 +233,16 @@ class _Callback:
 
 
 class AutogradAccumulation(Accumulation):
-    """An accumulation as torch users expect it: passes add up, and gradients that users wrote are taken as they are."""
+    """An accumulation as in torch: passes add up, and gradients that users wrote are used as they are."""
 
     def __init__(self, parameters: Mapping[str, Any], sources: Mapping[str, Any]) -> None:
         self._torch_parameters: Mapping[str, TorchParameter] = parameters
         self._left: dict[str, int] = {}
-        """Version of each gradient when the last pass left it."""
+        """Version of each gradient at the end of the last pass."""
         super().__init__(parameters, sources, adds_up=True)
 
     def add(self, weight: float, *, alone: bool) -> float:
-        """See `Accumulation`. In a world of one all passes have the same weight, as without a wrapper."""
+        """See `Accumulation`. In a world of one all passes have equal weight, as without a wrapper."""
         return super().add(float(weight > 0) if alone else weight, alone=False)
 
     def mark(self) -> None:
@@ -251,12 +251,12 @@ class AutogradAccumulation(Accumulation):
         self._left = {path: _version(p) for path, p in self._torch_parameters.items()}
 
     def written_by_others(self, *, or_zeros: bool) -> str | None:
-        """None: gradients that users have written are used as they are, as in torch."""
+        """Returns None: gradients that users have written are used as they are, as in torch."""
         del or_zeros
         return None
 
     def drop_if_cleared(self) -> None:
-        """Forgets passes all of whose gradients were cleared, by None or by zeros."""
+        """Forgets the passes if all of their gradients were cleared, to None or to zeros."""
         if not self.micro_batches:
             return
         changed = any(_version(p) != self._left[path] for path, p in self._torch_parameters.items())
@@ -273,12 +273,12 @@ def _version(parameter: TorchParameter) -> int:
 
 
 class Uneven:
-    """Keeps ranks together that run out of inputs at different times, by one small message before each reduction.
+    """Keeps ranks in step that run out of inputs at different times, with one small message before each reduction.
 
-    It is active inside of `DDP.join` only: there a rank without inputs takes part in reductions until none has any.
+    It is active only inside of `DDP.join`: there a rank without inputs takes part in reductions until none has any.
 
     Attributes:
-        root: the lowest rank that took part in the last reduction with an input; 0 outside of `join`.
+        root: the lowest rank that had an input in the last reduction; 0 outside of `join`.
         reductions: number of reductions in this `join`.
     """
 
@@ -290,21 +290,21 @@ class Uneven:
         """True inside of `join` while this rank has inputs."""
 
     def open(self) -> None:
-        """Allows different numbers of inputs on the ranks from now on; all ranks call this."""
+        """Allows the ranks different numbers of inputs from now on; all ranks call this."""
         self._has_input, self.root, self.reductions = True, 0, 0
 
     def close(self) -> None:
-        """Ends that: all ranks have the same number of inputs again."""
+        """Ends `open`: all ranks have the same number of inputs again."""
         self._has_input, self.root = False, 0
 
     def before_reduction(self) -> int:
-        """Tells the other ranks that this rank takes part with an input; returns the rank whose buffers all take."""
+        """Tells the other ranks that this rank has an input; returns the rank whose buffers all ranks take."""
         if self._has_input:
             self._tell(has_input=True)
         return self.root
 
     def others_go_on(self) -> bool:
-        """Tells the other ranks that this rank has no input left; returns whether they will reduce again."""
+        """Tells the other ranks that this rank has no input left; returns whether any of them will reduce again."""
         self._has_input = False
         return self._tell(has_input=False)
 
@@ -327,10 +327,10 @@ class AutogradDriver:
         settings: as for `paceline.DDP`.
 
     Attributes:
-        module: as the core sees it.
-        model: what is synchronised.
-        synchronizer: of the model.
-        uneven: keeps ranks together that run out of inputs at different times.
+        module: the module as the core sees it.
+        model: the model that is synchronised.
+        synchronizer: the model's synchronizer.
+        uneven: keeps ranks in step that run out of inputs at different times.
         factor: see `AutogradObserver`.
     """
 
@@ -350,7 +350,7 @@ class AutogradDriver:
         self._weight: float | None = None
         """Weight of the next pass, if the user has given one."""
         self._pass: AutogradPass | None = None
-        """The pass that is under way."""
+        """The running pass; None if there is none."""
         self._task = _OUTSIDE
         """Autograd's number of that pass."""
         self._begun = 0
@@ -359,18 +359,18 @@ class AutogradDriver:
     # Called around forward and backward -------------------------------------------------------------------------------
 
     def before_forward(self) -> None:
-        """Agrees on the model with the other ranks, and drops the rest of a backward pass that raised."""
+        """Agrees on the model with the other ranks, and drops the gradients of a backward pass that raised."""
         if self._pass is not None and torch._C._current_graph_task_id() == _OUTSIDE:
             self._abandon(StepOrderError("the last backward pass did not finish"))
         self.synchronizer.prepare()
 
     @contextmanager
     def weighing(self, weight: float | None) -> Iterator[None]:
-        """Gives the backward pass inside the block a weight; None for the usual one."""
+        """Sets the weight of the backward pass inside the block; None for the default."""
         begun, self._weight = self._begun, weight
         try:
             yield
-            if self._begun == begun:  # the pass reached no parameter, but the other ranks wait for this one
+            if self._begun == begun:  # the pass reached no parameter, but the other ranks wait for this rank
                 with self.synchronizer.backward_pass(self._next_weight()):
                     pass
         except BaseException as error:
@@ -381,7 +381,7 @@ class AutogradDriver:
             self._weight = None
 
     def reduce_without_input(self) -> None:
-        """Takes part in a reduction of the other ranks with weight zero."""
+        """Takes part in a reduction of the other ranks with weight 0."""
         with self.synchronizer.backward_pass(0.0, reduces=True):
             pass
         for _, parameter in self.module.named_parameters():
@@ -434,7 +434,7 @@ class AutogradDriver:
     def _end(self) -> None:
         """Ends the pass: autograd has computed all gradients."""
         running, self._pass = self._pass, None
-        if running is not None:  # else it was abandoned before its end
+        if running is not None:  # otherwise it was abandoned before its end
             running.close()
 
     def _abandon(self, error: BaseException) -> None:

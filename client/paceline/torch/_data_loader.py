@@ -1,8 +1,8 @@
-"""`ElasticDataLoader`: the samples of a step, fetched ahead by worker processes, while ranks come and go.
+"""`ElasticDataLoader`: worker processes fetch the samples of steps ahead of time, while ranks come and go.
 
-The sampler alone decides which samples a rank takes in a step (`_elastic.sampler`). This loader fetches them, by
-torch's `DataLoader`, and guesses which come next: those that follow if the world stays as it is. A wrong guess is
-thrown away. So fetched samples are no state, and no sample is lost or used twice by fetching (I6).
+Only the sampler decides which samples a rank takes in a step (`_elastic.sampler`). This loader fetches them with
+torch's `DataLoader`, and guesses which come next: those that follow if the world does not change. A wrong guess is
+thrown away. So fetched samples are not state, and fetching neither loses a sample nor uses it twice (I6).
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ class ElasticDataLoader:
                     x, t = loader.batch(step)
                     ...
 
-    The sampler of the `TrainState` says which samples this rank takes, and has the order of each epoch and the size of
-    the global batch, which the ranks share. Its position is part of the state, and moves when a step counts. So each
-    sample of an epoch counts once, whoever dies, freezes, joins or leaves. What workers have fetched ahead is no state:
-    when the ranks change, or a step is redone, it is thrown away and fetched anew. A sample may be *read* more than
-    once, and one that is read may never count.
+    The sampler of the `TrainState` decides which samples this rank takes; it has the order of each epoch and the size
+    of the global batch, which the ranks share out. Its position is part of the state, and moves when a step is
+    committed. So each sample of an epoch counts once, even if workers die, freeze, join or leave. Samples that worker
+    processes have fetched ahead are not state: when the ranks change, or a step is repeated, they are thrown away and
+    fetched again. So a sample may be *read* more than once, and one that is read may never count.
 
-    Random transforms depend on the sampler's seed, the epoch and the sample, and on nothing else: before each sample
-    Python's `random`, `numpy.random` and torch's generator for the CPU are seeded by these three. So a run with other
-    workers, or disturbed, sees the same samples. The generators of the training process are left as they are. A dataset
-    with `__getitems__` gets all indices of its share in one call, and is seeded once for it, by the first.
+    Random transforms depend only on the sampler's seed, the epoch and the sample: before each sample these three seed
+    Python's `random`, `numpy.random` and torch's generator for the CPU. So a run with other workers, or with failures,
+    sees the same samples. The generators of the training process are left as they are. A dataset with `__getitems__`
+    gets all of a rank's indices in one call, for which the first of them gives the seed.
 
-    Worker processes start here, and live until `close`, or the end of the `with` block. On Linux they are forked, as
-    torch has it: make the loader before `paceline.join()`, and they begin without the session's threads and memory.
+    Worker processes start here, and live until `close` or the end of the `with` block. On Linux torch forks them: make
+    the loader before `paceline.join()`, so that they do not inherit the session's threads and memory.
 
     Args:
-        dataset: has `__getitem__` and `__len__`, and as many samples as the sampler.
-        num_workers: processes that fetch. With 0 the training process does, when `batch` is called.
+        dataset: a dataset with `__getitem__` and `__len__`, and as many samples as the sampler.
+        num_workers: number of processes that fetch. With 0 the training process fetches, when `batch` is called.
         settings: further arguments of `torch.utils.data.DataLoader`: `collate_fn`, `prefetch_factor` (batches of each
             worker, 2 by default), `timeout` (seconds that `batch` waits), `worker_init_fn`, `multiprocessing_context`,
-            `pin_memory`. Which samples make up a batch is the sampler's: `batch_size`, `shuffle`, `sampler`,
+            `pin_memory`. The sampler decides which samples make up a batch, so `batch_size`, `shuffle`, `sampler`,
             `batch_sampler`, `drop_last` and `generator` are refused.
 
     Raises:
         UnsupportedOp: the dataset is an `IterableDataset`, whose samples have no numbers: see `ElasticStreamLoader`.
-        TypeError, ValueError: `settings` has what is refused, or what torch does not accept.
+        TypeError, ValueError: `settings` has an argument that is refused, or that torch does not accept.
     """
 
     def __init__(self, dataset: Any, *, num_workers: int = 0, **settings: Any) -> None:
@@ -70,19 +70,19 @@ class ElasticDataLoader:
         self.dataset = dataset
         self._fetcher = Fetcher(_Samples(dataset), num_workers, settings)
         self._expected: Iterator[Planned] = iter(())
-        """What the fetcher gives next and from there on."""
+        """The tasks that the fetcher carries out from now on."""
 
     def batch(self, step: Step) -> Any:
-        """This rank's samples of the step, collated: a batch of as many as `step.indices` has.
+        """Returns this rank's samples of the step, collated: a batch of the size of `step.indices`.
 
-        A rank without a sample gets one of weight 0, as ever. Call it once in each attempt at a step.
+        A rank without a sample gets one of weight 0, as always. Call this once in each attempt at a step.
 
         Raises:
             StepOrderError: the step is over.
-            SizeMismatch: the dataset has not as many samples as the sampler.
+            SizeMismatch: the dataset and the sampler have different numbers of samples.
             UnsupportedOp: the training state has no sampler.
             DataWorkerLost: a worker process has died.
-            Exception: what the dataset or its collation raised. Worker processes are closed then, and new ones start if
+            Exception: the dataset or its collation raised it. Worker processes are then closed, and new ones start if
                 `batch` is called again.
         """
         if step.left:
@@ -90,7 +90,7 @@ class ElasticDataLoader:
         sampler = step.sampler
         if len(self.dataset) != sampler.n:
             raise SizeMismatch(f"the sampler shares out {sampler.n} samples, and the dataset has {len(self.dataset)}")
-        _ = step.indices  # from now on the group counts this rank's gradients by them
+        _ = step.indices  # from now on they give the weight of this rank's gradients
         planned = sampler.ahead(step.rank, step.world)
         wanted, tasks = next(planned), None
         if not _same(wanted, next(self._expected, None)):
@@ -99,7 +99,7 @@ class ElasticDataLoader:
         try:
             return self._fetcher.next(step.rank, tasks)
         except BaseException:
-            self._expected = iter(())  # nothing is ahead any more
+            self._expected = iter(())  # nothing is fetched ahead now
             raise
 
     def close(self) -> None:
@@ -117,10 +117,10 @@ class ElasticDataLoader:
 
 
 class _Task(NamedTuple):
-    """What is to be fetched for one step."""
+    """The samples to fetch for one step."""
 
     seed: int
-    """The sampler's."""
+    """The sampler's seed."""
     epoch: int
     indices: list[int]
 

@@ -1,7 +1,7 @@
 """Fetches samples ahead of their step, here or in worker processes, and drops them when others are wanted.
 
-Shared by `ElasticDataLoader` and `ElasticStreamLoader`. torch's `DataLoader` does the work; its batch sampler is a plan
-that can be replaced. Fetched samples are not part of the training state: another plan may begin at any time.
+`ElasticDataLoader` and `ElasticStreamLoader` share this module. torch's `DataLoader` does the work; its batch sampler
+is a plan that can be replaced. Fetched samples are not part of the training state: another plan may begin at any time.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ __all__ = ["Fetcher", "SampleSource", "sow"]
 
 
 class SampleSource(Protocol):
-    """Fetches samples. Worker processes have a copy of it."""
+    """Fetches samples. Worker processes have a copy of the source."""
 
     def fetch(self, task: Any, check: Callable[[], None]) -> Any:
         """Carries out one task of a plan.
 
         Args:
-            task: what to fetch.
-            check: to be called between samples; raises if the task is not wanted any more.
+            task: the task.
+            check: called by the source between samples; raises if the task is not wanted any more.
         """
 
 
 class Fetcher:
     """Carries out a plan of tasks in order, ahead of time if there are worker processes.
 
-    These start here, and live until `close`.
+    The worker processes start here, and live until `close`.
 
     Args:
         source: fetches samples.
@@ -44,7 +44,7 @@ class Fetcher:
         settings: further arguments of `torch.utils.data.DataLoader`.
 
     Raises:
-        TypeError, ValueError: torch does not accept `settings` beside a plan.
+        TypeError, ValueError: torch does not accept `settings` together with a plan.
     """
 
     def __init__(self, source: SampleSource, num_workers: int, settings: Mapping[str, Any]) -> None:
@@ -53,9 +53,9 @@ class Fetcher:
         self._settings = settings
         self._plan = _TaskPlan(shared=num_workers > 0)
         self._loader: Any = None
-        """Torch's; None when closed."""
+        """torch's `DataLoader`; None when closed."""
         self._results: Any = None
-        """Its iterator, which has the worker processes."""
+        """The loader's iterator, which owns the worker processes."""
         self._begin(iter(()))
 
     def next(self, rank: int, tasks: Iterator[Any] | None = None) -> Any:
@@ -63,12 +63,12 @@ class Fetcher:
 
         Args:
             rank: this process's rank, for errors.
-            tasks: another plan, without end, which begins now: results of the plan before are dropped.
+            tasks: another plan, endless, which begins now: results of the plan before are dropped.
 
         Raises:
             DataWorkerLost: a worker process has died.
-            Exception: what the source raised. After any error, Ctrl-C too, worker processes are closed, because torch's
-                queues may be half read. New ones start with the next plan.
+            Exception: the source raised it. After any error, including Ctrl-C, worker processes are closed, because
+                torch's queues may be half read. New ones start with the next plan.
         """
         try:
             if tasks is not None:
@@ -89,7 +89,7 @@ class Fetcher:
         """Ends the worker processes. Idempotent."""
         results, self._results, self._loader = self._results, None, None
         if self._workers and results is not None:
-            results._shutdown_workers()  # as its `__del__` does, once no traceback holds it any more
+            results._shutdown_workers()  # `__del__` does so too, but only when no traceback holds the iterator
 
     def _begin(self, tasks: Iterator[Any]) -> None:
         self._plan.begin(tasks)
@@ -115,7 +115,7 @@ def sow(*numbers: int) -> None:
     """Seeds the generators that transforms draw from: Python's, NumPy's and torch's on the CPU.
 
     Args:
-        numbers: integers, 0 or above; what is drawn afterwards depends on them alone.
+        numbers: integers, 0 or above; later random numbers depend only on them.
     """
     words = np.random.SeedSequence(numbers).generate_state(3)
     random.seed(int(words[0]))
@@ -124,10 +124,10 @@ def sow(*numbers: int) -> None:
 
 
 class _TaskPlan:
-    """The plan of tasks, in place of torch's batch sampler.
+    """The plan of tasks; takes the place of torch's batch sampler.
 
     Attributes:
-        round: number of plans begun so far, one element; in memory that worker processes share if there are any.
+        round: number of plans begun so far, one element; in shared memory if there are worker processes.
     """
 
     def __init__(self, *, shared: bool) -> None:
@@ -148,10 +148,10 @@ class _TaskPlan:
 
 
 class _Fetching:
-    """The source, in place of torch's dataset.
+    """The source of samples; takes the place of torch's dataset.
 
     Args:
-        source: the caller's.
+        source: the caller's source.
         round: see `_TaskPlan`.
     """
 
@@ -160,12 +160,12 @@ class _Fetching:
         self._round = round
 
     def __getitems__(self, planned: tuple[int, Any]) -> Any:
-        """Returns the result of a task; torch calls it with what its batch sampler gave."""
+        """Returns the result of a task; torch calls this with the value that its batch sampler gave."""
         number, task = planned
 
         def check() -> None:
             if number != int(self._round):
-                raise _Outdated  # torch empties its place in the queue before the new plan begins
+                raise _Outdated  # torch removes this result from the queue before the new plan begins
 
         if get_worker_info() is not None:
             return self._source.fetch(task, check)
@@ -183,7 +183,7 @@ class _Outdated(Exception):
 
 
 def _end(code: int | None) -> str:
-    """Says how a process ended, from its exit code as of `multiprocessing`."""
+    """Describes how a process ended, from its exit code in the sense of `multiprocessing`."""
     if code is None or code >= 0:
         return f"ended with exit code {code}"
     try:

@@ -1,8 +1,8 @@
-"""The state of local training: the global model, the inner optimizers, and what a training state takes of both.
+"""The state of local training: the global model, the inner optimizers, and their parts in a training state.
 
-Large state is the global parameters and the outer momentum: they change in the outer step only, so a round that is
+The large state is the global parameters and the outer momentum. They change only in the outer step, so a round that is
 undone has not touched them, and a newcomer reads them while the others are in the middle of a round. The local
-parameters are no state at all: they are the global ones when a round begins, and again when it is undone.
+parameters are not state: they equal the global ones when a round begins, and again when it is undone.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ __all__ = ["InnerOptimizers", "OuterModel", "Round", "RoundPart"]
 class InnerOptimizers:
     """One or more torch optimizers that take the inner steps.
 
-    Only the numbers in their settings are shared. What they keep for each parameter (AdamW's moments) is of the samples
-    that this worker has seen: it differs between members, does not travel, and a newcomer begins with none. Averaging
-    it too was found to gain nothing, for three times the bytes. Source: Douillard et al., "DiLoCo", 2023.
+    Members share only the numbers in the settings. The optimizers' state for each parameter (AdamW's moments) comes
+    from the samples that this worker has seen: it differs between members, does not travel, and a newcomer begins
+    without it. Averaging the state too takes three times the bytes and was found to gain nothing. Source: Douillard et
+    al., "DiLoCo", 2023.
 
     Args:
-        optimizers: as the user gave them.
-        after_step: called after each step of the first of them.
+        optimizers: one optimizer or several, as the user gave them.
+        after_step: called after each step of the first optimizer.
 
     Raises:
-        TypeError: one is not a `torch.optim.Optimizer`.
+        TypeError: one of them is not a `torch.optim.Optimizer`.
     """
 
     def __init__(self, optimizers: Any, after_step: Callable[[], None]) -> None:
@@ -54,9 +55,9 @@ class InnerOptimizers:
             optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """The numbers in the settings of all groups (learning rates and the like): they are the same on all members.
+        """Returns the numbers in the settings of all groups (learning rates and the like), equal on all members.
 
-        The choice of an implementation (`fused`, `foreach`) is the worker's own.
+        Each worker makes its own choice of an implementation (`fused`, `foreach`).
         """
         return {
             "groups": [
@@ -79,7 +80,7 @@ class InnerOptimizers:
                 group.update(numbers_of)
 
     def save(self, *, state: bool) -> list[Any]:
-        """Copies all settings and, with `state`, what is kept for each parameter; the copy stays in this process."""
+        """Copies all settings and, with `state`, the state for each parameter; the copy stays in this process."""
         return [
             (
                 [copy.deepcopy(_settings(group)) for group in optimizer.param_groups],
@@ -89,7 +90,7 @@ class InnerOptimizers:
         ]
 
     def put_back(self, saved: list[Any]) -> None:
-        """Undoes all changes since `save`; its copies are used up."""
+        """Undoes all changes since `save`, and consumes its copies."""
         for optimizer, (settings, state) in zip(self._optimizers, saved, strict=True):
             for group, before in zip(optimizer.param_groups, settings, strict=True):
                 group.update(before)
@@ -114,22 +115,22 @@ _GLOBAL = {
     torch.bfloat16: torch.float32,
     torch.float16: torch.float32,
 }
-"""The dtype in which the global value of a parameter is kept: a mean of 16-bit numbers needs more bits."""
+"""The dtype in which a parameter's global value is kept: a mean of 16-bit numbers needs more bits."""
 
 _AS_BITS = {1: torch.uint8, 2: torch.int16}
-"""Dtypes in which values travel as bits for which NumPy has no dtype, by size."""
+"""Integer dtypes, by size, as which values travel if NumPy lacks their dtype."""
 
 
 class OuterModel:
-    """The global model: a module whose gradient is how far the local parameters have come from it.
+    """The global model: a module whose gradient is the distance of the local parameters from the global ones.
 
-    So everything that data-parallel training has serves an outer step too: `paceline.DDP` synchronises
-    pseudo-gradients (weights, buckets, compression, agreement), and an optimizer of `paceline.optim` takes the step.
-    The global values are in host memory; what is not trained stays where it is.
+    So an outer step can use everything in data-parallel training: `paceline.DDP` synchronises pseudo-gradients
+    (weights, buckets, compression, agreement), and an optimizer of `paceline.optim` takes the step.
+    The global values are in host memory; tensors that are not trained stay where they are.
 
     Args:
         net: the module that is trained; frozen parameters must stay frozen.
-        differences: whether `backward` gives the global value minus the local one, or the local value itself.
+        differences: True if `backward` gives the global value minus the local one, False for the local value itself.
 
     Raises:
         UnsupportedOp: a parameter to train is neither float64, float32, bfloat16 nor float16.
@@ -141,7 +142,7 @@ class OuterModel:
         self._tensors: dict[str, Any] = dict(net.named_parameters())
         self._parameters: dict[str, Parameter] = {}
         self._staged: dict[str, NDArray[Any]] = {}
-        """Copies of frozen parameters and buffers that lie on another device, by path."""
+        """Host copies of frozen parameters and buffers on another device, by path."""
         for path, tensor in self._tensors.items():
             if not tensor.requires_grad:
                 self._parameters[path] = Parameter(self._as_it_lies(path, tensor), requires_grad=False)
@@ -151,26 +152,26 @@ class OuterModel:
                 raise UnsupportedOp(f"parameter {path!r} is {tensor.dtype}: only floats of 16, 32, 64 bits are trained")
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """The global values, by the net's paths."""
+        """Yields the global values, by the net's paths."""
         yield from self._parameters.items()
 
     def named_buffers(self) -> Iterator[tuple[str, NDArray[Any]]]:
-        """The net's own; for another device the copies, which are current from `backward` to `push`."""
-        for path, tensor in self._net.named_buffers():  # looked up each time: a module may replace them
+        """Yields the net's buffers; for another device their host copies, which are valid from `backward` to `push`."""
+        for path, tensor in self._net.named_buffers():  # looked up each time, as a module may replace them
             yield path, self._as_it_lies(path, tensor)
 
     def forward(self, x: Any) -> Any:
-        """The net's output."""
+        """Returns the net's output."""
         return self._net(x)
 
     def backward(self, dy: NDArray[Any]) -> None:
         """Gives each parameter its pseudo-gradient: see `differences`. Reads the net's parameters and buffers.
 
         Args:
-            dy: the factor for it, shape [1].
+            dy: the factor of the pseudo-gradient, shape [1].
 
         Raises:
-            UnsupportedOp: a parameter was frozen or unfrozen since.
+            UnsupportedOp: a parameter was frozen or unfrozen since this object was made.
         """
         self._fetch_buffers()
         factor = float(dy[0])
@@ -182,7 +183,7 @@ class OuterModel:
                 parameter.grad = self._contribution(tensor, parameter, factor)
 
     def push(self) -> None:
-        """Gives the net the global values, rounded to its own dtypes."""
+        """Copies the global values to the net, rounded to its dtypes."""
         with torch.no_grad():
             for path, tensor in self._tensors.items():
                 if self._parameters[path].requires_grad:
@@ -192,7 +193,7 @@ class OuterModel:
 
     def _contribution(self, tensor: Any, parameter: Parameter, factor: float) -> NDArray[Any]:
         value, start = _on_host(tensor), torch.from_numpy(parameter.data)
-        if tensor.dtype != start.dtype:  # the net began the round at the rounded value: the rest is no change
+        if tensor.dtype != start.dtype:  # the net began the round at the rounded value: rounding is not a change
             rest = start - start.to(tensor.dtype)
             value = value + rest.numpy()
         if self._differences:
@@ -213,7 +214,7 @@ class OuterModel:
                 yield path, tensor
 
     def _as_it_lies(self, path: str, tensor: Any) -> NDArray[Any]:
-        """Returns a view of a tensor's memory; for another device, the copy on the host."""
+        """Returns a view of a tensor's memory; for another device, of the copy on the host."""
         if tensor.device.type == "cpu":
             return _bits(tensor).numpy()  # type: ignore[no-any-return]
         if path not in self._staged:
@@ -222,7 +223,7 @@ class OuterModel:
 
 
 def _on_host(tensor: Any) -> NDArray[Any]:
-    """Returns the values in the dtype of the global ones; a view if possible."""
+    """Returns a tensor's values in the dtype of the global ones; a view if possible."""
     return tensor.detach().to("cpu", _GLOBAL[tensor.dtype]).numpy()  # type: ignore[no-any-return]
 
 
@@ -257,9 +258,9 @@ class RoundPart(StatePart):
 
     Args:
         kind: the name of the method; the same on all members.
-        wrapper: wrapper of the global model.
-        outer: optimizer of the global model; its `step` is the gate.
-        inner: the inner optimizers, whose settings newcomers get.
+        wrapper: the wrapper of the global model.
+        outer: the optimizer of the global model; its `step` is the gate.
+        inner: the inner optimizers; newcomers get their settings.
         worker: this worker's round.
     """
 
@@ -274,20 +275,20 @@ class RoundPart(StatePart):
         self._worker = worker
 
     def arrays(self, held: Holding = _WHOLE) -> dict[str, Leaf]:
-        """The global parameters and the outer momentum."""
+        """Returns the global parameters and the outer momentum."""
         return {
             f"{name}/{path}": array for name, part in self._shared.items() for path, array in part.arrays(held).items()
         }
 
     def write(self, held: Holding, arrays: Mapping[str, Any]) -> None:
-        """Copies arrays into the live ones, and gives the net the global values."""
+        """Copies arrays into the live ones, and copies the global values to the net."""
         for name, part in self._shared.items():
             prefix = f"{name}/"
             part.write(held, {key.removeprefix(prefix): a for key, a in arrays.items() if key.startswith(prefix)})
         self._worker.push()
 
     def rest(self) -> Any:
-        """Buffers, and the settings of the outer and the inner optimizers."""
+        """Returns buffers, and the settings of the outer and the inner optimizers."""
         return {"inner": self._inner.rest(), **{name: part.rest() for name, part in self._shared.items()}}
 
     def load_rest(self, rest: Any) -> None:
@@ -296,11 +297,11 @@ class RoundPart(StatePart):
             part.load_rest(rest[name])
 
     def fixed(self) -> Any:
-        """Buffers."""
+        """Returns the buffers."""
         return {name: part.fixed() for name, part in self._shared.items()}
 
     def small(self) -> Any:
-        """Begins a round; returns what undoing it needs. This worker's own part of that never travels."""
+        """Begins a round; returns the data for undoing it. This worker's own part of the data never travels."""
         return {"worker": self._worker.begin_round(), **{name: part.small() for name, part in self._shared.items()}}
 
     def put_back(self, small: Any) -> None:
@@ -316,9 +317,9 @@ class RoundPart(StatePart):
         self._worker.drop_gradients()
 
     def holds(self) -> set[int] | None:
-        """The global parameters."""
+        """Returns the identities of the global parameters."""
         return self._shared["model"].holds()
 
     def gated(self) -> Any:
-        """The outer optimizer."""
+        """Returns the outer optimizer."""
         return self._outer

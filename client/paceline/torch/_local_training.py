@@ -1,9 +1,9 @@
 """Rounds of local training: LocalSGD and DiLoCo.
 
-A round is some inner steps that each worker takes alone, from the same global parameters, and one outer step that all
-take together. In `session.steps` a round is one step of the job.
+In a round each worker takes some inner steps alone, starting from the same global parameters, and then all workers take
+one outer step together. In `session.steps` a round is one step of the job.
 
-P parameters, W ranks, H inner steps of a round.
+There are P parameters, W ranks, and H inner steps in a round.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ __all__ = ["DiLoCo", "LocalSGD", "LocalTraining"]
 
 
 class LocalTraining:
-    """What `LocalSGD` and `DiLoCo` share.
+    """The common base of `LocalSGD` and `DiLoCo`.
 
     Args:
         make_outer: makes the outer optimizer.
-        differences: whether the global parameters minus the local ones travel, or the local ones themselves.
+        differences: True to send the global parameters minus the local ones, False to send the local ones.
 
     Attributes:
         net: the module that is trained.
         group: the ranks.
-        outer_optimizer: of `paceline.optim`; takes the outer step. Its `lr` may be set between rounds, on all ranks
-            alike.
+        outer_optimizer: the optimizer of `paceline.optim` that takes the outer step. Its `lr` may be set between
+            rounds, on all ranks alike.
     """
 
     def __init__(
@@ -64,17 +64,17 @@ class LocalTraining:
         self._restores_inner = restore_inner
         self._inner_steps = 0
         self._watches = False
-        """True in a round that can be undone: it stops early if a failure is known."""
+        """True in a round that can be undone, and so stops early when a failure is known."""
 
     def prepare(self) -> None:
-        """Gives rank 0's parameters and buffers to all ranks. A collective at first use, and in a new generation.
+        """Gives rank 0's parameters and buffers to all ranks; a collective at first use and in a new generation.
 
-        To be called before the first round if ranks may have built different values. It is not needed inside of
+        Call it before the first round if ranks may have built different values. It is not needed inside of
         `session.steps`, which has compared the members' states.
 
         Raises:
-            SizeMismatch, SettingsMismatch, DivergenceError: the models differ; the text names ranks and parameter.
-            StepOrderError: a round has begun, which this would undo on this rank.
+            SizeMismatch, SettingsMismatch, DivergenceError: the models differ; the error names ranks and parameter.
+            StepOrderError: a round has begun, which the call would undo on this rank.
         """
         if self._inner_steps:
             raise StepOrderError(f"prepare() after {self._inner_steps} inner steps of a round: call it before them")
@@ -86,11 +86,11 @@ class LocalTraining:
         """Cuts this rank's samples of a round into batches, one for each inner step.
 
         Args:
-            indices: as `step.indices`, shape [n].
-            steps: H. Where there are fewer samples, that many batches of one.
+            indices: indices of the samples, as in `step.indices`, shape [n].
+            steps: H. If there are fewer than H samples, each gets a batch of its own.
 
         Yields:
-            Shape [n // H] or one more.
+            The indices of a batch, shape [n // H] or one more.
 
         Raises:
             ValueError: H is below 1.
@@ -100,22 +100,22 @@ class LocalTraining:
         yield from np.array_split(indices, min(steps, len(indices)) or 1)
 
     def outer_step(self, weight: float | None = None) -> None:
-        """Ends a round: combines the local parameters of all ranks, and continues from the result. A collective.
+        """Ends a round: combines the local parameters of all ranks, and continues from the result; a collective.
 
-        All ranks hold the same bits of the parameters afterwards. Buffers are rank 0's. In `session.steps` this takes
+        Afterwards all ranks hold the same bits of the parameters, and rank 0's buffers. In `session.steps` this takes
         the place of `optimizer.step()`: it changes the global parameters only once the round is sure to commit, and no
         other collective may come between it and the end of the block.
 
         Args:
-            weight: weight of this rank's round in the mean. In `session.steps` give `step.weight`: it is 0 for a rank
-                that only repeats another's sample because there are too few. By default the number of inner steps.
-                With 0 the parameters are dropped, even NaN.
+            weight: weight of this rank's round in the mean. In `session.steps` pass `step.weight`, which is 0 for a
+                rank that only repeats another's sample because there are too few. By default the number of inner
+                steps. With 0 the rank's parameters, even NaN, are dropped.
 
         Raises:
             ValueError: the weight is negative or not finite.
             StepOrderError: the ranks began with different parameters (see `prepare`), or all weights are 0.
-            UnsupportedOp: a parameter was frozen or unfrozen since this was made.
-            PacelineError: a collective failed. The net keeps its local parameters then; `session.steps` undoes the
+            UnsupportedOp: a parameter was frozen or unfrozen since this object was made.
+            PacelineError: a collective failed. The net then keeps its local parameters; `session.steps` undoes the
                 round.
         """
         self.outer_optimizer.zero_grad()
@@ -125,10 +125,10 @@ class LocalTraining:
         self._end_round()
 
     def as_part(self) -> StatePart:
-        """Returns its part of a training state: the global parameters, the outer optimizer, buffers, inner settings."""
+        """Returns the part of a training state: global parameters, outer optimizer, buffers, inner settings."""
         return RoundPart(type(self).__name__, self._wrapper, self.outer_optimizer, self._inner, self)
 
-    # For the training state.
+    # Called by the training state.
 
     def begin_round(self) -> Any:
         """Sets the net to the global parameters; returns what `undo_round` takes."""
@@ -158,14 +158,14 @@ class LocalTraining:
     def _took_inner_step(self) -> None:
         self._inner_steps += 1
         if self._watches:
-            self.group.mesh.fault.check()  # a round that will be undone need not be finished
+            self.group.mesh.fault.check()  # do not finish a round that will be undone
 
 
 class LocalSGD(LocalTraining):
-    """Trains by rounds: H inner steps of each worker alone, then all take the weighted mean of their parameters.
+    """Trains in rounds: each worker takes H inner steps alone, then all take the weighted mean of their parameters.
 
-    For links that are too slow to carry gradients at every step: the bytes of one data-parallel step are sent once in H
-    steps. In a world of one results are those of the inner optimizer alone, bit for bit.
+    Use it if links are too slow to carry gradients at every step: the bytes of one data-parallel step are sent once in
+    H steps. A world of one gives the results of the inner optimizer alone, bit for bit.
 
         local = paceline.torch.LocalSGD(net, inner, session.group)
         state = paceline.TrainState(model=local, sampler=paceline.ElasticSampler(n, global_batch=H * batch))
@@ -177,35 +177,36 @@ class LocalSGD(LocalTraining):
                     inner.zero_grad()
                 local.outer_step(step.weight)
 
-    In `session.steps` a round is one step: if a member is lost in it, all others undo it and run it again without that
-    member. They notice the loss at their next inner step. A worker that is done waits for the slowest one, for at most
-    `step_timeout` (10 min unless set otherwise). Give `local` to the training state, and neither `net` nor the inner
-    optimizer. Outside of `session.steps` call `local.prepare()`, then `local.outer_step()` after every H inner steps.
+    In `session.steps` a round is one step: if a member is lost during a round, all others undo the round and run it
+    again without that member. They notice the loss at their next inner step. A worker that has finished waits for the
+    slowest one, for at most `step_timeout` (10 min by default). Give `local` to the training state, and neither `net`
+    nor the inner optimizer. Outside of `session.steps` call `local.prepare()`, then `local.outer_step()` after every H
+    inner steps.
 
-    The net is set to the global parameters when a round begins, so load initial values before this is made. Tied and
-    frozen parameters, buffers and parameters of 16 bits (the global ones are float32 then) work.
+    The net is set to the global parameters when a round begins, so load initial values before you make this object.
+    Tied and frozen parameters, buffers and 16-bit parameters (whose global values are float32) work.
 
-    **What is shared.** The same on all members, and given to newcomers: the global parameters, buffers (rank 0's after
+    **Shared state.** All members hold the same, and newcomers get: the global parameters, buffers (rank 0's after
     each outer step), the outer optimizer, and the numbers in the inner optimizers' settings, such as the learning rate.
-    This worker's own: what inner optimizers keep for each parameter. A newcomer starts without it; it is not in
-    checkpoints; when a round is undone it is restored as it was when the round began. A scheduler of the inner
-    learning rate is a part of the training state of its own: `TrainState(model=local, schedule=scheduler, ...)`.
+    The inner optimizers' state for each parameter is the worker's own. A newcomer starts without it; checkpoints do not
+    contain it; when a round is undone, it is restored as it was when the round began. A scheduler of the inner
+    learning rate is a separate part of the training state: `TrainState(model=local, schedule=scheduler, ...)`.
 
-    **Memory**, in host memory, on top of the net, its gradients and the inner optimizer: the global parameters, and
-    what is sent, P numbers each. Error feedback takes 2 P more. In `session.steps` there is a copy of the inner
-    optimizer's state, on its device: AdamW has 2 P.
+    **Memory.** Besides the net, its gradients and the inner optimizer, host memory holds the global parameters and the
+    values to send, P numbers each. Error feedback takes another 2 P. In `session.steps` there is a copy of the inner
+    optimizer's state, on its device: 2 P for AdamW.
 
     Args:
         net: a torch module, not wrapped.
-        inner_optimizer: of its parameters, any `torch.optim.Optimizer`; or several, each for some of them.
+        inner_optimizer: any `torch.optim.Optimizer` of the net's parameters, or several, each for some of them.
         group: the ranks.
-        compression: "int8", "bf16" or a `paceline.compression.Codec`: changes of parameters travel in fewer bits;
-            results are the same bits everywhere still. Alike on every rank. None for all bits.
-        error_feedback: with compression: what rounding takes away in a round is added in the next one. If left out: as
-            the codec says, with int8, not with bf16. A round that is undone leaves no trace in it.
+        compression: "int8", "bf16" or a `paceline.compression.Codec` sends changes of parameters in fewer bits; all
+            ranks still get the same bits. Alike on every rank. None for no compression.
+        error_feedback: with compression, adds the rounding error of a round in the next one. Default: the codec's
+            choice, on with int8, off with bf16. A round that is undone leaves no trace in it.
         bucket_mb: most MiB in one message; alike on every rank.
-        restore_inner: restore the inner optimizers' state when a round is undone. Without it they keep what they have
-            seen, and no copy is made; their settings are restored in either case.
+        restore_inner: whether to restore the inner optimizers' state when a round is undone. If False, they keep their
+            changed state, and no copy is made; their settings are restored in either case.
 
     Raises:
         UnsupportedOp: a parameter to train is not a float of 16, 32 or 64 bits, or there is no such codec.
@@ -228,7 +229,7 @@ class LocalSGD(LocalTraining):
             inner_optimizer,
             group,
             _Averaging if compression is None else _unit_steps,
-            differences=compression is not None,  # a rounding error is proportional to what is rounded
+            differences=compression is not None,  # differences are smaller, and so are their rounding errors
             compression=compression,
             error_feedback=error_feedback,
             bucket_mb=bucket_mb,
@@ -239,7 +240,7 @@ class LocalSGD(LocalTraining):
 class _Averaging(Optimizer):
     """Sets each parameter to the mean of the local ones.
 
-    That is a step of SGD with the learning rate 1 on differences, except for rounding.
+    Except for rounding, that is a step of SGD with the learning rate 1 on differences.
     """
 
     def _fresh(self, parameter: Parameter) -> dict[str, Any]:
@@ -254,7 +255,7 @@ def _unit_steps(model: OuterModel) -> Optimizer:
 
 
 class DiLoCo(LocalTraining):
-    """As `LocalSGD`, but the mean change of a round is a gradient for an outer optimizer with Nesterov momentum.
+    """Trains like `LocalSGD`, but uses a round's mean change as gradient of an outer optimizer with Nesterov momentum.
 
         d <- weighted mean over ranks of (global parameters - local parameters after H inner steps)
         v <- outer_momentum * v + d
@@ -265,7 +266,7 @@ class DiLoCo(LocalTraining):
     "Streaming DiLoCo", 2025, and Jaghouar et al., "OpenDiLoCo", 2024.
 
     Use, shared state and the other arguments are those of `LocalSGD`. The momentum is the same on all members, and
-    given to newcomers; it takes P numbers more of host memory, none if `outer_momentum` is 0.
+    newcomers get it; it takes another P numbers of host memory, none if `outer_momentum` is 0.
 
     Args:
         net: as for `LocalSGD`.
@@ -273,7 +274,7 @@ class DiLoCo(LocalTraining):
         group: as for `LocalSGD`.
         outer_lr: learning rate of the outer step; `outer_optimizer.lr` may be set between rounds.
         outer_momentum: 0 for none.
-        nesterov: look ahead along the momentum.
+        nesterov: whether to look ahead along the momentum.
         compression: as for `LocalSGD`.
         error_feedback: as for `LocalSGD`.
         bucket_mb: as for `LocalSGD`.
@@ -281,7 +282,7 @@ class DiLoCo(LocalTraining):
 
     Raises:
         ValueError: a number is negative.
-        UnsupportedOp, TypeError: as `LocalSGD`.
+        UnsupportedOp, TypeError: see `LocalSGD`.
     """
 
     def __init__(

@@ -1,20 +1,20 @@
-"""How autograd drives a sharded model: units run forward by calls, and backward by hooks.
+"""How autograd drives a sharded model: calls run units forward, and hooks run them backward.
 
-A unit is entered when the gradient of one of its outputs is there, and left when those of its inputs are. By then those
-of its parameters are there too: of what it can do next, autograd always does first what came last in the forward pass,
-and gradients of parameters before all else. Both points follow from how units hang together, and not from which of
-their parameters a rank has used: so all ranks come to them in the same order.
+The backward run of a unit begins when autograd has the gradient of one of its outputs, and ends when it has those of
+the inputs. By then it has those of the parameters too: of the operations that are ready, autograd always runs the one
+that came last in the forward pass, and gradients of parameters before all others. Both moments depend on how the units
+are connected, not on which of their parameters a rank has used, so all ranks reach them in the same order.
 
-Between the passes of its unit a parameter has no memory, and in the backward pass it has other memory than before. An
-operation that saves a weight, or a view of it such as `weight.t()`, would keep the whole array alive. FSDP in torch
-itself frees and refills the storage that saved tensors refer to, with `untyped_storage().resize_`. That cannot be done
-here: the memory is NumPy's, from where links read it without a copy, and storage that `torch.from_numpy` has made, or
-that `Tensor.numpy()` has ever shown, is fixed in size. So a saved tensor that lies in a parameter is replaced by its
-place there (`saving`), and when the backward pass asks for it, it is made anew of the memory that the parameter has
-then. As that memory is counted by references, nobody can ever read what is freed.
+Between the passes of its unit a parameter has no memory, and in the backward pass its memory is another than before. An
+operation that saves a weight, or a view of it such as `weight.t()`, would keep the whole array alive. torch's own FSDP
+frees and refills the storage that saved tensors refer to, with `untyped_storage().resize_`. That is impossible here:
+the memory is NumPy's, so that links read it without a copy, and storage made by `torch.from_numpy`, or ever exposed by
+`Tensor.numpy()`, has a fixed size. So `saving` replaces a saved tensor that lies in a parameter by its place there, and
+when the backward pass asks for it, makes it again from the memory that the parameter has then. That memory is
+reference-counted, so freed memory is never read.
 
-One pair of such hooks counts at a time, the innermost. These are the outermost ones of the model: inside of activation
-checkpointing its own count, which keep values for the moment of their use only.
+Only one pair of such hooks is active at a time, the innermost. Ours are the outermost of the model: inside of
+activation checkpointing its own hooks are active, which keep values only while they are used.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = ["ShardedDriver", "UnitRun", "saving"]
 
 
 class UnitRuns:
-    """A backward pass of the whole model, and the runs of its units that are under way.
+    """A backward pass of the whole model, and the running units in it.
 
     Args:
         whole: the pass.
@@ -53,28 +53,28 @@ class UnitRuns:
     def __init__(self, whole: AutogradPass) -> None:
         self.whole = whole
         self._inside: dict[int, list[ExitStack]] = {}
-        """Runs under way, by the identity of the sharded model whose unit it is."""
+        """Runs in progress, by the identity of the sharded model that owns the unit."""
 
     def enter(self, sharded: ShardedModel) -> None:
-        """A run of a model's own unit begins."""
+        """Begins a run of a model's own unit."""
         run = ExitStack()
         run.enter_context(sharded.running_backward())
         self._inside.setdefault(id(sharded), []).append(run)
 
     def leave(self, sharded: ShardedModel) -> None:
-        """A run of a model's own unit ends; which of several does not matter."""
+        """Ends a run of a model's own unit; it does not matter which of several."""
         if self._inside.get(id(sharded)):
             self._inside[id(sharded)].pop().close()
 
     def end(self) -> None:
-        """Ends all runs, also those of units whose inputs take no gradient, and with them the pass."""
+        """Ends all runs, including those of units whose inputs take no gradient, and the pass."""
         for runs in self._inside.values():
             while runs:
                 runs.pop().close()
         self.whole.close()
 
     def abandon(self) -> None:
-        """Ends the pass, which has failed: what it has gathered counts for nothing."""
+        """Ends the pass, which has failed, and drops its gradients."""
         error = StepOrderError("the backward pass did not come to its end")
         for run in [run for runs in self._inside.values() for run in runs]:
             with suppress(StepOrderError):
@@ -84,10 +84,10 @@ class UnitRuns:
 
 
 class UnitRun:
-    """One forward run of a unit, and the run backward that belongs to it.
+    """One forward run of a unit, and the backward run that belongs to it.
 
     Args:
-        enter: called when the run backward begins.
+        enter: called when the backward run begins.
         leave: called when it ends.
     """
 
@@ -98,12 +98,12 @@ class UnitRun:
         self._is_entered = False
 
     def of_inputs(self, call: ModuleCall) -> ModuleCall:
-        """Returns inputs to call the unit with, whose gradients tell when the run backward ends."""
+        """Returns inputs to call the unit with; their gradients show when the backward run ends."""
         args, kwargs = mapped((call.args, call.kwargs), self._watch_input)
         return ModuleCall(args, kwargs)
 
     def of_outputs(self, outputs: Any) -> Any:
-        """Registers hooks on the unit's outputs, whose gradients tell when the run backward begins."""
+        """Registers hooks on the unit's outputs; their gradients show when the backward run begins."""
         for tensor in tensors_in(outputs):
             if tensor.requires_grad:
                 tensor.register_hook(self._begin)
@@ -113,7 +113,7 @@ class UnitRun:
         if not tensor.requires_grad or not torch.is_grad_enabled():
             return tensor
         self._inputs += 1
-        alias = tensor.view_as(tensor)  # its gradient is this run's alone, whatever else uses the tensor
+        alias = tensor.view_as(tensor)  # its gradient comes only from this run, even if others use the tensor
         alias.register_hook(self._end)
         return alias
 
@@ -149,7 +149,7 @@ class _SavedTensor(NamedTuple):
 
 
 def saving(need: Callable[[Mirror], None]) -> Any:
-    """Returns a context manager for a forward pass, in which autograd saves places in parameters instead of tensors.
+    """Returns a context manager for a forward pass: autograd saves places in parameters instead of tensors inside it.
 
     Args:
         need: called in the backward pass with a parameter that has no memory; gathers it.
@@ -158,7 +158,7 @@ def saving(need: Callable[[Mirror], None]) -> Any:
     def pack(tensor: Any) -> _SavedPlace | _SavedTensor:
         mirror = mirror_in(tensor)
         if mirror is None:
-            # Detached, because an operation's own output would keep alive the operation that keeps it.
+            # Detached, because an output saved by its own operation would form a reference cycle with it.
             return _SavedTensor(tensor.detach(), tensor._version)
         return _SavedPlace(mirror, tuple(tensor.size()), tensor.stride(), tensor.storage_offset())
 
@@ -184,9 +184,9 @@ class ShardedDriver:
     The gradients of micro-batches under `no_sync` add up, as in torch; the mean is taken over ranks.
 
     Args:
-        module: as the core sees it.
+        module: the module as the core sees it.
         group, strategy, intra_node_size, ahead: as for `paceline.FSDP`.
-        narrow: compute with, and send, bfloat16.
+        narrow: whether to compute with, and send, bfloat16.
 
     Attributes:
         module: as above.
@@ -219,12 +219,12 @@ class ShardedDriver:
         self.sharded.driver = self
         self._narrow = narrow
         self._pass: UnitRuns | None = None
-        """The backward pass that is under way; of the outermost driver only."""
+        """The running backward pass; only the outermost driver has one."""
         self._given: float | None = None
         """The weight of the next backward pass, if the user has given one."""
 
     def forward(self, call: ModuleCall) -> Any:
-        """The module's output; see `paceline.torch.FSDP.forward`."""
+        """Returns the module's output; see `paceline.torch.FSDP.forward`."""
         sharded = self.sharded
         if sharded.is_empty:
             return self.module.forward(call)
@@ -236,7 +236,7 @@ class ShardedDriver:
 
     @contextmanager
     def weighing(self, weight: float | None) -> Iterator[None]:
-        """Gives the backward pass inside the block a weight; None for its number of samples."""
+        """Sets the weight of the backward pass inside the block; None for its number of samples."""
         self._given = weight
         try:
             yield
@@ -254,7 +254,7 @@ class ShardedDriver:
             return run.of_outputs(self.module.forward(call))
 
     def _enter(self, rows: int | None) -> None:
-        """A run backward begins; `rows`: of the forward pass that it belongs to, if this is the outermost unit."""
+        """Begins a backward run; `rows` are those of its forward pass, if this is the outermost unit."""
         if self.sharded.is_outermost:
             self.sharded.synchronizer.rows = rows
         with _driver_of(self.sharded.outermost)._running_pass() as running:
@@ -266,7 +266,7 @@ class ShardedDriver:
 
     @contextmanager
     def _running_pass(self) -> Iterator[UnitRuns]:
-        """The backward pass that torch is in; it begins with the first call. An error inside the block ends it."""
+        """Yields torch's running backward pass; the first call begins it, and an error inside the block ends it."""
         self._drop_dead_pass()
         if self._pass is None:
             rows = self.sharded.synchronizer.rows
@@ -294,20 +294,20 @@ class ShardedDriver:
 
 
 def _observe(runner: UnitRunner) -> None:
-    """Has autograd tell of every gradient that it leaves in a parameter of these units."""
+    """Registers hooks, so that autograd reports every gradient that it leaves in a parameter of these units."""
     for source in runner.sources.values():
         assert isinstance(source, Mirror)
         source.watch(_take)
 
 
 def _take(mirror: Mirror) -> None:
-    """Takes a gradient that autograd has left, in the pass of the outermost driver."""
+    """Takes a gradient that autograd has left in a parameter, in the pass of the outermost driver."""
     with _driver_of(_owner_of(mirror).outermost)._running_pass() as running:
         mirror.take_gradient(running.whole.factor)
 
 
 def _need(mirror: Mirror) -> None:
-    """Autograd reads a parameter of a unit that it has not entered, whose output has no tensor that was found."""
+    """Begins the backward run of a unit when autograd reads its parameter: its output had no tensor to watch."""
     owner = _owner_of(mirror)
     _driver_of(owner)._enter(owner.synchronizer.rows)
     if not mirror.is_here:

@@ -1,12 +1,12 @@
-"""torch's optimizers as `OptimizerState`, so that their state can be saved, moved and compared.
+"""Adapts torch's optimizers to `OptimizerState`, so that their state can be saved, moved and compared.
 
-An optimizer that works element by element treats a piece of a parameter as it would the whole. Its state is then
-tensors of the piece's shape, which are cut as the parameter is, and values that are the same on all ranks, such as the
-number of steps.
+An optimizer that works element by element treats a piece of a parameter as it would the whole. Its state then consists
+of tensors of the piece's shape, which are cut as the parameter is, and values that are the same on all ranks, such as
+the number of steps.
 
-torch's optimizers create their state in their first step. Here it is created at once, because newcomers have to make
-room for it: zeros, if the optimizer itself would have zeros after a step with gradients of zero. So its first real
-step finds what it would have made.
+torch's optimizers create their state in their first step. Here it is created at once, because newcomers need memory to
+receive it: zeros, provided that the optimizer itself has zeros after a step with gradients of zero. So its first real
+step finds the state that it would have created.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ __all__ = ["TorchOptimizer", "optimizer_of", "watch_optimizers"]
 
 
 _KEPT = "_paceline_state"
-"""Attribute of a torch optimizer: the `TorchOptimizer` that stands for it."""
+"""Name of the attribute of a torch optimizer that holds its `TorchOptimizer`."""
 
 _PLAIN = (bool, int, float, str)
 
 
 class TorchOptimizer(OptimizerState):
-    """Stands for a torch optimizer of pieces.
+    """The adapter of a torch optimizer of pieces.
 
     Args:
-        optimizer: trains `model.parameters()` of one `paceline.torch.FSDP`, or some of them.
+        optimizer: an optimizer of `model.parameters()` of one `paceline.torch.FSDP`, or of some of them.
 
     Raises:
-        UnsupportedOp: its state cannot be told apart by parameters, or does not begin with zeros.
+        UnsupportedOp: the optimizer's state cannot be separated by parameter, or does not begin with zeros.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -67,7 +67,7 @@ class TorchOptimizer(OptimizerState):
 
     @property
     def is_new(self) -> bool:
-        """True while no step was taken and no state loaded."""
+        """True until a step is taken or state is loaded."""
         return not self._is_loaded and not any(v for one in self.numbers().values() for v in one.values())
 
     @is_new.setter
@@ -76,21 +76,21 @@ class TorchOptimizer(OptimizerState):
 
     @property
     def parameters(self) -> Mapping[str, Parameter]:
-        """The pieces that it trains, by path."""
+        """Returns the pieces that the optimizer trains, by path."""
         return self._trained()
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The plain values of its groups, by "number of the group/name"."""
+        """Returns the plain values of its groups, by "number of the group/name"."""
         return {f"{number}/{name}": _plain(value) for number, name, value in self._settings()}
 
     @property
     def stepper(self) -> Any:
-        """The torch optimizer."""
+        """Returns the torch optimizer."""
         return self._optimizer
 
     def load_settings(self, settings: Mapping[str, Any]) -> None:
-        """Loads what `settings` returned."""
+        """Loads settings that `settings` returned."""
         for number, name, value in self._settings():
             new = settings.get(f"{number}/{name}", value)
             if isinstance(value, torch.Tensor):
@@ -99,7 +99,7 @@ class TorchOptimizer(OptimizerState):
                 self._optimizer.param_groups[number][name] = tuple(new) if isinstance(value, tuple) else new
 
     def live_arrays(self) -> dict[str, NDArray[Any]]:
-        """The tensors of its state as arrays over the same memory, by "path/name"."""
+        """Returns the tensors of its state as arrays over the same memory, by "path/name"."""
         return {
             f"{path}/{name}": array_of(value)
             for path, piece in self._trained().items()
@@ -108,14 +108,14 @@ class TorchOptimizer(OptimizerState):
         }
 
     def numbers(self) -> dict[str, dict[str, Any]]:
-        """Everything else in its state, by path."""
+        """Returns everything else in its state, by path."""
         return {
             path: {name: _plain(value) for name, value in self._state(piece).items() if not _is_cut(name, value)}
             for path, piece in self._trained().items()
         }
 
     def load_numbers(self, numbers: Mapping[str, Mapping[str, Any]]) -> None:
-        """Loads what `numbers` returned."""
+        """Loads values that `numbers` returned."""
         for path, values in numbers.items():
             state = self._state(self._pieces[path])
             for name, value in values.items():
@@ -165,7 +165,7 @@ class TorchOptimizer(OptimizerState):
         return trained
 
     def _first(self, group: Mapping[str, Any], tensor: Any) -> dict[str, Any]:
-        """Returns the state that its first step would create for a tensor."""
+        """Returns the state that the optimizer's first step would create for a tensor."""
         if group.get("momentum") and group.get("dampening"):
             raise UnsupportedOp(f"{self._kind} with dampening is not supported: its first step differs from all others")
         first: dict[str, Any] = {}
@@ -174,7 +174,7 @@ class TorchOptimizer(OptimizerState):
                 if name != "step" and value.any():
                     raise UnsupportedOp(f"{self._kind} is not supported: its state {name!r} does not begin with zeros")
                 like = tensor if _is_cut(name, value) else value
-                # By NumPy: zeros that were never written take no memory, and a newcomer builds more than it keeps.
+                # Use NumPy: its zeros take no memory until written, and a newcomer builds more than it keeps.
                 first[name] = tensor_of(np.zeros(tuple(like.shape), array_of(value).dtype))
             elif value is None or name == "step":
                 first[name] = None if value is None else type(value)(0)
@@ -185,7 +185,7 @@ class TorchOptimizer(OptimizerState):
         return first
 
     def _after_a_step(self, group: Mapping[str, Any], like: Any) -> dict[str, Any]:
-        """Returns the state that such an optimizer has for a single zero after a step with a gradient of zero."""
+        """Returns the state that such an optimizer has for a single zero after a step with gradient zero."""
         probe = torch.nn.Parameter(torch.zeros(1, dtype=like.dtype))
         probe.grad = torch.zeros_like(probe)
         kind = type(self._optimizer)
@@ -197,7 +197,7 @@ class TorchOptimizer(OptimizerState):
             "_optimizer_step_pre_hooks": OrderedDict(),
             "_optimizer_step_post_hooks": OrderedDict(),
         }
-        twin.__dict__.pop("step", None)  # a scheduler's wrapper, which counts steps
+        twin.__dict__.pop("step", None)  # a scheduler's wrapper that counts steps
         try:
             kind.step(twin)
         except TypeError as error:
@@ -216,11 +216,11 @@ class TorchOptimizer(OptimizerState):
 
 
 def optimizer_of(thing: Any) -> TorchOptimizer | None:
-    """Returns what stands for a torch optimizer of pieces; None for anything else, or if its state need not be known.
+    """Returns the adapter of a torch optimizer of pieces; None for anything else, or if its state need not be known.
 
     Raises:
-        UnsupportedOp: it trains a sharded model, and its state cannot be sharded.
-        StepOrderError: it would train nothing, because the module was wrapped after it was made.
+        UnsupportedOp: the optimizer trains a sharded model, and its state cannot be sharded.
+        StepOrderError: the optimizer would train nothing, because it was made before the module was wrapped.
     """
     if not isinstance(thing, torch.optim.Optimizer):
         return None
@@ -244,9 +244,9 @@ def optimizer_of(thing: Any) -> TorchOptimizer | None:
 
 @functools.cache
 def watch_optimizers() -> None:
-    """Has an optimizer raise `StepOrderError` in its step if it has a parameter that FSDP has replaced by a piece.
+    """Makes `step` of an optimizer raise `StepOrderError` if FSDP has replaced one of its parameters by a piece.
 
-    Such a parameter gets no gradients any more, and torch's optimizers silently skip parameters without gradients.
+    Such a parameter gets no more gradients, and torch's optimizers silently skip parameters without gradients.
     """
     register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _check_trains(optimizer))
 
@@ -263,7 +263,7 @@ def _check_trains(optimizer: Any) -> None:
 
 
 def _is_cut(name: str, value: Any) -> bool:
-    """Whether a value of the state has its parameter's shape, so that it is cut as the parameter is."""
+    """Returns True if a value of the state has its parameter's shape, so that it is cut as the parameter is."""
     return isinstance(value, torch.Tensor) and name != "step" and (value.ndim > 0 or value.dtype.is_floating_point)
 
 

@@ -1,7 +1,7 @@
-"""torch's modules, parameters and gradients as the sharded core sees them; both see the same memory.
+"""Adapts torch's modules, parameters and gradients to the sharded core; both use the same memory.
 
 `Mirror` is a module's parameter, `TorchPiece` this rank's piece of one, which torch's optimizers train. `Adapter` lists
-a tree of modules by path.
+the parameters and buffers in a tree of modules by path.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class GradientShard(torch.Tensor):  # type: ignore[misc]  # torch is not there w
     """This rank's shard of a gradient: a plain tensor, except that it refuses to compute its norm.
 
     A shard's norm is not the gradient's, and `torch.nn.utils.clip_grad_norm_` would silently scale by another factor on
-    each rank. Whatever is computed from it is a plain tensor.
+    each rank. Results computed from a `GradientShard` are plain tensors.
     """
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Calls `func` as if these were plain tensors.
+        """Calls `func` as if its arguments were plain tensors.
 
         Raises:
             UnsupportedOp: `func` is a norm.
@@ -66,14 +66,14 @@ class GradientShard(torch.Tensor):  # type: ignore[misc]  # torch is not there w
 
 
 _MARK = "_paceline_parameter"
-"""Attribute of a tensor: a parameter has one mirror, however often modules are wrapped and wherever it is tied."""
+"""Name of the attribute of a tensor that holds its only mirror, even if it is tied or its module wrapped again."""
 
 
 class Mirror(Parameter):
-    """A module's parameter. Its memory is in its unit's flat array while that is whole; at other times it has none.
+    """A module's parameter. Its memory lies in its unit's flat array while that is whole; otherwise it has none.
 
     Autograd accumulates into `tensor.grad` as always. `take_gradient` takes the gradient from there, so that gradients
-    accumulate, wait and are sent as those of NumPy modules.
+    accumulate, wait and are sent like those of NumPy modules.
 
     Attributes:
         tensor: the `torch.nn.Parameter`.
@@ -88,7 +88,7 @@ class Mirror(Parameter):
 
     @property
     def requires_grad(self) -> bool:
-        """The tensor's."""
+        """True if the tensor requires a gradient."""
         return bool(self.tensor.requires_grad)
 
     @requires_grad.setter
@@ -106,7 +106,7 @@ class Mirror(Parameter):
             self._handle = self.tensor.register_post_accumulate_grad_hook(lambda tensor: written(self))
 
     def take_gradient(self, factor: float) -> None:
-        """Takes the gradient that autograd has left, times a factor; with 0 it is dropped, even NaN."""
+        """Takes the gradient that autograd has left, times a factor; with 0 the gradient, even NaN, is dropped."""
         gradient, self.tensor.grad = self.tensor.grad, None
         if factor == 0:
             return
@@ -123,7 +123,7 @@ class Mirror(Parameter):
 
     def _place(self, values: NDArray[Any] | None) -> None:
         super()._place(values)
-        # Same object, other memory: modules, optimizers and autograd refer to the object.
+        # Give the same object other memory, because modules, optimizers and autograd refer to the object.
         self.tensor.data = placeholder_like(self.tensor) if values is None else tensor_of(values)
 
 
@@ -143,7 +143,7 @@ class TorchPiece(Parameter):
 
     @property
     def requires_grad(self) -> bool:
-        """The tensor's."""
+        """True if the tensor requires a gradient."""
         return bool(self.tensor.requires_grad)
 
     @requires_grad.setter
@@ -152,7 +152,7 @@ class TorchPiece(Parameter):
 
     @property
     def _grad(self) -> NDArray[Any] | None:
-        gradient = self.tensor.grad  # users may have cleared or replaced it
+        gradient = self.tensor.grad  # which users may have cleared or replaced
         return None if gradient is None else array_of(gradient)
 
     @_grad.setter
@@ -181,7 +181,7 @@ def mirror_of(tensor: Any, name: str) -> Mirror:
         name: its path, for errors.
 
     Raises:
-        UnsupportedOp: its memory cannot be seen by NumPy.
+        UnsupportedOp: NumPy cannot use the tensor's memory.
     """
     found = getattr(tensor, _MARK, None)
     if found is None:
@@ -192,16 +192,16 @@ def mirror_of(tensor: Any, name: str) -> Mirror:
 
 
 def mirror_in(tensor: Any) -> Mirror | None:
-    """Returns the mirror of the parameter in whose present memory a tensor lies; None if it lies in none."""
+    """Returns the mirror of the parameter whose present memory contains a tensor; None if there is none."""
     parameter = tensor if tensor._base is None else tensor._base
     mirror = getattr(parameter, _MARK, None)
     if not isinstance(mirror, Mirror) or (tensor is not parameter and _address(tensor) != _address(parameter)):
         return None
-    return mirror if tensor.dtype == parameter.dtype else None  # a view as another dtype is kept as it is
+    return mirror if tensor.dtype == parameter.dtype else None  # a view with another dtype is saved as it is
 
 
 def piece_of(tensor: Any) -> TorchPiece | None:
-    """Returns the piece that a tensor is; None if it is none."""
+    """Returns the piece to which a tensor belongs; None if it is not a piece's tensor."""
     piece = getattr(tensor, _MARK, None)
     return piece if isinstance(piece, TorchPiece) else None
 
@@ -240,20 +240,20 @@ class Adapter:
         self.module = module
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Mirrors of its parameters; pieces of those in units inside. A tied parameter has each of its paths."""
+        """Yields mirrors of its parameters, and pieces of those in units inside; a tied parameter under each path."""
         yield from _parameters(self.module, "")
 
     def named_buffers(self) -> Iterator[tuple[str, NDArray[Any]]]:
-        """Its buffers, as arrays over the same memory."""
+        """Yields its buffers, as arrays over the same memory."""
         for path, tensor, _ in _buffers(self.module, ""):
             yield path, array_of(tensor, f"buffer {path!r}")
 
     def passing_buffers(self) -> set[str]:
-        """Paths of buffers that are not in its state dict."""
+        """Returns the paths of buffers that are not in its state dict."""
         return {path for path, _, persistent in _buffers(self.module, "") if not persistent}
 
     def forward(self, call: ModuleCall) -> Any:
-        """What the module returns."""
+        """Returns the module's output."""
         return self.module(*call.args, **call.kwargs)
 
 
@@ -263,7 +263,7 @@ def replaced(module: Any, kinds: tuple[type, ...], make: Callable[[Any], Any]) -
     A module that occurs in several places is replaced by the same unit in all. Modules inside a unit stay.
 
     Args:
-        module: the outer module; it stays itself.
+        module: the outer module, which is not replaced.
         kinds: the classes.
         make: makes a unit of a module.
     """
@@ -286,7 +286,7 @@ def tensors_in(value: Any) -> Iterator[Any]:
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns the same nested values with other tensors; values without tensors inside are the same objects."""
+    """Returns the same nested values with changed tensors; values without tensors inside are the same objects."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if next(tensors_in(value), None) is None:

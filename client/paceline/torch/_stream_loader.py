@@ -1,9 +1,9 @@
-"""`ElasticStreamLoader`: batches of a stream, whose place is a part of the training state, while ranks come and go.
+"""`ElasticStreamLoader`: batches of a stream whose position is part of the training state, while ranks come and go.
 
-Samples of a stream have no numbers by which they could be shared out. So every rank reads the same stream, and keeps
-its part of each global batch. What has to be undone with a step, given to newcomers and kept in checkpoints is one
-position for all ranks: the dataset's own state behind the last batch. As a part of the `TrainState` without a gate it
-is copied when a step begins, and put back when that is undone (I6).
+Samples of a stream have no numbers by which to share them out. So every rank reads the same stream, and keeps its part
+of each global batch. One position for all ranks is undone with a step, given to newcomers and kept in checkpoints: the
+dataset's own state after the last batch. As a part of the `TrainState` without a gate, it is copied when a step begins,
+and restored when the step is undone (I6).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["ElasticStreamLoader"]
 
 
 class ElasticStreamLoader:
-    """Gives each step its part of a stream; with a worker process, fetched ahead of time.
+    """Gives each step its part of a stream; with a worker process, fetches it ahead of time.
 
         loader = paceline.torch.ElasticStreamLoader(stream, global_batch=256, num_workers=1)
         with loader, paceline.join() as session:
@@ -38,34 +38,34 @@ class ElasticStreamLoader:
                     x, t = loader.batch(step)
                     ...
 
-    The loader is a part of the `TrainState`, in the place of a sampler. A step takes the next `global_batch` samples of
+    The loader is a part of the `TrainState`, in place of a sampler. A step takes the next `global_batch` samples of
     the stream, or the b that are left at the end of an epoch. Rank r of W gets those from r b // W to (r + 1) b // W;
-    `step.weight` is its share of b. So each sample of an epoch counts once, whoever dies, freezes, joins or leaves.
-    When the stream ends the next epoch begins, with `dataset.set_epoch(n)` if it has that.
+    `step.weight` is its fraction of b. So each sample of an epoch counts once, even if workers die, freeze, join or
+    leave. When the stream ends, the next epoch begins, with `dataset.set_epoch(n)` if the dataset has that.
 
-    **The dataset** is iterable, with `state_dict()` and `load_state_dict()` as torchdata's `StatefulDataLoader` wants
-    them and Hugging Face's `IterableDataset` has them. After `load_state_dict(state)` the next `iter(dataset)` goes on
-    behind the sample after which `state_dict()` gave `state`, with the same samples on every rank. It is given at its
-    beginning. All that decides which samples come is in its state, the order of shuffling too. A shuffle buffer whose
-    content is not, as that of Hugging Face's `shuffle`, is lost whenever ranks change.
+    **The dataset** is iterable, with `state_dict()` and `load_state_dict()` as in Hugging Face's `IterableDataset`, and
+    as torchdata's `StatefulDataLoader` needs them. After `load_state_dict(state)` the next `iter(dataset)` continues
+    after the sample at which `state_dict()` returned `state`, with the same samples on every rank. Pass the dataset at
+    its beginning. Its state must contain everything that decides which samples come, including the order of shuffling.
+    A shuffle buffer whose content is not in the state, as in Hugging Face's `shuffle`, is lost whenever ranks change.
 
-    **Every rank reads the whole stream**: with W ranks each sample is read W times, and used once. Where reading is
-    dear, a map-style dataset with `ElasticDataLoader` reads each sample once.
+    **Every rank reads the whole stream**: with W ranks each sample is read W times, and used once. If reading is
+    expensive, a map-style dataset with `ElasticDataLoader` reads each sample once.
 
-    Random transforms draw from generators that are seeded by `seed` and the number of the batch: a step that is redone
-    sees the same. In each generation all ranks load the position anew, and what was fetched before is thrown away.
+    Random transforms draw from generators that are seeded by `seed` and the number of the batch, so a step that is
+    repeated sees the same. In each generation all ranks load the position again, and drop what was fetched before.
 
     Args:
         dataset: the stream, the same on every rank; not shared out already by rank or world.
-        global_batch: samples in a step, of all ranks together.
-        num_workers: 1 for a process that reads ahead, 0 to read when `batch` is called. It starts here: make the loader
-            before `paceline.join()`.
-        seed: of random transforms.
-        settings: `collate_fn`, and further arguments of `torch.utils.data.DataLoader`, as of `ElasticDataLoader`.
+        global_batch: number of samples in a step, of all ranks together.
+        num_workers: 1 for a process that reads ahead, 0 to read when `batch` is called. The process starts here: make
+            the loader before `paceline.join()`.
+        seed: the seed of random transforms.
+        settings: `collate_fn`, and further arguments of `torch.utils.data.DataLoader`, as for `ElasticDataLoader`.
 
     Raises:
-        UnsupportedOp: the dataset cannot say where it is.
-        ValueError: a number is out of range. As `TypeError`, `settings` has what is refused.
+        UnsupportedOp: the dataset cannot tell its position.
+        ValueError: a number is out of range, or, like `TypeError`, `settings` has an argument that is refused.
     """
 
     def __init__(
@@ -87,23 +87,22 @@ class ElasticStreamLoader:
         self._fetcher = Fetcher(reader, num_workers, {**settings, "collate_fn": _as_it_is})
         self._position = _Position(0, 0, False, None)
         self._ahead: tuple[int, int, int] | None = None
-        """Generation, rank and world for which batches from the position on are fetched; None if none are."""
+        """Generation, rank and world for which batches after the position are fetched; None if none are."""
 
     def batch(self, step: Step) -> Any:
-        """This rank's samples of the step, collated. A rank without a sample gets one, of weight 0.
+        """Returns this rank's samples of the step, collated. A rank without a sample gets one, of weight 0.
 
-        Call it once in each attempt at a step, inside its block.
+        Call this once in each attempt at a step, inside its block.
 
         Raises:
-            StepOrderError: the step is over, or has a batch.
-            UnsupportedOp: the loader is no part of the training state, or that has a sampler too; or the stream is
-                empty.
+            StepOrderError: the step is over, or already has a batch.
+            UnsupportedOp: the training state lacks this loader, or has a sampler too; or the stream is empty.
             DataWorkerLost: the worker process has died.
-            Exception: what the dataset or its collation raised. The worker process is closed then, and a new one starts
+            Exception: the dataset or its collation raised it. The worker process is then closed, and a new one starts
                 if `batch` is called again.
         """
         wanted, tasks = (step.generation, step.rank, step.world), None
-        if wanted != self._ahead:  # in every generation: what a newcomer loads, the others load too
+        if wanted != self._ahead:  # true in every generation: all ranks load the position that a newcomer loads
             share = (step.rank, step.world)
             tasks = chain([_Task(self._position, *share)], repeat(_Task(None, *share)))
         self._ahead = None
@@ -113,15 +112,15 @@ class ElasticStreamLoader:
         return found.batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: it moves with each batch that was given out."""
+        """Returns the position, which moves with each batch that `batch` returns."""
         return self._position._asdict()
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Goes there. What was fetched ahead is thrown away with the next batch."""
+        """Goes to a position. The next `batch` throws away what was fetched ahead."""
         self._position, self._ahead = _Position(**saved), None
 
     def as_part(self) -> StatePart:
-        """See `_elastic.parts.part_of`; a newcomer with another batch or seed is refused."""
+        """Returns the part of a training state (see `_elastic.parts.part_of`); refuses another batch size or seed."""
         return opaque(self, self._kind)
 
     def close(self) -> None:
@@ -142,37 +141,37 @@ _PROTOCOL = ("__iter__", "state_dict", "load_state_dict")
 
 
 class _Position(NamedTuple):
-    """A place in the stream, between two batches."""
+    """A position in the stream, between two batches."""
 
     epoch: int
     batches: int
-    """Read since the first epoch began."""
+    """Number of batches read since the first epoch began."""
     ended: bool
-    """The epoch is through: the next batch is the first one of the next."""
+    """True if the epoch is over: the next batch is the first one of the next epoch."""
     state: Any
-    """Of the dataset, in that epoch, as `foreign.to_plain` has it; None before it was ever read."""
+    """The dataset's state in that epoch, as `foreign.to_plain` returns it; None before the first read."""
 
 
 class _Task(NamedTuple):
-    """One batch that is to be read."""
+    """A batch to read."""
 
     begin: _Position | None
-    """Where; None for where the last one ended."""
+    """The position to begin at; None for the end of the last batch."""
     rank: int
     world: int
 
 
 class _Fetched(NamedTuple):
-    """What comes of a task."""
+    """The result of a task."""
 
     batch: Any
     weight: float
     position: _Position
-    """Behind the batch."""
+    """The position after the batch."""
 
 
 class _Reader:
-    """Reads the stream and cuts this rank's part out of each global batch."""
+    """Reads the stream, and cuts this rank's part out of each global batch."""
 
     def __init__(self, dataset: Any, global_batch: int, seed: int, collate: Callable[[list[Any]], Any]) -> None:
         self._dataset = dataset
@@ -191,7 +190,9 @@ class _Reader:
             self._go_to(task.begin)
         before = self._at
         sow(self._seed, before.batches)
-        samples = self._read(check) or self._read(check)  # an epoch may end just behind a batch: the next one begins
+        samples = self._read(check) or self._read(
+            check
+        )  # the epoch may have ended with the last batch: read the next one
         name = type(self._dataset).__name__
         if not samples:
             raise UnsupportedOp(f"{name} gave no sample in epoch {self._at.epoch}: iter(dataset) has to begin again")
@@ -219,7 +220,7 @@ class _Reader:
         self._at = position
 
     def _read(self, check: Callable[[], None]) -> list[Any]:
-        """The next samples, as many as make a batch, or as are left of the epoch."""
+        """Returns the next samples: as many as a batch has, or as are left of the epoch."""
         if self._at.ended:
             self._at = self._at._replace(epoch=self._at.epoch + 1, ended=False)
             self._set_epoch(self._at.epoch)
@@ -246,5 +247,5 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _as_it_is(fetched: Any) -> Any:
-    """In the place of torch's collation: the reader has done it."""
+    """Returns its argument; takes the place of torch's collation, because the reader has collated already."""
     return fetched

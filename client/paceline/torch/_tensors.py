@@ -53,7 +53,7 @@ def array_of(tensor: Tensor, name: str = "the tensor") -> NDArray[Any]:
 
     Args:
         tensor: dense, on the CPU.
-        name: what error texts call the tensor.
+        name: the tensor's name in error texts.
 
     Raises:
         UnsupportedOp: the tensor has no memory that NumPy can use.
@@ -71,8 +71,8 @@ def array_of(tensor: Tensor, name: str = "the tensor") -> NDArray[Any]:
 class _TensorMemory:
     """A tensor's memory, described as NumPy's array interface wants it.
 
-    `Tensor.numpy` is not used because it makes the tensor's storage unresizable for good, and FSDP1, for one, resizes
-    it.
+    `Tensor.numpy` is not used because it makes the tensor's storage unresizable for good, and torch's FSDP1, for
+    example, resizes it.
     """
 
     __slots__ = ("__array_interface__", "_tensor")
@@ -81,7 +81,7 @@ class _TensorMemory:
         address = tensor.data_ptr()
         if not address:
             raise UnsupportedOp(f"{name} has no memory now: its storage was freed")
-        self._tensor = tensor  # keeps the memory for as long as there is an array over it
+        self._tensor = tensor  # keeps the memory alive while there is an array over it
         self.__array_interface__ = {
             "version": 3,
             "shape": tuple(tensor.shape),
@@ -110,15 +110,15 @@ def tensor_of(array: NDArray[Any]) -> Tensor:
 def placeholder_like(like: Tensor) -> Tensor:
     """Returns a placeholder with the shape and dtype of a tensor, and the memory of one element.
 
-    It takes the place of a tensor whose values are not in memory now. It reads as NaN, so that a use by mistake shows;
-    as zeros if the dtype has no NaN.
+    It takes the place of a tensor whose values are not in memory now. It reads as NaN, so that mistaken uses are
+    noticed, or as zeros if the dtype has no NaN.
     """
     value = float("nan") if like.is_floating_point() or like.is_complex() else 0
     return torch.full((), value, dtype=like.dtype).expand(like.shape)
 
 
 def can_combine(dtype: Any) -> bool:
-    """Returns True if elements of this torch dtype can be summed, compared and so on; else they can only be moved."""
+    """Returns True if elements of this torch dtype can be summed, compared and so on, not only moved."""
     return dtype in _COMBINABLE
 
 
@@ -140,7 +140,7 @@ def elements_of(tensor: Tensor) -> Array:
 
 
 class ResultBuffer(NamedTuple):
-    """Memory that an operation writes its result for a tensor to.
+    """The memory to which an operation writes its result for a tensor.
 
     Attributes:
         array: the memory, shape [N].
@@ -155,8 +155,8 @@ def result_buffer(tensor: Tensor, *, filled: bool = False) -> ResultBuffer:
     """Returns a buffer for a result that belongs in a tensor: the tensor's own memory if possible.
 
     Args:
-        tensor: dense.
-        filled: the buffer begins with the tensor's values, for operations in place.
+        tensor: a dense tensor.
+        filled: whether to fill the buffer with the tensor's values first, for operations in place.
     """
     plain = not (tensor.is_cuda or tensor.is_conj() or tensor.is_neg())
     if plain and tensor.layout == torch.strided and tensor.is_contiguous():

@@ -1,6 +1,6 @@
 """DistributedDataParallel for torch modules: every rank holds the whole model, and gradients are averaged.
 
-`DDP` is the front. Hooks of autograd drive the same core as that of `paceline.DDP`; see `_autograd`.
+`DDP` is the front for users. Hooks of autograd drive the same core as in `paceline.DDP`; see `_autograd`.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
                 optimizer.step()
 
     Construction communicates nothing. The first forward pass that records gradients gives rank 0's parameters and
-    buffers to all ranks. From then on each `loss.backward()` ends with the same gradients everywhere: the mean over all
-    ranks, to which each counts its share of the step's samples, or 1 outside of `session.steps`. So losses are means
-    over this rank's samples, and are not scaled. A failure comes out of `loss.backward()`, as a `PacelineError`, and
-    leaves no gradients. Buffers are rank 0's after each reduction. In a world of one, results are those of the
-    unwrapped module, bit for bit.
+    buffers to all ranks. From then on each `loss.backward()` ends with the same gradients on every rank: the mean over
+    all ranks, weighted by each rank's share of the step's samples, or equally outside of `session.steps`. So compute
+    the loss as the mean over this rank's samples, and do not scale it. If a collective fails, `loss.backward()` raises
+    a `PacelineError`, and leaves no gradients. Buffers are rank 0's after each reduction. A world of one gives the
+    results of the unwrapped module, bit for bit.
 
-    Gradients lie in the buckets: `Tensor.grad` is a view of memory that the next backward pass writes again, so copy
-    what you keep. They add up from pass to pass until they are cleared, as always in torch. Communication overlaps the
-    rest of the backward pass from the second pass on. Every backward pass that reaches the parameters counts, through
-    the bare module too; in `no_sync` on this rank only.
+    Gradients lie in the buckets: `Tensor.grad` is a view of memory that the next backward pass overwrites, so copy
+    what you keep. Gradients add up from pass to pass until they are cleared, as always in torch. From the second pass
+    on, communication overlaps the rest of the backward pass. Every backward pass that reaches the parameters is
+    reduced, even through the bare module; inside `no_sync` it accumulates on this rank only.
 
-    Parameters are found by the paths of the bare module, without a prefix: optimizers and checkpoints fit the module
-    wrapped or not. A parameter that is used late holds up the buckets behind it, and so does one that is never used,
-    except with `static_graph`.
+    Parameters have the paths of the bare module, without a prefix: optimizers and checkpoints fit the wrapped and the
+    bare module. A parameter that is used late delays the buckets behind it, and so does one that is never used, except
+    with `static_graph`.
 
-    What DDP does not do: gradients of gradients; sparse gradients are made dense; frozen and unfrozen parameters take
-    effect with the next forward pass; `torch.utils.checkpoint` wants `use_reentrant=False`.
+    Limits: there are no gradients of gradients; sparse gradients are made dense; freezing and unfreezing parameters
+    takes effect at the next forward pass; `torch.utils.checkpoint` needs `use_reentrant=False`.
 
-    `torch.compile` works around the wrapper and inside of it; it compiles the module, and leaves a break in the graph
-    where the wrapper is, so `fullgraph=True` is for the module alone. Compile in place, by `model.compile()`: what
-    `torch.compile(model)` returns has other paths of parameters.
+    `torch.compile` works around the wrapper and inside of it. It compiles the module, and breaks the graph at the
+    wrapper, so `fullgraph=True` works only for the bare module. Compile in place, with `model.compile()`: the model
+    that `torch.compile(model)` returns has other paths of parameters.
 
     Args:
         module: the model, on the CPU, built alike on every rank; values may differ. float32 and float64; float16 and
@@ -64,10 +64,10 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
         group: the ranks.
         bucket_mb: as for `paceline.DDP`.
         compression: "bf16", "int8", "powersgd", a `paceline.compression.Codec` or `PowerSGD`, as for `paceline.DDP`:
-            the communication hooks of torch's own DDP.
+            in place of the communication hooks of torch's own DDP.
         error_feedback: as for `paceline.DDP`.
-        static_graph: every backward pass uses the same parameters as the first: then a parameter that is never used
-            holds up nothing. One more than in the first pass is a `StepOrderError`.
+        static_graph: declares that every backward pass uses the same parameters as the first, so that an unused
+            parameter delays nothing. A pass that uses another parameter raises `StepOrderError`.
 
     Raises:
         ValueError: `bucket_mb` is not above 0.
@@ -99,10 +99,10 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
         self._synchronizer = self._driver.synchronizer
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The module's output. With gradients, the first call is a collective (see `prepare`).
+        """Returns the module's output. With gradients, the first call is a collective (see `prepare`).
 
         Raises:
-            PacelineError: as `prepare`.
+            PacelineError: see `prepare`.
         """
         if torch.is_grad_enabled():
             self._driver.before_forward()
@@ -111,24 +111,24 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
     def prepare(self) -> None:
         """Agrees on the model and takes rank 0's values.
 
-        A collective at first use, and again once a parameter was frozen or unfrozen; else it does nothing.
+        This is a collective at first use, and again after a parameter was frozen or unfrozen; else it does nothing.
 
         Raises:
-            SizeMismatch, SettingsMismatch, DivergenceError: the models differ; the text names ranks and parameter.
-            UnsupportedOp: a parameter is of no dtype that can be trained, or not dense on the CPU.
+            SizeMismatch, SettingsMismatch, DivergenceError: the models differ; the error names ranks and parameter.
+            UnsupportedOp: a parameter's dtype cannot be trained, or it is not dense on the CPU.
             StepOrderError: parameters were frozen or unfrozen in the middle of an accumulation.
         """
         self._synchronizer.prepare()
 
     def backward(self, loss: Tensor, weight: float | None = None, *, retain_graph: bool = False) -> None:
-        """Runs `loss.backward()` with a weight for this rank's gradient, beside the other ranks'.
+        """Runs `loss.backward()` with a weight for this rank's gradient, relative to the other ranks'.
 
-        It also takes part in the reduction if the loss depends on no parameter, which `loss.backward()` cannot notice.
+        Unlike `loss.backward()`, it takes part in the reduction even if the loss depends on no parameter.
 
         Args:
             loss: the mean over this rank's samples, one element.
-            weight: 0 or above; with 0 gradients are dropped, even NaN. By default what `loss.backward()` takes.
-            retain_graph: keep the graph for another backward pass.
+            weight: 0 or above; with 0 gradients, even NaN, are dropped. By default the weight of `loss.backward()`.
+            retain_graph: whether to keep the graph for another backward pass.
 
         Raises:
             ValueError: the weight is negative or not finite.
@@ -139,14 +139,14 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
                 loss.backward(retain_graph=retain_graph)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside the block accumulate on this rank only.
+        """Returns a context manager, inside of which backward passes accumulate on this rank only.
 
         The next one outside, or `sync_gradients`, reduces the sum of all.
         """
         return self._synchronizer.no_sync()
 
     def sync_gradients(self) -> None:
-        """Reduces what passes in `no_sync` have left; does nothing if there is nothing.
+        """Reduces the gradients that passes in `no_sync` have left; does nothing if there are none.
 
         Raises:
             PacelineError: a collective failed; gradients are dropped.
@@ -155,11 +155,11 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Inside the block ranks may have different numbers of inputs; all ranks enter it.
+        """Allows ranks different numbers of inputs inside the block; all ranks enter it.
 
-        A rank that runs out of inputs takes part in the others' reductions with weight 0, until none has any. Then all
-        take the parameters and buffers of a rank that ran out last. Each reduction costs one more small message.
-        `session.steps` does not need this: its sampler gives every rank something in every step.
+        A rank that runs out of inputs takes part in the others' reductions with weight 0, until no rank has any. Then
+        all take the parameters and buffers of a rank that ran out last. Each reduction costs one more small message.
+        `session.steps` does not need this: its sampler gives every rank a sample in every step.
 
         Raises:
             PacelineError: a collective failed.
@@ -180,15 +180,15 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scales all gradients so that their norm, taken over all parameters as one vector, is at most `max_norm`.
 
-        A collective; every rank scales by the same bits, which `torch.nn.utils.clip_grad_norm_` promises only on equal
-        processors.
+        This is a collective; every rank scales by the same bits. `torch.nn.utils.clip_grad_norm_` guarantees that only
+        on equal processors.
 
         Args:
             max_norm: the limit; `math.inf` only measures.
             norm_type: p of the p-norm, above 0; `math.inf` for the largest absolute value.
 
         Returns:
-            The norm before. If it is not finite, the gradients are left as they are.
+            The norm before scaling. If it is not finite, the gradients are left as they are.
 
         Raises:
             ValueError: `max_norm` is negative, or `norm_type` not above 0.
@@ -207,18 +207,18 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
     # As in the bare module --------------------------------------------------------------------------------------------
 
     def named_parameters(self, *args: Any, **named: Any) -> Iterator[tuple[str, Tensor]]:
-        """The module's, without a prefix."""
+        """Yields the module's parameters, without a prefix."""
         yield from self.module.named_parameters(*args, **named)
 
     def named_buffers(self, *args: Any, **named: Any) -> Iterator[tuple[str, Tensor]]:
-        """The module's, without a prefix."""
+        """Yields the module's buffers, without a prefix."""
         yield from self.module.named_buffers(*args, **named)
 
     def state_dict(self, *args: Any, **named: Any) -> dict[str, Any]:
-        """The module's, without a prefix."""
+        """Returns the module's state dict, without a prefix."""
         found: dict[str, Any] = self.module.state_dict(*args, **named)
         return found
 
     def load_state_dict(self, *args: Any, **named: Any) -> Any:
-        """The module's."""
+        """Loads a state dict into the module."""
         return self.module.load_state_dict(*args, **named)

@@ -1,7 +1,7 @@
-"""The memory of one unit's parameters of one dtype: this rank's shard, the whole array while it is needed, gradients.
+"""The memory of one unit's parameters of one dtype: this rank's shard, the whole array while needed, and gradients.
 
-`Parameter` objects come in two kinds. The module's *parameters* are views of the whole array, and have no values while
-it does not exist. The *pieces* are views of this rank's shard, shape [elements here]: optimizers train them, and
+There are two sorts of `Parameter` objects. The module's *parameters* are views of the whole array, and have no values
+while it does not exist. The *pieces* are views of this rank's shard, shape [elements here]: optimizers train them, and
 reduced gradients arrive in them. Where one rank has everything, pieces have the parameters' shapes and memory.
 
 The callers decide when arrays are gathered and dropped. Only `fetch`, `gather` and `summon` communicate.
@@ -27,14 +27,14 @@ __all__ = ["Flat", "Gradients", "Room"]
 
 
 class Gradients:
-    """The gradients of one flat array while they are this rank's alone: whole, in the places of the values.
+    """The gradients of one flat array before the reduction: this rank's own, whole, laid out like the values.
 
-    Each gradient gets its place in one array, so that the module's write is the only copy. The memory is there from the
-    unit's backward pass until its gradients are sent: under `no_sync` until a later pass.
+    Each gradient gets its place in one array, so that the module's write is the only copy. The memory exists from the
+    unit's backward pass until its gradients are sent; under `no_sync` that is in a later pass.
 
     Args:
-        parameters: the module's, of one dtype.
-        layout: where they lie; S and W are its letters.
+        parameters: the module's parameters, of one dtype.
+        layout: where they lie; for S and W see `FlatLayout`.
         empty: allocates the memory.
     """
 
@@ -50,7 +50,7 @@ class Gradients:
         return any(p.requires_grad for p in self._parameters)
 
     def open(self) -> None:
-        """Allocates the array, unless it is there, and moves gradients there that exist already."""
+        """Allocates the array if there is none, and moves existing gradients into it."""
         if self._array is None and self.are_wanted:
             self._array = self._empty(self._layout.padded, self._parameters[0].dtype)
             for parameter, slot in self._slots(self._array):
@@ -62,11 +62,11 @@ class Gradients:
                 parameter._home = slot
 
     def used_flags(self) -> list[bool]:
-        """For each parameter, whether it takes a gradient and has one here."""
+        """Returns for each parameter whether it takes a gradient and has one here."""
         return [p.requires_grad and p.grad is not None for p in self._parameters]
 
     def take(self) -> NDArray[Any]:
-        """Takes all of them from the parameters: shape [W * S], zeros where there is none."""
+        """Takes all gradients from the parameters: shape [W * S], zeros where there is none."""
         self.open()
         array = self._array
         assert array is not None
@@ -80,7 +80,7 @@ class Gradients:
         return array
 
     def drop(self) -> None:
-        """Drops them."""
+        """Drops the gradients."""
         self._array = None
         for parameter in self._parameters:
             parameter._hold(None)
@@ -93,12 +93,12 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Room:
-    """Memory of a flat array for a placement.
+    """The memory of a flat array under one placement.
 
     Attributes:
         placement: the placement.
         layout: where the parameters lie under it.
-        shard: this rank's shard, shape [S]; in new memory only its padding is filled.
+        shard: this rank's shard, shape [S]; in new memory only the padding is filled.
         full: the whole array, of which `shard` is a view; None if it is not kept.
         is_whole: True if all values in `full` are valid.
     """
@@ -110,7 +110,7 @@ class Room:
     is_whole: bool
 
     def runs(self) -> Iterator[tuple[NDArray[Any], int]]:
-        """For each parameter its elements in this shard, shape [n], and the index of the first."""
+        """Yields for each parameter its elements in this shard, shape [n], and the index of the first."""
         part = self.placement.shard
         for place, start in zip(self.layout.pieces(part), self.layout.starts(part), strict=True):
             yield self.shard[place], start
@@ -120,9 +120,9 @@ class Flat:
     """The parameters of a unit that have one dtype, in one flat array. S, W: see `FlatLayout`.
 
     Args:
-        parameters: the module's parameters by path, all of one dtype. Their values move into memory of this object.
+        parameters: the module's parameters by path, all of one dtype. Their values move into this object's memory.
         placement: the placement of this rank's shard.
-        wire: dtype of values and gradients on the wire, None for their own. Shards keep their precision.
+        wire: dtype of values and gradients on the wire; None for their own. Shards keep their precision.
         empty: allocates memory that links can send without a copy.
         computes: whether the module computes with values in the dtype `wire`.
 
@@ -137,7 +137,7 @@ class Flat:
     """
 
     label = ""
-    """Label of its collectives, the same on all ranks, so that arrays of the same size are not confused."""
+    """Label of the array's collectives, the same on all ranks, so that arrays of equal size are not confused."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class Flat:
         self._pinned: NDArray[Any] | None = None
         """A copy of this rank's shard from before `summon`; None if not summoned."""
 
-        # An array that is freed after the first use need not be in memory that links can send from.
+        # An array that is freed after first use need not lie in memory that links can send from.
         self._full: NDArray[Any] | None = (empty if self._in_place else np.empty)(self.layout.padded, self.dtype)
         self._full[self.layout.size :] = 0
         for parameter, view in zip(self.parameters, self.views(self._full), strict=True):
@@ -177,7 +177,7 @@ class Flat:
         )
 
     def laid_out(self, shards: int) -> FlatLayout:
-        """The layout of the parameters if they are cut into `shards` shards."""
+        """Returns the layout of the parameters if they are cut into `shards` shards."""
         return FlatLayout([p.shape for p in self.parameters], shards)
 
     def room(self, placement: Placement) -> Room:
@@ -188,7 +188,7 @@ class Flat:
         if (placement.keeps_full and self.wire is None) or layout.world == 1 or not layout.size:
             full = self._empty(layout.padded, self.dtype)
             full[layout.size :] = 0
-            if self._full is not None and layout.world > 1:  # old values of other shards, until they are gathered
+            if self._full is not None and layout.world > 1:  # other shards have old values until they are gathered
                 full[: layout.size] = self._full[: layout.size]
             shard = full[own]
         else:
@@ -197,7 +197,7 @@ class Flat:
         return Room(placement, layout, shard, full, layout.world == 1 or not layout.size)
 
     def move(self, room: Room) -> None:
-        """Makes the filled memory of a room this rank's shard; the old memory is left as it is."""
+        """Makes the filled memory of a room this rank's shard; leaves the old memory as it is."""
         self.drop()
         self.gradients.drop()
         self._stand(room.placement, room.layout)
@@ -212,7 +212,7 @@ class Flat:
             self._forget()
 
     def initial(self) -> Iterator[NDArray[Any]]:
-        """Each parameter's whole values, writable, while the ranks agree on initial values."""
+        """Yields each parameter's whole values, writable, while the ranks agree on initial values."""
         full = self._full if self.is_spread else self.shard
         assert full is not None
         return self.views(full)
@@ -233,14 +233,14 @@ class Flat:
         self.is_whole = False
 
     def fetch(self, ranks: ShardRankGroup) -> None:
-        """Starts to gather the whole array, unless it is here or being gathered."""
+        """Starts to gather the whole array, unless it is here already or being gathered."""
         if self.is_whole or self._incoming is not None or not self.is_spread:
             return
         if self._in_place:
             assert self._full is not None
             self._incoming = self._full, ranks.all_gather(self.shard, out=self._full, label=self.label, async_op=True)
         else:
-            # Copy this rank's shard now, so that a later change is never half sent.
+            # Copy this rank's shard now, so that no later change is partly sent.
             fresh = ranks.empty(self.layout.padded, self.dtype if self.wire is None else self.wire)
             fresh[self._own] = self.shard
             self._incoming = fresh, ranks.all_gather(fresh[self._own], out=fresh, label=self.label, async_op=True)
@@ -277,13 +277,13 @@ class Flat:
         """Drops a running gather, and frees the whole array unless the placement keeps it."""
         incoming, self._incoming = self._incoming, None
         if incoming is not None and self._in_place:
-            # The gather writes into the kept array, so wait for it. It ends, because all ranks have started it.
-            with suppress(PacelineError):  # the caller has this error already, or will see it next
+            # The gather writes into the kept array, so wait for its end. All ranks have started it, so it does end.
+            with suppress(PacelineError):  # the caller has this error already, or gets it next
                 incoming[1].wait()
         self.release()
 
     def gather(self, ranks: ShardRankGroup | None) -> NDArray[Any]:
-        """Gathers the whole array in full precision, with padding, shape [W * S]; does not copy one that is here."""
+        """Returns the whole array in full precision, with padding, shape [W * S]; gathers it unless it is here."""
         if self._pinned is not None:
             assert self._full is not None
             return self._full
@@ -313,7 +313,7 @@ class Flat:
             now = self._full[self._own]
             bits, bits_before = (a.view(np.uint8).reshape(a.size, a.itemsize) for a in (now, before))
             changed = (bits != bits_before).any(axis=1)
-            np.copyto(self.shard, now, where=changed)  # only these: an optimizer may have changed the shard meanwhile
+            np.copyto(self.shard, now, where=changed)  # not the others: an optimizer may have changed them in the shard
         if self._is_narrowed:
             self._forget()
         self.expire()
@@ -324,7 +324,7 @@ class Flat:
         return self._pinned is not None
 
     def path_with_gradient(self) -> str | None:
-        """Path of the first parameter with a gradient that is not reduced; None if there is none."""
+        """Returns the path of the first parameter whose gradient is not reduced; None if there is none."""
         return next((path for path, p in self._named.items() if p.grad is not None), None)
 
     def put_gradients(self, shard: NDArray[Any], used: NDArray[np.bool_]) -> None:
@@ -345,12 +345,12 @@ class Flat:
                 piece.data = whole.reshape(-1)[start : start + piece.data.size].reshape(piece.shape)
 
     def views(self, full: NDArray[Any]) -> Iterator[NDArray[Any]]:
-        """Views of each parameter in a whole array, in the parameter's shape."""
+        """Yields a view of each parameter in a whole array, in the parameter's shape."""
         for parameter, place in zip(self.parameters, self.layout.places, strict=True):
             yield full[place].reshape(parameter.shape)
 
     def _stand(self, placement: Placement, layout: FlatLayout) -> None:
-        """Sets the placement of this rank, and everything that depends on it."""
+        """Sets this rank's placement, and everything that depends on it."""
         self.layout = layout
         self.is_spread = layout.world > 1 and layout.size > 0
         self.gradients = Gradients(self.parameters, layout, self._empty)
@@ -359,11 +359,11 @@ class Flat:
         self.starts = layout.starts(placement.shard)
         self._keeps = placement.keeps_full or not (self.is_spread or self._is_narrowed)
         self._in_place = placement.keeps_full and self.wire is None
-        """True if the shard is a view of the whole array, which is gathered in place."""
+        """True if the shard is a view of the whole array, so that this is gathered in place."""
 
     @property
     def _is_narrowed(self) -> bool:
-        """True if the module computes in a narrower dtype than the shard's, so that it never uses the shard itself."""
+        """True if the module computes in a narrower dtype than the shard's, and so never uses the shard itself."""
         return self._shown != self.dtype
 
     def _forget(self) -> None:

@@ -1,7 +1,7 @@
-"""What this rank holds of sharded models and their optimizers: to save it, to load it, and to move to another share.
+"""This rank's shards of models and their optimizers: saving them, loading them, and moving to another share.
 
-Where values come from is the caller's decision; but for `sharded_state`, nothing here communicates. Until
-`ShardMove.switch` a move has changed nothing, and whoever refers to the old arrays still has them.
+The caller decides where values come from; only `sharded_state` communicates. Until `ShardMove.switch` a move changes
+nothing, and references to the old arrays stay valid after it.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Holding:
-    """What a rank holds, or will hold, of the sharded state. Live arrays.
+    """The live arrays that a rank holds, or will hold, of the sharded state.
 
     Attributes:
-        share: which shard of how many; (0, 1) for everything.
+        share: the shard's index and the number of shards; (0, 1) for everything.
         values: shards of the parameters, by the identity of the piece.
         states: shards of optimizers' arrays, by the identity of the optimizer and the keys of `live_arrays`.
     """
@@ -50,12 +50,12 @@ class Holding:
 
 
 def holding(models: Sequence[ShardedModel], optimizers: Sequence[OptimizerState], *, to_write: bool = False) -> Holding:
-    """Returns what this rank holds now: everything if nothing is cut yet, and no optimizer has state.
+    """Returns what this rank holds now; everything if nothing is cut yet and no optimizer has state.
 
     Args:
         models: the outermost wrappers.
         optimizers: the optimizers of their pieces.
-        to_write: return only what this rank will keep, as memory to be written.
+        to_write: return only the arrays that this rank will keep, for the caller to fill.
 
     Raises:
         UnsupportedOp: units are cut differently, or an optimizer's array has another shape than its parameter.
@@ -91,13 +91,13 @@ class ShardMove:
     Args:
         models: the outermost wrappers.
         optimizers: all optimizers of their pieces.
-        share: what the rank is to hold: which shard of how many.
+        share: the new share: the shard's index and the number of shards.
 
     Attributes:
-        target: memory to be filled.
+        target: memory for the caller to fill.
 
     Raises:
-        StepOrderError: inside `unshard`.
+        StepOrderError: called inside `unshard`.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class ShardMove:
         self.target = Holding(share, values, states)
 
     def switch(self) -> None:
-        """Makes the target, which has been filled, what this rank holds; all of it at once."""
+        """Makes the filled target this rank's state, all of it at once."""
         for model in self._models:
             model.expire()
         for (unit, place), rooms in zip(self._units, self._rooms, strict=True):
@@ -135,10 +135,10 @@ class ShardMove:
 
 
 def places_of(models: Sequence[ShardedModel], shards: int) -> dict[int, tuple[int, int]]:
-    """Returns where each parameter lies if the state is cut into so many shards, by the piece's identity.
+    """Returns where each parameter lies if the state is cut into `shards` shards, by the piece's identity.
 
     Returns:
-        The index of its first element in its flat array, and the number of elements in a shard of that array.
+        The index of the parameter's first element in its flat array, and the number of elements in a shard of that.
     """
     places: dict[int, tuple[int, int]] = {}
     for _, unit in _units(models):
@@ -150,15 +150,15 @@ def places_of(models: Sequence[ShardedModel], shards: int) -> dict[int, tuple[in
 
 
 def _units(models: Sequence[ShardedModel]) -> list[tuple[ShardedModel, Unit]]:
-    """Returns the units that their strategy shards, each with its wrapper; in a world of one too."""
+    """Returns the units that their strategy shards, each with its wrapper, even if the world has one rank."""
     return [(part, part.unit) for model in models for part in model.parts() if part.is_sharded]
 
 
 def _among(model: ShardedModel, unit: Unit, *, whole: bool) -> tuple[int, int]:
-    """Returns this rank's place among those that hold the same and write a checkpoint together, and their number."""
+    """Returns this rank's index among those that hold the same and write a checkpoint together, and their number."""
     view, rank = model.place_now(), model.group.rank
     if (view.shard, len(view.shards)) != (unit.placement.shard, len(unit.placement.shards)):
-        return 0, 1  # the view that this share is for has not come yet
+        return 0, 1  # the view of this share has not come yet
     alike = sorted(member for node in view.nodes for member in node) if whole else view.replicas
     return (alike.index(rank), len(alike)) if alike else (0, 1)
 
@@ -177,7 +177,7 @@ def _state_shard(key: str, array: NDArray[Any], optimizer: OptimizerState, value
     if array.shape != piece.data.shape:
         raise UnsupportedOp(f"the state {key!r} of this {type(optimizer).__name__} has not its parameter's shape")
     like = values[id(piece)]
-    if like.values.size != array.size:  # only this is cut yet, and it is blank
+    if like.values.size != array.size:  # the parameter is cut, but not yet this array, which is blank
         array = np.broadcast_to(np.zeros((), array.dtype), like.shape)
     return Shard(array, like.start, like.shape, like.holder, like.holders)
 
@@ -198,20 +198,20 @@ def sharded_state(model: Any, optimizer: Any = None, group: _Group | None = None
         found = checkpoint.load_sharded(runs, paceline.sharded_state(fsdp, optimizer), session.group)
         paceline.load_sharded_state(found.state, fsdp, optimizer)
 
-    Paths and shapes are those of the whole model, whatever the world, the wrapper and the strategy. A collective if the
+    Paths and shapes are those of the whole model, for any world, wrapper and strategy. The call is a collective if the
     ranks have not agreed on initial values yet.
 
     Args:
-        model: a wrapped module, or a bare one; a `paceline.torch.FSDP`.
-        optimizer: its optimizer, if the state is to have it; one of torch's for a model of torch's.
-        group: the ranks that will save, if not all: replicas outside of it write nothing.
+        model: a wrapped or bare module, or a `paceline.torch.FSDP`.
+        optimizer: the model's optimizer, to include its state; a torch optimizer for a torch model.
+        group: the ranks that will save, if not all: replicas outside of the group write nothing.
 
     Returns:
         {"model": by path, "optimizer": {"settings", "state": by path and name}}, live arrays and shards of them.
 
     Raises:
-        SizeMismatch: the optimizer is of another model.
-        UnsupportedOp: the optimizer's state cannot be told apart by parameters.
+        SizeMismatch: the optimizer belongs to another model.
+        UnsupportedOp: the optimizer's state cannot be separated by parameter.
         PacelineError: the ranks could not agree on initial values.
     """
     model, optimizer = standing_for(model), standing_for(optimizer)
@@ -228,7 +228,7 @@ def load_sharded_state(state: Mapping[str, Any], model: Any, optimizer: Any = No
     """Loads what `checkpoint.load_sharded` returned for a `sharded_state`, or `checkpoint.load` for a bare model.
 
     Raises:
-        SizeMismatch: it does not fit; the text lists why.
+        SizeMismatch: the state does not fit; the error lists the reasons.
     """
     model, optimizer = standing_for(model), standing_for(optimizer)
     if isinstance(model, ShardedModel):
@@ -242,7 +242,7 @@ def load_sharded_state(state: Mapping[str, Any], model: Any, optimizer: Any = No
 
 
 def model_shards(model: HasParameters, group: _Group | None = None) -> dict[str, Leaf]:
-    """Returns parameters by path, then buffers: live arrays, a `Shard` where other ranks have the rest."""
+    """Returns parameters by path, then buffers: live arrays, or a `Shard` where other ranks have the rest."""
     leaves: dict[str, Leaf] = {path: parameter.data for path, parameter in parameters_of(model).items()}
     if isinstance(model, ShardedModel):
         ids = None if group is None else {member.member_id for member in group.members}
@@ -255,8 +255,8 @@ def optimizer_shards(optimizer: OptimizerState, model: Mapping[str, Leaf]) -> di
     """Returns settings and state of an optimizer like its `state_dict`: live arrays, sharded as `model_shards` are.
 
     Raises:
-        SizeMismatch: it is the optimizer of another model.
-        UnsupportedOp: it is not an optimizer of this package, and none stands for it.
+        SizeMismatch: the optimizer belongs to another model.
+        UnsupportedOp: it is not an optimizer of this package, and no adapter stands for it.
     """
     if not isinstance(optimizer, OptimizerState):
         raise UnsupportedOp(f"a {type(optimizer).__name__} does not train the pieces of a model that FSDP has wrapped")
@@ -289,7 +289,7 @@ def _spread(model: ShardedModel, members: set[str] | None) -> list[tuple[str, Sh
 
 
 def _entry(leaf: Leaf) -> dict[str, Any]:
-    """Returns a leaf as it is in a sharded state dict."""
+    """Returns a leaf in the form of a sharded state dict."""
     if isinstance(leaf, Shard):
         return {"values": leaf.values.reshape(-1), "start": leaf.start, "shape": list(leaf.shape)}
     return {"values": leaf.reshape(-1), "start": 0, "shape": list(leaf.shape)}

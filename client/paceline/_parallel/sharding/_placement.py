@@ -1,11 +1,11 @@
-"""Who holds which elements of a sharded model. Pure.
+"""Decides which rank holds which elements of a sharded model. Pure.
 
 A strategy decides which ranks share one copy of the model (`place`). A `FlatLayout` cuts the parameters of a unit for
-them: they lie side by side in one array of W * S elements, in their order, with zeros at the end, and rank r holds
-elements r * S to (r + 1) * S. So one collective serves all of them, any size fits any world, and a gathered array
-needs no copy to be used: each parameter is a view of it.
+these ranks: the parameters lie side by side in one array of W * S elements, in their order, with zeros at the end, and
+rank r holds elements r * S to (r + 1) * S. So one collective moves all parameters, any size fits any world, and a
+gathered array is used without a copy: each parameter is a view of it.
 
-W ranks, N elements in all, S elements in a shard, P parameters.
+There are W ranks, N elements in all, S elements in a shard, and P parameters.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020; Zhao et
 al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023, section 3.2.
@@ -27,7 +27,7 @@ __all__ = ["FlatLayout", "Placement", "ShardingStrategy", "place"]
 
 
 class ShardingStrategy(Enum):
-    """What is sharded over the ranks. All train the same model, whatever the strategy."""
+    """What is sharded over the ranks. All strategies train the same model."""
 
     FULL_SHARD = "full_shard"
     """Shards parameters, gradients and optimizer state (ZeRO-3). A unit's parameters are whole only while it runs."""
@@ -35,18 +35,18 @@ class ShardingStrategy(Enum):
     """Shards gradients and optimizer state (ZeRO-2). Parameters stay whole, and every forward pass gathers them again.
     Other ranks see an update only then; an update between forward and backward mixes old and new values."""
     NO_SHARD = "no_shard"
-    """Shards nothing: as DDP."""
+    """Shards nothing, like DDP."""
     HYBRID_SHARD = "hybrid_shard"
     """Does FULL_SHARD inside each node, and keeps replicas across the nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What this rank holds, and which ranks hold the rest.
+    """The shard that this rank holds, and the ranks that hold the rest.
 
     Attributes:
-        shards: the ranks that hold one copy between them, this one among them, in the order of the shards.
-        replicas: the ranks that hold the same shard as this one, itself included.
+        shards: the ranks, including this one, that hold one copy between them, in the order of the shards.
+        replicas: the ranks, including this one, that hold the same shard.
         shard: index of this rank in `shards`.
         nodes: for each copy of the model the ranks that hold it; the same on all ranks.
         keeps_full: whether parameters stay whole between the passes.
@@ -60,18 +60,18 @@ class Placement:
 
 
 def place(strategy: ShardingStrategy, rank: int, members: Sequence[Peer], intra_node_size: int | None) -> Placement:
-    """Decides what a rank holds under a strategy.
+    """Returns what a rank holds under a strategy.
 
     Args:
         strategy: the strategy.
         rank: the rank.
-        members: all of them, in rank order; empty for a worker that waits to be admitted, which holds everything.
-        intra_node_size: of HYBRID_SHARD: ranks n * size to (n + 1) * size - 1 are a node. If None, ranks that can
-            share memory are a node (`Peer.node`), or ranks of one host name where that is not known.
+        members: all members, in rank order; empty for a candidate, which holds everything.
+        intra_node_size: for HYBRID_SHARD: ranks n * size to (n + 1) * size - 1 are a node. If None, ranks that can
+            share memory are a node (`Peer.node`), or ranks of one host name if that is not known.
 
     Raises:
         InvalidWorldSize: the ranks do not make up nodes of one size.
-        ValueError: a size for a strategy that has no nodes.
+        ValueError: a size was given for a strategy that has no nodes.
         TypeError: the size is not a whole number.
     """
     world = len(members)
@@ -112,16 +112,16 @@ def _as_they_share_memory(members: Sequence[Peer]) -> tuple[tuple[int, ...], ...
 
 
 class FlatLayout:
-    """Where the parameters of a unit lie in its flat array.
+    """The places of a unit's parameters in its flat array.
 
     Args:
-        shapes: of the P parameters.
+        shapes: shapes of the P parameters.
         world: W.
 
     Attributes:
         size: N.
         shard_size: S, the smallest for which W * S >= N.
-        places: for each parameter its place in the flat array.
+        places: each parameter's place in the flat array.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], world: int) -> None:
@@ -134,21 +134,21 @@ class FlatLayout:
 
     @property
     def padded(self) -> int:
-        """W * S."""
+        """The number of elements with padding, W * S."""
         return self.world * self.shard_size
 
     def own(self, rank: int) -> slice:
-        """The place of a rank's shard in the flat array."""
+        """Returns the place of a rank's shard in the flat array."""
         return slice(rank * self.shard_size, (rank + 1) * self.shard_size)
 
     def pieces(self, rank: int) -> list[slice]:
-        """For each parameter the place of its elements within a rank's shard; empty where the rank has none."""
+        """Returns each parameter's place within a rank's shard; empty if the rank has no elements of it."""
         start, end = rank * self.shard_size, (rank + 1) * self.shard_size
         clipped = [(min(max(p.start, start), end), min(max(p.stop, start), end)) for p in self.places]
         return [slice(lo - start, hi - start) for lo, hi in clipped]
 
     def starts(self, rank: int) -> list[int]:
-        """For each parameter the index of its first element that the rank has."""
+        """Returns for each parameter the index of its first element that the rank has."""
         return [
             piece.start + rank * self.shard_size - place.start if piece.stop > piece.start else 0
             for piece, place in zip(self.pieces(rank), self.places, strict=True)

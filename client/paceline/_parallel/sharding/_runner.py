@@ -1,11 +1,11 @@
-"""Runs the units of one model in a pass: gathers units ahead, frees them behind, reduces gradients as backward goes.
+"""Runs a model's units in a pass: gathers units ahead, frees them afterwards, reduces gradients during backward.
 
-At any moment of a pass the units that run are whole, and the next `ahead` ones are whole or on their way; of everything
-else this rank has its shard alone. Every rank issues the same collectives in the same order, because that order follows
-from the order in which units run, and from nothing that only one rank knows.
+During a pass the running units are whole, and the next `ahead` units are whole or being gathered; of all other units
+this rank has only its shard. Every rank issues the same collectives in the same order, because that order depends only
+on the order in which units run, not on anything that a single rank knows.
 
-`UnitOrder` learns in which order units run. `Scattering` takes the gradients of one flat array to the ranks that keep
-them; `UnitReduction` those of a whole pass, and the total weight. `UnitRunner` puts them together.
+`UnitOrder` learns in which order units run. `Scattering` reduces the gradients of one flat array to the ranks that keep
+them, `UnitReduction` those of a whole pass, with the total weight. `UnitRunner` puts them together.
 
 Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023, section 3.3.
 """
@@ -32,19 +32,19 @@ __all__ = ["MAX_SCATTERING", "UnitOrder", "UnitReduction", "Scattering", "UnitRu
 class UnitOrder:
     """Learns from pass to pass in which order units run, so that the next ones can be gathered ahead. Pure.
 
-    All ranks run the same program, so they see the same order. They take it for their next guess only when all know
-    that all have completed a pass (`commit`): a rank whose pass failed must not guess otherwise than the others. If a
-    guess is wrong, nothing is gathered ahead.
+    All ranks run the same program, so they see the same order. They make it their next guess only when all know that
+    all have completed the pass (`commit`), so that a rank whose pass failed guesses the same as the others. If a guess
+    is wrong, nothing is gathered ahead.
 
     Args:
-        guess: numbers of the units in the order expected of the first pass.
+        guess: numbers of the units, in the expected order of the first pass.
     """
 
     def __init__(self, guess: Sequence[int]) -> None:
         self._guess = list(guess)
         self._seen: list[int] = []
         self.is_complete = False
-        """True if the last pass was completed, and its order is not the guess yet."""
+        """True if the last pass was completed, and its order has not become the guess yet."""
 
     def start(self) -> None:
         """Begins a pass."""
@@ -52,7 +52,7 @@ class UnitOrder:
         self.is_complete = False
 
     def enter(self, unit: int, count: int) -> list[int]:
-        """Notes that a unit begins to run; returns the next units as far as they are known, at most `count`."""
+        """Records that a unit begins to run; returns the next units that are known, at most `count`."""
         self._seen.append(unit)
         here = len(self._seen)
         return self._guess[here : here + count] if self._guess[here - 1 : here] == [unit] else []
@@ -62,11 +62,11 @@ class UnitOrder:
         return self._guess[:count]
 
     def end(self) -> None:
-        """Ends the pass, which is complete."""
+        """Ends a complete pass."""
         self.is_complete = True
 
     def commit(self) -> None:
-        """Takes the last pass, which all ranks have completed, for the next guess."""
+        """Makes the last pass, which all ranks have completed, the next guess."""
         self._guess = list(self._seen)
         self.is_complete = False
 
@@ -75,16 +75,16 @@ class Scattering:
     """Sums the gradients of one flat array over all ranks; each rank gets the shard that it keeps.
 
     With replicas this takes two collectives: a reduce_scatter inside the node, and an all_reduce of each shard over the
-    nodes. The first begins at once. All ranks make these in the same order, and begin the second in that order.
+    nodes. The first begins at once. All ranks make `Scattering`s, and begin their second collectives, in one order.
 
     Args:
         unit: the unit; its gradients are taken from its parameters.
         flat: one of its arrays.
-        divisor: gives the total weight while gradients are summed; None if it is known at the end only.
+        divisor: returns the total weight while gradients are summed; None if it is known only at the end.
 
     Attributes:
         flat: as above.
-        used: for each parameter, whether it had a gradient here.
+        used: for each parameter, whether it had a gradient on this rank.
     """
 
     def __init__(self, unit: Unit, flat: Flat, divisor: Callable[[], float] | None = None) -> None:
@@ -99,13 +99,13 @@ class Scattering:
             sent[...] = gradients
         # Values that travel in fewer bits are divided afterwards, in full precision.
         self._divisor = divisor if sent is gradients and ranks is not None else None
-        # In rank order 16-bit values are summed in float32, and rounded once.
+        # With order="rank", 16-bit values are summed in float32 and rounded once.
         self._order = "fastest" if sent is gradients else "rank"
         self._shard: NDArray[Any] | None = None
         self._first: PendingWork | None = None
         self._second: PendingWork | None = None
         if unit.shards is not None and flat.is_spread:
-            # The second collective sends the result of the first: from memory that links can read.
+            # The second collective sends the result of the first, which must lie in memory that links can read.
             out = None if unit.replicas is None else unit.replicas.empty(flat.layout.shard_size, sent.dtype)
             self._first = unit.shards.reduce_scatter(
                 sent,
@@ -121,13 +121,13 @@ class Scattering:
             self._begin_second()
 
     def advance(self) -> None:
-        """Waits for the end of the first collective, and begins the second; does nothing if that has begun."""
+        """Waits for the end of the first collective, and begins the second; does nothing if the second has begun."""
         if self._first is not None:
             self._shard, self._first = self._first.wait(), None
             self._begin_second()
 
     def finish(self, total: float, used: NDArray[np.bool_]) -> None:
-        """Waits for both, divides by the total weight, and gives the pieces their gradients.
+        """Waits for both collectives, divides by the total weight, and gives the pieces their gradients.
 
         Args:
             total: sum of the weights of all ranks, above 0.
@@ -156,14 +156,14 @@ class Scattering:
 
 
 MAX_SCATTERING = 2
-"""Flat arrays whose whole gradients may be on their way at once: more would take memory that sharding is to save."""
+"""Flat arrays whose whole gradients may travel at the same time: more would take the memory that sharding saves."""
 
 
 class UnitReduction:
-    """All gradients of one backward pass on their way, and the total weight that makes means of the sums.
+    """The reduction of all gradients of one backward pass, and the total weight by which the sums are divided.
 
     Args:
-        units: all units of the model, in the order in which gradients are sent that are left at the end.
+        units: all units of the model, in the order in which remaining gradients are sent at the end.
         group: all ranks.
     """
 
@@ -174,13 +174,13 @@ class UnitReduction:
         self._announced: PendingWork | None = None
 
     def announce(self, weight: float) -> None:
-        """Sums the weights of all ranks ahead of the gradients, so that these can be divided while they are summed."""
+        """Sums the weights of all ranks before the gradients, so that these can be divided while they are summed."""
         if self._group.size > 1:
             table = np.array([weight], np.float64)
             self._announced = self._group.all_reduce(table, out=table, async_op=True)
 
     def send(self, unit: Unit) -> None:
-        """Sends a unit's gradients, which are complete."""
+        """Sends a unit's complete gradients."""
         announced = self._announced
         divisor = None if announced is None else lambda: float(announced.wait()[0])
         self._going.extend(Scattering(unit, flat, divisor) for flat in unit.flats if flat.gradients.are_wanted)
@@ -188,8 +188,8 @@ class UnitReduction:
     def make_room(self) -> None:
         """Waits, before a unit's gradients take memory, until those of all but the last units have been sent.
 
-        Second collectives begin here, however early the first end: at the same point of the program on all ranks, so
-        that an error leaves no rank a collective ahead.
+        Second collectives begin here, even if the first ended long before: this is the same point of the program on all
+        ranks, so that after an error no rank is a collective ahead.
         """
         for scattering in list(self._going)[: len(self._going) - MAX_SCATTERING + 1]:
             scattering.advance()
@@ -199,13 +199,13 @@ class UnitReduction:
 
         Args:
             weight: this rank's weight.
-            facts: statements on which the ranks are to agree; as many on each.
+            facts: statements on which the ranks agree; the same number on each.
 
         Returns:
             For each fact, whether it holds on all ranks.
 
         Raises:
-            StepOrderError: the weights of all ranks add up to 0, or a gradient came after its unit's had been sent.
+            StepOrderError: the weights of all ranks add up to 0, or a gradient came after its unit's were sent.
             PacelineError: a collective failed.
         """
         for scattering in self._going:
@@ -236,7 +236,7 @@ class UnitReduction:
                 piece._hold(None)
 
     def _totals(self, weight: float, facts: Sequence[bool]) -> tuple[float, dict[int, NDArray[np.bool_]], list[bool]]:
-        """Returns the total weight, which parameters any rank used by identity of the array, and facts true on all."""
+        """Returns the total weight, use of parameters by any rank (by identity of the array), and facts true on all."""
         sent: dict[int, Scattering] = {id(scattering.flat): scattering for scattering in self._going}
         flags = [sent[id(flat)].used if id(flat) in sent else flat.gradients.used_flags() for _, flat in self._flats]
         table = np.array([weight, *facts, *(flag for of_flat in flags for flag in of_flat)], np.float64)
@@ -255,7 +255,7 @@ class UnitRunner:
     """Runs the units of a model; the `GradientReducer` of FSDP.
 
     Args:
-        units: in the order in which they run forward, as far as is known.
+        units: the units in the order in which they run forward, as far as it is known.
         paths: the path of every piece, by its identity.
         group: all ranks.
         ahead: number of units to gather before they run.
@@ -274,7 +274,7 @@ class UnitRunner:
         """The order of the running pass; None between passes."""
         self._backwards = self._ignores = self._early = False
         self.prefetched = False
-        """True after `prefetch`, until the next pass or a change of shards that this rank knows of."""
+        """True after `prefetch`, until the next pass or until this rank changes its shard."""
         self._fetched = False
         """True after `prefetch`, until the next pass; the same on all ranks."""
         self.refit()
@@ -287,7 +287,7 @@ class UnitRunner:
         return all(unit.fits() for unit in self._all)
 
     def refit(self) -> None:
-        """Notes that the ranks have agreed on which parameters are frozen."""
+        """Records that the ranks have agreed on which parameters are frozen."""
         for unit in self._all:
             unit.refit()
         trained = [(path, p, piece) for path, p, piece in self._pairs if piece.requires_grad]
@@ -335,7 +335,7 @@ class UnitRunner:
         for unit in self._all:
             unit.runs = 0
             if unit.placement.keeps_full:
-                unit.expire()  # shards may have been changed in place on any rank
+                unit.expire()  # any rank may have changed its shard in place
         with self._passing(self._forward):
             yield
 
@@ -387,7 +387,7 @@ class UnitRunner:
         """Starts to gather the units that the next forward pass begins with."""
         self.prefetched = self._fetched = True
         for number in self._forward.first(max(1, self._ahead)):
-            if not self._all[number].placement.keeps_full:  # it may be written while it is sent
+            if not self._all[number].placement.keeps_full:  # a kept array may be written while it is sent
                 self._all[number].fetch()
 
     def expire(self) -> None:
@@ -397,7 +397,7 @@ class UnitRunner:
             unit.expire()
 
     def _refresh(self) -> None:
-        """Gathers prefetched units again if any rank has changed its shard since; the ranks agree on that."""
+        """Gathers prefetched units again if any rank has changed its shard since; the ranks decide this together."""
         if self._fetched and self._group.size > 1:
             changed = not self.prefetched or any(flat.was_changed() for unit in self._all for flat in unit.flats)
             if self._group.all_reduce(np.array([changed], np.int64))[0]:
@@ -405,7 +405,7 @@ class UnitRunner:
 
     @contextmanager
     def summoned(self) -> Iterator[None]:
-        """Makes every parameter whole and exact inside the block; changes of values there are kept."""
+        """Makes every parameter whole and exact inside the block, and keeps changes of values made there."""
         if self.are_summoned:
             yield
             return
@@ -432,12 +432,12 @@ class UnitRunner:
 
         Args:
             weight: this rank's weight.
-            replaces: users have written the gradients themselves. They replace those of the pieces, to which users
-                could have added them; a piece whose gradient nobody wrote keeps what it has.
+            replaces: True if users have written the gradients themselves: these then replace those of the pieces. A
+                piece whose gradient nobody wrote keeps what it has.
 
         Raises:
-            StepOrderError: the weights of all ranks add up to 0, a gradient came after its unit's had been sent, or
-                this is inside `summoned`.
+            StepOrderError: the weights of all ranks add up to 0, a gradient came after its unit's were sent, or the
+                call is inside `summoned`.
             PacelineError: a collective failed.
         """
         self._check_not_summoned()
@@ -468,7 +468,7 @@ class UnitRunner:
 
 
 def _backward_guess(units: Sequence[Unit]) -> list[int]:
-    """The expected order of units in backward: the outermost first, then the others from last to first."""
+    """Returns the expected order of units in backward: the outermost first, then the others from last to first."""
     numbers = [n for n, unit in enumerate(units) if unit.flats]
     outermost = [n for n in numbers if n == 0]
     return outermost + [n for n in reversed(numbers) if n != 0]

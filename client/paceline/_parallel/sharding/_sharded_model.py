@@ -37,19 +37,19 @@ __all__ = ["ShardedModel"]
 
 
 class ShardedModel:
-    """One FSDP wrapper, whatever runs its passes; the `SynchronizedModel` of FSDP.
+    """One FSDP wrapper, for any framework; the `SynchronizedModel` of FSDP.
 
     Args:
-        module: the model or a part of it: its parameters, in which those of wrappers inside are pieces.
+        module: the model or a part of it; where a wrapper inside owns a parameter, it lists the piece.
         group: the ranks; the same for all units.
         strategy: what is sharded.
-        intra_node_size: of HYBRID_SHARD: ranks in a node; see `paceline.FSDP`.
+        intra_node_size: for HYBRID_SHARD, the number of ranks in a node; see `paceline.FSDP`.
         wire: dtype of values and gradients on the wire; None for their own.
         computes: whether the module computes with values in the dtype `wire`.
         ahead: number of units to gather before they run.
         accumulation, agreed: as for `GradientSynchronizer`.
-        interrupted: called before anything is done with the gradients, to end a backward pass that its framework has
-            given up without a word.
+        interrupted: called before any use of the gradients, to end a backward pass that its framework has silently
+            given up.
 
     Attributes:
         module: as above.
@@ -57,13 +57,13 @@ class ShardedModel:
         strategy: as above.
         intra_node_size: as above.
         unit: the parameters that this wrapper owns.
-        synchronizer: of the whole model, if this is the outermost wrapper.
-        is_empty: True if there is nothing to shard or train: an outer wrapper cannot find this one by its parameters.
+        synchronizer: the synchronizer of the whole model, if this is the outermost wrapper.
+        is_empty: True if there is nothing to shard or train, so that no outer wrapper finds this one by parameters.
         outermost: the outermost wrapper around this one, or itself.
-        driver: runs the passes of a framework that calls back; None for NumPy modules.
+        driver: the object that runs the passes of a framework with callbacks; None for NumPy modules.
 
     Raises:
-        UnsupportedOp, InvalidWorldSize, ValueError: as `paceline.FSDP`.
+        UnsupportedOp, InvalidWorldSize, ValueError: see `paceline.FSDP`.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ShardedModel:
         self._computes = computes
         self._interrupted = interrupted
         placement = self.place_now()
-        self._placed_in = group.generation if placement.nodes else None  # else its place is to be found at first use
+        self._placed_in = group.generation if placement.nodes else None  # otherwise first use finds its place
         own, inner = _owned(module)
         if any(part.group is not group for part in inner):
             raise ValueError("all units of a model must have the same group")
@@ -109,14 +109,14 @@ class ShardedModel:
         self.is_empty = not any(part._pieces for part in self.parts())
         self._runner: UnitRunner | None = None
         self._owes = False
-        """A forward pass has come, and no reduction since."""
+        """True after a forward pass until the next reduction."""
         self._ran = False
 
-    # What it consists of ----------------------------------------------------------------------------------------------
+    # Its parts --------------------------------------------------------------------------------------------------------
 
     @property
     def is_sharded(self) -> bool:
-        """True if ranks hold different shards under this strategy; in a world of one too."""
+        """True if ranks hold different shards under this strategy, even if the world has one rank."""
         return self.strategy is not ShardingStrategy.NO_SHARD and self.intra_node_size != 1
 
     @property
@@ -125,7 +125,7 @@ class ShardedModel:
         return self.outermost is self
 
     def parts(self) -> list[ShardedModel]:
-        """This wrapper and all inside, in the order in which they run forward."""
+        """Returns this wrapper and all inside it, in the order in which they run forward."""
         return [self, *self._inner]
 
     def units(self) -> list[Unit]:
@@ -133,27 +133,27 @@ class ShardedModel:
         return [part.unit for part in self.parts()]
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """This rank's pieces, under the paths of the module's parameters."""
+        """Yields this rank's pieces, under the paths of the module's parameters."""
         for path, parameter in self.module.named_parameters():
             yield path, self._pieces.get(id(parameter), parameter)
 
     def named_buffers(self) -> Iterator[tuple[str, NDArray[Any]]]:
-        """The module's; none if it has no such method."""
+        """Yields the module's buffers; none if the module has no such method."""
         yield from buffers_of(self.module).items()
 
     def buffers(self) -> Mapping[str, NDArray[Any]]:
-        """The module's buffers, by path."""
+        """Returns the module's buffers, by path."""
         return buffers_of(self.module)
 
     def paths(self) -> dict[int, str]:
-        """The path of each piece, by identity; the first path of a tied one."""
+        """Returns the path of each piece, by identity; for a tied piece its first path."""
         paths: dict[int, str] = {}
         for path, piece in self.named_parameters():
             paths.setdefault(id(piece), path)
         return paths
 
     def spread_parameters(self) -> list[SpreadParameters]:
-        """This rank's pieces, with the ranks that have the other shards of them."""
+        """Returns this rank's pieces, with the ranks that have the other shards of them."""
         spread: dict[int, tuple[ShardRankGroup | None, list[Parameter]]] = {}
         for unit in self.units():
             spread.setdefault(id(unit.shards), (unit.shards, []))[1].extend(piece for _, piece in unit.pairs())
@@ -168,7 +168,7 @@ class ShardedModel:
 
     @contextmanager
     def forward_pass(self, rows: int | None) -> Iterator[None]:
-        """Surrounds a forward pass of the whole model; `rows`: B of its input, None if it has no first axis."""
+        """Surrounds a forward pass of the whole model; `rows` is B of its input, None if that has no first axis."""
         self.prepare()
         self.synchronizer.rows = rows
         self._ran = self._owes = True
@@ -194,7 +194,7 @@ class ShardedModel:
         """The runner of all units.
 
         Raises:
-            StepOrderError: this is not the outermost wrapper, or nothing ran yet.
+            StepOrderError: this is not the outermost wrapper, or nothing has run yet.
         """
         if self._runner is None:
             raise StepOrderError("this FSDP wraps a part of a model that is wrapped as a whole: call that one")
@@ -266,7 +266,7 @@ class ShardedModel:
         self.runner().prefetch()
 
     def has_pending_prefetch(self) -> bool:
-        """True from `prefetch_forward_params` to the next pass, or change of the parameters."""
+        """Returns True from `prefetch_forward_params` until the next pass or change of the parameters."""
         return self._runner is not None and self._runner.prefetched
 
     def broadcast_updated_params(self) -> None:
@@ -325,16 +325,16 @@ class ShardedModel:
         load_shards(self.units(), self.paths(), self.buffers(), saved, self.expire)
 
     def expire(self) -> None:
-        """Shards are about to change: whole arrays and running gathers are out of date."""
+        """Frees whole arrays and drops running gathers, because shards are about to change."""
         if self._runner is not None:
             self._runner.expire()
 
     def will_load(self, *, values: bool) -> None:
-        """Shards are about to be overwritten in place.
+        """Prepares for shards to be overwritten in place.
 
         Args:
-            values: whether there are values for this rank. Where the ranks have not agreed on initial values yet, its
-                shards then keep these.
+            values: whether there are values for this rank. If the ranks have not agreed on initial values yet, this
+                rank's shards then keep these.
         """
         self.expire()
         for unit in self.units():
@@ -342,10 +342,10 @@ class ShardedModel:
                 for flat in unit.flats:
                     flat.given = True
 
-    # Where this rank stands -------------------------------------------------------------------------------------------
+    # This rank's placement --------------------------------------------------------------------------------------------
 
     def place_now(self) -> Placement:
-        """This rank's place in the group's present view; it holds all if the other ranks have yet to come."""
+        """Returns this rank's place in the group's present view; without a view yet, the rank holds everything."""
         try:
             return place(self.strategy, self.group.rank, self.group.members, self.intra_node_size)
         except InvalidWorldSize:
@@ -360,7 +360,7 @@ class ShardedModel:
             return place(self.strategy, self.group.rank, (), self.intra_node_size)
 
     def place_of(self, shard: int, shards: int) -> Placement:
-        """A place in a view that is to come: who the other ranks are is not known yet."""
+        """Returns a place in a future view, whose other ranks are not known yet."""
         keeps_full = self.strategy is ShardingStrategy.SHARD_GRAD_OP
         return Placement(tuple(range(shards)), (shard,), shard, (), keeps_full)
 
@@ -375,10 +375,10 @@ class ShardedModel:
             raise StepOrderError("this FSDP wraps a part of a model that is wrapped as a whole: call that one")
 
     def _follow(self) -> None:
-        """If the group has gone on to another view, takes this rank's place there.
+        """Takes this rank's place in the new view, if the group has moved to another one.
 
         Raises:
-            InvalidWorldSize: the ranks of this view do not make up nodes.
+            InvalidWorldSize: the ranks of this view do not make up nodes of one size.
         """
         if self._placed_in != self.group.generation:
             placement = place(self.strategy, self.group.rank, self.group.members, self.intra_node_size)
@@ -392,7 +392,7 @@ class ShardedModel:
 
 
 def _owned(module: HasParameters) -> tuple[dict[str, Parameter], Sequence[ShardedModel]]:
-    """The parameters that a wrapper of the module would own itself, and the wrappers inside, in the order of paths."""
+    """Returns the parameters that a wrapper of the module would own, and the wrappers inside, in order of paths."""
     own: dict[str, Parameter] = {}
     owners: dict[int, ShardedModel] = {}
     seen: set[int] = set()
@@ -410,7 +410,7 @@ def _owned(module: HasParameters) -> tuple[dict[str, Parameter], Sequence[Sharde
     inner: dict[int, ShardedModel] = {}
     for owner in owners.values():
         for part in owner.outermost.parts():
-            # A wrapper whose parameters are all in units inside it owns none by which it could be found.
+            # A wrapper whose parameters are all in units inside it owns no parameter by which to find it.
             if id(part) in owners or not part._pieces:
                 inner.setdefault(id(part), part)
     return own, list(inner.values())

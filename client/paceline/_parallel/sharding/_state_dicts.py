@@ -1,6 +1,6 @@
 """The values of a sharded model as dicts.
 
-Whole ones can be loaded by any world; sharded ones cost no communication.
+Any world can load whole dicts; sharded dicts need no communication.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def full_state(units: Iterable[Unit], paths: _Paths, buffers: _Buffers, *, keep:
     Args:
         units: the units of the model.
         paths: the paths of the pieces.
-        buffers: by path.
-        keep: whether this rank wants the copies.
+        buffers: the buffers by path.
+        keep: whether this rank keeps the copies.
 
     Returns:
-        The copies by path; empty if this rank does not want them.
+        The copies by path; empty if this rank does not keep them.
     """
     state: dict[str, NDArray[Any]] = {}
     for unit in units:
@@ -55,12 +55,12 @@ def load_full(
     Args:
         units: the units of the model.
         paths: the paths of the pieces.
-        buffers: by path.
-        saved: what to load.
-        before: called once it is known to fit, before anything is changed.
+        buffers: the buffers by path.
+        saved: the values to load.
+        before: called when `saved` is known to fit, before anything is changed.
 
     Raises:
-        SizeMismatch: paths or shapes do not fit; the text lists all, and nothing was changed.
+        SizeMismatch: paths or shapes do not fit; the error lists all, and nothing was changed.
     """
     flats = [flat for unit in units for flat in unit.flats]
     shapes = {
@@ -76,10 +76,10 @@ def load_full(
 
 
 def shard_state(units: Iterable[Unit], paths: _Paths, buffers: _Buffers) -> dict[str, dict[str, Any]]:
-    """Copies what this rank holds. Communicates nothing.
+    """Copies the shards that this rank holds. Communicates nothing.
 
     Returns:
-        By path {"values": the elements here, shape [n]; "start": index of the first; "shape": of the whole}.
+        By path {"values": the elements here, shape [n]; "start": index of the first; "shape": the whole's shape}.
     """
     state = {path: _entry(values, start, shape) for path, values, start, shape in _shards(units, paths)}
     state = {path: state[path] for path in paths.values()}
@@ -92,7 +92,7 @@ def load_shards(
     """Loads what `shard_state` returned on the rank with the same shard; arguments as for `load_full`.
 
     Raises:
-        SizeMismatch: it was made by another model, world, rank or strategy; nothing was changed.
+        SizeMismatch: another model, world, rank or strategy made the dict; nothing was changed.
     """
     units = list(units)
     mine = {
@@ -121,8 +121,8 @@ def set_shards(
     Args:
         units: the units of the model.
         pieces: all pieces of this rank.
-        values: their elements one after the other.
-        before: called once they are known to fit, before anything is changed.
+        values: the pieces' elements, one piece after the other.
+        before: called when the values are known to fit, before anything is changed.
 
     Raises:
         SizeMismatch: there are more or fewer elements; nothing was changed.
@@ -143,7 +143,7 @@ def set_shards(
 
 
 def padded_gradients(units: Iterable[Unit], paths: _Paths) -> dict[str, NDArray[Any] | None]:
-    """Returns by path this rank's shard of each gradient in an array of the full shape, with zeros elsewhere."""
+    """Returns gradients by path, in full shape: this rank's shard, with zeros elsewhere."""
     found: dict[str, NDArray[Any] | None] = {}
     for unit in units:
         for flat in unit.flats:
@@ -157,7 +157,7 @@ def padded_gradients(units: Iterable[Unit], paths: _Paths) -> dict[str, NDArray[
 
 
 def _shards(units: Iterable[Unit], paths: _Paths) -> Iterable[tuple[str, NDArray[Any], int, tuple[int, ...]]]:
-    """Yields path, this rank's elements, index of the first, and whole shape of every parameter."""
+    """Yields for each parameter its path, this rank's elements, the index of the first, and the whole shape."""
     for unit in units:
         for flat in unit.flats:
             for p, piece, start in zip(flat.parameters, flat.pieces, flat.starts, strict=True):
@@ -169,7 +169,7 @@ def _entry(values: NDArray[Any], start: int, shape: tuple[int, ...]) -> dict[str
 
 
 class _Held(NamedTuple):
-    """What a rank holds of an array."""
+    """The elements of an array that a rank holds."""
 
     start: int
     size: tuple[int, ...]
@@ -178,14 +178,14 @@ class _Held(NamedTuple):
 
 
 def _told(values: Any, wanted: tuple[tuple[int, ...], np.dtype[Any]] | None) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Returns shape and dtype of what was saved; the dtype that is wanted if it can be converted to that."""
+    """Returns shape and dtype of a saved value; the wanted dtype if the value can be converted to it."""
     array = np.asarray(values)
     fits = wanted is not None and np.can_cast(array.dtype, wanted[1], "same_kind")
     return array.shape, wanted[1] if wanted is not None and fits else array.dtype
 
 
 def _held(entry: Any, wanted: _Held | None) -> _Held | str:
-    """Returns what an entry of a sharded state holds; a description if it is not one."""
+    """Returns what an entry of a sharded state holds; a description of `entry` if it is no such entry."""
     try:
         size, dtype = _told(entry["values"], None if wanted is None else (wanted.size, wanted.dtype))
         return _Held(int(entry["start"]), size, dtype, tuple(map(int, entry["shape"])))

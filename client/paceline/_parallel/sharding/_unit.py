@@ -1,6 +1,6 @@
-"""A unit: the parameters that one FSDP wrapper holds itself, and that are gathered and freed together.
+"""A unit: the parameters that one FSDP wrapper owns itself, and that are gathered and freed together.
 
-`join_units` is the first use: all ranks agree on the model and take rank 0's values, then each keeps its shard.
+`join_units` runs at first use: all ranks agree on the model and take rank 0's values, then each keeps its shard.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ __all__ = ["Unit", "checked_wire", "join_units"]
 
 
 class Unit:
-    """The parameters that one wrapper owns: a flat array for each dtype, and others for frozen ones, without gradients.
+    """The parameters that one wrapper owns: a flat array for each dtype; frozen ones have arrays without gradients.
 
     Args:
-        parameters: by path; each belongs to this unit alone.
-        placement: of this rank.
+        parameters: the parameters by path; each belongs to this unit alone.
+        placement: the placement of this rank.
         wire: dtype in which they travel; None for their own.
         empty: allocates memory that links can send without a copy.
         computes: whether the module computes with values in the dtype `wire`.
@@ -38,14 +38,14 @@ class Unit:
     Attributes:
         flats: the arrays; most units have one.
         placement: as above.
-        shards: the ranks that hold one copy between them; None if this rank has it alone. Set by `assign_ranks`.
-        replicas: the ranks that hold the same shard; None if there is no other.
+        shards: the ranks that hold one copy between them; None if this rank holds it alone. `assign_ranks` sets it.
+        replicas: the ranks that hold the same shard; None if no other rank does.
         is_agreed: whether the ranks have agreed on initial values.
-        fingerprint: their fingerprint, and that of what was agreed on with them; 0 where nothing was compared.
-        has_ranks: whether `shards` and `replicas` are of the view that the placement is for.
+        fingerprint: fingerprint of all values that were agreed on together; 0 if nothing was compared.
+        has_ranks: whether `shards` and `replicas` belong to the placement's view.
         runs: number of runs in the last forward pass.
-        left: number of runs to come in this backward pass, if each run forward has one.
-        inside: number of runs under way.
+        left: number of runs still to come in this backward pass, if each run forward has one.
+        inside: number of runs in progress.
 
     Raises:
         UnsupportedOp: a parameter to train is neither float32 nor float64.
@@ -77,7 +77,7 @@ class Unit:
         self._known = [piece.requires_grad for _, piece in self.pairs()]
 
     def assign_ranks(self, shards: ShardRankGroup | None, replicas: ShardRankGroup | None) -> None:
-        """Takes the ranks of the placement; after the first agreement keeps this rank's shard only."""
+        """Takes the ranks of the placement; after the first agreement keeps only this rank's shard."""
         self.shards, self.replicas = shards, replicas
         if not self.is_agreed:
             for flat in self.flats:
@@ -85,10 +85,10 @@ class Unit:
         self.is_agreed = self.has_ranks = True
 
     def move(self, placement: Placement) -> None:
-        """Goes on to a new view, which has other ranks. Values that are whole here are to be agreed on again.
+        """Moves to a new view, which has other ranks. If this rank has whole values, the ranks agree on them again.
 
         Raises:
-            UnsupportedOp: this rank would hold another shard, whose values it has not.
+            UnsupportedOp: this rank would hold another shard, whose values it does not have.
         """
         before = self.placement
         if (len(placement.shards), placement.shard) != (len(before.shards), before.shard):
@@ -100,7 +100,7 @@ class Unit:
         self._stand(placement)
 
     def move_to(self, placement: Placement, rooms: Sequence[Room]) -> None:
-        """Goes on to a view that is to come, in which this rank holds these rooms, one for each flat array."""
+        """Moves to a future view, in which this rank holds these rooms, one for each flat array."""
         for flat, room in zip(self.flats, rooms, strict=True):
             flat.move(room)
         self.is_agreed = True
@@ -115,35 +115,35 @@ class Unit:
 
     @property
     def is_fresh(self) -> bool:
-        """True while this rank has everything: initial values are not agreed on, and none were loaded."""
+        """True while this rank has everything: initial values are neither agreed on nor loaded."""
         return not self.is_agreed and not any(flat.given for flat in self.flats)
 
     def held(self) -> Iterator[tuple[Parameter, NDArray[Any], int]]:
-        """For each piece its elements that are here and valid, and the index of the first."""
+        """Yields for each piece its elements that are here and valid, and the index of the first."""
         for flat in self.flats:
             for p, piece, start in zip(flat.parameters, flat.pieces, flat.starts, strict=True):
                 yield (piece, p.data, 0) if self.is_fresh and flat.is_spread else (piece, piece.data, start)
 
     def pairs(self) -> Iterator[tuple[Parameter, Parameter]]:
-        """The module's parameters, each with this rank's piece of it."""
+        """Yields the module's parameters, each with this rank's piece of it."""
         for flat in self.flats:
             yield from zip(flat.parameters, flat.pieces, strict=True)
 
     def fits(self) -> bool:
-        """False once a parameter was frozen or unfrozen, in the module or through its piece, and not agreed on."""
+        """False once a parameter was frozen or unfrozen, in the module or through its piece, without agreement."""
         return all(
             p.requires_grad == piece.requires_grad == known
             for (p, piece), known in zip(self.pairs(), self._known, strict=True)
         )
 
     def align(self, paths: Mapping[int, str]) -> None:
-        """Makes parameters and pieces alike after one of them was frozen or unfrozen.
+        """Freezes and unfreezes parameters and pieces alike, after the user did so to one of them.
 
         Args:
-            paths: of the pieces, by identity.
+            paths: the paths of the pieces, by identity.
 
         Raises:
-            UnsupportedOp: a parameter that is unfrozen is neither float32 nor float64.
+            UnsupportedOp: an unfrozen parameter is neither float32 nor float64.
         """
         for (p, piece), known in zip(self.pairs(), self._known, strict=True):
             now = known if p.requires_grad == piece.requires_grad == known else not known
@@ -152,7 +152,7 @@ class Unit:
             p.requires_grad = piece.requires_grad = now
 
     def refit(self) -> None:
-        """Notes that the ranks have agreed on which parameters are frozen."""
+        """Records that the ranks have agreed on which parameters are frozen."""
         self._known = [piece.requires_grad for _, piece in self.pairs()]
 
     def fetch(self) -> None:
@@ -184,7 +184,7 @@ class Unit:
 
     @contextmanager
     def taking_gradients(self, *, ignore: bool) -> Iterator[None]:
-        """Takes the gradients of the unit's backward pass inside the block; `ignore`: drops them."""
+        """Takes the gradients of the unit's backward pass inside the block; with `ignore`, drops them."""
         if ignore:
             with ignoring_gradients(p for flat in self.flats for p in flat.parameters):
                 yield
@@ -198,17 +198,17 @@ def _check_trainable(path: str, parameter: Parameter) -> None:
     """Checks that gradients can be summed and averaged in the parameter's dtype.
 
     Raises:
-        UnsupportedOp: it is neither float32 nor float64.
+        UnsupportedOp: the dtype is neither float32 nor float64.
     """
     if parameter.dtype not in (np.float32, np.float64):
         raise UnsupportedOp(f"parameter {path!r} is {parameter.dtype}; only float32 and float64 can be trained")
 
 
 def checked_wire(dtype: DTypeLike | None) -> np.dtype[Any] | None:
-    """Returns the dtype in which values are to travel.
+    """Returns the dtype in which values travel.
 
     Raises:
-        UnsupportedOp: it cannot travel, or is not a float.
+        UnsupportedOp: the dtype cannot travel, or is not a float.
     """
     if dtype is None:
         return None
@@ -233,13 +233,13 @@ def join_units(
     Args:
         units: all units of the model.
         group: all ranks.
-        manifest: the model's.
-        buffers: buffers that are to get rank 0's values.
+        manifest: the model's manifest.
+        buffers: buffers that take rank 0's values.
         may_change: False if gradients have been computed from this rank's own values.
         agreed_in: the last generation in which this rank has agreed on the model; 0 for none.
 
     Raises:
-        PacelineError: as `agree`.
+        PacelineError: see `agree`.
     """
     new = [unit for unit in units if not unit.is_agreed]
     flats = [flat for unit in new for flat in unit.flats]
@@ -248,7 +248,7 @@ def join_units(
     agreed = agree(group, manifest, [*values, *buffers.values()], may_change=may_change, agreed_in=agreed_in)
     for unit in new:
         unit.fingerprint = agreed
-    for flat, shard in given:  # each rank has loaded its own on purpose
+    for flat, shard in given:  # each rank has loaded its own values on purpose
         flat.shard[...] = shard
     for number, unit in enumerate(units):
         for kind, flat in enumerate(unit.flats):
