@@ -1,7 +1,7 @@
-"""What grpc alone takes for a round of W streams: each writes a message, and when all have come each gets one back.
+"""Measures a round of W streams in grpc alone: each writes a message, and when all have arrived each gets one back.
 
-The least that a barrier of W members can cost on this machine at this hour, for the coordinator's to be compared with.
-As a script: `serve COUNT` prints its address; `clients ADDRESS COUNT ROUNDS` prints the median in seconds.
+A barrier of W members cannot cost less on this machine at this time, so the coordinator's barrier is compared with it.
+As a script, `serve COUNT` prints its address, and `clients ADDRESS COUNT ROUNDS` prints the median in seconds.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from grpc import aio, method_handlers_generic_handler, stream_stream_rpc_method_
 __all__ = ["bare_round"]
 
 _MESSAGE = bytes(40)
-"""About what a barrier's messages take."""
+"""About as long as a barrier's messages."""
 
 
 def bare_round(count: int, rounds: int = 20) -> float:
-    """Median seconds of a round of so many streams, each on a connection of its own."""
+    """Returns the median seconds of a round of `count` streams, each on its own connection."""
     server = subprocess.Popen([sys.executable, __file__, "serve", str(count)], stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
@@ -82,4 +82,4 @@ if __name__ == "__main__":
         asyncio.run(_serve(int(sys.argv[2])))
     else:
         print(asyncio.run(_clients(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))), flush=True)
-        os._exit(0)  # a thousand channels take seconds to close in good order
+        os._exit(0)  # closing a thousand channels properly takes seconds

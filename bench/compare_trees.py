@@ -88,7 +88,7 @@ with paceline.join(timeout=120.0) as session:
 
 
 class Tree:
-    """The workers of one tree.
+    """The workers of one source tree.
 
     Args:
         workers: the processes; each reads a number of steps from stdin, and answers with seconds on stdout.
@@ -98,7 +98,7 @@ class Tree:
         self._workers = workers
 
     def run(self, steps: int) -> tuple[float, float]:
-        """Runs steps; returns milliseconds of one: of the slowest rank, and of CPU time of all ranks together."""
+        """Runs steps; returns the milliseconds of one step of the slowest rank, and of all ranks' CPU time together."""
         for worker in self._workers:
             assert worker.stdin is not None
             worker.stdin.write(f"{steps}\n")
@@ -134,7 +134,7 @@ def _started(code: str, *words: str, **environment: str) -> Iterator[subprocess.
 
 @contextmanager
 def tree_of(folder: Path, kind: str, world: int) -> Iterator[Tree]:
-    """The workers of a checkout, there for the block."""
+    """Runs the workers of a checkout for the block."""
     path = os.pathsep.join(str(folder / part) for part in ("client", "server", "protocol", "protos"))
     common = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     with ExitStack() as stack:
@@ -147,7 +147,7 @@ def tree_of(folder: Path, kind: str, world: int) -> Iterator[Tree]:
 
 
 def compare(old: Path, new: Path, kind: str, world: int, pairs: int) -> str:
-    """A row of the table."""
+    """Measures one row of the table."""
     with tree_of(old, kind, world) as before, tree_of(new, kind, world) as after:
         trees = before, after
         for tree in trees:

@@ -1,4 +1,4 @@
-"""What every benchmark gets: processes that begin with nothing but the interpreter, as users' do."""
+"""Gives every benchmark worker processes that begin with only the interpreter, as users' workers do."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ __all__ = ["no_leaked_threads", "private_flight_records"]
 
 @pytest.fixture(autouse=True)
 def fresh_processes() -> Iterator[None]:
-    """Worker processes are not forked from one that has loaded Paceline."""
+    """Starts worker processes without forking one that has loaded Paceline."""
     with fresh():
         yield

@@ -100,7 +100,7 @@ async def _work(address: str) -> None:
 
 
 def _kill_once(address: str, events: IO[str]) -> float:
-    """Milliseconds from just before os.kill to the coordinator's event."""
+    """Returns the milliseconds from just before os.kill to the coordinator's event."""
     worker, member_id = _start("work", address)
     started = time.monotonic()
     os.kill(worker.pid, signal.SIGKILL)
@@ -114,7 +114,7 @@ def _kill_once(address: str, events: IO[str]) -> float:
 
 
 async def _clients(address: str, count: int, rounds: int, failure_timeout: float, coordinator: int) -> dict[str, Any]:
-    # A pool of its own, or gRPC would put channels with equal arguments on one connection.
+    # Each channel needs its own pool, or gRPC would put channels with equal arguments on one connection.
     channels = [aio.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)]) for _ in range(count)]
     started = time.monotonic()
     sessions = await asyncio.gather(
@@ -152,7 +152,7 @@ async def _clients(address: str, count: int, rounds: int, failure_timeout: float
 
 
 async def _register(channel: aio.Channel, count: int, failure_timeout: float, pid: int) -> RawSession:
-    """As a worker does: a connection that was closed is made again. One process is slow to call on 1,000 of them."""
+    """Registers, and like a worker reconnects if its connection was closed, as one process calls on 1,000 slowly."""
     while True:
         try:
             return await RawSession.register(
@@ -186,7 +186,7 @@ def _main() -> None:
         address, count, rounds, failure_timeout, coordinator = sys.argv[2:]
         done = _clients(address, int(count), int(rounds), float(failure_timeout), int(coordinator))
         print(json.dumps(asyncio.run(done)), flush=True)
-        os._exit(0)  # a thousand channels take seconds to close in good order, and nothing is left to learn
+        os._exit(0)  # closing a thousand channels properly takes seconds, and the results are printed
     else:
         parser = argparse.ArgumentParser(description=__doc__)
         parser.add_argument("--sessions", type=int, default=1_000)

@@ -1,4 +1,4 @@
-"""What recoveries of many members cost one coordinator: prints a table of CPU time, orders and bytes."""
+"""Prints what recoveries of many members cost one coordinator: a table of CPU time, orders and bytes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Prints the tables of docs/performance.md in markdown: python bench/report.py [--vs gloo,openmpi] [--seconds 2].
 
-It measures all_reduce in shared memory, beside the other implementations that are named, and a training step. Run it
-where nothing else runs; it takes some minutes.
+It measures a training step, and all_reduce in shared memory beside the named implementations. Run it on an otherwise
+idle machine; it takes some minutes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NAMES = {"gloo": "Gloo", "openmpi": "Open MPI", "any": "Paceline, any arrays", "
 
 
 def all_reduce(world: int, vs: str, seconds: float) -> str:
-    """Sizes by implementations: median and bus bandwidth of an all_reduce, all of one kind of memory in one run."""
+    """Tabulates an all_reduce's median time or bus bandwidth by size and implementation, one run per memory."""
     cells: dict[tuple[int, str], str] = {}
     for memory, others in (("group", ""), ("any", vs)):
         options = ["-n", str(world), "--sizes", SIZES, "--links", "shm", "--memory", memory, "--seconds", str(seconds)]
@@ -46,7 +46,7 @@ def all_reduce(world: int, vs: str, seconds: float) -> str:
 
 
 def step(worlds: Sequence[int]) -> str:
-    """What communication adds to a training step of NumPy's DDP, by the wall clock and by CPU time."""
+    """Tabulates what communication adds to a training step of NumPy's DDP, by the wall clock and by CPU time."""
     rows = []
     for world in worlds:
         times = compared({**ALONE, "DDP": "paceline.DDP(model(), group)"}, world=world)
@@ -57,13 +57,13 @@ def step(worlds: Sequence[int]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in markdown."""
+    """Formats a table in markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def machine() -> str:
-    """The machine and the versions, in a line."""
+    """Describes the machine and the versions in one line."""
     versions = f"Paceline {paceline.__version__}, CPython {platform.python_version()}, NumPy {np.__version__}"
     return f"{len(os.sched_getaffinity(0))} cores, {platform.system()} {platform.release()}; {versions}"
 

@@ -1,4 +1,4 @@
-"""How fast checkpoints are written, beside dd on the same disk, and what training pays. `-s` prints the figures."""
+"""Measures how fast checkpoints are written beside dd on the same disk, and what training pays; `-s` prints figures."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ MIB = 1 << 20
 
 
 def state(size: int) -> dict[str, np.ndarray]:
-    """Arrays of 16 MiB that no disk can make smaller."""
+    """Makes arrays of 16 MiB that no disk can compress."""
     rng = np.random.default_rng(0)
     return {f"layer{n}": rng.standard_normal(2 * MIB) for n in range(size // (16 * MIB))}
 
 
 def dd(path: Path, size: int) -> float:
-    """Seconds that `dd bs=4M conv=fdatasync` takes."""
+    """Returns the seconds that `dd bs=4M conv=fdatasync` takes."""
     start = perf_counter()
     command = ["dd", "if=/dev/zero", f"of={path}", "bs=4M", f"count={size // (4 * MIB)}", "conv=fdatasync"]
     subprocess.run(command, check=True, capture_output=True)
@@ -39,7 +39,7 @@ def dd(path: Path, size: int) -> float:
 
 
 def test_writing_beside_dd(tmp_path: Path) -> None:
-    """512 MiB, turn and turn about; the whole of `save`: files, manifest, every sync and rename."""
+    """Alternates with dd at 512 MiB; measures all of `save`: files, manifest, every sync and rename."""
     size = 512 * MIB
     saved, times = state(size), []
     for step in range(1, 12):
@@ -48,7 +48,7 @@ def test_writing_beside_dd(tmp_path: Path) -> None:
         start = perf_counter()
         folder = checkpoint.save(tmp_path / "runs", saved, (1, step), keep=1)
         times.append((plain, perf_counter() - start))
-        shutil.rmtree(folder)  # so that neither pays for removing the one before
+        shutil.rmtree(folder)  # so that neither pays for removing the previous one
     rates = [statistics.median(size / seconds / 1e6 for seconds in column) for column in zip(*times, strict=True)]
     share = statistics.median(plain / ours for plain, ours in times)
     print(f"\nsave {rates[1]:.0f} MB/s, dd {rates[0]:.0f} MB/s; paired {share:.2f}")
@@ -56,12 +56,12 @@ def test_writing_beside_dd(tmp_path: Path) -> None:
 
 
 def test_training_stands_still_for_a_twentieth(tmp_path: Path) -> None:
-    """256 MiB of state; a step computes for 0.15 s in one thread, then changes all of it behind `wait_until_copied`."""
+    """Each step computes for 0.15 s in one thread, then changes all 256 MiB of state after `wait_until_copied`."""
     arrays = state(256 * MIB)
     a = np.ones(1 << 15)
 
     def compute(seconds: float = 0.15) -> float:
-        """Something to compute for so long; how often in a second."""
+        """Computes for so many seconds; returns the repetitions per second."""
         start, count = perf_counter(), 0
         while perf_counter() - start < seconds:
             np.tanh(a)
@@ -87,7 +87,7 @@ def test_training_stands_still_for_a_twentieth(tmp_path: Path) -> None:
         written = perf_counter() - start
         writer.wait()
         discard(tmp_path, tag, "a")
-        if step > 1:  # the memory of the copy is taken once, at the first
+        if step > 1:  # the first step allocates the memory for the copy
             stalls.append(stall)
             shares.append(stall / written)
             slower.append(alone / beside - 1)
@@ -99,7 +99,7 @@ def test_training_stands_still_for_a_twentieth(tmp_path: Path) -> None:
 
 
 def test_training_stands_still_for_a_twentieth_where_ranks_write_together() -> None:
-    """W=2, 256 MiB each: all that `ShardedSaver` takes of the training thread, with folders, words and publishing."""
+    """W=2, 256 MiB each: measures all of `ShardedSaver` in the training thread, with folders, words and publishing."""
     code = """
 import tempfile, time
 from paceline import checkpoint

@@ -1,4 +1,4 @@
-"""The figures that the coordinator must hold at 1,000 members: the median of three runs."""
+"""Checks the limits that the coordinator must keep at 1,000 members, by the median of three runs."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def test_a_thousand_sessions() -> None:
     figures = {name: statistics.median(run[name] for run in runs) for name in LIMITS}
     alone = statistics.median(bare)
     print(f"\n1,000 sessions, median of {len(runs)} runs: {figures}; grpc alone takes {alone:.3f} s a round")
-    # A shared machine is at times half as fast: then a round may take 2.5 times what grpc alone takes there.
+    # A shared machine is at times half as fast, so a round may also take 2.5 times what grpc alone takes there.
     limits = LIMITS | {"barrier_round_s_p50": max(LIMITS["barrier_round_s_p50"], 2.5 * alone)}
     assert {name: figure for name, figure in figures.items() if figure > limits[name]} == {}

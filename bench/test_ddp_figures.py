@@ -1,6 +1,6 @@
-"""What a step of DDP costs beside the same step without communication, in real processes. `-s` prints the figures.
+"""Measures a step of DDP beside the same step without communication, in real processes. `-s` prints the figures.
 
-It runs over whatever links `PACELINE_LINKS` allows.
+It uses the kinds of links that `PACELINE_LINKS` allows.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ LAYERS, WIDTH, BATCH = 12, 1024, 128
 ROUNDS = 25
 
 MOST_OVER_NO_COMMUNICATION = 0.10
-"""Most that communication may add, as a part of the step without it."""
+"""The most that communication may add, as a fraction of the step without it."""
 NOISE = 0.03
-"""The same figure of two runs differs by so much."""
+"""How much the same figure differs between two runs."""
 
 STEP = f"""
 import statistics, time
@@ -62,7 +62,7 @@ def compare(group, ways, rounds):
 
 
 def facts(code: str, world: int = WORLD) -> list[dict[str, Any]]:
-    """What each of the workers tells in its event "facts"."""
+    """Returns what each worker reports in its event "facts"."""
     with coordinator() as address, workers(world, STEP + code, COORDINATOR=address, MIN_WORKERS=str(world)) as started:
         found = [worker.expect("facts", timeout=240.0) for worker in started]
         assert [worker.wait() for worker in started] == [0] * world
@@ -70,14 +70,14 @@ def facts(code: str, world: int = WORLD) -> list[dict[str, Any]]:
 
 
 ALONE = {"alone": "paceline.DDP(model(), group.subgroup([group.rank]))"}
-"""No communication, and all else alike: gradients are written into buckets too, in memory that stays."""
+"""No communication, and everything else the same: gradients are written into buckets too, in memory that stays."""
 
 Times = dict[str, list[tuple[float, float]]]
-"""Milliseconds of each step by way: (wall clock of the slower rank, for nobody is done before; CPU time of a rank)."""
+"""Milliseconds of each step by way: (wall clock of the slowest rank, for which all wait; mean CPU time of a rank)."""
 
 
 def compared(ways: dict[str, str], rounds: int = ROUNDS, world: int = WORLD) -> Times:
-    """Ways are expressions that make a module of `group`."""
+    """Measures several ways; each is an expression that makes a module from `group`."""
     made = ", ".join(f"{way!r}: lambda group: {code}" for way, code in ways.items())
     code = f"""
 with paceline.join() as session:
@@ -94,7 +94,7 @@ with paceline.join() as session:
 
 
 def over(times: Times, way: str, column: int = 0) -> float:
-    """What a way takes more than no communication, as a part of that: the median of pairs."""
+    """Returns the median, over pairs of steps, of the fraction that a way takes more than no communication."""
     return statistics.median(b[column] / a[column] - 1 for a, b in zip(times["alone"], times[way], strict=True))
 
 
@@ -107,30 +107,30 @@ def show(times: Times) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_what_communication_adds_to_a_step(world: int) -> None:
-    """One core for each rank, or less: whatever links and reduction take, the matrix products do not have."""
+    """With at most one core per rank, links and reduction take their CPU time from the matrix products."""
     times = compared({"unwrapped": "model()", **ALONE, "DDP": "paceline.DDP(model(), group)"}, world=world)
     show(times)
-    # By either clock: what else the machine does lengthens one, and a cold cache the other.
+    # One of the two clocks is enough: other load lengthens the wall clock, and a cold cache the CPU time.
     assert min(over(times, "DDP"), over(times, "DDP", 1)) <= MOST_OVER_NO_COMMUNICATION + NOISE
 
 
 @pytest.mark.slow  # to look at
 def test_what_compression_costs_where_bytes_cost_little() -> None:
-    """On one machine encoding takes longer than sending: the figure to weigh against a network's."""
+    """On one machine encoding takes longer than sending; compare this cost with the gain on a network."""
     ways = {way: f"paceline.DDP(model(), group, compression={way!r})" for way in ("bf16", "int8")}
     show(compared({**ALONE, "DDP": "paceline.DDP(model(), group)", **ways}, rounds=12))
 
 
 @pytest.mark.slow  # to look at
 def test_sizes_of_buckets() -> None:
-    """Smaller ones leave earlier and overlap more; each costs a message."""
+    """Smaller buckets leave earlier and overlap more, but each costs a message."""
     sizes = (1, 4, 8, 25, 50, 100)
     ways = {f"{size} MiB": f"paceline.DDP(model(), group, bucket_mb={size})" for size in sizes}
     show(compared({**ALONE, **ways}, rounds=10))
 
 
 def test_cost_of_issuing_and_waiting() -> None:
-    """An asynchronous call of 4 bytes: the hand-over to the group's thread and back, beside one in the own thread."""
+    """Compares an asynchronous call of 4 bytes, which the group's thread runs, with one in the caller's thread."""
     code = """
 with paceline.join() as session:
     group, one, found = session.group, np.ones(1, np.float32), {}

@@ -1,4 +1,4 @@
-"""What a fault costs, and what being ready for it costs while there is none: in real processes."""
+"""Measures in real processes what a fault costs, and what fault tolerance costs without a fault."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HIDDEN = 43_000
 
 
 def test_a_kill_and_a_newcomer_at_w4_with_10_mb_of_state(tmp_path: Path) -> None:
-    """20 times in one job: SIGKILL of one of four, then a new worker. From the kill to the next commit."""
+    """Kills one of four workers and adds a new one, 20 times in one job; measures from SIGKILL to the next commit."""
     kills: list[float] = []
     joins: list[float] = []
     with cluster(tmp_path, least=2, total=100_000, hidden=HIDDEN) as c:
@@ -46,9 +46,9 @@ def test_a_kill_and_a_newcomer_at_w4_with_10_mb_of_state(tmp_path: Path) -> None
 
 
 def test_a_kill_where_two_replicas_are_spread_over_two_each(tmp_path: Path) -> None:
-    """8 times in one job: SIGKILL of one of four under HYBRID_SHARD, then a new worker, with which the spare comes in.
+    """Kills one of four workers under HYBRID_SHARD and adds one, with which the spare comes in; 8 times in one job.
 
-    Two go on, and three have survived: both parts are at members that are there, so none moves.
+    Three survive and two of them continue. Both shards are at surviving members, so no shard moves.
     """
     kills: list[float] = []
     with cluster(tmp_path, least=2, most=4, total=100_000, hidden=HIDDEN, wrapper="hybrid_shard") as c:
@@ -72,7 +72,7 @@ def test_a_kill_where_two_replicas_are_spread_over_two_each(tmp_path: Path) -> N
 
 
 def test_a_freeze(tmp_path: Path) -> None:
-    """SIGSTOP of one of four, failure_timeout 1 s: from the freeze to the next committed step."""
+    """Freezes one of four workers with a failure_timeout of 1 s; measures from SIGSTOP to the next committed step."""
     freezes: list[float] = []
     with cluster(tmp_path, least=2, total=100_000, failure_timeout=1.0) as c:
         c.start(4)
@@ -90,10 +90,10 @@ def test_a_freeze(tmp_path: Path) -> None:
 
 
 def test_without_a_fault_a_step_costs_what_it_costs_without_us() -> None:
-    """W=2: a step of `session.steps` and the same without it, turn and turn about in one run: 1 % or 0.1 ms more.
+    """W=2: alternates a step of `session.steps` and the same without it, which may differ by 1 % or 0.1 ms.
 
-    By the wall clock, where the difference is small beside what the machine does to it: it must not be shown to be
-    more. And by the CPU time of the training thread, which is where all of it is spent, and which is quieter.
+    The wall clock is noisy compared with the difference, so it must only not show a greater one. The CPU time of the
+    training thread, where all of the extra work happens, is less noisy.
     """
     code = """
     rng = np.random.default_rng(0)
@@ -133,7 +133,7 @@ def test_without_a_fault_a_step_costs_what_it_costs_without_us() -> None:
     limit = max(1e-4, 0.01 * float(np.median(plain[..., 0])))
     wall = float(np.median(extra[..., 0].mean(0)))
     quartiles = np.percentile(extra[..., 0].mean(0), [25, 75])
-    error = float(0.93 * np.ptp(quartiles) / np.sqrt(plain.shape[1]))  # of a median, from the spread of the middle half
+    error = float(0.93 * np.ptp(quartiles) / np.sqrt(plain.shape[1]))  # of the median, from the interquartile range
     busy = float(np.median(extra[..., 1]))
     print(
         f"\nstep at W=2: {1e3 * np.median(plain[..., 0]):.2f} ms plain; elastic {1e3 * wall:.3f} ms more, give or take "
@@ -148,7 +148,7 @@ def _alive(c: Cluster) -> list[Trainer]:
 
 
 def _wait_for_world(c: Cluster, size: int) -> None:
-    """Until all who live have been in a view of that size for some steps."""
+    """Waits until all live workers have committed a step in one view of that size."""
 
     def settled() -> bool:
         views = [t.of("view")[-1] for t in _alive(c) if t.of("view")]
@@ -160,7 +160,7 @@ def _wait_for_world(c: Cluster, size: int) -> None:
 
 
 def _commit_after(trainer: Trainer, generation: int) -> Any:
-    """When this member heard of a commit in a generation after that one; None for not yet."""
+    """Returns when this member learned of a commit in a generation after `generation`; None for not yet."""
     began = next((e["at"] for e in trainer.of("attempt") if e["generation"] > generation), None)
     if began is None:
         return None

@@ -1,6 +1,6 @@
-"""The figures that the README's users can rely on: the gRPC ring, a failure's news, and the time to import.
+"""Checks figures that the README's users can rely on: the gRPC ring, how soon a failure is known, and the import time.
 
-They are asserted with the slack of a shared machine of 2 cores; `-s` prints what was measured.
+The limits leave slack for a shared machine of 2 cores; `-s` prints the measured figures.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def bench(*arguments: str) -> dict[int, dict[str, Any]]:
-    """Rows of `paceline bench ... --json` by size."""
+    """Returns the rows of `paceline bench ... --json` by size."""
     done = subprocess.run(
         [sys.executable, "-m", "paceline", "bench", *arguments, "--json"], capture_output=True, text=True, check=True
     )
@@ -43,7 +43,7 @@ def test_grpc_ring() -> None:
 
 
 def test_local_links_pass_frames_by_reference() -> None:
-    """all_reduce of 16 MiB over 4 threads against one thread's plain sum of the same arrays, turn and turn about."""
+    """Alternates between an all_reduce of 16 MiB over 4 threads and one thread's plain sum of the same arrays."""
     world, n = 4, 4 << 20
     inputs = [np.full(n, rank + 1, np.float32) for rank in range(world)]
     out = np.empty(n, np.float32)
@@ -77,7 +77,7 @@ def test_local_links_pass_frames_by_reference() -> None:
 
 
 def test_import(tmp_path: Path) -> None:
-    """As users have it: the second time, with bytecode in its cache. What else the machine does only adds to it."""
+    """Measures an import with cached bytecode, as users have it; takes the minimum, as other load can only add time."""
     code = (
         "import time; start = time.perf_counter(); import paceline; light = time.perf_counter() - start;"
         "paceline.join, paceline.DDP, paceline.Group; print(light, time.perf_counter() - start)"
@@ -109,7 +109,7 @@ with paceline.join() as session:
 
 @pytest.mark.parametrize(("number", "bound"), [(signal.SIGKILL, 1.0), (signal.SIGSTOP, 4.0)], ids=["death", "freeze"])
 def test_news_of_a_failure(number: signal.Signals, bound: float) -> None:
-    """From the signal to the typed error in the last of three others, at the default failure_timeout of 3 s."""
+    """Measures from the signal to the typed error in the last of three others; failure_timeout is 3 s, the default."""
     took = []
     for _ in range(5 if number is signal.SIGKILL else 2):
         with coordinator() as address, workers(4, BLOCKED, COORDINATOR=address, MIN_WORKERS="4") as started:

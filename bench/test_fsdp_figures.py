@@ -1,4 +1,4 @@
-"""What FSDP costs, and what fetching ahead is worth, in real processes. `-s` prints the figures."""
+"""Measures the cost of FSDP and the gain from fetching ahead, in real processes. `-s` prints the figures."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from test_ddp_figures import ALONE, compared, show
 pytestmark = pytest.mark.timeout(300)
 
 MOST_OVER_DDP = 1.25
-"""Most that a step of FULL_SHARD may take, in steps of DDP on the same model."""
+"""The most that a step of FULL_SHARD may take, as a multiple of a DDP step on the same model."""
 SLACK = 0.0 if QUIET else 0.1
-"""It takes 1.19 to 1.24 times DDP's on a quiet machine, and was seen at 1.29 beside other guests."""
+"""FULL_SHARD takes 1.19 to 1.24 times as long as DDP on a quiet machine; beside other guests 1.29 was seen."""
 
 
 @pytest.mark.parametrize("compute", ["sleep", "matmul"])
 def test_fetching_ahead_is_faster(compute: str) -> None:
-    """W=2, 12 units of 4 MiB with 5 ms of computation in each pass; with and without, turn and turn about.
+    """W=2, 12 units of 4 MiB with 5 ms of computation in each pass; alternates between fetching ahead and not.
 
-    A sleep stands for a device of its own. Where the computation takes the same cores, the gain is smaller.
+    A sleep stands for computation on a separate device. If the computation uses the same cores, the gain is smaller.
     """
     code = f"""
 import time
@@ -59,7 +59,7 @@ with paceline.join() as session:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_step_beside_ddp(world: int) -> None:
-    """The model of DDP's figures, a unit for each layer; all strategies turn and turn about with DDP, in one run."""
+    """Uses the model of DDP's figures with a unit for each layer; all strategies take turns with DDP in one run."""
 
     def sharded(settings: str) -> str:
         unit = f"lambda part: paceline.FSDP(part, group, {settings})"
@@ -84,5 +84,5 @@ def test_a_step_beside_ddp(world: int) -> None:
     }
     for way, (wall, cpu) in ratios.items():
         print(f"  {way:<10} {wall:.2f} times DDP by the wall clock, {cpu:.2f} of CPU time")
-    if world == 2:  # with more ranks than cores the scheduler has a part in it
+    if world == 2:  # with more ranks than cores the scheduler affects the result
         assert min(ratios["FULL_SHARD"]) <= MOST_OVER_DDP + SLACK

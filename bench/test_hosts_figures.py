@@ -1,6 +1,6 @@
-"""How much of a line between two hosts all_reduce uses: network namespaces, 1 Gbit/s each way, no delay.
+"""Measures how much of a network line all_reduce uses: two network namespaces, 1 Gbit/s each way, no delay.
 
-Beside it the same line under plain TCP sockets, both ways at once, in the same run: what there is to be had.
+The same run also measures what is possible: plain TCP sockets on the same line, both ways at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from support.netns import Host, Network, network
 pytestmark = [pytest.mark.root, pytest.mark.timeout(120)]
 
 _LINE = 125e6
-"""Bytes a second of 1 Gbit/s."""
+"""Bytes per second of 1 Gbit/s."""
 
 _SIZE, _ROUNDS = 64 << 20, 5
 
@@ -73,7 +73,7 @@ with paceline.join(timeout=30) as session:
 
 
 def _tell(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """The next line of what a program prints."""
+    """Returns the next JSON line that a program prints."""
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line, f"it ended:\n{process.communicate()[1]}"
@@ -83,7 +83,7 @@ def _tell(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 @contextmanager
 def _programs() -> Iterator[list[subprocess.Popen[str]]]:
-    """A list for processes, which are ended with the block."""
+    """Yields a list for processes, which are killed at the end of the block."""
     started: list[subprocess.Popen[str]] = []
     try:
         yield started
@@ -99,7 +99,7 @@ def _run(host: Host, words: Sequence[str], variables: dict[str, str]) -> subproc
 
 
 def _plain(net: Network) -> float:
-    """Bytes a second that one TCP connection carries each way, both at once."""
+    """Returns the bytes per second that one TCP connection carries each way, both at once."""
     a, b = net.hosts
     with _programs() as started:
         started.append(_run(a, ["-c", _PLAIN, a.address, b.address, "yes"], {}))
@@ -109,9 +109,9 @@ def _plain(net: Network) -> float:
 
 
 def _reduced(net: Network, kind: str, address: str, more: Sequence[str], variables: dict[str, str]) -> float:
-    """Bus bandwidth in bytes a second, as nccl-tests counts it: 2 (W - 1) / W times the bytes of the array by the time.
+    """Measures bus bandwidth in bytes per second, as nccl-tests does: 2 (W - 1) / W times the array size / time.
 
-    The coordinator is on the first host; each host has one worker, and links of that kind only.
+    The coordinator is on the first host; each host has one worker, with links of the given kind only.
     """
     settings = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PACELINE_FLIGHT_DIR": "off", **variables}
     settings |= {"PACELINE_COORDINATOR": address, "PACELINE_MIN_WORKERS": "2", "PACELINE_LINKS": kind}
@@ -144,7 +144,7 @@ def test_all_reduce_uses_the_line(kind: str, least: float, how: str, tmp_path: P
 
 
 def _secure(folder: Path, host: str) -> tuple[Sequence[str], dict[str, str]]:
-    """Certificates: arguments of the coordinator, and variables of the workers."""
+    """Makes certificates; returns arguments for the coordinator and variables for the workers."""
     command = [sys.executable, "-m", "paceline", "certs", str(folder), "--host", host]
     subprocess.run(command, check=True, capture_output=True)
     ca, cert, key = (str(folder / name) for name in ("ca.pem", "coordinator.pem", "coordinator.key"))

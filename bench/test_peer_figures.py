@@ -1,7 +1,7 @@
-"""Paceline beside Gloo and Open MPI: every figure is of one run in which all of them take turns.
+"""Compares Paceline with Gloo and Open MPI; every figure comes from one run in which all of them take turns.
 
-On a machine with as many cores as ranks or fewer; medians of all rounds. Bus bandwidth and times are ratios within a
-run: what else the machine does falls on all of them.
+The figures are medians of all rounds, on a machine with at most as many cores as ranks. The limits are ratios within a
+run, because other load on the machine affects all implementations alike.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ NEVER_SLOWER = (
 
 
 class Rows(NamedTuple):
-    """Rows of one run by size, and by kind of link (Paceline's) or implementation (the others)."""
+    """The rows of one run, by size and by kind of link (for Paceline) or implementation (for the others)."""
 
     by_key: dict[tuple[str, int], dict[str, Any]]
 
     def times_as_fast(self, size: int, than: str) -> float:
-        """As what another implementation is; by the medians, or, unless all is quiet, by the better of two columns."""
+        """Returns the speed relative to another implementation, by medians; without QUIET by the better of two."""
         mine, theirs = (self.by_key[impl, size] for impl in ("shm", than))
         columns = ("median_us",) if QUIET else ("median_us", "p10_us")
         return max(float(theirs[column]) / float(mine[column]) for column in columns)
 
     def told(self, what: str) -> None:
-        """For those who look."""
+        """Prints the rows for people."""
         for (key, size), row in sorted(self.by_key.items(), key=lambda item: item[0][1]):
             figures = f"{row['median_us']:10.1f} us {row['busbw_GBps']:8.3f} GB/s"
             print(f"\n{what}, W={row['world_size']}, {size:>10} B  {key:<8}{figures}", end="")
@@ -63,7 +63,7 @@ def measured(
     seconds: float = 1.0,
     place: str = "usual",
 ) -> Rows:
-    """One run, in shared memory; links must be what they were asked to be."""
+    """Measures one run in shared memory; asserts that the links are the requested ones."""
     need_peers()
     options = ["-n", str(world), "--sizes", sizes, "--links", "shm", "--memory", memory]
     options += ["--vs", vs, "--seconds", str(seconds), "--place", place]
@@ -89,21 +89,21 @@ def test_all_reduce_of_the_group_s_arrays(size: int) -> None:
 
 @pytest.mark.parametrize("size", LARGE)
 def test_all_reduce_of_the_group_s_arrays_into_another(size: int) -> None:
-    """W=2, in shared memory; so Open MPI is called if nothing is said, and Gloo cannot be."""
+    """W=2, in shared memory; out of place is Open MPI's default, and impossible with Gloo."""
     rows = measured("all-reduce", 2, LARGE_SIZES, memory="group", vs="openmpi", seconds=2.0, place="out")
     assert rows.times_as_fast(size, "openmpi") >= at_least(1.3 if size < 4 * MIB else 2)
 
 
 @pytest.mark.parametrize("size", LARGE)
 def test_all_reduce_of_the_group_s_arrays_in_place_at_both(size: int) -> None:
-    """W=2, in shared memory; 1.1 at 1 MiB and 1.7 to 4.2 above were found, nothing was asked."""
+    """W=2, in shared memory; there is no requirement; 1.1 was measured at 1 MiB, and 1.7 to 4.2 above."""
     rows = measured("all-reduce", 2, LARGE_SIZES, memory="group", vs="openmpi", seconds=2.0, place="in")
     assert rows.times_as_fast(size, "openmpi") >= at_least(0.9 if size < 4 * MIB else 1.5)
 
 
 @pytest.mark.parametrize("size", LARGE)
 def test_all_reduce_of_any_arrays(size: int) -> None:
-    """W=2, in shared memory, with the copies that this takes."""
+    """W=2, in shared memory, with the copies that arrays outside of it need."""
     rows = measured("all-reduce", 2, LARGE_SIZES)
     assert rows.times_as_fast(size, "gloo") >= at_least(3)
     if size >= 4 * MIB:
@@ -116,7 +116,7 @@ def test_a_small_all_reduce(world: int, times: int) -> None:
 
 
 def test_a_barrier() -> None:
-    """A tenth of Gloo's time, or of the 1.5 ms that it took where the figure was set."""
+    """A barrier takes at most a tenth of Gloo's time, or of the 1.5 ms that Gloo took where the limit was set."""
     rows = measured("barrier", 4, "4")
     assert rows.times_as_fast(0, "gloo") >= at_least(10) or rows.by_key["shm", 0]["median_us"] <= at_most(150)
 
@@ -124,7 +124,7 @@ def test_a_barrier() -> None:
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("collective", NEVER_SLOWER)
 def test_never_slower_than_gloo(collective: str, world: int) -> None:
-    """At any size from 4 B to 256 MiB, by the links that processes of one host have."""
+    """Sizes from 4 B to 256 MiB, over the links that processes of one host use."""
     rows = measured(collective, world, ALL_SIZES, vs="gloo", seconds=0.3)
     sizes = sorted({size for _, size in rows.by_key})
     assert len(sizes) == len(ALL_SIZES.split(","))

@@ -1,6 +1,6 @@
-"""Paceline's TCP links beside Gloo and Open MPI, between hosts: each rank is on a host of its own, a network namespace.
+"""Compares Paceline's TCP links with Gloo and Open MPI between hosts; each rank has a network namespace as its host.
 
-The three take turns, so what else the machine does falls on all of them; who has no turn sleeps. Hosts share the cores.
+The three take turns and sleep in between, so other load on the machine affects all alike. The hosts share the cores.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from support.peers import need_peers
 pytestmark = [pytest.mark.peers, pytest.mark.root, pytest.mark.timeout(600)]
 
 SIZES = tuple(64 << 10 << 2 * power for power in range(6))
-"""Bytes: 64 KiB to 64 MiB."""
+"""Sizes in bytes, from 64 KiB to 64 MiB."""
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
 
 
 def test_all_reduce_between_hosts(tmp_path: Path) -> None:
-    """W=2: at least 1.3 times Gloo's bus bandwidth at every size; of Open MPI nothing was asked but to tell."""
+    """W=2: requires at least 1.3 times Gloo's bus bandwidth at every size; Open MPI's figures are only printed."""
     need_peers()
     with network(2) as net, coordinator_on(net.hosts[0]) as address:
         contenders = [_paceline(net.hosts, address), _gloo(net.hosts), _openmpi(net.hosts, tmp_path)]
@@ -63,7 +63,7 @@ def _gloo(hosts: Sequence[Host]) -> Recipe:
 
 
 def _openmpi(hosts: Sequence[Host], folder: Path) -> Recipe:
-    """mpirun on the first host reaches the others as it would by ssh."""
+    """Makes the recipe for mpirun on the first host, with a script in place of ssh to reach the others."""
     agent = folder / "agent"
     cases = "\n".join(f'{host.address}) exec {shlex.join(host.command(["sh", "-c"]))} "$*" ;;' for host in hosts)
     agent.write_text(f'#!/bin/sh\nhost=$1\nshift\ncase "$host" in\n{cases}\nesac\n')
@@ -82,7 +82,7 @@ def _openmpi(hosts: Sequence[Host], folder: Path) -> Recipe:
 
 
 def _on_each(hosts: Sequence[Host], arguments: Sequence[str]) -> list[str]:
-    """A command line that runs Python with these arguments on every host, each with its cores, until all have ended."""
+    """Returns a command that runs Python on every host, on its share of the cores, and waits until all have ended."""
     python = [sys.executable, *arguments]
     lines = []
     for number, host in enumerate(hosts):

@@ -1,4 +1,4 @@
-"""Reconfiguration of 4 members on one host: how long it takes, and how soon an abort or a death is known to all.
+"""Measures how long 4 members on one host take to reconfigure, and how soon all learn of an abort or a death.
 
 `-s` prints the figures: the best and the median, in ms. It needs torch 2.15 or newer.
 """
@@ -27,10 +27,10 @@ MEMBERS, ROUNDS, DEATHS = 4, 30, 5
 PLACES = {"first": 0, "middle": 1, "last": 3}
 
 ASKED_S = 0.1 if QUIET else 0.3
-"""Of the median, for each of them."""
+"""The highest median allowed, in seconds, for each of these times."""
 
 INSIDE_S = 0.1
-"""For members to be inside of what hangs."""
+"""Seconds that members get to enter the call that hangs."""
 
 MEMBER = """
 import torch, torch.distributed as dist
@@ -75,7 +75,7 @@ def tell(worker: Worker, **order: Any) -> None:
 
 
 class Line:
-    """Members in the order of their ranks, and those that were."""
+    """The members in rank order, and the former members."""
 
     def __init__(self, backend: str, path: Path) -> None:
         self._backend, self._path = backend, path
@@ -96,16 +96,16 @@ class Line:
             self._handles[worker] = worker.expect("handle", 120.0)["handle"]
 
     def reconfigure(self) -> float:
-        """Seconds from the first call of it to the last return."""
+        """Reconfigures; returns the seconds from the first member's call to the last one's return."""
         self._uuid += 1
         for worker in self.members:
             tell(worker, do="reconfigure", uuid=self._uuid, handles=[self._handles[each] for each in self.members])
         made = [worker.expect("made", 60.0) for worker in self.members]
-        self._handles.update(zip(self.members, (each["handle"] for each in made), strict=True))  # Gloo's are new ones
+        self._handles.update(zip(self.members, (each["handle"] for each in made), strict=True))  # Gloo's are new
         return max(each["ended"] for each in made) - min(each["began"] for each in made)
 
     def errors(self, since: float, rest: list[Worker]) -> list[float]:
-        """Seconds until each of these had its typed error."""
+        """Returns the seconds from `since` until each of the workers in `rest` had its typed error."""
         found = []
         for worker in rest:
             while (event := worker.expect_any(60.0))["event"] == "rolling":
@@ -122,7 +122,7 @@ class Line:
 
 @contextmanager
 def line(backend: str = "paceline") -> Iterator[Line]:
-    """Skips where torch has no such interface."""
+    """Starts the members for the block; skips the test if torch has no reconfiguration."""
     try:
         known = tuple(map(int, version("torch").split(".")[:2])) >= (2, 15)
     except PackageNotFoundError:

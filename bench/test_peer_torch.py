@@ -1,8 +1,8 @@
-"""torch's own DDP and `fully_shard` on the backend "paceline" beside "gloo": the same script, in the same processes.
+"""Compares torch's DDP and `fully_shard` on the backends "paceline" and "gloo", in the same script and processes.
 
-All take turns, a step each, with the bare model among them, so that what else the machine does falls on all alike. Two
-more show what the backend can reach at best: DDP that communicates nothing, and DDP that sums as many bytes in memory
-of the group, where nothing is copied in or out.
+All variants and the bare model take turns, a step each, so that other load on the machine affects all alike. Two more
+variants show what the backend can reach at best: DDP that communicates nothing, and DDP that sums as many bytes in
+memory of the group, where nothing is copied in or out.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
 ROUNDS = 15
 
 MOST_OVER_NO_COMMUNICATION = 0.12
-"""Asked; 0.18 to 0.33 were found (Gloo 0.23 to 0.51, sums alone 0.17 to 0.26). It is held with QUIET=1, else that it is
-not much above Gloo."""
+"""The required limit; 0.18 to 0.33 was measured (Gloo 0.23 to 0.51, sums alone 0.17 to 0.26). The test asserts it with
+QUIET=1; otherwise it also accepts figures not much above Gloo's."""
 
 CODE = """
 from torch import nn
@@ -79,7 +79,7 @@ dist.destroy_process_group()
 
 
 def steps(world: int, kind: str, batch: int) -> dict[str, list[float]]:
-    """Seconds of each step at rank 0, by way."""
+    """Returns the seconds of each step at rank 0, by variant."""
     need_peers()
     with torch_ranks(world, CODE.format(kind=kind, rounds=ROUNDS, batch=batch), PACELINE_FLIGHT_DIR="off") as started:
         told = [worker.expect("times", 600) for worker in started]
@@ -87,7 +87,7 @@ def steps(world: int, kind: str, batch: int) -> dict[str, list[float]]:
 
 
 def over(times: dict[str, list[float]], way: str, base: str) -> float:
-    """By how much a step takes longer than one in the same round, median."""
+    """Returns the median fraction by which a step takes longer than the base's step in the same round."""
     return statistics.median(a / b for a, b in zip(times[way], times[base], strict=True)) - 1
 
 
@@ -97,7 +97,7 @@ def told(what: str, times: dict[str, list[float]], ways: Sequence[str]) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_torch_s_ddp(world: int) -> None:
-    """12.6 M parameters, one core for each rank or less."""
+    """12.6 M parameters, at most one core per rank."""
     times = steps(world, "ddp", 128)
     told(f"torch's DDP, W={world}", times, ("alone", "paceline", "gloo"))
     mine, gloos = over(times, "paceline", "alone"), over(times, "gloo", "alone")

@@ -1,4 +1,4 @@
-"""What a step of `paceline.torch.DDP` costs beside the same step without communication. `-s` prints the figures."""
+"""Measures a step of `paceline.torch.DDP` beside the same step without communication. `-s` prints the figures."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ LAYERS, WIDTH, BATCH = 12, 1024, 128
 ROUNDS = 25
 
 MOST_OVER_NO_COMMUNICATION = 0.08
-"""Most that communication may add, as a part of the step without it."""
+"""The most that communication may add, as a fraction of the step without it."""
 NOISE = 0.03 if QUIET else 0.10
-"""The same figure of two runs differs by so much."""
+"""How much the same figure differs between two runs."""
 
 CODE = f"""
 import torch, paceline.torch
@@ -61,7 +61,7 @@ with paceline.join() as session:
 """
 
 Times = dict[str, list[tuple[float, float]]]
-"""Milliseconds of each step by way: (wall clock of the slower rank, CPU time of a rank)."""
+"""Milliseconds of each step by way: (wall clock of the slowest rank, mean CPU time of a rank)."""
 
 
 def measured(world: int) -> Times:
@@ -79,13 +79,13 @@ def measured(world: int) -> Times:
 
 
 def over(times: Times, way: str, beside: str, column: int) -> float:
-    """What a way takes more, as a part: the median of pairs."""
+    """Returns the median, over pairs of steps, of the fraction that a way takes more than `beside`."""
     return statistics.median(b[column] / a[column] - 1 for a, b in zip(times[beside], times[way], strict=True))
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_what_communication_adds_to_a_step(world: int) -> None:
-    """One core for each rank, or less: whatever links and reduction take, the matrix products do not have."""
+    """With at most one core per rank, links and reduction take their CPU time from the matrix products."""
     need_peers()
     times = measured(world)
     print(f"\nW={world}; over the unwrapped module, and over DDP alone, by the wall clock and by CPU time:")
@@ -93,6 +93,6 @@ def test_what_communication_adds_to_a_step(world: int) -> None:
         wall, cpu = (statistics.median(column) for column in zip(*found, strict=True))
         more = [over(times, way, beside, column) for beside in ("unwrapped", "alone") for column in (0, 1)]
         print(f"  {way:<10} {wall:5.0f} ms  CPU {cpu:5.0f} ms  {' '.join(f'{part:+6.1%}' for part in more)}")
-    # By either clock: what else the machine does lengthens one, and a cold cache the other.
+    # One of the two clocks is enough: other load lengthens the wall clock, and a cold cache the CPU time.
     added = min(over(times, "DDP", "alone", column) for column in (0, 1))
     assert added <= MOST_OVER_NO_COMMUNICATION + NOISE

@@ -1,4 +1,4 @@
-"""How soon elastic training goes on after a kill, over each kind of link."""
+"""Measures how soon elastic training continues after a kill, over each kind of link."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KILLS = 5
 
 
 def test_a_faster_link_recovers_as_soon(tmp_path: Path) -> None:
-    """Median of some kills each: to the next committed step, over shm and tcp beside gRPC."""
+    """Compares shm and tcp with gRPC by the median time from a kill to the next committed step."""
     medians = {}
     for kind in ("grpc", "tcp", "shm"):
         folder = tmp_path / kind
@@ -31,7 +31,7 @@ def test_a_faster_link_recovers_as_soon(tmp_path: Path) -> None:
 
 
 def recoveries(folder: Path, kind: str) -> list[float]:
-    """Seconds from SIGKILL of one of four to the first commit of all others in another generation, several times."""
+    """Kills one of four several times; returns the seconds until all others first commit in another generation."""
     found = []
     with cluster(folder, least=2, total=100_000, hidden=HIDDEN) as c:
         c.environment["PACELINE_LINKS"] = kind
@@ -50,12 +50,12 @@ def recoveries(folder: Path, kind: str) -> list[float]:
 
 
 def alive(c: Cluster) -> list[Trainer]:
-    """Who trains."""
+    """Returns the workers whose processes run."""
     return [trainer for trainer in c.trainers if trainer.process.poll() is None]
 
 
 def wait_for_world(c: Cluster, size: int) -> None:
-    """Until all who live have committed a step in a view of that size."""
+    """Waits until all live workers have committed a step in one view of that size."""
 
     def settled() -> bool:
         views = [trainer.of("view")[-1] for trainer in alive(c) if trainer.of("view")]
@@ -67,7 +67,7 @@ def wait_for_world(c: Cluster, size: int) -> None:
 
 
 def commit_after(trainer: Trainer, generation: int) -> float:
-    """When this member heard of a commit in a generation after that one; 0.0 for not yet."""
+    """Returns when this member learned of a commit in a generation after `generation`; 0.0 for not yet."""
     began = next((e["at"] for e in trainer.of("attempt") if e["generation"] > generation), None)
     if began is None:
         return 0.0

@@ -1,6 +1,6 @@
-"""How soon a failed worker is replaced under `paceline run --restarts`, with a spare process and without one.
+"""Measures how soon `paceline run --restarts` replaces a failed worker, with a spare process and without one.
 
-From SIGKILL to the first line of the script in the new process. With torch where it is installed.
+The time is from SIGKILL to the first line of the script in the new process; also with torch if it is installed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SCRIPT = """
 
 
 def replaced_in(folder: Path, imports: str, spares: int) -> float:
-    """Seconds to the first replacement; where there is a spare, the kill waits until it is ready."""
+    """Returns the seconds until the first replacement runs; with a spare, it kills only once the spare is ready."""
     folder.mkdir()
     job = Job(folder, SCRIPT, package=f"import paceline._elastic, paceline._elastic.join, {imports}")
     run = ("run", "--coordinator", "127.0.0.1:1", "--restarts", "1", "--spares", str(spares), str(job.script))

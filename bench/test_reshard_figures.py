@@ -1,4 +1,4 @@
-"""How soon a state that is spread is cut anew, between real processes. `-s` prints the figures."""
+"""Measures how soon a sharded state is resharded, between real processes. `-s` prints the figures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.alone]
 
 
 def test_one_of_four_is_drained() -> None:
-    """W=4 to W=3 with 1 GB, all of it: notice, meeting, taking, view and word, from the last commit to the next."""
+    """W=4 to W=3 with 1 GB, from the last commit to the next: notice, meeting, transfer, view and step word."""
     with coordinator() as address, job(address, 4) as started:
         for _, pipe in started:
             assert pipe.poll(60)
@@ -32,7 +32,7 @@ def test_one_of_four_is_drained() -> None:
 
 
 def test_three_of_four_take_what_they_lack() -> None:
-    """The taking alone: three take what they lack of their new thirds, and the fourth gives until they have it."""
+    """Measures the transfer alone: three members fetch what they lack of their new thirds, also from the fourth."""
     seconds = []
     with line(4) as (pipes, ports):
         for _ in range(5):
@@ -50,7 +50,7 @@ def test_three_of_four_take_what_they_lack() -> None:
 
 
 def test_one_shard_is_moved() -> None:
-    """What a joiner takes in place of one who died, from the only one who holds it: 250 MB."""
+    """A newcomer fetches a dead member's shard of 250 MB from the only member that holds it."""
     seconds = []
     with line(4) as (pipes, ports):
         for _ in range(5):
