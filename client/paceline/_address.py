@@ -18,10 +18,10 @@ from paceline.errors import CoordinatorUnreachable, LinkUnavailable, PacelineErr
 __all__ = ["DEFAULT_PORT", "Endpoint", "is_refused", "knock", "listening_host", "parse_endpoint", "reachable_endpoint"]
 
 DEFAULT_PORT = 7400
-"""Where a coordinator listens unless told otherwise."""
+"""Default port of a coordinator."""
 
 _SLOW, _RETRY, _KNOCK = 0.7, 0.5, 1.0
-"""Seconds until a look-up is slow enough to be spoken of, between two tries, and for an address to answer."""
+"""Seconds: until a look-up is reported as slow, between two tries, and for an address to answer."""
 
 _IPV6_ADDR_PREFERENCES, _IPV6_PREFER_SRC_PUBLIC = 72, 2
 
@@ -38,7 +38,7 @@ class Endpoint:
 
     @property
     def ip(self) -> str | None:
-        """The host in the one way to write an IP address; None if it is a name."""
+        """The host as an IP address in canonical form; None if it is a name."""
         try:
             return str(ipaddress.ip_address(self.host))
         except ValueError:
@@ -46,7 +46,7 @@ class Endpoint:
 
     @property
     def is_loopback(self) -> bool:
-        """True if only this machine can reach it."""
+        """True if only this machine can reach the endpoint."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -54,10 +54,10 @@ class Endpoint:
 
 
 def parse_endpoint(text: str, *, default_port: int | None = None) -> Endpoint:
-    """Reads "host:port", "[::1]:port", or "host" where a default port is given.
+    """Parses "host:port", "[::1]:port", or "host" if a default port is given.
 
     Raises:
-        ValueError: the text is not of that form; it says what is wrong.
+        ValueError: the text has another form; the error says what is wrong.
     """
     host, colon, port = text.rpartition(":")
     if (not colon or "]" in port) and default_port is not None:
@@ -76,7 +76,7 @@ def parse_endpoint(text: str, *, default_port: int | None = None) -> Endpoint:
 
 
 def _is_name(host: str) -> bool:
-    """True if a resolver can be asked for it: no label is empty or too long, and nothing in it ends a name."""
+    """Returns True if a resolver accepts the name: no label is empty or too long, and no character ends a name."""
     try:
         return host.isprintable() and not set(host) & set(" /@") and bool(host.encode("idna"))
     except UnicodeError:
@@ -86,23 +86,23 @@ def _is_name(host: str) -> bool:
 async def reachable_endpoint(
     coordinator: Endpoint, advertise: str | None, timeout: float = 0.0, say: Callable[[str], None] = lambda _: None
 ) -> Endpoint:
-    """Where peers can reach this worker.
+    """Returns the endpoint at which peers can reach this worker.
 
-    `advertise` if given; otherwise the address of the interface that leads to the coordinator: whoever reaches the
-    coordinator reaches that network. A coordinator on loopback keeps the worker on loopback. Where the coordinator has
-    several addresses that interfaces of their own lead to, the one at which it answers counts.
+    This is `advertise` if given, else the address of the interface that leads to the coordinator: a peer that reaches
+    the coordinator reaches that network. With a coordinator on loopback the worker stays on loopback. If the
+    coordinator has several addresses, reached through different interfaces, the one at which it answers counts.
 
-    The coordinator's name may appear later than this worker (a container that starts beside it), and so may the name
-    that is advertised: both are looked up again and again.
+    The coordinator's name may appear later than this worker (a container that starts beside it), and so may the
+    advertised name: both are looked up repeatedly.
 
     Args:
-        coordinator: its address.
-        advertise: host or host:port, None to find it.
-        timeout: seconds to go on trying; 0 for one try.
-        say: is told what is in the way, in a sentence, within a second and whenever it is something else.
+        coordinator: the coordinator's address.
+        advertise: host or host:port; None to find it.
+        timeout: seconds to keep trying; 0 for one try.
+        say: called with a sentence about the problem, within a second and again when the problem changes.
 
     Raises:
-        ValueError: `advertise` is malformed, or the address that leads to the coordinator is of use on one cable only.
+        ValueError: `advertise` is malformed, or the address that leads to the coordinator is link-local.
         CoordinatorUnreachable: the coordinator's host name does not resolve, no route leads to it, or it has several
             addresses and answers at none.
         LinkUnavailable: the advertised name does not resolve.
@@ -131,10 +131,11 @@ async def reachable_endpoint(
 
 
 def listening_host(own: Endpoint, advertise: str | None) -> str:
-    """Where a worker of that address listens.
+    """Returns the host at which a worker with this address listens.
 
-    There, unless it was told to advertise it: what it tells peers may be an address of another machine that leads here,
-    so it listens on all interfaces then, by IPv6 and IPv4. On loopback it stays there.
+    This is the worker's own address, unless it was told to advertise it: that may be an address of another machine
+    that forwards to this one, so the worker then listens on all interfaces, by IPv6 and IPv4. On loopback it stays on
+    loopback.
     """
     if not advertise:
         return own.host
@@ -144,27 +145,27 @@ def listening_host(own: Endpoint, advertise: str | None) -> str:
 
 
 async def is_refused(endpoint: Endpoint, timeout: float) -> bool:
-    """True if a host is there and says that nobody listens on the port: the process is gone, not slow.
+    """Returns True if the host answers that no process listens on the port: the process is gone, not slow.
 
-    False where nothing is proved: the name does not resolve, the host cannot be reached, or the time is over.
+    False if nothing is proved: the name does not resolve, the host cannot be reached, or the timeout passed.
 
     Raises:
-        OSError: as `knock`.
+        OSError: as for `knock`.
     """
     return await knock(endpoint, timeout) is False
 
 
 async def knock(endpoint: Endpoint, timeout: float) -> bool | None:
-    """Whether somebody listens there: True at any of its addresses, False if all of them refuse the connection.
+    """Checks whether a process listens: True at any of the host's addresses, False if all refuse the connection.
 
-    None where nothing is known: the name does not resolve, the host cannot be reached, or it does not answer in time.
+    None if nothing is known: the name does not resolve, the host cannot be reached, or it does not answer in time.
 
     Args:
-        endpoint: where.
-        timeout: seconds, for its name and its addresses; the addresses have 1 s of it at most.
+        endpoint: the endpoint to check.
+        timeout: seconds for the look-up and the addresses; the addresses get at most 1 s of it.
 
     Raises:
-        OSError: this process has no descriptor left to ask with, which says nothing about the other side.
+        OSError: this process has no descriptor left, which says nothing about the other side.
     """
     try:
         async with asyncio.timeout(timeout):
@@ -178,7 +179,7 @@ async def knock(endpoint: Endpoint, timeout: float) -> bool | None:
 
 
 class _Patience:
-    """For how long to try, and what was said so far."""
+    """Tracks the time left for tries, and the last problem that was reported."""
 
     def __init__(self, timeout: float, say: Callable[[str], None]) -> None:
         self._start = time.monotonic()
@@ -187,7 +188,7 @@ class _Patience:
         self._said = ""
 
     async def look_up(self, host: str) -> Found:
-        """As `lookup.look_up_within`, for the time that is left."""
+        """Calls `_lookup.look_up_within` with the time that is left."""
         patient = asyncio.get_running_loop().call_later(
             _SLOW, lambda: self.say(f"the name {host!r} is being looked up: the resolver has not answered yet")
         )
@@ -197,10 +198,10 @@ class _Patience:
             patient.cancel()
 
     async def wait(self, problem: PacelineError) -> None:
-        """Says what is in the way and waits until the next try.
+        """Reports the problem and waits until the next try.
 
         Raises:
-            PacelineError: the time is over.
+            PacelineError: no time is left; this is the problem itself.
         """
         left = self._start + self._timeout - time.monotonic()
         if left <= 0:
@@ -209,14 +210,14 @@ class _Patience:
         await asyncio.sleep(min(_RETRY, left))
 
     def say(self, text: str) -> None:
-        """Says it, if it is new."""
+        """Reports a text, if it differs from the last one."""
         if text != self._said:
             self._said = text
             self._say(text)
 
 
 async def _way_to(port: int, found: Found) -> str:
-    """The address of this host on the way to one of the addresses."""
+    """Returns the address of this host's interface that leads to one of the addresses."""
     ways: dict[str, tuple[Any, ...]] = {}
     problem = OSError("it has no address")
     for family, target in found:
@@ -238,7 +239,7 @@ def _source(family: socket.AddressFamily, target: tuple[Any, ...]) -> str:
     # A connected UDP socket sends nothing; it only asks the routing table.
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         if family == socket.AF_INET6:
-            with suppress(OSError):  # a temporary address would go away under a long run (RFC 5014; linux/in6.h)
+            with suppress(OSError):  # a temporary address would expire during a long run (RFC 5014; linux/in6.h)
                 probe.setsockopt(socket.IPPROTO_IPV6, _IPV6_ADDR_PREFERENCES, _IPV6_PREFER_SRC_PUBLIC)
         probe.connect(target)
         own = str(probe.getsockname()[0])
@@ -251,7 +252,7 @@ def _source(family: socket.AddressFamily, target: tuple[Any, ...]) -> str:
 
 
 async def _answers(target: tuple[Any, ...], port: int) -> bool | None:
-    """True if somebody listens there, False if the connection is refused, None if nothing is known in time."""
+    """Returns True if a process listens there, False if the connection is refused, None if neither shows in time."""
     try:
         async with asyncio.timeout(_KNOCK):
             scope = f"%{target[3]}" if target[3:] and target[3] else ""

@@ -1,6 +1,6 @@
 """The layout of arrays in collectives: any NumPy array as a flat, contiguous one in native byte order; and its bytes.
 
-Which dtypes can be sent is the table of `signature.py`.
+The table in `_signature.py` says which dtypes can be sent.
 
 Shapes: N elements in all; B = N * itemsize bytes.
 """

@@ -1,4 +1,4 @@
-"""grpc, set up safely before it is imported: the package imports it from here only.
+"""Sets up grpc safely before importing it; the package imports grpc only from here.
 
 Fork support is switched off before grpc is first imported: with it on, a forked child of a process with a live aio
 stream crashed in 4 of 6 runs (grpcio 1.85.1). `_fork.py` does what the child needs instead.
@@ -26,7 +26,7 @@ EOF: object = aio.EOF  # type: ignore[attr-defined]  # not in grpc-stubs
 
 
 def hold_aio() -> None:
-    """Keeps grpc.aio running for as long as the process lives; to be called on the loop that it serves.
+    """Keeps grpc.aio running for as long as the process lives; call it on the loop that grpc.aio uses.
 
     Otherwise it shuts down when its last object is freed, in whichever thread frees it (a traceback may hold a channel,
     for example). It then closes the socket by which its poller wakes the loop, while the loop still reads from it:

@@ -1,7 +1,7 @@
 """Keeps the stack trace of Ctrl-C off the screen in a script that has called `join`, as `paceline run` does.
 
-Only an interrupt that no code caught is concerned, and the process still ends by SIGINT, as shells expect. A hook that
-other code has set stays, and interactive sessions are left alone. PACELINE_TRACEBACK=1 shows the trace.
+This affects only an interrupt that no code caught, and the process still ends by SIGINT, as shells expect. A hook that
+other code has set stays, and interactive sessions do not change. PACELINE_TRACEBACK=1 shows the trace.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Look-ups of host names, each on a thread of its own: nothing waits for a slow resolver but whoever asked it.
+"""Looks up host names, each on a thread of its own, so that a slow resolver delays only the callers that asked it.
 
 A resolver can stall for many seconds, and cannot be interrupted: in a container network a look-up of a name whose
-container has just died takes 5 to 10 s. asyncio would run it in the pool that transfers of state use too, so that a few
-such names held them up, and would wait for it when the process ends. Here each name has a daemon thread while it is
-looked up, and all who ask for it meanwhile share the answer; whoever gives up waiting takes it from nobody.
+container has just died takes 5 to 10 s. asyncio would run it in the pool that transfers of state use too, so a few such
+names would hold them up, and asyncio would wait for it when the process ends. Here each name has a daemon thread while
+it is looked up. All callers that ask for the name meanwhile share the answer, and one that stops waiting does not
+cancel it for the others.
 
-A question that is lost costs half a second: glibc asks a name server again after 5 s (resolv.conf(5), `timeout`), and
-for so long a host whose network is back would know nobody. While somebody waits for an answer, another thread asks anew
-each half second; the first answer counts, a name server's trouble too.
+A lost query costs half a second. glibc asks a name server again only after 5 s (resolv.conf(5), `timeout`); until then
+a host whose network is back could resolve no name. So while a caller waits, another thread asks again each half second.
+The first answer counts, even if it says that the name server is in trouble.
 """
 
 from __future__ import annotations
@@ -23,36 +24,36 @@ from typing import Any
 __all__ = ["Found", "look_up", "look_up_all", "look_up_within"]
 
 Found = list[tuple[socket.AddressFamily, tuple[Any, ...]]]
-"""Addresses in the order in which they should be tried: family, and what sockets take, with port 0."""
+"""Addresses in the order in which to try them: family, and the address as sockets take it, with port 0."""
 
 _AT_ONCE = 32
-"""So many names of one list are looked up at a time."""
+"""Most names of one list that are looked up at a time."""
 
 _AGAIN_S = 0.5
-"""Between two questions for one name."""
+"""Seconds between two queries for one name."""
 
 _SILENCE_S = 4.5
-"""Who says after so long that the name server is in trouble has not heard from it: glibc waits for 5 s, or for less if
-told so; then silence counts as a word, and whoever waits asks again."""
+"""A query that reports trouble of the name server after more seconds than this got no answer: glibc waits for 5 s. If
+it is configured to wait for less, silence counts as an answer, and the callers ask again."""
 
 _THREADS = 12
-"""So many ask for one name at a time: the first asks its name server again when the last has begun."""
+"""Most threads that query one name at a time: when the last starts, glibc repeats the query of the first."""
 
 
 async def look_up(host: str, *, again: bool = True) -> Found:
-    """The addresses of a host. An IP literal is its own, and needs no thread.
+    """Returns the addresses of a host. An IP literal is its own address, and needs no thread.
 
     Args:
-        host: its name, or an IP address.
-        again: whether to ask anew while there is no answer.
+        host: the host's name, or an IP address.
+        again: whether to ask again while there is no answer.
 
     Raises:
-        OSError: the name does not resolve; `socket.gaierror` says whether it is unknown or the resolver in trouble.
+        OSError: the name does not resolve; `socket.gaierror` says if it is unknown or the resolver is in trouble.
     """
     try:
         return _resolve(host, socket.AI_NUMERICHOST)
     except socket.gaierror:
-        pass  # a name
+        pass  # it is a name
     with _lock:
         question = _under_way.setdefault(host, _Question(host))
         question.ask()
@@ -67,10 +68,10 @@ async def look_up(host: str, *, again: bool = True) -> Found:
 
 
 async def look_up_within(host: str, timeout: float) -> Found:
-    """As `look_up`, for so many seconds.
+    """Calls `look_up`, for at most `timeout` seconds.
 
     Raises:
-        OSError: there is no answer, or none with an address; its text says whose name that is.
+        OSError: there is no answer, or none with an address; the text contains the name.
     """
     try:
         async with asyncio.timeout(timeout):
@@ -82,7 +83,7 @@ async def look_up_within(host: str, timeout: float) -> Found:
 
 
 async def look_up_all(hosts: Iterable[str]) -> dict[str, set[str]]:
-    """The IP addresses of each host; none for a name that does not resolve."""
+    """Returns the IP addresses of each host; an empty set for a name that does not resolve."""
     turn = asyncio.Semaphore(_AT_ONCE)
 
     async def addresses(host: str) -> set[str]:
@@ -97,21 +98,21 @@ async def look_up_all(hosts: Iterable[str]) -> dict[str, set[str]]:
 
 
 class _Question:
-    """For the addresses of a name, from the first who asks until there is an answer.
+    """The look-up of one name, from the first caller that asks until there is an answer.
 
     Attributes:
-        answer: the first; silence is one when no other thread asks any more.
+        answer: the first answer; silence counts as one when no other thread is asking.
     """
 
     def __init__(self, host: str) -> None:
         self.answer: Future[Found] = Future()
-        self.answer.set_running_or_notify_cancel()  # whoever stops waiting must not take it from the others
+        self.answer.set_running_or_notify_cancel()  # a caller that stops waiting must not cancel it for the others
         self._host = host
         self._threads = 0
         self._asked_at = float("-inf")
 
     def ask(self) -> None:
-        """Puts the question, if that was not done just now. The caller holds the lock."""
+        """Asks on another thread, unless one asked just now. The caller holds the lock."""
         now = time.monotonic()
         if self.answer.done() or self._threads == _THREADS or now - self._asked_at < _AGAIN_S:
             return
@@ -119,7 +120,7 @@ class _Question:
         self._threads += 1
         try:
             threading.Thread(target=self._run, args=(now,), name="paceline-lookup", daemon=True).start()
-        except RuntimeError as error:  # this user or container may have no more of them
+        except RuntimeError as error:  # this user or container has reached its limit of threads
             self._threads -= 1
             if not self._threads:
                 self._answer_with(OSError(f"no thread is left to ask: {error}"))
@@ -128,7 +129,7 @@ class _Question:
         found: Found | BaseException
         try:
             found = _resolve(self._host, 0)
-        except BaseException as error:  # noqa: BLE001  whoever waits shall hear of it, whatever it is
+        except BaseException as error:  # noqa: BLE001  all waiting callers get the error, whatever it is
             found = error
         silence = isinstance(found, socket.gaierror) and found.errno == socket.EAI_AGAIN
         silence = silence and time.monotonic() - began > _SILENCE_S
@@ -152,6 +153,6 @@ _under_way: dict[str, _Question] = {}
 def _resolve(host: str, flags: int) -> Found:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=flags)
-    except ValueError as error:  # no name at all: a label is empty or too long, or there is a null character
+    except ValueError as error:  # not a name: a label is empty or too long, or there is a null character
         raise socket.gaierror(socket.EAI_NONAME, f"{error}") from None
     return [(family, target) for family, _, _, _, target in found]

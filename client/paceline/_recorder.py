@@ -1,6 +1,6 @@
-"""The flight recorder: a member's last operations, which show after a failure who did what, and when.
+"""The flight recorder: a member's last operations, which show after a failure which member did what, and when.
 
-This module says what is recorded and how it reads; `_session/flight.py`, where that is written, and when. Every
+This module defines records and their format; `_session/flight.py` decides where and when they are written. Every
 operation is recorded, so recording is cheap: it stores a few references, parses nothing and takes no lock. A lock could
 deadlock: a signal handler may take a snapshot at any instant, even while the thread that it interrupts is recording.
 
@@ -86,7 +86,7 @@ class Entry:
         """Records that the operation is over; later calls do nothing.
 
         Args:
-            error: the operation's error, of which type and text are kept.
+            error: the operation's error; the record keeps its type and text.
         """
         if self._ended is None:
             if error is not None:

@@ -1,4 +1,4 @@
-"""Calls to coordinators and doors: options of channels, the typed error of a failed call, and when to try again."""
+"""Calls to coordinators and doors: channel options, the typed error of a failed call, and when to try again."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ __all__ = [
 ]
 
 _BACKOFF_FIRST, _BACKOFF_MOST = 0.05, 1.0
-"""Seconds from one attempt to the next: doubled each time, with jitter."""
+"""First and longest pause between attempts, in seconds; it doubles each time, with jitter."""
 
 _PAUSE, _TRY = "grpc.max_reconnect_backoff_ms", "grpc.min_reconnect_backoff_ms"
-"""The longest pause between two tries to connect; and, whatever it is called, the time that one may take (grpc's
-doc/connection-backoff.md): a far or busy host needs it, above all for TLS."""
+"""The longest pause between two tries to connect, and, despite its name, the time that one try may take (grpc's
+doc/connection-backoff.md): a distant or busy host needs it, above all for TLS."""
 
 _LONGEST_TRY_MS = 2000
 
@@ -41,30 +41,30 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.dns_min_time_between_resolutions_ms", 500),
     ("grpc.enable_http_proxy", 0),
 ]
-"""Of a channel for a few calls. grpc's own backoff grows to 120 s, which no recovery can wait for, and it would look
-for a coordinator that has moved to another address once in 30 s."""
+"""Options of a channel for a few calls. grpc's own backoff grows to 120 s, which is too long for a recovery, and grpc
+would look up a coordinator that has moved to another address only once in 30 s."""
 
 
 def call_options(seconds: float) -> list[tuple[str, int]]:
-    """Options of a channel for one call of so many seconds: half of them are for a try to connect, at most.
+    """Returns options of a channel for one call of this many seconds; a try to connect may take half of them.
 
-    So there is time left to hear from grpc why it failed.
+    So grpc has time left to report why it failed.
     """
     longest = max(100, min(_LONGEST_TRY_MS, round(seconds * 500)))
     return [(name, longest if name == _TRY else value) for name, value in CHANNEL_OPTIONS]
 
 
 def channel_options(failure_timeout: float, *, alone: bool = False) -> list[tuple[str, int]]:
-    """Options of a channel whose connection ends when the other host has acknowledged nothing for that long.
+    """Returns options of a channel whose connection ends after the other host has acknowledged nothing for that long.
 
-    With a keepalive timeout gRPC sets TCP_USER_TIMEOUT. Its pings are not wanted: a peer that is only busy answers them
-    late, and one that sees many of them closes the connection.
+    With a keepalive timeout gRPC sets TCP_USER_TIMEOUT. Pings are an hour apart: a peer that is only busy answers them
+    late, and a peer that gets many of them closes the connection.
 
     Args:
         failure_timeout: seconds.
         alone: the channel shares nothing with others, so it tries to connect at once.
     """
-    pause = max(100, min(1000, round(failure_timeout * 1000 / 6)))  # a member that comes back late is taken for lost
+    pause = max(100, min(1000, round(failure_timeout * 1000 / 6)))  # a member that reconnects late counts as lost
     limits = {_PAUSE: pause, _TRY: max(100, min(_LONGEST_TRY_MS, round(failure_timeout * 1000 / 3)))}
     reconnect = [(name, limits.get(name, value)) for name, value in CHANNEL_OPTIONS]
     silence = [("grpc.keepalive_time_ms", 3_600_000), ("grpc.keepalive_timeout_ms", round(failure_timeout * 1000))]
@@ -96,28 +96,28 @@ _TYPES: dict[int, type[errors.PacelineError]] = {
 
 
 def error_type(reason: int) -> type[errors.PacelineError]:
-    """The exception that a reason stands for; the root of the tree for one that is new to this version."""
+    """Returns the exception class of a reason; the base class for a reason that this version does not know."""
     return _TYPES.get(reason, errors.PacelineError)
 
 
 def error_from_status(error: aio.AioRpcError, doing: str) -> errors.PacelineError:
-    """The typed error that a failed call stands for.
+    """Returns the typed error of a failed call.
 
     Args:
-        error: what grpc raised.
-        doing: the call in words, for statuses that are not Paceline's own.
+        error: the error that grpc raised.
+        doing: describes the call, for statuses that do not come from Paceline.
     """
     name = _reason(error)
     if name is not None:
         reason = ErrorReason.Value(name) if name in ErrorReason.keys() else 0  # noqa: SIM118  # not a dict
         kind, text = error_type(reason), error.details() or name
         if issubclass(kind, (errors.NotAuthenticated, errors.NotPermitted)):
-            text = f"{doing}: {text}"  # whose tokens, is the question
+            text = f"{doing}: {text}"  # so that the text says which call had the wrong token
         return kind(text)
     text = f"{doing}: {error.details() or error.code().name}"
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.OperationTimeout(text)
-    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:  # grpc's own word for a message that is too long
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:  # grpc's status for a message that is too long
         return errors.LimitExceeded(text)
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         return errors.CoordinatorUnreachable(f"{doing}: a gRPC server answers there, but it is no Paceline coordinator")
@@ -125,24 +125,23 @@ def error_from_status(error: aio.AioRpcError, doing: str) -> errors.PacelineErro
 
 
 def _reason(error: aio.AioRpcError) -> str | None:
-    """The name of Paceline's reason for a refusal; None if the status holds none that can be read."""
+    """Returns the name of Paceline's reason for a refusal; None if the status has no readable one."""
     info = error_details_pb2.ErrorInfo()
     try:
-        status = rpc_status.from_call(error)  # type: ignore[arg-type]  # an AioRpcError has what is read of a Call
+        status = rpc_status.from_call(error)  # type: ignore[arg-type]  # an AioRpcError has the parts of a Call that are read
         for detail in status.details if status is not None else ():
             if detail.Unpack(info) and info.domain == ERROR_DOMAIN:
                 return f"ERROR_REASON_{info.reason}"
-    except (ValueError, DecodeError):  # details that contradict the status, or are none: no Paceline answers there
+    except (ValueError, DecodeError):  # details contradict the status or are invalid: not Paceline
         return None
     return None
 
 
 def is_transient(error: aio.AioRpcError) -> bool:
-    """True if the same call may succeed later: the other side is away, starting or stopping, or bytes have changed.
+    """Returns True if the call may succeed later: the other side is away, starting or stopping, or bytes were damaged.
 
-    UNKNOWN ("Stream removed") and INTERNAL ("Internal error from Core", where a write found it out first) are what grpc
-    itself says of a stream whose connection was lost; no coordinator says them. DATA_LOSS is said of a message that has
-    changed on the way.
+    grpc itself reports UNKNOWN ("Stream removed") or INTERNAL ("Internal error from Core", if a write fails first) for
+    a stream whose connection was lost; no coordinator does. DATA_LOSS means that a message was changed on the way.
     """
     return error.code() in _TRANSIENT
 
@@ -159,7 +158,7 @@ _TRANSIENT = frozenset(
 
 
 def backoff(attempt: int) -> float:
-    """Seconds to wait before an attempt that follows so many others."""
+    """Returns the seconds to wait before an attempt that follows `attempt` others."""
     return random.uniform(0.5, 1.0) * min(_BACKOFF_MOST, _BACKOFF_FIRST * 2.0 ** min(attempt, 10))
 
 
@@ -167,7 +166,7 @@ _CENTURY = 3.15e9
 
 
 def duration(seconds: float) -> Duration:
-    """Seconds as a protobuf Duration; a century stands for what is longer."""
+    """Returns seconds as a protobuf Duration, at most a century."""
     result = Duration()
     result.FromNanoseconds(round(min(seconds, _CENTURY) * 1e9))
     return result

@@ -1,7 +1,7 @@
 """Signatures: descriptions of operations, which members compare before they trust each other's bytes.
 
-This module has their text form, and the checked way back to a dtype and a shape. Nothing is evaluated (I9): dtypes come
-from a table and numbers from digits, and both are limited.
+This module defines their text form, and parses it back to a dtype and a shape with checks. Nothing is evaluated (I9):
+dtypes come from a table and numbers from digits, and both are limited.
 
     all_reduce op=sum float32[1024,3]        kind, detail, dtype, shape
     barrier                                  no array is sent
@@ -46,7 +46,7 @@ class Signature(NamedTuple):
         kind: the operation's name: "all_reduce", "send", ...
         detail: its arguments, "op=sum"; empty for none.
         dtype: the array's dtype; None if no array is sent, or if the sender decides.
-        shape: the array's shape; None if `dtype` is.
+        shape: the array's shape; None if `dtype` is None.
     """
 
     kind: str
@@ -94,7 +94,7 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
     """Returns the name of a dtype in signatures.
 
     Raises:
-        UnsupportedOp: it cannot be sent: objects, text, dates, records, long double.
+        UnsupportedOp: the dtype cannot be sent: objects, text, dates, records, long double.
     """
     name = dtype.name
     if _dtype(name) is None:

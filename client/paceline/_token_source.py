@@ -4,7 +4,7 @@ If the file cannot be read or is empty for a moment, because it is being changed
 error is logged. The coordinator treats its own file in the same way.
 
 Reading the file can hang for ever if its network is down. So each reading has a daemon thread, one at a time, and calls
-wait for it only briefly. In asyncio's pool it would delay every call, and keep the process from ending.
+wait for it only briefly. In asyncio's pool a reading would delay every call and keep the process from ending.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def make_private(directory: Path, remedy: str) -> None:
 
     Args:
         directory: its absolute path.
-        remedy: what to do; the last words of an error's text.
+        remedy: advice with which an error's text ends.
 
     Raises:
         OSError: the directory cannot be created, or `check_own` refuses it.
@@ -39,7 +39,7 @@ def check_own(directory: Path, remedy: str) -> None:
     """Checks that a directory belongs to this user, and that no other user can replace it.
 
     Raises:
-        OSError: it does not, or does not exist; the text says whose it is, and the remedy.
+        OSError: it does not, or it does not exist; the text names the owner and the remedy.
     """
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode):

@@ -75,7 +75,7 @@ class Work(Generic[T]):
 
     def _call_back(self) -> None:
         while self._callbacks:
-            with suppress(IndexError):  # another thread has just taken the last one: each is called once
+            with suppress(IndexError):  # another thread has just taken the last callback: each is called once
                 self._callbacks.pop()()
 
     def wait(self, timeout: float | None = None) -> T:
@@ -142,7 +142,7 @@ class Lane:
     def __init__(self, abort: Abort, *, exclusive: bool = False) -> None:
         self._abort = abort
         self._exclusive = exclusive
-        self._lock = threading.RLock()  # entered in C: an interrupt cannot leave it taken, as it can a Condition
+        self._lock = threading.RLock()  # entered in C: an interrupt cannot leave it locked, as it can a Condition
         self._changed = threading.Condition(self._lock)
         self._queue: deque[Work[Any]] = deque()
         self._busy: threading.Thread | None = None  # the thread that runs an operation

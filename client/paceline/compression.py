@@ -18,13 +18,13 @@ from paceline.errors import SizeMismatch, UnsupportedOp
 __all__ = ["Bf16", "Codec", "Int8", "Memory", "PIECE", "PowerSGD", "codec_of", "words_of"]
 
 PIECE = 1 << 16
-"""Most elements that are encoded at once: their intermediate results stay in the processor's cache. Source: measured,
-64 Ki elements take 0.41 ns each as bfloat16 and 0.85 as int8; 8 Ki take 1.04 and 2.0."""
+"""Most elements that are encoded at once: their intermediate results fit the processor's cache. Source: measured,
+64 Ki elements take 0.41 ns each as bfloat16 and 0.85 ns as int8; 8 Ki take 1.04 and 2.0 ns."""
 
 _WORDS = re.compile(r"[\w-]{1,40}(?: [a-z_]{1,20}=[\w-]{1,20}){0,4}", re.ASCII)
 
 _SMALLEST = np.float32(2.0**-119)
-"""Int8's blocks with a smaller m become zeros: at this m, m / 127 and 127 / m are still normal float32 numbers."""
+"""Int8 turns blocks with a smaller m into zeros: at this m, m / 127 and 127 / m are still normal float32 numbers."""
 
 
 @runtime_checkable
@@ -37,24 +37,24 @@ class Codec(Protocol):
 
     @property
     def feedback(self) -> bool:
-        """Whether to add rounding errors to the next call's values (error feedback), unless the user says so."""
+        """Whether rounding errors are added to the next call's values (error feedback), unless the user decides."""
 
     @property
     def block(self) -> int:
-        """b: elements that are encoded together; at most `PIECE`."""
+        """b, the number of elements that are encoded together; at most `PIECE`."""
 
     def nbytes(self, n: int) -> int:
-        """Bytes of n elements. They depend on n alone, because the receiver knows nothing else (I9)."""
+        """Returns the bytes of n elements. They depend on n alone, because the receiver knows nothing else (I9)."""
 
     def encode(self, x: NDArray[np.float32], into: NDArray[np.uint8], scratch: NDArray[np.float32]) -> None:
         """Encodes x, shape [n], into shape [nbytes(n)]; `scratch` has shape [n] and is not x."""
 
     def decode(self, data: NDArray[np.uint8], into: NDArray[np.float32]) -> None:
-        """Decodes shape [nbytes(n)] into shape [n]. It raises for no bytes."""
+        """Decodes shape [nbytes(n)] into shape [n]. It never raises, whatever the bytes are."""
 
 
 def words_of(codec: Codec) -> str:
-    """The text of a codec in signatures: "int8 block=1024".
+    """Returns the text of a codec in signatures: "int8 block=1024".
 
     Raises:
         UnsupportedOp: the text has another form, or the codec's blocks are too large.
@@ -96,8 +96,8 @@ class Bf16:
     (2^-126). Infinities and NaN stay as they are; values beyond bfloat16's largest number, 2^128 (1 - 2^-9),
     become infinite.
 
-    Of an all_reduce, each element: at most (1/127 + W 2^-20) times the sum of the ranks' |x|, plus W 2^-133, and for a
-    mean a W-th of that. Derived in docs/decisions/021.
+    The error of each element of an all_reduce is at most (1/127 + W 2^-20) times the sum of the ranks' |x|, plus
+    W 2^-133; for a mean, a W-th of that. Derived in docs/decisions/021.
     """
 
     feedback: bool = False
@@ -107,12 +107,12 @@ class Bf16:
         return "bf16"
 
     def nbytes(self, n: int) -> int:
-        """Bytes of n elements: 2 for each."""
+        """Returns the bytes of n elements: 2 for each."""
         return 2 * n
 
     def encode(self, x: NDArray[np.float32], into: NDArray[np.uint8], scratch: NDArray[np.float32]) -> None:
         """See `Codec`."""
-        import ml_dtypes  # here, because few jobs need it and it costs start-up time
+        import ml_dtypes  # imported here, because few jobs need it and it slows down start-up
 
         into.view(ml_dtypes.bfloat16)[...] = x
 
@@ -127,15 +127,15 @@ class Bf16:
 class Int8:
     """Rounds x to the nearest of 255 multiples of m / 127: about a quarter of the bytes of float32.
 
-    A piece of n elements is ceil(n / b) scales, float32, then n numbers, int8.
+    A piece of n elements is encoded as ceil(n / b) float32 scales, then n int8 numbers.
 
-    **Error** of one rounding of x: at most m / 254 (1 + 2^-12), the second factor for the arithmetic itself, or m, if m
-    is below 2^-119: such a block becomes zeros. A block that has an infinity or a NaN becomes all NaN, so that it is
-    not taken for small numbers. For |x| up to 2^127, beyond which 127 times the scale may overflow.
+    **Error** of one rounding of x: at most m / 254 (1 + 2^-12), where the second factor covers the arithmetic itself;
+    or m, if m is below 2^-119: such a block becomes zeros. A block with an infinity or a NaN becomes all NaN, so that
+    it is not taken for small numbers. The bound holds for |x| up to 2^127; above, 127 times the scale may overflow.
 
-    Of an all_reduce, each element: at most 1/126 of the sum of the ranks' m of its block, plus W 2^-118 and what
-    adding up W float32 may round, and for a mean a W-th of that. Derived in docs/decisions/021. Small values
-    beside a large one are lost in a single call; with error feedback they arrive later.
+    The error of each element of an all_reduce is at most 1/126 of the sum of the ranks' m of its block, plus W 2^-118
+    and the rounding of a sum of W float32 numbers; for a mean, a W-th of that. Derived in docs/decisions/021. Small
+    values beside a large one are lost in a single call; with error feedback they arrive later.
 
     Args:
         block: b, 1 to 65,536.
@@ -153,7 +153,7 @@ class Int8:
         return f"int8 block={self.block}"
 
     def nbytes(self, n: int) -> int:
-        """Bytes of n elements: 1 for each, and 4 for each block."""
+        """Returns the bytes of n elements: 1 for each, and 4 for each block."""
         return n + 4 * -(-n // self.block)
 
     def encode(self, x: NDArray[np.float32], into: NDArray[np.uint8], scratch: NDArray[np.float32]) -> None:
@@ -162,14 +162,14 @@ class Int8:
         np.abs(x, out=scratch)
         for elements, blocks, width in self._stripes(x.size):
             rows = scratch[elements].reshape(-1, width)
-            largest = rows.max(axis=1)  # NaN if there is one
+            largest = rows.max(axis=1)  # NaN if the block has one
             finite, small = np.isfinite(largest), largest < _SMALLEST
             with np.errstate(all="ignore"):
                 scales[blocks] = np.where(finite, np.where(small, 0, largest / np.float32(127)), np.nan)
                 factors = np.where(finite & ~small, np.float32(127) / largest, 0).astype(np.float32)
                 np.multiply(x[elements].reshape(-1, width), factors[:, np.newaxis], out=rows)
                 np.rint(rows, out=rows)
-                codes[elements] = scratch[elements]  # any number for a NaN: its scale is NaN
+                codes[elements] = scratch[elements]  # a NaN may become any number, because its scale is NaN
 
     def decode(self, data: NDArray[np.uint8], into: NDArray[np.float32]) -> None:
         """See `Codec`."""
@@ -177,7 +177,7 @@ class Int8:
         into[...] = codes
         for elements, blocks, width in self._stripes(into.size):
             rows = into[elements].reshape(-1, width)
-            with np.errstate(all="ignore"):  # a scale may be anything
+            with np.errstate(all="ignore"):  # the scales come from the network, and may have any value
                 np.multiply(rows, scales[blocks][:, np.newaxis], out=rows)
 
     def _parts(self, data: NDArray[np.uint8], n: int) -> tuple[NDArray[np.float32], NDArray[np.int8]]:
@@ -185,7 +185,7 @@ class Int8:
         return data[:end].view(np.float32), data[end:].view(np.int8)
 
     def _stripes(self, n: int) -> Iterator[tuple[slice, slice, int]]:
-        """Whole blocks, then the last one if it is shorter: (elements, blocks, elements of each block)."""
+        """Yields whole blocks, then the last one if it is shorter: (elements, blocks, elements of each block)."""
         whole = n // self.block
         if whole:
             yield slice(0, whole * self.block), slice(0, whole), self.block
@@ -195,16 +195,17 @@ class Int8:
 
 @dataclass(frozen=True)
 class PowerSGD:
-    """The setting for PowerSGD: only the largest components of each gradient that is a matrix travel.
+    """The setting for PowerSGD: ranks send only the largest components of each gradient that is a matrix.
 
-    A gradient of shape [n, m] (all axes behind the first as one) becomes rank * (n + m) numbers.
+    A gradient of shape [n, m] (all axes after the first count as one) becomes rank * (n + m) numbers.
 
-    The sum over the ranks is projected on `rank` directions, those of the step before turned by one power iteration.
-    The remainder is added in the next step (`error_feedback`). Vectors, and matrices that would not become smaller,
-    travel as they are. Source: Vogels, Karimireddy, Jaggi, "PowerSGD", NeurIPS 2019, algorithms 1 and 2.
+    PowerSGD projects the sum over the ranks on `rank` directions, which are those of the step before, turned by one
+    power iteration. The remainder is added in the next step (`error_feedback`). Vectors, and matrices that would not
+    become smaller, are sent uncompressed. Source: Vogels, Karimireddy, Jaggi, "PowerSGD", NeurIPS 2019, algorithms 1
+    and 2.
 
     Attributes:
-        rank: how many directions; 1 to 64.
+        rank: number of directions; 1 to 64.
     """
 
     rank: int = 2
@@ -218,16 +219,16 @@ class PowerSGD:
 
 
 class Memory:
-    """What compressed reductions of one array keep between calls: memory for bytes, and rounding errors.
+    """State that compressed reductions of one array keep between calls: memory for bytes, and rounding errors.
 
-    Error feedback adds the rounding errors of one call to the values of the next, so nothing is lost, only late: the
-    sum of all results so far differs from the exact one by the present rounding errors, however many calls there were.
+    Error feedback adds the rounding errors of one call to the values of the next, so they are delayed, not lost: the
+    sum of all results so far differs from the exact one only by the present rounding errors, after any number of calls.
     Source: Seide et al., "1-bit stochastic gradient descent", Interspeech 2014; the owner's part (its own rounding of
     the total) as in Tang et al., "DoubleSqueeze", ICML 2019.
 
-    It belongs to one rank: other ranks have other errors, a newcomer has none, and it is no part of the replicated
-    state (I5). A step that is undone must leave it as it was, so there are two arrays: calls read one and write the
-    other, and `commit` swaps them. One call of `Group.all_reduce_compressed` may use it at a time.
+    A memory belongs to one rank: other ranks have other errors, a newcomer has none, and it is not part of the
+    replicated state (I5). A step that is undone must not change it, so there are two arrays: calls read one and write
+    the other, and `commit` swaps them. Only one call of `Group.all_reduce_compressed` may use it at a time.
 
     Args:
         feedback: keep rounding errors; otherwise only memory for bytes is kept.
@@ -241,30 +242,30 @@ class Memory:
         self._areas: dict[str, NDArray[np.uint8]] = {}
 
     def commit(self) -> None:
-        """Keep the writes since the last `commit`."""
+        """Keeps the writes since the last `commit`."""
         if self._written:
             self._kept, self._next = self._next, self._kept
             self._written = False
 
     def undo(self) -> None:
-        """Discard the writes since the last `commit`."""
+        """Discards the writes since the last `commit`."""
         self._written = False
 
     def successor(self) -> Memory:
-        """A copy of the state after `undo`, for calls that are made while an abandoned one still uses this memory."""
+        """Returns a copy of the state after `undo`, for calls made while an abandoned one still uses this memory."""
         copy = Memory(feedback=self.feedback)
-        copy._kept = self._kept  # which is only read
+        copy._kept = self._kept  # shared, because it is only read
         return copy
 
     @property
     def left_over(self) -> NDArray[Any] | None:
-        """The rounding errors that the next call adds, shape [n]; None for none. A view: do not change it."""
+        """The rounding errors that the next call adds, shape [n]; None for none. It is a view: do not change it."""
         return self._next if self._written else self._kept
 
-    # For the task of a call.
+    # The task of a call uses the methods below.
 
     def check(self, n: int, dtype: np.dtype[Any]) -> None:
-        """Check that this can be the memory of such an array.
+        """Checks that this can be the memory of such an array.
 
         Raises:
             SizeMismatch: it is the memory of another array.
@@ -274,7 +275,7 @@ class Memory:
                 raise SizeMismatch(f"this memory is of an array {array.dtype}[{array.size}], not of {dtype}[{n}]")
 
     def residuals(self, n: int, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """The errors to add, and the array for the new errors, shape [n] both; perhaps the same array."""
+        """Returns the errors to add and the array for the new errors, shape [n] both; they may be one array."""
         if self._kept is None:
             self._kept = np.zeros(n, dtype)
         if self._next is None:
@@ -282,11 +283,11 @@ class Memory:
         return (self._next if self._written else self._kept), self._next
 
     def wrote(self) -> None:
-        """Note that the call is complete, and its errors written."""
+        """Notes that the call is complete and its errors are written."""
         self._written = self.feedback
 
     def area(self, name: str, nbytes: int, empty: Callable[[int, Any], NDArray[Any]]) -> NDArray[np.uint8]:
-        """Memory for bytes, shape [nbytes]; the same as last time if that is large enough."""
+        """Returns memory for bytes, shape [nbytes]; the same as last time if that is large enough."""
         area = self._areas.get(name)
         if area is None or area.size < nbytes:
             area = self._areas[name] = empty(nbytes, np.uint8)

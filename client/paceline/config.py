@@ -14,7 +14,7 @@ __all__ = ["ENVIRONMENT", "LINKS", "MAX_STREAMS", "Config", "checked_timeout", "
 
 LINKS = ("shm", "tcp", "grpc")
 """Kinds of links between processes that members use by default, the best first: shared memory on one host, raw TCP, and
-what goes wherever gRPC goes."""
+gRPC, which works wherever members can reach each other's doors."""
 
 _known_links = list(LINKS)
 
@@ -57,9 +57,9 @@ ENVIRONMENT: Mapping[str, str] = {
 class Config:
     """Timeouts in seconds, all above 0, and how members connect to each other.
 
-    `failure_timeout` alone decides about silence: heartbeats are sent six times as often, and a failure waits a sixth
-    of it, half a second at most, for the coordinator's verdict. It must be longer than the process can hold the GIL in
-    one call.
+    `failure_timeout` alone decides about silence: members send six heartbeats in that time, and a failure waits for the
+    coordinator's verdict for a sixth of it, half a second at most. It must be longer than any call in the process holds
+    the GIL.
     """
 
     failure_timeout: float = 3.0
@@ -78,7 +78,7 @@ class Config:
     """How long a member that has lost the coordinator tries to reach it again."""
 
     links: tuple[str, ...] = LINKS
-    """Kinds of links that this member may use with peers that may use them too. gRPC always may be used."""
+    """Kinds of links that this member may use with peers that may use them too. gRPC is always allowed."""
 
     tcp_streams: int = 1
     """TCP connections of one link in each direction, 1 to 16."""

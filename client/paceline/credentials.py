@@ -1,8 +1,8 @@
-"""By what this process is known to others, and others to it: certificates for TLS, and a token for the coordinator.
+"""Credentials by which this process and others identify each other: certificates for TLS, a token for the coordinator.
 
-TLS is all or nothing (decision 042): with an authority everything goes over TLS, to the coordinator, to the doors of
-members and at this worker's own door. The coordinator is checked by its host name, a member by the name MEMBER_NAME,
-whatever its address. The token is shown to the coordinator only.
+TLS is all or nothing (decision 042): with an authority everything uses TLS: calls to the coordinator, calls to the
+doors of members, and this worker's own door. A coordinator's certificate is checked for its host name, a member's for
+MEMBER_NAME, whatever its address. The token is shown to the coordinator only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pacelinepb.private_files import FileTooOpen, read_private
 __all__ = ["IN_THE_CLEAR", "MEMBER_NAME", "Credentials"]
 
 MEMBER_NAME = "member.paceline"
-"""The name that every member's certificate carries, and that whoever dials a member's door expects."""
+"""The name in every member's certificate, which callers of a member's door expect."""
 
 _CA, _CERT, _KEY = "PACELINE_TLS_CA", "PACELINE_TLS_CERT", "PACELINE_TLS_KEY"
 
@@ -32,17 +32,17 @@ _Options = Sequence[tuple[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Certificates in PEM, and a token. What is secret never shows in its text.
+    """Certificates in PEM, and a token. The `repr` contains no secret.
 
     Args:
-        ca: certificate of the authority that others are checked by; None for no TLS.
-        cert: this worker's certificate, for MEMBER_NAME. Needed by workers, for their doors; not by the command line.
-        key: the key of the certificate.
-        token: the token, or the path of a file that is read anew when the token is shown, at most once a second.
-        door_key: what this member proves at the doors of others, and asks of callers at its own; None: nobody asks.
+        ca: certificate of the authority by which others are checked; None for no TLS.
+        cert: this worker's certificate, for MEMBER_NAME. Workers need it for their doors; the command line does not.
+        key: the certificate's key.
+        token: the token, or the path of a file that is read again when the token is shown, at most once a second.
+        door_key: the key that this member proves to have at others' doors, and callers at its own; None for no proof.
 
     Raises:
-        ValueError: some do not go together, a file of the token cannot be read, or a certificate cannot be used.
+        ValueError: arguments do not go together, the token's file cannot be read, or a certificate cannot be used.
     """
 
     ca: bytes | None = None
@@ -56,15 +56,15 @@ class Credentials:
         if isinstance(self.token, (str, Path)):
             object.__setattr__(self, "token", TokenSource(self.token))
         if (files := self.files) is not None:
-            make_context(files)  # to have them checked
+            make_context(files)  # checks them
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Self:
-        """What PACELINE_TLS_CA, _CERT and _KEY and PACELINE_TOKEN or _TOKEN_FILE say.
+        """Reads PACELINE_TLS_CA, _CERT and _KEY, and PACELINE_TOKEN or _TOKEN_FILE.
 
         Raises:
-            ValueError: a variable that belongs to another is missing, one is set but empty, or a file cannot be read or
-                used; the text says which. `FileTooOpen` if others may read the key or the token.
+            ValueError: a variable that another one needs is missing, one is set but empty, or a file cannot be read or
+                used; the text says which. `FileTooOpen` if other users may read the key or the token.
         """
         token, token_file = (
             _filled(environ, name, "there is no token to show") for name in ("PACELINE_TOKEN", "PACELINE_TOKEN_FILE")
@@ -75,7 +75,7 @@ class Credentials:
 
     @classmethod
     def tls_from_environment(cls, environ: Mapping[str, str] = os.environ) -> Self:
-        """What PACELINE_TLS_CA, _CERT and _KEY say; for calls that show no token.
+        """Reads PACELINE_TLS_CA, _CERT and _KEY; for calls that show no token.
 
         Raises:
             ValueError: as for `from_environment`.
@@ -99,14 +99,14 @@ class Credentials:
 
     @property
     def files(self) -> TlsFiles | None:
-        """What TLS is done with; None for no TLS."""
+        """The certificates and key for TLS; None for no TLS."""
         return None if self.ca is None else TlsFiles(self.ca, self.cert, self.key)
 
     def for_worker(self) -> Self:
-        """These credentials, if a worker can use them.
+        """Returns these credentials, if a worker can use them.
 
         Raises:
-            ValueError: its door would be in the clear while the rest is not, or no other member would take its
+            ValueError: the worker's door would not use TLS although the rest does, or other members would refuse its
                 certificate; the text says what is missing or wrong.
         """
         if self.ca is not None and self.cert is None:
@@ -119,10 +119,12 @@ class Credentials:
         return self
 
     def coordinator_channel(self, address: str, options: _Options) -> aio.Channel:
-        """A channel to the coordinator. Calls with one answer show the token; a session's stream needs `metadata`."""
-        # A session is not intercepted: grpc.aio would put a queue of its own between its writer and the wire.
+        """Opens a channel to the coordinator. Calls with one answer show the token; session streams need `metadata`.
+
+        Streams have no interceptor: grpc.aio would put a queue between their writer and the wire.
+        """
         shows: Any = None
-        if self._source is not None:  # of one object with both methods, grpc would call one only
+        if self._source is not None:  # two objects: grpc would call only one method of one
             shows = [_ShowsToken(self._source.current), _ShowsTokenOfStream(self._source.current)]
         target = _target(address)
         if self.ca is None:
@@ -130,7 +132,7 @@ class Credentials:
         return aio.secure_channel(target, self._channel_credentials(), options=options, interceptors=shows)
 
     def member_channel(self, address: str, options: _Options) -> aio.Channel:
-        """A channel to the door of a member. No token goes there; unary calls prove what `door_key` has."""
+        """Opens a channel to a member's door. It shows no token; unary calls prove that this member has `door_key`."""
         target = _target(address)
         proves: Any = None if self.door_key is None else proving(self.door_key)
         if self.ca is None:
@@ -139,14 +141,14 @@ class Credentials:
         return aio.secure_channel(target, self._channel_credentials(), options=named, interceptors=proves)
 
     def probe_channel(self, address: str, options: _Options) -> grpc.Channel:
-        """A channel for calls that block, to the coordinator's health, which is open to all: no token."""
+        """Opens a channel for blocking calls to the coordinator's health service, which needs no token."""
         target = _target(address)
         if self.ca is None:
             return grpc.insecure_channel(target, options=options)
         return grpc.secure_channel(target, self._channel_credentials(), options=options)
 
     def add_port(self, server: aio.Server, where: str) -> int:
-        """Has a worker's door listen; with TLS every caller needs a certificate of the same authority.
+        """Makes a worker's door listen; with TLS every caller needs a certificate of the same authority.
 
         Returns:
             The port.
@@ -161,7 +163,7 @@ class Credentials:
         return server.add_secure_port(where, credentials)
 
     async def metadata(self) -> aio.Metadata:
-        """What a stream to the coordinator shows; empty without a token."""
+        """Returns the metadata that a stream to the coordinator shows; empty without a token."""
         return aio.Metadata() if self._source is None else await _bearer(self._source.current)
 
     @property
@@ -174,7 +176,7 @@ class Credentials:
 
 
 def _target(address: str) -> str:
-    """What grpc is to dial for "host:port". It takes "dns:7400", and other hosts, for a scheme of its own."""
+    """Returns grpc's target for "host:port": it would take hosts such as "dns" in "dns:7400" for a scheme."""
     return f"dns:///{quote(address, safe=':')}"
 
 
@@ -212,10 +214,10 @@ async def _bearer(token: Callable[[], Awaitable[str]]) -> aio.Metadata:
 
 
 def _filled(environ: Mapping[str, str], name: str, unless: str) -> str | None:
-    """What a variable says; None if it is unset.
+    """Returns the value of a variable; None if it is unset.
 
     Raises:
-        ValueError: it is empty: what was to fill it has failed, and nothing would be guarded.
+        ValueError: the variable is empty, probably because a command failed; ignoring it would leave the job open.
     """
     value = environ.get(name)
     if value is not None and not value.strip():
@@ -224,7 +226,7 @@ def _filled(environ: Mapping[str, str], name: str, unless: str) -> str | None:
 
 
 def _check_together(given: Mapping[str, object], names: tuple[str, str, str]) -> None:
-    """A certificate needs its key, and the two need an authority."""
+    """Checks that a certificate has its key, and that both come with an authority."""
     ca, cert, key = names
     if (given[cert] is None) != (given[key] is None):
         there, missing = (cert, key) if given[key] is None else (key, cert)

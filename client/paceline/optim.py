@@ -1,8 +1,8 @@
 """Optimizers for NumPy modules, wrapped or not: SGD and Adam, after torch.optim's formulas.
 
 State is keyed by the path of a parameter, so it can be loaded in a new process, a wrapped module or a new world.
-Updates are written into `Parameter.data` in place. A parameter that has no gradient or is frozen is left alone, with
-its state: momentum does not move an unused parameter.
+Updates change `Parameter.data` in place. A parameter that has no gradient or is frozen does not change, and neither
+does its state: momentum does not move an unused parameter.
 """
 
 from __future__ import annotations
