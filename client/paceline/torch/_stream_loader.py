@@ -190,9 +190,7 @@ class _Reader:
             self._go_to(task.begin)
         before = self._at
         sow(self._seed, before.batches)
-        samples = self._read(check) or self._read(
-            check
-        )  # the epoch may have ended with the last batch: read the next one
+        samples = self._read(check) or self._read(check)  # the epoch may have ended with the last batch: try the next
         name = type(self._dataset).__name__
         if not samples:
             raise UnsupportedOp(f"{name} gave no sample in epoch {self._at.epoch}: iter(dataset) has to begin again")

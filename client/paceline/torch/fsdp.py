@@ -1,6 +1,6 @@
 """FullyShardedDataParallel for torch modules: ranks share the memory of one model, and train it as one.
 
-`FSDP` is the front. Hooks of autograd drive the same core as that of `paceline.FSDP`; see `_sharded_autograd`.
+`FSDP` is the front for users. Hooks of autograd drive the same core as in `paceline.FSDP`; see `_sharded_autograd`.
 """
 
 from __future__ import annotations
@@ -35,50 +35,51 @@ class FSDP(Wrapped):
         loss_of(model(x), t).backward()                                 # of the mean loss over this rank's samples
         optimizer.step()
 
-    It is `paceline.FSDP` for torch modules on the CPU; what its docstring says about units, parameters and a world that
-    changes holds here. Construction communicates nothing; the first forward pass gives rank 0's parameters and
-    buffers to all. `loss.backward()` returns when the gradients of all ranks are in the pieces.
+    The class is `paceline.FSDP` for torch modules on the CPU; that docstring's paragraphs on units, parameters and a
+    world that changes hold here too. Construction communicates nothing; the first forward pass gives rank 0's
+    parameters and buffers to all ranks. `loss.backward()` returns when the pieces have the gradients of all ranks.
 
-    **Gradients** are the mean over the samples of all ranks, uneven shares or not: a rank's weight is the number of
-    rows of the first tensor that it calls the model with; `backward(loss, weight)` gives another. Gradients of
-    micro-batches under `no_sync` add up, as in torch.
+    **Gradients** are the mean over the samples of all ranks, even if ranks have different numbers of samples: a rank's
+    weight is the number of rows of the first tensor in its call of the model; `backward(loss, weight)` sets another.
+    Gradients of micro-batches under `no_sync` add up, as in torch.
 
-    **Parameters.** `parameters()` has this rank's pieces, shape [elements here]; those of the wrapped module read as
-    NaN while they are sharded, and have values while their unit runs and inside `unshard()`. Optimizers that work
-    element by element (SGD, Adam, AdamW, RMSprop, ...) train pieces as they would the whole. Whatever needs a whole
-    gradient does not work: clip with `clip_grad_norm_`; the norms of torch, those of `torch.nn.utils.clip_grad_norm_`
-    too, are refused for sharded gradients.
+    **Parameters.** `parameters()` has this rank's pieces, shape [elements here]. Parameters of the wrapped module read
+    as NaN while they are sharded, and have values while their unit runs and inside `unshard()`. Optimizers that work
+    element by element (SGD, Adam, AdamW, RMSprop, ...) train pieces as they would the whole. Code that needs a whole
+    gradient does not work: clip with `clip_grad_norm_`. torch's norms, including those in
+    `torch.nn.utils.clip_grad_norm_`, are refused for sharded gradients.
 
     **A world that changes.** Give `TrainState` the wrapper and one torch optimizer of it: both move. The optimizer's
-    state must begin with zeros, as that of SGD, Adam, AdamW, RMSprop, RAdam and Adadelta does; others are for NO_SHARD.
+    state must begin with zeros, as in SGD, Adam, AdamW, RMSprop, RAdam and Adadelta; others work only with NO_SHARD.
 
-    **Limits.** Tied parameters must be in one unit, `unshard` takes no backward pass, and modules are called as
-    wrapped: another method of theirs finds parameters without values. Activation checkpointing, inside a unit or around
-    one, and double use of a unit work; the hooks of `torch.autograd.graph.saved_tensors_hooks` do inside the model, not
-    around it. `torch.compile` works around the wrapper and around modules inside; what is wrapped is compiled unit by
+    **Limits.** Tied parameters must be in one unit, backward passes do not work inside `unshard`, and only calls of the
+    wrapped modules work: other methods find parameters without values. Activation checkpointing, inside a unit or
+    around one, and double use of a unit work. `torch.autograd.graph.saved_tensors_hooks` works inside the model, not
+    around it. `torch.compile` works around the wrapper and around modules inside; it compiles wrapped modules unit by
     unit, with a break in the graph at each wrapper.
 
     Args:
         module: the model or a part of it, built alike on every rank; values may differ.
         group: the ranks; the same for all units.
         strategy: what is sharded.
-        intra_node_size: of HYBRID_SHARD: ranks in a node; see `paceline.FSDP`.
-        auto_wrap: class or classes of modules inside that are to be units of their own; they are replaced in place.
-        mixed_precision: "bf16": units compute in bfloat16, and parameters and gradients travel so; floating inputs are
-            converted, outputs are not converted back. Pieces, their gradients and the optimizer keep all bits, and so
-            do buffers: a module that computes with buffers, such as BatchNorm, is to be a unit of its own without it.
-        ahead: units to gather before they run; 0 for none. The outermost wrapper's counts.
+        intra_node_size: for HYBRID_SHARD, the number of ranks in a node; see `paceline.FSDP`.
+        auto_wrap: class or classes of modules inside that become units of their own; they are replaced in place.
+        mixed_precision: with "bf16", units compute in bfloat16, and parameters and gradients travel in it; floating
+            inputs are converted, outputs are not converted back. Pieces, their gradients and the optimizer keep all
+            bits, and so do buffers: make a module that computes with buffers, such as BatchNorm, a unit of its own
+            without mixed precision.
+        ahead: number of units to gather before they run; 0 for none. Only the outermost wrapper's counts.
 
     Attributes:
         module: as above.
         strategy: as above.
 
     Raises:
-        UnsupportedOp: a parameter to train is neither float32 nor float64, not on the CPU, in another unit already, or
-            there is no such precision.
+        UnsupportedOp: a parameter to train is neither float32 nor float64, not on the CPU, or in another unit already;
+            or there is no such precision.
         InvalidWorldSize: the ranks do not make up nodes of one size.
-        ValueError: no such strategy, `intra_node_size` without HYBRID_SHARD, units of several groups, or `ahead` is
-            negative.
+        ValueError: there is no such strategy, `intra_node_size` was given without HYBRID_SHARD, units have different
+            groups, or `ahead` is negative.
     """
 
     def __init__(
@@ -110,11 +111,11 @@ class FSDP(Wrapped):
         self.strategy = self.sharded.strategy
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output. A collective wherever parameters are sharded: all ranks call it.
+        """Returns the module's output. All ranks call this: it is a collective wherever parameters are sharded.
 
         Raises:
-            PacelineError: as `prepare`, or a collective failed.
-            Exception: what the module raised. The wrapper stays usable, if the others have come as far.
+            PacelineError: see `prepare`; or a collective failed.
+            Exception: the module raised it. The wrapper stays usable if the other ranks have come as far.
         """
         return self._driver.forward(ModuleCall(args, kwargs))
 
@@ -124,7 +125,7 @@ class FSDP(Wrapped):
         Args:
             loss: this rank's mean loss.
             weight: weight of its gradient, e.g. `step.weight`; the number of samples by default. With 0 autograd runs,
-                but gradients are dropped, even NaN.
+                but gradients, even NaN, are dropped.
 
         Raises:
             ValueError: the weight is negative or not finite.
@@ -135,23 +136,23 @@ class FSDP(Wrapped):
             loss.backward()
 
     def prepare(self) -> None:
-        """Agrees on the model and takes rank 0's values; see `paceline.FSDP.prepare`. A collective at first use."""
+        """Agrees on the model and takes rank 0's values, a collective at first use; see `paceline.FSDP.prepare`."""
         self.sharded.prepare()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Inside the block `backward` accumulates on this rank only; the next one outside reduces the sum."""
+        """Returns a block in which `backward` accumulates on this rank only; the next one outside reduces the sum."""
         return self.sharded.no_sync()
 
     def sync_gradients(self) -> None:
-        """Reduces what `no_sync` has accumulated; does nothing if there is nothing. A collective."""
+        """Reduces gradients accumulated in `no_sync`, a collective; does nothing if there are none."""
         self.sharded.sync_gradients()
 
     def drop_gradients(self) -> None:
-        """Drops all gradients, including those that `no_sync` has accumulated."""
+        """Drops all gradients, including those accumulated in `no_sync`."""
         self.sharded.drop_gradients()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `drop_gradients`. An optimizer's `zero_grad` clears pieces only, not what `no_sync` has accumulated."""
+        """Does `drop_gradients`. An optimizer's `zero_grad` clears only pieces, not what `no_sync` accumulated."""
         del set_to_none
         self.drop_gradients()
 
@@ -160,15 +161,15 @@ class FSDP(Wrapped):
         return self.sharded.clip_grad_norm(max_norm, norm_type)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """`clip_grad_norm`, named as in the FSDP of torch; the norm is a tensor of shape [], float64."""
+        """Does `clip_grad_norm`, under the name in torch's FSDP; returns the norm as a tensor of shape [], float64."""
         return torch.tensor(self.clip_grad_norm(max_norm, norm_type), dtype=torch.float64)
 
     @contextmanager
     def unshard(self) -> Iterator[dict[str, Any]]:
-        """Inside the block the wrapped module's parameters have all their values; see `paceline.FSDP.unshard`.
+        """Gives the wrapped module's parameters all their values inside the block; see `paceline.FSDP.unshard`.
 
         Returns:
-            The module's own parameters by path. What is changed in them is kept, if all ranks change it alike.
+            The module's own parameters by path. Changes of them are kept if all ranks make the same ones.
         """
         with self.sharded.unshard() as whole:
             yield {path: _tensor(parameter) for path, parameter in whole.items()}
@@ -176,7 +177,7 @@ class FSDP(Wrapped):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Any]]:
-        """This rank's pieces, `torch.nn.Parameter`s, under the paths that parameters have without wrappers."""
+        """Yields this rank's pieces, `torch.nn.Parameter`s, under the paths that parameters have without wrappers."""
         seen: set[int] = set()
         for path, piece in self.sharded.named_parameters() if recurse else ():
             if not remove_duplicate or id(piece) not in seen:
@@ -184,10 +185,10 @@ class FSDP(Wrapped):
                 yield (f"{prefix}.{path}" if prefix else path), _tensor(piece)
 
     def state_dict(self, *, root: int | None = None) -> dict[str, Any]:
-        """Copies of all parameters and persistent buffers, whole, by the paths that the bare module has. A collective.
+        """Copies all whole parameters and persistent buffers, by the paths of the bare module; a collective.
 
         Args:
-            root: the one rank that wants them; every rank if None.
+            root: the only rank that gets the copies; every rank if None.
 
         Returns:
             The copies; empty on other ranks than the root.
@@ -199,12 +200,12 @@ class FSDP(Wrapped):
         return {path: tensor_of(array) for path, array in whole.items() if path not in passing}
 
     def load_state_dict(self, saved: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads what `state_dict` returned, of this or the bare module, in any world. Communicates nothing.
+        """Loads what `state_dict` of this or the bare module returned, in any world. Communicates nothing.
 
         Raises:
-            SizeMismatch: paths or shapes do not fit; the text lists all, and nothing was changed.
-            UnsupportedOp: not strict.
-            StepOrderError: inside `unshard`.
+            SizeMismatch: paths or shapes do not fit; the error lists all, and nothing was changed.
+            UnsupportedOp: `strict` is False.
+            StepOrderError: called inside `unshard`.
         """
         if not strict:
             raise UnsupportedOp("a sharded model takes its whole state: load a part of it into the bare module")
@@ -217,7 +218,7 @@ class FSDP(Wrapped):
         self.sharded.load_state_dict(state)
 
     def _first_paths(self) -> dict[str, str]:
-        """For each path the first path of the same parameter."""
+        """Returns for each path the first path of the same parameter."""
         first: dict[int, str] = {}
         return {path: first.setdefault(id(piece), path) for path, piece in self.sharded.named_parameters()}
 

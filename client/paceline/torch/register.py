@@ -1,10 +1,10 @@
 """Registers the backend "paceline" with torch.distributed, and adapts torch to it where releases 2.11 to 2.15 differ.
 
-torch calls `register` when it is imported (entry point "torch.backends"), so nothing heavy is imported before a group
-is made.
+torch calls `register` when torch is imported (entry point "torch.backends"), so nothing heavy is imported before a
+group is made.
 
-The adaptations use names of torch that are not public, so a newer release may differ too: `make test-newest` tests with
-the newest one.
+The adaptations use private names of torch, so a newer release may differ too: `make test-newest` tests with the newest
+release.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _NAME = "paceline"
 
 
 def register() -> None:
-    """Makes "paceline" a backend of torch.distributed, and paceline:// one of its init methods. Idempotent."""
-    import torch  # here: torch imports this module while it is itself being imported
+    """Registers the backend "paceline" and the init method paceline:// with torch.distributed. Idempotent."""
+    import torch  # not at the top: torch imports this module during its own import
     import torch.distributed as dist
 
     if not dist.is_available() or _NAME.upper() in dist.Backend.__dict__:
@@ -48,9 +48,9 @@ def _rendezvous(url: str, **settings: Any) -> Iterator[Any]:
 def _exempt_from_recorder() -> None:
     """Tells torch 2.15 and later not to attach its flight recorder to groups of this backend.
 
-    torch attaches it to every group whose backend is not listed as recording for itself. That fails with a subclass of
-    ProcessGroup, and `init_process_group` raises. Without such a list nothing is done: an error here would make
-    `import torch` fail.
+    torch attaches the recorder to every group whose backend is not listed as having its own. That fails with a subclass
+    of ProcessGroup, and `init_process_group` raises. If torch has no such list, this does nothing: an error here would
+    make `import torch` fail.
     """
     from torch.distributed import distributed_c10d
 

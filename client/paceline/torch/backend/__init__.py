@@ -1,4 +1,4 @@
-"""The backend "paceline" of torch.distributed: how its process groups are made, and what they do."""
+"""The backend "paceline" of torch.distributed: its process groups, and how they are created."""
 
 from __future__ import annotations
 

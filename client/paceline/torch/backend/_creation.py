@@ -1,8 +1,8 @@
 """Creates process groups for torch.distributed: the default group joins a job, other groups are parts of it.
 
-Ranks meet in one of three ways: with an init method "paceline://host:port/job" at a coordinator, which gives out ranks
-and is torch's store too; with any other init method at the coordinator that the environment names; or else at one that
-rank 0 starts, whose address is in torch's store.
+With an init method "paceline://host:port/job" ranks meet at that coordinator, which assigns ranks and is also torch's
+store. With any other init method they meet at the coordinator that the environment names, or else at one that rank 0
+starts and whose address it puts into torch's store.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def create(opts: Any, pg_options: Any = None) -> ProcessGroup:
         pg_options: the user's `pg_options=`, which must be None.
 
     Raises:
-        PacelineError: the job cannot be joined; the text says why.
+        PacelineError: the job cannot be joined; the error says why.
     """
     if pg_options is not None:
         raise TypeError(f"the backend {NAME!r} has no pg_options: leave out {pg_options!r}")
@@ -52,9 +52,9 @@ def create(opts: Any, pg_options: Any = None) -> ProcessGroup:
 
 
 def _create_reconfigurable(opts: Any, timeout: float) -> ProcessGroup:
-    """Creates a group that gets its members by `torch.distributed._reconfigure`, as often as the user likes."""
+    """Creates a group that gets its members from `torch.distributed._reconfigure`, as often as the user likes."""
     global _default
-    # Here, because torch before 2.15 lacks what this module imports.
+    # Imported here, because torch before 2.15 lacks names that the module imports.
     from paceline.torch.backend._reconfigurable import Reconfigurable, meeting_point
 
     group = Reconfigurable(opts.group_rank, opts.group_size, timeout, meeting_point(opts.store))
@@ -83,8 +83,8 @@ def _create_default(opts: Any, timeout: float) -> ProcessGroup:
 def _create_subgroup(whole: Group, members: list[int], timeout: float) -> ProcessGroup:
     """Creates a group of some ranks.
 
-    torch's name of the group is not used: it contains the number of groups that a process has made, and a process that
-    joined later has made fewer.
+    torch's name of the group is not used: it contains the number of groups that the process has made, and a process
+    that joined later has made fewer.
     """
     if members != sorted(set(members)):
         raise InvalidRank(f"the ranks of a group must ascend without repetition, as new_group sorts them: {members}")
@@ -95,12 +95,12 @@ def _create_subgroup(whole: Group, members: list[int], timeout: float) -> Proces
 def rendezvous(url: str, timeout: timedelta = timedelta(seconds=300), **_: Any) -> Iterator[tuple[Store, int, int]]:
     """Joins the job that a URL names, and yields (store, rank, world size).
 
-    The rank is the one that `init_process_group` or the URL gives (`?rank=0&world_size=2`). Without one the coordinator
-    assigns it, and `world_size` alone, or PACELINE_MIN_WORKERS, tells how many ranks to wait for.
+    `init_process_group` or the URL (`?rank=0&world_size=2`) gives the rank. Otherwise the coordinator assigns it, and
+    `world_size` alone, or PACELINE_MIN_WORKERS, gives the number of ranks to wait for.
 
     Args:
-        url: paceline://HOST:PORT/JOB; the environment's host or job if it has none.
-        timeout: for all ranks to join.
+        url: paceline://HOST:PORT/JOB; a missing host or job is taken from the environment.
+        timeout: how long to wait for all ranks to join.
 
     Raises:
         ValueError: the URL is malformed.
@@ -130,8 +130,8 @@ def rendezvous(url: str, timeout: timedelta = timedelta(seconds=300), **_: Any) 
 def _join(opts: Any, timeout: float, number: int, cleanup: contextlib.ExitStack) -> Session:
     """Joins a job with torch's rank, at the environment's coordinator or at rank 0's, which ends with `cleanup`.
 
-    Returns when all ranks have joined and have links, so that any of them, rank 0 with its coordinator included, may
-    leave at once.
+    Returns when all ranks have joined and have links, so that any rank, even rank 0 with its coordinator, may leave at
+    once.
     """
     job = f"{os.environ.get('PACELINE_JOB') or 'torch'}.{number}"
     join_job = functools.partial(join, job=job, rank=opts.group_rank, world_size=opts.group_size, timeout=timeout)

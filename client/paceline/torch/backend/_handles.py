@@ -1,7 +1,7 @@
-"""Handles of members whose group is reconfigured, and how to tell whether the member's process is still there.
+"""Handles of members of a reconfigurable group, and checks whether a member's process still exists.
 
-A member answers every connection to a port of its own with its name. So a process that has ended differs from a slow
-one: its port refuses connections, or another process answers. To notice the end of a member, keep the connection open.
+A member answers every connection to a port of its own with its name. So a process that has ended can be told from a
+slow one: its port refuses connections, or another process answers. An open connection shows when the process ends.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ __all__ = ["Handle", "Presence", "PresenceWatcher"]
 _SCHEME = "paceline://"
 
 _PROBE_S = 1.0
-"""Seconds to wait for a member's name. A member that stays silent does not count as dead: it may be frozen or far
-away."""
+"""Seconds to wait for a member's name. A silent member does not count as dead: it may be frozen or far away."""
 
 _MAX_PROBES = 64
-"""Members that are asked for their name at the same time."""
+"""Number of members that are asked for their name at the same time."""
 
 _BACKLOG = 1024
-"""Connections that may wait to be accepted."""
+"""Number of connections that may wait to be accepted."""
 
 _MEMBER_BYTES = 8
 
@@ -42,7 +41,7 @@ class Handle(NamedTuple):
     Attributes:
         address: where the member's coordinator listens.
         presence_port: the port at which the member answers with its name.
-        member: the member's name, random, so that no other process has it.
+        member: the member's name, which is random, so that no other process has it.
     """
 
     address: Endpoint
@@ -57,7 +56,7 @@ class Handle(NamedTuple):
         """Parses a handle.
 
         Raises:
-            ValueError: the text is no handle.
+            ValueError: the text is not a handle.
         """
         parts = text.removeprefix(_SCHEME).split("/")
         if text.startswith(_SCHEME) and len(parts) == 3 and len(parts[2]) == 2 * _MEMBER_BYTES and parts[2].isalnum():
@@ -85,7 +84,7 @@ class Presence:
         """Starts to answer connections.
 
         Args:
-            host: an IP address of this host; "::" for all its addresses, of IPv4 too.
+            host: an IP address of this host; "::" for all its addresses, including IPv4.
 
         Raises:
             OSError: this process cannot listen there.
@@ -108,7 +107,7 @@ class Presence:
 
 
 class _Answer(asyncio.Protocol):
-    """Sends the name, and keeps the connection open: it ends when this process ends."""
+    """Sends the name, and keeps the connection open, so that it ends when this process ends."""
 
     def __init__(self, member: str, connections: set[asyncio.BaseTransport]) -> None:
         self._member, self._connections = member, connections
@@ -136,7 +135,7 @@ class PresenceWatcher:
         self._ends: dict[int, asyncio.Task[bool]] = {}
 
     async def find_gone(self) -> list[int]:
-        """Returns the positions of members that have certainly ended: another process, or none, is at their port.
+        """Returns the positions of members that have certainly ended: their port has another process, or none.
 
         Raises:
             OSError: this process has no file descriptor left to connect with.
@@ -147,7 +146,7 @@ class PresenceWatcher:
     async def watch(self, on_gone: Callable[[int], None]) -> None:
         """Calls a function from now on with the position of each member whose process ends.
 
-        That includes members that did not answer `find_gone`.
+        It also watches members that did not answer `find_gone`.
         """
 
         def report(rank: int, end: asyncio.Task[bool]) -> None:
@@ -172,17 +171,17 @@ class PresenceWatcher:
 
 
 async def _end_of(handle: Handle, there: asyncio.Future[None]) -> bool:
-    """Waits until a member's process has ended, and returns True; False if that cannot be known (no route, say).
+    """Waits until a member's process has ended, and returns True; False if that cannot be known (e.g. no route).
 
     Args:
         handle: handle of the member.
-        there: completed when the member has sent its name.
+        there: a future that completes when the member has sent its name.
     """
     try:
         for _, target in await look_up(handle.address.host):
             try:
                 was_there = await _follow(str(target[0]), handle, there)
-            except ConnectionResetError:  # it ended before it sent its name: its port is closed now
+            except ConnectionResetError:  # the process ended before it sent its name: its port is closed now
                 was_there = await _follow(str(target[0]), handle, there)
             if was_there:
                 break

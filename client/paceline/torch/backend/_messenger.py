@@ -1,7 +1,7 @@
 """Messages of a process group: sends that do not block, and receives that run in the thread that waits for them.
 
-torch does not tell whether the caller will wait for a message at once. So a small one is sent in the caller's thread if
-there is room for it, and others are sent in order by one thread for each receiver. A receive runs in the thread that
+torch does not tell whether the caller will wait for a message at once. So the caller's thread sends a small message if
+there is room for it, and one thread for each receiver sends the others in order. A receive runs in the thread that
 waits for it. If that thread starts another operation first, or waits with a timeout, the receive runs in a thread of
 its own, in order with others of its source and tag.
 """
@@ -26,7 +26,7 @@ from paceline.torch.backend._operation import Promise, as_torch_error, seconds_o
 __all__ = ["MessageWork", "Messenger", "only_tensor"]
 
 _SMALL = 8 << 10
-"""The largest message, in bytes, that is sent in the caller's thread: one frame, which is sent as a whole or not."""
+"""The largest message, in bytes, that the caller's thread sends: one frame, which is sent whole or not at all."""
 
 
 @never_traced
@@ -36,7 +36,7 @@ class MessageWork(dist.Work):  # type: ignore[misc]  # torch has no types here
     Args:
         act: sends or receives the message; returns the other side's rank.
         queue: the queue that the message is in.
-        results: the tensor that is sent or filled.
+        results: a list with the tensor that is sent or filled.
     """
 
     def __init__(self, act: Callable[[], int], queue: _MessageQueue, results: list[Any]) -> None:
@@ -55,7 +55,7 @@ class MessageWork(dist.Work):  # type: ignore[misc]  # torch has no types here
         assert act is not None, "a message is sent or received once"
         try:
             self._source = act()
-        except BaseException as error:  # noqa: BLE001  `wait` raises it
+        except BaseException as error:  # noqa: BLE001  `wait` re-raises it
             self._error = error
         finally:
             self._over.set()
@@ -66,7 +66,7 @@ class MessageWork(dist.Work):  # type: ignore[misc]  # torch has no types here
         """Returns True when the message was received, or when the tensor that is sent may be changed.
 
         Args:
-            timeout: how long to wait; the message goes on after that. 0 for the group's timeout.
+            timeout: how long to wait; the transfer continues after that. 0 for the group's timeout.
 
         Raises:
             OperationTimeout: the message was not transferred in that time.
@@ -92,7 +92,7 @@ class MessageWork(dist.Work):  # type: ignore[misc]  # torch has no types here
         self.wait()
 
     def is_completed(self) -> bool:
-        """Returns True if the message was sent or received, or failed; starts it if no thread waits for it yet."""
+        """Returns True if the message was sent, received, or failed; starts it if no thread waits for it yet."""
         self._queue.start()
         return self._over.is_set()
 
@@ -136,7 +136,7 @@ class _MessageQueue:
     """A queue of messages that must be sent, or received, in order.
 
     Args:
-        route: where they go to or come from, for errors: "to rank 2".
+        route: where the messages go to or come from, for errors, e.g. "to rank 2".
     """
 
     def __init__(self, route: str) -> None:
@@ -165,7 +165,7 @@ class _MessageQueue:
                 self._runner = runner
 
     def run_up_to(self, message: MessageWork) -> None:
-        """Runs a message and all before it in this thread, unless another thread runs them."""
+        """Runs a message and all before it in this thread, unless another thread does."""
         with self.lock:
             if self._runner is not None or message not in self._waiting:
                 return
@@ -181,10 +181,10 @@ class _MessageQueue:
             with self.lock:
                 self._runner = None
                 self._free.notify_all()
-            self.start()  # for messages that were added meanwhile: threads that wait for them saw this one running
+            self.start()  # runs messages added meanwhile, whose waiting threads saw this one running
 
     def join(self) -> None:
-        """Waits until all messages have run, which they do, and fail, because the group is closed."""
+        """Waits until all messages have run; they fail, because the group is closed."""
         self.start()
         with self.lock:
             self._free.wait_for(lambda: self._runner in (None, threading.current_thread()))
@@ -214,7 +214,7 @@ class Messenger:
         self._closed = False
 
     def send(self, tensor: Any, to: int, tag: int, timeout: float) -> MessageWork:
-        """Sends a tensor; its memory is read until the message was sent."""
+        """Sends a tensor; reads its memory until the message was sent."""
         array = elements_of(tensor)
         queue = self._queue(f"to rank {to}")
 
@@ -252,7 +252,7 @@ class Messenger:
         return message
 
     def start_pending(self) -> None:
-        """Starts receives that no thread waits for yet; called when the caller starts another operation."""
+        """Starts receives that no thread waits for yet; the group calls this when another operation starts."""
         if self._queues:
             for queue in list(self._queues.values()):
                 queue.start()

@@ -3,10 +3,10 @@
 An error is raised as both Paceline's type and `torch.distributed.DistBackendError` (a RuntimeError): scripts written
 for torch.distributed catch RuntimeError, users of Paceline its own types.
 
-Two facts, measured with torch 2.13, explain most of the code about futures. C++ takes a future on which
-`set_exception` was called for a success, so a future's value comes from a callback, which raises. And a future runs its
-callbacks inside `set_result`, where a callback may start and await another operation (PowerSGD does), so futures are
-completed by threads of their own.
+Two facts, measured with torch 2.13, explain most of the code about futures. First, C++ treats a future on which
+`set_exception` was called as a success, so a future's value comes from a callback, which raises. Second, a future runs
+its callbacks inside `set_result`, where a callback may start and await another operation (PowerSGD does), so separate
+threads complete futures.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from paceline.torch._compiling import never_traced
 __all__ = ["FutureThreads", "Operation", "Promise", "as_torch_error", "raising_torch_errors", "seconds_of"]
 
 _MAX_THREADS = 32
-"""Callbacks that may wait for further operations at the same time."""
+"""Number of callbacks that may wait for further operations at the same time."""
 
 
 def seconds_of(timeout: timedelta | float | None) -> float | None:
-    """Converts a timeout of torch's to seconds; None if it stands for "the group's timeout"."""
+    """Converts a timeout from torch to seconds; None if it means "the group's timeout"."""
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout or -1.0
     return seconds if seconds > 0 else None
 
@@ -47,7 +47,7 @@ def _torch_error_type(kind: Any) -> Any:
 
 
 def as_torch_error(error: BaseException) -> BaseException:
-    """Returns the error, if it is Paceline's as one that is a `DistBackendError` too."""
+    """Returns the error; converts a Paceline error to one that is a `DistBackendError` too."""
     if not isinstance(error, PacelineError) or isinstance(error, dist.DistBackendError):
         return error
     own: Any = type(error)
@@ -74,8 +74,8 @@ def raising_torch_errors() -> Iterator[None]:
 class Promise:
     """A torch future for the result of an operation that may still run.
 
-    C++ asks a work for its future after `wait` has returned, and then at once for the future's value. So `wait`
-    completes the promise too, unless another thread has done so.
+    C++ asks a work for its future after `wait` has returned, and immediately for the future's value. So `wait` too
+    completes the promise, unless another thread has done so.
 
     Args:
         value: returns the future's value, or raises its error; must not block.
@@ -94,13 +94,13 @@ class Promise:
             base.set_result(None)
 
     def wait_until_complete(self) -> None:
-        """Completes the future; returns when it has its value, also if another thread is just setting it."""
+        """Completes the future; returns when it has its value, even if another thread is setting that now."""
         self.complete()
         self.future.wait()
 
 
 class FutureThreads:
-    """Threads that complete futures; they are started with the first future."""
+    """Threads that complete futures; the first future starts them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -130,13 +130,13 @@ class FutureThreads:
 
 @never_traced
 class Operation(dist.Work):  # type: ignore[misc]  # torch has no types here
-    """A collective that runs or is over.
+    """A collective that is running or has ended.
 
     Args:
-        handles: Paceline's handles, in the order of issue; empty if the operation is over.
+        handles: Paceline's handles, in the order of issue; empty if the operation has ended.
         results: the tensors that it fills: the value of `result()` and of the future.
-        finishes: called once when all handles are done, for instance to copy results to where they belong.
-        threads: complete the future.
+        finishes: functions called once when all handles are done, for instance to copy results to their tensors.
+        threads: the threads that complete the future.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Operation(dist.Work):  # type: ignore[misc]  # torch has no types here
         """Returns True when the results may be read.
 
         Raises:
-            PacelineError: the operation failed; the text says on account of which member, and why.
+            PacelineError: the operation failed; the error names the member that caused it, and says why.
         """
         seconds = seconds_of(timeout)
         with raising_torch_errors():
@@ -191,7 +191,7 @@ class Operation(dist.Work):  # type: ignore[misc]  # torch has no types here
         """Waits, and returns the tensors that the operation fills.
 
         Raises:
-            PacelineError: as `wait`.
+            PacelineError: see `wait`.
         """
         self.wait()
         return self._results

@@ -1,8 +1,8 @@
 """`ProcessGroup`: torch.distributed's process group over a `paceline.Group`.
 
-torch's C++ calls its methods by name. It is a subclass of torch's `ProcessGroup`, not of `Backend`: before torch 2.15
-`Backend` cannot be subclassed in Python, and since then C++ wraps the works of such a subclass, so that only `wait` and
-`get_future` reach ours (docs/decisions/035-torch-backend.md).
+torch's C++ calls its methods by name. The class derives from torch's `ProcessGroup`, not from `Backend`: before torch
+2.15 `Backend` cannot be subclassed in Python, and since then C++ wraps the works of such a subclass, so that only
+`wait` and `get_future` reach ours (docs/decisions/035-torch-backend.md).
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ NAME = "paceline"
 _Finish: TypeAlias = Callable[[], None]
 
 _KEPT_WORKS, _KEPT_ELEMENTS = 64, 1024
-"""The number of latest works that the group keeps alive, and the most elements each of them may hold: torch's `Join`
-keeps only the C++ half of a work, and the Python half would be freed."""
+"""The number of latest works that the group keeps alive, and the most elements that each of them may hold: torch's
+`Join` keeps only the C++ part of a work, so the Python part would be freed."""
 
 _BARRIER_TAG = (1 << 62) + 1
 """Tag of the messages of monitored barriers; users' tags are 32-bit numbers."""
@@ -78,11 +78,11 @@ class _Collective(Protocol):
 class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no types here
     """A process group, made by `torch.distributed.init_process_group("paceline")` and `new_group`.
 
-    The methods without a note of their own are what `torch.distributed` documents.
+    `torch.distributed` documents the methods that have no further explanation here.
 
     Args:
-        group: the members, this process among them.
-        timeout: seconds, for operations without a timeout of their own.
+        group: the members, including this process.
+        timeout: the timeout, in seconds, of operations that have none of their own.
         on_shutdown: called once, by `shutdown`.
     """
 
@@ -97,7 +97,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no typ
 
     def _use_group(self, group: Group, on_shutdown: Callable[[], None]) -> None:
         """Runs operations over this group from now on."""
-        group.hand_over(to_all=True)  # autograd and users' threads may call; torch's rule is one order on all ranks
+        group.hand_over(to_all=True)  # autograd's and users' threads may call; torch requires one order on all ranks
         self._group = group
         self._on_shutdown: Callable[[], None] | None = on_shutdown
         self._messenger = Messenger(group)
@@ -120,7 +120,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no typ
         """Returns the backend's name."""
         return NAME
 
-    # C++ calls these names.
+    # C++ calls these methods by name.
 
     def getBackendName(self) -> str:
         """Returns the backend's name."""
@@ -143,7 +143,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no typ
         return self._name
 
     def setGroupDesc(self, desc: str) -> None:
-        """Sets a description for people."""
+        """Sets a description for users."""
         self._desc = desc
 
     def getGroupDesc(self) -> str:
@@ -152,7 +152,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no typ
 
     @property
     def _device_types(self) -> list[Any]:
-        """The devices of tensors; torch's own property is empty for a group that has no C++ backend."""
+        """The devices of tensors; torch's property is empty for a group without a C++ backend."""
         return [torch.device("cpu")]
 
     def _get_backend(self, device: Any) -> Any:
@@ -179,7 +179,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no typ
             self._kept_works.clear()
 
     def abort(self) -> None:
-        """Leaves as `shutdown` does; operations under way fail on all members."""
+        """Leaves as `shutdown` does, but running operations fail on all members."""
         self.shutdown()
 
     # Running collectives ----------------------------------------------------------------------------------------------
@@ -197,9 +197,9 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no typ
         Args:
             title: name for the profiler.
             opts: torch's options of the operation.
-            collectives: what to run.
-            results: tensors that are filled.
-            finishes: called when all collectives are done.
+            collectives: the collectives to run.
+            results: the tensors that they fill.
+            finishes: functions called when all collectives are done.
         """
         self._messenger.start_pending()
         timeout = seconds_of(opts.timeout) or self._timeout
@@ -217,9 +217,9 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no typ
     def _await_in_backward(self, operation: Operation) -> None:
         """Makes a running backward pass wait for the operation at its end, so that `loss.backward()` raises its error.
 
-        Else DDP's C++ would wait for the future, and raise a plain RuntimeError. Callbacks at the end of a backward
-        pass run in the order in which they were queued. Ours is queued with the pass's first operation, DDP's after its
-        last one, so ours runs first.
+        Otherwise DDP's C++ would wait for the future, and raise a plain RuntimeError. Callbacks at the end of a
+        backward pass run in the order in which they were queued. Ours is queued with the pass's first operation, DDP's
+        after its last one, so ours runs first.
         """
         backward_pass = torch._C._current_graph_task_id()
         if backward_pass < 0:
@@ -255,7 +255,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no typ
         return self.allreduce(tensors, opts or AllreduceCoalescedOptions())
 
     def reduce(self, tensors: Sequence[Any], opts: Any = None) -> Operation:
-        """Replaces the root's tensors by the result; those of other ranks stay."""
+        """Replaces the root's tensors by the result; leaves those of other ranks."""
         opts = opts or ReduceOptions()
         op, root = _op(opts, tensors), opts.rootRank
         buffers = [result_buffer(tensor, filled=True) for tensor in tensors]
@@ -314,8 +314,8 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no typ
     def _plan(self, op: str, tensor: Any, buffer: ResultBuffer) -> tuple[str, _Finish | None]:
         """Returns the reduction to run for a tensor, and what to do with its result.
 
-        The mean of integers is their sum, divided and truncated. The sum has the tensor's dtype and wraps as that of
-        SUM does; a wider dtype would be more bytes to send.
+        The mean of integers is their sum, divided and truncated. The sum has the tensor's dtype and wraps around as
+        with SUM; a wider dtype would mean more bytes to send.
         """
         if op != "mean" or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
             return op, buffer.copy_back
@@ -334,7 +334,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no typ
         for tensor in tensors:
             mine = tensor.detach().coalesce()
             indices, values = (self._gather_rows(rows, opts) for rows in (mine.indices().t(), mine.values()))
-            with torch.no_grad():  # not by way of `detach`, which does not reach a sparse tensor
+            with torch.no_grad():  # instead of `detach`, which does not work on a sparse tensor
                 tensor.copy_(torch.sparse_coo_tensor(indices.t(), values, mine.shape).coalesce())
         return Operation([], tensors, [], self._future_threads)
 
@@ -355,7 +355,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no typ
         return self._run("broadcast", opts, collectives, tensors, [buffer.copy_back for buffer in buffers])
 
     def allgather(self, outs: Sequence[Sequence[Any]], ins: Sequence[Any], opts: Any = None) -> Operation:
-        """Gathers all ranks' tensors, each into an output of its own; sizes may differ if those of the outputs do."""
+        """Gathers all ranks' tensors, each into its own output; sizes may differ if those of the outputs do."""
         opts = opts or AllgatherOptions()
         collectives, finishes = [], []
         for parts, x in zip(outs, ins, strict=True):
@@ -370,7 +370,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no typ
         return self.allgather(list(zip(*outs, strict=True)), ins, opts)
 
     def all_gather_single(self, out: Any, x: Any, opts: Any = None) -> Operation:
-        """Gathers all ranks' tensors one behind the other; contiguous tensors are not copied."""
+        """Gathers all ranks' tensors one after the other; contiguous tensors are not copied."""
         return self.all_gather_single_coalesced([out], [x], opts)
 
     def all_gather_single_coalesced(self, outs: Sequence[Any], xs: Sequence[Any], opts: Any = None) -> Operation:
@@ -485,13 +485,13 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no typ
 
     @raising_torch_errors()
     def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that fails on rank 0 with the names of the ranks that are missing.
+        """Waits for all ranks; if some are missing, fails on rank 0 with their names.
 
-        It consists of messages, so that a timeout fails nothing else.
+        The barrier consists of messages, so that a timeout makes nothing else fail.
 
         Args:
-            timeout: how long rank 0 waits for all others; None for the group's.
-            wait_all_ranks: name all missing ranks, not only the first.
+            timeout: how long rank 0 waits for all others; None for the group's timeout.
+            wait_all_ranks: whether to name all missing ranks, not only the first.
 
         Raises:
             OperationTimeout: on rank 0, because ranks are missing; on others, because rank 0 did not answer.
@@ -546,7 +546,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no typ
 
 
 def close_group(messenger: Messenger, leave: Callable[[], None], threads: FutureThreads) -> None:
-    """Leaves a group, and ends the threads that served its operations."""
+    """Leaves a group, and ends the threads of its operations."""
     messenger.close()
     leave()
     messenger.join()
@@ -555,7 +555,7 @@ def close_group(messenger: Messenger, leave: Callable[[], None], threads: Future
 
 @contextmanager
 def _profiled(title: str) -> Iterator[None]:
-    """Shows the block in torch's profiler, if one runs."""
+    """Shows the block in torch's profiler, if one is running."""
     if not torch.autograd.profiler._is_profiler_enabled:
         yield
         return
@@ -575,9 +575,9 @@ def _op(opts: Any, tensors: Sequence[Any]) -> str:
 
 
 def _element_counts(tensor: Any, splits: Sequence[int], world: int) -> list[int]:
-    """Returns the number of elements in each part of axis 0; elements are those of the array that NumPy sees.
+    """Returns the number of elements in each part of axis 0, as elements of the array that NumPy sees.
 
-    Equal parts are counted too, because the parts of another rank may be unequal.
+    Equal parts are counted too, because another rank's parts may be unequal.
     """
     array = elements_of(tensor)
     rows = tensor.shape[0] if tensor.dim() else 1

@@ -1,10 +1,11 @@
-"""A process group whose members are replaced at will: torch's interface for fault tolerance, from 2.15 on.
+"""A process group whose members can be replaced: torch's interface for fault tolerance, from 2.15 on.
 
     dist.init_process_group("paceline", enable_reconfigure=True)
     handles = ...                                # of all members, each from its own dist._get_reconfigure_handle()
     dist._reconfigure(uuid, handles).wait()      # from here on the group consists of these
 
-Each generation is a Paceline job of its own. The first member coordinates it, at the address in that member's handle.
+Each generation is a separate Paceline job. The first member runs its coordinator, at the address in that member's
+handle.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ _ABORTED = "this process group was aborted: call torch.distributed._reconfigure(
 _ABORTED_MEANWHILE = "this process aborted the process group while it was being reconfigured"
 
 _LEAST_S = 0.1
-"""The least timeout, in seconds, of the last steps of a reconfiguration, even if others have used up its time."""
+"""The least timeout, in seconds, of the last steps of a reconfiguration, even if earlier ones have used up the time."""
 
 _GOODBYE_S = 2.0
 """Seconds that `shutdown` waits for members of earlier generations to receive what was sent to them."""
@@ -72,11 +73,11 @@ class Reconfigurable(ProcessGroup):
     """A process group without members until its first `reconfigure`.
 
     Args:
-        rank: what `rank()` returns until then.
-        size: what `size()` returns until then.
-        timeout: seconds, for operations without a timeout of their own.
+        rank: the result of `rank()` until then.
+        size: the result of `size()` until then.
+        timeout: the timeout, in seconds, of operations that have none of their own.
         meeting: an address that all members can reach. Other members reach this one at the address that this host uses
-            on the way there.
+            to connect there.
     """
 
     def __init__(self, rank: int, size: int, timeout: float, meeting: Endpoint) -> None:
@@ -84,9 +85,9 @@ class Reconfigurable(ProcessGroup):
         self._meeting = meeting
         self._config = Config.from_environment()
         advertise = os.environ.get("PACELINE_ADVERTISE")
-        # Without its port, which links of the last generation still use while those of the next one are made.
+        # Leave out the port: links of the last generation still use it while those of the next one are made.
         self._advertise = str(replace(parse_endpoint(advertise, default_port=0), port=0)) if advertise else None
-        self._changing = threading.RLock()  # `reconfigure` and `abort` may run at once, and both leave the members
+        self._changing = threading.RLock()  # `reconfigure` and `abort` may run together; both leave the members
         super().__init__(self._empty_group(_NO_MEMBERS), timeout, _do_nothing)
         self._presence = Presence()
         self._own: Handle | None = None
@@ -117,17 +118,17 @@ class Reconfigurable(ProcessGroup):
 
     @raising_torch_errors()
     def get_reconfigure_handle(self) -> str:
-        """Returns this member's handle, which all members give to `reconfigure`; the same until `shutdown`.
+        """Returns this member's handle, which all members pass to `reconfigure`; the same until `shutdown`.
 
         Raises:
-            CoordinatorUnreachable: this host's address towards others is not known, since it has no route to torch's
-                store or MASTER_ADDR.
+            CoordinatorUnreachable: the address at which others reach this host is not known, because it has no route to
+                torch's store or MASTER_ADDR.
             LinkUnavailable: the name in PACELINE_ADVERTISE does not resolve.
         """
         if self._own is None:
             here = loop_thread().run(reachable_endpoint(self._meeting, self._advertise, self._timeout, _log_problem))
             host = listening_host(here, self._advertise)
-            # No job here resumes after a restart, and no other coordinator takes the place of this one.
+            # Jobs here do not resume after a restart, and no other coordinator replaces this one.
             started = coordinator(listen=str(Endpoint(host, 0)), for_good=True, keep_numbers=False)
             with contextlib.ExitStack() as opened:
                 port = parse_endpoint(opened.enter_context(started)).port
@@ -144,15 +145,15 @@ class Reconfigurable(ProcessGroup):
         """Leaves the current members, and joins those of the handles; returns when all have links.
 
         Args:
-            opts: `uuid`, which no earlier generation of this group has had; `handles`, one for each member: their
-                order gives the ranks, that of the texts if they are a set; `timeout`.
+            opts: `uuid`, which no earlier generation of this group has had; `handles`, one for each member, whose order
+                gives the ranks (if they are a set, the order of the texts); `timeout`.
 
         Raises:
-            InvalidRank: this member's handle is not among the handles, or a handle is there twice.
+            InvalidRank: this member's handle is missing, or a handle is there twice.
             LinkUnavailable: some handles have a loopback address, and others do not.
             ValueError: a handle is malformed.
             StaleGeneration: the uuid was used before.
-            PeerLost: processes of handles have ended, before this call or during it; `ranks` are their positions.
+            PeerLost: members' processes have ended, before this call or during it; `ranks` are their positions.
             PeerRaised: this group was aborted during the call.
             OperationTimeout: some members did not join in time.
         """
@@ -170,12 +171,12 @@ class Reconfigurable(ProcessGroup):
             if gone:
                 raise _lost(opts.uuid, handles, gone)
             self._used.add(opts.uuid)
-            self._leave_members(_NO_MEMBERS)  # what was sent to them is still delivered
+            self._leave_members(_NO_MEMBERS)  # sent messages are still delivered
             self._join(opts.uuid, handles, handles.index(own), watcher, deadline, aborts)
         finally:
             loop_thread().run(watcher.close())
         try:
-            group = self._group  # before the check: an abort after it ends this group, and replaces self._group
+            group = self._group  # read before the check: a later abort ends this group, and replaces self._group
             self._raise_if_aborted(aborts)
             group.barrier(max(_LEAST_S, deadline - time.monotonic()))
         except BaseException:
@@ -207,7 +208,7 @@ class Reconfigurable(ProcessGroup):
             self._joining = None
 
     def _raise_if_aborted(self, aborts: int) -> None:
-        """Aborts again and raises if `abort` was called since the count was this: it may have had nothing to end."""
+        """Aborts again and raises if `abort` was called since this count: that call may have had nothing to end."""
         if self._aborts != aborts:
             self._abort()
             raise PeerRaised(_ABORTED_MEANWHILE)
@@ -221,7 +222,7 @@ class Reconfigurable(ProcessGroup):
         self._hooks.pop(hook_id, None)
 
     def abort(self) -> None:
-        """Fails all operations under way, here and on all other members; after `reconfigure` the group works again.
+        """Makes all running operations fail on all members; after `reconfigure` the group works again.
 
         Raises:
             Exception: a hook raised it; all other hooks were called, and the group was aborted.
@@ -233,7 +234,7 @@ class Reconfigurable(ProcessGroup):
 
     def _abort(self) -> None:
         raised = ErrorReason.ERROR_REASON_PEER_RAISED
-        self._aborts += 1  # first: `reconfigure` checks it after setting what the next line reads
+        self._aborts += 1  # comes first, as `reconfigure` checks it after setting what the next line reads
         joining, mesh = self._joining, self._group.mesh
         if joining is not None:
             loop_thread().loop.call_soon_threadsafe(joining, PeerRaised(_ABORTED_MEANWHILE))
@@ -243,11 +244,11 @@ class Reconfigurable(ProcessGroup):
             mesh.fault.suspect(Suspicion(raised, None, operation, text))  # tells the other members
             mesh.fault.settle(
                 Verdict(mesh.generation, raised, (mesh.rank,), operation, text)
-            )  # ends waits here now, not after their answer
+            )  # ends waits on this member now, not after the others' answer
         self._leave_members(_ABORTED)
 
     def get_error(self) -> c10d.ErrorType:
-        """Returns the kind of error that the current members had; SUCCESS if they had none."""
+        """Returns the sort of error that the current members had; SUCCESS if they had none."""
         fault = self._group.mesh.fault
         error = fault.error() if fault.failed else None
         if error is None or isinstance(error, StepOrderError):  # the group has no members
@@ -273,11 +274,11 @@ class Reconfigurable(ProcessGroup):
         with self._changing:
             super()._use_group(group, on_shutdown)
         ranks = distributed_c10d._world.pg_group_ranks
-        if self in ranks:  # DeviceMesh.from_group reads it, and torch does not update it
+        if self in ranks:  # DeviceMesh.from_group reads the table, and torch does not update it
             ranks[self] = {rank: rank for rank in range(self.size())}
 
     def _leave_members(self, reason: str) -> None:
-        """Leaves the current members in a thread, as messages for members that are gone may take long to give up."""
+        """Leaves the current members in a thread, because giving up messages to lost members may take long."""
         with self._changing:
             leave = self._on_shutdown
             if leave is None or not self._group.size:
@@ -294,15 +295,15 @@ class Reconfigurable(ProcessGroup):
             self._use_group(self._empty_group(reason), _do_nothing)
 
     def _empty_group(self, reason: str) -> Group:
-        """Returns a group without members, whose operations fail for a reason."""
+        """Returns a group without members, whose operations fail with a reason."""
         return Group(NoMesh(reason), self._config)
 
 
 def meeting_point(store: c10d.Store) -> Endpoint:
-    """Returns an address that all members can reach: torch's store's or MASTER_ADDR; a loopback one if both are.
+    """Returns an address that all members can reach: torch's store's or MASTER_ADDR; loopback only if both are.
 
     Args:
-        store: torch's store, maybe inside prefixes.
+        store: torch's store, perhaps inside prefixes.
     """
     inner, known = unwrap_store(store), []
     if isinstance(inner, c10d.TCPStore):
@@ -312,16 +313,16 @@ def meeting_point(store: c10d.Store) -> Endpoint:
 
 
 def _log_problem(problem: str) -> None:
-    """Logs why this member's address, and so its handle, is not known yet."""
+    """Logs why this member's address, and thus its handle, is not known yet."""
     _log.warning("this member has no handle yet: %s", problem)
 
 
 def _do_nothing() -> None:
-    """Leaves a group without members."""
+    """Does nothing: there are no members to leave."""
 
 
 def _parse_handles(handles: set[str] | Sequence[str]) -> list[Handle]:
-    """Parses handles; their order gives the ranks, that of the texts if they are a set."""
+    """Parses handles, whose order gives the ranks; if they are a set, the order of the texts does."""
     return [Handle.parse(text) for text in (sorted(handles) if isinstance(handles, set) else handles)]
 
 
@@ -346,5 +347,5 @@ def _lost(uuid: int, handles: Sequence[Handle], gone: Sequence[int]) -> PeerLost
 
 
 def _job_name(uuid: int, handles: Sequence[Handle]) -> str:
-    """Returns the name of a generation's job: other handles with the same uuid make another job."""
+    """Returns the name of a generation's job; other handles with the same uuid give another name."""
     return f"reconfigure.{uuid}.{hashlib.sha256(repr(handles).encode()).hexdigest()[:16]}"

@@ -1,4 +1,4 @@
-"""The coordinator as torch.distributed's store."""
+"""Adapts the coordinator's store to torch.distributed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from paceline.errors import OperationTimeout
 __all__ = ["Store", "unwrap_store"]
 
 _KEY_COUNT = "paceline/keys"
-"""The key whose value is the number of keys, for `num_keys`."""
+"""Name of the key that holds the number of keys, for `num_keys`."""
 
 _stores: set[Store] = set()
-"""All open stores: torch keeps only the C++ half of a store, and the Python half would be freed."""
+"""All open stores: torch keeps only the C++ part of a store, so the Python part would be freed."""
 
 
 class Store(dist.Store):  # type: ignore[misc]  # torch has no types here
@@ -27,7 +27,7 @@ class Store(dist.Store):  # type: ignore[misc]  # torch has no types here
         session: the session of the job.
 
     Attributes:
-        session: as given.
+        session: as above.
     """
 
     def __init__(self, session: Session) -> None:
@@ -73,7 +73,7 @@ class Store(dist.Store):  # type: ignore[misc]  # torch has no types here
         return self.session.store.add(key, amount)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Sets a key if its value is `expected`, or if the key is missing and that is empty; returns the new value."""
+        """Sets a key if its value is `expected`, or if it is missing and `expected` is empty; returns the new value."""
         before, after = (value.encode() if isinstance(value, str) else bytes(value) for value in (expected, desired))
         done, value = self.session.store.compare_set(key, before or None, after)
         if done and not before:
@@ -84,7 +84,7 @@ class Store(dist.Store):  # type: ignore[misc]  # torch has no types here
         """Waits until all keys exist.
 
         Raises:
-            dist.DistStoreError: some keys were not set in time; the text names them.
+            dist.DistStoreError: some keys were not set in time; the error names them.
         """
         seconds = (timeout or self.timeout).total_seconds()
         try:
@@ -108,7 +108,7 @@ class Store(dist.Store):  # type: ignore[misc]  # torch has no types here
         return gone
 
     def num_keys(self) -> int:
-        """Returns the number of keys that were set by way of this class."""
+        """Returns the number of keys that were set through this class."""
         return self.session.store.add(_KEY_COUNT, 0)
 
     deleteKey, getNumKeys = delete_key, num_keys
@@ -120,7 +120,7 @@ class Store(dist.Store):  # type: ignore[misc]  # torch has no types here
 
 
 def unwrap_store(store: Any) -> Any:
-    """Returns the store inside torch's prefixes; the Python object, if it is a `Store` of this process."""
+    """Returns the store inside torch's prefixes, as the Python object if it is a `Store` of this process."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return next((own for own in _stores if own is store), store)
