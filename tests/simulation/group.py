@@ -15,7 +15,7 @@ import numpy as np
 from simulation.broken import Broken
 from simulation.threads import Waiters
 
-from paceline._collectives.piggyback import Piggyback
+from paceline._group.group_core import Piggyback
 from paceline._links.base import Peer
 from paceline._links.fault import Fault, Suspicion
 from paceline._links.nowhere import NoMesh

@@ -18,7 +18,7 @@ import paceline_server
 
 LAYERS = (
     {
-        *("_address", "_allocator", "_arrays", "_door_key", "_embedded", "_exhausted", "_fork", "_grpc", "_interrupt"),
+        *("_address", "_allocator", "_arrays", "_door_key", "_embedded", "_exhausted", "_fork", "_grpc"),
         *("_lookup", "_loop", "_once", "_recorder", "_rpc", "_signature", "_tls", "_token_source", "_user_folder"),
         *("_version", "_wait", "_work", "config", "credentials", "errors"),
     },

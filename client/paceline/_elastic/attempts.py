@@ -75,7 +75,7 @@ def _worker(peer: Peer) -> _Worker:
 
 
 class BlockOutcome(enum.Enum):
-    """What happens to a block that a failure interrupted."""
+    """The ways in which a block that a failure interrupted goes on."""
 
     AGAIN = "again"
     """It runs again."""

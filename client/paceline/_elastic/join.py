@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import SupportsIndex
 
 from paceline._address import DEFAULT_PORT, Endpoint, parse_endpoint
@@ -15,7 +17,6 @@ from paceline._collectives.choose import RULES, Rules, load_rules
 from paceline._elastic.session import CoordinatedSession, Session, SoloSession
 from paceline._elastic.torchrun_world import join_torchruns_world
 from paceline._fork import check_process
-from paceline._interrupt import quiet_interrupt
 from paceline._loop import loop_thread
 from paceline._session.identity import JoinRequest
 from paceline._session.member import MemberConnection
@@ -141,7 +142,7 @@ def connect(
 ) -> MemberConnection:
     """Makes an unopened connection, with addresses and credentials from the environment."""
     keep_frame_memory()
-    quiet_interrupt()
+    _quiet_interrupt()
     return MemberConnection(
         coordinator,
         wanted,
@@ -203,3 +204,19 @@ def _membership(
     if most < least:
         raise InvalidWorldSize(f"max_workers ({most}) is below min_workers ({least})")
     return JoinRequest(job, least, most, None, rules)
+
+
+def _quiet_interrupt() -> None:
+    """Keeps the stack trace of an uncaught Ctrl-C off the screen, as `paceline run` does. Idempotent.
+
+    The process still ends by SIGINT, as shells expect. A hook that other code has set stays, and interactive sessions
+    do not change. PACELINE_TRACEBACK=1 shows the trace.
+    """
+    shown = os.environ.get("PACELINE_TRACEBACK") == "1" or sys.flags.interactive or hasattr(sys, "ps1")
+    if sys.excepthook is sys.__excepthook__ and not shown:
+        sys.excepthook = _except_hook
+
+
+def _except_hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)

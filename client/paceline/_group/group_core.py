@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import monotonic
-from typing import Literal, TypeVar, overload
+from typing import Any, Literal, Protocol, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,6 @@ from paceline._arrays import Array
 from paceline._collectives.choose import choose as choose_by_rules
 from paceline._collectives.engine import CollectiveCall, Engine
 from paceline._collectives.mailbox import Mailbox
-from paceline._collectives.piggyback import Piggyback
 from paceline._collectives.tasks import Chooser, Task, barrier_task
 from paceline._links.base import Mesh, Peer
 from paceline._recorder import FlightRecorder
@@ -25,7 +24,10 @@ from paceline._work import Lane, Progress, Work
 from paceline.config import Config, checked_timeout
 from paceline.errors import ConcurrentUse, InvalidRank, PacelineError, StaleGeneration, StepOrderError, UnsupportedOp
 
-__all__ = ["Binding", "GroupCore", "labelled"]
+__all__ = ["Binding", "GroupCore", "PIGGYBACK_SIZE", "Piggyback", "labelled"]
+
+PIGGYBACK_SIZE = 25
+"""Most numbers in a piggyback."""
 
 
 class Binding:
@@ -100,6 +102,19 @@ class _OwnerState:
         self.piggyback_taken_in = 0
         self.most: int | None = None
         self.gradient_weight = 1.0
+
+
+class Piggyback(Protocol):
+    """A few numbers that travel in another all_reduce, so that they need no message of their own.
+
+    They are small whole numbers to be summed over all ranks; their sums are exact in any float dtype.
+    """
+
+    values: npt.NDArray[np.float64]
+    """This rank's numbers, at most PIGGYBACK_SIZE."""
+
+    def arrive(self, sums: npt.NDArray[Any]) -> None:
+        """Receives the sums over all ranks; the array belongs to the caller."""
 
 
 class GroupCore:

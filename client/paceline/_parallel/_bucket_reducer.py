@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 
-from paceline._collectives.piggyback import PIGGYBACK_SIZE, Piggyback
+from paceline._group.group_core import PIGGYBACK_SIZE, Piggyback
 from paceline._parallel._buckets import FIRST_BYTES, plan_buckets
 from paceline._parallel._parameter import Parameter, ignoring_gradients
 from paceline._parallel._ranks import PendingWork

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from paceline._collectives.piggyback import Piggyback
+from paceline._group.group_core import Piggyback
 from paceline._links.base import Peer
 from paceline.compression import Codec, Memory
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from paceline._collectives.piggyback import Piggyback
+from paceline._group.group_core import Piggyback
 from paceline._parallel._buckets import Bucket
 from paceline._parallel._low_rank import LowRankBucket, shrinks
 from paceline._parallel._parameter import Parameter

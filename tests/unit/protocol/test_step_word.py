@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline._collectives.piggyback import PIGGYBACK_SIZE
 from paceline._elastic.differences import _WINDOW_BYTES, partial_digest
+from paceline._group.group_core import PIGGYBACK_SIZE
 from paceline_protocol import STEP_WORD_SIZE, StepFlag, agrees, flags_of, step_word
 
 digests = st.integers(0, 2**32 - 1)
