@@ -28,7 +28,7 @@ Words
     void        said of a generation that is over because of a failure; its verdict says which, and who is to blame
 
 A worker, as the coordinator sees it (`Standing`)
-    WAITING     a candidate
+    CANDIDATE   waits for a view
     IN_VIEW     a member of the live view
     VOID        a member of a view that is void: it goes, or meets the others for the next one
     DISMISSED   it wanted to leave, and may
@@ -46,15 +46,15 @@ What a member says (an event of the job: `Membership.handle` takes it)
     MetOthers       it has stopped in its generation, or is ready for its first one, and holds this state (`Meet`)
     Reported        it saw something go wrong: a lost link, an exception, a timeout (`Report`)
     FinishedLine    it saw the closing word complete, after the last step
-    LeftJob         it goes for good
+    LeftJob         it leaves for good
     BarrierEntered  it arrives at a named barrier
 
 What happens besides (events too)
-    StreamEnded     a member's stream has ended: a suspicion, no more
+    StreamEnded     a member's stream has ended: this is only a suspicion
     AddressRefused  and nobody listens at its address either: it is dead
     ExitReported    a launcher saw a process end, or another worker of its host found it gone
     DrainAsked      an operator wants members to leave at their next step boundary
-    RestartAsked    an operator says that the last members are dead, or that a finished job shall start again
+    RestartAsked    an operator says that the last members are dead, or that a finished job must start again
     ViewStored, FinishStored, StoreFailed    the storage has answered
     Ticked          time has passed
 
@@ -63,23 +63,23 @@ What the coordinator says to a member (an effect of an event)
     PushWaiting     what is waited for, in a sentence
     PushView        a view has formed with it
     PushVerdict     its generation is void, and why
-    PushRunning     the line trains without it: it is to connect to all members, and then to say what it holds
-    PushSummons     it is to raise the flag JOIN in its next step word: candidates are ready
-    PushCatchUp     it is to take a state, or its share of one, from these donors
-    PushMisfit      its manifest is not the line's: this member has that one
-    PushMissing     it is to look whether these processes of its host are still there
-    PushDrain       it is to leave after its step
+    PushRunning     the line trains without it: it must connect to all members, and then say what it holds
+    PushSummons     it must raise the flag JOIN in its next step word: candidates are ready
+    PushCatchUp     it must take a state, or its share of one, from these donors
+    PushMismatch    its manifest differs from the line's, which this member has
+    PushMissing     it must check whether these processes of its host still exist
+    PushDrain       it must leave after its step
     PushDismissed   it may go
     PushSpare       the next view has no seat for it
-    PushStateLost   nobody has all of the state any more: it is to go back to a checkpoint
+    PushStateLost   the line's state is no longer complete: it must go back to a checkpoint
     PushFinished    the job is done
     PassBarrier, FailBarrier    the answer to a barrier
     EndSession      its session is over, and why
 
 What the coordinator has stored (effects too)
-    StoreView       a view, before anybody hears of it
+    StoreView       a view, before any member is told of it
     ForgetView      that a line is over, or that a view never began
-    StoreVerdict, StoreEnding, StoreFinished, StoreReached    why a view is void; how a member went; that the job is
+    StoreVerdict, StoreEnding, StoreFinished, StoreReached    why a view is void; how a member ended; that the job is
                     done; how far it got
 """
 
@@ -89,6 +89,7 @@ from paceline_protocol._member import MemberState, MemberView, Phase, Take
 from paceline_protocol._step_word import STEP_WORD_SIZE, StepFlag, agrees, flags_of, step_word
 from paceline_protocol._values import (
     WHOLE,
+    Counters,
     Ending,
     JobSettings,
     Meet,
@@ -105,6 +106,7 @@ from paceline_protocol._values import (
 )
 
 __all__ = [
+    "Counters",
     "Ending",
     "JobSettings",
     "Meet",

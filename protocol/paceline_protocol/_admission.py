@@ -43,10 +43,10 @@ def check(state: JobState, claim: Registered) -> list[Session]:
         RankTaken: a live member claims the same rank.
     """
     _check_alone(claim)
-    ghosts: list[Session] = []
+    stale_sessions: list[Session] = []
     others: list[Session] = []
     for other in state.concerned():
-        (ghosts if other.stream is None and other.standing is Standing.WAITING else others).append(other)
+        (stale_sessions if other.stream is None and other.standing is Standing.CANDIDATE else others).append(other)
     if others:
         _check_agreement(claim, others[0])
     for other in others:
@@ -61,7 +61,7 @@ def check(state: JobState, claim: Registered) -> list[Session]:
             f"rank {claim.claimed_rank} of job {state.name!r} is claimed twice: by {holder.process.host} "
             f"(pid {holder.process.pid}), which holds it, and by {claim.process.host} (pid {claim.process.pid})"
         )
-    return [ghost for ghost in ghosts if _in_the_way(claim, ghost)]
+    return [stale for stale in stale_sessions if _in_the_way(claim, stale)]
 
 
 def was_this_member(claim: Registered, known: Session | Seat) -> bool:
@@ -77,10 +77,10 @@ def check_report(session: Session, event: Reported) -> None:
     Raises:
         BadRequest: it cannot; the text says why.
     """
-    if session.standing is Standing.WAITING or event.generation > session.generation:
+    if session.standing is Standing.CANDIDATE or event.generation > session.generation:
         raise BadRequest(f"a report about generation {event.generation}, which the member is not in")
     if event.report.reason not in _REPORTABLE:
-        raise BadRequest(f"reason {event.report.reason} is nothing to report")
+        raise BadRequest(f"reason {event.report.reason} cannot be reported")
 
 
 def _check_alone(claim: Registered) -> None:
@@ -99,12 +99,12 @@ def _check_alone(claim: Registered) -> None:
         raise InvalidRank(f"rank {claim.claimed_rank} is outside the world of {most}: ranks go from 0 to {most - 1}")
 
 
-def _in_the_way(claim: Registered, ghost: Session) -> bool:
-    if claim.settings != ghost.settings or (claim.claimed_rank is None) != (ghost.claimed_rank is None):
+def _in_the_way(claim: Registered, stale: Session) -> bool:
+    if claim.settings != stale.settings or (claim.claimed_rank is None) != (stale.claimed_rank is None):
         return True
-    if _is_out_of_reach(claim, ghost):
+    if _is_out_of_reach(claim, stale):
         return True
-    return claim.claimed_rank is not None and claim.claimed_rank == ghost.claimed_rank
+    return claim.claimed_rank is not None and claim.claimed_rank == stale.claimed_rank
 
 
 def is_loopback(address: str) -> bool:
@@ -134,10 +134,10 @@ def _is_out_of_reach(one: Registered | Session, other: Registered | Session) -> 
 def _why_out_of_reach(claim: Registered, other: Session) -> str:
     local, far = (claim, other) if is_loopback(claim.address) else (other, claim)
     return (
-        f"the worker at {local.process.host} (pid {local.process.pid}) is to be reached at {local.address}, a loopback "
-        f"address, which the one at {far.process.host} (pid {far.process.pid}, {far.address}) cannot reach: start all "
-        "workers with an address of the coordinator that every host reaches (--coordinator, PACELINE_COORDINATOR), or "
-        "tell peers another address (PACELINE_ADVERTISE)"
+        f"the worker at {local.process.host} (pid {local.process.pid}) advertises {local.address}, a loopback address, "
+        f"which the worker at {far.process.host} (pid {far.process.pid}, {far.address}) cannot reach: start "
+        "all workers with an address of the coordinator that every host can reach (--coordinator, "
+        "PACELINE_COORDINATOR), or advertise another address (PACELINE_ADVERTISE)"
     )
 
 
@@ -151,8 +151,9 @@ def _check_agreement(claim: Registered, other: Session) -> None:
     if (claim.claimed_rank is None) != (other.claimed_rank is None):
         explicit, free = (claim, other) if claim.claimed_rank is not None else (other, claim)
         raise SettingsDisagree(
-            f"rank is explicit ({explicit.claimed_rank}) at {explicit.process.host} (pid {explicit.process.pid}) but "
-            f"left to the coordinator at {free.process.host} (pid {free.process.pid}): set it for all or for none"
+            f"the rank is explicit ({explicit.claimed_rank}) at {explicit.process.host} (pid {explicit.process.pid}) "
+            f"but left to the coordinator at {free.process.host} (pid {free.process.pid}): set it for all workers or "
+            "for none"
         )
 
 

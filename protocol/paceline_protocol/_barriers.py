@@ -101,7 +101,7 @@ class Barriers:
         return effects
 
     def expire(self, now: float, whereabouts: Whereabouts) -> list[Effect]:
-        """Withdraws the arrivals whose time is up and tells each who is missing."""
+        """Withdraws the arrivals whose time is up, and tells each which members are missing."""
         effects: list[Effect] = []
         for (name, round_), barrier in list(self._open.items()):
             assert self._view is not None, "a barrier is of a view"

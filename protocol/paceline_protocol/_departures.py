@@ -53,7 +53,7 @@ class Departures:
         if gone:  # before the sessions end: a frozen member's stream still takes the verdict
             effects += self.void(now, self.evidence.judge(now, {rank: ending.how for rank, ending in gone.items()}))
         for session, ending in lost:
-            if session.standing is Standing.WAITING and session.holds_a_part and not ending.sure:
+            if session.standing is Standing.CANDIDATE and session.holds_a_part and not ending.sure:
                 self._state.last_arrival = now  # it may be on its way back, like those whom a restart has cut off
             effects += self.end(session, ending, SessionEnded(f"the session has ended: the member {ending.how}"))
         return effects

@@ -1,4 +1,4 @@
-"""What happens to a job (events), and what is to be done about it (effects).
+"""What happens to a job (events), and how the coordinator responds (effects).
 
 Events are the inputs of `Membership.handle`, effects its outputs: orders to the shell. Both are plain values, so a test
 reads: given these events, expect exactly these effects.
@@ -6,10 +6,11 @@ reads: given these events, expect exactly these effects.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline_protocol._refusals import Refused
 from paceline_protocol._values import (
+    Counters,
     Ending,
     JobSettings,
     Meet,
@@ -44,7 +45,7 @@ __all__ = [
     "PushDismissed",
     "PushDrain",
     "PushFinished",
-    "PushMisfit",
+    "PushMismatch",
     "PushMissing",
     "PushRunning",
     "PushSpare",
@@ -113,6 +114,8 @@ class Heard:
 
     member_id: str
     progress: Progress
+    counters: Counters = field(default_factory=Counters)
+    """For those who watch the job; `Membership` does not look at them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +148,7 @@ class ExitReported:
     exit_code: int
     """Exit code, or the negated number of the signal that killed it."""
     found_gone: bool = False
-    """True if nobody saw it end, but another process of its host found it gone."""
+    """True if no process saw it end, but another one on its host found that it no longer exists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +194,7 @@ class DrainAsked:
 
 @dataclass(frozen=True, slots=True)
 class RestartAsked:
-    """An operator says that the members of the last view are dead, or that a finished job shall start again."""
+    """An operator says that the members of the last view are dead, or that a finished job must start again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +301,7 @@ class PushSummons:
 
 @dataclass(frozen=True, slots=True)
 class PushCatchUp:
-    """Tell a member in a meeting what state to take, and who has it."""
+    """Tell a member in a meeting what state to take, and which members have it."""
 
     member_id: str
     generation: int
@@ -312,8 +315,8 @@ class PushCatchUp:
 
 
 @dataclass(frozen=True, slots=True)
-class PushMisfit:
-    """Tell a member that its manifest is not the line's, and who has that one."""
+class PushMismatch:
+    """Tell a member that its manifest differs from the line's, and which member has the line's."""
 
     member_id: str
     donor: Seat
@@ -353,7 +356,7 @@ class PushSpare:
 
 @dataclass(frozen=True, slots=True)
 class PushStateLost:
-    """Tell a member that nobody has all of the line's state any more, so that its own share is of no use."""
+    """Tell a member that the line's state is no longer complete, so that its own share is useless."""
 
     member_id: str
     reason: str
@@ -397,7 +400,7 @@ class EndSession:
 
 @dataclass(frozen=True, slots=True)
 class StoreView:
-    """Store the view durably, then tell `ViewStored`. Nobody may hear of the view before."""
+    """Store the view durably, then tell `ViewStored`. No member may be told of the view before that."""
 
     view: View
 
@@ -427,9 +430,12 @@ class StoreFinished:
 
 @dataclass(frozen=True, slots=True)
 class StoreReached:
-    """Store how many steps a line that is over is known to have committed. Nobody waits until that is durable."""
+    """Store how many steps a line that is over is known to have committed. Nobody waits until that is durable.
 
-    step: int
+    None if the next line has nothing to go on from: the one before was done.
+    """
+
+    step: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,7 +462,7 @@ Effect = (
     | PushRunning
     | PushSummons
     | PushCatchUp
-    | PushMisfit
+    | PushMismatch
     | PushMissing
     | PushDrain
     | PushDismissed

@@ -14,8 +14,8 @@ __all__ = ["JobState", "Session", "Standing", "restore"]
 class Standing(enum.Enum):
     """The part that a session plays in its job."""
 
-    WAITING = "waiting"
-    """A candidate: in no view yet."""
+    CANDIDATE = "candidate"
+    """It waits for a view: it is in no view yet."""
     IN_VIEW = "in view"
     """A member of the live view."""
     VOID = "void"
@@ -45,7 +45,7 @@ class Session:
     lease_from: float | None
     """Silence is counted from here: the last message, the stream's end, or the end of a stall. None: a member of a
     stored view that has not been seen since the restart; others vouch for it."""
-    standing: Standing = Standing.WAITING
+    standing: Standing = Standing.CANDIDATE
     generation: int = 0
     """Generation of the view that it is or was in, 0 for none."""
     last_generation: int = 0
@@ -108,7 +108,7 @@ class JobState:
     endings: dict[int, Ending] = field(default_factory=dict)
     """Members of `view` that have gone, by rank. When all have, there is no view."""
     forming: View | None = None
-    """A view that is being stored; nobody has been told of it yet."""
+    """A view that is being stored; no member has been told of it yet."""
     last_arrival: float = float("-inf")
     """When the last candidate came (or came back)."""
     last_parting: float = float("-inf")
@@ -119,9 +119,9 @@ class JobState:
     finished: int | None = None
     """The last step of a job that is done; None while there is something to do."""
     finishing: int | None = None
-    """The same, while it is being stored: nobody is told before it is durable."""
+    """The same, while it is being stored: no member is told before it is durable."""
     reached: int | None = None
-    """How many steps the last line is known to have committed, at least; None if there was none."""
+    """How many steps the last line is known to have committed, at least; None if there was none, or it was done."""
     restored: bool = False
     """The view is as the storage had it, and no other has formed since."""
     restored_at: float = float("-inf")
@@ -145,7 +145,7 @@ class JobState:
 
     def candidates(self) -> list[Session]:
         """Candidates with a stream, in order of arrival: a view can be formed of them."""
-        return [s for s in self.sessions.values() if s.standing is Standing.WAITING and s.stream is not None]
+        return [s for s in self.sessions.values() if s.standing is Standing.CANDIDATE and s.stream is not None]
 
     @property
     def is_elastic(self) -> bool:
@@ -165,17 +165,17 @@ class JobState:
         assert self.view is not None
         return session.generation == self.view.generation and session.standing is not Standing.DISMISSED
 
-    def bringing(self) -> list[Session]:
+    def met_candidates(self) -> list[Session]:
         """Candidates that have said what they hold, in order of arrival."""
         return [s for s in self.candidates() if s.met is not None and s.met.generation == 0]
 
-    def ready(self) -> list[Session]:
+    def proven(self) -> list[Session]:
         """Candidates that could enter a line's next generation, in order of arrival."""
-        return [s for s in self.bringing() if s.met is not None and not s.met.unproven]
+        return [s for s in self.met_candidates() if s.met is not None and not s.met.unproven]
 
     def returning(self) -> list[Session]:
         """Former members that wait as candidates and have not yet said which state they hold."""
-        waiting = (s for s in self.sessions.values() if s.standing is Standing.WAITING)
+        waiting = (s for s in self.sessions.values() if s.standing is Standing.CANDIDATE)
         return [s for s in waiting if s.came_back and s.met is None]
 
     def session_of(self, rank: int) -> Session | None:

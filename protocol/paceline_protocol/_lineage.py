@@ -82,7 +82,7 @@ class Lineage:
             raise BadRequest(f"a meeting after generation {met.generation}, which the member is not in")
         if met.generation < session.generation:
             return []  # said before it heard of its new view
-        if session.standing is not Standing.WAITING and (view is None or view.generation != session.generation):
+        if session.standing is not Standing.CANDIDATE and (view is None or view.generation != session.generation):
             # Its view was forgotten, for it had no base yet: now it is a candidate like any other.
             self._become_candidate(now, session)
         # The state may be a checkpoint of another coordinator's job: tags of this line must be greater (I3).
@@ -130,12 +130,12 @@ class Lineage:
         return effects + self.reconsider(now)
 
     def restart(self, now: float) -> list[Effect]:
-        """Takes the members of the last view for dead, as an operator says they are; a finished job begins again."""
+        """Declares the members of the last view dead, as an operator asked; a finished job begins again."""
         effects: list[Effect] = []
         if self._state.finished is not None or self._state.finishing is not None:
-            self._state.finished = self._state.finishing = None
-            effects.append(StoreFinished(None))
-        ending = Ending("was taken for dead by the operator (paceline restart)", orderly=False)
+            self._state.finished = self._state.finishing = self._state.reached = None  # what is done cannot be lost
+            effects += [StoreFinished(None), StoreReached(None)]
+        ending = Ending("was declared dead by the operator (paceline restart)", orderly=False)
         view = self._state.view
         if view is not None:
             effects += self._departures.lose(now, [(session, ending) for session in self._state.present()])
@@ -283,7 +283,8 @@ class Lineage:
             assert session.met is not None
             if session.met.tag is None:
                 text = (
-                    "all who held the state of the job have ended, and this worker's own was not whole: start it again"
+                    "all members that held the state of the job have ended, and this worker's own state is incomplete: "
+                    "start it again"
                 )
                 effects += self._departures.end(session, Ending("held no state", orderly=False), SessionEnded(text))
                 continue
@@ -294,7 +295,7 @@ class Lineage:
 
     def _become_candidate(self, now: float, session: Session) -> None:
         """Makes a member a candidate again, which has yet to say what it holds."""
-        session.standing, session.generation, session.rank = Standing.WAITING, 0, None
+        session.standing, session.generation, session.rank = Standing.CANDIDATE, 0, None
         session.verdict, session.met, session.told_to_meet, session.catching_up = None, None, None, False
         session.promised = None
         self._state.last_arrival = now
@@ -304,7 +305,7 @@ class Lineage:
         live = self._state.live
         if live is None or live.base is None or self._state.forming is not None:
             return []
-        leaving = tuple(s for s in self._state.bringing() if s.met is not None and s.met.leaving)
+        leaving = tuple(s for s in self._state.met_candidates() if s.met is not None and s.met.leaving)
         if not leaving or any(session.has_met for session in self._state.present()):
             return []
         return self._dismiss(now, leaving)

@@ -16,7 +16,7 @@ If the state is *sharded*, each member holds a share of it, and there are more r
 
 - A tag counts only if those who are there hold all of its state between them (`lacking`); candidates that were members
   once count too, for equal tags are equal bits. If a share of the greatest tag is missing, the meeting waits while
-  somebody silent may have it. If all who had it are known to have ended, that state is lost. The state before the first
+  a silent member may have it. If all who had it are known to have ended, that state is lost. The state before the first
   step is never the next best: a member that has seen a later one looks for a checkpoint.
 - A member that is prepared for a step which another has applied finishes it before anything else happens.
 - The seats of the next view are given out first, and each member takes the share of its seat inside the meeting,
@@ -48,7 +48,7 @@ _NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What the members of a generation that is over are to do.
+    """What the members of a generation that is over must do.
 
     Attributes:
         reason: why, in a sentence.
@@ -57,14 +57,14 @@ class Meeting:
         newcomers: ranks among `members` that do not hold it.
         manifest: the line's manifest.
         laggards: members that must take the base before anything else happens.
-        misfits: workers whose manifest differs from the line's.
+        mismatched: workers whose manifest differs from the line's.
         donors: workers that hold the base, or shares of it.
-        targets: the share that each member is to have, by member id, in rank order; empty if laggards take all that
+        targets: the share that each member must get, by member id, in rank order; empty if laggards take all that
             they have not.
         dismissed: workers that may leave: at once if no view forms, otherwise with the next view.
         spares: members that get no seat, because members come in nodes.
         over: True if the line is over; any worker that holds a state may begin a new one.
-        lost: workers whose shares are of no use any more, because nobody has the rest.
+        lost: workers whose shares are useless, because no worker has the rest.
         late: members that have yet to stop.
         wording: `reason` with {} in place of names, if it waits for `late` or for `laggards`.
         firm: True if no member leads with a greater tag than `base`.
@@ -76,7 +76,7 @@ class Meeting:
     newcomers: tuple[int, ...] = ()
     manifest: bytes = b""
     laggards: tuple[Session, ...] = ()
-    misfits: tuple[Session, ...] = ()
+    mismatched: tuple[Session, ...] = ()
     donors: tuple[Session, ...] = ()
     targets: Mapping[str, Share] = field(default_factory=dict)
     dismissed: tuple[Session, ...] = ()
@@ -110,11 +110,11 @@ def convene(state: JobState) -> Meeting:
     base, first, firm = found
     spread = _met(first).node_size != 1
     manifest = view.manifest or _met(first).manifest
-    misfits = tuple(session for session in [*present, *state.ready()] if _met(session).manifest != manifest)
+    mismatched = tuple(session for session in [*present, *state.proven()] if _met(session).manifest != manifest)
     holders = _bring(state, present) if spread else leaders
     donors = tuple(s for s in holders if _met(s).state == _met(first).state and _met(s).manifest == manifest)
-    meeting = Meeting("", base=base, manifest=manifest, misfits=misfits, donors=donors, firm=firm)
-    settled = {*donors, *misfits}
+    meeting = Meeting("", base=base, manifest=manifest, mismatched=mismatched, donors=donors, firm=firm)
+    settled = {*donors, *mismatched}
     if not spread:
         behind = [s for s in present if s not in settled and not _met(s).leaving]
         wording = f"waiting for {{}} to take the state of step {base.step}"
@@ -163,8 +163,8 @@ def way_out(state: JobState, silent: Sequence[Seat]) -> str:
     """
     names = ", ".join(seat.label for seat in silent)
     is_are, it_has = ("is", "it has") if len(silent) == 1 else ("are", "they have")
-    known = f"if you know that {it_has} ended: paceline restart {state.name}"
-    return f"{names} {is_are} silent and may hold its state; {known}"
+    known = f"if you know that {it_has} ended, run: paceline restart {state.name}"
+    return f"{names} {is_are} silent and may hold the job's state; {known}"
 
 
 def what_is_lost(reached: int | None, base: Tag) -> str:
@@ -177,9 +177,11 @@ def what_is_lost(reached: int | None, base: Tag) -> str:
     if reached is None or 0 < base.step >= reached:
         return ""
     if base.step:
-        text = f"nobody held the latest state of the job any more, so training went on from step {base.step}"
+        text = f"no worker held the latest state of the job any more, so training went on from step {base.step}"
     else:
-        text = "nobody held the state of the job any more, and no checkpoint was found: training began at step 1 again"
+        text = (
+            "no worker held the state of the job any more, and no checkpoint was found: training began at step 1 again"
+        )
     steps = reached - base.step
     return text + (f"; at least {steps} step{'s are' if steps != 1 else ' is'} lost" if steps else "")
 
@@ -188,12 +190,12 @@ def _seat(state: JobState, view: View, present: Sequence[Session], meeting: Meet
     """Decides who is in the next generation, once all of the old one hold the base."""
     staying = [session for session in present if not _met(session).leaving]
     all_leave = not staying
-    fitting = [s for s in state.ready() if _met(s).manifest == meeting.manifest and not _met(s).leaving]
+    fitting = [s for s in state.proven() if _met(s).manifest == meeting.manifest and not _met(s).leaving]
     kept = staying if staying or view.explicit else present  # with claimed ranks leavers need others in their place
     closed = any(_met(session).closed for session in present) and len(kept) >= _node_size(meeting)
     ready = [] if closed else _in_time(kept, fitting, meeting)
     if all_leave and (fitting or _is_to_be_kept(state, view, present, meeting)):
-        # Somebody must hold the base then, so they leave one step later.
+        # Some member must hold the base then, so they leave one step later.
         donors = set(meeting.donors)
         staying = [session for session in present if session in donors or _node_size(meeting) != 1]
     if not staying:
@@ -204,7 +206,7 @@ def _seat(state: JobState, view: View, present: Sequence[Session], meeting: Meet
     members = _in_order(view, staying, incoming, meeting)
     count, needed = len(members), most if view.explicit else least
     if (closed or (all_leave and not ready)) and not view.explicit:
-        needed = 1  # nobody may come in until the members that are left have finished their block
+        needed = 1  # no newcomer is admitted until the remaining members have finished their block
     stays, comes, sits = set(staying), set(incoming), set(members)
     leaving = (*(session for session in present if session not in stays), *_going_candidates(state))
     if count < max(needed, 1):
@@ -223,7 +225,7 @@ def _seat(state: JobState, view: View, present: Sequence[Session], meeting: Meet
 
 def _going_candidates(state: JobState) -> list[Session]:
     """Candidates that want to leave. They stay until the line surely does not need their state."""
-    return [session for session in state.bringing() if _met(session).leaving]
+    return [session for session in state.met_candidates() if _met(session).leaving]
 
 
 def _in_time(staying: Sequence[Session], ready: list[Session], meeting: Meeting) -> list[Session]:
@@ -248,7 +250,7 @@ def _too_few(state: JobState, view: View, there: Sequence[Session], needed: int,
     dismissed = set(meeting.dismissed)
     staying = [session for session in meeting.donors if session not in dismissed]
     if meeting.dismissed and _lacks(staying, meeting.base):
-        text = f"waiting for {workers}, who are to take what {names(view, meeting.dismissed)} hold{why}"
+        text = f"waiting for {workers}, which must take over the state of {names(view, meeting.dismissed)}{why}"
         return _with(meeting, text, dismissed=())
     return _with(meeting, f"waiting for {workers}{why}")
 
@@ -293,7 +295,7 @@ def _incoming(view: View, staying: Sequence[Session], ready: Sequence[Session], 
 
 
 def _without_leader(state: JobState, view: View, present: Sequence[Session]) -> Meeting:
-    """Nobody here holds the line's state. A member that does may still be running, unless it is known to have ended."""
+    """No member here holds the line's state. One that does may still be running, unless it is known to have ended."""
     silent = [view.seats[rank] for rank, ending in sorted(state.endings.items()) if not ending.sure]
     if silent:
         return Meeting(f"generation {view.generation} cannot go on: {way_out(state, silent)}")
@@ -301,8 +303,8 @@ def _without_leader(state: JobState, view: View, present: Sequence[Session]) -> 
         return Meeting(f"waiting for {names(view, going)} to leave")
     taking = [session for session in present if session.catching_up]
     if taking:
-        return Meeting(f"waiting for {names(view, taking)} to say if the state of the line was taken in time")
-    text = f"all who held the state of generation {view.generation} have ended: a new line begins"
+        return Meeting(f"waiting for {names(view, taking)} to report whether the line's state arrived in time")
+    text = f"all members that held the state of generation {view.generation} have ended: a new line begins"
     return Meeting(text, over=True)
 
 
@@ -333,13 +335,13 @@ def _whole_base(
         if not lacks:
             return tag, first, not lost
         if (text := _who_may_have(state, view, present, tag)) is not None:
-            return Meeting(f"generation {view.generation} cannot go on: {_in_words(lacks)} is not there; {text}")
+            return Meeting(f"generation {view.generation} cannot go on: {_in_words(lacks)} is missing; {text}")
         lost = lost or f"{_in_words(lacks)} of the state of step {tag.step} is lost with {_ended(state, view)}"
     return Meeting(lost, over=True, lost=tuple(s for s in everyone if _is_of_no_use(s, everyone)))
 
 
 def _is_of_no_use(session: Session, everyone: Sequence[Session]) -> bool:
-    """True if nobody has the rest of what it holds, or could finish. A whole state may begin a new line."""
+    """True if no worker has the rest of the state that it holds or could finish. A whole state may begin a new line."""
     met = _met(session)
     states = [(met.tag, met.fingerprint), (met.prepared, b"")]
     return all(tag is None or _lacks([s for s in everyone if _has_some(s, tag, bits)], tag) for tag, bits in states)
@@ -352,19 +354,19 @@ def _has_some(session: Session, tag: Tag, fingerprint: bytes) -> bool:
 
 
 def _who_may_have(state: JobState, view: View, present: Sequence[Session], tag: Tag) -> str | None:
-    """Says which workers may bring what is missing; None if nobody can."""
+    """Says which workers may bring the missing part; None if none can."""
     silent = [view.seats[rank] for rank, ending in sorted(state.endings.items()) if not ending.sure]
     if silent:
         return way_out(state, silent)
-    waiting = [s for s in state.sessions.values() if s.standing is Standing.WAITING]
+    waiting = [s for s in state.sessions.values() if s.standing is Standing.CANDIDATE]
     returning = state.returning()
     coming = [s for s in waiting if s.stream is None and s.met is not None and tag in (s.met.tag, s.met.prepared)]
-    coming += [s for s in [*present, *state.bringing()] if s.catching_up]
+    coming += [s for s in [*present, *state.met_candidates()] if s.catching_up]
     coming += returning
     if not coming:
         return None
     what, which = ("what it holds", "it") if len(coming) == 1 else ("what they hold", "one of them")
-    text = f"waiting for {names(view, coming)} to say {what}"
+    text = f"waiting for {names(view, coming)} to report {what}"
     if not returning:
         return text
     processes = ", ".join(f"pid {s.process.pid} on {s.process.host}" for s in returning[:_NAMED])
@@ -373,7 +375,7 @@ def _who_may_have(state: JobState, view: View, present: Sequence[Session], tag: 
 
 def _bring(state: JobState, present: Sequence[Session]) -> list[Session]:
     """All workers that have said what they hold: members, and candidates that may have been members once."""
-    return [*present, *state.bringing()]
+    return [*present, *state.met_candidates()]
 
 
 def _lacks(sessions: Sequence[Session], tag: Tag | None) -> tuple[Share, ...]:

@@ -245,7 +245,7 @@ class MemberState:
         return self.meet()
 
     def found(self, checkpoint: Tag) -> None:
-        """Updates the checkpoint that is to be read to the latest; an earlier one may have been removed."""
+        """Switches to the latest checkpoint for reading; an earlier one may have been removed."""
         if self.stored:
             self.held = checkpoint
 

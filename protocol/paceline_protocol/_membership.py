@@ -88,7 +88,7 @@ class Membership:
     # The interface to the shell ---------------------------------------------------------------------------------------
 
     def handle(self, now: float, event: Event) -> list[Effect]:
-        """Handles an event; returns what is to be done about it, in order.
+        """Handles an event; returns the effects to carry out, in order.
 
         Args:
             now: the time, in seconds.
@@ -146,9 +146,9 @@ class Membership:
 
     def _register(self, now: float, event: Registered) -> list[Effect]:
         effects: list[Effect] = []
-        for ghost in admission.check(self.state, event):
+        for stale in admission.check(self.state, event):
             text = f"its place was taken over by {event.process.host} (pid {event.process.pid})"
-            effects += self._departures.end(ghost, Ending(text, orderly=False), SessionEnded(text))
+            effects += self._departures.end(stale, Ending(text, orderly=False), SessionEnded(text))
         effects += self._lineage.see_generation(now, event.generation_floor, event.settings.failure_timeout)
         seat_freed = self._came_back(now, event)
         effects += seat_freed
@@ -204,7 +204,7 @@ class Membership:
         if self.state.finished is not None:
             effects.append(PushFinished(session.member_id, self.state.finished))
         drain = [PushDrain(session.member_id, session.draining)] if session.draining else []
-        if session.standing is Standing.WAITING:
+        if session.standing is Standing.CANDIDATE:
             self.state.last_arrival = now
             return [*effects, *drain, *self._lineage.reconsider(now, newcomer=session)]
         view = self.state.view
@@ -236,7 +236,7 @@ class Membership:
         return self._departures.judge_if_ripe(now) + self._lineage.reconsider(now)
 
     def _exit_reported(self, now: float, event: ExitReported) -> list[Effect]:
-        how = "is gone, as a worker on its host found" if event.found_gone else describe_exit(event.exit_code)
+        how = "is gone, as a worker on its host reported" if event.found_gone else describe_exit(event.exit_code)
         ending = Ending(how, orderly=False)
         effects = self._departures.lose(now, [(session, ending) for session in self.find(event.process)])
         for seat in self.state.view.seats if self.state.view is not None else ():

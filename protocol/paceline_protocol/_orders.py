@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from paceline_protocol._events import (
     Effect,
     PushCatchUp,
-    PushMisfit,
+    PushMismatch,
     PushMissing,
     PushRunning,
     PushSummons,
@@ -71,7 +71,7 @@ class Donors:
 
 
 def seat_of(session: Session) -> Seat:
-    """A member's address as a seat. A candidate has no rank; it gets rank 0, which nobody looks at."""
+    """A member's address as a seat. A candidate has no rank; it gets rank 0, which is not used."""
     rank = session.rank or 0
     return Seat(rank, session.member_id, session.token_sha256, session.process, session.address, session.arrival)
 
@@ -156,7 +156,7 @@ class Orders:
                     session.told_to_meet = order
                     effects.append(PushRunning(session.member_id, view, ended))
             elif view.base is not None and session.met.manifest != view.manifest:
-                effects += self._misfit(session, self._state.present())
+                effects += self._mismatch(session, self._state.present())
         return effects
 
     def _not_heard_of(self, view: View) -> _Missing:
@@ -192,8 +192,8 @@ class Orders:
 
     def _tell_laggards(self, meeting: Meeting) -> list[Effect]:
         effects: list[Effect] = []
-        for session in meeting.misfits:
-            effects += self._misfit(session, list(meeting.donors))
+        for session in meeting.mismatched:
+            effects += self._mismatch(session, list(meeting.donors))
         for rank, member_id in enumerate(meeting.targets):
             assert meeting.base is not None
             self._state.sessions[member_id].promised = (meeting.base, len(meeting.targets), rank)
@@ -218,13 +218,13 @@ class Orders:
         fingerprint = first.fingerprint if first is not None else b""
         return [PushCatchUp(session.member_id, session.generation, meeting.base, donors, share, fingerprint)]
 
-    def _misfit(self, session: Session, donors: list[Session]) -> list[Effect]:
+    def _mismatch(self, session: Session, donors: list[Session]) -> list[Effect]:
         view = self._state.view
         donor = next((each for each in donors if each.stream is not None), None)
         if donor is None or view is None or session.told_to_meet == donor.member_id:
             return []
         session.told_to_meet = donor.member_id
-        return [PushMisfit(session.member_id, seat_of(donor))]
+        return [PushMismatch(session.member_id, seat_of(donor))]
 
 
 def _own_share(session: Session) -> Share | None:

@@ -27,11 +27,11 @@ class Decision:
     """A decision of the policy.
 
     Attributes:
-        members: the members of the view that is to form now, in rank order; None if none is.
+        members: the members of the view that forms now, in rank order; None if no view forms.
         reason: why, in a sentence.
         again_at: when time alone may change the decision, in seconds; None if only an event can.
-        summon: True if a member of the live view is to ask the others to meet, because candidates are ready.
-        meeting: what the members of the last view are to do, if that view is over.
+        summon: True if a member of the live view must ask the others to meet, because candidates are ready.
+        meeting: what the members of the last view must do, if that view is over.
     """
 
     members: tuple[Session, ...] | None
@@ -63,7 +63,7 @@ def decide(now: float, state: JobState, settle_time: float) -> Decision:
             # A former member has a new session, and is about to say what it holds: that may be the line's.
             patient_until = state.last_arrival + state.view.settings.failure_timeout
             if now < patient_until:
-                return Decision(None, "waiting for members that came back to say what they hold", patient_until)
+                return Decision(None, "waiting for members that came back to report what they hold", patient_until)
         if meeting.members and state.storage_trouble:
             return Decision(None, f"the state cannot be stored: {state.storage_trouble}")
         reason = meeting.reason
@@ -75,8 +75,8 @@ def decide(now: float, state: JobState, settle_time: float) -> Decision:
     candidates = state.candidates()
     if not candidates:
         if state.view is not None:
-            return Decision(None, f"generation {state.view.generation} is void and no new worker is there")
-        return Decision(None, "no worker is there")
+            return Decision(None, f"generation {state.view.generation} is void, and there is no new worker")
+        return Decision(None, "there is no worker")
     if state.storage_trouble:
         return Decision(None, f"the state cannot be stored: {state.storage_trouble}")
     explicit = candidates[0].claimed_rank is not None
@@ -87,7 +87,7 @@ def decide(now: float, state: JobState, settle_time: float) -> Decision:
 
 
 def _is_over(state: JobState) -> bool:
-    """True if the last view's members are to meet: one has stopped, or all have gone, or it is of a line and void."""
+    """True if the last view's members must meet: one has stopped, or all have gone, or it is of a line and void."""
     assert state.view is not None
     present = state.present()
     if any(session.has_met for session in present):
@@ -117,13 +117,13 @@ def _running(state: JobState, live: View) -> Decision:
     if not ready:
         return Decision(None, text)
     if there >= live.settings.max_workers:
-        return Decision(None, f"{text}, as many as it takes")
+        return Decision(None, f"{text}, the maximum")
     if spares(state):
         node = _node_size(fitting)
         lacking = node - (there + ready) % node
         spare = f"{ready} {_plural('spare', ready)} {'waits' if ready == 1 else 'wait'} for {lacking} more"
-        return Decision(None, f"{text}; {spare}, for members come in nodes of {node}")
-    return Decision(None, f"{text}; {ready} {_plural('newcomer', ready)} will come in after this step", summon=True)
+        return Decision(None, f"{text}; {spare}, because members join in nodes of {node}")
+    return Decision(None, f"{text}; {ready} {_plural('newcomer', ready)} will join after this step", summon=True)
 
 
 def spares(state: JobState) -> list[Session]:
@@ -135,7 +135,7 @@ def spares(state: JobState) -> list[Session]:
 
 
 def _fitting(state: JobState, live: View) -> list[Session]:
-    return [s for s in state.ready() if s.met is not None and s.met.manifest == live.manifest]
+    return [s for s in state.proven() if s.met is not None and s.met.manifest == live.manifest]
 
 
 def _node_size(sessions: list[Session]) -> int:
@@ -163,16 +163,14 @@ def _decide_free(now: float, state: JobState, candidates: list[Session], settle_
         return Decision(None, f"waiting for {lacking} more {_plural('worker', lacking)} ({count} of at least {least})")
     if count >= most:
         chosen = sorted(candidates, key=_brings, reverse=True)[:most]
-        return Decision(tuple(by_host(chosen)), f"{_there(most)}, as many as a view takes")
+        return Decision(tuple(by_host(chosen)), f"{_there(most)}, the maximum")
     settled_at = _settled_at(state, candidates[0], settle_time)
     if now >= settled_at:
-        return Decision(tuple(by_host(candidates)), f"{_there(count)} and no more came for {settle_time:g} s")
+        return Decision(tuple(by_host(candidates)), f"{_there(count)} and no more joined for {settle_time:g} s")
     if settled_at == _patient_until(state, candidates[0]):
         text = f"{_there(count)} (at least {least}); former members of the job have time to come back"
         return Decision(None, text, settled_at)
-    return Decision(
-        None, f"{_there(count)} (at least {least}); {settle_time:g} s are left for more to come", settled_at
-    )
+    return Decision(None, f"{_there(count)} (at least {least}); waiting up to {settle_time:g} s for more", settled_at)
 
 
 def _patient_until(state: JobState, candidate: Session) -> float:

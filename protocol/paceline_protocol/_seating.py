@@ -67,7 +67,7 @@ class _Table:
         nodes: the nodes, in the order of their ranks.
         size: number of seats in a node.
         held: pairs of a host and a part that one of its members has a seat for.
-        free: number of seats that nobody has.
+        free: number of free seats.
     """
 
     def __init__(self, nodes: int, size: int) -> None:
@@ -113,7 +113,7 @@ def _keep_promises(table: _Table, group: Sequence[Session], base: Tag, room: int
 
 
 def _seat_holders(table: _Table, group: Sequence[Session], base: Tag, room: int) -> list[Session]:
-    """Seats so many of those who hold a part where it is held, and returns whom it has not seated."""
+    """Gives up to `room` members that hold a part a seat for it, and returns the members that got none."""
     teams: dict[tuple[str, int], dict[int, Session]] = {}
     rows: Counter[tuple[str, int]] = Counter()
     left = dict.fromkeys(group)

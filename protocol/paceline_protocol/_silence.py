@@ -2,7 +2,7 @@
 
 `Leases` evict members that say nothing, `Stragglers` those whose session is alive and that do not stop. `Abandonment`
 lets an operator say in advance when a job without any connected member may begin anew. `Wakefulness` finds out whether
-the coordinator itself was asleep, for then the silence of others means nothing.
+the coordinator itself was asleep, because then the silence of others means nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Leases:
         self._state = state
         self._unseen_from: float | None = None
         self._unseen = any(session.lease_from is None for session in state.sessions.values())
-        self._nobody_at = float("-inf")  # when last nobody of the line was heard
+        self._nobody_at = float("-inf")  # the last time at which no member of the line was heard
         # Heartbeats only move leases on, so a look may come early but never late: no heartbeat has to touch this.
         self.check_at = float("-inf") if state.sessions else float("inf")
 
@@ -84,8 +84,8 @@ class Leases:
             return lapsed
         if not somebody:
             self._nobody_at = now
-        # While no member of a line is heard, this coordinator may be the one that is cut off, and they train on: to
-        # evict them would help nobody (I2). When the first is heard again, the others have time to come back, too.
+        # While no member of a line is heard, this coordinator may be the one that is cut off, and they train on:
+        # evicting them would not help (I2). When the first is heard again, the others have time to come back, too.
         due = [(s, how) for s, how in lapsed if s.standing not in _OF_VIEW or now >= self._nobody_at + _timeout(s)]
         if len(due) < len(lapsed):
             self.check_at = min(self.check_at, now + lapsed[0][0].settings.heartbeat_interval)
@@ -100,7 +100,7 @@ class Leases:
         self._unseen = False
 
     def whereabouts(self, now: float, rank: int) -> str:
-        """When a member of the view was last seen, for a list of who is missing."""
+        """When a member of the view was last seen, for a list of missing members."""
         session = self._state.session_of(rank)
         if session is None:
             return "gone"
@@ -125,10 +125,10 @@ class Leases:
         return False
 
     def _lapsed_unseen(self, now: float, unseen: list[Session], vouched: bool) -> list[tuple[Session, str]]:
-        """Members of a stored view that nobody has seen since the restart.
+        """Members of a stored view that have not been seen since the restart.
 
-        As long as one member of the view is there, it vouches for them: it would report the end of its links. With
-        nobody there to vouch, all of them together have `failure_timeout` to come back.
+        As long as one member of the view is there, it vouches for them: it would report the end of its links. If no
+        member is there to vouch, all of them together have `failure_timeout` to come back.
         """
         if vouched or not unseen:
             self._unseen_from = None
@@ -146,7 +146,7 @@ class Leases:
 def _lease(session: Session) -> float:
     """Seconds of silence that end the session."""
     timeout = session.settings.failure_timeout
-    if session.standing is not Standing.WAITING or session.stream is not None or session.holds_a_part:
+    if session.standing is not Standing.CANDIDATE or session.stream is not None or session.holds_a_part:
         return timeout
     return min(timeout, _CANDIDATE_S)
 
@@ -247,7 +247,7 @@ class _Clock:
     It looks twice, as `Leases` does: what they said may still be in the inbox.
 
     Attributes:
-        at: when it is to be looked at.
+        at: when to look at it.
     """
 
     def __init__(self) -> None:
@@ -273,17 +273,17 @@ class _Clock:
 
 
 class Abandonment:
-    """When the members of a job's last generation may be taken for dead, as an operator has allowed (--restart-after).
+    """When the members of a job's last generation may be declared dead, as an operator has allowed (--restart-after).
 
     Silence proves nothing (I2): a machine that is cut off may train on. So by default a job whose state may be on a
     silent machine waits for `paceline restart`. An operator who knows that silent machines do not come back, because
     something else starts them anew, may tell the coordinator to do it.
 
     Time counts while no member of the last generation has a stream: not before this process was started, and not while
-    it did not run, for then nobody could have come back.
+    it did not run, because then no member could have come back.
 
     Args:
-        restart_after: seconds without any of them after which they are taken for dead; None for never.
+        restart_after: seconds without any of them after which they are declared dead; None for never.
     """
 
     def __init__(self, restart_after: float | None) -> None:
@@ -292,7 +292,7 @@ class Abandonment:
         self._since: float | None = None
 
     def due_at(self, now: float, state: JobState) -> float | None:
-        """When the members are to be taken for dead; None as long as they are not. Must be asked after events.
+        """When to declare the members dead; None while there is no reason to. Must be asked after events.
 
         Args:
             now: the time, in seconds.
@@ -315,12 +315,12 @@ class Abandonment:
             self._since += seconds
 
     def done(self, state: JobState) -> str:
-        """Notes that the members are taken for dead; returns a sentence for the log."""
+        """Notes that the members are declared dead; returns a sentence for the log."""
         self._since = None
         generation = state.view.generation if state.view is not None else state.generation
         return (
             f"no member of generation {generation} has been connected for {self._restart_after:g} s: all of them are "
-            "taken for dead (--restart-after)"
+            "declared dead (--restart-after)"
         )
 
 

@@ -6,14 +6,15 @@ Times are seconds on the coordinator's monotonic clock unless a name says otherw
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = [
     "ProtocolSettings",
+    "Counters",
     "Ending",
     "JobSettings",
     "Meet",
@@ -195,6 +196,36 @@ class Progress:
     """The last step whose word completed at it: all members of its generation were there then. 0 for none."""
     step_at: float = 0.0
     """When that word completed."""
+    doing: str = ""
+    """Kind of the operation that it is inside, empty if it is in none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What a member has counted since it joined, as of its last heartbeat. Nothing is decided by it."""
+
+    committed: int = 0
+    """Steps that it has committed."""
+    undone: int = 0
+    """Steps that it began and that were undone."""
+    samples: int = 0
+    """Samples of its share in the committed steps."""
+    sent_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that it has sent to other members, by kind of link."""
+    in_collectives: float = 0.0
+    """Seconds that it has waited in collectives."""
+    checkpoint_step: int = 0
+    """Step of the last checkpoint that it has written, 0 for none."""
+    checkpoints: int = 0
+    """Checkpoints that it has written."""
+    checkpoint_failures: int = 0
+    """Checkpoints that it could not write."""
+    checkpoint_time: float = 0.0
+    """Seconds that all those which it has written took."""
+    state_bytes: int = 0
+    """Bytes of training state that it has fetched from other members."""
+    state_time: float = 0.0
+    """Seconds that it has spent in fetching them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +248,7 @@ class Seat:
     rank: int
     member_id: str
     token_sha256: bytes
-    """Only the hash is kept: the state file gives nobody's session away."""
+    """Only the hash is kept, so the state file reveals no session."""
     process: Process
     address: str
     arrival: int
@@ -251,6 +282,9 @@ class View:
     """Hash that all members' `Meet.manifest` equals, once there is a base."""
     lost: str = ""
     """A sentence about steps that the job had trained before this line, and that are lost; empty if there are none."""
+
+    def __repr__(self) -> str:  # short: a view of 1,000 members has a long list of seats, with hashes of tokens
+        return f"<View generation {self.generation}, {len(self.seats)} member{'s' * (len(self.seats) != 1)}>"
 
 
 @dataclass(frozen=True, slots=True)

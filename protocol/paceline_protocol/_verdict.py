@@ -58,7 +58,7 @@ def has_second_witness(case: Case) -> bool:
 
 
 def judge(now: float, case: Case) -> Verdict:
-    """The verdict on a generation. There must be a report, or somebody who is gone.
+    """The verdict on a generation. There must be a report, or a member that is gone.
 
     Args:
         now: the time, in seconds.
@@ -111,7 +111,7 @@ def describe_exit(exit_code: int) -> str:
     if exit_code >= 0:
         return f"exited with code {exit_code}"
     try:
-        return f"was killed by signal {-exit_code} ({signal.Signals(-exit_code).name})"
+        return f"was killed by {signal.Signals(-exit_code).name}"
     except ValueError:
         return f"was killed by signal {-exit_code}"
 
@@ -179,7 +179,7 @@ def _timeout(now: float, case: Case, report: Report) -> Verdict:
 def _late(now: float, seat: Seat, progress: Progress) -> str:
     for_how_long = f"{max(0.0, now - progress.since):.1f} s"
     if not progress.operation:
-        return f"{seat.label} has entered none so far"
+        return f"{seat.label} has entered no operation so far"
     where = "has been inside" if progress.inside else "has been out of"
     return f"{seat.label} {where} operation {progress.operation} for {for_how_long}"
 

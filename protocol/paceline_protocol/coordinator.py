@@ -26,7 +26,7 @@ from paceline_protocol._events import (
     PushDismissed,
     PushDrain,
     PushFinished,
-    PushMisfit,
+    PushMismatch,
     PushMissing,
     PushRunning,
     PushSpare,
@@ -63,6 +63,7 @@ from paceline_protocol._refusals import (
     SettingsDisagree,
 )
 from paceline_protocol._silence import Abandonment, Wakefulness
+from paceline_protocol._verdict import describe_exit
 
 __all__ = [
     "Abandonment",
@@ -91,7 +92,7 @@ __all__ = [
     "PushDismissed",
     "PushDrain",
     "PushFinished",
-    "PushMisfit",
+    "PushMismatch",
     "PushMissing",
     "PushRunning",
     "PushSpare",
@@ -121,6 +122,7 @@ __all__ = [
     "ViewStored",
     "Wakefulness",
     "Welcome",
+    "describe_exit",
     "was_this_member",
     "restore",
     "spares",

@@ -2,7 +2,7 @@
 
 The rule is that of libpq and of PostgreSQL's server for key files. A file of this process's user must be for that user
 alone (0600). A file of root or of another user may be open to its group (0640), through which this process reads it;
-so Kubernetes mounts a secret for its `fsGroup`. A file that everybody may read is refused, whoever owns it.
+so Kubernetes mounts a secret for its `fsGroup`. A file that everybody may read is refused, regardless of its owner.
 Source: https://www.postgresql.org/docs/current/ssl-tcp.html, "Basic Setup".
 """
 
@@ -41,7 +41,7 @@ def check_private(path: Path, status: os.stat_result, user: int) -> None:
         mend = "600" if status.st_uid == user else "o-rwx"
         raise FileTooOpen(
             f"{path} holds a secret, and its mode {mode:04o} opens it to {who}: run "
-            f"chmod {mend} {shlex.quote(str(path))}, and take what is in it for known if others use this machine"
+            f"chmod {mend} {shlex.quote(str(path))}, and replace the secret if others use this machine"
         )
 
 
@@ -76,7 +76,7 @@ def read_own(file: int, path: Path, most: int) -> bytes:
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise FileTooOpen(
-            f"{path} is to be a file of uid {os.geteuid()}, mode 0600, and is one of uid {status.st_uid}, mode "
+            f"{path} must be a file of uid {os.geteuid()} with mode 0600, but its uid is {status.st_uid} and its mode "
             f"{stat.S_IMODE(status.st_mode):04o}"
         )
     return os.pread(file, most, 0)

@@ -9,8 +9,9 @@ protocol.
 from __future__ import annotations
 
 from paceline_server import _grpc  # noqa: F401  # before anything else imports grpc: see `_grpc`
-from paceline_server.app import Coordinator, serve
+from paceline_server.app import Coordinator
 from paceline_server.listening import PortInUse
+from paceline_server.serving import serve
 from paceline_server.settings import ServerSettings
 from paceline_server.storage.base import StateUnusable
 

@@ -8,20 +8,29 @@ import os
 import sys
 from pathlib import Path
 
-from paceline_server.app import serve
-from paceline_server.settings import ServerSettings, token_settings
+from paceline_server.serving import serve
+from paceline_server.settings import ServerSettings, state_settings, token_settings
 
 
 def main() -> int:
     """Parses the arguments and serves; returns the exit code."""
     parser = argparse.ArgumentParser(prog="paceline_server", description="Paceline's coordinator.")
     parser.add_argument("--listen", default=ServerSettings().listen, metavar="HOST:PORT", help="default: %(default)s")
-    parser.add_argument("--state", type=Path, metavar="FILE", help="keep state in this SQLite file")
+    parser.add_argument("--http", metavar="HOST:PORT", help="serve the page, metrics and jobs here; default: nowhere")
+    parser.add_argument(
+        "--state",
+        metavar="FILE",
+        help="keep the state of jobs in this SQLite file; or, shared with other coordinators, in etcd: "
+        "etcd://HOST:PORT,HOST:PORT/PREFIX",
+    )
+    parser.add_argument(
+        "--advertise", metavar="HOST:PORT", help="with etcd: where workers and other coordinators reach this one"
+    )
     parser.add_argument(
         "--restart-after",
         type=float,
         metavar="SECONDS",
-        help="take the members of a generation for dead when none of them has been connected for so long and new "
+        help="declare the members of a generation dead if none of them has been connected for this long and new "
         "workers wait; default: never",
     )
     parser.add_argument(
@@ -29,7 +38,7 @@ def main() -> int:
         type=float,
         default=ServerSettings().settle_time,
         metavar="SECONDS",
-        help="begin with fewer workers than may come when none has come for so long; default: %(default)s",
+        help="start with fewer workers than the maximum if no worker has joined for this long; default: %(default)s",
     )
     parser.add_argument("--tls-cert", type=Path, metavar="FILE.pem", help="serve TLS with this certificate")
     parser.add_argument("--tls-key", type=Path, metavar="FILE.key", help="the key of the certificate")
@@ -38,16 +47,17 @@ def main() -> int:
         "--token-file",
         type=Path,
         metavar="FILE",
-        help="callers need a token of this file, TOKEN, TOKEN JOB or TOKEN role=ROLE JOB on a line (read, worker or "
-        "operator, which is the default); without it PACELINE_TOKEN_FILE, or "
-        "PACELINE_TOKEN for a token itself",
+        help="callers need a token from this file: TOKEN, TOKEN JOB or TOKEN role=ROLE JOB on each line, where ROLE is "
+        "read, worker or operator (the default); default: PACELINE_TOKEN_FILE, or the token in PACELINE_TOKEN",
     )
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         settings = ServerSettings(
             listen=arguments.listen,
-            state_path=arguments.state,
+            http=arguments.http,
+            advertise=arguments.advertise,
+            **state_settings(arguments.state),
             restart_after=arguments.restart_after,
             settle_time=arguments.settle_time,
             tls_cert=arguments.tls_cert,
@@ -62,9 +72,11 @@ def main() -> int:
     return 0
 
 
-def _announce(address: str) -> None:
+def _announce(address: str, url: str) -> None:
     # One line on standard output, so that the process that started us can read the port.
     sys.stdout.write(f"listening on {address}\n")
+    if url:
+        sys.stdout.write(f"the page is at {url}\n")
     sys.stdout.flush()
 
 

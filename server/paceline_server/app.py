@@ -1,35 +1,39 @@
 """Connects storage, jobs, services, health and reflection to a gRPC server; together they are the coordinator.
 
 `Coordinator` runs on the event loop that starts it and installs no signal handlers, so that a worker or a launcher can
-embed it. `serve` runs a coordinator in a process of its own until SIGTERM or Ctrl-C, and then drains it.
+embed it. `serving.serve` runs one in a process of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
-import signal
+import socket
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from paceline_server._grpc import aio
 from paceline_server.dispatcher import Dispatcher, Observer
+from paceline_server.errors import NotLeader
 from paceline_server.limits import Budget, payer
 from paceline_server.listening import listen
-from paceline_server.process_limits import raise_file_limit, share_one_heap
 from paceline_server.security.tls import CertificateKeeper, TlsPaths
 from paceline_server.security.token_file import TokenKeeper
 from paceline_server.security.tokens import Tokens, exposure
 from paceline_server.services.admin import AdminHandlers
 from paceline_server.services.authenticate import AuthenticationInterceptor
 from paceline_server.services.calls import OpenCalls, PacingInterceptor
+from paceline_server.services.confirming import ConfirmingInterceptor
 from paceline_server.services.refusals import RefusalInterceptor
 from paceline_server.services.session import SessionHandlers
+from paceline_server.services.standby import StandbyHandlers
 from paceline_server.services.store import StoreHandlers
-from paceline_server.settings import ServerSettings
+from paceline_server.settings import ServerSettings, check_http
 from paceline_server.storage.base import Storage
 from paceline_server.storage.memory import MemoryStorage
 from paceline_server.storage.sqlite import SqliteStorage
@@ -37,7 +41,10 @@ from pacelinepb.pieces import MESSAGE_BYTES
 from pacelinepb.v1 import admin_pb2, session_pb2, store_pb2
 from pacelinepb.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
 
-__all__ = ["Coordinator", "serve"]
+if TYPE_CHECKING:
+    from paceline_server.web.server import HttpServer
+
+__all__ = ["Coordinator"]
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +75,10 @@ class Coordinator:
         settings: where to listen, where to keep state, limits.
         storage: replaces the storage that `settings.state_path` names; for tests.
         observer: called with ("stream_began" or "stream_ended", member id, time on the loop's clock).
+        epoch, standby: see `Dispatcher`; set by `failover` for each of the coordinators that share a state.
+
+    Attributes:
+        http_url: the URL of the page, once it is served; empty without `settings.http`.
     """
 
     def __init__(
@@ -76,17 +87,22 @@ class Coordinator:
         *,
         storage: Storage | None = None,
         observer: Observer | None = None,
+        epoch: int = 0,
+        standby: Callable[[], NotLeader] | None = None,
     ) -> None:
         self._settings = settings or ServerSettings()
         path = self._settings.state_path
         self._storage: Storage = storage or (SqliteStorage(path) if path is not None else MemoryStorage())
-        self._dispatcher = Dispatcher(self._settings, self._storage, observer)
+        self._standby = standby
+        self._dispatcher = Dispatcher(self._settings, self._storage, observer, epoch=epoch, standby=standby)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # its stubs lack it
         self._server: aio.Server | None = None
         self._starting: asyncio.Future[None] | None = None
         self._began = self._stopped = False
         self._tokens: TokenKeeper | None = None
         self._certificates: CertificateKeeper | None = None
+        self._http: HttpServer | None = None
+        self.http_url = ""
 
     async def start(self) -> str:
         """Loads the stored state and serves.
@@ -97,9 +113,13 @@ class Coordinator:
         Raises:
             PortInUse: another process listens there already.
             StateUnusable: the state file cannot be used.
+            NotLeader: another of the coordinators that share a state leads.
             TlsUnusable, TokensUnusable: the files that the settings name cannot be used.
+            HttpUnusable: aiohttp or prometheus_client is not installed, and the settings ask for HTTP.
             OSError: listening failed for another reason.
         """
+        if self._settings.http is not None:
+            check_http()
         assert not self._began, "a coordinator starts once"
         self._began = True
         try:
@@ -118,26 +138,49 @@ class Coordinator:
             PacingInterceptor(self._settings, calls, self._payer_of),
             RefusalInterceptor(),
         ]
+        if self._dispatcher.epoch:
+            interceptors.append(ConfirmingInterceptor(self._storage))
         if self._tokens is not None:
             interceptors.append(AuthenticationInterceptor(self._tokens))
         self._server = server = aio.server(interceptors=interceptors, options=self._options())
-        SessionHandlers(self._dispatcher).add_to(server)
-        StoreHandlers(self._dispatcher).add_to(server)
-        add_AdminServiceServicer_to_server(AdminHandlers(self._dispatcher), server)
+        if self._standby is not None:
+            StandbyHandlers(self._standby).add_to(server)
+        else:
+            SessionHandlers(self._dispatcher).add_to(server)
+            StoreHandlers(self._dispatcher).add_to(server)
+            add_AdminServiceServicer_to_server(AdminHandlers(self._dispatcher), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         host, _, _ = self._settings.listen.rpartition(":")
         port = await listen(server, self._settings.listen, credentials)
+        if self._settings.http is not None:
+            importlib.import_module("paceline_server.web.server")  # takes long: before the dispatcher watches the loop
         await self._dispatcher.start()
+        if self._settings.http is not None:
+            await self._serve_http(self._settings.http)
         self._starting = asyncio.ensure_future(server.start())
         await asyncio.shield(self._starting)
+        status = health_pb2.HealthCheckResponse.SERVING
+        if self._standby is not None:  # the process is well, and health without a name of a service says so
+            status = health_pb2.HealthCheckResponse.NOT_SERVING
         for name in _SERVICES:
-            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+            await self._health.set(name, status)
         address = f"{host}:{port}"
         _log.info("listening on %s", address)
         if (warning := exposure(self._settings)) is not None:
             _log.warning("%s", warning)
         return address
+
+    async def _serve_http(self, address: str) -> None:
+        from paceline_server.web.server import HttpServer  # the extra `http` is there: `start` has checked
+
+        # A foreign page can make its own name resolve to us (DNS rebinding), but it has no token and no certificate.
+        authenticates = self._tokens is not None or self._settings.tls_ca is not None
+        host = address.rpartition(":")[0].strip("[]")
+        names = None if authenticates else frozenset({"localhost", socket.gethostname().lower(), host.lower()} - {""})
+        self._http = HttpServer(address, self._dispatcher, self._tokens, self._certificates, names=names)
+        self.http_url = await self._http.start()
+        _log.info("the page is at %s", self.http_url)
 
     async def stop(self, grace: float = 1.0, *, for_good: bool = False) -> None:
         """Drains and stops: reports not serving, wakes waiters with DRAINING, ends calls, closes the state.
@@ -155,13 +198,15 @@ class Coordinator:
             cut = loop.time() + grace
             await self._dispatcher.dissolve(grace)
             grace = max(0.0, cut - loop.time())
-        self._dispatcher.drain()
+        self.drain()
         # A watcher that does not read holds the lock of the health service; it must not hold us up.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_HEALTH_S):
                 await self._health.enter_graceful_shutdown()
         if self._starting is not None:  # grpc crashes if a server is stopped while it starts
             await asyncio.wait({self._starting})
+        if self._http is not None:
+            await self._http.stop()
         server, self._server = self._server, None
         if server is not None:
             await server.stop(grace)
@@ -171,6 +216,10 @@ class Coordinator:
             self._certificates.close()
         await self._storage.close()
         _log.info("stopped")
+
+    def drain(self) -> None:
+        """Ends all sessions and waiting calls at once, and decides nothing more; `stop` does so, too."""
+        self._dispatcher.drain()
 
     async def wait_for_termination(self) -> None:
         """Waits until the server has ended."""
@@ -208,54 +257,3 @@ async def _token_keeper(settings: ServerSettings) -> TokenKeeper | None:
     if settings.token is not None:
         return TokenKeeper(Tokens.single(settings.token))
     return None if settings.token_file is None else await TokenKeeper.of_file(settings.token_file)
-
-
-def serve(settings: ServerSettings, announce: Callable[[str], None] | None = None, grace: float = 1.0) -> None:
-    """Serves until SIGTERM or SIGINT; a second signal cuts the drain short. A signal during the start ends the start.
-
-    Args:
-        settings: the coordinator's settings.
-        announce: called with "host:port" once the coordinator listens.
-        grace: seconds for calls in progress to end.
-
-    Raises:
-        PortInUse: another process listens at the address already.
-        StateUnusable: the state file cannot be used.
-        TlsUnusable, TokensUnusable: the files that the settings name cannot be used.
-        OSError: listening failed for another reason.
-    """
-    share_one_heap()
-    raise_file_limit()
-    asyncio.run(_serve(settings, announce, grace))
-
-
-async def _serve(settings: ServerSettings, announce: Callable[[str], None] | None, grace: float) -> None:
-    coordinator = Coordinator(settings)
-    asked = [asyncio.Event(), asyncio.Event()]
-
-    def on_signal() -> None:
-        next((event for event in asked if not event.is_set()), asked[-1]).set()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
-    starting = asyncio.create_task(coordinator.start())
-    told = asyncio.create_task(asked[0].wait())
-    await asyncio.wait({starting, told}, return_when=asyncio.FIRST_COMPLETED)
-    if not starting.done():  # a file or a resolver may hang
-        starting.cancel()
-        await asyncio.wait({starting})
-        if starting.cancelled():
-            return
-    address = starting.result()
-    if announce is not None:
-        announce(address)
-    await told
-    stopping = asyncio.create_task(coordinator.stop(grace))
-    again = asyncio.create_task(asked[1].wait())
-    await asyncio.wait({stopping, again}, return_when=asyncio.FIRST_COMPLETED)
-    again.cancel()
-    if stopping.done():
-        stopping.result()
-    else:
-        stopping.cancel()

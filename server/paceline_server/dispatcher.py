@@ -12,6 +12,7 @@ import contextlib
 import functools
 import logging
 import secrets
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
@@ -44,12 +45,23 @@ from paceline_protocol.coordinator import (
     was_this_member,
 )
 from paceline_server import wire
-from paceline_server.errors import BadRequest, Draining, LimitMet, NotFound, Refused, SessionEnded, StaleGeneration
+from paceline_server.errors import (
+    BadRequest,
+    Draining,
+    LimitMet,
+    NotFound,
+    NotLeader,
+    Refused,
+    SessionEnded,
+    StaleGeneration,
+)
 from paceline_server.keeper import Job, Keeper
 from paceline_server.key_values import KeyValues, Storeroom
 from paceline_server.limits import Budget
+from paceline_server.observatory import Observatory
 from paceline_server.pages import ViewPages
 from paceline_server.probe_address import AddressProbes
+from paceline_server.questions import Questions
 from paceline_server.settings import ServerSettings
 from paceline_server.storage.base import JobForgotten, Storage
 from paceline_server.streams import SessionStream
@@ -71,6 +83,15 @@ _log = logging.getLogger(__name__)
 _DOOR_SECRET_BYTES = 32
 """As many as a SHA-256 digest has, the least that RFC 2104 (3) recommends for a key."""
 
+_AT_ONCE = 100
+"""Jobs that are restored without a break when a coordinator starts."""
+
+ALIVE_S = 0.3
+"""Seconds between two messages to a member of a coordinator that shares its state with others."""
+
+LONGEST_SILENCE_S = 1.0
+"""Seconds of silence after which its members look for another coordinator."""
+
 Observer = Callable[[str, str, float], None]
 """Called with (event, member id, time on the loop's clock), for measurements and for tests that wait for an event."""
 
@@ -82,13 +103,27 @@ class Dispatcher:
         settings: limits and times.
         storage: keeps what outlives the process; `start` opens it, and its creator closes it.
         observer: told of streams that begin and end.
+        epoch: of a coordinator that shares its state with others; 0 for one that has it for itself.
+        standby: makes the refusal of callers if this coordinator does not lead; None if it leads.
 
     Attributes:
         jobs: the jobs that have sessions or a line. `find` also finds jobs at rest.
+        questions: what operators ask of members now.
+        observatory: what has been counted, and the last events; set by `start`.
     """
 
-    def __init__(self, settings: ServerSettings, storage: Storage, observer: Observer | None = None) -> None:
+    def __init__(
+        self,
+        settings: ServerSettings,
+        storage: Storage,
+        observer: Observer | None = None,
+        *,
+        epoch: int = 0,
+        standby: Callable[[], NotLeader] | None = None,
+    ) -> None:
         self.settings = settings
+        self.epoch = epoch
+        self.standby = standby
         self.jobs: dict[str, Job] = {}
         self.draining = False
         # Jobs of which only the number is left, and whether they are done; the one that ended first comes first.
@@ -102,21 +137,31 @@ class Dispatcher:
         self._next_stream = 0
         self._emptied = asyncio.Event()  # set when we are stopping and no stream is left
         self._address_probes = AddressProbes()
+        self.questions = Questions(settings, self._push)
         self._keeper = Keeper(storage, self._apply_alone)
         self._timers: Timers | None = None
+        self._speaking: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
         """Loads the stored jobs.
 
         Raises:
             StateUnusable: the storage cannot be used.
+            NotLeader: another coordinator has led while they were loaded.
         """
         self._loop = asyncio.get_running_loop()
         stored_jobs = await self.storage.load()
+        if self.epoch:
+            await self.storage.confirm()  # otherwise another one may have changed the second half of what was read
         now = self._loop.time()
+        wall = time.time()
+        self.observatory = Observatory(wall - now, last_number=round(1000 * wall))
+        self._keeper.took = self.observatory.commits.add
         self._timers = Timers(now, self.jobs, self._apply_alone)
         self._used_up = next((each.generation for each in stored_jobs if each.name == _NOT_KNOWN), 0)
-        for stored in (each for each in stored_jobs if each.name != _NOT_KNOWN):
+        for count, stored in enumerate(each for each in stored_jobs if each.name != _NOT_KNOWN):
+            if count % _AT_ONCE == _AT_ONCE - 1:
+                await asyncio.sleep(0)  # the storage must go on to show that this coordinator leads
             state = restore(
                 now,
                 stored.name,
@@ -129,10 +174,22 @@ class Dispatcher:
             )
             job = self._make_job(state, self._values(stored.name, stored.keys), stored.door_secret)
             self.jobs[stored.name] = job
+            self.observatory.begin(now, state)
             if stored.view is not None:
                 self._pages(job, stored.view)  # the members of the job have this list
             self._apply_alone(job, Ticked())
         self._timers.start()
+        if self.epoch:
+            self._speak()
+
+    def _speak(self) -> None:
+        """Tells all members that this coordinator leads: one that is frozen breaks no connection."""
+        self._speaking = self._loop.call_later(ALIVE_S, self._speak)
+        if not self.storage.is_sure:
+            return
+        alive = pb.SessionResponse(alive=pb.Alive())
+        for stream in list(self._streams.values()):
+            stream.push(alive)
 
     async def dissolve(self, patience: float) -> None:
         """Ends all sessions for good, in good order: tells the members, who need neither wait nor say goodbye.
@@ -155,9 +212,12 @@ class Dispatcher:
         self._keeper.close()
         if self._timers is not None:
             self._timers.stop()
+        if self._speaking is not None:
+            self._speaking.cancel()
         for job in self.jobs.values():
             job.store.drain(Draining("the coordinator is stopping"))
         self._address_probes.close()
+        self.questions.drain(Draining("the coordinator is stopping"))
         for stream in self._streams.values():
             stream.close(Draining("the coordinator is stopping"))
 
@@ -172,6 +232,7 @@ class Dispatcher:
         job = self.jobs.get(name)
         if job is None and (state := self._resting.get(name)) is not None:
             job = self._make_job(state, self._values(name, {}))
+            job.reason = job.membership.decision.reason  # it was logged before the job came to rest
         return job
 
     async def forget(self, name: str) -> None:
@@ -184,21 +245,22 @@ class Dispatcher:
         """
         job = self.find(name)
         if job is None:
-            raise NotFound(f"there is no job {name!r}; paceline status shows those that there are")
+            raise NotFound(f"there is no job {name!r}; paceline status lists the jobs")
         state = job.membership.state
         if count := sum(session.stream is not None for session in state.sessions.values()):
             raise BadRequest(
-                f"job {name!r} has {count} worker{'s' if count > 1 else ''}: to have them leave use paceline drain "
-                f"--all --job {name}; nothing was forgotten"
+                f"job {name!r} has {count} worker{'s' if count > 1 else ''}: to make them leave, use paceline drain "
+                f"{name} --all; nothing was forgotten"
             )
         if not state.is_at_rest:
             raise BadRequest(
-                f"job {name!r} may go on: workers of it are silent, and may hold its state; if you know that they have "
-                f"ended, paceline restart {name} says so; nothing was forgotten"
+                f"job {name!r} may go on: some of its workers are silent, and may hold its state; if you know that "
+                f"they have ended, run paceline restart {name} first; nothing was forgotten"
             )
         job.store.values.clear()
         self.jobs.pop(name, None)
         self._resting.pop(name, None)
+        self.observatory.forget(name)
         await self.storage.write([JobForgotten(name)])  # after all earlier writes of the job, before all later ones
 
     # Sessions ---------------------------------------------------------------------------------------------------------
@@ -235,12 +297,14 @@ class Dispatcher:
             sum(len(each.membership.state.sessions) for each in self.jobs.values() if not each.failed) - freed
             >= self.settings.max_sessions
         ):
-            raise LimitMet(f"the coordinator has {self.settings.max_sessions} sessions, as many as it takes")
+            raise LimitMet(f"the coordinator has {self.settings.max_sessions} sessions, the most that it takes")
         if name not in self.jobs:
             self._check_room()
         job = job or self._make_job(JobState(name, generation=self._used_up), self._values(name, {}))
         if len(job.membership.state.sessions) - freed >= self.settings.max_job_sessions:
-            raise LimitMet(f"job {name!r} has {self.settings.max_job_sessions} sessions, as many as one job may have")
+            raise LimitMet(
+                f"job {name!r} has {self.settings.max_job_sessions} sessions, the most that one job may have"
+            )
         self._attach(job, stream, token, event)
         return stream
 
@@ -254,7 +318,7 @@ class Dispatcher:
         wire.check_version(message.protocol_version)
         job = self.find(message.job)
         if job is None:
-            stateless = "" if self.settings.state_path else " without a state file (--state)"
+            stateless = "" if self.settings.state_path or self.epoch else " without a state file (--state)"
             raise SessionEnded(
                 f"the coordinator does not know job {message.job!r}: it was started again{stateless}, so its state is "
                 "lost"
@@ -304,7 +368,7 @@ class Dispatcher:
             raise SessionEnded(f"job {name!r} has no such session: it has ended")
         _check_sound(job)
         if not secrets.compare_digest(session.token_sha256, wire.token_hash(token)):
-            raise SessionEnded("the token does not prove the session")
+            raise SessionEnded("the token is not that of the session")
         return job
 
     def page(self, name: str, generation: int, number: int, known_sha256: bytes) -> bytes:
@@ -336,10 +400,18 @@ class Dispatcher:
             Refused: the event is not allowed; nothing has changed.
         """
         _check_sound(job)
-        effects = job.membership.handle(self._loop.time(), event)
+        effects = self._handle(job, event)
         if isinstance(event, Heard):  # by far the most frequent event; it changes no deadline and no decision
             return
         self._act(job, effects)
+
+    def _handle(self, job: Job, event: Event) -> list[Effect]:
+        now, membership = self._loop.time(), job.membership
+        effects = membership.handle(now, event)
+        if isinstance(event, Registered | Resumed):
+            self.observatory.begin(now, membership.state)
+        self.observatory.saw(now, event, effects, membership.state, membership.decision.reason)
+        return effects
 
     def apply_of(self, stream: SessionStream, event: Event) -> None:
         """Gives an event that came on a stream to its job, if the stream still carries its session.
@@ -358,7 +430,9 @@ class Dispatcher:
             self.apply(job, event)
         except Exception:  # noqa: BLE001 - whatever it is, the other jobs of the same round must get their events
             name = job.membership.state.name
-            _log.exception("job %s: the coordinator failed at %s, and ends its sessions", name, type(event).__name__)
+            _log.exception(
+                "job %s: the coordinator failed at %s, and ends the job's sessions", name, type(event).__name__
+            )
             self._fail(job)
 
     def _fail(self, job: Job) -> None:
@@ -407,6 +481,8 @@ class Dispatcher:
                     heartbeat_interval=wire.to_duration(heartbeat_interval),
                     door_secret=job.door_secret,
                 )
+                if self.epoch:
+                    registered.longest_silence.CopyFrom(wire.to_duration(LONGEST_SILENCE_S))
                 self._push(member_id, pb.SessionResponse(registered=registered))
             case EndSession(member_id, refusal):
                 self._end_session(job, member_id, refusal)
@@ -429,19 +505,35 @@ class Dispatcher:
             if member_id not in self._tokens:  # otherwise `registered`, which comes first, has the new secret
                 self._push(member_id, renewed)
 
-    def _push(self, member_id: str, message: pb.SessionResponse) -> None:
+    def _push(self, member_id: str, message: pb.SessionResponse) -> bool:
         stream = self._streams.get(member_id)
         if stream is not None:
             stream.push(message)
+        return stream is not None
 
     def _end_session(self, job: Job, member_id: str, refusal: Refused | None) -> None:
         job.store.end(member_id, refusal or SessionEnded("the member has left the job"))
         self._tokens.pop(member_id, None)
         stream = self._streams.pop(member_id, None)
-        if stream is not None:
-            if refusal is None:
-                stream.push(pb.SessionResponse(left=pb.Left()))
+        if stream is None:
+            return
+        if refusal is None and self.epoch:
+            self._loop.call_soon(self._say_left_once_stored, stream)  # after the other effects, which store the ending
+        elif refusal is None:
+            _say_left(stream)
+        else:
             stream.close(refusal)
+
+    def _say_left_once_stored(self, stream: SessionStream) -> None:
+        """Answers a goodbye once it is stored: a member that has its answer does not say goodbye to the next leader."""
+
+        def stored(written: asyncio.Future[None]) -> None:
+            if written.cancelled() or written.exception() is not None:
+                stream.close(Draining("the ending was not stored"))
+            else:
+                _say_left(stream)
+
+        self.storage.write(()).add_done_callback(stored)
 
     def _pages(self, job: Job, view: View) -> ViewPages:
         if job.pages is None or job.pages.view is not view:
@@ -456,12 +548,12 @@ class Dispatcher:
 
     def _new_stream(self, job: str, member_id: str) -> SessionStream:
         self._next_stream += 1
-        return SessionStream(self._next_stream, job, member_id, self.settings.max_pending_messages)
+        return SessionStream(self._next_stream, job, member_id, self.settings.max_pending_messages, self.epoch)
 
     def _check_room(self) -> None:
         """Refuses a new job if there are too many."""
         if len(self.jobs) >= self.settings.max_jobs:
-            raise LimitMet(f"the coordinator has {self.settings.max_jobs} jobs, as many as it takes")
+            raise LimitMet(f"the coordinator has {self.settings.max_jobs} jobs, the most that it takes")
 
     def _values(self, name: str, keys: Mapping[str, bytes]) -> KeyValues:
         return KeyValues(name, self.settings, self._stores, keys)
@@ -469,19 +561,22 @@ class Dispatcher:
     def _make_job(self, state: JobState, values: KeyValues, door_secret: bytes = b"") -> Job:
         abandonment = Abandonment(self.settings.restart_after)
         secret = door_secret or secrets.token_bytes(_DOOR_SECRET_BYTES)
-        return Job(Membership(state, self.settings), Storeroom(values), abandonment, secret)
+        job = Job(Membership(state, self.settings), Storeroom(values), abandonment, secret)
+        if state.finished is not None:  # it was said when the job ended; each late word of a worker brings the job back
+            job.reason = job.membership.decision.reason
+        return job
 
     def _attach(self, job: Job, stream: SessionStream, token: bytes, event: Registered | Resumed) -> None:
         """Binds a stream to its session before the effects of its first event are performed."""
         _check_sound(job)
-        effects = job.membership.handle(self._loop.time(), event)  # a refusal comes before anything is bound
+        effects = self._handle(job, event)  # a refusal comes before anything is bound
         self.jobs.setdefault(stream.job, job)
         self._resting.pop(stream.job, None)
         earlier = self._streams.get(stream.member_id)
         self._streams[stream.member_id] = stream
         self._tokens[stream.member_id] = token
         if earlier is not None:
-            earlier.close(SessionEnded("the session was taken up on another stream"))
+            earlier.close(SessionEnded("the session was resumed on another stream"))
         if self._observer is not None:
             self._observer("stream_began", stream.member_id, self._loop.time())
         self._act(job, effects)
@@ -503,6 +598,7 @@ class Dispatcher:
     def _rest(self, job: Job, state: JobState) -> None:
         """Puts a job to rest: keeps only its number, and how its line ended."""
         del self.jobs[state.name]
+        self.observatory.rest(self._loop.time(), state.name)
         had_keys = len(job.store.values) > 0
         job.store.values.clear()
         known = state.generation > self._used_up or state.finished is not None or state.reached is not None
@@ -522,10 +618,15 @@ class Dispatcher:
             self._keeper.forget_but(name, _NOT_KNOWN, self._used_up)
 
 
+def _say_left(stream: SessionStream) -> None:
+    stream.push(pb.SessionResponse(left=pb.Left()))
+    stream.close()
+
+
 def _failed(job: Job) -> SessionEnded:
     return SessionEnded(
-        f"the coordinator failed over job {job.membership.state.name!r}, and has ended its sessions: its log says why; "
-        "it takes the job up again when it is started again"
+        f"the coordinator failed while it handled job {job.membership.state.name!r}, and has ended the job's sessions; "
+        "the coordinator's log says why. Restart the coordinator to resume the job"
     )
 
 

@@ -16,6 +16,7 @@ Refused
     Unauthenticated      no token came, or an unknown one
     PermissionDenied     the token is good for another job, or for less
     Damaged              the bytes are no message: they changed on the way
+    NotLeader            another coordinator leads
 
 Handlers raise these and choose no codes; `services.refusals` turns them into a status with `google.rpc.ErrorInfo`.
 """
@@ -45,6 +46,7 @@ __all__ = [
     "LimitMet",
     "NoRoom",
     "NotFound",
+    "NotLeader",
     "PermissionDenied",
     "RankTaken",
     "Refused",
@@ -118,6 +120,21 @@ class Damaged(Refused):
     reason = ErrorReason.ERROR_REASON_DAMAGED
 
 
+class NotLeader(Refused):
+    """Another coordinator leads.
+
+    Args:
+        text: says so.
+        leader: the address of the leader; empty if it is not known.
+    """
+
+    reason = ErrorReason.ERROR_REASON_NOT_LEADER
+
+    def __init__(self, text: str, leader: str = "") -> None:
+        super().__init__(text)
+        self.leader = leader
+
+
 STATUS: Mapping[type[Refused], grpc.StatusCode] = {
     BadRequest: grpc.StatusCode.INVALID_ARGUMENT,
     NotFound: grpc.StatusCode.NOT_FOUND,
@@ -135,5 +152,6 @@ STATUS: Mapping[type[Refused], grpc.StatusCode] = {
     Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     Damaged: grpc.StatusCode.DATA_LOSS,
+    NotLeader: grpc.StatusCode.UNAVAILABLE,
 }
 """The gRPC status of each refusal; the comments of errors.proto promise the same."""

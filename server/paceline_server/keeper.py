@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ from paceline_protocol.coordinator import (
     StoreView,
     ViewStored,
 )
+from paceline_server.errors import NotLeader
 from paceline_server.key_values import Storeroom
 from paceline_server.pages import ViewPages
 from paceline_server.storage.base import (
@@ -70,12 +72,16 @@ class Keeper:
     Args:
         storage: keeps what outlives the process.
         apply: gives an event to a job and performs the effects; raises nothing.
+
+    Attributes:
+        took: called with the seconds that it took to store a view.
     """
 
     def __init__(self, storage: Storage, apply: Callable[[Job, Event], None]) -> None:
         self._storage = storage
         self._apply = apply
         self._closed = False
+        self.took: Callable[[float], None] = lambda _: None
 
     def close(self) -> None:
         """Stops telling jobs that their writes are done."""
@@ -86,7 +92,9 @@ class Keeper:
         name = job.membership.state.name
         match effect:
             case StoreView(view):
+                began = time.monotonic()
                 written = self._storage.write([ViewFormed(name, view, job.door_secret)])
+                written.add_done_callback(lambda _: self.took(time.monotonic() - began))
                 written.add_done_callback(functools.partial(self._view_written, job, view.generation))
             case ForgetView(generation):
                 self._write(ViewForgotten(name, generation))
@@ -119,14 +127,17 @@ class Keeper:
             return
         if error is None:
             self._apply(job, ViewStored(generation))
-        else:
+        elif not isinstance(error, NotLeader):
             _log.error("%s", error)
             self._apply(job, StoreFailed(generation, str(error)))
 
     def _finish_written(self, job: Job, step: int | None, written: asyncio.Future[None]) -> None:
-        """Tells the job that it is done even if the disk refused the write: nobody can use the refusal."""
+        """Tells the job that it is done even if the disk refused the write, as no member could act on the refusal.
+
+        If another coordinator leads, the members tell that one.
+        """
         _log_failure(written)
-        if step is not None and not self._closed:
+        if step is not None and not self._closed and not isinstance(written.exception(), NotLeader):
             self._apply(job, FinishStored(step))
 
     def _write(self, *changes: Change) -> None:
@@ -134,5 +145,5 @@ class Keeper:
 
 
 def _log_failure(written: asyncio.Future[None]) -> None:
-    if not written.cancelled() and (error := written.exception()) is not None:
+    if not written.cancelled() and (error := written.exception()) is not None and not isinstance(error, NotLeader):
         _log.error("%s", error)

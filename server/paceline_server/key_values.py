@@ -73,14 +73,15 @@ class KeyValues:
             raise LimitMet(f"a value has at most {limits.max_value_bytes} bytes, not {len(value)}")
         old = self._keys.get(key)
         if old is None and len(self._keys) >= limits.max_keys:
-            raise LimitMet(f"the store of job {self._job!r} has {limits.max_keys} keys, as many as it takes")
+            raise LimitMet(f"the store of job {self._job!r} has {limits.max_keys} keys, the most that it takes")
         more = _size(key, value) - (_size(key, old) if old is not None else 0)
         if more <= 0:
             self._budget.add(self._job, more)
         elif not self._budget.take(self._job, more):
             raise LimitMet(
-                f"the store of job {self._job!r} is full: it has {self._budget.held(self._job):,} bytes, those of all "
-                f"jobs {self._budget.used:,} of {self._budget.total:,}, and one has at most as much as it leaves free"
+                f"the store of job {self._job!r} is full: it has {self._budget.held(self._job):,} bytes, the stores of "
+                f"all jobs have {self._budget.used:,} of {self._budget.total:,}, and one may have at most as much as "
+                "it leaves free"
             )
         self._keys[key] = value
         return [KeySet(self._job, key, value)]

@@ -139,7 +139,7 @@ def payer(tokens: Tokens | None, authorization: str | None, peer: str) -> str:
     try:
         jobs = tokens.grant(authorization).jobs
     except Unauthenticated:
-        return f"strangers at {address}"
+        return f"unknown callers at {address}"
     return address if jobs is None else f"job{'s'[: len(jobs) - 1]} {', '.join(map(repr, sorted(jobs)))}"
 
 

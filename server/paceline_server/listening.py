@@ -12,7 +12,7 @@ from typing import Any
 from paceline_server._grpc import aio, grpc
 from paceline_server.blocking_calls import call_apart
 
-__all__ = ["PortInUse", "listen"]
+__all__ = ["PortInUse", "check_free", "listen", "targets_of"]
 
 LOOK_UP_S = 10.0
 """The most seconds for the look-up of a name."""
@@ -36,14 +36,20 @@ async def listen(server: aio.Server, address: str, credentials: grpc.ServerCrede
     """
     host, _, port = address.rpartition(":")
     host, bound = host.strip("[]"), int(port)
-    targets = await _targets(address, host, bound)
-    _check_free(address, targets)
+    targets = await targets_of(address, host, bound)
+    check_free(address, targets)
     for ip in dict.fromkeys(target[0] for _, target in targets):
         bound = _add_port(server, f"[{ip}]:{bound}" if ":" in ip else f"{ip}:{bound}", credentials)
     return bound
 
 
-async def _targets(address: str, host: str, port: int) -> list[_Target]:
+async def targets_of(address: str, host: str, port: int) -> list[_Target]:
+    """Returns the addresses of a host; `address` is for the error's text.
+
+    Raises:
+        OSError: the name cannot be looked up.
+    """
+
     def look_up(flags: int = 0) -> list[_Target]:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
         return [(family, target) for family, _, _, _, target in found]
@@ -54,7 +60,7 @@ async def _targets(address: str, host: str, port: int) -> list[_Target]:
         except socket.gaierror:
             return await call_apart(look_up, "paceline-lookup", LOOK_UP_S)  # the host is a name
     except TimeoutError:
-        text = f"cannot listen on {address}: its name was not looked up in {LOOK_UP_S:g} s; give an IP address"
+        text = f"cannot listen on {address}: looking up its name took longer than {LOOK_UP_S:g} s; give an IP address"
         raise OSError(errno.ETIMEDOUT, text) from None
     except OSError as cause:
         raise OSError(cause.errno, f"cannot listen on {address}: {cause.strerror}") from None
@@ -62,7 +68,7 @@ async def _targets(address: str, host: str, port: int) -> list[_Target]:
         raise OSError(errno.EINVAL, f"cannot listen on {address}: {cause}") from None
 
 
-def _check_free(address: str, targets: list[_Target]) -> None:
+def check_free(address: str, targets: list[_Target]) -> None:
     """Asks the kernel first: grpc would say only that it failed, and write a line of its own to the terminal."""
     try:
         for family, target in targets:
@@ -85,5 +91,5 @@ def _add_port(server: aio.Server, address: str, credentials: grpc.ServerCredenti
     except RuntimeError:
         port = 0
     if not port:  # the port was free a moment ago
-        raise PortInUse(errno.EADDRINUSE, f"cannot listen on {address}: another process has taken it this moment")
+        raise PortInUse(errno.EADDRINUSE, f"cannot listen on {address}: another process has just taken the port")
     return port

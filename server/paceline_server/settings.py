@@ -5,6 +5,8 @@ Times that follow from a job's `failure_timeout` are computed where they are use
 
 from __future__ import annotations
 
+import importlib.util
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -12,9 +14,11 @@ from typing import Any
 
 from paceline_protocol import ProtocolSettings
 from paceline_server.process_limits import usable_bytes
+from paceline_server.storage.etcd_address import EtcdAddress, is_etcd
+from pacelinepb import install_command
 from pacelinepb.pieces import MESSAGE_BYTES
 
-__all__ = ["ServerSettings", "token_settings"]
+__all__ = ["HttpUnusable", "ServerSettings", "check_http", "state_settings", "token_settings"]
 
 
 _MOST_MEMORY = 2 << 30
@@ -33,8 +37,18 @@ class ServerSettings(ProtocolSettings):
     """Where to listen, host:port. Loopback by default, since a token and TLS are for you to set. Port 0 takes a free
     port."""
 
+    http: str | None = None
+    """Where to serve the page, metrics and jobs over HTTP, host:port; None for nowhere. Needs the extra `http`."""
+
     state_path: Path | None = None
     """SQLite file for the state that must outlive the process; None keeps the state in memory."""
+
+    etcd: EtcdAddress | None = None
+    """Cluster for that state, which several coordinators share: one of them leads, the others stand by."""
+
+    advertise: str | None = None
+    """Where callers and other coordinators reach this one, host:port; None for `listen`, or for this host's name if
+    `listen` means all addresses. Needed with `etcd` only."""
 
     tls_cert: Path | None = None
     """Certificate (PEM) for the name or address at which callers reach the coordinator. If set, only TLS is served."""
@@ -52,8 +66,8 @@ class ServerSettings(ProtocolSettings):
     """File of tokens, one `TOKEN`, `TOKEN JOB` or `TOKEN role=ROLE JOB` on a line; read again when it changes."""
 
     restart_after: float | None = None
-    """Seconds after which the coordinator takes the members of a job's last generation for dead, if none of them has
-    had a stream and candidates wait. None: never, so an operator has to declare them dead (`paceline restart`)."""
+    """Seconds after which the coordinator declares the members of a job's last generation dead, if none of them has had
+    a stream and candidates wait. None: never, so an operator has to declare them dead (`paceline restart`)."""
 
     max_jobs: int = 1_000
     """The most jobs that have sessions or a line at one time."""
@@ -132,16 +146,21 @@ class ServerSettings(ProtocolSettings):
             if isinstance(value, (int, float)) and not isinstance(value, bool) and not value > 0:
                 raise ValueError(f"{each.name} must be above 0, not {value!r}")
         if self.memory_bytes < (least := 48 * self.longest_request):
-            raise ValueError(f"memory_bytes must be {least:,} at least for such values, not {self.memory_bytes:,}")
-        host, colon, port = self.listen.rpartition(":")
-        if not (colon and host and port.isdecimal() and int(port) <= 65_535):
-            raise ValueError(f"listen must be host:port, not {self.listen!r}")
+            raise ValueError(
+                f"memory_bytes must be at least {least:,} with this max_value_bytes, not {self.memory_bytes:,}"
+            )
+        for name, address in (("listen", self.listen), ("http", self.http), ("advertise", self.advertise)):
+            host, colon, port = (address or "any:0").rpartition(":")
+            if not (colon and host and port.isdecimal() and int(port) <= 65_535):
+                raise ValueError(f"{name} must be host:port, not {address!r}")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key go together: give both, or neither")
         if self.tls_ca is not None and self.tls_cert is None:
             raise ValueError("tls_ca asks callers for certificates, which needs TLS: give tls_cert and tls_key too")
+        if self.etcd is not None and self.state_path is not None:
+            raise ValueError("the state is in a file or in etcd, not in both: give state_path or etcd")
         if self.token is not None and self.token_file is not None:
-            raise ValueError("token and token_file: give one of them")
+            raise ValueError("give token or token_file, not both")
 
     @property
     def call_bytes(self) -> int:
@@ -159,9 +178,44 @@ class ServerSettings(ProtocolSettings):
         return self.memory_bytes // 4
 
     @property
+    def reached_at(self) -> str:
+        """The address at which callers reach this coordinator."""
+        if self.advertise is not None:
+            return self.advertise
+        host, _, port = self.listen.rpartition(":")
+        is_all = host.strip("[]") in ("0.0.0.0", "::")  # noqa: S104
+        return f"{socket.gethostname()}:{port}" if is_all else self.listen
+
+    @property
     def wants_token(self) -> bool:
         """True if callers need a token."""
         return self.token is not None or self.token_file is not None
+
+
+class HttpUnusable(ValueError):
+    """HTTP cannot be served, because a package is missing; the text says what to install."""
+
+
+def check_http() -> None:
+    """Checks that the packages are there which serving HTTP takes.
+
+    Raises:
+        HttpUnusable: one is missing.
+    """
+    missing = [name for name in ("aiohttp", "prometheus_client") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise HttpUnusable(f"the page and the metrics (--http) need {' and '.join(missing)}: {install_command('http')}")
+
+
+def state_settings(state: str | None) -> dict[str, Any]:
+    """Returns `state_path` or `etcd` for the settings, from a value of `--state`.
+
+    Raises:
+        ValueError: it names an etcd cluster in a way that cannot be read.
+    """
+    if state is None:
+        return {}
+    return {"etcd": EtcdAddress.parse(state)} if is_etcd(state) else {"state_path": Path(state)}
 
 
 def token_settings(token_file: Path | None, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -178,7 +232,7 @@ def token_settings(token_file: Path | None, environ: Mapping[str, str]) -> dict[
         if value is not None and not value.strip():
             raise ValueError(f"{name} is set, but empty: unset it if callers need no token")
     if token and path:
-        raise ValueError("PACELINE_TOKEN and PACELINE_TOKEN_FILE are both set: which one holds?")
+        raise ValueError("PACELINE_TOKEN and PACELINE_TOKEN_FILE are both set: unset one of them")
     if path:
         return {"token_file": Path(path)}
     return {"token": token} if token else {}

@@ -23,15 +23,17 @@ class SessionStream:
         job: name of the job.
         member_id: the member whose session it is.
         limit: messages that may wait; one more ends the stream.
+        epoch: of the coordinator; each message carries it.
     """
 
-    __slots__ = ("_closed", "_end", "_limit", "_queue", "_ready", "job", "member_id", "number")
+    __slots__ = ("_closed", "_end", "_epoch", "_limit", "_queue", "_ready", "job", "member_id", "number")
 
-    def __init__(self, number: int, job: str, member_id: str, limit: int) -> None:
+    def __init__(self, number: int, job: str, member_id: str, limit: int, epoch: int = 0) -> None:
         self.number = number
         self.job = job
         self.member_id = member_id
         self._limit = limit
+        self._epoch = epoch
         self._queue: deque[pb.SessionResponse] = deque()
         self._ready: asyncio.Future[None] | None = None
         self._closed = False
@@ -45,6 +47,8 @@ class SessionStream:
             self._queue.clear()
             self.close(LimitMet(f"the member has not read its last {self._limit} messages"))
             return
+        if self._epoch:
+            message.epoch = self._epoch
         self._queue.append(message)
         self._wake()
 

@@ -41,7 +41,8 @@ class Timers:
         self._beat: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Starts to notice stalls."""
+        """Starts to notice stalls: those after this call."""
+        self._wakefulness.awake(self._loop.time())
         self._pulse()
 
     def stop(self) -> None:
@@ -73,7 +74,7 @@ class Timers:
         """Tells all jobs if the loop has slept, before any job looks at the clock."""
         slept = self._wakefulness.awake(self._loop.time())
         if slept:
-            level = logging.WARNING if slept > _LONG_STALL else logging.DEBUG
+            level = logging.WARNING if slept > _LONG_STALL and self._jobs else logging.DEBUG
             _log.log(level, "the coordinator did not run for %.2f s; leases start anew where that is long", slept)
             for job in list(self._jobs.values()):
                 job.abandonment.slept(slept)

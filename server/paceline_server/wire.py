@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from google.protobuf.duration_pb2 import Duration
 
-from paceline_protocol import WHOLE, JobSettings, Meet, Process, Progress, Report, Seat, Share, Tag, Verdict
+from paceline_protocol import WHOLE, Counters, JobSettings, Meet, Process, Progress, Report, Seat, Share, Tag, Verdict
 from paceline_protocol.coordinator import (
     FailBarrier,
     PassBarrier,
@@ -21,7 +21,7 @@ from paceline_protocol.coordinator import (
     PushDismissed,
     PushDrain,
     PushFinished,
-    PushMisfit,
+    PushMismatch,
     PushMissing,
     PushSpare,
     PushStateLost,
@@ -32,7 +32,7 @@ from paceline_protocol.coordinator import (
 from paceline_server import wire
 from paceline_server.errors import BadRequest, VersionMismatch
 from paceline_server.settings import ServerSettings
-from pacelinepb import PROTOCOL_VERSION
+from pacelinepb import MOST_KINDS, PROTOCOL_VERSION
 from pacelinepb.v1 import session_pb2 as pb
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "cut",
     "from_duration",
     "Push",
+    "read_counters",
     "read_job_name",
     "read_meet",
     "read_process",
@@ -75,6 +76,11 @@ _MOST_SHARES = 64
 """The most shares of a member: it holds one, and another for each failed attempt at a view since the last step."""
 
 _MOST_PARTS = 1 << 16
+
+_LONGEST_DOING = 64
+
+_KIND = re.compile(r"[a-z0-9_]{1,16}")
+"""The name of a kind of link. Metrics have it as the value of a label."""
 
 _STORABLE = 1 << 63
 """Numbers from outside must be below this: the state file has signed 64-bit integers."""
@@ -212,7 +218,37 @@ def read_progress(now: float, message: pb.Heartbeat) -> Progress:
     step = _storable(message.step, "heartbeat.step")
     step_age = message.step_since.seconds + message.step_since.nanos * 1e-9
     step_at = now - min(max(0.0, step_age), _CENTURY)
-    return Progress(operation, now - min(max(0.0, since), _CENTURY), message.inside, step, step_at)
+    doing = cut(message.doing, _LONGEST_DOING)
+    return Progress(operation, now - min(max(0.0, since), _CENTURY), message.inside, step, step_at, doing)
+
+
+def read_counters(message: pb.Heartbeat) -> Counters:
+    """Reads the counters of a heartbeat.
+
+    Raises:
+        BadRequest: a number is too great, or a kind of link has no name or too long a one, or there are too many.
+    """
+    if len(message.sent_bytes) > MOST_KINDS or not all(map(_KIND.fullmatch, message.sent_bytes)):
+        raise BadRequest(
+            f"heartbeat.sent_bytes has at most {MOST_KINDS} kinds of links; a name has 1 to 16 characters of "
+            "a-z, 0-9 and _"
+        )
+    in_collectives = message.in_collectives.seconds + message.in_collectives.nanos * 1e-9
+    checkpoint_time = message.checkpoint_time.seconds + message.checkpoint_time.nanos * 1e-9
+    state_time = message.state_time.seconds + message.state_time.nanos * 1e-9
+    return Counters(
+        committed=_storable(message.committed, "heartbeat.committed"),
+        undone=_storable(message.undone, "heartbeat.undone"),
+        samples=_storable(message.samples, "heartbeat.samples"),
+        sent_bytes={kind: _storable(size, "heartbeat.sent_bytes") for kind, size in message.sent_bytes.items()},
+        in_collectives=min(max(0.0, in_collectives), _CENTURY),
+        checkpoint_step=_storable(message.checkpoint_step, "heartbeat.checkpoint_step"),
+        checkpoints=_storable(message.checkpoints, "heartbeat.checkpoints"),
+        checkpoint_failures=_storable(message.checkpoint_failures, "heartbeat.checkpoint_failures"),
+        checkpoint_time=min(max(0.0, checkpoint_time), _CENTURY),
+        state_bytes=_storable(message.state_bytes, "heartbeat.state_bytes"),
+        state_time=min(max(0.0, state_time), _CENTURY),
+    )
 
 
 def read_report(message: pb.Report, settings: ServerSettings) -> Report:
@@ -296,8 +332,9 @@ def write_settings(settings: JobSettings) -> pb.JobSettings:
     )
 
 
-def write_progress(now: float, progress: Progress) -> pb.Heartbeat:
-    """Converts progress to a message."""
+def write_progress(now: float, progress: Progress, counters: Counters | None = None) -> pb.Heartbeat:
+    """Converts progress, and what the member has counted, to a message."""
+    counters = counters or Counters()
     since = now - progress.since if progress.operation else 0.0
     step_since = now - progress.step_at if progress.step else 0.0
     return pb.Heartbeat(
@@ -306,6 +343,18 @@ def write_progress(now: float, progress: Progress) -> pb.Heartbeat:
         inside=progress.inside,
         step=progress.step,
         step_since=to_duration(step_since),
+        committed=counters.committed,
+        undone=counters.undone,
+        samples=counters.samples,
+        sent_bytes=counters.sent_bytes,
+        in_collectives=to_duration(counters.in_collectives),
+        doing=progress.doing if progress.inside else "",
+        checkpoint_step=counters.checkpoint_step,
+        checkpoints=counters.checkpoints,
+        checkpoint_failures=counters.checkpoint_failures,
+        checkpoint_time=to_duration(counters.checkpoint_time),
+        state_bytes=counters.state_bytes,
+        state_time=to_duration(counters.state_time),
     )
 
 
@@ -344,7 +393,7 @@ Push = (
     | PushDismissed
     | PushDrain
     | PushFinished
-    | PushMisfit
+    | PushMismatch
     | PushMissing
     | PushSpare
     | PushStateLost
@@ -377,8 +426,8 @@ def to_message(effect: Push) -> pb.SessionResponse:
             if share is not None:
                 order.share.CopyFrom(*wire.write_shares([share]))
             return pb.SessionResponse(catch_up=order)
-        case PushMisfit(_, donor):
-            return pb.SessionResponse(misfit=pb.Misfit(donor=wire.write_member(donor)))
+        case PushMismatch(_, donor):
+            return pb.SessionResponse(mismatch=pb.Mismatch(donor=wire.write_member(donor)))
         case PushMissing(_, processes):
             missing = pb.Missing(processes=[wire.write_process(process) for process in processes])
             return pb.SessionResponse(missing=missing)

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from pacelinepb.v1 import session_pb2 as _session_pb2
@@ -30,32 +31,32 @@ class _JobPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JobPhase.Val
     JOB_PHASE_UNSPECIFIED: _JobPhase.ValueType  # 0
     """Not used."""
     JOB_PHASE_WAITING: _JobPhase.ValueType  # 1
-    """No live view: candidates wait, or nobody is there."""
+    """No live view: candidates wait, or there are no workers."""
     JOB_PHASE_RUNNING: _JobPhase.ValueType  # 2
     """A view is live."""
     JOB_PHASE_VOID: _JobPhase.ValueType  # 3
-    """The last view is void; its members have yet to go, or to meet."""
+    """The last view is void, and its members have not left or met yet."""
     JOB_PHASE_FINISHED: _JobPhase.ValueType  # 4
     """The job is done."""
 
 class JobPhase(_JobPhase, metaclass=_JobPhaseEnumTypeWrapper):
-    """Where a job stands."""
+    """The phase of a job."""
 
 JOB_PHASE_UNSPECIFIED: JobPhase.ValueType  # 0
 """Not used."""
 JOB_PHASE_WAITING: JobPhase.ValueType  # 1
-"""No live view: candidates wait, or nobody is there."""
+"""No live view: candidates wait, or there are no workers."""
 JOB_PHASE_RUNNING: JobPhase.ValueType  # 2
 """A view is live."""
 JOB_PHASE_VOID: JobPhase.ValueType  # 3
-"""The last view is void; its members have yet to go, or to meet."""
+"""The last view is void, and its members have not left or met yet."""
 JOB_PHASE_FINISHED: JobPhase.ValueType  # 4
 """The job is done."""
 Global___JobPhase: _TypeAlias = JobPhase  # noqa: Y015
 
 @_typing.final
 class JobSummary(_message.Message):
-    """A job in one line."""
+    """A summary of one job."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -66,10 +67,13 @@ class JobSummary(_message.Message):
     WAITING_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     WAITED_FIELD_NUMBER: _builtins.int
+    TOTALS_FIELD_NUMBER: _builtins.int
+    MIN_WORKERS_FIELD_NUMBER: _builtins.int
+    MAX_WORKERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name."""
     phase: Global___JobPhase.ValueType
-    """Where it stands."""
+    """Its phase."""
     generation: _builtins.int
     """Its latest generation, 0 before the first."""
     world_size: _builtins.int
@@ -77,10 +81,18 @@ class JobSummary(_message.Message):
     waiting: _builtins.int
     """Members that wait for a view."""
     reason: _builtins.str
-    """Why the job stands where it does: the policy's sentence."""
+    """Why the job is in this phase: the policy's sentence."""
+    min_workers: _builtins.int
+    """The settings of its members; 0 while it has none."""
+    max_workers: _builtins.int
+    """See `min_workers`."""
     @_builtins.property
     def waited(self) -> _duration_pb2.Duration:
-        """For how long no view has been there though workers wait for one; absent if none is waited for."""
+        """For how long workers have waited without a view; absent if no worker waits for one."""
+
+    @_builtins.property
+    def totals(self) -> Global___JobTotals:
+        """What has been counted."""
 
     def __init__(
         self,
@@ -92,14 +104,181 @@ class JobSummary(_message.Message):
         waiting: _builtins.int = ...,
         reason: _builtins.str = ...,
         waited: _duration_pb2.Duration | None = ...,
+        totals: Global___JobTotals | None = ...,
+        min_workers: _builtins.int = ...,
+        max_workers: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["waited", b"waited"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["totals", b"totals", "waited", b"waited"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "name", b"name", "phase", b"phase", "reason", b"reason", "waited", b"waited", "waiting", b"waiting", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "max_workers", b"max_workers", "min_workers", b"min_workers", "name", b"name", "phase", b"phase", "reason", b"reason", "totals", b"totals", "waited", b"waited", "waiting", b"waiting", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JobSummary: _TypeAlias = JobSummary  # noqa: Y015
+
+@_typing.final
+class JobTotals(_message.Message):
+    """Sums over a job's members and time, since this coordinator started. `samples` and `sent_bytes` are sums over members, also
+    over those that are gone, as of their last heartbeat; of a member that was there before, all that it has counted.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class SentBytesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    COMMITTED_FIELD_NUMBER: _builtins.int
+    UNDONE_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    GENERATIONS_FIELD_NUMBER: _builtins.int
+    MEMBERS_LOST_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    STEPS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    GOODPUT_FIELD_NUMBER: _builtins.int
+    SENT_BYTES_FIELD_NUMBER: _builtins.int
+    committed: _builtins.int
+    """Steps that the job has committed: each once, however many members took it."""
+    undone: _builtins.int
+    """Steps that were begun and undone, to be taken again: each attempt once."""
+    samples: _builtins.int
+    """Samples in the committed steps, of all members."""
+    generations: _builtins.int
+    """Generations that have begun."""
+    members_lost: _builtins.int
+    """Members that were lost: killed, silent or refused. Those that left in good order do not count."""
+    step: _builtins.int
+    """The last step that is known to be committed, 0 for none."""
+    steps_per_second: _builtins.float
+    """Committed steps in a second, over the last 10 s."""
+    goodput: _builtins.float
+    """Seconds of training that led to committed steps, as a share of all seconds since the first step; 0 before it."""
+    @_builtins.property
+    def sent_bytes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Bytes of collectives that members have sent, by kind of link."""
+
+    def __init__(
+        self,
+        *,
+        committed: _builtins.int = ...,
+        undone: _builtins.int = ...,
+        samples: _builtins.int = ...,
+        generations: _builtins.int = ...,
+        members_lost: _builtins.int = ...,
+        step: _builtins.int = ...,
+        steps_per_second: _builtins.float = ...,
+        goodput: _builtins.float = ...,
+        sent_bytes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "generations", b"generations", "goodput", b"goodput", "members_lost", b"members_lost", "samples", b"samples", "sent_bytes", b"sent_bytes", "step", b"step", "steps_per_second", b"steps_per_second", "undone", b"undone"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JobTotals: _TypeAlias = JobTotals  # noqa: Y015
+
+@_typing.final
+class JobEvent(_message.Message):
+    """Something that happened to a job."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    AT_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Grows by 1 from each event to the next, over all jobs. Numbers are greater than those before a restart of the
+    coordinator.
+    """
+    job: _builtins.str
+    """Name of the job."""
+    kind: _builtins.str
+    """"view", "verdict", "joined", "left", "drained", "lost", "reason", "finished", "restarted" or "checkpoint". A reader
+    MUST take kinds that it does not know.
+    """
+    generation: _builtins.int
+    """The generation that the job was in, 0 for none."""
+    text: _builtins.str
+    """What happened, in a sentence."""
+    @_builtins.property
+    def at(self) -> _timestamp_pb2.Timestamp:
+        """When, on the coordinator's wall clock."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        at: _timestamp_pb2.Timestamp | None = ...,
+        job: _builtins.str = ...,
+        kind: _builtins.str = ...,
+        generation: _builtins.int = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["at", b"at"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "generation", b"generation", "job", b"job", "kind", b"kind", "number", b"number", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JobEvent: _TypeAlias = JobEvent  # noqa: Y015
+
+@_typing.final
+class GoneMember(_message.Message):
+    """A member that has ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBER_FIELD_NUMBER: _builtins.int
+    AGO_FIELD_NUMBER: _builtins.int
+    HOW_FIELD_NUMBER: _builtins.int
+    IN_VIEW_FIELD_NUMBER: _builtins.int
+    how: _builtins.str
+    """How, as the end of a sentence: "was killed by SIGKILL", "left the job"."""
+    in_view: _builtins.bool
+    """True if it had a seat in a view."""
+    @_builtins.property
+    def member(self) -> _session_pb2.Member:
+        """The member; its rank is meaningful only if `in_view`."""
+
+    @_builtins.property
+    def ago(self) -> _duration_pb2.Duration:
+        """How long ago it ended."""
+
+    def __init__(
+        self,
+        *,
+        member: _session_pb2.Member | None = ...,
+        ago: _duration_pb2.Duration | None = ...,
+        how: _builtins.str = ...,
+        in_view: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ago", b"ago", "member", b"member"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ago", b"ago", "how", b"how", "in_view", b"in_view", "member", b"member"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GoneMember: _TypeAlias = GoneMember  # noqa: Y015
 
 @_typing.final
 class MemberStatus(_message.Message):
@@ -116,16 +295,16 @@ class MemberStatus(_message.Message):
     in_view: _builtins.bool
     """True if it is in the live view."""
     attached: _builtins.bool
-    """True while its session's stream is there."""
+    """True while its session has a stream."""
     standing: _builtins.str
-    """Where it stands: "training", "met at step 12", "ready to join", "spare", "leaving", "silent"."""
+    """Its standing: "training", "met at step 12", "ready to join", "spare", "leaving", "silent"."""
     @_builtins.property
     def member(self) -> _session_pb2.Member:
         """The member; its rank is meaningful only if `in_view`."""
 
     @_builtins.property
     def silent(self) -> _duration_pb2.Duration:
-        """Time since it was last heard from."""
+        """Time since the coordinator last heard from it."""
 
     @_builtins.property
     def progress(self) -> _session_pb2.Heartbeat:
@@ -173,22 +352,54 @@ class ListJobsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOBS_FIELD_NUMBER: _builtins.int
+    LEADER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobSummary]:
         """In the order of their names."""
+
+    @_builtins.property
+    def leader(self) -> Global___Leader:
+        """The coordinator that answers, if it shares its state with others and leads."""
 
     def __init__(
         self,
         *,
         jobs: _abc.Iterable[Global___JobSummary] | None = ...,
+        leader: Global___Leader | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["leader", b"leader"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs", "leader", b"leader"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListJobsResponse: _TypeAlias = ListJobsResponse  # noqa: Y015
+
+@_typing.final
+class Leader(_message.Message):
+    """The coordinator that leads."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """Its address, host:port."""
+    epoch: _builtins.int
+    """How often a coordinator has taken over, with this one."""
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Leader: _TypeAlias = Leader  # noqa: Y015
 
 @_typing.final
 class GetJobRequest(_message.Message):
@@ -222,9 +433,13 @@ class GetJobResponse(_message.Message):
     SETTINGS_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
     VERDICT_FIELD_NUMBER: _builtins.int
+    GONE_FIELD_NUMBER: _builtins.int
+    TOTALS_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    LEADER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def summary(self) -> Global___JobSummary:
-        """In one line."""
+        """Its summary."""
 
     @_builtins.property
     def settings(self) -> _session_pb2.JobSettings:
@@ -238,6 +453,22 @@ class GetJobResponse(_message.Message):
     def verdict(self) -> _session_pb2.Verdict:
         """The verdict on the last generation, if it is void."""
 
+    @_builtins.property
+    def gone(self) -> _containers.RepeatedCompositeFieldContainer[Global___GoneMember]:
+        """Members that have ended in the last 60 s, in the order in which they did; at most 100."""
+
+    @_builtins.property
+    def totals(self) -> Global___JobTotals:
+        """What has been counted."""
+
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobEvent]:
+        """Its last 20 events, oldest first."""
+
+    @_builtins.property
+    def leader(self) -> Global___Leader:
+        """As in ListJobsResponse."""
+
     def __init__(
         self,
         *,
@@ -245,16 +476,78 @@ class GetJobResponse(_message.Message):
         settings: _session_pb2.JobSettings | None = ...,
         members: _abc.Iterable[Global___MemberStatus] | None = ...,
         verdict: _session_pb2.Verdict | None = ...,
+        gone: _abc.Iterable[Global___GoneMember] | None = ...,
+        totals: Global___JobTotals | None = ...,
+        events: _abc.Iterable[Global___JobEvent] | None = ...,
+        leader: Global___Leader | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_verdict", b"_verdict", "settings", b"settings", "summary", b"summary", "verdict", b"verdict"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_verdict", b"_verdict", "leader", b"leader", "settings", b"settings", "summary", b"summary", "totals", b"totals", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_verdict", b"_verdict", "members", b"members", "settings", b"settings", "summary", b"summary", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_verdict", b"_verdict", "events", b"events", "gone", b"gone", "leader", b"leader", "members", b"members", "settings", b"settings", "summary", b"summary", "totals", b"totals", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__verdict: _TypeAlias = _typing.Literal["verdict"]  # noqa: Y015
     _WhichOneofArgType__verdict: _TypeAlias = _typing.Literal["_verdict", b"_verdict"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__verdict) -> _WhichOneofReturnType__verdict | None: ...
 
 Global___GetJobResponse: _TypeAlias = GetJobResponse  # noqa: Y015
+
+@_typing.final
+class ListEventsRequest(_message.Message):
+    """Asks for events."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    MOST_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    """Name of a job, empty for all."""
+    after: _builtins.int
+    """Only events with a greater number."""
+    most: _builtins.int
+    """The most that are wanted; 0 and more than 1,000 count as 1,000."""
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        after: _builtins.int = ...,
+        most: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "job", b"job", "most", b"most"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListEventsRequest: _TypeAlias = ListEventsRequest  # noqa: Y015
+
+@_typing.final
+class ListEventsResponse(_message.Message):
+    """Events."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: _builtins.int
+    NEXT_FIELD_NUMBER: _builtins.int
+    next: _builtins.int
+    """What to ask for next: the number of the last event that was looked at."""
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobEvent]:
+        """Oldest first."""
+
+    def __init__(
+        self,
+        *,
+        events: _abc.Iterable[Global___JobEvent] | None = ...,
+        next: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "next", b"next"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListEventsResponse: _TypeAlias = ListEventsResponse  # noqa: Y015
 
 @_typing.final
 class DrainMembersRequest(_message.Message):
@@ -286,14 +579,14 @@ Global___DrainMembersRequest: _TypeAlias = DrainMembersRequest  # noqa: Y015
 
 @_typing.final
 class DrainMembersResponse(_message.Message):
-    """They were told."""
+    """The members were told to leave."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     MEMBER_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def member_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Ids of those that were."""
+        """Ids of the members that were told."""
 
     def __init__(
         self,
@@ -332,14 +625,14 @@ Global___RestartJobRequest: _TypeAlias = RestartJobRequest  # noqa: Y015
 
 @_typing.final
 class RestartJobResponse(_message.Message):
-    """It has ended."""
+    """The line has ended."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     MEMBERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Who was taken for dead, for people."""
+        """The members that were declared dead, as text for people."""
 
     def __init__(
         self,
@@ -378,7 +671,7 @@ Global___ForgetJobRequest: _TypeAlias = ForgetJobRequest  # noqa: Y015
 
 @_typing.final
 class ForgetJobResponse(_message.Message):
-    """It is removed, durably."""
+    """The job is removed, durably."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -392,3 +685,95 @@ class ForgetJobResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ForgetJobResponse: _TypeAlias = ForgetJobResponse  # noqa: Y015
+
+@_typing.final
+class AskMembersRequest(_message.Message):
+    """Asks members what they are doing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    WHAT_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    PIDS_FIELD_NUMBER: _builtins.int
+    PATIENCE_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    """Name of the job."""
+    what: _session_pb2.Question.ValueType
+    """What to ask."""
+    @_builtins.property
+    def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Whom: ids, or ranks in the current view as decimal numbers. Empty for all."""
+
+    @_builtins.property
+    def pids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """With STACKS: whose. See `Asked.pids`."""
+
+    @_builtins.property
+    def patience(self) -> _duration_pb2.Duration:
+        """How long to wait for each member; 1 s if it is not set, 60 s at most."""
+
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        what: _session_pb2.Question.ValueType = ...,
+        members: _abc.Iterable[_builtins.str] | None = ...,
+        pids: _abc.Iterable[_builtins.int] | None = ...,
+        patience: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["patience", b"patience"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "members", b"members", "patience", b"patience", "pids", b"pids", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AskMembersRequest: _TypeAlias = AskMembersRequest  # noqa: Y015
+
+@_typing.final
+class AskMembersResponse(_message.Message):
+    """What one member has answered."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBER_FIELD_NUMBER: _builtins.int
+    IN_VIEW_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    TROUBLE_FIELD_NUMBER: _builtins.int
+    ASKED_AT_FIELD_NUMBER: _builtins.int
+    ANSWERED_AT_FIELD_NUMBER: _builtins.int
+    in_view: _builtins.bool
+    """True if it was in the last view, live or void."""
+    data: _builtins.bytes
+    """Its answer: JSON, at most 1 MiB, which the coordinator has not looked at. Empty if there is none."""
+    trouble: _builtins.str
+    """Why there is none, for people: "is not connected", "has not answered within 1.0 s"."""
+    @_builtins.property
+    def member(self) -> _session_pb2.Member:
+        """Who; the rank is meaningful only if `in_view`."""
+
+    @_builtins.property
+    def asked_at(self) -> _timestamp_pb2.Timestamp:
+        """When the coordinator asked it, on the coordinator's clock."""
+
+    @_builtins.property
+    def answered_at(self) -> _timestamp_pb2.Timestamp:
+        """When the whole answer had come, on the same clock."""
+
+    def __init__(
+        self,
+        *,
+        member: _session_pb2.Member | None = ...,
+        in_view: _builtins.bool = ...,
+        data: _builtins.bytes = ...,
+        trouble: _builtins.str = ...,
+        asked_at: _timestamp_pb2.Timestamp | None = ...,
+        answered_at: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answered_at", b"answered_at", "asked_at", b"asked_at", "member", b"member"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered_at", b"answered_at", "asked_at", b"asked_at", "data", b"data", "in_view", b"in_view", "member", b"member", "trouble", b"trouble"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AskMembersResponse: _TypeAlias = AskMembersResponse  # noqa: Y015

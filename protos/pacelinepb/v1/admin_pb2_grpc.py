@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AdminServiceStub(object):
-    """What an operator sees of the jobs.
+    """An operator's view of the jobs, and orders to them.
     """
 
     def __init__(self, channel):
@@ -60,10 +60,20 @@ class AdminServiceStub(object):
                 request_serializer=pacelinepb_dot_v1_dot_admin__pb2.ForgetJobRequest.SerializeToString,
                 response_deserializer=pacelinepb_dot_v1_dot_admin__pb2.ForgetJobResponse.FromString,
                 _registered_method=True)
+        self.ListEvents = channel.unary_unary(
+                '/pacelinepb.v1.AdminService/ListEvents',
+                request_serializer=pacelinepb_dot_v1_dot_admin__pb2.ListEventsRequest.SerializeToString,
+                response_deserializer=pacelinepb_dot_v1_dot_admin__pb2.ListEventsResponse.FromString,
+                _registered_method=True)
+        self.AskMembers = channel.unary_stream(
+                '/pacelinepb.v1.AdminService/AskMembers',
+                request_serializer=pacelinepb_dot_v1_dot_admin__pb2.AskMembersRequest.SerializeToString,
+                response_deserializer=pacelinepb_dot_v1_dot_admin__pb2.AskMembersResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
-    """What an operator sees of the jobs.
+    """An operator's view of the jobs, and orders to them.
     """
 
     def ListJobs(self, request, context):
@@ -81,14 +91,14 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DrainMembers(self, request, context):
-        """Has members leave at their next step boundary.
+        """Asks members to leave at their next step boundary.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RestartJob(self, request, context):
-        """The operator swears that the members of the job's last generation are dead: a new line may start.
+        """The operator declares the members of the job's last generation dead, so that a new line can start.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -97,6 +107,22 @@ class AdminServiceServicer(object):
     def ForgetJob(self, request, context):
         """Removes a job that is over, with its keys and its generation number. One that has sessions, or members that are
         silent and may hold its state, is refused (BAD_REQUEST).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListEvents(self, request, context):
+        """What has happened, oldest first: the coordinator keeps the last 10,000 events of all jobs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AskMembers(self, request, context):
+        """Asks members what they are doing, beside their training. The answers come as members give them; each member that was
+        asked has exactly one. The call ends with the last, after 120 s at the latest (TIMEOUT). LIMIT: the job, or the
+        coordinator, is being asked too much already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -130,6 +156,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=pacelinepb_dot_v1_dot_admin__pb2.ForgetJobRequest.FromString,
                     response_serializer=pacelinepb_dot_v1_dot_admin__pb2.ForgetJobResponse.SerializeToString,
             ),
+            'ListEvents': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListEvents,
+                    request_deserializer=pacelinepb_dot_v1_dot_admin__pb2.ListEventsRequest.FromString,
+                    response_serializer=pacelinepb_dot_v1_dot_admin__pb2.ListEventsResponse.SerializeToString,
+            ),
+            'AskMembers': grpc.unary_stream_rpc_method_handler(
+                    servicer.AskMembers,
+                    request_deserializer=pacelinepb_dot_v1_dot_admin__pb2.AskMembersRequest.FromString,
+                    response_serializer=pacelinepb_dot_v1_dot_admin__pb2.AskMembersResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'pacelinepb.v1.AdminService', rpc_method_handlers)
@@ -139,7 +175,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
-    """What an operator sees of the jobs.
+    """An operator's view of the jobs, and orders to them.
     """
 
     @staticmethod
@@ -267,6 +303,60 @@ class AdminService(object):
             '/pacelinepb.v1.AdminService/ForgetJob',
             pacelinepb_dot_v1_dot_admin__pb2.ForgetJobRequest.SerializeToString,
             pacelinepb_dot_v1_dot_admin__pb2.ForgetJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pacelinepb.v1.AdminService/ListEvents',
+            pacelinepb_dot_v1_dot_admin__pb2.ListEventsRequest.SerializeToString,
+            pacelinepb_dot_v1_dot_admin__pb2.ListEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AskMembers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pacelinepb.v1.AdminService/AskMembers',
+            pacelinepb_dot_v1_dot_admin__pb2.AskMembersRequest.SerializeToString,
+            pacelinepb_dot_v1_dot_admin__pb2.AskMembersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AdminServiceStub:
-    """What an operator sees of the jobs."""
+    """An operator's view of the jobs, and orders to them."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -38,17 +38,24 @@ class AdminServiceStub:
     GetJob: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetJobRequest, _admin_pb2.GetJobResponse]
     """One job with its members."""
     DrainMembers: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainMembersRequest, _admin_pb2.DrainMembersResponse]
-    """Has members leave at their next step boundary."""
+    """Asks members to leave at their next step boundary."""
     RestartJob: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RestartJobRequest, _admin_pb2.RestartJobResponse]
-    """The operator swears that the members of the job's last generation are dead: a new line may start."""
+    """The operator declares the members of the job's last generation dead, so that a new line can start."""
     ForgetJob: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ForgetJobRequest, _admin_pb2.ForgetJobResponse]
     """Removes a job that is over, with its keys and its generation number. One that has sessions, or members that are
     silent and may hold its state, is refused (BAD_REQUEST).
     """
+    ListEvents: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListEventsRequest, _admin_pb2.ListEventsResponse]
+    """What has happened, oldest first: the coordinator keeps the last 10,000 events of all jobs."""
+    AskMembers: _grpc.UnaryStreamMultiCallable[_admin_pb2.AskMembersRequest, _admin_pb2.AskMembersResponse]
+    """Asks members what they are doing, beside their training. The answers come as members give them; each member that was
+    asked has exactly one. The call ends with the last, after 120 s at the latest (TIMEOUT). LIMIT: the job, or the
+    coordinator, is being asked too much already.
+    """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
-    """What an operator sees of the jobs."""
+    """An operator's view of the jobs, and orders to them."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListJobs: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListJobsRequest, _admin_pb2.ListJobsResponse]  # type: ignore[assignment]
@@ -56,16 +63,23 @@ class AdminServiceAsyncStub(AdminServiceStub):
     GetJob: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetJobRequest, _admin_pb2.GetJobResponse]  # type: ignore[assignment]
     """One job with its members."""
     DrainMembers: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainMembersRequest, _admin_pb2.DrainMembersResponse]  # type: ignore[assignment]
-    """Has members leave at their next step boundary."""
+    """Asks members to leave at their next step boundary."""
     RestartJob: _aio.UnaryUnaryMultiCallable[_admin_pb2.RestartJobRequest, _admin_pb2.RestartJobResponse]  # type: ignore[assignment]
-    """The operator swears that the members of the job's last generation are dead: a new line may start."""
+    """The operator declares the members of the job's last generation dead, so that a new line can start."""
     ForgetJob: _aio.UnaryUnaryMultiCallable[_admin_pb2.ForgetJobRequest, _admin_pb2.ForgetJobResponse]  # type: ignore[assignment]
     """Removes a job that is over, with its keys and its generation number. One that has sessions, or members that are
     silent and may hold its state, is refused (BAD_REQUEST).
     """
+    ListEvents: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListEventsRequest, _admin_pb2.ListEventsResponse]  # type: ignore[assignment]
+    """What has happened, oldest first: the coordinator keeps the last 10,000 events of all jobs."""
+    AskMembers: _aio.UnaryStreamMultiCallable[_admin_pb2.AskMembersRequest, _admin_pb2.AskMembersResponse]  # type: ignore[assignment]
+    """Asks members what they are doing, beside their training. The answers come as members give them; each member that was
+    asked has exactly one. The call ends with the last, after 120 s at the latest (TIMEOUT). LIMIT: the job, or the
+    coordinator, is being asked too much already.
+    """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
-    """What an operator sees of the jobs."""
+    """An operator's view of the jobs, and orders to them."""
 
     @_abc_1.abstractmethod
     def ListJobs(
@@ -89,7 +103,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.DrainMembersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.DrainMembersResponse, _abc.Awaitable[_admin_pb2.DrainMembersResponse]]:
-        """Has members leave at their next step boundary."""
+        """Asks members to leave at their next step boundary."""
 
     @_abc_1.abstractmethod
     def RestartJob(
@@ -97,7 +111,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.RestartJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.RestartJobResponse, _abc.Awaitable[_admin_pb2.RestartJobResponse]]:
-        """The operator swears that the members of the job's last generation are dead: a new line may start."""
+        """The operator declares the members of the job's last generation dead, so that a new line can start."""
 
     @_abc_1.abstractmethod
     def ForgetJob(
@@ -107,6 +121,25 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.ForgetJobResponse, _abc.Awaitable[_admin_pb2.ForgetJobResponse]]:
         """Removes a job that is over, with its keys and its generation number. One that has sessions, or members that are
         silent and may hold its state, is refused (BAD_REQUEST).
+        """
+
+    @_abc_1.abstractmethod
+    def ListEvents(
+        self,
+        request: _admin_pb2.ListEventsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListEventsResponse, _abc.Awaitable[_admin_pb2.ListEventsResponse]]:
+        """What has happened, oldest first: the coordinator keeps the last 10,000 events of all jobs."""
+
+    @_abc_1.abstractmethod
+    def AskMembers(
+        self,
+        request: _admin_pb2.AskMembersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.AskMembersResponse], _abc.AsyncIterator[_admin_pb2.AskMembersResponse]]:
+        """Asks members what they are doing, beside their training. The answers come as members give them; each member that was
+        asked has exactly one. The call ends with the last, after 120 s at the latest (TIMEOUT). LIMIT: the job, or the
+        coordinator, is being asked too much already.
         """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -49,7 +49,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_DRAINING: _ErrorReason.ValueType  # 11
     """The coordinator is stopping (UNAVAILABLE). Reconnect with backoff."""
     ERROR_REASON_TIMEOUT: _ErrorReason.ValueType  # 12
-    """What was waited for did not come in time (DEADLINE_EXCEEDED). The text lists what is missing."""
+    """The wait ended without what the caller waited for (DEADLINE_EXCEEDED). The text lists what is missing."""
     ERROR_REASON_PEER_LOST: _ErrorReason.ValueType  # 13
     """A member died, froze, was cut off or left while others needed it (ABORTED)."""
     ERROR_REASON_PEER_BROKE_PROTOCOL: _ErrorReason.ValueType  # 14
@@ -63,9 +63,15 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_UNAUTHENTICATED: _ErrorReason.ValueType  # 18
     """The caller shows no token, or one that is unknown here (UNAUTHENTICATED). Do not repeat the call with it."""
     ERROR_REASON_PERMISSION_DENIED: _ErrorReason.ValueType  # 19
-    """The caller's token is good for another job, or for less (PERMISSION_DENIED)."""
+    """The caller's token is valid for another job, or has a lesser role (PERMISSION_DENIED)."""
     ERROR_REASON_DAMAGED: _ErrorReason.ValueType  # 20
-    """The bytes that came are no message of this call: they have changed on the way (DATA_LOSS). Try again, with backoff."""
+    """The bytes are not a message of this call, because they were changed on the way (DATA_LOSS). Try again, with
+    backoff.
+    """
+    ERROR_REASON_NOT_LEADER: _ErrorReason.ValueType  # 21
+    """The coordinator is a standby: another one leads (UNAVAILABLE). `leader` in the ErrorInfo's metadata is its address,
+    if it is known. Try again there, or at the next address, with backoff.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call was refused. The name of the value (without its prefix) is the `reason` of the `google.rpc.ErrorInfo`
@@ -99,7 +105,7 @@ ERROR_REASON_LIMIT: ErrorReason.ValueType  # 10
 ERROR_REASON_DRAINING: ErrorReason.ValueType  # 11
 """The coordinator is stopping (UNAVAILABLE). Reconnect with backoff."""
 ERROR_REASON_TIMEOUT: ErrorReason.ValueType  # 12
-"""What was waited for did not come in time (DEADLINE_EXCEEDED). The text lists what is missing."""
+"""The wait ended without what the caller waited for (DEADLINE_EXCEEDED). The text lists what is missing."""
 ERROR_REASON_PEER_LOST: ErrorReason.ValueType  # 13
 """A member died, froze, was cut off or left while others needed it (ABORTED)."""
 ERROR_REASON_PEER_BROKE_PROTOCOL: ErrorReason.ValueType  # 14
@@ -113,7 +119,13 @@ ERROR_REASON_VERSION: ErrorReason.ValueType  # 17
 ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 18
 """The caller shows no token, or one that is unknown here (UNAUTHENTICATED). Do not repeat the call with it."""
 ERROR_REASON_PERMISSION_DENIED: ErrorReason.ValueType  # 19
-"""The caller's token is good for another job, or for less (PERMISSION_DENIED)."""
+"""The caller's token is valid for another job, or has a lesser role (PERMISSION_DENIED)."""
 ERROR_REASON_DAMAGED: ErrorReason.ValueType  # 20
-"""The bytes that came are no message of this call: they have changed on the way (DATA_LOSS). Try again, with backoff."""
+"""The bytes are not a message of this call, because they were changed on the way (DATA_LOSS). Try again, with
+backoff.
+"""
+ERROR_REASON_NOT_LEADER: ErrorReason.ValueType  # 21
+"""The coordinator is a standby: another one leads (UNAVAILABLE). `leader` in the ErrorInfo's metadata is its address,
+if it is known. Try again there, or at the next address, with backoff.
+"""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015

@@ -33,7 +33,9 @@ class _LinkKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LinkKind.Val
     LINK_KIND_TCP: _LinkKind.ValueType  # 2
     """TCP connections to a port beside this service's; the Frames stream carries what is not part of an operation."""
     LINK_KIND_SHM: _LinkKind.ValueType  # 3
-    """Memory of the caller's, handed over a Unix socket; the Frames stream as for TCP. Between processes of one `node`."""
+    """Memory of the caller, whose descriptor goes over a Unix socket; the Frames stream as for TCP. Between processes of
+    one `node`.
+    """
 
 class LinkKind(_LinkKind, metaclass=_LinkKindEnumTypeWrapper):
     """A way to move bytes between two members."""
@@ -45,7 +47,9 @@ LINK_KIND_GRPC: LinkKind.ValueType  # 1
 LINK_KIND_TCP: LinkKind.ValueType  # 2
 """TCP connections to a port beside this service's; the Frames stream carries what is not part of an operation."""
 LINK_KIND_SHM: LinkKind.ValueType  # 3
-"""Memory of the caller's, handed over a Unix socket; the Frames stream as for TCP. Between processes of one `node`."""
+"""Memory of the caller, whose descriptor goes over a Unix socket; the Frames stream as for TCP. Between processes of
+one `node`.
+"""
 Global___LinkKind: _TypeAlias = LinkKind  # noqa: Y015
 
 class _Purpose:
@@ -62,7 +66,7 @@ class _PurposeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Purpose.Value
     """Tagged send and receive."""
 
 class Purpose(_Purpose, metaclass=_PurposeEnumTypeWrapper):
-    """What a link is for. Each purpose has a stream of its own, so that one never holds up another."""
+    """The purpose of a link. Each purpose has its own stream, so that one never holds up another."""
 
 PURPOSE_UNSPECIFIED: Purpose.ValueType  # 0
 """Not used."""
@@ -83,7 +87,7 @@ class _FrameKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FrameKind.V
     FRAME_KIND_DATA: _FrameKind.ValueType  # 1
     """Part of an operation."""
     FRAME_KIND_ABORT: _FrameKind.ValueType  # 2
-    """The sender's generation has failed: the payload is a `Verdict` as the sender suspects it. The receiver MUST end
+    """The sender's generation has failed: the payload is the `Verdict` that the sender suspects. The receiver MUST end
     its blocked calls and pass it on once.
     """
     FRAME_KIND_CLOSE: _FrameKind.ValueType  # 3
@@ -92,19 +96,19 @@ class _FrameKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FrameKind.V
     frames of operations go another way, `operation` of this and the next is how many of them were sent there.
     """
     FRAME_KIND_LEAVE: _FrameKind.ValueType  # 4
-    """Nothing follows on any stream: the sender leaves in good order. From now on its front door may be shut, which the
-    receiver MUST NOT take for its death.
+    """Nothing follows on any stream: the sender leaves in good order. From now on its door may be closed, which the
+    receiver MUST NOT count as its death.
     """
 
 class FrameKind(_FrameKind, metaclass=_FrameKindEnumTypeWrapper):
-    """What a frame is."""
+    """The kind of a frame."""
 
 FRAME_KIND_UNSPECIFIED: FrameKind.ValueType  # 0
 """Not used."""
 FRAME_KIND_DATA: FrameKind.ValueType  # 1
 """Part of an operation."""
 FRAME_KIND_ABORT: FrameKind.ValueType  # 2
-"""The sender's generation has failed: the payload is a `Verdict` as the sender suspects it. The receiver MUST end
+"""The sender's generation has failed: the payload is the `Verdict` that the sender suspects. The receiver MUST end
 its blocked calls and pass it on once.
 """
 FRAME_KIND_CLOSE: FrameKind.ValueType  # 3
@@ -113,8 +117,8 @@ broken; its end alone says nothing, for a half-close and a lost connection can l
 frames of operations go another way, `operation` of this and the next is how many of them were sent there.
 """
 FRAME_KIND_LEAVE: FrameKind.ValueType  # 4
-"""Nothing follows on any stream: the sender leaves in good order. From now on its front door may be shut, which the
-receiver MUST NOT take for its death.
+"""Nothing follows on any stream: the sender leaves in good order. From now on its door may be closed, which the
+receiver MUST NOT count as its death.
 """
 Global___FrameKind: _TypeAlias = FrameKind  # noqa: Y015
 
@@ -140,9 +144,11 @@ class HelloRequest(_message.Message):
     from_member: _builtins.str
     """The caller."""
     to_member: _builtins.str
-    """Whom the caller means to reach. Any other callee MUST refuse (NOT_FOUND)."""
+    """The member that the caller means to reach. Any other callee MUST refuse (NOT_FOUND)."""
     generation: _builtins.int
-    """The generation that both are in. The callee holds the call until it is in it, and refuses one that is past."""
+    """The generation that both are in. The callee holds the call until it is in that generation, and refuses an earlier
+    one.
+    """
     purpose: Global___Purpose.ValueType
     """What the link is for."""
     group: _builtins.str
@@ -178,7 +184,7 @@ Global___HelloRequest: _TypeAlias = HelloRequest  # noqa: Y015
 
 @_typing.final
 class HelloResponse(_message.Message):
-    """The door is open."""
+    """The link is agreed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -189,11 +195,11 @@ class HelloResponse(_message.Message):
     chosen: Global___LinkKind.ValueType
     """The kind that the callee chose."""
     ticket: _builtins.bytes
-    """Good for one link, for 10 s: for what was chosen, and then for the Frames stream. 16 bytes."""
+    """Valid for one link, for 10 s: for the chosen kind, and then for the Frames stream. 16 bytes."""
     tcp_port: _builtins.int
-    """Of TCP: where the callee takes connections, at its own address."""
+    """For TCP: the port at which the callee accepts connections, at its own address."""
     shm_name: _builtins.str
-    """Of SHM: name of the callee's Unix socket, in the abstract namespace."""
+    """For SHM: name of the callee's Unix socket, in the abstract namespace."""
     def __init__(
         self,
         *,
@@ -215,8 +221,8 @@ class FramesRequest(_message.Message):
     """One frame. A sender MUST write all fields, in this order, even where they hold a default, so that header fields lie
     at fixed offsets, and so does the checksum at the end; lengths are varints padded to 2 bytes (signature) and 5 bytes
     (payload). It is still plain protobuf, which any decoder reads. A receiver MUST refuse a frame that is not of this
-    form, whose lengths do not add up, or that is longer than 4 MiB + 4 KiB. If the checksum or a length is wrong, bytes have
-    changed on the way: the receiver MUST NOT act on the frame, and ends the stream as if the connection had broken.
+    form, whose lengths do not add up, or that is longer than 4 MiB + 4 KiB. If the checksum or a length is wrong, bytes
+    have changed on the way: the receiver MUST NOT act on the frame, and ends the stream as if the connection had broken.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -229,16 +235,16 @@ class FramesRequest(_message.Message):
     PAYLOAD_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
     kind: Global___FrameKind.ValueType
-    """What it is."""
+    """Its kind."""
     generation: _builtins.int
     """The generation that it acts on. The receiver refuses any other than its own."""
     operation: _builtins.int
-    """Number of the operation within (generation, purpose), from 1. For point to point: number of the message from
-    this sender to this receiver.
+    """Number of the operation within (generation, purpose), from 1. For point to point: number of the message from this
+    sender to this receiver.
     """
     part: _builtins.int
-    """Number of the frame within (operation, sender, receiver), from 0. 0xFFFFFFFF is no part of the operation: the sender
-    has waited for the receiver for long, and its signature says in which operation. The receiver compares that with
+    """Number of the frame within (operation, sender, receiver), from 0. 0xFFFFFFFF is not a part of the operation: the
+    sender has waited long for the receiver, and its signature says in which operation. The receiver compares that with
     its own operation of this number.
     """
     signature: _builtins.bytes
@@ -248,9 +254,9 @@ class FramesRequest(_message.Message):
     payload: _builtins.bytes
     """The elements, little-endian."""
     checksum: _builtins.int
-    """CRC-32 (zlib) of all bytes of the message before these four, where a payload of 64 KiB or more counts as this: it is
-    cut into rows of 509 words of 64 bits, the rows are added up column by column, modulo 2^64, and the sums come in its
-    stead, little-endian, with the bytes behind the last whole row after them.
+    """CRC-32 (zlib) of all bytes of the message before these four, where a payload of 64 KiB or more counts as this: it
+    is cut into rows of 509 words of 64 bits, the rows are added up column by column, modulo 2^64, and the sums come in
+    its stead, little-endian, with the bytes behind the last whole row after them.
     """
     def __init__(
         self,
@@ -354,7 +360,7 @@ class DescribeStateRequest(_message.Message):
     job: _builtins.str
     """Name of the job."""
     to_member: _builtins.str
-    """Whom the caller means to reach. Any other callee MUST refuse (NOT_FOUND)."""
+    """The member that the caller means to reach. Any other callee MUST refuse (NOT_FOUND)."""
     @_builtins.property
     def tag(self) -> _session_pb2.Tag:
         """The state; a callee that does not hold it MUST refuse (FAILED_PRECONDITION)."""
@@ -386,8 +392,8 @@ class DescribeStateResponse(_message.Message):
     json: _builtins.bytes
     """JSON: the values that are no arrays, and name, dtype and shape of each array."""
     hashes: _builtins.bytes
-    """Hashes of the chunks, 16 bytes each (BLAKE2b). Chunk c of the arrays' bytes, one after the other in the order of the
-    description, begins at c times the size of a chunk.
+    """Hashes of the chunks, 16 bytes each (BLAKE2b). Chunk c of the arrays' bytes, one after the other in the order of
+    the description, begins at c times the size of a chunk.
     """
     checksum: _builtins.int
     """CRC-32 (zlib) of `json` and then `hashes` of this message. The receiver MUST refuse the description if it is wrong."""
@@ -419,7 +425,7 @@ class GetStateRequest(_message.Message):
     job: _builtins.str
     """Name of the job."""
     to_member: _builtins.str
-    """Whom the caller means to reach."""
+    """The member that the caller means to reach."""
     @_builtins.property
     def tag(self) -> _session_pb2.Tag:
         """The state."""
@@ -472,7 +478,7 @@ Global___GetStateResponse: _TypeAlias = GetStateResponse  # noqa: Y015
 
 @_typing.final
 class GetRunsRequest(_message.Message):
-    """Asks for elements of arrays of which each member holds a part."""
+    """Asks for elements of sharded arrays."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -484,18 +490,18 @@ class GetRunsRequest(_message.Message):
     job: _builtins.str
     """Name of the job."""
     to_member: _builtins.str
-    """Whom the caller means to reach."""
+    """The member that the caller means to reach."""
     @_builtins.property
     def tag(self) -> _session_pb2.Tag:
         """The state; a callee that does not hold it, or not these elements, MUST refuse (FAILED_PRECONDITION)."""
 
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ElementRun]:
-        """What is wanted, in the order in which it comes."""
+        """The wanted runs, in the order in which they are sent."""
 
     @_builtins.property
     def process(self) -> _session_pb2.ProcessIdentity:
-        """Who asks, if it can map memory of a process of the same machine."""
+        """The caller, if it can map memory of a process on the same machine."""
 
     def __init__(
         self,
@@ -526,7 +532,7 @@ class ElementRun(_message.Message):
     array: _builtins.str
     """Name of the array."""
     start: _builtins.int
-    """Number of the first."""
+    """Index of the first."""
     count: _builtins.int
     """How many."""
     def __init__(
@@ -584,14 +590,14 @@ class Parcel(_message.Message):
     CRC_FIELD_NUMBER: _builtins.int
     MEMORY_FIELD_NUMBER: _builtins.int
     size: _builtins.int
-    """Bytes of all."""
+    """Number of bytes."""
     crc: _builtins.int
     """CRC-32 (zlib) of what was asked for, and then of the bytes. What was asked for counts as the name of the array in
     UTF-8, start and count (8 bytes each, little-endian) of each run in turn.
     """
     @_builtins.property
     def memory(self) -> Global___LentMemory:
-        """Where they lie, if the caller can map it; then no pieces follow."""
+        """The memory that holds them, if the caller can map it; then no pieces follow."""
 
     def __init__(
         self,
@@ -625,7 +631,7 @@ class LentMemory(_message.Message):
     size: _builtins.int
     """Bytes of the memory."""
     offset: _builtins.int
-    """Where in it the parcel begins."""
+    """Offset of the parcel in it."""
     def __init__(
         self,
         *,
@@ -653,7 +659,7 @@ class GetManifestRequest(_message.Message):
     job: _builtins.str
     """Name of the job."""
     to_member: _builtins.str
-    """Whom the caller means to reach."""
+    """The member that the caller means to reach."""
     def __init__(
         self,
         *,
@@ -705,11 +711,11 @@ class KnockRequest(_message.Message):
     from_member: _builtins.str
     """The caller."""
     to_member: _builtins.str
-    """Whom the caller means to reach. Any other callee MUST refuse (NOT_FOUND), and MUST NOT knock anywhere."""
+    """The member that the caller means to reach. Any other callee MUST refuse (NOT_FOUND), and MUST NOT knock anywhere."""
     address: _builtins.str
     """Where peers reach the caller, "host:port", at most 512 bytes. The callee knocks there, as `to_member` at
-    `from_member` and without an address, and MUST be through with it before the caller's deadline. Empty if it is not
-    to knock in turn.
+    `from_member` and without an address, and MUST finish before the caller's deadline. Empty if it must not knock in
+    turn.
     """
     def __init__(
         self,
@@ -735,7 +741,7 @@ class KnockResponse(_message.Message):
 
     TROUBLE_FIELD_NUMBER: _builtins.int
     trouble: _builtins.str
-    """What keeps the callee from the caller's door, in words; empty for nothing."""
+    """Why the callee cannot reach the caller's door, in words; empty if it can."""
     def __init__(
         self,
         *,

@@ -26,14 +26,15 @@ if _version_not_supported:
 
 
 class PeerServiceStub(object):
-    """The front door of every worker, and the link that goes wherever gRPC goes. A request to any method but Frames has at
-    most 64 KiB, and must come in whole within 10 s, or 1 s where many are on their way; one that is refused with
+    """The door of every worker, and the link that works wherever gRPC works. A request to any method but Frames has at
+    most 64 KiB, and must arrive completely within 10 s, or 1 s if many are on their way; one that is refused with
     UNAVAILABLE may be tried again.
 
-    The metadata `paceline-door-bin` of each call but Frames MUST prove that the caller has the job's secret: the number of
-    the call (8 bytes, big-endian), HMAC-SHA256, and then the caller's member id in UTF-8. The code is over the name of
-    the request's message, a zero byte, number, length of the id (1 byte), id, and the request's bytes, which name the
-    callee. No number may come twice from one member: a callee MUST refuse what it has seen (UNAVAILABLE, UNAUTHENTICATED).
+    The metadata `paceline-door-bin` of each call but Frames MUST prove that the caller has the job's secret: the number
+    of the call (8 bytes, big-endian), HMAC-SHA256, and then the caller's member id in UTF-8. The code is over the name
+    of the request's message, a zero byte, number, length of the id (1 byte), id, and the request's bytes, which name the
+    callee. No number may come twice from one member: a callee MUST refuse what it has seen (UNAVAILABLE,
+    UNAUTHENTICATED).
     """
 
     def __init__(self, channel):
@@ -80,19 +81,20 @@ class PeerServiceStub(object):
 
 
 class PeerServiceServicer(object):
-    """The front door of every worker, and the link that goes wherever gRPC goes. A request to any method but Frames has at
-    most 64 KiB, and must come in whole within 10 s, or 1 s where many are on their way; one that is refused with
+    """The door of every worker, and the link that works wherever gRPC works. A request to any method but Frames has at
+    most 64 KiB, and must arrive completely within 10 s, or 1 s if many are on their way; one that is refused with
     UNAVAILABLE may be tried again.
 
-    The metadata `paceline-door-bin` of each call but Frames MUST prove that the caller has the job's secret: the number of
-    the call (8 bytes, big-endian), HMAC-SHA256, and then the caller's member id in UTF-8. The code is over the name of
-    the request's message, a zero byte, number, length of the id (1 byte), id, and the request's bytes, which name the
-    callee. No number may come twice from one member: a callee MUST refuse what it has seen (UNAVAILABLE, UNAUTHENTICATED).
+    The metadata `paceline-door-bin` of each call but Frames MUST prove that the caller has the job's secret: the number
+    of the call (8 bytes, big-endian), HMAC-SHA256, and then the caller's member id in UTF-8. The code is over the name
+    of the request's message, a zero byte, number, length of the id (1 byte), id, and the request's bytes, which name the
+    callee. No number may come twice from one member: a callee MUST refuse what it has seen (UNAVAILABLE,
+    UNAUTHENTICATED).
     """
 
     def Hello(self, request, context):
-        """Authentication and negotiation: two members agree on how bytes move from the caller to the callee. Answers with
-        a one-time ticket that binds the link to both member ids, so that a reused port cannot join the wrong job.
+        """Authentication and negotiation: two members agree on how bytes move from the caller to the callee. Answers with a
+        one-time ticket that binds the link to both member ids, so that a reused port cannot join the wrong job.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -107,23 +109,24 @@ class PeerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DescribeState(self, request, context):
-        """What a state consists of, for whoever is about to take it: skeleton, arrays, and a hash of each chunk.
+        """The contents of a state, for a member that is about to take it: skeleton, arrays, and a hash of each chunk.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetState(self, request, context):
-        """Chunks of a state, at most 8,192 in one call. The callee reads its live arrays, and ends the call when they are about
-        to change.
+        """Chunks of a state, at most 8,192 in one call. The callee reads its live arrays, and ends the call when they are
+        about to change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetRuns(self, request, context):
-        """Runs of elements of arrays that are spread over members: at most 32 MiB in one call. The answer is a parcel, and then
-        its bytes, unless the caller can map the memory in which they lie; that stays as it is until the call ends, or 10 s.
+        """Runs of elements of arrays that are sharded over members: at most 32 MiB in one call. The answer is a parcel, and
+        then its bytes, unless the caller can map the memory that holds them; that memory stays unchanged until the call
+        ends, or for 10 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -137,8 +140,9 @@ class PeerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Knock(self, request, context):
-        """Do the two reach each other? The caller reaches the callee if this is answered; whether the callee reaches the
-        caller's door is the answer. Refused with UNAVAILABLE while the callee knocks at too many doors; try again later.
+        """Finds out whether two members reach each other. The caller reaches the callee if this is answered; the answer says
+        whether the callee reaches the caller's door. Refused with UNAVAILABLE while the callee knocks at too many doors;
+        try again later.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -191,14 +195,15 @@ def add_PeerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PeerService(object):
-    """The front door of every worker, and the link that goes wherever gRPC goes. A request to any method but Frames has at
-    most 64 KiB, and must come in whole within 10 s, or 1 s where many are on their way; one that is refused with
+    """The door of every worker, and the link that works wherever gRPC works. A request to any method but Frames has at
+    most 64 KiB, and must arrive completely within 10 s, or 1 s if many are on their way; one that is refused with
     UNAVAILABLE may be tried again.
 
-    The metadata `paceline-door-bin` of each call but Frames MUST prove that the caller has the job's secret: the number of
-    the call (8 bytes, big-endian), HMAC-SHA256, and then the caller's member id in UTF-8. The code is over the name of
-    the request's message, a zero byte, number, length of the id (1 byte), id, and the request's bytes, which name the
-    callee. No number may come twice from one member: a callee MUST refuse what it has seen (UNAVAILABLE, UNAUTHENTICATED).
+    The metadata `paceline-door-bin` of each call but Frames MUST prove that the caller has the job's secret: the number
+    of the call (8 bytes, big-endian), HMAC-SHA256, and then the caller's member id in UTF-8. The code is over the name
+    of the request's message, a zero byte, number, length of the id (1 byte), id, and the request's bytes, which name the
+    callee. No number may come twice from one member: a callee MUST refuse what it has seen (UNAVAILABLE,
+    UNAUTHENTICATED).
     """
 
     @staticmethod

@@ -27,14 +27,15 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class PeerServiceStub:
-    """The front door of every worker, and the link that goes wherever gRPC goes. A request to any method but Frames has at
-    most 64 KiB, and must come in whole within 10 s, or 1 s where many are on their way; one that is refused with
+    """The door of every worker, and the link that works wherever gRPC works. A request to any method but Frames has at
+    most 64 KiB, and must arrive completely within 10 s, or 1 s if many are on their way; one that is refused with
     UNAVAILABLE may be tried again.
 
-    The metadata `paceline-door-bin` of each call but Frames MUST prove that the caller has the job's secret: the number of
-    the call (8 bytes, big-endian), HMAC-SHA256, and then the caller's member id in UTF-8. The code is over the name of
-    the request's message, a zero byte, number, length of the id (1 byte), id, and the request's bytes, which name the
-    callee. No number may come twice from one member: a callee MUST refuse what it has seen (UNAVAILABLE, UNAUTHENTICATED).
+    The metadata `paceline-door-bin` of each call but Frames MUST prove that the caller has the job's secret: the number
+    of the call (8 bytes, big-endian), HMAC-SHA256, and then the caller's member id in UTF-8. The code is over the name
+    of the request's message, a zero byte, number, length of the id (1 byte), id, and the request's bytes, which name the
+    callee. No number may come twice from one member: a callee MUST refuse what it has seen (UNAVAILABLE,
+    UNAUTHENTICATED).
     """
 
     @_typing.overload
@@ -42,77 +43,83 @@ class PeerServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PeerServiceAsyncStub: ...
     Hello: _grpc.UnaryUnaryMultiCallable[_peer_pb2.HelloRequest, _peer_pb2.HelloResponse]
-    """Authentication and negotiation: two members agree on how bytes move from the caller to the callee. Answers with
-    a one-time ticket that binds the link to both member ids, so that a reused port cannot join the wrong job.
+    """Authentication and negotiation: two members agree on how bytes move from the caller to the callee. Answers with a
+    one-time ticket that binds the link to both member ids, so that a reused port cannot join the wrong job.
     """
     Frames: _grpc.StreamStreamMultiCallable[_peer_pb2.FramesRequest, _peer_pb2.FramesResponse]
     """Frames from the caller to the callee, in order. The metadata `paceline-ticket-bin` MUST hold a ticket from Hello.
     The callee answers `accepted` at once and `drained` when it has taken in everything up to the caller's last frame.
     """
     DescribeState: _grpc.UnaryStreamMultiCallable[_peer_pb2.DescribeStateRequest, _peer_pb2.DescribeStateResponse]
-    """What a state consists of, for whoever is about to take it: skeleton, arrays, and a hash of each chunk."""
+    """The contents of a state, for a member that is about to take it: skeleton, arrays, and a hash of each chunk."""
     GetState: _grpc.UnaryStreamMultiCallable[_peer_pb2.GetStateRequest, _peer_pb2.GetStateResponse]
-    """Chunks of a state, at most 8,192 in one call. The callee reads its live arrays, and ends the call when they are about
-    to change.
+    """Chunks of a state, at most 8,192 in one call. The callee reads its live arrays, and ends the call when they are
+    about to change.
     """
     GetRuns: _grpc.UnaryStreamMultiCallable[_peer_pb2.GetRunsRequest, _peer_pb2.GetRunsResponse]
-    """Runs of elements of arrays that are spread over members: at most 32 MiB in one call. The answer is a parcel, and then
-    its bytes, unless the caller can map the memory in which they lie; that stays as it is until the call ends, or 10 s.
+    """Runs of elements of arrays that are sharded over members: at most 32 MiB in one call. The answer is a parcel, and
+    then its bytes, unless the caller can map the memory that holds them; that memory stays unchanged until the call
+    ends, or for 10 s.
     """
     GetManifest: _grpc.UnaryUnaryMultiCallable[_peer_pb2.GetManifestRequest, _peer_pb2.GetManifestResponse]
     """What the callee's state must consist of, and the settings of its run."""
     Knock: _grpc.UnaryUnaryMultiCallable[_peer_pb2.KnockRequest, _peer_pb2.KnockResponse]
-    """Do the two reach each other? The caller reaches the callee if this is answered; whether the callee reaches the
-    caller's door is the answer. Refused with UNAVAILABLE while the callee knocks at too many doors; try again later.
+    """Finds out whether two members reach each other. The caller reaches the callee if this is answered; the answer says
+    whether the callee reaches the caller's door. Refused with UNAVAILABLE while the callee knocks at too many doors;
+    try again later.
     """
 
 @_typing.type_check_only
 class PeerServiceAsyncStub(PeerServiceStub):
-    """The front door of every worker, and the link that goes wherever gRPC goes. A request to any method but Frames has at
-    most 64 KiB, and must come in whole within 10 s, or 1 s where many are on their way; one that is refused with
+    """The door of every worker, and the link that works wherever gRPC works. A request to any method but Frames has at
+    most 64 KiB, and must arrive completely within 10 s, or 1 s if many are on their way; one that is refused with
     UNAVAILABLE may be tried again.
 
-    The metadata `paceline-door-bin` of each call but Frames MUST prove that the caller has the job's secret: the number of
-    the call (8 bytes, big-endian), HMAC-SHA256, and then the caller's member id in UTF-8. The code is over the name of
-    the request's message, a zero byte, number, length of the id (1 byte), id, and the request's bytes, which name the
-    callee. No number may come twice from one member: a callee MUST refuse what it has seen (UNAVAILABLE, UNAUTHENTICATED).
+    The metadata `paceline-door-bin` of each call but Frames MUST prove that the caller has the job's secret: the number
+    of the call (8 bytes, big-endian), HMAC-SHA256, and then the caller's member id in UTF-8. The code is over the name
+    of the request's message, a zero byte, number, length of the id (1 byte), id, and the request's bytes, which name the
+    callee. No number may come twice from one member: a callee MUST refuse what it has seen (UNAVAILABLE,
+    UNAUTHENTICATED).
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Hello: _aio.UnaryUnaryMultiCallable[_peer_pb2.HelloRequest, _peer_pb2.HelloResponse]  # type: ignore[assignment]
-    """Authentication and negotiation: two members agree on how bytes move from the caller to the callee. Answers with
-    a one-time ticket that binds the link to both member ids, so that a reused port cannot join the wrong job.
+    """Authentication and negotiation: two members agree on how bytes move from the caller to the callee. Answers with a
+    one-time ticket that binds the link to both member ids, so that a reused port cannot join the wrong job.
     """
     Frames: _aio.StreamStreamMultiCallable[_peer_pb2.FramesRequest, _peer_pb2.FramesResponse]  # type: ignore[assignment]
     """Frames from the caller to the callee, in order. The metadata `paceline-ticket-bin` MUST hold a ticket from Hello.
     The callee answers `accepted` at once and `drained` when it has taken in everything up to the caller's last frame.
     """
     DescribeState: _aio.UnaryStreamMultiCallable[_peer_pb2.DescribeStateRequest, _peer_pb2.DescribeStateResponse]  # type: ignore[assignment]
-    """What a state consists of, for whoever is about to take it: skeleton, arrays, and a hash of each chunk."""
+    """The contents of a state, for a member that is about to take it: skeleton, arrays, and a hash of each chunk."""
     GetState: _aio.UnaryStreamMultiCallable[_peer_pb2.GetStateRequest, _peer_pb2.GetStateResponse]  # type: ignore[assignment]
-    """Chunks of a state, at most 8,192 in one call. The callee reads its live arrays, and ends the call when they are about
-    to change.
+    """Chunks of a state, at most 8,192 in one call. The callee reads its live arrays, and ends the call when they are
+    about to change.
     """
     GetRuns: _aio.UnaryStreamMultiCallable[_peer_pb2.GetRunsRequest, _peer_pb2.GetRunsResponse]  # type: ignore[assignment]
-    """Runs of elements of arrays that are spread over members: at most 32 MiB in one call. The answer is a parcel, and then
-    its bytes, unless the caller can map the memory in which they lie; that stays as it is until the call ends, or 10 s.
+    """Runs of elements of arrays that are sharded over members: at most 32 MiB in one call. The answer is a parcel, and
+    then its bytes, unless the caller can map the memory that holds them; that memory stays unchanged until the call
+    ends, or for 10 s.
     """
     GetManifest: _aio.UnaryUnaryMultiCallable[_peer_pb2.GetManifestRequest, _peer_pb2.GetManifestResponse]  # type: ignore[assignment]
     """What the callee's state must consist of, and the settings of its run."""
     Knock: _aio.UnaryUnaryMultiCallable[_peer_pb2.KnockRequest, _peer_pb2.KnockResponse]  # type: ignore[assignment]
-    """Do the two reach each other? The caller reaches the callee if this is answered; whether the callee reaches the
-    caller's door is the answer. Refused with UNAVAILABLE while the callee knocks at too many doors; try again later.
+    """Finds out whether two members reach each other. The caller reaches the callee if this is answered; the answer says
+    whether the callee reaches the caller's door. Refused with UNAVAILABLE while the callee knocks at too many doors;
+    try again later.
     """
 
 class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The front door of every worker, and the link that goes wherever gRPC goes. A request to any method but Frames has at
-    most 64 KiB, and must come in whole within 10 s, or 1 s where many are on their way; one that is refused with
+    """The door of every worker, and the link that works wherever gRPC works. A request to any method but Frames has at
+    most 64 KiB, and must arrive completely within 10 s, or 1 s if many are on their way; one that is refused with
     UNAVAILABLE may be tried again.
 
-    The metadata `paceline-door-bin` of each call but Frames MUST prove that the caller has the job's secret: the number of
-    the call (8 bytes, big-endian), HMAC-SHA256, and then the caller's member id in UTF-8. The code is over the name of
-    the request's message, a zero byte, number, length of the id (1 byte), id, and the request's bytes, which name the
-    callee. No number may come twice from one member: a callee MUST refuse what it has seen (UNAVAILABLE, UNAUTHENTICATED).
+    The metadata `paceline-door-bin` of each call but Frames MUST prove that the caller has the job's secret: the number
+    of the call (8 bytes, big-endian), HMAC-SHA256, and then the caller's member id in UTF-8. The code is over the name
+    of the request's message, a zero byte, number, length of the id (1 byte), id, and the request's bytes, which name the
+    callee. No number may come twice from one member: a callee MUST refuse what it has seen (UNAVAILABLE,
+    UNAUTHENTICATED).
     """
 
     @_abc_1.abstractmethod
@@ -121,8 +128,8 @@ class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _peer_pb2.HelloRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_peer_pb2.HelloResponse, _abc.Awaitable[_peer_pb2.HelloResponse]]:
-        """Authentication and negotiation: two members agree on how bytes move from the caller to the callee. Answers with
-        a one-time ticket that binds the link to both member ids, so that a reused port cannot join the wrong job.
+        """Authentication and negotiation: two members agree on how bytes move from the caller to the callee. Answers with a
+        one-time ticket that binds the link to both member ids, so that a reused port cannot join the wrong job.
         """
 
     @_abc_1.abstractmethod
@@ -141,7 +148,7 @@ class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _peer_pb2.DescribeStateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_peer_pb2.DescribeStateResponse], _abc.AsyncIterator[_peer_pb2.DescribeStateResponse]]:
-        """What a state consists of, for whoever is about to take it: skeleton, arrays, and a hash of each chunk."""
+        """The contents of a state, for a member that is about to take it: skeleton, arrays, and a hash of each chunk."""
 
     @_abc_1.abstractmethod
     def GetState(
@@ -149,8 +156,8 @@ class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _peer_pb2.GetStateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_peer_pb2.GetStateResponse], _abc.AsyncIterator[_peer_pb2.GetStateResponse]]:
-        """Chunks of a state, at most 8,192 in one call. The callee reads its live arrays, and ends the call when they are about
-        to change.
+        """Chunks of a state, at most 8,192 in one call. The callee reads its live arrays, and ends the call when they are
+        about to change.
         """
 
     @_abc_1.abstractmethod
@@ -159,8 +166,9 @@ class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _peer_pb2.GetRunsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_peer_pb2.GetRunsResponse], _abc.AsyncIterator[_peer_pb2.GetRunsResponse]]:
-        """Runs of elements of arrays that are spread over members: at most 32 MiB in one call. The answer is a parcel, and then
-        its bytes, unless the caller can map the memory in which they lie; that stays as it is until the call ends, or 10 s.
+        """Runs of elements of arrays that are sharded over members: at most 32 MiB in one call. The answer is a parcel, and
+        then its bytes, unless the caller can map the memory that holds them; that memory stays unchanged until the call
+        ends, or for 10 s.
         """
 
     @_abc_1.abstractmethod
@@ -177,8 +185,9 @@ class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _peer_pb2.KnockRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_peer_pb2.KnockResponse, _abc.Awaitable[_peer_pb2.KnockResponse]]:
-        """Do the two reach each other? The caller reaches the callee if this is answered; whether the callee reaches the
-        caller's door is the answer. Refused with UNAVAILABLE while the callee knocks at too many doors; try again later.
+        """Finds out whether two members reach each other. The caller reaches the callee if this is answered; the answer says
+        whether the callee reaches the caller's door. Refused with UNAVAILABLE while the callee knocks at too many doors;
+        try again later.
         """
 
 def add_PeerServiceServicer_to_server(servicer: PeerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

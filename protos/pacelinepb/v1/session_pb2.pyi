@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from pacelinepb.v1 import errors_pb2 as _errors_pb2
 import builtins as _builtins
 import sys
@@ -20,9 +21,33 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Question:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _QuestionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Question.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    QUESTION_UNSPECIFIED: _Question.ValueType  # 0
+    """Not used."""
+    QUESTION_RECORDS: _Question.ValueType  # 1
+    """Its flight record."""
+    QUESTION_STACKS: _Question.ValueType  # 2
+    """Stacks of all threads."""
+
+class Question(_Question, metaclass=_QuestionEnumTypeWrapper):
+    """What an operator may ask of members."""
+
+QUESTION_UNSPECIFIED: Question.ValueType  # 0
+"""Not used."""
+QUESTION_RECORDS: Question.ValueType  # 1
+"""Its flight record."""
+QUESTION_STACKS: Question.ValueType  # 2
+"""Stacks of all threads."""
+Global___Question: _TypeAlias = Question  # noqa: Y015
+
 @_typing.final
 class ProcessIdentity(_message.Message):
-    """Which process on which machine: enough to know one incarnation of a worker from the next."""
+    """Which process on which machine: enough to tell one incarnation of a worker from the next."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -43,8 +68,8 @@ class ProcessIdentity(_message.Message):
     pid_namespace: _builtins.int
     """Number of its pid namespace (inode of /proc/self/ns/pid), 0 where unknown: pids mean something only within one."""
     node: _builtins.str
-    """Processes that say the same run under one kernel, in one network namespace, for one user: they can share memory. At
-    most 128 bytes; empty where the process shares memory with nobody.
+    """Equal for processes that run under one kernel, in one network namespace, for one user, and so can share memory. At
+    most 128 bytes; empty if the process shares memory with no other.
     """
     def __init__(
         self,
@@ -130,7 +155,7 @@ Global___Tag: _TypeAlias = Tag  # noqa: Y015
 
 @_typing.final
 class Share(_message.Message):
-    """One of the parts that a state is cut into where members hold it between them. All parts of one cut are the state."""
+    """One of the equal parts of a state that is sharded over members. All parts together are the state."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -227,7 +252,7 @@ class Register(_message.Message):
 
     @_builtins.property
     def settings(self) -> Global___JobSettings:
-        """What the worker believes of the job."""
+        """The job's settings according to the worker."""
 
     def __init__(
         self,
@@ -270,8 +295,8 @@ class Resume(_message.Message):
     session_token: _builtins.bytes
     """Token from `Registered`."""
     generation: _builtins.int
-    """The last generation that the member has heard of: its own, or one that has no seat for it; 0 for none. The coordinator
-    answers with the verdict if it is void.
+    """The last generation that the member has heard of: its own, or one that has no seat for it; 0 for none. The
+    coordinator answers with the verdict if it is void.
     """
     protocol_version: _builtins.int
     """Version of this protocol that the worker speaks."""
@@ -294,21 +319,71 @@ Global___Resume: _TypeAlias = Resume  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
-    """Sign of life with progress. Sent every `heartbeat_interval`."""
+    """A sign of life, with progress. Sent every `heartbeat_interval`."""
 
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class SentBytesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     OPERATION_FIELD_NUMBER: _builtins.int
     SINCE_FIELD_NUMBER: _builtins.int
     INSIDE_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     STEP_SINCE_FIELD_NUMBER: _builtins.int
+    COMMITTED_FIELD_NUMBER: _builtins.int
+    UNDONE_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    SENT_BYTES_FIELD_NUMBER: _builtins.int
+    IN_COLLECTIVES_FIELD_NUMBER: _builtins.int
+    DOING_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_STEP_FIELD_NUMBER: _builtins.int
+    CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FAILURES_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_TIME_FIELD_NUMBER: _builtins.int
+    STATE_BYTES_FIELD_NUMBER: _builtins.int
+    STATE_TIME_FIELD_NUMBER: _builtins.int
     operation: _builtins.int
     """Number of the last collective that the member entered, 0 for none."""
     inside: _builtins.bool
     """True while the member waits inside that collective."""
     step: _builtins.int
     """The last step whose word has completed in this generation: every member of it was there then. 0 for none."""
+    committed: _builtins.int
+    """Steps that it has committed since it joined; this field and the next five never fall within a session."""
+    undone: _builtins.int
+    """Steps that it began and that were undone, to be taken again."""
+    samples: _builtins.int
+    """Samples of its own share in the committed steps; 0 if it draws none from a sampler."""
+    doing: _builtins.str
+    """Kind of the operation that it is in ("all_reduce"), at most 64 bytes; empty if it is in none."""
+    checkpoint_step: _builtins.int
+    """Step of the last checkpoint that it has written since it joined, 0 for none. Of a sharded state, which all members
+    write together, rank 0 counts it, once it is published.
+    """
+    checkpoints: _builtins.int
+    """Checkpoints that it has written; this field and the next two never fall within a session."""
+    checkpoint_failures: _builtins.int
+    """Checkpoints that it could not write."""
+    state_bytes: _builtins.int
+    """Bytes of training state that it has fetched from other members; this field and the next never fall within a session."""
     @_builtins.property
     def since(self) -> _duration_pb2.Duration:
         """Time since it entered it, or since it left the last one if it is in none."""
@@ -316,6 +391,24 @@ class Heartbeat(_message.Message):
     @_builtins.property
     def step_since(self) -> _duration_pb2.Duration:
         """Time since that word completed."""
+
+    @_builtins.property
+    def sent_bytes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Bytes of collectives that it has sent to other members, by kind of link: "shm", "tcp", "grpc". At most 8 entries, of
+        names of at most 16 bytes.
+        """
+
+    @_builtins.property
+    def in_collectives(self) -> _duration_pb2.Duration:
+        """Time that it has waited in collectives."""
+
+    @_builtins.property
+    def checkpoint_time(self) -> _duration_pb2.Duration:
+        """Time that all those which it has written took, each from the beginning of the write until it was complete."""
+
+    @_builtins.property
+    def state_time(self) -> _duration_pb2.Duration:
+        """Time that it has spent in fetching them."""
 
     def __init__(
         self,
@@ -325,10 +418,22 @@ class Heartbeat(_message.Message):
         inside: _builtins.bool = ...,
         step: _builtins.int = ...,
         step_since: _duration_pb2.Duration | None = ...,
+        committed: _builtins.int = ...,
+        undone: _builtins.int = ...,
+        samples: _builtins.int = ...,
+        sent_bytes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        in_collectives: _duration_pb2.Duration | None = ...,
+        doing: _builtins.str = ...,
+        checkpoint_step: _builtins.int = ...,
+        checkpoints: _builtins.int = ...,
+        checkpoint_failures: _builtins.int = ...,
+        checkpoint_time: _duration_pb2.Duration | None = ...,
+        state_bytes: _builtins.int = ...,
+        state_time: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since", "step_since", b"step_since"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint_time", b"checkpoint_time", "in_collectives", b"in_collectives", "since", b"since", "state_time", b"state_time", "step_since", b"step_since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["inside", b"inside", "operation", b"operation", "since", b"since", "step", b"step", "step_since", b"step_since"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_failures", b"checkpoint_failures", "checkpoint_step", b"checkpoint_step", "checkpoint_time", b"checkpoint_time", "checkpoints", b"checkpoints", "committed", b"committed", "doing", b"doing", "in_collectives", b"in_collectives", "inside", b"inside", "operation", b"operation", "samples", b"samples", "sent_bytes", b"sent_bytes", "since", b"since", "state_bytes", b"state_bytes", "state_time", b"state_time", "step", b"step", "step_since", b"step_since", "undone", b"undone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -355,7 +460,7 @@ class EnterBarrier(_message.Message):
     """How many barriers of this name the member has been through before."""
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
-        """After this time the coordinator withdraws the arrival and answers who is missing. Required, above 0."""
+        """After this time the coordinator withdraws the arrival, and answers which members are missing. Required, above 0."""
 
     def __init__(
         self,
@@ -376,7 +481,7 @@ Global___EnterBarrier: _TypeAlias = EnterBarrier  # noqa: Y015
 
 @_typing.final
 class Report(_message.Message):
-    """What a member saw go wrong in its generation. The coordinator weighs the reports of all and stores one verdict."""
+    """A failure that a member saw in its generation. The coordinator weighs all reports and stores one verdict."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -416,8 +521,8 @@ Global___Report: _TypeAlias = Report  # noqa: Y015
 
 @_typing.final
 class Meet(_message.Message):
-    """The member has stopped training in its generation and waits for the next one; or, in none, it is ready to be taken
-    into one. Sent again after a reconnect, and whenever what it says has changed; the last one counts.
+    """The member has stopped training in its generation and waits for the next one; or it is a candidate that is ready to
+    be admitted. Sent again after a reconnect, and whenever what it says has changed; the last one counts.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -446,33 +551,35 @@ class Meet(_message.Message):
     manifest: _builtins.bytes
     """SHA-256 of what the state consists of and of the settings of the run. All members of a line have the same."""
     leaving: _builtins.bool
-    """True if it wants to go: the next view forms without it."""
+    """True if it wants to leave: the next view forms without it."""
     closed: _builtins.bool
-    """True if no newcomer may come in now: the members are between two steps."""
+    """True if no newcomer may be admitted now, because the members are between two steps."""
     node_size: _builtins.int
-    """So many members hold one copy of the state between them, 0 for all members of a view; views have a multiple of it.
-    Unset where members hold it whole.
+    """How many members hold one copy of the state between them, 0 for all members of a view; the size of a view is a
+    multiple of it. Unset if members hold the whole state.
     """
     stored: _builtins.bool
     """True if it holds nothing of the state yet, and can read any share of it from a checkpoint."""
     unproven: _builtins.bool
-    """True for a candidate that has yet to show that it reaches all members: it gives what it holds, and gets no seat."""
+    """True for a candidate that has not yet shown that it can reach all members: it gives what it holds, but gets no
+    seat.
+    """
     @_builtins.property
     def tag(self) -> Global___Tag:
-        """The state that it holds; unset for none that counts (it has not got its base yet, or an update was interrupted)."""
+        """The state that it holds; unset if it holds none (it does not have its base yet, or an update was interrupted)."""
 
     @_builtins.property
     def shares(self) -> _containers.RepeatedCompositeFieldContainer[Global___Share]:
-        """What it holds of that state, the share that it trains on first. Unset where members hold it whole."""
+        """The shares of that state that it holds, first the one that it trains on. Unset if members hold the whole state."""
 
     @_builtins.property
     def prepared(self) -> Global___Tag:
-        """The step that it has all gradients of, and that others may have applied: it can finish it if they have."""
+        """The step of which it has all gradients, and which others may have applied: it can finish that step if they have."""
 
     @_builtins.property
     def step_timeout(self) -> _duration_pb2.Duration:
-        """For how long it waits at most for members that compute and have not stopped: its time limit for a step. The others
-        are given up then. Unset for no limit.
+        """How long it waits at most for members that still compute: its time limit for a step. Members that have not stopped
+        by then are evicted. Unset for no limit.
         """
 
     def __init__(
@@ -504,14 +611,14 @@ Global___Meet: _TypeAlias = Meet  # noqa: Y015
 
 @_typing.final
 class Finish(_message.Message):
-    """The line is done: the closing word after its last step has completed."""
+    """The line is done: the closing step word, after its last step, has completed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     GENERATION_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
-    """The generation in which it did."""
+    """The generation in which it completed."""
     step: _builtins.int
     """The last step."""
     def __init__(
@@ -530,21 +637,27 @@ Global___Finish: _TypeAlias = Finish  # noqa: Y015
 
 @_typing.final
 class Leave(_message.Message):
-    """The member goes for good. The coordinator answers `left` and ends the stream."""
+    """The member leaves for good. The coordinator answers `left` and ends the stream."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     CAUSE_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
     cause: _builtins.str
-    """Why, when not in good order (the member's own error), at most 2,000 bytes; empty for an orderly end."""
+    """The member's own error, if it leaves because of one, at most 2,000 bytes; empty for an orderly end."""
+    @_builtins.property
+    def last(self) -> Global___Heartbeat:
+        """Its last heartbeat, with what it has counted since the one before."""
+
     def __init__(
         self,
         *,
         cause: _builtins.str = ...,
+        last: Global___Heartbeat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last", b"last"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "last", b"last"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -635,17 +748,24 @@ class Registered(_message.Message):
     SESSION_TOKEN_FIELD_NUMBER: _builtins.int
     HEARTBEAT_INTERVAL_FIELD_NUMBER: _builtins.int
     DOOR_SECRET_FIELD_NUMBER: _builtins.int
+    LONGEST_SILENCE_FIELD_NUMBER: _builtins.int
     member_id: _builtins.str
     """The member's id."""
     session_token: _builtins.bytes
     """Secret that proves the session: for `resume` and for the store. Never log it."""
     door_secret: _builtins.bytes
-    """Secret of the job, 32 bytes: by it members prove to each other's doors (PeerService) that they are of this job. Never
-    log it.
+    """Secret of the job, 32 bytes: members use it to prove to each other's doors (PeerService) that they belong to this
+    job. Never log it.
     """
     @_builtins.property
     def heartbeat_interval(self) -> _duration_pb2.Duration:
         """How often the member must send a heartbeat."""
+
+    @_builtins.property
+    def longest_silence(self) -> _duration_pb2.Duration:
+        """The coordinator is never silent for so long: a member that hears nothing for this time SHOULD look for another
+        coordinator, and resume there. Absent if there is only one, which may be silent for ever.
+        """
 
     def __init__(
         self,
@@ -654,18 +774,36 @@ class Registered(_message.Message):
         session_token: _builtins.bytes = ...,
         heartbeat_interval: _duration_pb2.Duration | None = ...,
         door_secret: _builtins.bytes = ...,
+        longest_silence: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval", b"heartbeat_interval"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval", b"heartbeat_interval", "longest_silence", b"longest_silence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["door_secret", b"door_secret", "heartbeat_interval", b"heartbeat_interval", "member_id", b"member_id", "session_token", b"session_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["door_secret", b"door_secret", "heartbeat_interval", b"heartbeat_interval", "longest_silence", b"longest_silence", "member_id", b"member_id", "session_token", b"session_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Registered: _TypeAlias = Registered  # noqa: Y015
 
 @_typing.final
+class Alive(_message.Message):
+    """The coordinator has nothing else to say."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Alive: _TypeAlias = Alive  # noqa: Y015
+
+@_typing.final
 class NewDoorSecret(_message.Message):
-    """The job's line has ended, and what begins now has another secret. All sessions of the job get it, before any view."""
+    """The job's line has ended, and the next one has another secret. All sessions of the job get it, before any view."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -709,8 +847,8 @@ Global___Waiting: _TypeAlias = Waiting  # noqa: Y015
 
 @_typing.final
 class Missing(_message.Message):
-    """Members of the job's last view that are not heard of, on the receiver's host. It looks whether they are still there,
-    and reports those that are gone (ReportExit with `found_gone`).
+    """Members of the job's last view that are silent, on the receiver's host. It checks whether these processes exist, and
+    reports those that do not (ReportExit with `found_gone`).
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -758,10 +896,10 @@ class ViewFormed(_message.Message):
     pages: _builtins.int
     """Number of pages to fetch with GetView."""
     lost: _builtins.str
-    """What was trained before and is lost to the receiver's line, in a sentence; empty if nothing is known to be."""
+    """A sentence about earlier training that is lost to the receiver's line; empty if none is known to be lost."""
     @_builtins.property
     def base(self) -> Global___Tag:
-        """The state that the generation starts from; unset where its members have yet to compare what they hold."""
+        """The state that the generation starts from; unset if its members have not compared yet what they hold."""
 
     @_builtins.property
     def newcomers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -853,7 +991,7 @@ Global___Summons: _TypeAlias = Summons  # noqa: Y015
 
 @_typing.final
 class Holder(_message.Message):
-    """Somebody who holds a state, or shares of it."""
+    """A member that holds a state, or shares of it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -861,11 +999,11 @@ class Holder(_message.Message):
     SHARES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def member(self) -> Global___Member:
-        """Who; the rank means nothing for a candidate."""
+        """The member; its rank means nothing if it is a candidate."""
 
     @_builtins.property
     def shares(self) -> _containers.RepeatedCompositeFieldContainer[Global___Share]:
-        """What it holds; unset where members hold it whole."""
+        """The shares that it holds; unset if members hold the whole state."""
 
     def __init__(
         self,
@@ -884,7 +1022,8 @@ Global___Holder: _TypeAlias = Holder  # noqa: Y015
 @_typing.final
 class CatchUp(_message.Message):
     """The receiver lags behind in a meeting: it takes the base, then says `meet` again. If it is prepared for the base, it
-    finishes that step, and takes only what is not spread. A receiver whose checkpoint has the base may read it from there.
+    finishes that step, and takes only what is not spread. A receiver whose checkpoint has the base may read it from
+    there.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -897,18 +1036,18 @@ class CatchUp(_message.Message):
     generation: _builtins.int
     """The generation that the meeting is after, 0 for a candidate."""
     fingerprint: _builtins.bytes
-    """Of the whole state, for `Meet.fingerprint`."""
+    """Fingerprint of the whole state, for `Meet.fingerprint`."""
     @_builtins.property
     def base(self) -> Global___Tag:
         """What to take."""
 
     @_builtins.property
     def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holder]:
-        """Who holds it."""
+        """The members that hold it."""
 
     @_builtins.property
     def share(self) -> Global___Share:
-        """Which share of it, beside those that it has; unset where members hold it whole."""
+        """The share to take, in addition to those that it has; unset if members hold the whole state."""
 
     def __init__(
         self,
@@ -928,15 +1067,17 @@ class CatchUp(_message.Message):
 Global___CatchUp: _TypeAlias = CatchUp  # noqa: Y015
 
 @_typing.final
-class Misfit(_message.Message):
-    """The receiver's manifest is not the line's: it compares the two, and leaves with the difference."""
+class Mismatch(_message.Message):
+    """The receiver's manifest differs from the line's: it compares the two, and leaves with an error that names the
+    difference.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     DONOR_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def donor(self) -> Global___Member:
-        """A member whose manifest is."""
+        """A member that has the line's manifest."""
 
     def __init__(
         self,
@@ -949,7 +1090,7 @@ class Misfit(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Misfit: _TypeAlias = Misfit  # noqa: Y015
+Global___Mismatch: _TypeAlias = Mismatch  # noqa: Y015
 
 @_typing.final
 class Drain(_message.Message):
@@ -959,7 +1100,7 @@ class Drain(_message.Message):
 
     REASON_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """Who asked, for people."""
+    """Who asked for it, as text for people."""
     def __init__(
         self,
         *,
@@ -981,7 +1122,7 @@ class Dismissed(_message.Message):
 
     LAST_FIELD_NUMBER: _builtins.int
     last: _builtins.bool
-    """True if nobody stays: all who go hold the line's state, and keep it together before they go."""
+    """True if no member stays: those that leave hold the line's state, and save it together before they leave."""
     def __init__(
         self,
         *,
@@ -997,8 +1138,8 @@ Global___Dismissed: _TypeAlias = Dismissed  # noqa: Y015
 
 @_typing.final
 class Spare(_message.Message):
-    """The next view has no seat for the receiver, for members come in nodes: it is a candidate again, and comes in when there
-    are enough.
+    """The next view has no seat for the receiver, because members join in nodes: it is a candidate again, and is admitted
+    when there are enough.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1025,15 +1166,15 @@ Global___Spare: _TypeAlias = Spare  # noqa: Y015
 
 @_typing.final
 class StateLost(_message.Message):
-    """Nobody has all of the line's state any more. The receiver MUST NOT bring its part of it to another line: it goes on
-    from a checkpoint, as a candidate.
+    """The line's state is no longer complete. The receiver MUST NOT bring its part of it to another line: it goes on from a
+    checkpoint, as a candidate.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """What is lost with whom, for people."""
+    """Which part is lost, and with which members, as text for people."""
     def __init__(
         self,
         *,
@@ -1049,7 +1190,7 @@ Global___StateLost: _TypeAlias = StateLost  # noqa: Y015
 
 @_typing.final
 class Finished(_message.Message):
-    """The line is done. Answer to `finish`, and to whoever comes later."""
+    """The line is done. Answer to `finish`, and to every member that comes later."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1146,7 +1287,7 @@ class BarrierFailed(_message.Message):
     reason: _errors_pb2.ErrorReason.ValueType
     """TIMEOUT, STALE_GENERATION, BAD_REQUEST, LIMIT or the reason of the generation's verdict."""
     text: _builtins.str
-    """For a timeout: who is missing (rank, host, since when)."""
+    """For a timeout: which members are missing (rank, host, since when)."""
     @_builtins.property
     def culprits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ranks to blame, ascending: those that are missing, or the culprits of the generation's verdict."""
@@ -1169,8 +1310,8 @@ Global___BarrierFailed: _TypeAlias = BarrierFailed  # noqa: Y015
 
 @_typing.final
 class Left(_message.Message):
-    """The session has ended in good order; nothing follows. It answers `leave`; unasked, it says that the coordinator ends for
-    good: the worker ends its stream, and neither comes back nor says goodbye.
+    """The session has ended in good order; nothing follows. It answers `leave`. Without a `leave` it means that the
+    coordinator ends for good: the worker ends its stream, does not come back, and sends no `leave`.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1185,6 +1326,40 @@ class Left(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Left: _TypeAlias = Left  # noqa: Y015
+
+@_typing.final
+class Asked(_message.Message):
+    """An operator wants to know something of the receiver, which answers by AnswerAsk, or does not: nothing depends on it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ASK_FIELD_NUMBER: _builtins.int
+    WHAT_FIELD_NUMBER: _builtins.int
+    PIDS_FIELD_NUMBER: _builtins.int
+    ask: _builtins.int
+    """Number of the question, for the answer."""
+    what: Global___Question.ValueType
+    """What to answer."""
+    @_builtins.property
+    def pids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """With STACKS: process ids on the receiver's host, and in its pid namespace, whose stacks to get by a signal; at most
+        64. Empty for the receiver's own stacks.
+        """
+
+    def __init__(
+        self,
+        *,
+        ask: _builtins.int = ...,
+        what: Global___Question.ValueType = ...,
+        pids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "pids", b"pids", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Asked: _TypeAlias = Asked  # noqa: Y015
 
 @_typing.final
 class SessionResponse(_message.Message):
@@ -1202,7 +1377,7 @@ class SessionResponse(_message.Message):
     RUNNING_FIELD_NUMBER: _builtins.int
     SUMMONS_FIELD_NUMBER: _builtins.int
     CATCH_UP_FIELD_NUMBER: _builtins.int
-    MISFIT_FIELD_NUMBER: _builtins.int
+    MISMATCH_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
     DISMISSED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
@@ -1210,7 +1385,15 @@ class SessionResponse(_message.Message):
     SPARE_FIELD_NUMBER: _builtins.int
     STATE_LOST_FIELD_NUMBER: _builtins.int
     NEW_DOOR_SECRET_FIELD_NUMBER: _builtins.int
+    ASKED_FIELD_NUMBER: _builtins.int
+    ALIVE_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     CHECK_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The coordinator's epoch: of several coordinators with one state, the latest to lead has the highest. A worker MUST
+    take no message with a lower epoch than it has seen, in any session, and MUST end such a stream. 0 of a coordinator
+    that has its state for itself.
+    """
     check: _builtins.int
     """As `SessionRequest.check`. A worker that finds a wrong one ends the stream and resumes."""
     @_builtins.property
@@ -1254,12 +1437,12 @@ class SessionResponse(_message.Message):
         """The receiver lags."""
 
     @_builtins.property
-    def misfit(self) -> Global___Misfit:
+    def mismatch(self) -> Global___Mismatch:
         """The receiver has another model."""
 
     @_builtins.property
     def drain(self) -> Global___Drain:
-        """The receiver is to leave."""
+        """The receiver must leave."""
 
     @_builtins.property
     def dismissed(self) -> Global___Dismissed:
@@ -1271,19 +1454,27 @@ class SessionResponse(_message.Message):
 
     @_builtins.property
     def missing(self) -> Global___Missing:
-        """Who is not heard of."""
+        """Members that are silent."""
 
     @_builtins.property
     def spare(self) -> Global___Spare:
-        """No seat."""
+        """The next view has no seat for the receiver."""
 
     @_builtins.property
     def state_lost(self) -> Global___StateLost:
-        """A state that nobody has."""
+        """The line's state is no longer complete."""
 
     @_builtins.property
     def new_door_secret(self) -> Global___NewDoorSecret:
         """A line has ended."""
+
+    @_builtins.property
+    def asked(self) -> Global___Asked:
+        """An operator wants to know something."""
+
+    @_builtins.property
+    def alive(self) -> Global___Alive:
+        """Nothing new."""
 
     def __init__(
         self,
@@ -1298,7 +1489,7 @@ class SessionResponse(_message.Message):
         running: Global___Running | None = ...,
         summons: Global___Summons | None = ...,
         catch_up: Global___CatchUp | None = ...,
-        misfit: Global___Misfit | None = ...,
+        mismatch: Global___Mismatch | None = ...,
         drain: Global___Drain | None = ...,
         dismissed: Global___Dismissed | None = ...,
         finished: Global___Finished | None = ...,
@@ -1306,13 +1497,16 @@ class SessionResponse(_message.Message):
         spare: Global___Spare | None = ...,
         state_lost: Global___StateLost | None = ...,
         new_door_secret: Global___NewDoorSecret | None = ...,
+        asked: Global___Asked | None = ...,
+        alive: Global___Alive | None = ...,
+        epoch: _builtins.int = ...,
         check: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["barrier_failed", b"barrier_failed", "barrier_passed", b"barrier_passed", "catch_up", b"catch_up", "dismissed", b"dismissed", "drain", b"drain", "event", b"event", "finished", b"finished", "left", b"left", "misfit", b"misfit", "missing", b"missing", "new_door_secret", b"new_door_secret", "registered", b"registered", "running", b"running", "spare", b"spare", "state_lost", b"state_lost", "summons", b"summons", "verdict", b"verdict", "view_formed", b"view_formed", "waiting", b"waiting"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "asked", b"asked", "barrier_failed", b"barrier_failed", "barrier_passed", b"barrier_passed", "catch_up", b"catch_up", "dismissed", b"dismissed", "drain", b"drain", "event", b"event", "finished", b"finished", "left", b"left", "mismatch", b"mismatch", "missing", b"missing", "new_door_secret", b"new_door_secret", "registered", b"registered", "running", b"running", "spare", b"spare", "state_lost", b"state_lost", "summons", b"summons", "verdict", b"verdict", "view_formed", b"view_formed", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["barrier_failed", b"barrier_failed", "barrier_passed", b"barrier_passed", "catch_up", b"catch_up", "check", b"check", "dismissed", b"dismissed", "drain", b"drain", "event", b"event", "finished", b"finished", "left", b"left", "misfit", b"misfit", "missing", b"missing", "new_door_secret", b"new_door_secret", "registered", b"registered", "running", b"running", "spare", b"spare", "state_lost", b"state_lost", "summons", b"summons", "verdict", b"verdict", "view_formed", b"view_formed", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "asked", b"asked", "barrier_failed", b"barrier_failed", "barrier_passed", b"barrier_passed", "catch_up", b"catch_up", "check", b"check", "dismissed", b"dismissed", "drain", b"drain", "epoch", b"epoch", "event", b"event", "finished", b"finished", "left", b"left", "mismatch", b"mismatch", "missing", b"missing", "new_door_secret", b"new_door_secret", "registered", b"registered", "running", b"running", "spare", b"spare", "state_lost", b"state_lost", "summons", b"summons", "verdict", b"verdict", "view_formed", b"view_formed", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["registered", "waiting", "view_formed", "verdict", "barrier_passed", "barrier_failed", "left", "running", "summons", "catch_up", "misfit", "drain", "dismissed", "finished", "missing", "spare", "state_lost", "new_door_secret"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["registered", "waiting", "view_formed", "verdict", "barrier_passed", "barrier_failed", "left", "running", "summons", "catch_up", "mismatch", "drain", "dismissed", "finished", "missing", "spare", "state_lost", "new_door_secret", "asked", "alive"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -1362,9 +1556,9 @@ class Stretch(_message.Message):
     COUNT_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
     first: _builtins.int
-    """Place of the first one in that list, from 0."""
+    """Index of the first one in that list, from 0."""
     count: _builtins.int
-    """How many, in the order in which they are there; 0 for none."""
+    """How many, in that list's order; 0 for none."""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]:
         """Members that follow them."""
@@ -1398,8 +1592,8 @@ class GetViewResponse(_message.Message):
 
     @_builtins.property
     def stretches(self) -> _containers.RepeatedCompositeFieldContainer[Global___Stretch]:
-        """All members in rank order. Ranks follow from the places; with these the hash is that of all members in one page. The
-        worker asks for whole pages if it is another.
+        """All members in rank order. Ranks follow from the order; with them, the hash is that of all members in one page. If
+        the hash differs, the worker asks for whole pages.
         """
 
     def __init__(
@@ -1431,7 +1625,7 @@ class ReportExitRequest(_message.Message):
     exit_code: _builtins.int
     """Its exit code, or the negated number of the signal that killed it."""
     found_gone: _builtins.bool
-    """True if nobody saw it end, but a process of its host found it gone; `exit_code` says nothing then."""
+    """True if no process saw it end, but one on its host found that it no longer exists; `exit_code` means nothing then."""
     @_builtins.property
     def process(self) -> Global___ProcessIdentity:
         """The process that ended."""
@@ -1473,3 +1667,65 @@ class ReportExitResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReportExitResponse: _TypeAlias = ReportExitResponse  # noqa: Y015
+
+@_typing.final
+class AnswerAskRequest(_message.Message):
+    """A member's answer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    MEMBER_ID_FIELD_NUMBER: _builtins.int
+    SESSION_TOKEN_FIELD_NUMBER: _builtins.int
+    ASK_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    """Name of the job."""
+    member_id: _builtins.str
+    """Id from `Registered`."""
+    session_token: _builtins.bytes
+    """Token from `Registered`; a call with a wrong token, or of an ended session, is refused."""
+    ask: _builtins.int
+    """Number from `Asked`."""
+    @_builtins.property
+    def data(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """The answer, in pieces: one after another they are JSON of at most 1 MiB."""
+
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        member_id: _builtins.str = ...,
+        session_token: _builtins.bytes = ...,
+        ask: _builtins.int = ...,
+        data: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "data", b"data", "job", b"job", "member_id", b"member_id", "session_token", b"session_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnswerAskRequest: _TypeAlias = AnswerAskRequest  # noqa: Y015
+
+@_typing.final
+class AnswerAskResponse(_message.Message):
+    """The answer has come."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TAKEN_FIELD_NUMBER: _builtins.int
+    taken: _builtins.bool
+    """True if it was passed on; false if nobody waits for it, or not any more."""
+    def __init__(
+        self,
+        *,
+        taken: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["taken", b"taken"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnswerAskResponse: _TypeAlias = AnswerAskResponse  # noqa: Y015

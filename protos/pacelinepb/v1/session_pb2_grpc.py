@@ -50,6 +50,11 @@ class SessionServiceStub(object):
                 request_serializer=pacelinepb_dot_v1_dot_session__pb2.ReportExitRequest.SerializeToString,
                 response_deserializer=pacelinepb_dot_v1_dot_session__pb2.ReportExitResponse.FromString,
                 _registered_method=True)
+        self.AnswerAsk = channel.stream_unary(
+                '/pacelinepb.v1.SessionService/AnswerAsk',
+                request_serializer=pacelinepb_dot_v1_dot_session__pb2.AnswerAskRequest.SerializeToString,
+                response_deserializer=pacelinepb_dot_v1_dot_session__pb2.AnswerAskResponse.FromString,
+                _registered_method=True)
 
 
 class SessionServiceServicer(object):
@@ -58,24 +63,32 @@ class SessionServiceServicer(object):
 
     def Session(self, request_iterator, context):
         """A worker's session: the first message MUST be `register` or `resume`, the rest are heartbeats, barrier entries,
-        reports and at last `leave`. The coordinator pushes views and verdicts. The stream's end alone ends nothing: the
-        worker may `resume` under the same member id for `failure_timeout`.
+        reports and at last `leave`. The coordinator pushes views and verdicts. If the stream ends without `leave`, the
+        session lives on: the worker may `resume` under the same member id for `failure_timeout`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetView(self, request, context):
-        """The members of a generation in rank order, in pages: the coordinator serialises them once for all who ask. A worker
-        that has the list of the generation before gets what has changed since.
+        """The members of a generation in rank order, in pages, which the coordinator serialises once for all callers. A
+        worker that has the list of the generation before gets only the changes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportExit(self, request, context):
-        """A launcher tells that a process which it started has ended (it saw the exit by waitpid). A sure witness: the
+        """A launcher reports that a process which it started has ended (it saw the exit by waitpid). That is certain, so the
         coordinator evicts the member at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AnswerAsk(self, request_iterator, context):
+        """A member's answer to `asked`. The call lasts until the answer was passed on. A long request comes as several messages,
+        as in StoreService.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -98,6 +111,11 @@ def add_SessionServiceServicer_to_server(servicer, server):
                     servicer.ReportExit,
                     request_deserializer=pacelinepb_dot_v1_dot_session__pb2.ReportExitRequest.FromString,
                     response_serializer=pacelinepb_dot_v1_dot_session__pb2.ReportExitResponse.SerializeToString,
+            ),
+            'AnswerAsk': grpc.stream_unary_rpc_method_handler(
+                    servicer.AnswerAsk,
+                    request_deserializer=pacelinepb_dot_v1_dot_session__pb2.AnswerAskRequest.FromString,
+                    response_serializer=pacelinepb_dot_v1_dot_session__pb2.AnswerAskResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -182,6 +200,33 @@ class SessionService(object):
             '/pacelinepb.v1.SessionService/ReportExit',
             pacelinepb_dot_v1_dot_session__pb2.ReportExitRequest.SerializeToString,
             pacelinepb_dot_v1_dot_session__pb2.ReportExitResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AnswerAsk(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/pacelinepb.v1.SessionService/AnswerAsk',
+            pacelinepb_dot_v1_dot_session__pb2.AnswerAskRequest.SerializeToString,
+            pacelinepb_dot_v1_dot_session__pb2.AnswerAskResponse.FromString,
             options,
             channel_credentials,
             insecure,

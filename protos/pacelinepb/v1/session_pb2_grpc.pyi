@@ -35,16 +35,20 @@ class SessionServiceStub:
     def __new__(cls, channel: _aio.Channel) -> SessionServiceAsyncStub: ...
     Session: _grpc.StreamStreamMultiCallable[_session_pb2.SessionRequest, _session_pb2.SessionResponse]
     """A worker's session: the first message MUST be `register` or `resume`, the rest are heartbeats, barrier entries,
-    reports and at last `leave`. The coordinator pushes views and verdicts. The stream's end alone ends nothing: the
-    worker may `resume` under the same member id for `failure_timeout`.
+    reports and at last `leave`. The coordinator pushes views and verdicts. If the stream ends without `leave`, the
+    session lives on: the worker may `resume` under the same member id for `failure_timeout`.
     """
     GetView: _grpc.UnaryUnaryMultiCallable[_session_pb2.GetViewRequest, _session_pb2.GetViewResponse]
-    """The members of a generation in rank order, in pages: the coordinator serialises them once for all who ask. A worker
-    that has the list of the generation before gets what has changed since.
+    """The members of a generation in rank order, in pages, which the coordinator serialises once for all callers. A
+    worker that has the list of the generation before gets only the changes.
     """
     ReportExit: _grpc.UnaryUnaryMultiCallable[_session_pb2.ReportExitRequest, _session_pb2.ReportExitResponse]
-    """A launcher tells that a process which it started has ended (it saw the exit by waitpid). A sure witness: the
+    """A launcher reports that a process which it started has ended (it saw the exit by waitpid). That is certain, so the
     coordinator evicts the member at once.
+    """
+    AnswerAsk: _grpc.StreamUnaryMultiCallable[_session_pb2.AnswerAskRequest, _session_pb2.AnswerAskResponse]
+    """A member's answer to `asked`. The call lasts until the answer was passed on. A long request comes as several messages,
+    as in StoreService.
     """
 
 @_typing.type_check_only
@@ -54,16 +58,20 @@ class SessionServiceAsyncStub(SessionServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Session: _aio.StreamStreamMultiCallable[_session_pb2.SessionRequest, _session_pb2.SessionResponse]  # type: ignore[assignment]
     """A worker's session: the first message MUST be `register` or `resume`, the rest are heartbeats, barrier entries,
-    reports and at last `leave`. The coordinator pushes views and verdicts. The stream's end alone ends nothing: the
-    worker may `resume` under the same member id for `failure_timeout`.
+    reports and at last `leave`. The coordinator pushes views and verdicts. If the stream ends without `leave`, the
+    session lives on: the worker may `resume` under the same member id for `failure_timeout`.
     """
     GetView: _aio.UnaryUnaryMultiCallable[_session_pb2.GetViewRequest, _session_pb2.GetViewResponse]  # type: ignore[assignment]
-    """The members of a generation in rank order, in pages: the coordinator serialises them once for all who ask. A worker
-    that has the list of the generation before gets what has changed since.
+    """The members of a generation in rank order, in pages, which the coordinator serialises once for all callers. A
+    worker that has the list of the generation before gets only the changes.
     """
     ReportExit: _aio.UnaryUnaryMultiCallable[_session_pb2.ReportExitRequest, _session_pb2.ReportExitResponse]  # type: ignore[assignment]
-    """A launcher tells that a process which it started has ended (it saw the exit by waitpid). A sure witness: the
+    """A launcher reports that a process which it started has ended (it saw the exit by waitpid). That is certain, so the
     coordinator evicts the member at once.
+    """
+    AnswerAsk: _aio.StreamUnaryMultiCallable[_session_pb2.AnswerAskRequest, _session_pb2.AnswerAskResponse]  # type: ignore[assignment]
+    """A member's answer to `asked`. The call lasts until the answer was passed on. A long request comes as several messages,
+    as in StoreService.
     """
 
 class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -76,8 +84,8 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_session_pb2.SessionResponse], _abc.AsyncIterator[_session_pb2.SessionResponse]]:
         """A worker's session: the first message MUST be `register` or `resume`, the rest are heartbeats, barrier entries,
-        reports and at last `leave`. The coordinator pushes views and verdicts. The stream's end alone ends nothing: the
-        worker may `resume` under the same member id for `failure_timeout`.
+        reports and at last `leave`. The coordinator pushes views and verdicts. If the stream ends without `leave`, the
+        session lives on: the worker may `resume` under the same member id for `failure_timeout`.
         """
 
     @_abc_1.abstractmethod
@@ -86,8 +94,8 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _session_pb2.GetViewRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_session_pb2.GetViewResponse, _abc.Awaitable[_session_pb2.GetViewResponse]]:
-        """The members of a generation in rank order, in pages: the coordinator serialises them once for all who ask. A worker
-        that has the list of the generation before gets what has changed since.
+        """The members of a generation in rank order, in pages, which the coordinator serialises once for all callers. A
+        worker that has the list of the generation before gets only the changes.
         """
 
     @_abc_1.abstractmethod
@@ -96,8 +104,18 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _session_pb2.ReportExitRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_session_pb2.ReportExitResponse, _abc.Awaitable[_session_pb2.ReportExitResponse]]:
-        """A launcher tells that a process which it started has ended (it saw the exit by waitpid). A sure witness: the
+        """A launcher reports that a process which it started has ended (it saw the exit by waitpid). That is certain, so the
         coordinator evicts the member at once.
+        """
+
+    @_abc_1.abstractmethod
+    def AnswerAsk(
+        self,
+        request_iterator: _MaybeAsyncIterator[_session_pb2.AnswerAskRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_session_pb2.AnswerAskResponse, _abc.Awaitable[_session_pb2.AnswerAskResponse]]:
+        """A member's answer to `asked`. The call lasts until the answer was passed on. A long request comes as several messages,
+        as in StoreService.
         """
 
 def add_SessionServiceServicer_to_server(servicer: SessionServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -21,7 +21,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class Caller(_message.Message):
-    """Who asks. Every store call carries it."""
+    """The caller; every store call carries it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -62,11 +62,11 @@ class SetRequest(_message.Message):
     """1 to 1,024 bytes."""
     @_builtins.property
     def caller(self) -> Global___Caller:
-        """Who asks."""
+        """The caller."""
 
     @_builtins.property
     def value(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """The value, in pieces: one after another they are the value, of at most 1 MiB."""
+        """The value, in pieces that are concatenated; at most 1 MiB in all."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class GetRequest(_message.Message):
     """The key."""
     @_builtins.property
     def caller(self) -> Global___Caller:
-        """Who asks."""
+        """The caller."""
 
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
@@ -174,7 +174,7 @@ class AddRequest(_message.Message):
     """Chosen by the caller, unique in its session: a repeat of the call is answered without adding again."""
     @_builtins.property
     def caller(self) -> Global___Caller:
-        """Who asks."""
+        """The caller."""
 
     def __init__(
         self,
@@ -231,7 +231,7 @@ class CompareSetRequest(_message.Message):
     """Chosen by the caller, unique in its session: a repeat of the call is answered as the first was."""
     @_builtins.property
     def caller(self) -> Global___Caller:
-        """Who asks."""
+        """The caller."""
 
     @_builtins.property
     def expected(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
@@ -297,7 +297,7 @@ class WaitRequest(_message.Message):
     TIMEOUT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def caller(self) -> Global___Caller:
-        """Who asks."""
+        """The caller."""
 
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -305,7 +305,7 @@ class WaitRequest(_message.Message):
 
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
-        """How long; after it the call is refused with reason TIMEOUT and the missing keys in the text."""
+        """How long to wait; after that the call is refused with reason TIMEOUT, and the text lists the missing keys."""
 
     def __init__(
         self,
@@ -351,7 +351,7 @@ class DeleteRequest(_message.Message):
     """The key."""
     @_builtins.property
     def caller(self) -> Global___Caller:
-        """Who asks."""
+        """The caller."""
 
     def __init__(
         self,
@@ -375,7 +375,7 @@ class DeleteResponse(_message.Message):
 
     EXISTED_FIELD_NUMBER: _builtins.int
     existed: _builtins.bool
-    """False if it was not there."""
+    """False if there was no such key."""
     def __init__(
         self,
         *,

@@ -29,8 +29,8 @@ class StoreServiceStub(object):
     """A small key-value store for each job. Reads wait if asked to; writes of ended sessions are refused.
 
     No message to the coordinator may have more than 16 KiB. A longer request comes as several messages, which are merged
-    when the caller has closed its side: repeated fields are joined, and of other fields the last one counts. All messages
-    of one call have 1 MiB + 16 KiB at most.
+    when the caller has closed its side: repeated fields are joined, and of other fields the last one counts. All
+    messages of one call have 1 MiB + 16 KiB at most.
     """
 
     def __init__(self, channel):
@@ -75,8 +75,8 @@ class StoreServiceServicer(object):
     """A small key-value store for each job. Reads wait if asked to; writes of ended sessions are refused.
 
     No message to the coordinator may have more than 16 KiB. A longer request comes as several messages, which are merged
-    when the caller has closed its side: repeated fields are joined, and of other fields the last one counts. All messages
-    of one call have 1 MiB + 16 KiB at most.
+    when the caller has closed its side: repeated fields are joined, and of other fields the last one counts. All
+    messages of one call have 1 MiB + 16 KiB at most.
     """
 
     def Set(self, request_iterator, context):
@@ -101,7 +101,7 @@ class StoreServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CompareSet(self, request_iterator, context):
-        """Sets a key if it holds the expected value. Losing is an answer, not an error.
+        """Sets a key if it holds the expected value. If it holds another, the answer says so; that is not an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -166,8 +166,8 @@ class StoreService(object):
     """A small key-value store for each job. Reads wait if asked to; writes of ended sessions are refused.
 
     No message to the coordinator may have more than 16 KiB. A longer request comes as several messages, which are merged
-    when the caller has closed its side: repeated fields are joined, and of other fields the last one counts. All messages
-    of one call have 1 MiB + 16 KiB at most.
+    when the caller has closed its side: repeated fields are joined, and of other fields the last one counts. All
+    messages of one call have 1 MiB + 16 KiB at most.
     """
 
     @staticmethod

@@ -30,8 +30,8 @@ class StoreServiceStub:
     """A small key-value store for each job. Reads wait if asked to; writes of ended sessions are refused.
 
     No message to the coordinator may have more than 16 KiB. A longer request comes as several messages, which are merged
-    when the caller has closed its side: repeated fields are joined, and of other fields the last one counts. All messages
-    of one call have 1 MiB + 16 KiB at most.
+    when the caller has closed its side: repeated fields are joined, and of other fields the last one counts. All
+    messages of one call have 1 MiB + 16 KiB at most.
     """
 
     @_typing.overload
@@ -45,7 +45,7 @@ class StoreServiceStub:
     Add: _grpc.UnaryUnaryMultiCallable[_store_pb2.AddRequest, _store_pb2.AddResponse]
     """Adds to a key that holds an integer in decimal ASCII (a missing key counts as 0)."""
     CompareSet: _grpc.StreamUnaryMultiCallable[_store_pb2.CompareSetRequest, _store_pb2.CompareSetResponse]
-    """Sets a key if it holds the expected value. Losing is an answer, not an error."""
+    """Sets a key if it holds the expected value. If it holds another, the answer says so; that is not an error."""
     Wait: _grpc.StreamUnaryMultiCallable[_store_pb2.WaitRequest, _store_pb2.WaitResponse]
     """Waits until all keys exist."""
     Delete: _grpc.UnaryUnaryMultiCallable[_store_pb2.DeleteRequest, _store_pb2.DeleteResponse]
@@ -56,8 +56,8 @@ class StoreServiceAsyncStub(StoreServiceStub):
     """A small key-value store for each job. Reads wait if asked to; writes of ended sessions are refused.
 
     No message to the coordinator may have more than 16 KiB. A longer request comes as several messages, which are merged
-    when the caller has closed its side: repeated fields are joined, and of other fields the last one counts. All messages
-    of one call have 1 MiB + 16 KiB at most.
+    when the caller has closed its side: repeated fields are joined, and of other fields the last one counts. All
+    messages of one call have 1 MiB + 16 KiB at most.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -68,7 +68,7 @@ class StoreServiceAsyncStub(StoreServiceStub):
     Add: _aio.UnaryUnaryMultiCallable[_store_pb2.AddRequest, _store_pb2.AddResponse]  # type: ignore[assignment]
     """Adds to a key that holds an integer in decimal ASCII (a missing key counts as 0)."""
     CompareSet: _aio.StreamUnaryMultiCallable[_store_pb2.CompareSetRequest, _store_pb2.CompareSetResponse]  # type: ignore[assignment]
-    """Sets a key if it holds the expected value. Losing is an answer, not an error."""
+    """Sets a key if it holds the expected value. If it holds another, the answer says so; that is not an error."""
     Wait: _aio.StreamUnaryMultiCallable[_store_pb2.WaitRequest, _store_pb2.WaitResponse]  # type: ignore[assignment]
     """Waits until all keys exist."""
     Delete: _aio.UnaryUnaryMultiCallable[_store_pb2.DeleteRequest, _store_pb2.DeleteResponse]  # type: ignore[assignment]
@@ -78,8 +78,8 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
     """A small key-value store for each job. Reads wait if asked to; writes of ended sessions are refused.
 
     No message to the coordinator may have more than 16 KiB. A longer request comes as several messages, which are merged
-    when the caller has closed its side: repeated fields are joined, and of other fields the last one counts. All messages
-    of one call have 1 MiB + 16 KiB at most.
+    when the caller has closed its side: repeated fields are joined, and of other fields the last one counts. All
+    messages of one call have 1 MiB + 16 KiB at most.
     """
 
     @_abc_1.abstractmethod
@@ -112,7 +112,7 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_store_pb2.CompareSetRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_store_pb2.CompareSetResponse, _abc.Awaitable[_store_pb2.CompareSetResponse]]:
-        """Sets a key if it holds the expected value. Losing is an answer, not an error."""
+        """Sets a key if it holds the expected value. If it holds another, the answer says so; that is not an error."""
 
     @_abc_1.abstractmethod
     def Wait(

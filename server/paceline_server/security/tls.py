@@ -55,6 +55,17 @@ class Certificates:
     key: bytes = field(repr=False)
     ca: bytes | None = None
 
+    def context(self) -> ssl.SSLContext:
+        """Makes the settings of Python's TLS, for the coordinator's HTTP server."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        with _as_file(self.cert.rstrip() + b"\n" + self.key) as path:
+            context.load_cert_chain(path, password=_no_passphrase)
+        if self.ca is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+            with _as_file(self.ca) as path:
+                context.load_verify_locations(path)
+        return context
+
     def configuration(self) -> grpc.ServerCertificateConfiguration:
         """Makes the configuration for grpc, which may use each object only once."""
         return grpc.ssl_server_certificate_configuration([(self.key, self.cert)], self.ca)
@@ -93,13 +104,13 @@ class TlsPaths:
                 context.load_cert_chain(path, password=_no_passphrase)
         except ssl.SSLError as error:
             why = error.reason or error
-            raise TlsUnusable(f"{self.cert} and {self.key} are no certificate and its key (PEM): {why}") from None
+            raise TlsUnusable(f"{self.cert} and {self.key} are not a certificate and its key (PEM): {why}") from None
         if found.ca is not None:
             try:
                 with _as_file(found.ca) as path:
                     ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(path)
             except ssl.SSLError as error:
-                raise TlsUnusable(f"{self.ca} is no certificate (PEM): {error.reason or error}") from None
+                raise TlsUnusable(f"{self.ca} is not a certificate (PEM): {error.reason or error}") from None
         if (warning := _out_of_time(context, found.cert, time.time())) is not None:
             _log.warning("the certificate %s %s", self.cert, warning)
         return found
@@ -113,9 +124,9 @@ def _out_of_time(serving: ssl.SSLContext, cert: bytes, now: float) -> str | None
     held = _contents(serving, cert)
     since, until = (str(held.get(name, "")) for name in ("notBefore", "notAfter"))
     if until and ssl.cert_time_to_seconds(until) < now:
-        return f"expired on {until}: callers do not take it, and a new one is needed"
+        return f"expired on {until}: callers refuse it; make a new one"
     if since and ssl.cert_time_to_seconds(since) > now:
-        return f"is not valid before {since}, and until then callers do not take it"
+        return f"is not valid before {since}, and callers refuse it until then"
     return None
 
 
@@ -170,7 +181,9 @@ def _read_key(path: Path) -> bytes:
 
 
 def _no_passphrase() -> NoReturn:
-    raise TlsUnusable("the key is locked with a passphrase, which a coordinator has nobody to ask for")
+    raise TlsUnusable(
+        "the key is locked with a passphrase, which the coordinator cannot ask for: use a key without one"
+    )
 
 
 LOOK_S = 10.0
@@ -186,11 +199,14 @@ class CertificateKeeper:
     Args:
         paths: the files.
         held: their contents at the start.
+
+    Attributes:
+        held: their contents now.
     """
 
     def __init__(self, paths: TlsPaths, held: Certificates) -> None:
         self._paths = paths
-        self._held = held
+        self.held = held
         self._changed: deque[Certificates] = deque(maxlen=1)
         self._trouble = ""
         self._closed = threading.Event()
@@ -212,7 +228,7 @@ class CertificateKeeper:
             return cls(paths, await call_apart(paths.read, "paceline-first-certificates", FIRST_S))
         except TimeoutError:
             raise TlsUnusable(
-                f"cannot read {paths}: nothing came of it in {FIRST_S:g} s. Is the network away that they are on?"
+                f"cannot read {paths} within {FIRST_S:g} s. Are they on a network file system that does not answer?"
             ) from None
 
     def close(self) -> None:
@@ -240,12 +256,12 @@ class CertificateKeeper:
     def _watch(self) -> None:
         while not self._closed.wait(LOOK_S):
             try:
-                found = self._paths.read(self._held)
+                found = self._paths.read(self.held)
             except Exception as error:  # noqa: BLE001  # nothing above catches it, and the next look may succeed
                 self._complain(error)
                 continue
             self._trouble = ""
-            if found is not self._held:
-                _log.info("the certificate %s has changed, and is in force", self._paths.cert)
-                self._held = found
+            if found is not self.held:
+                _log.info("the certificate %s has changed, and is now in force", self._paths.cert)
+                self.held = found
                 self._changed.append(found)

@@ -54,7 +54,7 @@ def read_tokens(path: Path) -> Tokens:
     try:
         return Tokens.parse(data.decode())
     except UnicodeDecodeError:
-        raise TokensUnusable(f"the token file {path} is no text in UTF-8") from None
+        raise TokensUnusable(f"the token file {path} is not UTF-8 text") from None
     except TokensUnusable as error:
         raise TokensUnusable(f"the token file {path}: {error}") from None
 
@@ -86,8 +86,8 @@ class TokenKeeper:
             first = await call_apart(lambda: read_tokens(path), _THREAD, FIRST_S)
         except TimeoutError:
             raise TokensUnusable(
-                f"cannot read the token file {path}: nothing came of it in {FIRST_S:g} s. Is the network away that it "
-                "is on?"
+                f"cannot read the token file {path} within {FIRST_S:g} s. Is it on a network file system that does not "
+                "answer?"
             ) from None
         return cls(first, lambda: read_tokens(path))
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from paceline_server.errors import PermissionDenied, Unauthenticated
 from paceline_server.settings import ServerSettings
 
-__all__ = ["exposure", "Grant", "MAX_TOKENS", "MIN_TOKEN_CHARACTERS", "Role", "Tokens", "TokensUnusable"]
+__all__ = ["exposure", "Grant", "MAX_TOKENS", "MIN_TOKEN_CHARACTERS", "Role", "Tokens", "TokensUnusable", "is_loopback"]
 
 MIN_TOKEN_CHARACTERS = 16
 """The least characters of a token: a shorter one can be guessed; `openssl rand -hex 32` makes a good one."""
@@ -71,8 +71,8 @@ class Grant:
         """
         if self.role < needed:
             raise PermissionDenied(
-                f"the token that it was shown has the role {self.role.name.lower()!r}, and this call needs "
-                f"{needed.name.lower()!r}: use one that has it"
+                f"the token has the role {self.role.name.lower()!r}, and this call needs {needed.name.lower()!r}: "
+                "use a token with that role"
             )
 
     def check(self, job: str) -> None:
@@ -82,9 +82,7 @@ class Grant:
             PermissionDenied: the token is good for other jobs.
         """
         if not self.allows(job):
-            raise PermissionDenied(
-                "the token that it was shown is good for another job: use one that is good for this job"
-            )
+            raise PermissionDenied("the token is valid for another job: use one that is valid for this job")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +125,9 @@ class Tokens:
             digest = _digest(words[0])
             role, job = _read_rest(words[1] if len(words) > 1 else "", number)
             if roles.setdefault(digest, role) is not role:
-                raise TokensUnusable(f"the token in line {number} has another role in a line above: it may have one")
+                raise TokensUnusable(
+                    f"the token in line {number} has another role in a line above: a token has one role"
+                )
             if not job:
                 jobs[digest] = None
             elif (known := jobs.setdefault(digest, set())) is not None:
@@ -135,7 +135,7 @@ class Tokens:
         if not jobs:
             raise TokensUnusable("there is no token in it; a line is TOKEN, TOKEN JOB or TOKEN role=ROLE JOB")
         if len(jobs) > MAX_TOKENS:
-            raise TokensUnusable(f"there are {len(jobs)} tokens in it, {MAX_TOKENS} at most")
+            raise TokensUnusable(f"there are {len(jobs)} tokens in it, but at most {MAX_TOKENS} are allowed")
         return cls({digest: Grant(None if of is None else frozenset(of), roles[digest]) for digest, of in jobs.items()})
 
     def grant(self, authorization: str | None) -> Grant:
@@ -157,8 +157,8 @@ class Tokens:
                 found = grant
         if found is None:
             raise Unauthenticated(
-                "it does not know the token that it was shown; if tokens were changed, set PACELINE_TOKEN or "
-                "PACELINE_TOKEN_FILE to one that holds now"
+                "it does not know this token; if tokens were changed, set PACELINE_TOKEN or PACELINE_TOKEN_FILE to one "
+                "that is valid now"
             )
         return found
 
@@ -171,7 +171,7 @@ def _read_rest(text: str, number: int) -> tuple[Role, str]:
     role = next((each for each in Role if each.name.lower() == name), None)
     if role is None:
         names = ", ".join(each.name.lower() for each in Role)
-        raise TokensUnusable(f"line {number} has a role that there is not: {_ROLE} is followed by one of {names}")
+        raise TokensUnusable(f"line {number} has an unknown role: {_ROLE} must be followed by one of {names}")
     return role, job.strip()
 
 
@@ -182,7 +182,8 @@ def _digest(token: str) -> bytes:
 def _check(token: str, what: str) -> None:
     if len(token) < MIN_TOKEN_CHARACTERS:
         raise TokensUnusable(
-            f"{what} has {len(token)} characters, {MIN_TOKEN_CHARACTERS} at least: openssl rand -hex 32 makes one"
+            f"{what} has {len(token)} characters, but needs at least {MIN_TOKEN_CHARACTERS}: openssl rand -hex 32 "
+            "makes one"
         )
     if not all("!" <= character <= "~" for character in token):
         raise TokensUnusable(f"{what} has characters other than printable ASCII")
@@ -190,23 +191,26 @@ def _check(token: str, what: str) -> None:
 
 def exposure(settings: ServerSettings) -> str | None:
     """Returns a warning if others can reach this coordinator without a token or can read its traffic, else None."""
-    host, _, _ = settings.listen.rpartition(":")
-    if _is_loopback(host.strip("[]")):
+    address = next((each for each in (settings.listen, settings.http) if each and not is_loopback(each)), None)
+    if address is None:
         return None
     if not settings.wants_token and settings.tls_ca is None:
         return (
-            f"whoever reaches {settings.listen} may join, read and stop every job: nobody is authenticated. Set "
-            "PACELINE_TOKEN or --token-file, and --tls-cert and --tls-key (paceline certs makes them)"
+            f"everyone who can reach {address} can join, read and stop every job: callers are not "
+            "authenticated. Set PACELINE_TOKEN or --token-file, and --tls-cert and --tls-key (paceline certs makes "
+            "them)"
         )
     if settings.tls_cert is None:
         return (
-            f"the token can be read on the wire to {settings.listen}: nothing is encrypted. Set --tls-cert and "
+            f"the token can be read on the wire to {address}: nothing is encrypted. Set --tls-cert and "
             "--tls-key (paceline certs makes them)"
         )
     return None
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Returns True if only this machine reaches host:port."""
+    host = address.rpartition(":")[0].strip("[]")
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
 from typing import Any
 
-from paceline_protocol.coordinator import DrainAsked, Membership, RestartAsked, Session, Standing, spares
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from paceline_protocol.coordinator import DrainAsked, JobState, Membership, RestartAsked, Session, Standing, spares
 from paceline_server import wire
 from paceline_server._grpc import aio
 from paceline_server.dispatcher import Dispatcher
-from paceline_server.errors import LimitMet, NotFound
+from paceline_server.errors import BadRequest, LimitMet, NotFound
 from paceline_server.keeper import Job
+from paceline_server.observatory import JobEvent
+from paceline_server.tally import Gone, Tally
+from pacelinepb import MOST_PIDS
 from pacelinepb.v1 import admin_pb2 as pb
 from pacelinepb.v1 import session_pb2
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceServicer
 
-__all__ = ["AdminHandlers"]
+__all__ = ["AdminHandlers", "phase_of", "standing_of"]
 
 _Context = aio.ServicerContext[Any, Any]
+
+_MOST_PATIENCE_S = 60.0
+_LONGEST_ASK_S = 120.0
+_MOST_UNREAD_S = 60.0
+"""Seconds after `_LONGEST_ASK_S` for an operator to read what is left."""
+
+MOST_LISTED = 1_000
+"""The most events in one answer."""
 
 
 class AdminHandlers(AdminServiceServicer):
@@ -30,47 +47,80 @@ class AdminHandlers(AdminServiceServicer):
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
 
-    async def ListJobs(self, request: pb.ListJobsRequest, context: _Context) -> pb.ListJobsResponse:
+    async def ListJobs(self, request: pb.ListJobsRequest, context: _Context | None = None) -> pb.ListJobsResponse:
         """Returns all jobs, sorted by name."""
-        now = asyncio.get_running_loop().time()
         found = [self._job(name) for name in self._dispatcher.names()]
-        return pb.ListJobsResponse(jobs=[_summary(now, job.membership) for job in found])
+        return pb.ListJobsResponse(jobs=[self._summary(job.membership) for job in found], leader=self._leader())
 
-    async def GetJob(self, request: pb.GetJobRequest, context: _Context) -> pb.GetJobResponse:
+    async def GetJob(self, request: pb.GetJobRequest, context: _Context | None = None) -> pb.GetJobResponse:
         """Returns one job with its members."""
-        job = self._job(request.job)
-        now = asyncio.get_running_loop().time()
-        state = job.membership.state
+        membership = self._job(request.job).membership
+        now, observatory = self._now(), self._dispatcher.observatory
+        state, tally = membership.state, observatory.tally(now, request.job)
         concerned = state.concerned()
         in_view = sorted((s for s in concerned if s.rank is not None), key=lambda s: s.rank or 0)
-        waiting, spare = [s for s in concerned if s.standing is Standing.WAITING], spares(state)
+        waiting, spare = [s for s in concerned if s.standing is Standing.CANDIDATE], set(spares(state))
+        summary = self._summary(membership)
         return pb.GetJobResponse(
-            summary=_summary(now, job.membership),
+            summary=summary,
             settings=wire.write_settings(concerned[0].settings) if concerned else None,
-            members=[_member(now, session, is_spare=session in spare) for session in in_view + waiting],
+            members=[_member(now, each, tally, is_spare=each in spare) for each in in_view + waiting],
             verdict=wire.write_verdict(state.verdict) if state.verdict is not None else None,
+            gone=[_gone(now, each) for each in tally.gone_lately(now)] if tally is not None else (),
+            totals=summary.totals,
+            events=map(_event, observatory.recent(request.job)),
+            leader=self._leader(),
         )
 
-    async def DrainMembers(self, request: pb.DrainMembersRequest, context: _Context) -> pb.DrainMembersResponse:
+    async def ListEvents(self, request: pb.ListEventsRequest, context: _Context | None = None) -> pb.ListEventsResponse:
+        """Returns what has happened."""
+        most = min(request.most or MOST_LISTED, MOST_LISTED)
+        found, looked = self._dispatcher.observatory.events(request.job, request.after, most)
+        return pb.ListEventsResponse(events=map(_event, found), next=looked)
+
+    async def DrainMembers(
+        self, request: pb.DrainMembersRequest, context: _Context | None = None
+    ) -> pb.DrainMembersResponse:
         """Asks members to leave; all of them if the request names none."""
         job = self._job(request.job)
         sessions = job.membership.state.concerned()
-        chosen = sessions
-        if request.members:
-            if len(request.members) > (most := self._dispatcher.settings.max_job_sessions):
-                raise LimitMet(f"a DrainMembers names at most {most:,} members, not {len(request.members):,}")
-            by_name = {str(s.rank): s for s in sessions if s.standing is Standing.IN_VIEW}
-            by_name |= {s.member_id: s for s in sessions}
-            unknown = [name for name in request.members if name not in by_name]
-            if unknown:
-                raise NotFound(
-                    f"job {request.job!r} has no member {', '.join(unknown)}; nobody was told anything: "
-                    f"paceline status {request.job} shows its members"
-                )
-            chosen = [by_name[name] for name in request.members]
-        ids = tuple(dict.fromkeys(session.member_id for session in chosen))  # a rank and an id may name the same one
+        ids = tuple(session.member_id for session in self._chosen(job, sessions, request.members, "DrainMembers"))
         self._dispatcher.apply(job, DrainAsked(ids, "an operator asked for it (paceline drain)"))
         return pb.DrainMembersResponse(member_ids=ids)
+
+    async def AskMembers(self, request: pb.AskMembersRequest, context: _Context) -> None:  # type: ignore[override]  # writes to the context
+        """Asks members what they are doing, and passes on what they answer."""
+        job = self._job(request.job)
+        everyone = list(job.membership.state.sessions.values())  # also those whose generation has failed
+        sessions = self._chosen(job, everyone, request.members, "AskMembers")
+        ranks_now = {each.rank for each in everyone if each.standing is Standing.IN_VIEW}
+        asked = session_pb2.Asked(what=request.what, pids=request.pids)
+        patience = 1.0
+        if request.HasField("patience"):
+            patience = min(wire.from_duration(request.patience, "patience"), _MOST_PATIENCE_S)
+        if request.what not in session_pb2.Question.values() or not request.what:
+            raise BadRequest("AskMembers needs a question that this coordinator knows")
+        if len(request.pids) > MOST_PIDS:
+            raise LimitMet(f"an AskMembers request names at most {MOST_PIDS} processes, not {len(request.pids)}")
+        by_id = {session.member_id: session for session in sessions}
+        clock, wall = asyncio.get_running_loop().time(), time.time()
+        answers = self._dispatcher.questions.ask(request.job, asked, list(by_id), patience, _LONGEST_ASK_S)
+        try:
+            async with asyncio.timeout(_LONGEST_ASK_S + _MOST_UNREAD_S), aclosing(answers):
+                async for answer in answers:
+                    session = by_id[answer.member_id]
+                    response = pb.AskMembersResponse(
+                        member=_identity(session),
+                        in_view=session.rank is not None
+                        and (session.standing is Standing.IN_VIEW or session.rank not in ranks_now),
+                        data=answer.data or b"",
+                        trouble=answer.trouble,
+                    )
+                    response.asked_at.FromNanoseconds(round((wall + answer.asked_at - clock) * 1e9))
+                    response.answered_at.FromNanoseconds(round((wall + answer.answered_at - clock) * 1e9))
+                    await context.write(response)
+        except TimeoutError:
+            raise LimitMet("the members' answers were not read in time: ask fewer members at a time") from None
 
     async def RestartJob(self, request: pb.RestartJobRequest, context: _Context) -> pb.RestartJobResponse:
         """Ends a job's line, because the operator declares its silent members dead."""
@@ -88,58 +138,123 @@ class AdminHandlers(AdminServiceServicer):
         await self._dispatcher.forget(request.job)
         return pb.ForgetJobResponse()
 
+    def _chosen(self, job: Job, sessions: list[Session], names: Sequence[str], call: str) -> list[Session]:
+        """Returns those sessions that a request names by rank or id, each once; all of them if it names none."""
+        if not names:
+            return sessions
+        if len(names) > (most := self._dispatcher.settings.max_job_sessions):
+            raise LimitMet(f"a {call} request names at most {most:,} members, not {len(names):,}")
+        by_name = {str(s.rank): s for s in sessions if s.standing is Standing.IN_VIEW}
+        by_name |= {s.member_id: s for s in sessions}
+        unknown = [name for name in names if name not in by_name]
+        if unknown:
+            job_name = job.membership.state.name
+            raise NotFound(
+                f"job {job_name!r} has no member {', '.join(unknown)}; no member was asked: "
+                f"paceline status {job_name} lists the members"
+            )
+        chosen = {by_name[name].member_id: by_name[name] for name in names}  # a rank and an id may name the same one
+        return list(chosen.values())
+
     def _job(self, name: str) -> Job:
         job = self._dispatcher.find(name)
         if job is None:
-            raise NotFound(f"there is no job {name!r}; paceline status shows those that there are")
+            raise NotFound(f"there is no job {name!r}; paceline status lists the jobs")
         return job
 
+    def _summary(self, membership: Membership) -> pb.JobSummary:
+        now, state = self._now(), membership.state
+        concerned = state.concerned()
+        return pb.JobSummary(
+            name=state.name,
+            phase=phase_of(state),
+            generation=state.generation if state.view is None else state.view.generation,
+            world_size=len(state.live.seats) if state.live is not None else 0,
+            waiting=sum(session.standing is Standing.CANDIDATE for session in state.sessions.values()),
+            reason=membership.decision.reason,
+            waited=None if membership.waits_since is None else wire.to_duration(now - membership.waits_since),
+            totals=_totals(now, self._dispatcher.observatory.tally(now, state.name)),
+            min_workers=concerned[0].settings.min_workers if concerned else 0,
+            max_workers=concerned[0].settings.max_workers if concerned else 0,
+        )
 
-def _summary(now: float, membership: Membership) -> pb.JobSummary:
-    state = membership.state
+    def _leader(self) -> pb.Leader | None:
+        settings, epoch = self._dispatcher.settings, self._dispatcher.epoch
+        return pb.Leader(address=settings.reached_at, epoch=epoch) if epoch else None
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+def phase_of(state: JobState) -> pb.JobPhase.ValueType:
+    """Returns where a job stands."""
     if state.finished is not None:
-        phase = pb.JOB_PHASE_FINISHED
-    elif state.live is not None:
-        phase = pb.JOB_PHASE_RUNNING
-    elif state.view is not None:
-        phase = pb.JOB_PHASE_VOID
-    else:
-        phase = pb.JOB_PHASE_WAITING
-    return pb.JobSummary(
-        name=state.name,
-        phase=phase,
-        generation=state.generation if state.view is None else state.view.generation,
-        world_size=len(state.live.seats) if state.live is not None else 0,
-        waiting=sum(session.standing is Standing.WAITING for session in state.sessions.values()),
-        reason=membership.decision.reason,
-        waited=None if membership.waits_since is None else wire.to_duration(now - membership.waits_since),
+        return pb.JOB_PHASE_FINISHED
+    if state.live is not None:
+        return pb.JOB_PHASE_RUNNING
+    return pb.JOB_PHASE_VOID if state.view is not None else pb.JOB_PHASE_WAITING
+
+
+def _totals(now: float, tally: Tally | None) -> pb.JobTotals:
+    if tally is None:
+        return pb.JobTotals()
+    return pb.JobTotals(
+        committed=tally.committed,
+        undone=tally.undone,
+        samples=tally.samples,
+        generations=tally.generations.total(),
+        members_lost=tally.members_lost,
+        step=tally.step,
+        steps_per_second=tally.steps_per_second(now),
+        goodput=tally.goodput(now),
+        sent_bytes=tally.sent_bytes,
     )
 
 
-def _member(now: float, session: Session, *, is_spare: bool) -> pb.MemberStatus:
-    member = session_pb2.Member(
+def _event(event: JobEvent) -> pb.JobEvent:
+    at = Timestamp(seconds=math.floor(event.at), nanos=round(event.at % 1 * 1000) % 1000 * 1_000_000)
+    return pb.JobEvent(
+        number=event.number, at=at, job=event.job, kind=event.kind, generation=event.generation, text=event.text
+    )
+
+
+def _gone(now: float, gone: Gone) -> pb.GoneMember:
+    return pb.GoneMember(
+        member=_identity(gone.session),
+        ago=wire.to_duration(now - gone.at),
+        how=gone.how,
+        in_view=gone.session.rank is not None,
+    )
+
+
+def _identity(session: Session) -> session_pb2.Member:
+    return session_pb2.Member(
         member_id=session.member_id,
         rank=session.rank or 0,
         process=wire.write_process(session.process),
         address=session.address,
     )
+
+
+def _member(now: float, session: Session, tally: Tally | None, *, is_spare: bool) -> pb.MemberStatus:
+    counters = tally.counters_of(session.member_id) if tally is not None else None
     return pb.MemberStatus(
-        member=member,
+        member=_identity(session),
         in_view=session.rank is not None,
-        standing=_standing(now, session, is_spare=is_spare),
+        standing=standing_of(now, session, is_spare=is_spare),
         attached=session.stream is not None,
         silent=wire.to_duration(now - session.heard),
-        progress=wire.write_progress(now, session.progress),
+        progress=wire.write_progress(now, session.progress, counters),
     )
 
 
-def _standing(now: float, session: Session, *, is_spare: bool) -> str:
+def standing_of(now: float, session: Session, *, is_spare: bool) -> str:
     """Describes the state of a session in a word or two, for people."""
     if session.stream is None or now - session.heard > session.settings.failure_timeout:
         return "silent"
     if session.standing is Standing.DISMISSED or (session.met is not None and session.met.leaving):
         return "leaving"
-    if session.standing is Standing.WAITING:
+    if session.standing is Standing.CANDIDATE:
         return "waiting" if session.met is None else "spare" if is_spare else "ready to join"
     if session.met is not None:
         return "met" if session.met.tag is None else f"met at step {session.met.tag.step}"

@@ -46,6 +46,7 @@ JOB_OF: Mapping[str, Callable[[Any], str]] = {
     _SESSION: _first,
     "/pacelinepb.v1.SessionService/GetView": _named,
     "/pacelinepb.v1.SessionService/ReportExit": _named,
+    "/pacelinepb.v1.SessionService/AnswerAsk": _named,
     **{
         f"/pacelinepb.v1.StoreService/{method}": _callers
         for method in ("Set", "Get", "Add", "CompareSet", "Wait", "Delete")
@@ -54,12 +55,14 @@ JOB_OF: Mapping[str, Callable[[Any], str]] = {
     "/pacelinepb.v1.AdminService/DrainMembers": _named,
     "/pacelinepb.v1.AdminService/RestartJob": _named,
     "/pacelinepb.v1.AdminService/ForgetJob": _named,
+    "/pacelinepb.v1.AdminService/AskMembers": _named,
+    "/pacelinepb.v1.AdminService/ListEvents": _named,
 }
 """Maps the full name of a method to the job of its request; a test compares this table with the services."""
 
 _ADMIN = "/pacelinepb.v1.AdminService/"
 
-_READING = frozenset((LIST_JOBS, f"{_ADMIN}GetJob"))
+_READING = frozenset((LIST_JOBS, f"{_ADMIN}GetJob", f"{_ADMIN}ListEvents"))
 
 
 def role_for(method: str) -> Role:
@@ -102,8 +105,9 @@ class AuthenticationInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg
         if method == _SESSION:
             return _stream(handler, _opening(handler.stream_stream, grant))
         if method in JOB_OF:
-            return _unary(handler, _asking(handler.unary_unary, grant, JOB_OF[method]))
-        about_none = PermissionDenied("the token is good for one job, and this call is about none")
+            asking = _asking(handler.unary_unary or handler.unary_stream, grant, JOB_OF[method])
+            return _unary(handler, asking) if handler.unary_stream is None else _answers(handler, asking)
+        about_none = PermissionDenied("the token is valid for one job, but this call is not about a job")
         return _refusal(about_none, ours=method.startswith(OURS))
 
 
@@ -126,7 +130,8 @@ def _asking(handler: Any, grant: Grant, job_of: Callable[[Any], str]) -> Any:
 def _listing(handler: Any, grant: Grant) -> Any:
     async def handle(request: admin_pb2.ListJobsRequest, context: Any) -> admin_pb2.ListJobsResponse:
         answer = await handler(request, context)
-        return admin_pb2.ListJobsResponse(jobs=[job for job in answer.jobs if grant.allows(job.name)])
+        seen = [job for job in answer.jobs if grant.allows(job.name)]
+        return admin_pb2.ListJobsResponse(jobs=seen, leader=answer.leader if answer.HasField("leader") else None)
 
     return handle
 
@@ -172,6 +177,13 @@ def _refusal(refused: Refused, *, ours: bool) -> grpc.RpcMethodHandler[Any, Any]
 
 def _unary(like: grpc.RpcMethodHandler[Any, Any], behavior: Any) -> grpc.RpcMethodHandler[Any, Any]:
     made: grpc.RpcMethodHandler[Any, Any] = grpc.unary_unary_rpc_method_handler(
+        behavior, like.request_deserializer, like.response_serializer
+    )
+    return made
+
+
+def _answers(like: grpc.RpcMethodHandler[Any, Any], behavior: Any) -> grpc.RpcMethodHandler[Any, Any]:
+    made: grpc.RpcMethodHandler[Any, Any] = grpc.unary_stream_rpc_method_handler(
         behavior, like.request_deserializer, like.response_serializer
     )
     return made

@@ -30,7 +30,7 @@ from paceline_server.services.probes import PROBE, Probes
 from paceline_server.services.refusals import refuse
 from paceline_server.settings import ServerSettings
 from pacelinepb.pieces import MESSAGE_BYTES
-from pacelinepb.v1 import store_pb2
+from pacelinepb.v1 import session_pb2, store_pb2
 
 __all__ = ["CALL_BYTES", "OpenCall", "OpenCalls", "PacingInterceptor"]
 
@@ -77,8 +77,8 @@ class OpenCalls:
         if not budget.take(payer, size, spare):
             held, used, total = (each >> 20 for each in (budget.held(payer), budget.used, budget.total))
             raise NoRoom(
-                f"the open calls of {payer} take {held} MiB of the coordinator's memory, and all together {used} of "
-                f"{total} MiB: as much as they may; give it more memory if so many workers are meant to call"
+                f"the open calls of {payer} take {held} MiB of the coordinator's memory, and all open calls {used} of "
+                f"{total} MiB: no room is left; give the coordinator more memory if many workers call"
             )
 
     def free(self, payer: str, size: int) -> None:
@@ -126,11 +126,19 @@ _Serve = Callable[[Any, "aio.ServicerContext[Any, Any]", OpenCall], Awaitable[No
 _Read = Callable[["aio.ServicerContext[Any, Any]", OpenCall], Awaitable[Any]]
 
 _STORE = store_pb2.DESCRIPTOR.services_by_name["StoreService"]
+_SESSIONS = session_pb2.DESCRIPTOR.services_by_name["SessionService"]
 
-_LONG = frozenset(f"/{_STORE.full_name}/{method.name}" for method in _STORE.methods if method.client_streaming)
+_LONG = frozenset(
+    f"/{service.full_name}/{method.name}"
+    for service in (_STORE, _SESSIONS)
+    for method in service.methods
+    if method.client_streaming and not method.server_streaming
+)
 """Calls whose request may come as several messages."""
 
-_LASTING = frozenset(f"/{_STORE.full_name}/{name}" for name in ("Get", "Wait"))
+_LASTING = frozenset(
+    (*(f"/{_STORE.full_name}/{name}" for name in ("Get", "Wait")), f"/{_SESSIONS.full_name}/AnswerAsk")
+)
 """Calls with one answer that may wait for other calls, and so last like streams."""
 
 _MOST_PAYERS = 20_000
@@ -221,7 +229,7 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
                 async with asyncio.timeout(patience):
                     request = await read(context, call)
             except TimeoutError:
-                text = f"the request did not come in within {patience:g} s; other callers need its room"
+                text = f"the request did not arrive within {patience:g} s, and other callers need the memory"
                 await refuse(context, NoRoom(text))  # a worker that was cut off or stopped makes the call again
             if request is EOF:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a call without a request")

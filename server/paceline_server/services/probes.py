@@ -47,8 +47,8 @@ class Probes:
                     self._drop(connection, limit)
         except TimeoutError:
             text = (
-                f"a probe takes {_PATIENCE_S:g} s at most; if more than {MOST_PROBES} are open, the connection with "
-                "the most of them loses its oldest"
+                f"a probe takes {_PATIENCE_S:g} s at most; if more than {MOST_PROBES} are open, the oldest one of "
+                "the connection with the most probes is ended"
             )
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
 

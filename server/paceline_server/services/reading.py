@@ -19,7 +19,7 @@ from pacelinepb.v1 import session_pb2 as pb
 
 __all__ = ["SessionMessages", "check_readable", "forgiving"]
 
-_TEXT = "the bytes of the request are no message of this call"
+_TEXT = "the bytes of the request are not a message of this call"
 
 
 class _Unreadable:
@@ -73,7 +73,7 @@ class SessionMessages:
         if data is EOF:
             return EOF
         if not checks.is_sound(data, self._read):
-            raise Damaged("a message of the session has changed, or was lost, on the way")
+            raise Damaged("a message of the session was changed or lost on the way")
         self._read += 1
         try:
             return pb.SessionRequest.FromString(data)

@@ -12,7 +12,7 @@ from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 
 from paceline_server._grpc import aio, grpc
-from paceline_server.errors import STATUS, Refused
+from paceline_server.errors import STATUS, NotLeader, Refused
 from paceline_server.services.reading import SessionMessages, check_readable, forgiving
 from paceline_server.wire import cut
 from pacelinepb import ERROR_DOMAIN
@@ -52,6 +52,8 @@ class RefusalInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # no
         inner: Any = _reading_stream(handler.stream_stream)
         if handler.unary_unary is not None:
             make, inner = grpc.unary_unary_rpc_method_handler, _reading(handler.unary_unary)  # type: ignore[arg-type]
+        elif handler.unary_stream is not None:
+            make, inner = grpc.unary_stream_rpc_method_handler, _reading(handler.unary_stream)  # type: ignore[arg-type]
         parse = handler.request_deserializer
         wrapped: grpc.RpcMethodHandler[Any, Any] = make(
             _refusing(inner, handler_call_details.method),
@@ -92,7 +94,10 @@ async def refuse(context: aio.ServicerContext[Any, Any], refused: Refused) -> No
     """Ends a call with the status of a refusal and a `google.rpc.ErrorInfo`."""
     detail = AnyMessage()
     reason = ErrorReason.Name(refused.reason).removeprefix("ERROR_REASON_")
-    detail.Pack(ErrorInfo(reason=reason, domain=ERROR_DOMAIN))
+    info = ErrorInfo(reason=reason, domain=ERROR_DOMAIN)
+    if isinstance(refused, NotLeader) and refused.leader:
+        info.metadata["leader"] = refused.leader
+    detail.Pack(info)
     code = STATUS[type(refused)]
     text = cut(str(refused), _MAX_TEXT_BYTES)
     status = rpc_status.to_status(Status(code=code.value[0], message=text, details=[detail]))

@@ -43,6 +43,9 @@ class SessionHandlers:
                 self.report_exit, pb.ReportExitRequest.FromString, pb.ReportExitResponse.SerializeToString
             ),
         }
+        handlers["AnswerAsk"] = grpc.unary_unary_rpc_method_handler(  # `PacingInterceptor` merges its messages
+            self.answer_ask, pb.AnswerAskRequest.FromString, pb.AnswerAskResponse.SerializeToString
+        )
         name = pb.DESCRIPTOR.services_by_name["SessionService"].full_name
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
 
@@ -84,6 +87,12 @@ class SessionHandlers:
             known=self._dispatcher.report_exit(request.job, process, request.exit_code, request.found_gone)
         )
 
+    async def answer_ask(self, request: pb.AnswerAskRequest, context: _Context) -> pb.AnswerAskResponse:
+        """Passes a member's answer on to the operator who has asked."""
+        self._dispatcher.authenticate(request.job, request.member_id, request.session_token)
+        taken = await self._dispatcher.questions.answer(request.member_id, request.ask, b"".join(request.data))
+        return pb.AnswerAskResponse(taken=taken)
+
     async def _read(self, stream: SessionStream, context: _Context) -> None:
         """Handles messages until the worker closes its side, no faster than `message_rate`."""
         clock = asyncio.get_running_loop().time
@@ -96,8 +105,7 @@ class SessionHandlers:
     def _take(self, stream: SessionStream, message: pb.SessionRequest) -> None:
         match message.WhichOneof("event"):
             case "heartbeat":
-                progress = wire.read_progress(asyncio.get_running_loop().time(), message.heartbeat)
-                self._dispatcher.apply_of(stream, Heard(stream.member_id, progress))
+                self._hear(stream, message.heartbeat)
             case "enter_barrier":
                 self._enter_barrier(stream, message.enter_barrier)
             case "report":
@@ -109,10 +117,16 @@ class SessionHandlers:
                 finish = message.finish
                 self._dispatcher.apply_of(stream, FinishedLine(stream.member_id, finish.generation, finish.step))
             case "leave":
+                if message.leave.HasField("last"):
+                    self._hear(stream, message.leave.last)
                 cause = wire.cut(message.leave.cause, self._settings.max_text_bytes)
                 self._dispatcher.apply_of(stream, LeftJob(stream.member_id, cause))
             case other:
                 raise BadRequest(f"a session that is open cannot send {other or 'an empty message'}")
+
+    def _hear(self, stream: SessionStream, heartbeat: pb.Heartbeat) -> None:
+        progress = wire.read_progress(asyncio.get_running_loop().time(), heartbeat)
+        self._dispatcher.apply_of(stream, Heard(stream.member_id, progress, wire.read_counters(heartbeat)))
 
     def _enter_barrier(self, stream: SessionStream, message: pb.EnterBarrier) -> None:
         """Enters a barrier. A malformed arrival fails alone and does not end the session."""

@@ -85,7 +85,7 @@ class StoreHandlers:
         """Waits until all keys exist."""
         job = self._caller(request.caller)
         if len(request.keys) > self._settings.max_wait_keys:
-            raise LimitMet(f"a Wait takes at most {self._settings.max_wait_keys} keys, not {len(request.keys)}")
+            raise LimitMet(f"a Wait can name at most {self._settings.max_wait_keys} keys, not {len(request.keys)}")
         keys = [self._key(key) for key in request.keys]
         await job.store.until_there(request.caller.member_id, keys, self._timeout(request))
         return pb.WaitResponse()

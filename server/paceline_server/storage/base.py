@@ -81,10 +81,10 @@ class FinishedStored:
 
 @dataclass(frozen=True, slots=True)
 class ReachedStored:
-    """The job's line has committed at least so many steps. Kept until another line begins."""
+    """The job's line has committed at least so many steps. Kept until another line begins; None forgets it."""
 
     job: str
-    step: int
+    step: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +175,22 @@ class Storage(Protocol):
         """Takes changes, all or none, after all earlier ones; never blocks.
 
         Returns:
-            A future that is done when the changes are durable. It has an OSError if they could not be stored; then
-            none of them is stored.
+            A future that is done when the changes are durable. It has an OSError if they could not be stored, or a
+            `NotLeader` if another coordinator has the state now; then none of them is stored.
         """
+        ...
+
+    async def confirm(self) -> None:
+        """Returns once it is certain that this coordinator had the state for itself after the call had begun.
+
+        Raises:
+            NotLeader: another coordinator has it.
+        """
+        ...
+
+    @property
+    def is_sure(self) -> bool:
+        """True if nobody else can have the state at this moment; never waits."""
         ...
 
     async def close(self) -> None:

@@ -26,29 +26,45 @@ __all__ = ["MemoryStorage"]
 
 
 class MemoryStorage:
-    """Keeps jobs in a dict. Values are immutable and shared with the coordinator, so a key is not held twice."""
+    """Keeps jobs in a dict. Values are immutable and shared with the coordinator, so a key is not held twice.
 
-    def __init__(self) -> None:
-        self._jobs: dict[str, StoredJob] = {}
+    Args:
+        jobs: the jobs at the start; None for none.
+
+    Attributes:
+        jobs: the jobs by name.
+    """
+
+    def __init__(self, jobs: dict[str, StoredJob] | None = None) -> None:
+        self.jobs: dict[str, StoredJob] = {} if jobs is None else jobs
 
     async def load(self) -> list[StoredJob]:
         """Returns copies of all jobs."""
-        return copy.deepcopy(list(self._jobs.values()))
+        return copy.deepcopy(list(self.jobs.values()))
 
     def write(self, changes: Sequence[Change]) -> asyncio.Future[None]:
         """Takes changes; the future is done at once, because they will never be more durable."""
         for change in changes:
-            self._apply(change)
+            self.take(change)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         done.set_result(None)
         return done
 
+    async def confirm(self) -> None:
+        """Returns at once: nobody else has this state."""
+
+    @property
+    def is_sure(self) -> bool:
+        """Always true, as `confirm` says."""
+        return True
+
     async def close(self) -> None:
         """Does nothing: there is nothing to free."""
 
-    def _apply(self, change: Change) -> None:
+    def take(self, change: Change) -> None:
+        """Makes one change."""
         name = change.job
-        job = self._jobs.setdefault(name, StoredJob(name))
+        job = self.jobs.setdefault(name, StoredJob(name))
         match change:
             case ViewFormed(_, view, door_secret):
                 job.generation, job.view, job.door_secret = view.generation, view, door_secret
@@ -76,4 +92,4 @@ class MemoryStorage:
             case NumbersUsed(_, generation):
                 job.generation = max(job.generation, generation)
             case JobForgotten():
-                del self._jobs[name]
+                del self.jobs[name]

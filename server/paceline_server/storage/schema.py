@@ -53,7 +53,7 @@ CREATE TABLE job (
     culprits TEXT,                        -- ranks, ascending, joined by commas
     operation INTEGER,
     text TEXT,
-    base_generation INTEGER,              -- the tag that the view starts from, NULL where it has none
+    base_generation INTEGER,              -- the tag that the view starts from, NULL if it has none
     base_step INTEGER,
     newcomers TEXT NOT NULL,              -- ranks without the base, ascending, joined by commas
     manifest BLOB NOT NULL,
@@ -61,7 +61,7 @@ CREATE TABLE job (
     tuning TEXT NOT NULL,                 -- hash of the members' table of schedules
     reached INTEGER,                      -- steps that the last line is known to have committed, NULL if there was none
     lost TEXT NOT NULL,                   -- what was trained before the view's line began and is lost
-    door_secret BLOB NOT NULL             -- by which members know each other
+    door_secret BLOB NOT NULL             -- with it members prove to each other that they belong to the job
 ) STRICT;
 CREATE TABLE seat (
     job TEXT NOT NULL,
@@ -75,10 +75,10 @@ CREATE TABLE seat (
     pid_namespace INTEGER NOT NULL,
     address TEXT NOT NULL,
     arrival INTEGER NOT NULL,
-    ended TEXT,                           -- how the member went, NULL while it is there
+    ended TEXT,                           -- how the member ended, NULL while it is present
     orderly INTEGER,
     sure INTEGER,                         -- 0: it was only silent
-    node TEXT NOT NULL,                   -- alike where members share memory
+    node TEXT NOT NULL,                   -- equal for members that share memory
     PRIMARY KEY (job, rank)
 ) STRICT, WITHOUT ROWID;
 CREATE TABLE key (

@@ -71,6 +71,14 @@ class SqliteStorage:
         self._queue.put(batch)
         return asyncio.wrap_future(batch.done)
 
+    async def confirm(self) -> None:
+        """Returns at once: the lock on the file keeps other coordinators away."""
+
+    @property
+    def is_sure(self) -> bool:
+        """Always true, as `confirm` says."""
+        return True
+
     async def close(self) -> None:
         """Stores the queued changes and closes the file."""
         if self._thread is not None:

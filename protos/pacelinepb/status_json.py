@@ -1,0 +1,174 @@
+"""Jobs, members and events as JSON: the same in `paceline status --json` and over HTTP.
+
+Times that end in `_s` are seconds; `at` is in seconds since 1970.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from google.protobuf.duration_pb2 import Duration
+
+from pacelinepb.v1.admin_pb2 import GetJobResponse, GoneMember, JobEvent, JobPhase, JobSummary, JobTotals, MemberStatus
+
+__all__ = [
+    "HEARTBEATS",
+    "detail_as_dict",
+    "event_as_dict",
+    "gone_as_dict",
+    "in_order",
+    "job_as_dict",
+    "member_as_dict",
+    "phase_name",
+    "seconds",
+    "stragglers",
+    "totals_as_dict",
+]
+
+HEARTBEATS = 6
+"""Heartbeats in one `failure_timeout`."""
+
+
+def seconds(duration: Duration) -> float:
+    """Converts a duration to seconds."""
+    return duration.ToNanoseconds() / 1e9
+
+
+def phase_name(job: JobSummary) -> str:
+    """Returns a job's phase in one lower-case word: "waiting", "running", "void" or "finished"."""
+    return JobPhase.Name(job.phase).removeprefix("JOB_PHASE_").lower()
+
+
+def in_order(members: Sequence[MemberStatus]) -> list[MemberStatus]:
+    """Sorts silent members first, because they need attention; each part keeps its order: by rank, then by arrival."""
+    return sorted(members, key=lambda status: status.attached and status.standing != "silent")
+
+
+def stragglers(detail: GetJobResponse) -> dict[str, str]:
+    """Finds the members that hold the others up; returns a sentence for each, by member id.
+
+    Members send heartbeats a few times a second, at different moments, and may run thousands of operations in a second.
+    So a lower operation number alone says nothing. A member is behind if others have waited inside a later operation
+    for more than one heartbeat interval, and it has sent something since they entered it. A member that is not
+    connected is silent, not slow.
+    """
+    there = [status for status in detail.members if status.in_view and status.attached]
+    interval = seconds(detail.settings.failure_timeout) / HEARTBEATS
+    waiting = [status for status in there if status.progress.inside]
+    if not waiting:
+        return {}
+    ahead = max(status.progress.operation for status in waiting)
+    entered = max(seconds(status.progress.since) for status in waiting if status.progress.operation == ahead)
+    if entered < interval:
+        return {}
+    return {
+        status.member.member_id: _sentence(status, ahead)
+        for status in there
+        if status.progress.operation < ahead and seconds(status.silent) < entered
+    }
+
+
+def _sentence(status: MemberStatus, ahead: int) -> str:
+    progress = status.progress
+    if not progress.operation:
+        return f"straggler: in no operation yet, others are in {ahead}"
+    where = "in" if progress.inside else "out of"
+    return f"straggler: {seconds(progress.since):.1f} s {where} operation {progress.operation}, others are in {ahead}"
+
+
+def job_as_dict(job: JobSummary) -> dict[str, Any]:
+    """Returns a job in one line."""
+    return {
+        "name": job.name,
+        "phase": phase_name(job),
+        "generation": job.generation,
+        "world_size": job.world_size,
+        "waiting": job.waiting,
+        "reason": job.reason,
+        "waited_s": round(seconds(job.waited), 3) if job.HasField("waited") else None,
+        "min_workers": job.min_workers,
+        "max_workers": job.max_workers,
+        "totals": totals_as_dict(job.totals),
+    }
+
+
+def totals_as_dict(totals: JobTotals) -> dict[str, Any]:
+    """Returns what has been counted of a job."""
+    return {
+        "committed": totals.committed,
+        "undone": totals.undone,
+        "samples": totals.samples,
+        "generations": totals.generations,
+        "members_lost": totals.members_lost,
+        "step": totals.step,
+        "steps_per_second": round(totals.steps_per_second, 3),
+        "goodput": round(totals.goodput, 4),
+        "sent_bytes": dict(sorted(totals.sent_bytes.items())),
+    }
+
+
+def member_as_dict(status: MemberStatus, straggler: str | None = None) -> dict[str, Any]:
+    """Returns a member; its rank is null while it waits for a view.
+
+    Args:
+        status: what the coordinator reports.
+        straggler: how the member holds the others up; None if it does not.
+    """
+    member, progress = status.member, status.progress
+    return {
+        "member_id": member.member_id,
+        "rank": member.rank if status.in_view else None,
+        "host": member.process.host,
+        "pid": member.process.pid,
+        "address": member.address,
+        "attached": status.attached,
+        "silent_s": round(seconds(status.silent), 3),
+        "operation": progress.operation,
+        "inside": progress.inside,
+        "doing": progress.doing,
+        "step": progress.step,
+        "standing": status.standing,
+        "straggler": straggler,
+        "sent_bytes": dict(sorted(progress.sent_bytes.items())),
+        "in_collectives_s": round(seconds(progress.in_collectives), 3),
+    }
+
+
+def gone_as_dict(gone: GoneMember) -> dict[str, Any]:
+    """Returns a member that has ended; its rank is null if it had no seat."""
+    member = gone.member
+    return {
+        "member_id": member.member_id,
+        "rank": member.rank if gone.in_view else None,
+        "host": member.process.host,
+        "pid": member.process.pid,
+        "ago_s": round(seconds(gone.ago), 3),
+        "how": gone.how,
+    }
+
+
+def event_as_dict(event: JobEvent) -> dict[str, Any]:
+    """Returns an event."""
+    return {
+        "number": event.number,
+        "at": round(event.at.ToNanoseconds() / 1e9, 3),
+        "job": event.job,
+        "kind": event.kind,
+        "generation": event.generation,
+        "text": event.text,
+    }
+
+
+def detail_as_dict(detail: GetJobResponse) -> dict[str, Any]:
+    """Returns a job with its members, those that have ended lately, its verdict and its last events."""
+    behind = stragglers(detail)
+    return {
+        "job": job_as_dict(detail.summary),
+        "min_workers": detail.settings.min_workers,
+        "max_workers": detail.settings.max_workers,
+        "members": [member_as_dict(each, behind.get(each.member.member_id)) for each in in_order(detail.members)],
+        "gone": [gone_as_dict(each) for each in detail.gone],
+        "verdict": detail.verdict.text if detail.HasField("verdict") else None,
+        "events": [event_as_dict(each) for each in detail.events],
+    }

@@ -1,0 +1,72 @@
+"""Runs a coordinator in a process of its own until SIGTERM or Ctrl-C, and then drains it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+
+from paceline_server.failover import FailoverCoordinator, make_coordinator
+from paceline_server.process_limits import raise_file_limit, share_one_heap
+from paceline_server.settings import ServerSettings
+
+__all__ = ["serve"]
+
+
+def serve(settings: ServerSettings, announce: Callable[[str, str], None] | None = None, grace: float = 1.0) -> None:
+    """Serves until SIGTERM or SIGINT; a second signal cuts the drain short. A signal during the start ends the start.
+
+    Args:
+        settings: the coordinator's settings.
+        announce: called with "host:port" and the URL of the page, empty for none, once the coordinator listens.
+        grace: seconds for calls in progress to end.
+
+    Raises:
+        PortInUse: another process listens at the address already.
+        StateUnusable: the state cannot be used.
+        TlsUnusable, TokensUnusable: the files that the settings name cannot be used.
+        HttpUnusable: aiohttp or prometheus_client is not installed, and the settings ask for HTTP.
+        OSError: listening failed for another reason.
+    """
+    share_one_heap()
+    raise_file_limit()
+    asyncio.run(_serve(settings, announce, grace))
+
+
+async def _serve(settings: ServerSettings, announce: Callable[[str, str], None] | None, grace: float) -> None:
+    coordinator = make_coordinator(settings)
+    asked = [asyncio.Event(), asyncio.Event()]
+
+    def on_signal() -> None:
+        next((event for event in asked if not event.is_set()), asked[-1]).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    starting = asyncio.create_task(coordinator.start())
+    told = asyncio.create_task(asked[0].wait())
+    await asyncio.wait({starting, told}, return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():  # a file or a resolver may hang
+        starting.cancel()
+        await asyncio.wait({starting})
+        if starting.cancelled():
+            return
+    address = starting.result()
+    if announce is not None:
+        announce(address, coordinator.http_url)
+    if isinstance(coordinator, FailoverCoordinator):
+        ended = asyncio.create_task(coordinator.wait_for_termination())
+        await asyncio.wait({told, ended}, return_when=asyncio.FIRST_COMPLETED)
+        if ended.done():
+            ended.result()  # a bug has ended it: raises that
+        ended.cancel()
+    else:
+        await told
+    stopping = asyncio.create_task(coordinator.stop(grace))
+    again = asyncio.create_task(asked[1].wait())
+    await asyncio.wait({stopping, again}, return_when=asyncio.FIRST_COMPLETED)
+    again.cancel()
+    if stopping.done():
+        stopping.result()
+    else:
+        stopping.cancel()

@@ -1,0 +1,89 @@
+"""The value of `--state` that names an etcd cluster, and the files that TLS with it takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from paceline_server._grpc import grpc
+from pacelinepb.private_files import read_private
+
+__all__ = ["EtcdAddress", "is_etcd"]
+
+_SCHEME = "etcd://"
+_FILES = ("ca", "cert", "key")
+
+
+def is_etcd(state: str) -> bool:
+    """Returns True if a value of `--state` names an etcd cluster, and not a file."""
+    return state.startswith("etcd:")
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdAddress:
+    """Where the state is: etcd://HOST:PORT,HOST:PORT/PREFIX?ca=FILE&cert=FILE&key=FILE.
+
+    Attributes:
+        endpoints: the nodes of the cluster, host:port.
+        prefix: what all keys begin with. Coordinators with one prefix share one state.
+        ca: authority (PEM) of the nodes' certificates; None for connections without TLS.
+        cert: certificate (PEM) that we show to the nodes.
+        key: its key.
+    """
+
+    endpoints: tuple[str, ...]
+    prefix: str
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+
+    @classmethod
+    def parse(cls, state: str) -> EtcdAddress:
+        """Reads a value of `--state`.
+
+        Raises:
+            ValueError: the text says what is wrong, and repeats nothing that may be secret.
+        """
+        form = "--state must be a file, or etcd://HOST:PORT,HOST:PORT/PREFIX"
+        parts = urlsplit(state)
+        if "@" in parts.netloc:
+            raise ValueError(
+                f"{form}: passwords are not supported, since everybody can see arguments; use certificates"
+            )
+        endpoints = tuple(parts.netloc.split(","))
+        if not state.startswith(_SCHEME) or not all(_is_endpoint(each) for each in endpoints):
+            raise ValueError(f"{form}; an address of a node is missing or is not host:port")
+        prefix = unquote(parts.path).strip("/")
+        if not prefix:
+            raise ValueError(f"{form}; the prefix is missing, under which the state is kept")
+        query = dict(parse_qsl(parts.query, keep_blank_values=True))
+        if parts.fragment or not all(name in _FILES and path for name, path in query.items()):
+            raise ValueError(f"{form}; after '?' come the files of TLS: ca=FILE, cert=FILE and key=FILE")
+        files = {name: Path(path) for name, path in query.items()}
+        if ("cert" in files) != ("key" in files) or ("cert" in files and "ca" not in files):
+            raise ValueError(f"{form}; a certificate needs its key and the authority: ca=FILE&cert=FILE&key=FILE")
+        return cls(endpoints, prefix, **files)
+
+    def credentials(self) -> grpc.ChannelCredentials | None:
+        """Returns the credentials of connections; None without TLS.
+
+        Raises:
+            OSError: a file cannot be read, or others can read the key.
+        """
+        if self.ca is None:
+            return None
+        chain = None if self.cert is None else self.cert.read_bytes()
+        key = None if self.key is None else read_private(self.key, _MOST_BYTES)
+        return grpc.ssl_channel_credentials(self.ca.read_bytes(), key, chain)
+
+    def __str__(self) -> str:
+        return f"{_SCHEME}{','.join(self.endpoints)}/{self.prefix}"
+
+
+_MOST_BYTES = 1 << 20
+
+
+def _is_endpoint(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdecimal() and 0 < int(port) < 1 << 16

@@ -1,0 +1,156 @@
+"""An etcd cluster as the store that coordinators share: two calls of etcd's API, with every node to choose from."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from paceline_server._grpc import aio, grpc
+from paceline_server.storage.etcd_address import EtcdAddress
+from paceline_server.storage.shared_keys import Item, KeysRefused, KeysUnavailable
+from pacelinepb.v1 import etcd_pb2 as pb
+
+__all__ = ["EtcdKeys"]
+
+_CALL_S = 0.4
+"""Seconds for a call: a node that is frozen or cut off must leave time for another one before the leader gives up."""
+
+_PAGE = 64
+"""Keys in one answer. Most are small, but a view of thousands of members takes hundreds of kilobytes."""
+
+_PAGE_TRIES = 5
+_PAGE_PAUSE_S = 0.05
+
+_OPTIONS = [
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 300),  # despite its name, the time that one try to connect may take
+    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+_REFUSALS = frozenset(
+    (
+        grpc.StatusCode.INVALID_ARGUMENT,  # too many operations, or too many bytes
+        grpc.StatusCode.RESOURCE_EXHAUSTED,  # etcd's quota is used up
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.UNIMPLEMENTED,
+    )
+)
+
+_TOO_BUSY = "too many requests"
+"""etcd says RESOURCE_EXHAUSTED for a full disk and for this, which passes."""
+
+
+class EtcdKeys:
+    """A client of one cluster, used on one event loop.
+
+    Args:
+        address: the cluster.
+    """
+
+    def __init__(self, address: EtcdAddress) -> None:
+        self._address = address
+        self._channels: list[aio.Channel] = []
+        self._chosen = 0
+
+    async def get(self, key: bytes) -> Item | None:
+        """See `SharedKeys.get`."""
+        found: pb.EtcdRangeResult = await self._call("Range", pb.EtcdRange(key=key), pb.EtcdRangeResult)
+        return _item(found.kvs[0]) if found.kvs else None
+
+    async def read(self, prefix: bytes) -> list[Item]:
+        """See `SharedKeys.read`."""
+        items: list[Item] = []
+        first, end = prefix, _end_of(prefix)
+        while True:
+            found = await self._page(pb.EtcdRange(key=first, range_end=end, limit=_PAGE))
+            items += map(_item, found.kvs)
+            if not found.more:
+                return items
+            first = items[-1].key + b"\0"
+
+    async def _page(self, request: pb.EtcdRange) -> pb.EtcdRangeResult:
+        """Reads a page, and asks again if the answer is lost: a read of many pages must not begin anew."""
+        tries = 0
+        while True:
+            try:
+                found: pb.EtcdRangeResult = await self._call("Range", request, pb.EtcdRangeResult)
+            except KeysUnavailable:
+                tries += 1
+                if tries == _PAGE_TRIES:
+                    raise
+                await asyncio.sleep(_PAGE_PAUSE_S)
+            else:
+                return found
+
+    async def swap(
+        self,
+        key: bytes,
+        revision: int,
+        value: bytes,
+        changes: Mapping[bytes, bytes | None] | None = None,
+        emptied: Sequence[bytes] = (),
+        held: bytes | None = None,
+    ) -> int | Item | None:
+        """See `SharedKeys.swap`."""
+        request = pb.EtcdTxn()
+        guard = request.compare.add(target=pb.ETCD_COMPARE_TARGET_MOD, key=key)
+        guard.mod_revision = revision
+        if held is not None:
+            request.compare.add(target=pb.ETCD_COMPARE_TARGET_VALUE, key=key, value=held)
+        request.success.add().request_put.CopyFrom(pb.EtcdPut(key=key, value=value))
+        for prefix in emptied:
+            gone = pb.EtcdDeleteRange(key=prefix, range_end=_end_of(prefix))
+            request.success.add().request_delete_range.CopyFrom(gone)
+        for other, wanted in (changes or {}).items():
+            if wanted is None:
+                request.success.add().request_delete_range.CopyFrom(pb.EtcdDeleteRange(key=other))
+            else:
+                request.success.add().request_put.CopyFrom(pb.EtcdPut(key=other, value=wanted))
+        request.failure.add().request_range.CopyFrom(pb.EtcdRange(key=key))
+        done: pb.EtcdTxnResult = await self._call("Txn", request, pb.EtcdTxnResult)
+        if done.succeeded:
+            return done.header.revision
+        found = done.responses[0].response_range.kvs
+        return _item(found[0]) if found else None
+
+    async def close(self) -> None:
+        """Ends all connections."""
+        channels, self._channels = self._channels, []
+        await asyncio.gather(*(channel.close(None) for channel in channels))
+
+    async def _call(self, method: str, request: Any, answer: Any) -> Any:
+        """Makes one call, once, at the node that answered last; the next call goes to another one if this fails."""
+        if not self._channels:
+            secured = self._address.credentials()
+            self._channels = [
+                aio.insecure_channel(each, _OPTIONS) if secured is None else aio.secure_channel(each, secured, _OPTIONS)
+                for each in self._address.endpoints
+            ]
+        channel: Any = self._channels[self._chosen]
+        call = channel.unary_unary(
+            f"/etcdserverpb.KV/{method}",
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=answer.FromString,
+        )
+        try:
+            return await call(request, timeout=_CALL_S)
+        except aio.AioRpcError as error:
+            text = f"etcd at {self._address.endpoints[self._chosen]}: {error.details() or error.code().name}"
+            if error.code() in _REFUSALS and _TOO_BUSY not in text:
+                raise KeysRefused(text) from None
+            self._chosen = (self._chosen + 1) % len(self._channels)
+            raise KeysUnavailable(text) from None
+
+
+def _item(found: pb.EtcdKeyValue) -> Item:
+    return Item(found.key, found.value, found.mod_revision)
+
+
+def _end_of(prefix: bytes) -> bytes:
+    """Returns the first key behind all that begin with the prefix, which does not end with 0xff."""
+    return prefix[:-1] + bytes([prefix[-1] + 1])

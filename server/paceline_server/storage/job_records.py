@@ -1,0 +1,184 @@
+"""Jobs as keys and values of a shared store, and which keys a change touches. Pure.
+
+Each job has the keys PREFIX/jobs/NAME/: `head` (numbers and the verdict), `view`, `endings`, and `key/K` for each key K
+of its store. Names are percent-encoded. Values are JSON; long ones are compressed, since a view of thousands of members
+must fit into one request of etcd (1.5 MB).
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+from urllib.parse import quote, unquote
+
+from paceline_protocol import Ending, JobSettings, Process, Seat, Tag, Verdict, View
+from paceline_server.storage.base import (
+    Change,
+    EndingStored,
+    JobForgotten,
+    KeyDeleted,
+    KeySet,
+    StoreCleared,
+    StoredJob,
+    ViewForgotten,
+    ViewFormed,
+)
+from paceline_server.storage.shared_keys import Item
+from pacelinepb.v1.errors_pb2 import ErrorReason
+
+__all__ = ["JOBS", "emptied_by", "jobs_of", "touched_by", "value_of"]
+
+JOBS = "jobs/"
+"""What the keys of jobs begin with, behind the prefix of the state."""
+
+_MOST_BYTES = 64 << 20
+"""The longest value once it is no longer compressed."""
+
+_KEY = "key/"
+
+
+def emptied_by(change: Change) -> str | None:
+    """Returns the prefix of which a change deletes all keys; None if it does not do that."""
+    if isinstance(change, StoreCleared):
+        return _of(change.job) + _KEY
+    return _of(change.job) if isinstance(change, JobForgotten) else None
+
+
+def touched_by(change: Change) -> Iterable[str]:
+    """Returns the keys whose values a change may change, but for those that `emptied_by` covers."""
+    match change:
+        case KeySet(job, key) | KeyDeleted(job, key):
+            return (f"{_of(job)}{_KEY}{quote(key, safe='')}",)
+        case StoreCleared() | JobForgotten():
+            return ()
+        case ViewFormed(job) | ViewForgotten(job):
+            return (f"{_of(job)}head", f"{_of(job)}view", f"{_of(job)}endings")
+        case EndingStored(job):
+            return (f"{_of(job)}endings",)
+        case _:
+            return (f"{_of(change.job)}head",)
+
+
+def value_of(name: str, jobs: dict[str, StoredJob]) -> bytes | None:
+    """Returns the value of a key, of jobs as they are to be stored; None if there must be no such key."""
+    quoted, kind = name.removeprefix(JOBS).split("/", 1)
+    job = jobs.get(unquote(quoted))
+    if job is None:
+        return None
+    if kind == "head":
+        verdict = None if job.verdict is None else asdict(job.verdict)
+        return _packed(
+            {"generation": job.generation, "finished": job.finished, "reached": job.reached, "void": verdict}
+        )
+    if kind == "view":
+        return None if job.view is None else _packed(_view_out(job.view, job.door_secret))
+    if kind == "endings":
+        return _packed({rank: asdict(ending) for rank, ending in job.endings.items()}) if job.endings else None
+    return job.keys.get(unquote(kind.removeprefix(_KEY)))
+
+
+def jobs_of(items: Iterable[Item], prefix: str) -> dict[str, StoredJob]:
+    """Reads all jobs.
+
+    Args:
+        items: all keys of jobs.
+        prefix: what they begin with, up to the name of the job.
+
+    Raises:
+        ValueError: a value makes no sense.
+    """
+    jobs: dict[str, StoredJob] = {}
+    for item in items:
+        quoted, kind = item.key.decode().removeprefix(prefix).split("/", 1)
+        name = unquote(quoted)
+        job = jobs.setdefault(name, StoredJob(name))
+        if kind.startswith(_KEY):
+            job.keys[unquote(kind.removeprefix(_KEY))] = item.value
+            continue
+        try:
+            _read_into(job, kind, _unpacked(item.value))
+        except (KeyError, TypeError, AttributeError, zlib.error) as error:
+            raise ValueError(f"the key {kind!r} of job {name!r} is damaged ({error})") from None
+    return jobs
+
+
+def _read_into(job: StoredJob, kind: str, read: Any) -> None:
+    if kind == "head":
+        job.generation, job.finished, job.reached = int(read["generation"]), read["finished"], read["reached"]
+        if (void := read["void"]) is not None:
+            reason = ErrorReason.ValueType(void["reason"])
+            job.verdict = Verdict(void["generation"], reason, tuple(void["culprits"]), void["operation"], void["text"])
+    elif kind == "view":
+        job.view, job.door_secret = _view_in(read), bytes.fromhex(read["door_secret"])
+    elif kind == "endings":
+        job.endings = {int(rank): Ending(**ending) for rank, ending in read.items()}
+    else:
+        raise KeyError(kind)
+
+
+def _of(job: str) -> str:
+    return f"{JOBS}{quote(job, safe='')}/"
+
+
+def _packed(value: Any) -> bytes:
+    return zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1)
+
+
+def _unpacked(data: bytes) -> Any:
+    inflater = zlib.decompressobj()
+    text = inflater.decompress(data, _MOST_BYTES)
+    if not inflater.eof:
+        raise ValueError("a value of the shared state is cut short, or too long")
+    return json.loads(text)
+
+
+def _view_out(view: View, door_secret: bytes) -> dict[str, Any]:
+    settings = view.settings
+    return {
+        "generation": view.generation,
+        "settings": [settings.min_workers, settings.max_workers, settings.failure_timeout, settings.tuning],
+        "explicit": view.explicit,
+        "base": view.base,
+        "newcomers": view.newcomers,
+        "manifest": view.manifest.hex(),
+        "lost": view.lost,
+        "door_secret": door_secret.hex(),
+        "seats": [
+            [
+                seat.member_id,
+                seat.token_sha256.hex(),
+                [
+                    seat.process.host,
+                    seat.process.pid,
+                    seat.process.boot_id,
+                    seat.process.start_ticks,
+                    seat.process.pid_namespace,
+                    seat.process.node,
+                ],
+                seat.address,
+                seat.arrival,
+            ]
+            for seat in view.seats
+        ],
+    }
+
+
+def _view_in(read: Any) -> View:
+    seats = tuple(
+        Seat(rank, member_id, bytes.fromhex(token), Process(*process), address, arrival)
+        for rank, (member_id, token, process, address, arrival) in enumerate(read["seats"])
+    )
+    base = None if read["base"] is None else Tag(*read["base"])
+    return View(
+        read["generation"],
+        JobSettings(*read["settings"]),
+        read["explicit"],
+        seats,
+        base,
+        tuple(read["newcomers"]),
+        bytes.fromhex(read["manifest"]),
+        read["lost"],
+    )

@@ -1,0 +1,627 @@
+"""Counts what happens to one job, and says what of it is worth an event. Pure: it is told the time.
+
+A `Tally` is given what the job's `Membership` is given (events) and what that decides (effects), in the same order. It
+changes nothing of the job. Its counters never fall, since Prometheus takes a counter that falls for a restart: a second
+is counted when it is known what it was, and not before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from paceline_protocol import Counters, Ending, Seat, Verdict, View
+from paceline_protocol.coordinator import (
+    AddressRefused,
+    DrainAsked,
+    Effect,
+    EndSession,
+    Event,
+    ExitReported,
+    FinishStored,
+    Heard,
+    JobState,
+    LeftJob,
+    MetOthers,
+    Registered,
+    Reported,
+    RestartAsked,
+    Resumed,
+    Session,
+    Standing,
+    StoreEnding,
+    StoreVerdict,
+    StreamEnded,
+    ViewStored,
+    describe_exit,
+)
+from pacelinepb import MOST_KINDS
+from pacelinepb.v1.errors_pb2 import ErrorReason
+
+__all__ = ["CHANGE_REASONS", "Gone", "Happening", "Histogram", "LOSSES", "Tally", "USES"]
+
+Use = Literal["committed", "undone", "reforming", "waiting"]
+
+USES: tuple[Use, ...] = ("committed", "undone", "reforming", "waiting")
+"""What a second of a job was: training that counts, training that was undone, on the way to the next generation, or
+waiting for workers."""
+
+CHANGE_REASONS = ("began", "lost", "joined", "drained", "mismatch", "raised", "timeout", "other")
+"""Why a generation has begun."""
+
+LOSSES = ("exited", "silent", "refused", "raised", "replaced", "evicted")
+"""How a member was lost: its process ended; it was silent for too long; nobody listens at its address; its own code
+raised; its process came back as a new member; the others could not go on with it, or an operator took it for dead."""
+
+_KNOWN = ("exited", "raised", "replaced")
+"""Losses that nothing more is to be learnt of."""
+
+_REASONS: dict[int, str] = {
+    ErrorReason.ERROR_REASON_PEER_LOST: "lost",
+    ErrorReason.ERROR_REASON_COLLECTIVE_MISMATCH: "mismatch",
+    ErrorReason.ERROR_REASON_PEER_RAISED: "raised",
+    ErrorReason.ERROR_REASON_TIMEOUT: "timeout",
+}
+
+KEPT_S = 60.0
+"""Seconds for which members that have gone are shown."""
+
+MOST_GONE = 100
+"""The most members that have gone that are shown."""
+
+_SPEED_S = 10.0
+"""Seconds over which steps per second are measured."""
+
+_SPEED_MARKS = 64
+"""The most moments of these that are kept, a quarter of a second apart at least."""
+
+_REASON_EVERY_S = 1.0
+"""Least seconds between two events that say why a job stands where it does: 1,000 arrivals have 1,000 reasons."""
+
+_NEWS_S = 5.0
+"""Seconds for the news that the process of a lost member has ended, which its links may tell before its launcher."""
+
+_NAMED = 3
+"""Members that an event names; of more it says how many."""
+
+_MOST_CHARACTERS = 300
+"""The most characters of an event's sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Happening:
+    """Something worth an event."""
+
+    kind: str
+    generation: int
+    text: str
+
+
+@dataclass(slots=True)
+class Gone:
+    """A member that has ended."""
+
+    at: float
+    member_id: str
+    session: Session
+    how: str
+    """Completes "rank 2 (host-b, pid 4711) ..."."""
+    found_gone: bool = False
+    """True if its process is known to have ended, but nobody has told how."""
+    loss: str = ""
+    """One of `LOSSES` that it is to be counted under, unless somebody has seen its process end; empty if it counts."""
+
+
+@dataclass(slots=True)
+class Histogram:
+    """How often something took how many seconds."""
+
+    bounds: tuple[float, ...] = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+    counts: list[int] = field(default_factory=list)
+    """For each bound the number of values up to it and above the one before; the last one is of values above all."""
+    total: float = 0.0
+    """Sum of the values."""
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
+
+    def add(self, seconds: float) -> None:
+        """Adds a value; below 0 counts as 0."""
+        seconds = max(0.0, seconds)
+        place = next((i for i, bound in enumerate(self.bounds) if seconds <= bound), len(self.bounds))
+        self.counts[place] += 1
+        self.total += seconds
+
+
+@dataclass(slots=True)
+class _Member:
+    """What is known of a member while its session lasts."""
+
+    session: Session
+    since: float
+    """When it registered."""
+    joins: bool = False
+    """True if it came to a line that was running, and has no seat yet."""
+    counters: Counters = field(default_factory=Counters)
+    restored: bool = False
+    """True until its first heartbeat if it has registered with an earlier coordinator."""
+
+
+class Tally:
+    """What has been counted of one job.
+
+    Args:
+        now: the time, in seconds.
+        state: the job; looked at, not changed.
+
+    Attributes:
+        committed: steps that were committed, each once.
+        undone: steps that were begun and undone.
+        generations: generations that have begun, by `CHANGE_REASONS`.
+        step: the last step that is known to be committed, 0 for none.
+        gone: members that have ended lately; the last `MOST_GONE`.
+        detection: from the first sign that a member was lost to the verdict.
+        recovery: from that sign to the first step that the next generation has committed.
+        join: from the registration of a member that joins a running job to its seat.
+        checkpoint: how long the writes of checkpoints took.
+        checkpoint_step: step of the last checkpoint that is known to be complete, 0 for none.
+    """
+
+    def __init__(self, now: float, state: JobState) -> None:
+        self.committed = self.undone = 0
+        self.generations: Counter[str] = Counter()
+        self._lost: Counter[str] = Counter()
+        self.step = state.reached or 0
+        self.gone: deque[Gone] = deque(maxlen=MOST_GONE)
+        self.detection, self.recovery, self.join = Histogram(), Histogram(), Histogram()
+        self.checkpoint = Histogram()
+        self.checkpoint_step = 0
+        self._kept = 0  # checkpoints of steps up to this one are counted
+        self._past_checkpoint_failures = 0
+        self._members = {id_: _Member(session, now, restored=True) for id_, session in state.sessions.items()}
+        self._past_samples = 0
+        self._past_waited = 0.0
+        self._past_state_bytes, self._past_state_time = 0, 0.0
+        self._past_bytes: Counter[str] = Counter()
+        self._kinds: set[str] = set()
+        self._seconds: dict[Use, float] = dict.fromkeys(USES, 0.0)
+        self._mark = now  # seconds up to here are counted
+        self._use: Use | None = None  # what the time since is, as far as that is known; None: of no job
+        self._view: View | None = state.view  # the last one that formed
+        self._began = now
+        self._word = 0  # the last step word of this view that is known to have completed
+        self._signs: dict[str, float] = {}  # when members of the live view were first suspected
+        self._recovering: float | None = None  # since when
+        self._void: Verdict | None = state.verdict  # of the last view
+        self._last_void = 0  # the last generation that a verdict has ended
+        self._undone_in = -1  # the one of these whose undone step is counted
+        self._live = state.live is not None
+        self._restored = state.view is not None  # what its members have done so far is not known
+        self._speed: deque[tuple[float, int]] = deque([(now, 0)], maxlen=_SPEED_MARKS)
+        self._reason = self._reason_told = ""
+        self._reason_at = float("-inf")
+
+    # What is read -----------------------------------------------------------------------------------------------------
+
+    def seconds(self, now: float) -> dict[Use, float]:
+        """Returns the seconds of the job so far, by what they were."""
+        if not self._live:  # else a heartbeat will say what the time since the last step word was
+            self._count(now)
+        return dict(self._seconds)
+
+    def goodput(self, now: float) -> float:
+        """Returns the share of the job's seconds that led to committed steps, 0 to 1; 0 if there are none."""
+        seconds = self.seconds(now)
+        total = sum(seconds.values())
+        return seconds["committed"] / total if total else 0.0
+
+    def steps_per_second(self, now: float) -> float:
+        """Returns the committed steps of each of the last 10 s."""
+        while len(self._speed) > 1 and self._speed[1][0] < now - _SPEED_S:
+            self._speed.popleft()
+        (since, before), span = self._speed[0], now - self._speed[0][0]
+        return (self.committed - before) / max(span, 1.0) if since > now - 2 * _SPEED_S else 0.0
+
+    @property
+    def samples(self) -> int:
+        """Samples in the committed steps of all members."""
+        return self._past_samples + sum(member.counters.samples for member in self._members.values())
+
+    @property
+    def waited(self) -> float:
+        """Seconds that all members together have waited in collectives."""
+        return self._past_waited + sum(member.counters.in_collectives for member in self._members.values())
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of training state that members have fetched from each other."""
+        return self._past_state_bytes + sum(member.counters.state_bytes for member in self._members.values())
+
+    @property
+    def state_time(self) -> float:
+        """Seconds that all members together have spent in fetching state."""
+        return self._past_state_time + sum(member.counters.state_time for member in self._members.values())
+
+    @property
+    def checkpoint_failures(self) -> int:
+        """Checkpoints that members could not write; hosts with disks of their own write one each."""
+        return self._past_checkpoint_failures + sum(
+            member.counters.checkpoint_failures for member in self._members.values()
+        )
+
+    @property
+    def sent_bytes(self) -> Mapping[str, int]:
+        """Bytes that members have sent to each other, by kind of link."""
+        sums = Counter(self._past_bytes)
+        for member in self._members.values():
+            self._add(sums, member.counters.sent_bytes)
+        return sums
+
+    def counters_of(self, member_id: str) -> Counters:
+        """Returns what a member has counted."""
+        member = self._members.get(member_id)
+        return Counters() if member is None else member.counters
+
+    def losses(self, now: float) -> Counter[str]:
+        """Returns the members that were lost, by `LOSSES`; of some, how is known after a few seconds."""
+        for gone in self.gone:
+            if gone.loss and gone.at < now - _NEWS_S:
+                self._count_loss(gone, gone.loss)
+        return self._lost
+
+    @property
+    def members_lost(self) -> int:
+        """Members that were lost."""
+        return self._lost.total() + sum(bool(gone.loss) for gone in self.gone)
+
+    def gone_lately(self, now: float) -> list[Gone]:
+        """Returns members that have ended in the last minute, in the order in which they did."""
+        return [gone for gone in self.gone if gone.at >= now - KEPT_S]
+
+    # What happens -----------------------------------------------------------------------------------------------------
+
+    def saw(self, now: float, event: Event, effects: Iterable[Effect], state: JobState) -> list[Happening]:
+        """Takes note of an event and of what followed from it.
+
+        Args:
+            now: the time, in seconds.
+            event: what happened.
+            effects: what the job's membership decided.
+            state: the job after it.
+
+        Returns:
+            What is worth an event, in order.
+        """
+        if isinstance(event, Heard):  # by far the most frequent event
+            return self._heard(now, event, state)
+        found: list[Happening] = []
+        self._notice(now, event, state)
+        if isinstance(event, ExitReported):
+            found += self._amend_by(event)
+        endings: dict[str, Ending] = {}
+        for effect in effects:
+            match effect:
+                case StoreEnding(generation, rank, ending):
+                    if self._view is not None and self._view.generation == generation:
+                        member_id = self._view.seats[rank].member_id
+                        endings[member_id] = ending
+                        self._amend(member_id, ending)
+                case StoreVerdict(verdict):
+                    found += self._voided(now, verdict)
+                case EndSession(member_id, _):
+                    found += self._ended(now, event, member_id, endings.get(member_id), state)
+        view = state.view
+        if isinstance(event, ViewStored) and view is not None and view.generation == event.generation:
+            found += self._formed(now, view)
+        found += _of_orders(event, state)
+        if isinstance(event, FinishStored) and state.finished is not None:
+            self._reach(now, event.step)
+            self._count(now, "committed" if self._word else None)
+            found.append(self._happening("finished", f"the job is done: its last step was {state.finished}"))
+        self._stand(now, state)
+        return found
+
+    def reason(self, now: float, reason: str) -> list[Happening]:
+        """Takes note of why the job stands where it does; returns an event once a second at most."""
+        self._reason = reason
+        if not reason or reason == self._reason_told or now < self._reason_at + _REASON_EVERY_S:
+            return []
+        self._reason_told, self._reason_at = reason, now
+        return [self._happening("reason", reason)]
+
+    def _heard(self, now: float, event: Heard, state: JobState) -> list[Happening]:
+        member = self._members.get(event.member_id)
+        if member is None:
+            return []
+        before, member.counters = member.counters, event.counters
+        is_first = member.restored
+        found = self._kept_by(member, before)
+        if is_first:  # what it did before this coordinator started, the one before has counted
+            before = event.counters
+            self._count_past(before, -1)
+        self._advanced(now, event, member, before, state)
+        return found
+
+    def _kept_by(self, member: _Member, before: Counters) -> list[Happening]:
+        """Counts a checkpoint once, with the first member that has written it: each host may write one of that step."""
+        counted, was_restored = member.counters, member.restored
+        member.restored = False
+        if counted.checkpoints <= before.checkpoints or counted.checkpoint_step <= self._kept:
+            return []
+        self._kept = self.checkpoint_step = counted.checkpoint_step
+        if was_restored:  # the coordinator before this one has counted it
+            return []
+        seconds = counted.checkpoint_time - before.checkpoint_time
+        self.checkpoint.add(seconds := max(0.0, seconds / (counted.checkpoints - before.checkpoints)))
+        text = f"checkpoint of step {self.checkpoint_step} is complete, in {seconds:.1f} s"
+        return [self._happening("checkpoint", text)]
+
+    def _advanced(self, now: float, event: Heard, member: _Member, before: Counters, state: JobState) -> None:
+        """Counts the steps that a heartbeat tells of."""
+        if event.counters.undone > before.undone:
+            # A step that fails is undone by all members, and ends its generation: it counts once.
+            self.undone += self._last_void != self._undone_in
+            self._undone_in = self._last_void
+        view, progress = state.live, event.progress
+        if view is None or view.base is None or member.session.standing is not Standing.IN_VIEW:
+            return
+        at = min(now, progress.step_at)
+        if progress.step <= max(self._word, view.base.step) or at < self._began:
+            return
+        words = progress.step - max(self._word, view.base.step)
+        if self._restored:
+            self._restored, self.step = False, progress.step - 1
+            self._count(at)
+        elif self._word:
+            self._count(at, "committed")
+        else:  # up to its first word the generation was forming; when that was is not known, if others have followed
+            first = max(self._mark, at - (at - self._mark) * (words - 1) / words)
+            self._count(first, "reforming")
+            self._count(at, "committed")
+        self._word, self._use = progress.step, "committed"
+        self._reach(now, progress.step - 1)
+        if self._recovering is not None and self.step > view.base.step:
+            self.recovery.add(at - self._recovering)
+            self._recovering = None
+
+    def _notice(self, now: float, event: Event, state: JobState) -> None:
+        """Takes note of arrivals and of first signs of a loss."""
+        match event:
+            case Registered(member_id) if (session := state.sessions.get(member_id)) is not None:
+                self._members[member_id] = _Member(session, now, joins=state.view is not None)
+            case StreamEnded(member_id):
+                self._suspect(member_id, now)
+            case Resumed(member_id):
+                self._signs.pop(member_id, None)
+            case Reported(_, generation):
+                if self._view is not None and self._view.generation == generation:
+                    self._signs.setdefault("", now)  # whoever is to blame
+            case ExitReported(process):
+                for member_id, member in self._members.items():
+                    if member.session.process.is_same(process):
+                        self._suspect(member_id, now)
+            case AddressRefused(member_id) if member_id in self._members:
+                if self._members[member_id].session.stream is None:  # else it came back while its address was tried
+                    self._suspect(member_id, now)
+            case MetOthers(_, met) if met.generation and self._word and self._void is None and met.tag is not None:
+                if self._view is not None and met.generation == self._view.generation:
+                    # A planned change: the members have stopped after their step.
+                    self._count(now, "committed" if met.tag.step >= self._word else "undone")
+                    self._word, self._use = 0, "reforming"
+                    self._reach(now, met.tag.step)
+
+    def _suspect(self, member_id: str, at: float) -> None:
+        member = self._members.get(member_id)
+        if member is not None and member.session.standing is Standing.IN_VIEW:
+            self._signs.setdefault(member_id, at)
+
+    def _voided(self, now: float, verdict: Verdict) -> list[Happening]:
+        self._void, self._last_void = verdict, verdict.generation
+        if self._word:
+            self._count(now, "undone")
+        self._word, self._use = 0, "reforming"
+        first = min(self._signs.values(), default=self._last_heard(verdict, now))
+        self.detection.add(now - first)
+        if self._recovering is None:
+            self._recovering = first
+        self._signs.clear()
+        return [Happening("verdict", verdict.generation, _cut(verdict.text))]
+
+    def _last_heard(self, verdict: Verdict, now: float) -> float:
+        """When the first culprit was last heard of; nobody else has noticed that it was gone."""
+        seats = self._view.seats if self._view is not None else ()
+        culprits = (self._members.get(seats[rank].member_id) for rank in verdict.culprits if rank < len(seats))
+        return min((member.session.heard for member in culprits if member is not None), default=now)
+
+    def _ended(
+        self, now: float, event: Event, member_id: str, ending: Ending | None, state: JobState
+    ) -> list[Happening]:
+        member = self._members.pop(member_id, None)
+        if member is None:
+            return []
+        self._signs.pop(member_id, None)
+        session = member.session
+        self._count_past(member.counters, 1)
+        orderly = isinstance(event, LeftJob) and not event.cause
+        if orderly:
+            how = "left after a drain" if session.draining else "left the job"
+        elif isinstance(event, LeftJob):
+            how = f"raised {event.cause}"
+        else:
+            how = ending.how if ending is not None else _how(event)
+        if len(self.gone) == MOST_GONE and self.gone[0].loss:
+            self._count_loss(self.gone[0], self.gone[0].loss)
+        found_gone = isinstance(event, ExitReported) and event.found_gone
+        gone = Gone(now, member_id, session, _cut(how), found_gone)
+        self.gone.append(gone)
+        if not orderly and session.last_generation:
+            gone.loss = _loss(event, ending)
+            if gone.loss in _KNOWN:
+                self._count_loss(gone, gone.loss)
+        if orderly and state.finished is not None:  # of 1,000 members that go when all is done, nobody wants to read
+            return []
+        kind = "left" if orderly else "lost"
+        return [self._happening(kind, f"{_label(session)} {how}", session.last_generation)]
+
+    def _count_past(self, counters: Counters, sign: int) -> None:
+        """Adds what a member that has gone has counted, or takes off what one that stays had counted before."""
+        self._past_samples += sign * counters.samples
+        self._past_waited += sign * counters.in_collectives
+        self._past_state_bytes += sign * counters.state_bytes
+        self._past_state_time += sign * counters.state_time
+        self._past_checkpoint_failures += sign * counters.checkpoint_failures
+        self._add(self._past_bytes, {kind: sign * size for kind, size in counters.sent_bytes.items()})
+
+    def _count_loss(self, gone: Gone, loss: str) -> None:
+        self._lost[loss] += 1
+        gone.loss = ""
+
+    def _amend_by(self, event: ExitReported) -> list[Happening]:
+        """Says how members went of which no more was known than that they were silent, gone, or cut off."""
+        found = []
+        for gone in self.gone:
+            news = gone.loss or (gone.found_gone and not event.found_gone)
+            if news and gone.session.process.is_same(event.process):
+                gone.how, gone.found_gone = _how(event), event.found_gone
+                if gone.loss:
+                    self._count_loss(gone, "exited")
+                text = f"{_label(gone.session)} {gone.how}"
+                found.append(self._happening("lost", text, gone.session.last_generation))
+        return found
+
+    def _amend(self, member_id: str, ending: Ending) -> None:
+        """Corrects how a member went: it was only silent, and now somebody has seen it end."""
+        for gone in self.gone:
+            if gone.member_id == member_id:
+                gone.how = _cut(ending.how)
+
+    def _formed(self, now: float, view: View) -> list[Happening]:
+        before, self._view = self._view, view
+        known = {seat.member_id for seat in before.seats} if before is not None else set()
+        new = [seat for seat in view.seats if seat.member_id not in known]
+        self._count(now)
+        self._began, self._word, self._use, self._restored = now, 0, "reforming", False
+        if view.base is not None:
+            if before is not None and before.base is not None and view.base.step >= self.step:
+                self._reach(now, view.base.step)
+            self._kept = min(self._kept, view.base.step)
+            self.step = view.base.step  # a line may begin at a checkpoint, further back or ahead
+        self.generations[self._why(before, new, view)] += 1
+        self._void = None
+        self._signs.clear()
+        for seat in view.seats:
+            member = self._members.get(seat.member_id)
+            if member is not None and member.joins:
+                member.joins = False
+                self.join.add(now - member.since)
+        count = len(view.seats)
+        start = f", from step {view.base.step}" if view.base is not None else ""
+        text = f"generation {view.generation} has begun with {count} member{'s' if count != 1 else ''}{start}"
+        found = [Happening("view", view.generation, text)]
+        if new:
+            found.append(Happening("joined", view.generation, f"{_list(new)} joined"))
+        return found
+
+    def _why(self, before: View | None, new: list[Seat], view: View) -> str:
+        if self._void is not None:
+            return _REASONS.get(self._void.reason, "other")
+        if before is None or before.base is None:
+            return "began"
+        return "joined" if new else "drained" if len(view.seats) < len(before.seats) else "other"
+
+    def _stand(self, now: float, state: JobState) -> None:
+        """Takes note of what the job's time is now, while no view trains."""
+        self._live = state.live is not None and state.finished is None
+        if self._live:
+            return
+        self._word = 0
+        here = [session for session in state.sessions.values() if session.stream is not None]
+        use: Use | None = "reforming"
+        if state.finished is not None or not here:
+            use = None if state.finished is not None or not state.sessions else "waiting"
+        elif state.view is None or len(here) < here[0].settings.min_workers:
+            use = "waiting"
+        if use != self._use:
+            self._count(now)
+            self._use = use
+
+    def _count(self, until: float, use: Use | None = None) -> None:
+        """Counts the seconds since the last ones that were counted, as what is given or as what they are by now."""
+        use = use or self._use
+        if until > self._mark:
+            if use is not None:
+                self._seconds[use] += until - self._mark
+            self._mark = until
+
+    def _reach(self, now: float, step: int) -> None:
+        if step > self.step:
+            self.committed += step - self.step
+            self.step = step
+            if now > self._speed[-1][0] + 0.25:
+                self._speed.append((now, self.committed))
+
+    def _add(self, sums: Counter[str], sent: Mapping[str, int]) -> None:
+        for kind, size in sent.items():
+            if len(self._kinds) < MOST_KINDS:  # members choose the names
+                self._kinds.add(kind)
+            sums[kind if kind in self._kinds else "other"] += size
+
+    def _happening(self, kind: str, text: str, generation: int | None = None) -> Happening:
+        now_in = self._view.generation if self._view is not None else 0
+        return Happening(kind, now_in if generation is None else generation, _cut(text))
+
+
+def _of_orders(event: Event, state: JobState) -> list[Happening]:
+    generation = state.view.generation if state.view is not None else state.generation
+    match event:
+        case DrainAsked(member_ids, why):
+            sessions = [session for id_ in member_ids if (session := state.sessions.get(id_)) is not None]
+            names = ", ".join(map(_label, sessions[:_NAMED])) if len(sessions) <= _NAMED else f"{len(sessions)} members"
+            text = f"{names or 'nobody'} {'is' if len(sessions) < 2 else 'are'} to leave: {why}"
+            return [Happening("drained", generation, _cut(text))]
+        case RestartAsked():
+            return [Happening("restarted", generation, "the job is started anew: its last members are taken for dead")]
+    return []
+
+
+def _loss(event: Event, ending: Ending | None) -> str:
+    match event:
+        case LeftJob():
+            return "raised"
+        case ExitReported():
+            return "exited"
+        case AddressRefused():
+            return "refused"
+        case Registered():
+            return "replaced"
+    return "silent" if ending is not None and ending.how.startswith("was silent") else "evicted"
+
+
+def _how(event: Event) -> str:
+    """How a session that had no seat has ended."""
+    match event:
+        case ExitReported(_, code, found_gone):
+            return "is gone, as a worker on its host reported" if found_gone else describe_exit(code)
+        case AddressRefused():
+            return "died: nobody listens at its address"
+        case Registered():
+            return "came back as a new member"
+    return "was silent for too long"
+
+
+def _label(session: Session) -> str:
+    process = session.process
+    name = f"rank {session.rank}" if session.rank is not None else "a worker"
+    return f"{name} ({process.host}, pid {process.pid})"
+
+
+def _list(seats: list[Seat]) -> str:
+    if len(seats) > _NAMED:
+        return f"{len(seats)} workers"
+    return ", ".join(seat.label for seat in seats)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 3] + "..."

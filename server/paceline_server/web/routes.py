@@ -1,0 +1,375 @@
+"""The paths of the HTTP server: who may ask, and what is answered.
+
+Callers show the same tokens as those of gRPC (`Authorization: Bearer`), and need the same roles. Only the page's files
+and the probes are open to all, because they say nothing about jobs. Any page in a browser may make it send requests. So
+orders must be JSON from this very origin. And while neither a token nor a certificate is needed, `Host` must be no
+foreign name, since a foreign page can have its own name resolve to this machine (DNS rebinding).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import ipaddress
+import json
+import logging
+import mimetypes
+import time
+from collections.abc import Awaitable, Callable, Hashable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, generate_latest
+
+from paceline_server.dispatcher import Dispatcher
+from paceline_server.errors import (
+    BadRequest,
+    Draining,
+    NoRoom,
+    NotFound,
+    NotLeader,
+    PermissionDenied,
+    Refused,
+    Unauthenticated,
+)
+from paceline_server.security.token_file import TokenKeeper
+from paceline_server.security.tokens import Grant, Role
+from paceline_server.services.admin import AdminHandlers
+from paceline_server.web.metrics import JobCollector
+from paceline_server.web.stream import Broadcasts
+from pacelinepb.status_json import detail_as_dict, event_as_dict, job_as_dict
+from pacelinepb.v1 import admin_pb2 as pb
+
+__all__ = ["MAX_BODY_BYTES", "POLICY", "Routes"]
+
+_log = logging.getLogger(__name__)
+
+STATIC = Path(__file__).parent / "static"
+
+MAX_BODY_BYTES = 64 << 10
+
+_READY_S = 1.0
+"""Seconds for the storage to answer."""
+
+_STATUS: dict[type[Refused], int] = {
+    Unauthenticated: 401,
+    PermissionDenied: 403,
+    NotFound: 404,
+    Draining: 503,
+    NotLeader: 503,
+    NoRoom: 503,
+}
+
+POLICY = (
+    "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'"
+)
+"""The Content-Security-Policy. What the page shows comes from workers: no script or style in it may run, whatever a
+host is called. Nor may the page's own scripts make elements of text (docs/decisions/052)."""
+
+_HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+_METRICS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file of the page."""
+
+    data: bytes
+    content_type: str
+    tag: str
+
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Routes:
+    """Handlers of all paths.
+
+    Args:
+        dispatcher: the jobs.
+        tokens: the tokens in force; None if callers need none.
+        names: the names, in lower case, by which a request may call this server, besides IP addresses; None for any.
+
+    Attributes:
+        broadcasts: the streams.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, tokens: TokenKeeper | None, *, names: frozenset[str] | None) -> None:
+        self.broadcasts = Broadcasts()
+        self._dispatcher = dispatcher
+        self._admin = AdminHandlers(dispatcher)
+        self._tokens = tokens
+        self._version = _version()
+        self._names = names
+        self._started = time.time()
+        self._files = _read_files(STATIC)
+        self._building = asyncio.Lock()
+        self._asking = 0
+        self._built: dict[Hashable, tuple[float, bytes]] = {}
+
+    def application(self) -> web.Application:
+        """Makes the application."""
+        app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
+        app.router.add_get("/", self._page)
+        app.router.add_get("/static/{path:.+}", self._page)
+        app.router.add_get("/healthz", self._healthz)
+        app.router.add_get("/readyz", self._readyz)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/api/session", self._session)
+        app.router.add_get("/api/jobs", self._jobs)
+        app.router.add_get("/api/stream", self._stream)
+        app.router.add_get("/api/jobs/{name}", self._job)  # a slash in a name comes as %2F
+        app.router.add_get("/api/jobs/{name}/events", self._events)
+        app.router.add_post("/api/jobs/{name}/drain", self._drain)
+        return app
+
+    # Around all handlers ----------------------------------------------------------------------------------------------
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        """Checks where a request comes from, and makes an answer of each error."""
+        try:
+            self._check_host(request)
+            if self._dispatcher.standby is not None and request.path.startswith(
+                ("/api/jobs", "/api/stream", "/readyz")
+            ):
+                raise self._dispatcher.standby()
+            response = await handler(request)
+        except Refused as refused:
+            response = _error(_STATUS.get(type(refused), 400), str(refused))
+            if isinstance(refused, Unauthenticated):
+                response.headers["WWW-Authenticate"] = "Bearer"
+        except web.HTTPException as error:
+            response = _error(error.status, f"{request.method} {request.path}: {error.reason}"[:300])
+        except Exception:  # noqa: BLE001  whatever it is, the log has it, and the caller an answer
+            _log.exception("%s %s has failed", request.method, request.path)
+            response = _error(500, "the coordinator has failed here: its log says why")
+        if not response.prepared:
+            response.headers.update(_HEADERS)
+            response.headers.setdefault("Cache-Control", "no-store")
+        return response
+
+    def _check_host(self, request: web.Request) -> None:
+        if self._names is None:
+            return
+        host = request.headers.get("Host", "").rpartition("@")[2]
+        name = host.partition("]")[0].strip("[") if host.startswith("[") else host.partition(":")[0]
+        if name.lower() in self._names:
+            return
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            raise PermissionDenied(
+                "this coordinator asks for no token, so it answers only to IP addresses, localhost and its host's own "
+                f"name, not to {name[:100]!r}"
+            ) from None
+
+    async def _grant(self, request: web.Request, role: Role = Role.READ) -> Grant:
+        """Returns what the caller may do.
+
+        Raises:
+            Unauthenticated, PermissionDenied: the caller has no token, or one that is not good enough.
+        """
+        if self._tokens is None:
+            return Grant()
+        try:
+            grant = (await self._tokens.current()).grant(request.headers.get("Authorization"))
+        except Unauthenticated:
+            shown = "Authorization" in request.headers
+            text = "it does not know the one that was sent" if shown else "send Authorization: Bearer TOKEN"
+            raise Unauthenticated(f"this coordinator asks for a token: {text}") from None
+        grant.check_role(role)
+        return grant
+
+    async def _named(self, request: web.Request, role: Role = Role.READ) -> str:
+        """Returns the job of the path, if the caller may ask about it."""
+        name = request.match_info["name"]
+        (await self._grant(request, role)).check(name)
+        return name
+
+    async def _shared(self, key: Hashable, build: Callable[[], Awaitable[bytes]]) -> bytes:
+        """Returns an answer whose building has begun since the call. One is built at a time, for all who wait for it.
+
+        To build one holds up the coordinator's loop, for milliseconds if a job has 1,000 members. So others get a turn
+        between two of them.
+        """
+        loop = asyncio.get_running_loop()
+        asked = loop.time()
+        self._asking += 1
+        try:
+            async with self._building:
+                began, answer = self._built.get(key, (asked, b""))
+                if began <= asked:
+                    await asyncio.sleep(0)
+                    began = loop.time()
+                    answer = await build()
+                    self._built[key] = began, answer
+                return answer
+        finally:
+            self._asking -= 1
+            if not self._asking:
+                self._built.clear()
+
+    # Probes and metrics -----------------------------------------------------------------------------------------------
+
+    async def _healthz(self, request: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def _readyz(self, request: web.Request) -> web.Response:
+        """Answers 200 if jobs can be served: this coordinator does not stop, and its storage answers."""
+        if self._dispatcher.draining:
+            raise Draining("the coordinator is stopping")
+        try:
+            async with asyncio.timeout(_READY_S):
+                await self._dispatcher.storage.write([])
+        except TimeoutError:
+            return _error(503, f"the storage has not answered for {_READY_S:g} s")
+        except OSError as error:
+            return _error(503, str(error))
+        return web.Response(text="ok\n")
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        grant = await self._grant(request)
+
+        async def build() -> bytes:
+            registry = CollectorRegistry()
+            now = asyncio.get_running_loop().time()
+            registry.register(JobCollector(self._dispatcher, self._version, self._started, now, grant.allows))
+            return generate_latest(registry)
+
+        body = await self._shared(("metrics", grant.jobs), build)
+        return web.Response(body=body, headers={"Content-Type": _METRICS})
+
+    # The page ---------------------------------------------------------------------------------------------------------
+
+    async def _page(self, request: web.Request) -> web.Response:
+        file = self._files.get(request.match_info.get("path", "index.html"))
+        if file is None:
+            raise NotFound(f"there is no {request.path[:200]}")
+        headers = {"ETag": file.tag, "Cache-Control": "no-cache", "Content-Type": file.content_type}
+        if request.headers.get("If-None-Match") == file.tag:
+            return web.Response(status=304, headers=headers)
+        return web.Response(body=file.data, headers=headers)
+
+    # What the page asks for -------------------------------------------------------------------------------------------
+
+    async def _session(self, request: web.Request) -> web.Response:
+        """What this caller needs and may do; an unknown token counts as none."""
+        may_drain = True
+        try:
+            await self._grant(request, Role.OPERATOR)
+        except (Unauthenticated, PermissionDenied):
+            may_drain = False
+        facts = {"needs_token": self._tokens is not None, "may_drain": may_drain, "version": self._version}
+        return _json(_dump(facts))
+
+    async def _jobs(self, request: web.Request) -> web.Response:
+        grant = await self._grant(request)
+
+        async def build() -> bytes:
+            return _dump(await self._list(grant))
+
+        return _json(await self._shared(("jobs", grant.jobs), build))
+
+    async def _list(self, grant: Grant) -> dict[str, Any]:
+        jobs = (await self._admin.ListJobs(pb.ListJobsRequest())).jobs
+        return {"jobs": [job_as_dict(job) for job in jobs if grant.allows(job.name)]}
+
+    async def _job(self, request: web.Request) -> web.Response:
+        name = await self._named(request)
+
+        async def build() -> bytes:
+            return _dump(await self._detail(name))
+
+        return _json(await self._shared(("job", name), build))
+
+    async def _detail(self, name: str) -> dict[str, Any]:
+        return detail_as_dict(await self._admin.GetJob(pb.GetJobRequest(job=name)))
+
+    async def _events(self, request: web.Request) -> web.Response:
+        name = await self._named(request)
+        after = request.query.get("after", "0")
+        if not (after.isascii() and after.isdecimal() and len(after) < 19):
+            raise BadRequest(f"after must be a whole number, not {after[:50]!r}")
+
+        async def build() -> bytes:
+            found = await self._admin.ListEvents(pb.ListEventsRequest(job=name, after=int(after)))
+            return _dump({"events": [event_as_dict(each) for each in found.events], "next": found.next})
+
+        return _json(await self._shared(("events", name, int(after)), build))
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        grant, name = await self._grant(request), request.query.get("job", "")
+        if name:
+            grant.check(name)
+
+        async def check() -> None:
+            now = await self._grant(request)
+            if (name and not now.allows(name)) or (not name and now.jobs != grant.jobs):
+                raise PermissionDenied("the token is good for other jobs now")
+
+        if name:
+            return await self.broadcasts.serve(request, ("job", name), "job", lambda: self._detail(name), check)
+        return await self.broadcasts.serve(request, ("jobs", grant.jobs), "jobs", lambda: self._list(grant), check)
+
+    async def _drain(self, request: web.Request) -> web.Response:
+        """Has members leave, if the request comes from an operator, and not from another page in a browser."""
+        if request.content_type != "application/json":
+            raise BadRequest("an order must have Content-Type: application/json")
+        origin = request.headers.get("Origin")
+        if origin is not None and origin.partition("://")[2] != request.host:  # a proxy may have ended TLS
+            raise PermissionDenied(f"an order cannot come from the page of {origin[:200]!r}")
+        name = await self._named(request, Role.OPERATOR)
+        if self._dispatcher.draining:
+            raise Draining("the coordinator is stopping")
+        try:
+            asked = json.loads(await request.read())
+        except (ValueError, RecursionError):
+            raise BadRequest("the body is no JSON") from None
+        members = asked.get("members") if isinstance(asked, dict) else None
+        if not isinstance(members, list) or not all(isinstance(member, str) for member in members):
+            raise BadRequest('the body must be {"members": ["3", ...]}: ranks or member ids, none for all')
+        told = await self._admin.DrainMembers(pb.DrainMembersRequest(job=name, members=members))
+        return _json(_dump({"member_ids": list(told.member_ids)}))
+
+
+def _version() -> str:
+    try:
+        return version("paceline")
+    except PackageNotFoundError:  # it runs from a checkout
+        return "unknown"
+
+
+def _dump(value: object) -> bytes:
+    return json.dumps(value).encode()
+
+
+def _json(body: bytes) -> web.Response:
+    return web.Response(body=body, content_type="application/json", charset="utf-8")
+
+
+def _error(status: int, text: str) -> web.Response:
+    return web.Response(status=status, text=json.dumps({"error": text}), content_type="application/json")
+
+
+def _read_files(folder: Path) -> dict[str, _File]:
+    """Reads all files of the page at the start: a request names one of these, and no path on the disk."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            data = path.read_bytes()
+            kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
+            text = "; charset=utf-8" if kind.startswith("text/") or kind.endswith(("javascript", "svg+xml")) else ""
+            tag = f'"{hashlib.sha256(data).hexdigest()[:16]}"'
+            found[path.relative_to(folder).as_posix()] = _File(data, kind + text, tag)
+    return found
