@@ -1,6 +1,6 @@
 """Paceline for PyTorch: DDP, FSDP and data loaders for nn.Module, and the backend "paceline" of torch.distributed.
 
-This package is an extra: `pip install 'paceline[torch]'`.
+This package is an extra: `pip install "paceline[torch] @ git+https://github.com/paceline/paceline"`.
 
     import torch.distributed as dist
     dist.init_process_group("paceline")                     # in place of "gloo": nothing else changes

@@ -22,16 +22,19 @@ from paceline._parallel._accumulation import Accumulation
 from paceline._parallel._bucket_reducer import BucketReducer
 from paceline._parallel._data_parallel import ReplicatedModel
 from paceline._parallel._parameter import Parameter
-from paceline._parallel._ranks import RankGroup
+from paceline._parallel._ranks import CarryingGroup, RankGroup
 from paceline._parallel._synchronizer import GradientSynchronizer
+from paceline._parallel._transport import EngineTransport, GradientTransport
 from paceline.errors import StepOrderError
-from paceline.torch._tensors import Tensor, array_of, tensor_of
+from paceline.torch._tensors import Tensor, array_of, on_host, tensor_of, values_of
 
 __all__ = ["AutogradDriver", "AutogradObserver", "AutogradPass", "TorchModule", "TorchParameter", "Uneven"]
 
 _OUTSIDE = -1
 """The number that autograd reports outside of a backward pass."""
 
+
+_NAME = "a parameter of a module whose gradients travel over links (an engine may carry them: docs/engines.md)"
 
 _HANDLES: Any = WeakIdKeyDictionary()
 """For each tensor, the handles of the hooks that are registered on it."""
@@ -68,7 +71,7 @@ class TorchParameter(Parameter):
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-        super().__init__(array_of(tensor), tensor.requires_grad)
+        super().__init__(array_of(tensor, _NAME), tensor.requires_grad)
         self._handles: tuple[Any, ...] = ()
         self._earlier: Tensor | None = None
 
@@ -153,7 +156,11 @@ class TorchParameter(Parameter):
                     view.copy_(earlier)
                 tensor.grad = view.add_(fresh, alpha=factor)
         self.writes += 1
+        self._has_written()
         self._autograd_observer.after(self)
+
+    def _has_written(self) -> None:
+        """Called behind each write of a gradient, in the stream that writes it."""
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
@@ -172,22 +179,37 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class TorchModule:
-    """A torch module as the core sees it: its parameters and buffers."""
+    """A torch module as the core sees it: its parameters and buffers.
 
-    def __init__(self, module: Any) -> None:
+    Args:
+        module: the module.
+        make: makes the core's object for a parameter.
+    """
+
+    def __init__(self, module: Any, make: Callable[[Tensor], TorchParameter]) -> None:
         self._module = module
+        self._make = make
         self._parameters: dict[int, TorchParameter] = {}
 
     def named_parameters(self) -> Iterator[tuple[str, TorchParameter]]:
         """Yields pairs of path and parameter, always the same objects."""
         for path, tensor in self._module.named_parameters(remove_duplicate=False):
             if id(tensor) not in self._parameters:
-                self._parameters[id(tensor)] = TorchParameter(tensor)
+                self._parameters[id(tensor)] = self._make(tensor)
             yield path, self._parameters[id(tensor)]
 
     def named_buffers(self) -> Iterable[tuple[str, NDArray[Any]]]:
         """Returns pairs of path and array."""
-        return [(path, array_of(buffer)) for path, buffer in self._module.named_buffers()]
+        return [(path, values_of(buffer)) for path, buffer in self._module.named_buffers()]
+
+    def write_back(self, parameters: Mapping[str, NDArray[Any]], buffers: Mapping[str, NDArray[Any]]) -> None:
+        """Writes values that were copied from a device; see `paceline._parallel._parameter.write_back`."""
+        live = {**dict(self.named_parameters()), **dict(self._module.named_buffers())}
+        for path, values in (*parameters.items(), *buffers.items()):
+            tensor = getattr(live[path], "tensor", live[path])
+            if not on_host(tensor):
+                with torch.no_grad():
+                    tensor.copy_(tensor_of(values))
 
 
 class AutogradPass:
@@ -324,6 +346,8 @@ class AutogradDriver:
     Args:
         module: the torch module.
         group: the ranks.
+        make: makes the core's object for a parameter.
+        carried: makes the transport of gradients if an engine carries them.
         settings: as for `paceline.DDP`.
 
     Attributes:
@@ -334,9 +358,17 @@ class AutogradDriver:
         factor: see `AutogradObserver`.
     """
 
-    def __init__(self, module: Any, group: RankGroup, **settings: Any) -> None:
-        self.module = TorchModule(module)
-        self.model = ReplicatedModel(self.module, group, trains_narrow=True, **settings)
+    def __init__(
+        self,
+        module: Any,
+        group: RankGroup,
+        *,
+        make: Callable[[Tensor], TorchParameter] = TorchParameter,
+        carried: Callable[[CarryingGroup], GradientTransport] = EngineTransport,
+        **settings: Any,
+    ) -> None:
+        self.module = TorchModule(module, make)
+        self.model = ReplicatedModel(self.module, group, trains_narrow=True, carried=carried, **settings)
         self.uneven = Uneven(group)
         self.synchronizer = GradientSynchronizer(
             self.model,
@@ -424,6 +456,7 @@ class AutogradDriver:
 
     def _begin(self, task: int) -> None:
         self._begun += 1
+        self._hand_over()
         self._pass = AutogradPass(self.synchronizer.backward_pass(self._next_weight()), self._end)
         self.factor = self._pass.factor
         self._task = task
@@ -436,16 +469,24 @@ class AutogradDriver:
         running, self._pass = self._pass, None
         if running is not None:  # otherwise it was abandoned before its end
             running.close()
+            self._hand_over()
 
     def _abandon(self, error: BaseException) -> None:
         """Drops all gradients of a failed attempt, because some of them may be reduced and some not."""
         self._close(error)
         self.synchronizer.abandon()
+        self._hand_over()
 
     def _close(self, error: BaseException) -> None:
         running, self._pass = self._pass, None
         if running is not None:
             running.abandon(error)
+
+    def _hand_over(self) -> None:
+        """Gives the group to the next thread: on a device, autograd runs the pass in a thread of its own."""
+        hand_over = getattr(self._group, "hand_over", None)
+        if self._group.engine_name != "links" and hand_over is not None:
+            hand_over()
 
     def _listen(self, reducer: BucketReducer) -> None:
         del reducer

@@ -32,7 +32,9 @@ def stay_out_of_graphs() -> None:
     rules = importlib.import_module("torch._dynamo.trace_rules")
     add = getattr(rules, "add", None)  # not a public API of torch
     if add is None:
-        _log.warning("this release of torch lacks torch._dynamo.trace_rules.add: do not compile what DDP or FSDP wraps")
+        _log.warning(
+            "this release of torch lacks torch._dynamo.trace_rules.add: do not compile modules that DDP or FSDP wraps"
+        )
         return
     add("paceline")
 
@@ -41,7 +43,7 @@ def never_traced(cls: _Class) -> _Class:
     """Decorates a class so that dynamo runs its methods, and everything they call, untraced."""
     hook = importlib.import_module("torch._C._dynamo.eval_frame")
     if not hasattr(hook, "set_code_exec_strategy"):  # not a public API of torch
-        _log.warning("this release of torch lacks set_code_exec_strategy: do not compile what runs on the backend")
+        _log.warning("this release of torch lacks set_code_exec_strategy: do not compile code that uses the backend")
         return cls
     skip = hook._FrameExecStrategy(hook._FrameAction.SKIP, hook._FrameAction.SKIP)  # the frame, its callees
     for member in vars(cls).values():

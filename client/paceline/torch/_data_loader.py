@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset
 
 from paceline._elastic.sampler import Planned
 from paceline._elastic.step import Step
+from paceline._elastic.step_parts import StepPart
 from paceline.errors import SizeMismatch, StepOrderError, UnsupportedOp
 from paceline.torch._fetching import Fetcher, sow
 
@@ -64,18 +65,20 @@ class ElasticDataLoader:
     def __init__(self, dataset: Any, *, num_workers: int = 0, **settings: Any) -> None:
         if isinstance(dataset, IterableDataset):
             raise UnsupportedOp(
-                f"{type(dataset).__name__} is an IterableDataset: its samples have no numbers to share them out by. "
-                "Give a dataset with __getitem__ and __len__, or take paceline.torch.ElasticStreamLoader"
+                f"{type(dataset).__name__} is an IterableDataset, so its samples have no numbers by which workers "
+                "could divide them. Pass a dataset with __getitem__ and __len__, or use "
+                "paceline.torch.ElasticStreamLoader"
             )
         self.dataset = dataset
         self._fetcher = Fetcher(_Samples(dataset), num_workers, settings)
         self._expected: Iterator[Planned] = iter(())
         """The tasks that the fetcher carries out from now on."""
 
-    def batch(self, step: Step) -> Any:
+    def batch(self, step: Step | StepPart) -> Any:
         """Returns this rank's samples of the step, collated: a batch of the size of `step.indices`.
 
-        A rank without a sample gets one of weight 0, as always. Call this once in each attempt at a step.
+        A rank without a sample gets one of weight 0, as always. Call this once in each attempt at a step; if the
+        sampler has parts, once for each part, as `batch(part)`.
 
         Raises:
             StepOrderError: the step is over.
@@ -85,19 +88,23 @@ class ElasticDataLoader:
             Exception: the dataset or its collation raised it. Worker processes are then closed, and new ones start if
                 `batch` is called again.
         """
-        if step.left:
-            raise StepOrderError(f"step {step.number} is over: call loader.batch(step) in its block")
-        sampler = step.sampler
+        at = step.step if isinstance(step, StepPart) else step
+        if at.left:
+            raise StepOrderError(f"step {at.number} is over: call loader.batch(step) in its block")
+        sampler = at.sampler
         if len(self.dataset) != sampler.n:
-            raise SizeMismatch(f"the sampler shares out {sampler.n} samples, and the dataset has {len(self.dataset)}")
-        _ = step.indices  # from now on they give the weight of this rank's gradients
-        planned = sampler.ahead(step.rank, step.world)
+            raise SizeMismatch(f"the sampler divides {sampler.n} samples, but the dataset has {len(self.dataset)}")
+        if isinstance(step, StepPart):
+            planned = step.ahead()
+        else:
+            _ = step.indices  # from now on they give the weight of this rank's gradients
+            planned = sampler.ahead(step.rank, step.world)
         wanted, tasks = next(planned), None
         if not _same(wanted, next(self._expected, None)):
             self._expected, ahead = tee(planned)
             tasks = (_Task(sampler.seed, each.epoch, each.indices.tolist()) for each in chain([wanted], ahead))
         try:
-            return self._fetcher.next(step.rank, tasks)
+            return self._fetcher.next(at.rank, tasks)
         except BaseException:
             self._expected = iter(())  # nothing is fetched ahead now
             raise

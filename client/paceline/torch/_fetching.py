@@ -79,8 +79,8 @@ class Fetcher:
             self.close()
             if dead:
                 raise DataWorkerLost(
-                    f"rank {rank} on {socket.gethostname()}: {dead}. If it was killed for memory, fetch less ahead "
-                    "(prefetch_factor); with num_workers=0 errors of the dataset itself are seen",
+                    f"rank {rank} on {socket.gethostname()}: {dead}. If it was killed because memory ran out, fetch "
+                    "less ahead (prefetch_factor). With num_workers=0 you see errors of the dataset itself",
                     ranks=(rank,),
                 ) from error
             raise

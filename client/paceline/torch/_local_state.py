@@ -46,7 +46,7 @@ class InnerOptimizers:
     def __init__(self, optimizers: Any, after_step: Callable[[], None]) -> None:
         self._optimizers: Sequence[Any] = tuple(optimizers) if isinstance(optimizers, Sequence) else (optimizers,)
         if not self._optimizers or not all(isinstance(one, torch.optim.Optimizer) for one in self._optimizers):
-            raise TypeError(f"an inner optimizer is a torch.optim.Optimizer, not {optimizers!r:.80}")
+            raise TypeError(f"an inner optimizer must be a torch.optim.Optimizer, not {optimizers!r:.80}")
         self._optimizers[0].register_step_post_hook(lambda *_: after_step())
 
     def zero_grad(self) -> None:
@@ -74,7 +74,7 @@ class InnerOptimizers:
         """
         groups = saved["groups"]
         if [len(each) for each in groups] != [len(one.param_groups) for one in self._optimizers]:
-            raise SizeMismatch("the inner optimizers are others: they have more groups of parameters, or fewer")
+            raise SizeMismatch("the saved inner optimizers were others: they had more groups of parameters, or fewer")
         for optimizer, theirs in zip(self._optimizers, groups, strict=True):
             for group, numbers_of in zip(optimizer.param_groups, theirs, strict=True):
                 group.update(numbers_of)
@@ -149,7 +149,9 @@ class OuterModel:
             elif tensor.dtype in _GLOBAL:
                 self._parameters[path] = Parameter(_on_host(tensor).copy())
             else:
-                raise UnsupportedOp(f"parameter {path!r} is {tensor.dtype}: only floats of 16, 32, 64 bits are trained")
+                raise UnsupportedOp(
+                    f"parameter {path!r} is {tensor.dtype}: only floats of 16, 32 or 64 bits can be trained"
+                )
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yields the global values, by the net's paths."""
@@ -178,7 +180,7 @@ class OuterModel:
         for path, parameter in reversed(self._parameters.items()):
             tensor = self._tensors[path]
             if tensor.requires_grad != parameter.requires_grad:
-                raise UnsupportedOp(f"parameter {path!r} was frozen or unfrozen since local training began")
+                raise UnsupportedOp(f"parameter {path!r} has been frozen or unfrozen since local training began")
             if parameter.requires_grad:
                 parameter.grad = self._contribution(tensor, parameter, factor)
 

@@ -19,7 +19,7 @@ from paceline._group import Group
 from paceline._parallel._data_parallel import DDP
 from paceline._parallel._parameter import Parameter
 from paceline.compression import Codec
-from paceline.errors import StepOrderError
+from paceline.errors import StepOrderError, UnsupportedOp
 from paceline.optim import SGD, Optimizer
 from paceline.torch._local_state import InnerOptimizers, OuterModel, RoundPart
 
@@ -77,7 +77,9 @@ class LocalTraining:
             StepOrderError: a round has begun, which the call would undo on this rank.
         """
         if self._inner_steps:
-            raise StepOrderError(f"prepare() after {self._inner_steps} inner steps of a round: call it before them")
+            raise StepOrderError(
+                f"prepare() came after {self._inner_steps} inner steps of a round: call it before the first"
+            )
         self._wrapper.prepare()
         self._model.push()
 
@@ -96,7 +98,7 @@ class LocalTraining:
             ValueError: H is below 1.
         """
         if steps < 1:
-            raise ValueError(f"a round has at least one inner step, not {steps}")
+            raise ValueError(f"a round must have at least one inner step, not {steps}")
         yield from np.array_split(indices, min(steps, len(indices)) or 1)
 
     def outer_step(self, weight: float | None = None) -> None:
@@ -114,10 +116,14 @@ class LocalTraining:
         Raises:
             ValueError: the weight is negative or not finite.
             StepOrderError: the ranks began with different parameters (see `prepare`), or all weights are 0.
-            UnsupportedOp: a parameter was frozen or unfrozen since this object was made.
+            UnsupportedOp: a parameter was frozen or unfrozen since this object was made, or the sampler has parts.
             PacelineError: a collective failed. The net then keeps its local parameters; `session.steps` undoes the
                 round.
         """
+        if self.group.parts:
+            raise UnsupportedOp(
+                f"{type(self).__name__} cannot sum the parts of a step yet: use DDP, or leave out the sampler's parts"
+            )
         self.outer_optimizer.zero_grad()
         self._wrapper.backward(np.ones(1), float(self._inner_steps) if weight is None else weight)
         self.outer_optimizer.step()  # inside of session.steps this is the gate

@@ -75,7 +75,7 @@ class UnitRuns:
 
     def abandon(self) -> None:
         """Ends the pass, which has failed, and drops its gradients."""
-        error = StepOrderError("the backward pass did not come to its end")
+        error = StepOrderError("the backward pass did not finish")
         for run in [run for runs in self._inside.values() for run in runs]:
             with suppress(StepOrderError):
                 run.__exit__(type(error), error, None)
@@ -269,14 +269,20 @@ class ShardedDriver:
         """Yields torch's running backward pass; the first call begins it, and an error inside the block ends it."""
         self._drop_dead_pass()
         if self._pass is None:
-            rows = self.sharded.synchronizer.rows
-            weight = (1 if rows is None else rows) if self._given is None else self._given
-            self._pass = UnitRuns(AutogradPass(self.sharded.backward_pass(weight), self._end_pass))
+            self._pass = UnitRuns(AutogradPass(self.sharded.backward_pass(self._next_weight()), self._end_pass))
         try:
             yield self._pass
         except BaseException:
             self._drop_pass()
             raise
+
+    def _next_weight(self) -> float:
+        if self._given is not None:
+            return self._given
+        rows, group = self.sharded.synchronizer.rows, self.sharded.group
+        if group.part is not None:
+            return group.gradient_weight
+        return 1 if rows is None else rows
 
     def _end_pass(self) -> None:
         with self._running_pass() as running:
@@ -311,7 +317,7 @@ def _need(mirror: Mirror) -> None:
     owner = _owner_of(mirror)
     _driver_of(owner)._enter(owner.synchronizer.rows)
     if not mirror.is_here:
-        raise StepOrderError("the backward pass needs a parameter that is spread over the ranks, after its unit's end")
+        raise StepOrderError("the backward pass needs a sharded parameter whose unit has already finished")
 
 
 def _owner_of(mirror: Mirror) -> ShardedModel:

@@ -59,7 +59,7 @@ class TorchOptimizer(OptimizerState):
                 owner = None if piece is None else piece._owner
                 if piece is None or not isinstance(owner, ShardedModel):
                     raise UnsupportedOp(
-                        f"a {self._kind} trains both pieces of a model that FSDP has wrapped and other parameters"
+                        f"this {self._kind} has shards of a model that FSDP has wrapped, and other parameters too"
                     )
                 paths = paths if id(piece) in paths else paths | owner.outermost.paths()
                 self._pieces[paths[id(piece)]] = piece
@@ -257,7 +257,7 @@ def _check_trains(optimizer: Any) -> None:
             mirror = mirror_in(tensor)
             if mirror is not None and mirror.has_piece:
                 raise StepOrderError(
-                    f"FSDP trains pieces of the parameters that this {type(optimizer).__name__} has: wrap the module "
+                    f"FSDP trains shards of the parameters that this {type(optimizer).__name__} has: wrap the module "
                     "first, then give the optimizer model.parameters()"
                 )
 

@@ -56,8 +56,8 @@ class GradientShard(torch.Tensor):  # type: ignore[misc]  # torch is not there w
         """
         if func in _NORMS:
             raise UnsupportedOp(
-                "FSDP shards this gradient over the ranks, so this rank's shard of it has another norm than the whole, "
-                "and torch.nn.utils.clip_grad_norm_ would scale by another factor on each rank: call "
+                "FSDP shards this gradient over the ranks, so the norm of this rank's shard is not that of the "
+                "whole, and torch.nn.utils.clip_grad_norm_ would scale by a different factor on each rank: call "
                 "model.clip_grad_norm_(max_norm) of the outermost FSDP, on all ranks (with math.inf it only measures). "
                 "The norm of this rank's shard alone is p.grad.detach().norm()"
             )

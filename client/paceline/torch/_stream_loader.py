@@ -193,11 +193,11 @@ class _Reader:
         samples = self._read(check) or self._read(check)  # the epoch may have ended with the last batch: try the next
         name = type(self._dataset).__name__
         if not samples:
-            raise UnsupportedOp(f"{name} gave no sample in epoch {self._at.epoch}: iter(dataset) has to begin again")
+            raise UnsupportedOp(f"{name} gave no sample in epoch {self._at.epoch}: iter(dataset) must start over")
         state = to_plain(self._dataset.state_dict())
         if not self._at.ended and before.epoch == self._at.epoch and _same(state, before.state):
             raise UnsupportedOp(
-                f"{name}.state_dict() is what it was {len(samples)} samples before: a stream has to say where it is"
+                f"{name}.state_dict() has not changed in {len(samples)} samples: it must contain the position"
             )
         self._at = self._at._replace(batches=before.batches + 1, state=state)
         mine, weight = share_out(np.arange(len(samples)), task.rank, task.world)
@@ -212,7 +212,9 @@ class _Reader:
         elif not self._was_read:
             self._beginning = to_plain(self._dataset.state_dict())
         else:
-            raise UnsupportedOp(f"{type(self._dataset).__name__} was not read from its beginning, and cannot go there")
+            raise UnsupportedOp(
+                f"{type(self._dataset).__name__} was not read from its beginning, so it cannot return there"
+            )
         self._was_read = True
         self._iterator = iter(self._dataset)
         self._at = position

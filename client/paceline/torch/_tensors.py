@@ -20,9 +20,12 @@ __all__ = [
     "array_of",
     "can_combine",
     "elements_of",
+    "numpy_dtype",
+    "on_host",
     "placeholder_like",
     "result_buffer",
     "tensor_of",
+    "values_of",
 ]
 
 Tensor = Any
@@ -91,6 +94,11 @@ class _TensorMemory:
         }
 
 
+def numpy_dtype(dtype: Any) -> np.dtype[Any]:
+    """Returns NumPy's dtype for a torch dtype."""
+    return _BFLOAT16 if dtype == torch.bfloat16 else _dtype_of(dtype)
+
+
 @functools.cache
 def _dtype_of(dtype: Any) -> np.dtype[Any]:
     """Returns NumPy's dtype for a torch dtype; int16 for bfloat16, which NumPy itself does not have."""
@@ -122,6 +130,16 @@ def can_combine(dtype: Any) -> bool:
     return dtype in _COMBINABLE
 
 
+def on_host(tensor: Tensor) -> bool:
+    """Returns True if a tensor lies in memory that NumPy can view."""
+    return bool(tensor.device.type == "cpu")
+
+
+def values_of(tensor: Tensor, name: str = "the tensor") -> NDArray[Any]:
+    """Returns a tensor's values: `array_of` on the CPU, and a copy if the tensor lies on a device."""
+    return array_of(tensor, name) if on_host(tensor) else array_of(_staging(tensor).copy_(tensor.detach()), name)
+
+
 def elements_of(tensor: Tensor) -> Array:
     """Returns a tensor's elements in C order, shape [N]: a view if the tensor is contiguous on the CPU, else a copy.
 
@@ -133,7 +151,7 @@ def elements_of(tensor: Tensor) -> Array:
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise UnsupportedOp(f"a tensor of layout {tensor.layout} cannot be sent: convert it to a dense one")
     flat = tensor.detach()
-    if flat.is_cuda:
+    if not on_host(flat):
         flat = _staging(flat).copy_(flat)  # the copy waits for the CUDA stream
     flat = flat.resolve_conj().resolve_neg().contiguous().view(-1)
     return array_of(flat if can_combine(flat.dtype) else flat.view(torch.uint8))
@@ -158,7 +176,7 @@ def result_buffer(tensor: Tensor, *, filled: bool = False) -> ResultBuffer:
         tensor: a dense tensor.
         filled: whether to fill the buffer with the tensor's values first, for operations in place.
     """
-    plain = not (tensor.is_cuda or tensor.is_conj() or tensor.is_neg())
+    plain = on_host(tensor) and not (tensor.is_conj() or tensor.is_neg())
     if plain and tensor.layout == torch.strided and tensor.is_contiguous():
         return ResultBuffer(elements_of(tensor), None)
     staging = _staging(tensor)
@@ -175,6 +193,6 @@ def result_buffer(tensor: Tensor, *, filled: bool = False) -> ResultBuffer:
 def _staging(tensor: Tensor) -> Tensor:
     """Returns an uninitialised contiguous CPU tensor of the same shape and dtype; pinned if the tensor is on a GPU.
 
-    The GPU case is untested, since no GPU was available. On GPUs, NCCL is the backend to use.
+    The GPU case has not run yet, since no GPU was available.
     """
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

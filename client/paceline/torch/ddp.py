@@ -12,11 +12,14 @@ from typing import Any
 import torch
 
 from paceline._parallel._agreement import give
-from paceline._parallel._parameter import buffers_of, parameters_of
+from paceline._parallel._parameter import buffers_of, parameters_of, write_back
 from paceline._parallel._ranks import RankGroup
 from paceline.compression import Codec, PowerSGD
-from paceline.torch._autograd import AutogradDriver
+from paceline.errors import StepOrderError
+from paceline.torch._autograd import AutogradDriver, TorchParameter
 from paceline.torch._compiling import stay_out_of_graphs
+from paceline.torch._device_parameter import DeviceParameter
+from paceline.torch._tensor_buckets import TensorTransport
 from paceline.torch._tensors import Tensor
 
 __all__ = ["DDP"]
@@ -59,7 +62,8 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
     that `torch.compile(model)` returns has other paths of parameters.
 
     Args:
-        module: the model, on the CPU, built alike on every rank; values may differ. float32 and float64; float16 and
+        module: the model, built alike on every rank; values may differ. It is on the CPU, or on the device of the
+            engine that carries gradients (docs/engines.md). float32 and float64; float16 and
             bfloat16 gradients are added up in float32.
         group: the ranks.
         bucket_mb: as for `paceline.DDP`.
@@ -88,15 +92,22 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
         stay_out_of_graphs()
         self.module = module
         self.group = group
+        carries = group.engine_name != "links"
         self._driver = AutogradDriver(
             module,
             group,
+            make=DeviceParameter if carries else TorchParameter,
+            carried=TensorTransport,
             bucket_mb=bucket_mb,
             compression=compression,
             error_feedback=error_feedback,
             static_graph=static_graph,
         )
         self._synchronizer = self._driver.synchronizer
+
+    def extra_repr(self) -> str:
+        """Returns the line that torch prints above the module's tree."""
+        return f"rank {self.group.rank} of {self.group.size}"
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Returns the module's output. With gradients, the first call is a collective (see `prepare`).
@@ -106,6 +117,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
         """
         if torch.is_grad_enabled():
             self._driver.before_forward()
+        self._synchronizer.begin_part()
         return self.module(*inputs, **named)
 
     def prepare(self) -> None:
@@ -162,9 +174,12 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
         `session.steps` does not need this: its sampler gives every rank a sample in every step.
 
         Raises:
+            StepOrderError: the step has parts, which the sampler divides among the ranks.
             PacelineError: a collective failed.
         """
         driver, uneven = self._driver, self._driver.uneven
+        if self.group.parts:
+            raise StepOrderError("join() in a step whose sampler has parts: the sampler gives every rank its parts")
         self._synchronizer.prepare()
         uneven.open()
         try:
@@ -172,8 +187,10 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
             while uneven.others_go_on():
                 driver.reduce_without_input()
             if uneven.reductions and self.group.size > 1:
-                parameters = [p.data for p in parameters_of(driver.module).values()]
-                give(self.group, [*parameters, *buffers_of(driver.module).values()], root=uneven.root)
+                parameters = {path: p.data for path, p in parameters_of(driver.module).items()}
+                buffers = buffers_of(driver.module)
+                give(self.group, [*parameters.values(), *buffers.values()], root=uneven.root)
+                write_back(driver.module, parameters, buffers)
         finally:
             uneven.close()
 

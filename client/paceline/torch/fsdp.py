@@ -94,7 +94,7 @@ class FSDP(Wrapped):
         ahead: int = 1,
     ) -> None:
         if mixed_precision not in (None, "bf16"):
-            raise UnsupportedOp(f'mixed_precision is "bf16" or None, not {mixed_precision!r}')
+            raise UnsupportedOp(f'mixed_precision must be "bf16" or None, not {mixed_precision!r}')
         super().__init__()
         watch_optimizers()
         stay_out_of_graphs()
@@ -109,6 +109,10 @@ class FSDP(Wrapped):
         )
         self.sharded = self._driver.sharded
         self.strategy = self.sharded.strategy
+
+    def extra_repr(self) -> str:
+        """Returns the line that torch prints above the module's tree."""
+        return f"{self.strategy.name}, rank {self.sharded.group.rank} of {self.sharded.group.size}"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the module's output. All ranks call this: it is a collective wherever parameters are sharded.
@@ -208,7 +212,7 @@ class FSDP(Wrapped):
             StepOrderError: called inside `unshard`.
         """
         if not strict:
-            raise UnsupportedOp("a sharded model takes its whole state: load a part of it into the bare module")
+            raise UnsupportedOp("a sharded model can load only a whole state: load a part into the bare module")
         first = self._first_paths()
         if missing := sorted(first.keys() - saved.keys()):
             raise SizeMismatch(f"the state does not fit this model: {missing[0]!r} is missing")

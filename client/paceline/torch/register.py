@@ -14,14 +14,25 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+from pacelinepb import install_command
+
 __all__ = ["register"]
 
 _NAME = "paceline"
 
 
 def register() -> None:
-    """Registers the backend "paceline" and the init method paceline:// with torch.distributed. Idempotent."""
-    import torch  # not at the top: torch imports this module during its own import
+    """Registers the backend "paceline" and the init method paceline:// with torch.distributed. Idempotent.
+
+    Raises:
+        ModuleNotFoundError: torch is not installed; the text says how to install it.
+    """
+    try:
+        import torch  # not at the top: torch imports this module during its own import
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModuleNotFoundError(f"paceline.torch needs PyTorch: {install_command('torch')}", name="torch") from None
     import torch.distributed as dist
 
     if not dist.is_available() or _NAME.upper() in dist.Backend.__dict__:

@@ -110,7 +110,9 @@ def rendezvous(url: str, timeout: timedelta = timedelta(seconds=300), **_: Any) 
     query = {name: int(values[-1]) for name, values in parse_qs(parts.query).items()}
     unknown = query.keys() - {"rank", "world_size"}
     if unknown:
-        raise ValueError(f"{url}: there is no {sorted(unknown)}; write paceline://host:port/job?rank=0&world_size=2")
+        raise ValueError(
+            f"{url}: unknown parameters {sorted(unknown)}; write paceline://host:port/job?rank=0&world_size=2"
+        )
     rank, world = (None if query.get(name, -1) == -1 else query[name] for name in ("rank", "world_size"))
     if rank is not None and world is None:
         raise ValueError(f"{url}: a rank needs a world_size; write paceline://host:port/job?rank=0&world_size=2")

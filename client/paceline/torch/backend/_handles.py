@@ -63,7 +63,7 @@ class Handle(NamedTuple):
             address, port = parse_endpoint(parts[0]), parts[1]
             if port.isascii() and port.isdigit() and int(port) < 1 << 16:
                 return cls(address, int(port), parts[2])
-        raise ValueError(f"{text!r:.100} is no handle of this backend, {_SCHEME}host:port/presence_port/member")
+        raise ValueError(f"{text!r:.100} is not a handle of this backend, {_SCHEME}host:port/presence_port/member")
 
 
 class Presence:

@@ -301,7 +301,9 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no typ
         wanted, collectives, finishes = _op(opts, outs), [], []
         for out, x in zip(outs, xs, strict=True):
             if x.numel() != out.numel() * self.size():
-                raise SizeMismatch(f"reduce_scatter: {x.numel()} elements for {self.size()} ranks of {out.numel()}")
+                raise SizeMismatch(
+                    f"reduce_scatter: {x.numel()} elements for {self.size()} ranks with {out.numel()} each"
+                )
             buffer = result_buffer(out)
             op, finish = self._plan(wanted, out, buffer)
             collectives.append(partial(self._group.reduce_scatter, elements_of(x), op=op, out=buffer.array))
@@ -379,7 +381,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no typ
         collectives, finishes = [], []
         for out, x in zip(outs, xs, strict=True):
             if out.numel() != x.numel() * self.size():
-                raise SizeMismatch(f"all_gather: {out.numel()} elements for {x.numel()} of each of {self.size()} ranks")
+                raise SizeMismatch(f"all_gather: {out.numel()} elements for {self.size()} ranks with {x.numel()} each")
             buffer = result_buffer(out)
             collectives.append(partial(self._group.all_gather, elements_of(x), out=buffer.array))
             finishes.append(buffer.copy_back)
@@ -524,7 +526,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no typ
             if left <= 0 and not late:
                 peer = self._group.members[rank]
                 raise OperationTimeout(
-                    f"Rank 0 timed out in monitoredBarrier after {within * 1000:.0f} ms, before it heard of {peer}",
+                    f"Rank 0 timed out in monitoredBarrier after {within * 1000:.0f} ms, before it heard from {peer}",
                     ranks=(rank,),
                 )
             try:
@@ -586,6 +588,6 @@ def _element_counts(tensor: Any, splits: Sequence[int], world: int) -> list[int]
             raise SizeMismatch(f"all_to_all: {rows} rows cannot be split into {world} equal parts")
         splits = [rows // world] * world
     if sum(splits) != rows or len(splits) != world:
-        raise SizeMismatch(f"all_to_all: parts of {list(splits)} rows do not make {rows} rows for {world} ranks")
+        raise SizeMismatch(f"all_to_all: parts of {list(splits)} rows do not add up to {rows} rows for {world} ranks")
     elements_per_row = array.size // rows if rows else 0
     return [count * elements_per_row for count in splits]

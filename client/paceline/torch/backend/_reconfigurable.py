@@ -22,7 +22,7 @@ from dataclasses import replace
 from torch._C import _distributed_c10d as c10d  # lacks ReconfigureOptions before torch 2.15
 from torch.distributed import distributed_c10d
 
-from paceline._address import Endpoint, listening_host, parse_endpoint, reachable_endpoint
+from paceline._address import CoordinatorAddresses, Endpoint, listening_host, parse_endpoint, reachable_endpoint
 from paceline._elastic.join import connect, rules_of
 from paceline._elastic.session import CoordinatedSession
 from paceline._embedded import coordinator
@@ -58,7 +58,7 @@ __all__ = ["Reconfigurable", "meeting_point"]
 _log = logging.getLogger("paceline.torch")
 
 _NO_MEMBERS = "this process group has no members yet: call torch.distributed._reconfigure() first"
-_ABORTED = "this process group was aborted: call torch.distributed._reconfigure() to go on"
+_ABORTED = "this process group was aborted: call torch.distributed._reconfigure() to continue"
 _ABORTED_MEANWHILE = "this process aborted the process group while it was being reconfigured"
 
 _LEAST_S = 0.1
@@ -160,7 +160,7 @@ class Reconfigurable(ProcessGroup):
         handles = _parse_handles(opts.handles)
         own = Handle.parse(self.get_reconfigure_handle())
         if opts.uuid in self._used:
-            raise StaleGeneration(f"uuid {opts.uuid} was already used by this process group: take a new one")
+            raise StaleGeneration(f"uuid {opts.uuid} was already used by this process group: use a new one")
         if handles.count(own) != 1 or len(set(handles)) != len(handles):
             raise InvalidRank(f"each handle must be given once, this member's ({own}) included: {opts.handles}")
         _check_hosts(handles)
@@ -191,7 +191,9 @@ class Reconfigurable(ProcessGroup):
         config = replace(self._config, join_timeout=max(_LEAST_S, deadline - time.monotonic()))
         wanted = JoinRequest(_job_name(uuid, handles), len(handles), len(handles), rank, rules_of(config))
         address = handles[0].address
-        connection = connect(address, wanted, config, advertise=self._advertise, coordinator_returns=False)
+        connection = connect(
+            CoordinatorAddresses([address]), wanted, config, advertise=self._advertise, coordinator_returns=False
+        )
         self._joining = connection.give_up
         try:
             self._raise_if_aborted(aborts)
@@ -342,7 +344,8 @@ def _lost(uuid: int, handles: Sequence[Handle], gone: Sequence[int]) -> PeerLost
     """Returns the error for members whose processes have ended."""
     names = ", ".join(f"rank {rank} ({handles[rank].address})" for rank in gone)
     return PeerLost(
-        f"reconfiguration {uuid}: the process that was to be {names} has ended: leave out its handle", ranks=tuple(gone)
+        f"reconfiguration {uuid}: the process that should become {names} has ended: leave out its handle",
+        ranks=tuple(gone),
     )
 
 

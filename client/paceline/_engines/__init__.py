@@ -1,0 +1,1 @@
+"""Engines: other libraries that carry gradients between the members of one generation."""

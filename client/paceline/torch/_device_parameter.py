@@ -1,0 +1,104 @@
+"""A torch parameter whose gradient stays a tensor, on any device: for modules whose gradients an engine carries."""
+
+from __future__ import annotations
+
+import math
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from paceline._parallel._parameter import Parameter
+from paceline.torch._autograd import TorchParameter
+from paceline.torch._device_streams import Mark, streams_of
+from paceline.torch._tensors import Tensor, array_of, numpy_dtype, on_host, values_of
+
+__all__ = ["DeviceParameter"]
+
+
+class DeviceParameter(TorchParameter):
+    """A torch parameter on a device, or on the CPU.
+
+    Its gradient and the gradient's home in a `TensorBucket` are tensors: `grad`, `_home` and `_hold` have tensors where
+    other parameters have arrays. The values are read as a copy if they lie on a device.
+
+    Attributes:
+        written: the stream in which autograd has written the gradient last, and the mark behind that.
+    """
+
+    __slots__ = ("_streams", "written")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self._streams = streams_of(tensor.device)
+        # Only shape and dtype are asked for: an array of zeros takes no memory.
+        Parameter.__init__(
+            self, np.broadcast_to(np.zeros((), numpy_dtype(tensor.dtype)), tuple(tensor.shape)), tensor.requires_grad
+        )
+        self._data = None
+        self._handles: tuple[Any, ...] = ()
+        self._earlier: Tensor | None = None
+        self.written: tuple[Any, Mark | None] | None = None
+
+    @property
+    def data(self) -> NDArray[Any]:
+        """The values; a copy if they lie on a device. Setting them writes into the existing memory."""
+        return values_of(self.tensor)
+
+    @data.setter
+    def data(self, value: ArrayLike) -> None:
+        if on_host(self.tensor):
+            array_of(self.tensor)[...] = value
+            return
+        with torch.no_grad():
+            self.tensor.copy_(_as_tensor(np.asarray(value, self.dtype)))
+
+    @property
+    def grad(self) -> Any:
+        """`Tensor.grad`, a tensor."""
+        return self.tensor.grad
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        self.tensor.grad = value
+
+    @property
+    def _home(self) -> Any:
+        return self._view
+
+    @_home.setter
+    def _home(self, slot: Any) -> None:
+        self._view = slot
+
+    def _hold(self, gradient: Any) -> None:
+        self.tensor.grad = gradient
+
+    def _layout(self) -> tuple[np.dtype[Any], int]:
+        return self.dtype, prod(self.shape) * self.dtype.itemsize
+
+    def _copied_gradient(self) -> Any:
+        return self.tensor.grad.clone()
+
+    def _add_to_gradient(self, more: Any) -> None:
+        self.tensor.grad.add_(more)
+
+    def _scale_gradient(self, factor: float) -> None:
+        self.tensor.grad.mul_(factor)
+
+    def _gradient_power(self, p: float) -> float:
+        norm = float(torch.linalg.vector_norm(self.tensor.grad, p, dtype=torch.float64))
+        try:
+            return norm if math.isinf(p) else norm**p
+        except OverflowError:
+            return math.inf
+
+    def _has_written(self) -> None:
+        self.written = (self._streams.current(), self._streams.mark())
+
+
+def _as_tensor(array: NDArray[Any]) -> Tensor:
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(np.ascontiguousarray(array).view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(np.ascontiguousarray(array))

@@ -1,0 +1,136 @@
+"""The order of work on a device: which stream waits for which, without the host.
+
+Three kinds of work touch a bucket, each perhaps on a stream of its own: kernels of the backward pass write gradients,
+the engine sums them, and kernels of the optimizer read the means. The rules:
+
+1. The engine's stream waits for the mark behind the last write (`OnDevice.written`).
+2. The host waits for the mark behind the sum (`Ticket`) before it enqueues what reads or overwrites the bucket.
+3. The memory of a bucket is not given back before that mark has happened, even if the sum was aborted.
+
+`CudaStreams` has not run on a GPU yet. Tests keep these rules with a fake whose marks happen when the test says so.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from paceline.errors import UnsupportedOp
+
+__all__ = ["CudaStreams", "DeviceStreams", "HostStreams", "Mark", "streams_of"]
+
+
+class Mark(abc.ABC):
+    """A point in the work of a stream."""
+
+    @abc.abstractmethod
+    def happened(self) -> bool:
+        """Returns True once all work in front of it is over.
+
+        Raises:
+            RuntimeError: the device has failed.
+        """
+
+
+class DeviceStreams(abc.ABC):
+    """The streams of one device."""
+
+    @abc.abstractmethod
+    def mark(self) -> Mark | None:
+        """Marks the stream in which the calling thread enqueues work now; None if work is done when it is called."""
+
+    @abc.abstractmethod
+    def current(self) -> Any:
+        """Returns something that tells this stream from others."""
+
+    @abc.abstractmethod
+    def wait_for(self, mark: Mark | None) -> None:
+        """Has the calling thread's stream wait for a mark; the host goes on."""
+
+    @abc.abstractmethod
+    def aside(self) -> Any:
+        """Returns a context manager, inside of which this thread's work goes to a stream for sums alone."""
+
+
+class HostStreams(DeviceStreams):
+    """The CPU: work is done when it is called, so nothing waits."""
+
+    def mark(self) -> None:
+        """See `DeviceStreams`."""
+        return
+
+    def current(self) -> Any:
+        """See `DeviceStreams`."""
+        return None
+
+    def wait_for(self, mark: Mark | None) -> None:
+        """See `DeviceStreams`."""
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """See `DeviceStreams`."""
+        yield
+
+
+class _Event(Mark):
+    """An event of CUDA or XPU."""
+
+    def __init__(self, event: Any) -> None:
+        self.event = event
+
+    def happened(self) -> bool:
+        """See `Mark`."""
+        return bool(self.event.query())
+
+
+class CudaStreams(DeviceStreams):
+    """The streams of a device whose module in torch is like `torch.cuda`. Not run on a GPU yet.
+
+    Args:
+        device: the device, with its number.
+    """
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._module = torch.get_device_module(device)
+        self._sums = self._module.Stream(device)
+
+    def mark(self) -> Mark:
+        """See `DeviceStreams`."""
+        event = self._module.Event()
+        event.record(self._module.current_stream(self._device))
+        return _Event(event)
+
+    def current(self) -> Any:
+        """See `DeviceStreams`."""
+        return self._module.current_stream(self._device)
+
+    def wait_for(self, mark: Mark | None) -> None:
+        """See `DeviceStreams`."""
+        if mark is not None:
+            assert isinstance(mark, _Event)
+            self._module.current_stream(self._device).wait_event(mark.event)
+
+    def aside(self) -> Any:
+        """See `DeviceStreams`."""
+        return self._module.stream(self._sums)
+
+
+_streams: dict[Any, DeviceStreams] = {torch.device("cpu"): HostStreams()}
+
+
+def streams_of(device: Any) -> DeviceStreams:
+    """Returns the streams of a device.
+
+    Raises:
+        UnsupportedOp: torch has no streams there.
+    """
+    if device not in _streams:
+        if device.type not in ("cuda", "xpu"):
+            raise UnsupportedOp(f"Paceline does not train on {device}: the devices are cpu, cuda and xpu")
+        _streams[device] = CudaStreams(device)
+    return _streams[device]
