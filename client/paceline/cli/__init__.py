@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 __all__ = ["main"]
@@ -13,5 +14,14 @@ def main() -> None:
         from paceline.cli.app import app
 
         app(prog_name="paceline")
+    except SystemExit as end:
+        # typer prints help and usage outside of commands, and ends with 1 if whoever reads that has gone (`| head`).
+        if isinstance(end.__context__, BrokenPipeError):
+            sys.exit(128 + signal.SIGPIPE)
+        raise
     except KeyboardInterrupt:  # outside the part in which the command itself catches it
         sys.exit(130)
+    finally:
+        from paceline.cli.output import flush_output
+
+        flush_output()

@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from paceline._address import DEFAULT_PORT, Endpoint, parse_endpoint
+from paceline._address import DEFAULT_PORT, CoordinatorAddresses, Endpoint, parse_endpoint
 from paceline._embedded import coordinator
 from paceline._user_folder import check_own, make_private, user_folder
 from paceline.cli.output import UsageError, say
@@ -30,6 +30,7 @@ from pacelinepb.private_files import FileTooOpen, read_own
 
 __all__ = [
     "Served",
+    "addresses_of",
     "coordinator_address",
     "embedded_coordinator",
     "endpoint",
@@ -38,6 +39,7 @@ __all__ = [
     "own_credentials",
     "own_token",
     "published",
+    "say_where_the_page_is",
     "worker_credentials",
 ]
 
@@ -59,7 +61,9 @@ def published(address: str, token: str) -> Iterator[None]:
         lock = _publish(path, token)
     except OSError as error:
         if token:
-            say(f"paceline status, drain and other launchers cannot ask this run: its token cannot be kept: {error}")
+            say(
+                f"paceline status, drain and other launchers cannot reach this run: its token cannot be stored: {error}"
+            )
         yield
         return
     try:
@@ -116,12 +120,12 @@ def _read(address: str) -> str | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        _say_once(f"no token of paceline run is looked for: {error}")
+        _say_once(f"cannot look for the token of a paceline run: {error}")
         return None
     try:
         return read_own(file, path, _MAX_BYTES).decode() if _is_locked(file) else None
     except (FileTooOpen, OSError, ValueError) as error:
-        _say_once(f"the token of a paceline run is not used: {error}")
+        _say_once(f"cannot use the token of a paceline run: {error}")
         return None
     finally:
         os.close(file)
@@ -191,6 +195,18 @@ def endpoint(text: str, *, default_port: int = DEFAULT_PORT) -> Endpoint:
         raise UsageError(str(error)) from None
 
 
+def addresses_of(text: str) -> str:
+    """Returns the address of a coordinator, or of several with commas between them, with their ports.
+
+    Raises:
+        UsageError: an address is malformed.
+    """
+    try:
+        return str(CoordinatorAddresses.parse(text, default_port=DEFAULT_PORT))
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
 def coordinator_address(text: str | None) -> str:
     """Returns the coordinator that the operator named, else the one of this user's only `paceline run`.
 
@@ -199,6 +215,8 @@ def coordinator_address(text: str | None) -> str:
     Raises:
         UsageError: the address is malformed; or none is named, and this user serves none or several.
     """
+    if text is not None and "," in text:
+        return addresses_of(text)
     if text is not None:
         named = endpoint(text)
         here = str(Endpoint("127.0.0.1", named.port))
@@ -209,7 +227,7 @@ def coordinator_address(text: str | None) -> str:
         case []:
             raise UsageError("name the coordinator (--coordinator): no paceline run of yours has one on this machine")
         case several:
-            raise UsageError(f"say which coordinator (--coordinator): your commands have {', '.join(several)}")
+            raise UsageError(f"choose a coordinator (--coordinator): your commands serve {', '.join(several)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,10 +237,12 @@ class Served:
     Attributes:
         address: its address, "host:port".
         token: what this or another command of this user made for it; None for the token in the environment, if any.
+        page: the URL of the page, with the token that this command made, so that a browser is let in; empty for none.
     """
 
     address: str
     token: str | None = field(default=None, repr=False)
+    page: str = field(default="", repr=False)
 
 
 @contextmanager
@@ -240,8 +260,17 @@ def own_coordinator(**settings: Any) -> Iterator[Served]:
     token = secrets.token_hex(32) if worker_credentials().token is None else None
     if token is not None:
         settings["token"] = token
-    with embedded_coordinator(**settings) as address, published(address, token or ""):
-        yield Served(address, token)
+    pages: list[str] = []
+    with embedded_coordinator(**settings, on_page=pages.append) as address, published(address, token or ""):
+        # A browser does not send what follows #, so the token is in no request line, log or Referer.
+        yield Served(address, token, "".join(f"{url}#token={token}" if token else url for url in pages))
+
+
+def say_where_the_page_is(served: Served) -> None:
+    """Prints the URL of the page, if there is one."""
+    if served.page:
+        asks = "" if served.token else "; it asks for the token in PACELINE_TOKEN"
+        say(f"the page is at {served.page}{asks}")
 
 
 @contextmanager

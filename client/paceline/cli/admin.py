@@ -5,56 +5,75 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
 from typing import TypeVar
 
-from google.protobuf.duration_pb2 import Duration
-
-from paceline._grpc import aio, grpc
+from paceline._address import CoordinatorAddresses
+from paceline._grpc import EOF, aio, grpc
 from paceline._loop import loop_thread
-from paceline._rpc import CHANNEL_OPTIONS, error_from_status
+from paceline._rpc import CHANNEL_OPTIONS, error_from_status, leader_named_by
 from paceline._session.connection import check_tls
-from paceline.cli.access import own_credentials
+from paceline.cli.access import coordinator_address, own_addresses, own_credentials
+from paceline.cli.output import UsageError, say
 from paceline.credentials import Credentials
-from paceline.errors import CoordinatorUnreachable, LimitExceeded
+from paceline.errors import CoordinatorUnreachable, LimitExceeded, PacelineError
 from pacelinepb.pieces import MESSAGE_BYTES
+from pacelinepb.status_json import in_order, seconds, stragglers
 from pacelinepb.v1.admin_pb2 import (
+    AskMembersRequest,
+    AskMembersResponse,
     DrainMembersRequest,
     ForgetJobRequest,
     GetJobRequest,
     GetJobResponse,
+    JobEvent,
     JobSummary,
+    ListEventsRequest,
     ListJobsRequest,
+    ListJobsResponse,
     MemberStatus,
     RestartJobRequest,
 )
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
-from pacelinepb.v1.session_pb2 import JobSettings
+from pacelinepb.v1.session_pb2 import JobSettings, Member, Question
 
 __all__ = [
+    "Answered",
+    "Connection",
+    "ask_members",
+    "coordinator_of",
     "drain",
     "forget",
     "get_job",
     "in_order",
     "is_heard",
     "label",
+    "list_all",
+    "list_events",
     "list_jobs",
     "restart",
     "seconds",
     "stragglers",
 ]
 
-_HEARTBEATS = 6
-"""Heartbeats in one `failure_timeout`."""
-
 T = TypeVar("T")
 
 _PAUSE_S = 0.2
 """Seconds between two tries; gRPC's connection attempts have a backoff of their own."""
 
+_PATIENT_S = 1.0
+"""Seconds after which the user is told that no coordinator answers, and for how long it will be tried."""
 
-def seconds(duration: Duration) -> float:
-    """Converts a duration to seconds."""
-    return duration.ToNanoseconds() / 1e9
+_EACH = 6
+"""Calls, to several coordinators in turn, that wait for a second at most: a frozen one must not take all the time."""
+
+_FEW = 5
+"""Most names of jobs in an error."""
+
+_AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+"""Statuses of a call that no coordinator has answered."""
 
 
 def label(status: MemberStatus) -> str:
@@ -72,43 +91,6 @@ def is_heard(status: MemberStatus, settings: JobSettings) -> bool:
     return status.attached and seconds(status.silent) < seconds(settings.failure_timeout)
 
 
-def in_order(members: Sequence[MemberStatus]) -> list[MemberStatus]:
-    """Sorts silent members first, because they need attention; each part keeps its order: by rank, then by arrival."""
-    return sorted(members, key=lambda status: status.attached and status.standing != "silent")
-
-
-def stragglers(detail: GetJobResponse) -> dict[str, str]:
-    """Finds the members that hold the others up; returns a sentence for each, by member id.
-
-    Members send heartbeats a few times a second, at different moments, and may run thousands of operations in a second.
-    So a lower operation number alone says nothing. A member is behind if others have waited inside a later operation
-    for more than one heartbeat interval, and it has sent something since they entered it. A member that is not
-    connected is silent, not slow.
-    """
-    there = [status for status in detail.members if status.in_view and status.attached]
-    interval = seconds(detail.settings.failure_timeout) / _HEARTBEATS
-    waiting = [status for status in there if status.progress.inside]
-    if not waiting:
-        return {}
-    ahead = max(status.progress.operation for status in waiting)
-    entered = max(seconds(status.progress.since) for status in waiting if status.progress.operation == ahead)
-    if entered < interval:
-        return {}
-    return {
-        status.member.member_id: _sentence(status, ahead)
-        for status in there
-        if status.progress.operation < ahead and seconds(status.silent) < entered
-    }
-
-
-def _sentence(status: MemberStatus, ahead: int) -> str:
-    progress = status.progress
-    if not progress.operation:
-        return f"straggler: in no operation yet, others are in {ahead}"
-    where = "in" if progress.inside else "out of"
-    return f"straggler: {seconds(progress.since):.1f} s {where} operation {progress.operation}, others are in {ahead}"
-
-
 def list_jobs(coordinator: str, timeout: float) -> list[JobSummary]:
     """Returns all jobs, sorted by name.
 
@@ -120,11 +102,39 @@ def list_jobs(coordinator: str, timeout: float) -> list[JobSummary]:
         CoordinatorUnreachable: nothing answers at the address, or no coordinator does.
         NotAuthenticated, NotPermitted: the coordinator requires a token, or another one.
     """
+    return list(list_all(coordinator, timeout).jobs)
 
-    async def call(channel: aio.Channel, left: float) -> list[JobSummary]:
-        return list((await AdminServiceStub(channel).ListJobs(ListJobsRequest(), timeout=left)).jobs)
 
-    return _run(coordinator, timeout, call)
+def list_all(coordinator: str, timeout: float) -> ListJobsResponse:
+    """Returns all jobs, and which of several coordinators leads; arguments and errors as for `list_jobs`."""
+    return _run(coordinator, timeout, _all)
+
+
+def coordinator_of(job: str, coordinator: str | None, timeout: float) -> str:
+    """Returns the coordinator that the operator named, else the one of this user's that has the job.
+
+    Args:
+        job: name of the job.
+        coordinator: the address, as the operator gave it; None if they did not.
+        timeout: seconds to try each coordinator for.
+
+    Raises:
+        UsageError: the address is malformed; or none is named, and of this user's coordinators not exactly one has it.
+    """
+    addresses = own_addresses()
+    if coordinator is not None or len(addresses) < 2:
+        return coordinator_address(coordinator)
+    jobs: dict[str, list[str]] = {}
+    for address in addresses:
+        try:
+            jobs[address] = [each.name for each in list_jobs(address, timeout)]
+        except PacelineError:  # it has just ended, or is frozen: then it is shown without jobs
+            jobs[address] = []
+    having = [address for address in addresses if job in jobs[address]]
+    if len(having) == 1:
+        return having[0]
+    shown = ", ".join(f"{address} (jobs: {', '.join(names[:_FEW]) or 'none'})" for address, names in jobs.items())
+    raise UsageError(f"choose a coordinator (--coordinator): your commands serve {shown}")
 
 
 def get_job(coordinator: str, job: str, timeout: float) -> GetJobResponse:
@@ -134,11 +144,7 @@ def get_job(coordinator: str, job: str, timeout: float) -> GetJobResponse:
         PacelineError: there is no such job.
         CoordinatorUnreachable: nothing answers at the address, or no coordinator does.
     """
-
-    async def call(channel: aio.Channel, left: float) -> GetJobResponse:
-        return await AdminServiceStub(channel).GetJob(GetJobRequest(job=job), timeout=left)
-
-    return _run(coordinator, timeout, call)
+    return _run(coordinator, timeout, partial(_job, job), job)
 
 
 def drain(coordinator: str, job: str, members: Sequence[str], timeout: float) -> list[str]:
@@ -160,12 +166,115 @@ def drain(coordinator: str, job: str, members: Sequence[str], timeout: float) ->
     """
     request = DrainMembersRequest(job=job, members=members)
     if request.ByteSize() > MESSAGE_BYTES:
-        raise LimitExceeded(f"{len(members)} names do not fit into one request: name fewer at a time, or all by --all")
+        raise LimitExceeded(f"{len(members)} names do not fit into one request: name fewer at a time, or use --all")
 
     async def call(channel: aio.Channel, left: float) -> list[str]:
         return list((await AdminServiceStub(channel).DrainMembers(request, timeout=left)).member_ids)
 
+    return _run(coordinator, timeout, call, job)
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The answer of one member, or the reason why there is none.
+
+    Attributes:
+        member: the member; its rank is meaningful only if `in_view`.
+        data: its answer, which nobody has checked yet; empty if there is none.
+        trouble: why there is none.
+        asked_at, answered_at: seconds since 1970 on the coordinator's clock.
+    """
+
+    member: Member
+    in_view: bool
+    data: bytes
+    trouble: str
+    asked_at: float
+    answered_at: float
+
+    def __str__(self) -> str:
+        return label(MemberStatus(member=self.member, in_view=self.in_view))
+
+
+def list_events(coordinator: str, job: str, timeout: float) -> list[JobEvent]:
+    """Returns what has happened to a job, oldest first, as far as the coordinator remembers.
+
+    Args:
+        coordinator: its address.
+        job: name of the job.
+        timeout: seconds to try for.
+
+    Raises:
+        CoordinatorUnreachable: nothing answers at the address, or no coordinator does.
+        NotAuthenticated, NotPermitted: the coordinator requires a token, or another one.
+    """
+
+    async def call(channel: aio.Channel, left: float) -> list[JobEvent]:
+        found: list[JobEvent] = []
+        request = ListEventsRequest(job=job)
+        while True:
+            answer = await AdminServiceStub(channel).ListEvents(request, timeout=left)
+            found += answer.events
+            if answer.next <= request.after:
+                return found
+            request.after = answer.next
+
     return _run(coordinator, timeout, call)
+
+
+def ask_members(
+    coordinator: str,
+    job: str,
+    what: Question.ValueType,
+    timeout: float,
+    *,
+    members: Sequence[str] = (),
+    pids: Sequence[int] = (),
+    patience: float = 1.0,
+) -> list[Answered]:
+    """Asks a job's members what they are doing.
+
+    Args:
+        coordinator: its address.
+        job: name of the job.
+        what: the question.
+        timeout: seconds to try to reach the coordinator for.
+        members: ranks in the current view, or member ids; empty for all.
+        pids: see `Asked.pids`.
+        patience: seconds to wait for each member.
+
+    Returns:
+        One answer for each member that was asked: by rank, then those in no view.
+
+    Raises:
+        PacelineError: there is no such job or member, or this user may not ask.
+        CoordinatorUnreachable: nothing answers at the address, or no coordinator does.
+    """
+    request = AskMembersRequest(job=job, what=what, members=members, pids=pids)
+    request.patience.FromNanoseconds(round(patience * 1e9))
+    credentials = own_credentials(coordinator)
+
+    async def call(channel: aio.Channel, left: float) -> list[Answered]:
+        metadata = await credentials.metadata()  # the channel shows the token only for calls with one answer
+        answers = AdminServiceStub(channel).AskMembers(request, metadata=metadata)
+        found = []
+        try:
+            # Each member that is asked answers within `patience`, so something comes that often.
+            while (answer := await asyncio.wait_for(answers.read(), left + patience)) is not EOF:
+                assert isinstance(answer, AskMembersResponse)
+                found.append(_answered(answer))
+        except TimeoutError:
+            raise CoordinatorUnreachable(f"the coordinator at {coordinator} has stopped answering") from None
+        finally:
+            answers.cancel()
+        return sorted(found, key=lambda each: (not each.in_view, each.member.rank))
+
+    return _run(coordinator, timeout, call, job)
+
+
+def _answered(answer: AskMembersResponse) -> Answered:
+    at = [each.ToNanoseconds() / 1e9 for each in (answer.asked_at, answer.answered_at)]
+    return Answered(answer.member, answer.in_view, answer.data, answer.trouble, *at)
 
 
 def restart(coordinator: str, job: str, timeout: float) -> list[str]:
@@ -182,7 +291,7 @@ def restart(coordinator: str, job: str, timeout: float) -> list[str]:
     async def call(channel: aio.Channel, left: float) -> list[str]:
         return list((await AdminServiceStub(channel).RestartJob(RestartJobRequest(job=job), timeout=left)).members)
 
-    return _run(coordinator, timeout, call)
+    return _run(coordinator, timeout, call, job)
 
 
 def forget(coordinator: str, job: str, timeout: float) -> None:
@@ -196,33 +305,133 @@ def forget(coordinator: str, job: str, timeout: float) -> None:
     async def call(channel: aio.Channel, left: float) -> None:
         await AdminServiceStub(channel).ForgetJob(ForgetJobRequest(job=job), timeout=left)
 
-    _run(coordinator, timeout, call)
+    _run(coordinator, timeout, call, job)
 
 
-def _run(address: str, timeout: float, call: Callable[[aio.Channel, float], Awaitable[T]]) -> T:
-    return loop_thread().run(_ask(address, timeout, own_credentials(address), call))
+async def _all(channel: aio.Channel, left: float) -> ListJobsResponse:
+    return await AdminServiceStub(channel).ListJobs(ListJobsRequest(), timeout=left)
+
+
+async def _jobs(channel: aio.Channel, left: float) -> list[JobSummary]:
+    return list((await _all(channel, left)).jobs)
+
+
+async def _job(name: str, channel: aio.Channel, left: float) -> GetJobResponse:
+    return await AdminServiceStub(channel).GetJob(GetJobRequest(job=name), timeout=left)
+
+
+class Connection:
+    """A connection for looking at a coordinator again and again, without tries of its own; a context manager.
+
+    Args:
+        coordinator: its address.
+    """
+
+    def __init__(self, coordinator: str) -> None:
+        self._address = coordinator
+        self._addresses = CoordinatorAddresses.parse(coordinator)
+        self._credentials = own_credentials(coordinator)
+
+    def __enter__(self) -> Connection:
+        self._channel = loop_thread().run(self._open())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        loop_thread().run(self._channel.close(None))
+
+    def jobs(self, timeout: float) -> list[JobSummary]:
+        """Returns all jobs, sorted by name; raises as `list_jobs`."""
+        return self._call(timeout, _jobs)
+
+    def job(self, name: str, timeout: float) -> GetJobResponse:
+        """Returns one job with its members; raises as `get_job`."""
+        return self._call(timeout, partial(_job, name))
+
+    async def _open(self) -> aio.Channel:
+        # must be made on its loop
+        return self._credentials.coordinator_channel(str(self._addresses.current), CHANNEL_OPTIONS)
+
+    def _call(self, timeout: float, call: Callable[[aio.Channel, float], Awaitable[T]]) -> T:
+        async def ask() -> T:
+            try:
+                return await call(self._channel, timeout)
+            except aio.AioRpcError as error:
+                if error.code() in _AWAY:
+                    await check_tls(str(self._addresses.current), self._credentials.files, timeout)
+                if error.code() in _AWAY and self._addresses.several:  # the next call asks another one
+                    self._addresses.turn(leader_named_by(error))
+                    await self._channel.close(None)
+                    self._channel = await self._open()
+                raise error_from_status(error, f"the coordinator at {self._address}") from None
+
+        return loop_thread().run(ask())
+
+
+def _run(address: str, timeout: float, call: Callable[[aio.Channel, float], Awaitable[T]], job: str = "") -> T:
+    return loop_thread().run(_ask(address, timeout, own_credentials(address), call, job))
 
 
 async def _ask(
-    address: str, timeout: float, credentials: Credentials, call: Callable[[aio.Channel, float], Awaitable[T]]
+    address: str, timeout: float, credentials: Credentials, call: Callable[[aio.Channel, float], Awaitable[T]], job: str
 ) -> T:
     """Retries until the coordinator answers or the time is up, because a coordinator that restarts is away briefly."""
     start = time.monotonic()
-    attempt = 0
-    async with credentials.coordinator_channel(address, CHANNEL_OPTIONS) as channel:
+    attempt, told = 0, False
+    addresses = CoordinatorAddresses.parse(address)
+    channels = _Channels(credentials)
+    async with channels:
         while True:
             left = timeout - (time.monotonic() - start)
+            channel = channels.to(str(addresses.current))
+            patience = min(left, _PATIENT_S) if addresses.several and attempt < _EACH else left
             try:
-                return await call(channel, left)
+                return await call(channel, patience)
             except aio.AioRpcError as error:
                 spent = time.monotonic() - start
-                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                if error.code() not in _AWAY:
+                    if job and error.code() is grpc.StatusCode.NOT_FOUND:
+                        await _check_name(channel, job, timeout - spent)
                     raise error_from_status(error, f"the coordinator at {address}") from None
                 if attempt & (attempt - 1) == 0:  # 0, 1, 2, 4, 8...: it may come up later, with a wrong certificate
-                    await check_tls(address, credentials.files, timeout - spent)
+                    await check_tls(str(addresses.current), credentials.files, timeout - spent)
+                addresses.turn(leader_named_by(error))
                 attempt += 1
+                if spent >= _PATIENT_S and not told and timeout - spent >= 1.0:
+                    told = True
+                    say(f"no coordinator answers at {address}; trying for another {timeout - spent:.0f} s")
                 if spent + _PAUSE_S >= timeout:
                     raise CoordinatorUnreachable(
                         f"no coordinator answers at {address} (tried for {spent:.1f} s): {error.details()}"
                     ) from None
-            await asyncio.sleep(_PAUSE_S)
+            await asyncio.sleep(_PAUSE_S if not addresses.several else _PAUSE_S / 4)
+
+
+class _Channels:
+    """The channels to several coordinators, each made when it is first used; a context manager."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
+        self._made: dict[str, aio.Channel] = {}
+
+    def to(self, address: str) -> aio.Channel:
+        """Returns the channel to an address."""
+        if address not in self._made:
+            self._made[address] = self._credentials.coordinator_channel(address, CHANNEL_OPTIONS)
+        return self._made[address]
+
+    async def __aenter__(self) -> _Channels:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.gather(*(channel.close(None) for channel in self._made.values()))
+
+
+async def _check_name(channel: aio.Channel, job: str, left: float) -> None:
+    """Names the jobs that this user may see, if they are few and the one that was named is none of them."""
+    try:
+        answer = await AdminServiceStub(channel).ListJobs(ListJobsRequest(), timeout=left)
+    except aio.AioRpcError:
+        return  # the coordinator's own sentence is shown
+    names = [each.name for each in answer.jobs]
+    if job not in names and 0 < len(names) <= _FEW:
+        raise PacelineError(f"there is no job {job!r}; jobs: {', '.join(names)}")

@@ -69,47 +69,47 @@ class Authority:
             cert = x509.load_pem_x509_certificate(cert_pem)
             key = serialization.load_pem_private_key(key_pem, None)
         except (ValueError, TypeError):  # TypeError: the key is locked with a passphrase
-            raise ValueError("ca.pem and ca.key are no certificate and key in PEM without a passphrase") from None
+            raise ValueError("ca.pem and ca.key are not a certificate and a key in PEM without a passphrase") from None
         if not isinstance(key, ec.EllipticCurvePrivateKey) or cert.public_key() != key.public_key():
-            raise ValueError("ca.key is not the key of ca.pem, or not one for elliptic curves")
+            raise ValueError("ca.key is not the key of ca.pem, or is not an elliptic-curve key")
         return cls(cert, key)
 
     @staticmethod
     def hosts_of(cert_pem: bytes) -> list[str]:
-        """The names and addresses that a certificate holds.
+        """Returns the host names and IP addresses in a certificate.
 
         Raises:
-            ValueError: it is none.
+            ValueError: it is not a certificate, or has no names.
         """
         try:
             cert = x509.load_pem_x509_certificate(cert_pem)
             held = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         except (ValueError, x509.ExtensionNotFound):
-            raise ValueError("coordinator.pem is no certificate in PEM with names in it: move it away") from None
+            raise ValueError("coordinator.pem is not a PEM certificate with host names: move it away") from None
         return [*held.get_values_for_type(x509.DNSName), *map(str, held.get_values_for_type(x509.IPAddress))]
 
     def issue(
         self, name: str, hosts: Sequence[str], until: datetime, *, calls: bool, now: datetime | None = None
     ) -> tuple[bytes, bytes]:
-        """A certificate of this authority, with a new key.
+        """Issues a certificate with a new key.
 
         Args:
-            name: for people.
-            hosts: names and IP addresses that it holds.
-            until: for how long it is good.
-            calls: good for who dials too, not only for who is dialled.
-            now: the time.
+            name: a name for people to read.
+            hosts: the host names and IP addresses in the certificate.
+            until: when it expires.
+            calls: the holder may also call others; otherwise it may only be called.
+            now: the current time.
 
         Returns:
             The certificate and its key, in PEM.
 
         Raises:
-            ValueError: the authority ends before.
+            ValueError: the authority expires earlier.
         """
         now = now or datetime.now(UTC)
         if until > self._cert.not_valid_after_utc:
             ends = self._cert.not_valid_after_utc
-            raise ValueError(f"the authority ends on {ends:%Y-%m-%d}: {(ends - now).days} days are the most")
+            raise ValueError(f"the authority expires on {ends:%Y-%m-%d}: --days can be at most {(ends - now).days}")
         key = ec.generate_private_key(ec.SECP256R1())
         uses = [ExtendedKeyUsageOID.SERVER_AUTH, *([ExtendedKeyUsageOID.CLIENT_AUTH] if calls else [])]
         issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from paceline.cli.output import UsageError
 from paceline.credentials import MEMBER_NAME
+from pacelinepb import install_command
 from pacelinepb.private_files import read_private
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def make_certificates(directory: Path, hosts: Sequence[str], days: int) -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "cryptography":
             raise
-        raise UsageError("certificates are made with the package cryptography: pip install 'paceline[tls]'") from None
+        raise UsageError(f"paceline certs needs the package cryptography: {install_command('tls')}") from None
     wanted = [*_LOOPBACK, socket.gethostname().lower(), *map(_checked, hosts)]
     directory.mkdir(parents=True, exist_ok=True)
     try:
@@ -78,7 +79,7 @@ def _authority(directory: Path, days: int) -> Authority:
     there = [path.name for path in (cert, key) if path.exists()]
     if len(there) == 1:
         missing = key.name if there == [cert.name] else cert.name
-        raise ValueError(f"there is {there[0]} without {missing}: bring it here, or choose another directory")
+        raise ValueError(f"there is {there[0]} without {missing}: copy {missing} here, or choose another directory")
     if there:
         return Authority.load(cert.read_bytes(), read_private(key))
     made = Authority.make(f"paceline {socket.gethostname()}", days)
@@ -116,8 +117,8 @@ def _checked(host: str) -> str:
 def _advice(directory: Path, names: Sequence[str], days: int) -> str:
     where = shlex.quote(str(directory))
     return f"""\
-ca.pem, coordinator.pem and member.pem, with their keys, are in {directory}, good for {days} days.
-The coordinator may be reached as {", ".join(names)}.
+ca.pem, coordinator.pem and member.pem, with their keys, are in {directory}; they are valid for {days} days.
+The coordinator's certificate is valid for these names and addresses: {", ".join(names)}.
 
 On the coordinator's host:
   paceline coordinator --listen 0.0.0.0:7400 --tls-cert {where}/coordinator.pem --tls-key {where}/coordinator.key \
@@ -125,4 +126,4 @@ On the coordinator's host:
 For workers, and for status, drain, restart and forget:
   export PACELINE_TLS_CA={where}/ca.pem PACELINE_TLS_CERT={where}/member.pem PACELINE_TLS_KEY={where}/member.key
 
-Give hosts what they need and no more; ca.key stays here: whoever has it can make members."""
+Copy to each host only what it needs, and keep ca.key here: everyone who has it can make certificates for members."""

@@ -48,11 +48,12 @@ def inspect_checkpoint(directory: Path, *, verify: bool, consolidate: Path | Non
     console = Console()
     console.print(Text(f"{printable(str(reader.folder))}: generation {reader.tag.generation}, step {reader.tag.step}"))
     console.print(_table(reader))
-    console.print(f"{len(reader.arrays)} arrays, {arrays:,} bytes, in {len(reader.parts)} parts")
+    count, parts = len(reader.arrays), len(reader.parts)
+    console.print(f"{count} array{'s'[: count != 1]}, {arrays:,} bytes, in {parts} part{'s'[: parts != 1]}")
     if verify:
         console.print("every checksum is right")
     if made is not None:
-        console.print(Text(f"saved whole in {printable(str(made))}"))
+        console.print(Text(f"saved in {printable(str(made))}, with all arrays whole"))
 
 
 def _folder(directory: Path) -> Path:

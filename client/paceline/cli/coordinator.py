@@ -13,12 +13,14 @@ from paceline.cli.output import UsageError, say
 if TYPE_CHECKING:
     from paceline_server.settings import ServerSettings
 
-__all__ = ["run_coordinator"]
+__all__ = ["DEFAULT_HTTP_PORT", "run_coordinator"]
+
+DEFAULT_HTTP_PORT = 7401
 
 
 def run_coordinator(
     listen: str,
-    state: Path | None,
+    state: str | None,
     restart_after: float | None = None,
     settle_time: float | None = None,
     *,
@@ -27,20 +29,23 @@ def run_coordinator(
     tls_ca: Path | None = None,
     token_file: Path | None = None,
     insecure: bool = False,
+    http: str | None = None,
+    advertise: str | None = None,
 ) -> None:
     """Serves until SIGINT or SIGTERM, after which the exit code is 0.
 
     Raises:
         UsageError: the address is malformed, a number is out of range, certificates or tokens cannot be used, or other
             hosts can reach the address without either and `insecure` is False.
-        OSError: the port is in use, or the state file cannot be used.
+        OSError: the port is in use, or the state cannot be used.
     """
-    from paceline_server.app import serve
     from paceline_server.security.tls import TlsUnusable
     from paceline_server.security.tokens import TokensUnusable
-    from paceline_server.settings import ServerSettings, token_settings
+    from paceline_server.serving import serve
+    from paceline_server.settings import HttpUnusable, ServerSettings, check_http, state_settings, token_settings
 
     where = endpoint(listen)
+    page = None if http is None else endpoint(http, default_port=DEFAULT_HTTP_PORT)
     if restart_after is not None and not restart_after > 0:
         raise UsageError(f"--restart-after must be above 0, not {restart_after:g}")
     if settle_time is not None and not settle_time > 0:
@@ -48,7 +53,9 @@ def run_coordinator(
     try:
         settings = ServerSettings(
             listen=str(where),
-            state_path=state,
+            http=None if page is None else str(page),
+            advertise=None if advertise is None else str(endpoint(advertise)),
+            **state_settings(state),
             restart_after=restart_after,
             settle_time=ServerSettings().settle_time if settle_time is None else settle_time,
             tls_cert=tls_cert,
@@ -58,20 +65,35 @@ def run_coordinator(
         )
     except ValueError as error:
         raise UsageError(str(error)) from None
+    if page is not None:
+        try:
+            check_http()
+        except HttpUnusable as error:
+            raise UsageError(str(error)) from None
+    if not (settings.wants_token or settings.tls_ca or insecure or page is None or page.is_loopback):
+        raise UsageError(
+            f"whoever reaches {page} could see every job, and stop it: give --token-file, PACELINE_TOKEN (openssl rand "
+            "-hex 32) or --tls-ca (paceline certs); --insecure is for a network where everybody is trusted"
+        )
     if not (where.is_loopback or settings.wants_token or settings.tls_ca or insecure):
         raise UsageError(
-            f"whoever reaches {where} could join, read and stop every job: give --token-file, PACELINE_TOKEN (openssl "
-            "rand -hex 32) or --tls-ca (paceline certs); --insecure is for a network where everybody is trusted"
+            f"everyone who can reach {where} could join, read and stop every job: give --token-file, PACELINE_TOKEN "
+            "(openssl rand -hex 32) or --tls-ca (paceline certs); use --insecure only on a network where you trust "
+            "everybody"
         )
     # Shows the operator jobs, views and losses as they happen.
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("paceline_server.app").setLevel(logging.WARNING)  # `say` reports start and stop below
 
-    def announce(address: str) -> None:
+    def announce(address: str, url: str) -> None:
         say(f"the coordinator listens on {address}{_terms(settings)}")
+        if settings.etcd is not None:
+            say(f"its state is in {settings.etcd}; it leads, or stands by while another coordinator leads")
+        if url:
+            say(f"the page is at {url}; metrics are at {url}metrics")
         if where.is_loopback:
             needs = "" if settings.wants_token or settings.tls_ca else ", and needs a token or certificates"
-            say(f"only this machine can reach it; --listen 0.0.0.0:{where.port} lets others in{needs}")
+            say(f"only this machine can reach it; --listen 0.0.0.0:{where.port} lets other machines in{needs}")
 
     try:
         serve(settings, announce)

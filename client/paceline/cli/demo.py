@@ -7,7 +7,9 @@ plain lines elsewhere, and checks the result.
 from __future__ import annotations
 
 import importlib.util
+import sys
 import time
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -16,20 +18,24 @@ from rich.filesize import decimal
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli.access import own_coordinator
-from paceline.cli.launcher import Exit, Worker, WorkerSettings
+from paceline.cli.access import Served, own_coordinator, say_where_the_page_is
+from paceline.cli.launcher import Exit, Printed, Worker, WorkerSettings
+from paceline.cli.launcher.notices import Notices
 from paceline.cli.output import UsageError, print_json, say
 from paceline.cli.run import launch
-from paceline.demo.progress import DemoProgress, sparkline
+from paceline.demo.progress import DemoProgress, Stage, sparkline
+from pacelinepb import install_command
 
 __all__ = [
     "GOOD_ACCURACY",
     "DemoListener",
     "LiveView",
     "PlainView",
+    "QuietView",
     "View",
     "as_result",
     "faults",
@@ -47,8 +53,12 @@ _SETTLE_S = 10.0
 """Seconds to wait after the last join for workers that start slowly. A job may begin with fewer workers than its
 maximum; the demo should not."""
 
+_PARTS = 8
+"""Least number of parts of a step with `--same-bits`."""
+
 _STATE_STYLE = {
     "training": "green",
+    "ready": "cyan",
     "joined": "cyan",
     "done": "bold green",
     "stopped": "yellow",
@@ -64,44 +74,109 @@ _PICTURE_EVERY_S = 0.1
 """Least seconds between two pictures, because workers report every step."""
 
 
-def run_demo(workers: int, *, kill_at_step: int, as_json: bool) -> int:
+def run_demo(workers: int, *, kill_at_step: int, as_json: bool, http: bool = False, same_bits: bool = False) -> int:
     """Trains on the digits with workers on this machine, kills and replaces one of them, and shows the progress.
 
     Args:
         workers: how many workers to start.
         kill_at_step: the step in which one is killed; 0 for none.
         as_json: print the result as JSON on the last line of standard output.
+        http: serve a page too, and print its URL. On a terminal it is served until Enter or Ctrl-C.
+        same_bits: train in parts, then once more on one worker without a failure, and compare the digests.
 
     Returns:
         The exit code of the first worker that failed, if any. Else 0 if the digits were learnt, every sample counted
-        once and, if a kill was requested, training continued and a new worker joined; 1 otherwise.
+        once, if a kill was requested, training continued and a new worker joined, and the digests are equal if they
+        were compared; 1 otherwise.
 
     Raises:
-        UsageError: scikit-learn is not installed.
+        UsageError: scikit-learn is not installed, or with `http` what that needs.
     """
     if importlib.util.find_spec("sklearn") is None:
-        raise UsageError("the demo trains on the digits of scikit-learn: pip install 'paceline[demo]'")
+        raise UsageError(f"the demo trains on the digits of scikit-learn: {install_command('demo')}")
     console = Console(stderr=as_json)  # JSON has standard output to itself
     if kill_at_step and workers == 1:
         console.print("no worker will be killed: with one worker, training could not go on")
         kill_at_step = 0
+    # With a power of two most worlds send one array each.
+    parts = max(_PARTS, 1 << (workers - 1).bit_length()) if same_bits else 0
     view: View = LiveView(console) if console.is_terminal else PlainView(console)
     listener = DemoListener(view)
-    with own_coordinator(settle_time=_SETTLE_S) as served, view:
-        settings = WorkerSettings(served.address, "demo", max(1, workers - 1), workers, token=served.token)
-        command = ["-m", "paceline.demo.training", str(workers), str(kill_at_step)]
-        code = launch(command, workers, settings, listener, restarts=_RESTARTS)
-    if code:
-        return code
-    if listener.progress.result is None:
-        say("the workers ended without a result")
-        return 1
-    result = as_result(listener.progress)
-    wrong = faults(result, kill=kill_at_step > 0)
-    _summary(console, listener.progress, result, wrong)
-    if as_json:
-        print_json(result)
-    return 1 if wrong else 0
+    with ExitStack() as serving:
+        served: Served | None = None
+        if http:
+            served = serving.enter_context(own_coordinator(settle_time=_SETTLE_S, http="127.0.0.1:0"))
+            say_where_the_page_is(served)  # before the picture, which would break the URL into lines
+        with view:
+            view.update(listener.progress)
+            if served is None:
+                served = serving.enter_context(own_coordinator(settle_time=_SETTLE_S))
+            listener.progress.expected = workers
+            view.update(listener.progress)
+            settings = WorkerSettings(served.address, "demo", max(1, workers - 1), workers, token=served.token)
+            command = _command(workers, kill_at_step, parts)
+            code = launch(command, workers, settings, listener, restarts=_RESTARTS)
+        if code:
+            return code
+        if listener.progress.result is None:
+            say("the workers ended without a result")
+            return 1
+        result = as_result(listener.progress)
+        wrong = faults(result, kill=kill_at_step > 0)
+        _summary(console, listener.progress, result)
+        if same_bits:
+            result["digests"] = [
+                listener.progress.result.get("digest", ""),
+                _digest_alone(console, kill_at_step, parts),
+            ]
+            wrong += _compared(console, result)
+        _list(console, wrong)
+        if as_json:
+            print_json(result)
+        elif http and sys.stdin.isatty() and sys.stdout.isatty():
+            _serve_on()
+        return 1 if wrong else 0
+
+
+def _command(workers: int, kill_at_step: int, parts: int) -> list[str]:
+    """Returns the command line of a worker; with one worker, the step in which one is killed only adds steps."""
+    return ["-m", "paceline.demo.training", str(workers), str(kill_at_step), str(parts)]
+
+
+def _digest_alone(console: Console, kill_at_step: int, parts: int) -> str:
+    """Trains once more, with one worker that nobody kills; returns the digest of its state, empty if it failed."""
+    view = QuietView(console)
+    view.note("the same run on one worker, without a failure")
+    listener = DemoListener(view)
+    with own_coordinator(settle_time=_SETTLE_S) as served:
+        settings = WorkerSettings(served.address, "demo", 1, 1, token=served.token)
+        launch(_command(1, kill_at_step, parts), 1, settings, listener, restarts=0)
+    return "" if listener.progress.result is None else str(listener.progress.result.get("digest", ""))
+
+
+def _compared(console: Console, result: dict[str, Any]) -> list[str]:
+    """Shows the digests of both runs; returns what is wrong with them."""
+    many, alone = result["digests"]
+    causes = [recovery["cause"] for recovery in result["recoveries"]]
+    story = ", ".join(f"{causes.count(cause)} {cause}" for cause in ("killed", "joined") if cause in causes)
+    for digest, run in ((many, f"{result['world_size']} workers{f' ({story})' if story else ''}"), (alone, "1 worker")):
+        console.print(f"{digest or 'no digest'}  {run}", highlight=False, soft_wrap=True)
+    if many and many == alone:
+        console.print("SHA-256 of weights, momentum and position: the same bits", style="bold green", highlight=False)
+        return []
+    return ["the digests differ: one worker does not compute the same bits"]
+
+
+def _list(console: Console, wrong: list[str]) -> None:
+    for text in wrong:
+        console.print(f"[red]{text}[/]", highlight=False, soft_wrap=True)
+
+
+def _serve_on() -> None:
+    """Waits for Enter or Ctrl-C, so that the page can be looked at after the run."""
+    say("the page is served until you press Enter or Ctrl-C")
+    with suppress(KeyboardInterrupt):
+        sys.stdin.readline()
 
 
 def as_result(progress: DemoProgress) -> dict[str, Any]:
@@ -133,7 +208,7 @@ def faults(result: dict[str, Any], *, kill: bool) -> list[str]:
     return found
 
 
-def _summary(console: Console, progress: DemoProgress, result: dict[str, Any], wrong: list[str]) -> None:
+def _summary(console: Console, progress: DemoProgress, result: dict[str, Any]) -> None:
     good = result["accuracy"] >= GOOD_ACCURACY
     console.print(
         f"[bold {'green' if good else 'red'}]{result['accuracy']:.2%}[/] of the held-back fifth recognised "
@@ -154,8 +229,6 @@ def _summary(console: Console, progress: DemoProgress, result: dict[str, Any], w
         highlight=False,
         soft_wrap=True,
     )
-    for text in wrong:
-        console.print(f"[red]{text}[/]", highlight=False, soft_wrap=True)
 
 
 class View(Protocol):
@@ -178,13 +251,17 @@ class DemoListener:
     def __init__(self, view: View) -> None:
         self.progress = DemoProgress()
         self._view = view
+        self._notices = Notices()
 
-    def line(self, worker: Worker, stream: str, line: bytes) -> None:
+    def line(self, worker: Worker, stream: str, printed: Printed) -> None:
         """Shows what a worker prints, most likely an error."""
-        self._view.note(f"[{worker.label}] {line.decode(errors='replace')}")
+        if printed.ended:
+            self._view.note(f"[{worker.label}] {printed.text.decode(errors='replace')}")
 
     def record(self, worker: Worker, record: dict[str, Any]) -> None:
         """Updates the state from a worker's report."""
+        if (notice := self._notices.read(worker.pid, record)) is not None:
+            self._view.note(f"paceline: {notice}")
         for text in self.progress.told(worker.index, worker.pid, record):
             self._view.note(text)
         self._view.update(self.progress)
@@ -200,6 +277,28 @@ class DemoListener:
     def say(self, text: str) -> None:
         """Shows a message of the launcher."""
         self._view.note(f"paceline: {text}")
+
+
+class QuietView:
+    """Prints nothing but notes."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def __enter__(self) -> QuietView:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def update(self, progress: DemoProgress) -> None:
+        """Prints nothing."""
+
+    def note(self, text: str) -> None:
+        """Prints a line."""
+        self._console.print(Text(text), soft_wrap=True)
 
 
 class LiveView:
@@ -223,9 +322,9 @@ class LiveView:
         self._live.__exit__(kind, error, trace)
 
     def update(self, progress: DemoProgress) -> None:
-        """Draws the state if the last picture is old enough."""
+        """Draws the state if the last picture is old enough, or nothing trains yet: then there is little news."""
         self._latest, now = progress, time.monotonic()
-        if now >= self._next:
+        if now >= self._next or progress.stage is not Stage.TRAINS:
             self._next = now + _PICTURE_EVERY_S
             self._live.update(picture(progress, self._console))
 
@@ -241,6 +340,7 @@ class PlainView:
         self._console = console
         self._epochs = 0
         self._next = 0.0
+        self._stage = Stage.TRAINS
 
     def __enter__(self) -> PlainView:
         return self
@@ -251,7 +351,14 @@ class PlainView:
         pass
 
     def update(self, progress: DemoProgress) -> None:
-        """Prints a line if an epoch has ended and the last line is old enough, or it was the last epoch."""
+        """Prints a line if an epoch has ended and the last line is old enough, or it was the last epoch.
+
+        Before the first epoch it prints what is waited for.
+        """
+        if progress.stage is not self._stage:
+            self._stage = progress.stage
+            if text := progress.waits_for:
+                self.note(text)
         now = time.monotonic()
         epochs = len(progress.losses)
         if epochs == self._epochs or progress.accuracy is None or (now < self._next and epochs < progress.epochs):
@@ -271,6 +378,14 @@ class PlainView:
 def picture(progress: DemoProgress, console: Console) -> RenderableType:
     """Draws the whole state as a framed picture."""
     unicode = console.encoding.startswith("utf")
+    if text := progress.waits_for:
+        waits = Spinner("dots" if unicode else "line", Text(f" {text}"), style="cyan")
+        return Panel(
+            Group(waits, *([_workers(progress)] if progress.rows else [])),
+            title="paceline demo",
+            border_style="cyan",
+            width=78,
+        )
     bar = Table.grid(expand=True, padding=(0, 1))
     bar.add_column(ratio=1)
     bar.add_column(justify="right", no_wrap=True)

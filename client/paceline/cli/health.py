@@ -8,6 +8,7 @@ PACELINE_TLS_CA, and a certificate too if the server requires one.
 from __future__ import annotations
 
 import sys
+import time
 
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
@@ -19,6 +20,8 @@ from paceline.credentials import Credentials
 __all__ = ["main", "trouble_at"]
 
 _TIMEOUT_S = 3.0
+_AGAIN_S = 0.1
+"""Seconds between a call that an overloaded server has cancelled and the next one."""
 
 
 def trouble_at(address: str, timeout: float = _TIMEOUT_S) -> str:
@@ -29,12 +32,28 @@ def trouble_at(address: str, timeout: float = _TIMEOUT_S) -> str:
     """
     with Credentials.tls_from_environment().probe_channel(address, call_options(timeout)) as channel:
         try:
-            answer = HealthStub(channel).Check(HealthCheckRequest(), timeout=timeout)
+            status = _status(HealthStub(channel), time.monotonic() + timeout)
         except grpc.RpcError as error:
             return f"{address} does not answer: {error.details()}"
-    if answer.status == HealthCheckResponse.SERVING:
+    if status == HealthCheckResponse.SERVING:
         return ""
-    return f"{address} answers {HealthCheckResponse.ServingStatus.Name(answer.status)}"
+    return f"{address} answers {HealthCheckResponse.ServingStatus.Name(status)}"
+
+
+def _status(server: HealthStub, until: float) -> HealthCheckResponse.ServingStatus.ValueType:
+    """Asks the server, and asks again if it is too busy to take the call.
+
+    Raises:
+        RpcError: there was no answer.
+    """
+    while True:
+        try:
+            return server.Check(HealthCheckRequest(), timeout=until - time.monotonic()).status
+        except grpc.RpcError as error:
+            # While a thousand calls wait, grpc's server cancels new ones at random. The server is busy, but well.
+            if error.code() is not grpc.StatusCode.CANCELLED or time.monotonic() > until - _AGAIN_S:
+                raise
+            time.sleep(_AGAIN_S)
 
 
 def main() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.cli.access import coordinator_address
-from paceline.cli.admin import drain, forget, get_job, is_heard, label, restart
+from paceline.cli.admin import coordinator_of, drain, forget, get_job, is_heard, label, restart
 from paceline.cli.output import UsageError, print_json, say
 from paceline.errors import PacelineError
 from pacelinepb.v1.admin_pb2 import GetJobResponse, JobPhase, MemberStatus
@@ -34,8 +33,8 @@ def drain_members(
     if everyone and members:
         raise UsageError("name members, or say --all, but not both")
     if not everyone and not members:
-        raise UsageError("name the members that shall leave (ranks or member ids), or say --all")
-    address = coordinator_address(coordinator)
+        raise UsageError(f"name the members of {job!r} to drain (ranks or member ids, after the job), or say --all")
+    address = coordinator_of(job, coordinator, timeout)
     before = {status.member.member_id: status for status in get_job(address, job, timeout).members}
     if everyone and not before:
         raise PacelineError(f"job {job!r} has no member that could leave")
@@ -44,8 +43,13 @@ def drain_members(
     known = [(member_id, before.get(member_id)) for member_id in told]
     for member_id, status in known:
         who = f"member {member_id}" if status is None else label(status)
-        silent = " when it is back: it is not connected now" if status is not None and not status.attached else ""
+        silent = ", once it is connected again" if status is not None and not status.attached else ""
         _say(f"{who} was told to leave at the end of its step{silent}", as_json)
+    if everyone:
+        _say(
+            f"job {job!r} stops: it can be resumed from its checkpoints; without checkpoint_dir its state is lost",
+            as_json,
+        )
     if as_json:
         print_json({"job": job, "told": [_as_dict(member_id, status) for member_id, status in known]})
 
@@ -64,23 +68,24 @@ def restart_job(coordinator: str | None, job: str, timeout: float, *, force: boo
         UsageError: the address is malformed; or none is named, and this user serves none or several.
         PacelineError: members are alive, no coordinator answers, or it knows no such job.
     """
-    address = coordinator_address(coordinator)
+    address = coordinator_of(job, coordinator, timeout)
     detail = get_job(address, job, timeout)
     alive = connected(detail)
     if alive and not force:
         raise PacelineError(
             f"job {job!r} is running, and {', '.join(map(label, alive))} {'is' if len(alive) == 1 else 'are'} "
-            f"connected: to stop it use paceline drain --all --job {job}; to end its members all the same, --force"
+            f"connected: to stop the job, use paceline drain {job} --all; to declare its members dead all the "
+            "same, use --force"
         )
     dead = restart(address, job, timeout)
     for who in dead:
-        _say(f"{who} was taken for dead", as_json)
+        _say(f"{who} was declared dead", as_json)
     if detail.summary.phase == JobPhase.JOB_PHASE_FINISHED:
-        _say(f"job {job!r} was done; it begins again with the workers that come now", as_json)
+        _say(f"job {job!r} was done; it starts anew with the workers that join now", as_json)
     elif dead:
-        _say(f"job {job!r} begins again with the workers that wait or come", as_json)
+        _say(f"job {job!r} starts again with the workers that wait or join", as_json)
     else:
-        _say(f"job {job!r} has no member that could be taken for dead; nothing has changed", as_json)
+        _say(f"job {job!r} has no member that could be declared dead; nothing has changed", as_json)
     if as_json:
         print_json({"job": job, "taken_for_dead": dead, "was_finished": _was_finished(detail)})
 
@@ -98,7 +103,7 @@ def forget_job(coordinator: str | None, job: str, timeout: float, *, as_json: bo
         UsageError: the address is malformed; or none is named, and this user serves none or several.
         PacelineError: the job is not over, no coordinator answers, or it knows no such job.
     """
-    forget(coordinator_address(coordinator), job, timeout)
+    forget(coordinator_of(job, coordinator, timeout), job, timeout)
     _say(f"job {job!r} is forgotten: its keys, its generation number, and whether it was done", as_json)
     if as_json:
         print_json({"job": job, "forgotten": True})

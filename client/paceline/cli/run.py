@@ -3,27 +3,49 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from paceline.cli.access import Served, coordinator_address, endpoint, own_coordinator, own_token, worker_credentials
+from paceline._engines.catalogue import package_of
+from paceline.cli.access import (
+    Served,
+    addresses_of,
+    coordinator_address,
+    endpoint,
+    own_coordinator,
+    own_token,
+    say_where_the_page_is,
+    worker_credentials,
+)
 from paceline.cli.launcher import Launcher, LaunchListener, Terms, WorkerSettings, worker_bounds
 from paceline.cli.launcher.console import Console, LogFiles
 from paceline.cli.launcher.environment import allowed_cores
+from paceline.cli.launcher.leftovers import remove_leftovers
 from paceline.cli.launcher.reports import ExitReports
 from paceline.cli.launcher.supervision import default_spares, spares_error
 from paceline.cli.output import UsageError, say
+from paceline.cli.slurm import SlurmStep, drain_at, drain_seconds
+from paceline.cli.spot import Poll, Provider
+from paceline.cli.step_coordinator import coordinator_of_step
 from paceline.cli.torchrun import Flags, Plan, Workers, read_flags, read_streams, run_worlds, token_of
-from paceline.config import Config
+from paceline.config import ENGINES, Config
 
-__all__ = ["launch", "run_nodes", "run_workers"]
+__all__ = ["DrainSource", "check_command", "engine_for_workers", "launch", "run_nodes", "run_workers"]
 
 _GRACE_S = 5.0
 """Seconds beyond `failure_timeout` within which a failed worker's peers notice the failure, raise, and end."""
+
+DrainSource = Callable[[Callable[[str, float], None], threading.Event], None]
+"""Watches for a reason to leave in a thread of its own, until the event is set. It calls its first argument with the
+reason, and with the seconds that workers have."""
 
 
 def run_workers(
@@ -41,8 +63,18 @@ def run_workers(
     bind: bool = True,
     redirects: str | None = None,
     tee: str | None = None,
+    http: str | None = None,
+    step: SlurmStep | None = None,
+    providers: Sequence[Provider] = (),
+    drain_before: float = 0.0,
+    drained_code: int = 0,
 ) -> int:
     """Runs workers and shows their lines on the terminal; with `spares` None it keeps one spare where that helps.
+
+    With `http` ("host:port"), the coordinator that it embeds serves a page there. In a `step` of several tasks without
+    a named coordinator, task 0 serves one on the first node. Workers leave when one of the `providers` says that the
+    machine will be taken, and `drain_before` seconds before the end of the step's job; the exit code is `drained_code`
+    then.
 
     Returns:
         The exit code, by the rule of `launcher.supervision.Supervision`.
@@ -50,7 +82,13 @@ def run_workers(
     Raises:
         UsageError: the arguments are invalid.
     """
-    _check_command(command)
+    check_command(command)
+    meets = coordinator is None and step is not None and step.tasks > 1
+    if step is not None:
+        everyone = workers * step.tasks
+        minimum = everyone if minimum is None else minimum
+        maximum = max(everyone, minimum) if maximum is None else maximum
+        bind = bind and len(allowed_cores()) <= step.cpus  # else jobs that share the node would share cores too
     try:
         low, high = worker_bounds(workers, minimum, maximum)
     except ValueError as error:
@@ -61,16 +99,44 @@ def run_workers(
         spares = default_spares(command, restarts)
     elif wrong := spares_error(command, restarts, spares):
         raise UsageError(wrong)
-    if coordinator is None and low > workers:
+    if coordinator is None and not meets and low > workers:
         raise UsageError(
             f"--min {low} with -n {workers} waits for workers of other launchers: "
-            "give all of them one coordinator (--coordinator)"
+            "give all of them the same coordinator (--coordinator)"
         )
     _check_advertise(advertise, workers)
-    with _coordinator(coordinator) as served, _console(log_dir, job, redirects, tee, workers) as console:
+    if http is not None and coordinator is not None:
+        raise UsageError(
+            f"--http shows the coordinator that a run starts, but this run joins the one at {coordinator}: start "
+            "that with paceline coordinator --http"
+        )
+    if http is not None and meets:
+        raise UsageError("--http shows the coordinator that one launcher starts: start paceline coordinator --http")
+    if not 0 <= drained_code <= 255:
+        raise UsageError(f"--drained-code must be 0 to 255, not {drained_code}")
+    with (
+        coordinator_of_step(step, job) if meets and step is not None else _coordinator(coordinator, http) as served,
+        _console(log_dir, job, redirects, tee, workers) as console,
+    ):
+        say_where_the_page_is(served)
         settings = WorkerSettings(served.address, job, low, high, advertise, token=served.token)
-        alone = coordinator is None
-        return launch(command, workers, settings, console, restarts=restarts, spares=spares, alone=alone, bind=bind)
+        base = os.environ.get("PACELINE_NOTICE_URL")
+        sources: list[DrainSource] = [Poll(provider, console.say, base) for provider in providers]
+        ends_at = None if step is None else step.ends_at
+        if (at := drain_at(time.time(), ends_at, drain_before)) is not None:
+            sources.append(functools.partial(_leave_at, at, drain_before))
+        return launch(
+            command,
+            workers,
+            settings,
+            console,
+            restarts=restarts,
+            spares=spares,
+            alone=coordinator is None and not meets,
+            bind=bind,
+            sources=sources,
+            drained_code=drained_code,
+        )
 
 
 def run_nodes(
@@ -96,11 +162,13 @@ def run_nodes(
     Raises:
         UsageError: the arguments are invalid.
     """
-    _check_command(command)
+    check_command(command)
     if flags.rdzv_endpoint and flags.standalone:
-        say("--standalone: nobody is met, at --rdzv-endpoint or elsewhere")
+        say("--standalone: this launcher runs alone, and ignores --rdzv-endpoint")
     elif flags.rdzv_endpoint and coordinator is not None:
-        raise UsageError("--rdzv-endpoint and --coordinator (PACELINE_COORDINATOR) name one thing: give one")
+        raise UsageError(
+            "--rdzv-endpoint and --coordinator (PACELINE_COORDINATOR) both name the coordinator: give only one"
+        )
     try:
         cores = len(allowed_cores()) or os.cpu_count() or 1
         plan = read_flags(flags, job=job, cores=cores, accelerated=any(Path("/dev").glob("nvidia[0-9]*")))
@@ -108,7 +176,7 @@ def run_nodes(
     except ValueError as error:
         raise UsageError(str(error)) from None
     _check_advertise(advertise, plan.workers + (not plan.alone))  # a launcher that meets others has a port too
-    address = None if coordinator is None else str(endpoint(coordinator))
+    address = None if coordinator is None else addresses_of(coordinator)
     meets_openly = address is None and plan.is_open and not insecure
     with (
         _with_a_secret(plan) if meets_openly else contextlib.nullcontext(),
@@ -127,6 +195,8 @@ def launch(
     spares: int = 0,
     alone: bool = True,
     bind: bool = True,
+    sources: Sequence[DrainSource] = (),
+    drained_code: int = 0,
 ) -> int:
     """Runs workers and tells their coordinator how they end; returns the exit code.
 
@@ -139,6 +209,8 @@ def launch(
         spares: how many processes wait with their imports done, to replace failed workers.
         alone: no other launcher starts workers for this job.
         bind: bind each worker to its share of the cores, if there is one for each (`launcher.environment`).
+        sources: each may tell the workers to leave, once.
+        drained_code: the exit code if workers were told to leave and have left in good order.
 
     Raises:
         UsageError: a PACELINE_* variable has an invalid value.
@@ -154,9 +226,49 @@ def launch(
         alone=alone,
         restarts=restarts,
         spares=spares,
+        drained_code=drained_code,
     )
+    remove_leftovers()
     with ExitReports(settings.coordinator, settings.job, worker_credentials(settings.token)) as reports:
-        return Launcher(command, terms, settings, listener, grace=grace, report_exit=reports.report, bind=bind).run()
+        launcher = Launcher(command, terms, settings, listener, grace=grace, report_exit=reports.report, bind=bind)
+        ended = threading.Event()
+        for source in sources:  # daemons: one may wait for an answer while this process ends
+            threading.Thread(target=source, args=(launcher.drain, ended), name="paceline-drain", daemon=True).start()
+        try:
+            return launcher.run()
+        finally:
+            ended.set()
+
+
+def _leave_at(at: float, before: float, drain: Callable[[str, float], None], ended: threading.Event) -> None:
+    """Drains the workers at a time of the clock, unless they end before (`DrainSource`)."""
+    if not ended.wait(max(0.0, at - time.time())):
+        drain(f"the time of the Slurm job ends in {before:g} s", drain_seconds(before))
+
+
+@contextlib.contextmanager
+def engine_for_workers(name: str | None) -> Iterator[None]:
+    """Sets the engine of workers that are started inside the block; None leaves it as it is.
+
+    Raises:
+        UsageError: there is no such engine, or its package is not installed.
+    """
+    if name is None:
+        yield
+        return
+    if name not in ENGINES:
+        raise UsageError(f"there is no engine {name!r} (--engine): the engines are {', '.join(ENGINES)}")
+    package = package_of(name)
+    if package and importlib.util.find_spec(package) is None:
+        raise UsageError(f"the engine {name} (--engine) needs {package}, which is not installed: pip install {package}")
+    before = os.environ.get("PACELINE_ENGINE")
+    os.environ["PACELINE_ENGINE"] = name
+    try:
+        yield
+    finally:
+        os.environ.pop("PACELINE_ENGINE")
+        if before is not None:
+            os.environ["PACELINE_ENGINE"] = before
 
 
 @contextlib.contextmanager
@@ -172,9 +284,9 @@ def _with_a_secret(plan: Plan) -> Iterator[None]:
         return
     if (token := token_of(plan.run_id)) is None:
         raise UsageError(
-            f"launchers meet at {plan.meeting}, and whoever reaches that port could join and read the model: set "
-            "PACELINE_TOKEN to one secret on all nodes (openssl rand -hex 32), or give all a random --rdzv-id (openssl "
-            "rand -hex 16); --insecure is for a network where everybody is trusted"
+            f"launchers meet at {plan.meeting}, and everyone who can reach that port could join and read the model: "
+            "set PACELINE_TOKEN to the same secret on all nodes (openssl rand -hex 32), or give all nodes the same "
+            "random --rdzv-id (openssl rand -hex 16); use --insecure only on a network where you trust everybody"
         )
     say("the token is made from --rdzv-id, which users of these machines can see (ps); they cannot see PACELINE_TOKEN")
     os.environ["PACELINE_TOKEN"] = token  # for the coordinator that is served here, and for workers
@@ -186,10 +298,10 @@ def _with_a_secret(plan: Plan) -> Iterator[None]:
 
 def _check_advertise(advertise: str | None, ports: int) -> None:
     if advertise is not None and ports > 1 and endpoint(advertise, default_port=0).port:
-        raise UsageError(f"--advertise {advertise} names one port for {ports} workers: leave it out")
+        raise UsageError(f"--advertise {advertise} names one port for {ports} workers: leave the port out")
 
 
-def _check_command(command: Sequence[str]) -> None:
+def check_command(command: Sequence[str]) -> None:
     """Checks that the script or program exists, so that the error shows once and not in every worker."""
     if command[0] == "--":
         if shutil.which(command[1]) is None:
@@ -207,17 +319,17 @@ def _console(log_dir: Path | None, job: str, redirects: str | None, tee: str | N
         raise UsageError(str(error)) from None
     if log_dir is None and streams.kept:
         log_dir = Path(tempfile.mkdtemp(prefix=f"paceline-{quote(job, safe='')}-"))
-        say(f"lines are kept in {log_dir}")
+        say(f"the lines of the workers are kept in {log_dir}")
     logs = None if log_dir is None else LogFiles(log_dir)
     with contextlib.closing(Console(logs, hidden=streams.hidden)) as console:
         yield console
 
 
 @contextlib.contextmanager
-def _coordinator(address: str | None) -> Iterator[Served]:
+def _coordinator(address: str | None, http: str | None) -> Iterator[Served]:
     if address is not None:
         where = coordinator_address(address)
         yield Served(where, own_token(where))  # it may belong to another run of this user, which admits workers
     else:
-        with own_coordinator() as own:
+        with own_coordinator(http=http) as own:
             yield own

@@ -1,15 +1,17 @@
-"""Defines the options of `paceline run`: Paceline's, and torchrun's in a separate panel."""
+"""Defines the options of `paceline run`: Paceline's, and torchrun's in a separate panel; and of `paceline run-rank`."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from paceline.cli.output import UsageError, one_line_errors
+from paceline.cli.output import UsageError, one_line_errors, printable, say
+from paceline.cli.slurm import DRAIN_BEFORE_S
 
-__all__ = ["RUN_SETTINGS", "run"]
+__all__ = ["RUN_SETTINGS", "run", "run_rank"]
 
 RUN_SETTINGS: dict[str, Any] = {
     "allow_interspersed_args": False,  # options after SCRIPT belong to the script
@@ -36,28 +38,32 @@ def run(
             envvar="PACELINE_COORDINATOR", metavar="HOST:PORT", help="Address of the coordinator; default: embed one."
         ),
     ] = None,
-    job: Annotated[str, typer.Option(envvar="PACELINE_JOB", help="Name of the job.")] = "default",
+    job: Annotated[
+        str, typer.Option(envvar="PACELINE_JOB", help="Name of the job; torchrun's --rdzv-id is the same.")
+    ] = "default",
     minimum: Annotated[
         int | None,
         typer.Option(
-            "--min", envvar="PACELINE_MIN_WORKERS", help="Start with this many workers, from all shells; default: -n."
+            "--min",
+            envvar="PACELINE_MIN_WORKERS",
+            help="Start when this many workers have joined, from all launchers; default: -n.",
         ),
     ] = None,
     maximum: Annotated[
         int | None,
         typer.Option(
-            "--max", envvar="PACELINE_MAX_WORKERS", help="Never have more than this; default: the larger of -n, --min."
+            "--max",
+            envvar="PACELINE_MAX_WORKERS",
+            help="Never have more workers than this; default: the larger of -n, --min.",
         ),
     ] = None,
-    restarts: Annotated[
-        int, typer.Option(metavar="N", help="Start each worker that fails again, at most this often.")
-    ] = 0,
+    restarts: Annotated[int, typer.Option(metavar="N", help="Restart each worker that fails, at most this often.")] = 0,
     spares: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="Keep N processes with the script's imports done, to replace workers at once; default: 1 with "
-            "--restarts, else 0.",
+            help="Keep N spare processes that have done the script's imports, to replace failed workers at once; "
+            "default: 1 with --restarts, else 0.",
         ),
     ] = None,
     advertise: Annotated[
@@ -67,12 +73,53 @@ def run(
             "--local-addr",
             envvar="PACELINE_ADVERTISE",
             metavar="HOST",
-            help="Where other hosts reach these workers; default: the address of the route to the coordinator.",
+            help="Where other hosts reach these workers; default: this host's address on the route to the coordinator.",
         ),
     ] = None,
     bind: Annotated[
         bool, typer.Option("--bind/--no-bind", help="Bind each worker to its share of the cores, if there are enough.")
     ] = True,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            envvar="PACELINE_ENGINE",
+            metavar="NAME",
+            help="What carries the gradients of DDP: links (default), gloo, mpi (see run-rank), or nccl on GPUs.",
+        ),
+    ] = None,
+    notice: Annotated[
+        str | None,
+        typer.Option(
+            envvar="PACELINE_NOTICE",
+            metavar="CLOUDS",
+            help="Let the workers leave when the cloud says that it will take this spot machine: aws, gcp, azure; "
+            "several separated by commas.",
+        ),
+    ] = None,
+    drain_before: Annotated[
+        float,
+        typer.Option(
+            envvar="PACELINE_DRAIN_BEFORE",
+            metavar="SECONDS",
+            help="Let the workers leave so long before the end of the Slurm job (SLURM_JOB_END_TIME); 0 for never.",
+        ),
+    ] = DRAIN_BEFORE_S,
+    drained_code: Annotated[
+        int,
+        typer.Option(
+            metavar="CODE",
+            help="Exit code if the workers were told to leave (SIGTERM, --notice, --drain-before) and all left in good "
+            "order, so that a batch script can requeue itself.",
+        ),
+    ] = 0,
+    http: Annotated[
+        bool,
+        typer.Option("--http", help="Serve a page that shows the job, on this machine; its URL is printed."),
+    ] = False,
+    http_listen: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="The same, at this address; default: a free port of loopback."),
+    ] = None,
     log_dir: Annotated[
         Path | None, typer.Option(rich_help_panel=_OUTPUT, help="Keep each worker's lines in a file here.")
     ] = None,
@@ -83,17 +130,21 @@ def run(
             "--redirects",
             rich_help_panel=_OUTPUT,
             metavar="STREAMS",
-            help="Keep lines in files, and hide those of 1 (stdout), 2 (stderr), 3 (both); 0:3,1:2 by worker.",
+            help="Keep lines in files, and hide those of 1 (stdout), 2 (stderr) or 3 (both); by worker: 0:3,1:2.",
         ),
     ] = None,
     tee: Annotated[
         str | None,
         typer.Option(
-            "-t", "--tee", rich_help_panel=_OUTPUT, metavar="STREAMS", help="Keep lines in files, and show these too."
+            "-t",
+            "--tee",
+            rich_help_panel=_OUTPUT,
+            metavar="STREAMS",
+            help="Keep lines in files, and show these even with -r.",
         ),
     ] = None,
     nnodes: Annotated[
-        str | None, _torchrun("--nnodes", metavar="N|MIN:MAX", help="Launchers that make up a world; default: 1.")
+        str | None, _torchrun("--nnodes", metavar="N|MIN:MAX", help="Number of launchers in a world; default: 1.")
     ] = None,
     nproc_per_node: Annotated[
         str | None,
@@ -119,14 +170,17 @@ def run(
         ),
     ] = None,
     rdzv_backend: Annotated[
-        str | None, _torchrun("--rdzv-backend", metavar="NAME", help="c10d or static; either is a coordinator here.")
+        str | None,
+        _torchrun(
+            "--rdzv-backend", metavar="NAME", help="c10d or static; with either, launchers meet at a coordinator."
+        ),
     ] = None,
-    rdzv_id: Annotated[str | None, _torchrun("--rdzv-id", metavar="NAME", help="The same as --job.")] = None,
+    rdzv_id: Annotated[str | None, _torchrun("--rdzv-id", metavar="NAME", help="Name of the job, as --job.")] = None,
     max_restarts: Annotated[
         int | None,
         _torchrun("--max-restarts", metavar="N", help="Start all workers again when one fails, at most this often."),
     ] = None,
-    standalone: Annotated[bool, _torchrun("--standalone", help="Run with this launcher alone.")] = False,
+    standalone: Annotated[bool, _torchrun("--standalone", help="Run without other launchers.")] = False,
     insecure: Annotated[
         bool,
         _torchrun(
@@ -138,10 +192,16 @@ def run(
 
     With --min below --max, or with --restarts, the others go on when a worker fails.
 
+    As a task of Slurm's srun, -n, --job, --min, --max and the coordinator follow from Slurm's variables.
+
     With torchrun's flags, all workers end when one fails or a node joins or leaves, and a new world starts.
     """
     with one_line_errors():
-        from paceline.cli.run import run_nodes, run_workers
+        from paceline.cli.access import endpoint
+        from paceline.cli.run import engine_for_workers, run_nodes, run_workers
+        from paceline.cli.run_rank import become_mpirun
+        from paceline.cli.slurm import slurm_step
+        from paceline.cli.spot import read_providers
         from paceline.cli.torchrun import Flags
 
         flags = Flags(
@@ -157,10 +217,21 @@ def run(
             max_restarts=max_restarts,
         )
         if no_python and module:
-            raise UsageError("--no-python and --module exclude each other")
+            raise UsageError("give --no-python or --module, not both")
         whole = ["--", *command] if no_python else ["-m", *command] if module else command
+        page = None
+        if http or http_listen is not None:
+            page = "127.0.0.1:0" if http_listen is None else str(endpoint(http_listen, default_port=0))
+        context.with_resource(engine_for_workers(engine))
+        if engine == "mpi":
+            _refuse_with_mpi(context)
+            _say_that_notices_are_ignored(notice, "--engine mpi")
+            become_mpirun(whole, workers=workers, minimum=minimum, coordinator=coordinator, job=job)
         if flags.given:
             _refuse_both(context, flags.given[0])
+            _say_that_notices_are_ignored(notice, f"torchrun's {flags.given[0]}")
+            if rdzv_id not in (None, job) and _was_typed(context, "job"):
+                raise UsageError("--job and --rdzv-id both name the job: give one")
             code = run_nodes(
                 whole,
                 flags,
@@ -174,6 +245,16 @@ def run(
                 insecure=insecure,
             )
         else:
+            try:
+                step = slurm_step(os.environ)
+                providers = [] if notice is None else read_providers(notice)
+            except ValueError as error:
+                raise UsageError(str(error)) from None
+            if not drain_before >= 0:
+                raise UsageError(f"--drain-before must be 0 or more, not {drain_before:g}")
+            if step is not None:
+                workers = step.workers if _is_default(context, "workers") else workers
+                job = step.name if _is_default(context, "job") else job
             code = run_workers(
                 whole,
                 workers=workers,
@@ -188,8 +269,59 @@ def run(
                 bind=bind,
                 redirects=redirects,
                 tee=tee,
+                http=page,
+                step=step,
+                providers=providers,
+                drain_before=drain_before,
+                drained_code=drained_code,
             )
         raise typer.Exit(code)
+
+
+def run_rank(
+    command: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="What each rank runs.")],
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as for python -m.")] = False,
+    coordinator: Annotated[
+        str | None,
+        typer.Option(
+            envvar="PACELINE_COORDINATOR", metavar="HOST:PORT", help="Address of the coordinator; default: at rank 0."
+        ),
+    ] = None,
+    job: Annotated[str, typer.Option(envvar="PACELINE_JOB", help="Name of the job.")] = "default",
+    minimum: Annotated[
+        int | None,
+        typer.Option(
+            "--min",
+            envvar="PACELINE_MIN_WORKERS",
+            help="With mpirun --with-ft ulfm: go on while this many ranks live; default: all.",
+        ),
+    ] = None,
+) -> None:
+    """Run a script as one rank of MPI: mpirun -n 4 paceline run-rank SCRIPT.
+
+    MPI carries the gradients of DDP. The world is that of mpirun. If a rank dies, the others get the error that names
+    it, and end; with mpirun --with-ft ulfm (Open MPI 5) they go on.
+    """
+    with one_line_errors():
+        from paceline.cli.run_rank import run_rank as run_this_rank
+
+        whole = ["-m", *command] if module else command
+        raise typer.Exit(run_this_rank(whole, coordinator=coordinator, job=job, minimum=minimum))
+
+
+_WITH_MPI = {"workers", "minimum", "coordinator", "job", "engine", "module", "command"}
+"""The options that `paceline run --engine mpi` passes on; mpirun starts the workers, and knows nothing of the rest."""
+
+
+def _refuse_with_mpi(context: typer.Context) -> None:
+    """Refuses options that would have no effect, because mpirun starts the workers and shows their lines."""
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        if name not in _WITH_MPI and _was_typed(context, name):
+            raise UsageError(
+                f"{parameter.opts[-1]} does not go with --engine mpi, because mpirun starts the workers: leave it out, "
+                "or write your own mpirun -n N paceline run-rank SCRIPT"
+            )
 
 
 _OWN: dict[str, tuple[str, str | None]] = {
@@ -198,6 +330,11 @@ _OWN: dict[str, tuple[str, str | None]] = {
     "maximum": ("--max", "--nnodes MIN:MAX"),
     "restarts": ("--restarts", "--max-restarts"),
     "spares": ("--spares", None),
+    "notice": ("--notice", None),
+    "drain_before": ("--drain-before", None),
+    "drained_code": ("--drained-code", None),
+    "http": ("--http", None),
+    "http_listen": ("--http-listen", None),
 }
 """Paceline's options, and the flag of torchrun that replaces each; None if there is none."""
 
@@ -205,7 +342,24 @@ _OWN: dict[str, tuple[str, str | None]] = {
 def _refuse_both(context: typer.Context, flag: str) -> None:
     """Refuses options of both kinds: with Paceline's, workers go on without a failed one; with torchrun's, all end."""
     for name, (own, instead) in _OWN.items():
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
+        if _was_typed(context, name):
             advice = f"write {instead}" if instead else "leave it out"
             raise UsageError(f"{own} does not go with torchrun's {flag}: {advice}, or leave torchrun's flags out")
+
+
+def _say_that_notices_are_ignored(notice: str | None, reason: str) -> None:
+    """Says that PACELINE_NOTICE has no effect, if it is set; --notice was refused before."""
+    if notice:
+        say(f"PACELINE_NOTICE={printable(notice)} has no effect with {reason}: no cloud is asked")
+
+
+def _is_default(context: typer.Context, name: str) -> bool:
+    """True if an option was given neither on the command line nor by a variable."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "DEFAULT"
+
+
+def _was_typed(context: typer.Context, name: str) -> bool:
+    """True if an option was given on the command line, and is neither a default nor from the environment."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from paceline._collectives.choose import RULES, Choice, choose, format_rules, only
-from paceline._collectives.rows import Row, format_schedule
-from paceline._collectives.schedules import ROOTED, SCHEDULES, rows_of
+from paceline._collectives.part_tree import Node, subtrees_by_rank
+from paceline._collectives.rows import Row, SumOrder, format_schedule
+from paceline._collectives.schedules import ROOTED, SCHEDULES, chunks_of, rows_of
 from paceline.cli.bench.jobs import ELEMENT_BYTES, measured_size, parse_size, size_text
 from paceline.cli.output import UsageError, print_json
 
@@ -23,12 +24,16 @@ class ScheduleOptions(NamedTuple):
         size: as for `parse_size`.
         rank: the rank whose rows to show.
         schedule: the schedule to show instead of the chosen one.
+        hosts: on how many hosts the ranks are, in order and evenly; None for ranks of which nothing is known.
+        parts: V, for an all_reduce of the parts of a step.
     """
 
     workers: int | None = None
     size: str | None = None
     rank: int | None = None
     schedule: str | None = None
+    hosts: int | None = None
+    parts: int | None = None
 
 
 class SchedulePlan(NamedTuple):
@@ -43,6 +48,8 @@ class SchedulePlan(NamedTuple):
         chunks: number of chunks that the rows refer to.
         rank: the rank.
         rows: what the rank does; the root is rank 0.
+        nodes: the host of each rank, from 0; empty if they are not known.
+        subtrees: with parts, the subtrees whose sums each rank sends (`part_tree`).
     """
 
     collective: str
@@ -53,6 +60,8 @@ class SchedulePlan(NamedTuple):
     chunks: int
     rank: int
     rows: list[Row]
+    nodes: tuple[int, ...] = ()
+    subtrees: tuple[tuple[Node, ...], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the plan as `--json` prints it; null marks a side of a row that does nothing."""
@@ -64,9 +73,11 @@ class SchedulePlan(NamedTuple):
             "schedule": self.schedule,
             "reason": "asked for" if asked_for else self.chosen.reason,
             "chosen": self.chosen.schedule,
+            "nodes": list(self.nodes),
             "rank": self.rank,
             "chunks": self.chunks,
             "rows": [_row_as_dict(row) for row in self.rows],
+            **({"subtrees": [[list(node) for node in nodes] for nodes in self.subtrees]} if self.subtrees else {}),
         }
 
     def as_text(self) -> str:
@@ -74,17 +85,31 @@ class SchedulePlan(NamedTuple):
         of = f" of {size_text(self.bytes)}" if self.bytes else ""
         root = " from" if self.collective in ("broadcast", "scatter") else " to"
         root = f"{root} rank 0" if self.collective in ROOTED else ""
-        ranks = f"{self.world} rank{'s'[: self.world != 1]}"
+        ranks = f"{self.world} rank{'s'[: self.world != 1]}{self._on_hosts()}"
         lines = [f"{self.collective}{of}{root} among {ranks}: {self.chosen.schedule} ({self.chosen.reason})"]
         if self.schedule != self.chosen.schedule:
             lines.append(f"asked for: {self.schedule}")
         shown = (self.schedule, self.chosen.schedule)
         if others := [name for name in SCHEDULES[self.collective] if name not in shown]:
             lines.append(f"there is also: {', '.join(others)}")
+        if self.subtrees:
+            parts = self.subtrees[-1][-1][1]
+            lines += ["", f"each chunk is summed in a tree over {parts} parts, from the ranks' sums:"]
+            lines += [_subtrees_of(rank, nodes) for rank, nodes in enumerate(self.subtrees)]
         lines.append("")
         lines.append(f"rank {self.rank} by {self.schedule}, {self._chunks()}:")
         lines.append(format_schedule(self.rows) if self.rows else "nothing to send or receive")
         return "\n".join(lines)
+
+    def _on_hosts(self) -> str:
+        if not self.nodes:
+            return ""
+        hosts = self.nodes[-1] + 1
+        here = [rank for rank, node in enumerate(self.nodes) if node == self.nodes[self.rank]]
+        if hosts == 1:
+            return " on 1 host"
+        of = f"rank {here[0]}" if len(here) == 1 else f"ranks {here[0]} to {here[-1]}"
+        return f" on {hosts} hosts (rank {self.rank}'s has {of})"
 
     def _chunks(self) -> str:
         parts = self.world if self.collective == "all_to_all" else self.chunks
@@ -97,6 +122,11 @@ class SchedulePlan(NamedTuple):
         return f"{self.chunks} chunk{'s'[: self.chunks != 1]} {size}"
 
 
+def _subtrees_of(rank: int, nodes: tuple[Node, ...]) -> str:
+    count = f"{len(nodes)} array{'s'[: len(nodes) != 1]} a frame"
+    return f"rank {rank}: {count}, the sum{'s'[: len(nodes) != 1]} of {', '.join(f'{lo}-{hi - 1}' for lo, hi in nodes)}"
+
+
 def show_schedules(collective: str | None, asked: ScheduleOptions, *, as_json: bool) -> None:
     """Shows the table of rules; or, for a collective, which schedule is chosen and one rank's rows of it.
 
@@ -107,7 +137,7 @@ def show_schedules(collective: str | None, asked: ScheduleOptions, *, as_json: b
         plan = make_plan(collective, asked)
         print_json(plan.as_dict()) if as_json else print(plan.as_text())
     elif asked != ScheduleOptions():
-        raise UsageError(f"-n, --size, --rank and --schedule are about one collective: name one of {_NAMES}")
+        raise UsageError(f"-n, --hosts, --size, --rank, --schedule and --parts need a collective: name one of {_NAMES}")
     elif as_json:
         print_json({"rules": [{"collective": of, **rule._asdict()} for of, rules in RULES.items() for rule in rules]})
     else:
@@ -127,16 +157,32 @@ def make_plan(collective: str, asked: ScheduleOptions) -> SchedulePlan:
     rank = 0 if asked.rank is None else asked.rank
     if not 0 <= rank < world:
         raise UsageError(f"rank {rank} lies outside the world of {world}: choose one from 0 to {world - 1}")
+    hosts = asked.hosts
+    if hosts is not None and not 1 <= hosts <= world:
+        raise UsageError(f"--hosts must be 1 to {world}, the number of ranks, not {hosts}")
+    nodes = () if hosts is None else tuple(each * hosts // world for each in range(world))
     try:
         size = measured_size(name, parse_size("1MiB" if asked.size is None else asked.size), world)
         if asked.schedule is not None:
             only(name, asked.schedule)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    chosen = choose(name, size, world)
+    parts = asked.parts
+    if parts is not None and (name != "all_reduce" or parts < world):
+        raise UsageError(
+            f"--parts is for all-reduce, with one part for each rank at least, not {parts} for {world} ranks"
+        )
+    sums = SumOrder.ALIKE if parts is None else SumOrder.IN_RANK_ORDER
+    chosen = choose(name, size, world, sums=sums, nodes=nodes)
+    if parts is not None and asked.schedule is not None and SCHEDULES[name][asked.schedule].sums < sums:
+        raise UsageError(
+            f"{asked.schedule} does not sum an element at one rank, as a tree over parts needs: try direct"
+        )
     schedule = chosen.schedule if asked.schedule is None else asked.schedule
-    chunks = SCHEDULES[name][schedule].chunks(world)
-    return SchedulePlan(name, world, size, chosen, schedule, chunks, rank, rows_of(name, schedule, rank, world))
+    chunks = chunks_of(name, schedule, world, nodes)
+    rows = rows_of(name, schedule, rank, world, nodes=nodes)
+    subtrees = () if parts is None else subtrees_by_rank(world, parts)
+    return SchedulePlan(name, world, size, chosen, schedule, chunks, rank, rows, nodes, subtrees)
 
 
 def _row_as_dict(row: Row) -> dict[str, Any]:

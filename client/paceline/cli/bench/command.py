@@ -112,7 +112,7 @@ def _jobs(asked: BenchOptions) -> list[Job]:
     if asked.tunes and (asked.schedule is not None or asked.vs is not None or len(_links(asked)) > 1):
         raise UsageError("--tune measures all schedules over one kind of link: leave out --schedule and --vs")
     if asked.memory not in MEMORIES:
-        raise UsageError(f"there is no memory {asked.memory!r}: choose one of {', '.join(MEMORIES)}")
+        raise UsageError(f"--memory must be one of {', '.join(MEMORIES)}, not {asked.memory!r}")
     try:
         return plan(
             asked.collective,
@@ -130,7 +130,7 @@ def _links(asked: BenchOptions) -> list[str]:
     if asked.links is None:
         return list(BETWEEN_PROCESSES[: 1 if asked.tunes else None])
     if not asked.links:
-        raise UsageError(f"--links names no link: choose of {', '.join(LINKS)}")
+        raise UsageError(f"--links is empty: choose from {', '.join(LINKS)}")
     return _words(asked.links)
 
 
@@ -138,7 +138,7 @@ def _recipes(asked: BenchOptions) -> list[Recipe]:
     recipes = []
     for link in _links(asked):
         if link not in LINKS:
-            raise UsageError(f"there is no link {link!r}: this version measures {', '.join(LINKS)}")
+            raise UsageError(f"there is no kind of link {link!r}: choose from {', '.join(LINKS)}")
         recipes.append(paceline_recipe(link, asked.workers, asked.memory))
     for impl in _words(asked.vs or ""):
         check_peer(impl)
@@ -200,12 +200,12 @@ class Table:
         """Adds a row, or a note if the contender has no such collective."""
         contender = result.contender
         if result.lacks is not None:
-            self._note(f"{job.collective} is not in {contender.impl}: {result.lacks}")
+            self._note(f"{contender.impl} cannot do {job.collective}: {result.lacks}")
             return
         last = result.turns[-1]
         link = link_name(last.links)
         if link != contender.link:
-            self._note(f"{contender.impl} was asked to use {contender.link} links, and used {link or 'none'}")
+            self._note(f"{contender.impl} was asked to use {contender.link} links, but used {link or 'none'}")
         row = make_row(job.collective, last.schedule, link, self._world, job.bytes, result.seconds, impl=contender.impl)
         self.rows.append(row)
         self._show(row)

@@ -75,7 +75,9 @@ ROOT = 0
 ELEMENT_BYTES = 4
 """All arrays are float32."""
 
-_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_BINARY = {f"{letter}{end}": 1 << bits for letter, bits in (("k", 10), ("m", 20), ("g", 30)) for end in ("", "ib")}
+_UNITS = {"": 1, "b": 1, **_BINARY, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+"""K, M and G alone are powers of 1024, as for nccl-tests and the OSU benchmarks."""
 
 
 class Job(NamedTuple):
@@ -153,7 +155,7 @@ def plan(
     if collective not in (*COLLECTIVES, ALL):
         raise ValueError(f"cannot measure {collective!r}: choose one of {', '.join(COLLECTIVES)}, or {ALL}")
     if place not in PLACES:
-        raise ValueError(f"there is no place {place!r}: choose one of {', '.join(PLACES)}")
+        raise ValueError(f"--place must be one of {', '.join(PLACES)}, not {place!r}")
     schedules = () if schedule is None else _schedules(collective, schedule)
     wanted = parse_sizes(sizes)
     jobs = []
@@ -172,7 +174,7 @@ def plan(
 
 def _schedules(collective: str, text: str) -> tuple[str, ...]:
     if collective == ALL:
-        raise ValueError("--schedule is for one collective: name it in place of all")
+        raise ValueError("--schedule needs one collective: name it instead of all")
     name = collective.replace("-", "_")
     if name not in SCHEDULES:
         raise ValueError(f"{collective} has no schedules to choose from")
@@ -188,7 +190,7 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def parse_size(text: str) -> int:
-    """Parses "64KiB" to bytes; accepts whole float32 elements only.
+    """Parses "64KiB", "64K" or "64kB" to bytes; accepts whole float32 elements only.
 
     Raises:
         ValueError: the size is malformed, not above 0, or not a multiple of 4 bytes.
@@ -196,10 +198,10 @@ def parse_size(text: str) -> int:
     found = re.fullmatch(r"\s*(\d+)\s*([a-z]*)\s*", text, re.IGNORECASE)
     unit = _UNITS.get(found[2].lower()) if found else None
     if found is None or unit is None:
-        raise ValueError(f"{text.strip()!r} is not a size like 1KiB, 16MiB or 4096")
+        raise ValueError(f"{text.strip()!r} is not a size like 64K, 16MiB or 4096")
     size = int(found[1]) * unit
     if size == 0 or size % ELEMENT_BYTES:
-        raise ValueError(f"{text.strip()} is not a number of float32 elements: a multiple of 4 bytes above 0")
+        raise ValueError(f"{text.strip()} is not a whole number of float32 elements: a multiple of 4 bytes above 0")
     return size
 
 
@@ -284,7 +286,7 @@ def check_result(result: Array | None, parts: list[float]) -> None:
     for part, row in zip(parts, rows, strict=True):
         low, high = float(row.min()), float(row.max())
         if not low == part == high:
-            raise ArithmeticError(f"a part of the result lies between {low} and {high}, and should be {part}")
+            raise ArithmeticError(f"a part of the result lies between {low} and {high}, but should be {part}")
 
 
 def bus_factor(collective: str, world: int) -> float:

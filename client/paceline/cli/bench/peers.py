@@ -59,14 +59,16 @@ def check_peer(impl: str) -> None:
         UsageError: the name is unknown, or it is not installed; the text says how to install it.
     """
     if impl not in PEERS:
-        raise UsageError(f"there is no {impl!r} to compare with: choose of {', '.join(PEERS)}")
+        raise UsageError(f"there is no {impl!r} to compare with: choose from {', '.join(PEERS)}")
     if impl == "gloo" and find_spec("torch") is None:
-        raise UsageError("--vs gloo is a part of PyTorch, which is not there: pip install torch")
+        raise UsageError("--vs gloo needs PyTorch, which is not installed: pip install torch")
     if impl == "openmpi":
         if find_spec("mpi4py") is None:
-            raise UsageError("--vs openmpi needs mpi4py, which is not there: pip install mpi4py")
+            raise UsageError("--vs openmpi needs mpi4py, which is not installed: pip install mpi4py")
         if not _has_mpirun():
-            raise UsageError("--vs openmpi needs Open MPI's mpirun, which is not there: apt-get install openmpi-bin")
+            raise UsageError(
+                "--vs openmpi needs Open MPI's mpirun, which is not installed: apt-get install openmpi-bin"
+            )
 
 
 def _has_mpirun() -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from paceline.cli.bench.jobs import BenchRow, bus_bandwidth, size_text
 from paceline.cli.output import UsageError
+from pacelinepb import install_command
 
 __all__ = ["Lines", "check_plot", "lines_of", "plot"]
 
@@ -28,9 +29,9 @@ def check_plot(file: Path) -> None:
         UsageError: matplotlib is not installed, the file type is not supported, or the folder does not exist.
     """
     if find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib, which is not there: pip install 'paceline[bench]'")
+        raise UsageError(f"--plot needs matplotlib, which is not installed: {install_command('bench')}")
     if file.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise UsageError(f"--plot makes .png, .svg or .pdf, not {file}")
+        raise UsageError(f"--plot writes .png, .svg or .pdf, not {file}")
     if not file.absolute().parent.is_dir():
         raise UsageError(f"there is no folder {file.absolute().parent} for --plot")
 

@@ -5,6 +5,9 @@ Decisions are pure; the rest acts around them:
     environment.py  a worker's environment variables, its place in a fixed world, its cores
     shim.py         runs first in the child: ties its life to the launcher's, then runs the script
     worker.py       one child process with its pipes
+    printed.py      PURE: what workers print as lines, and as states of progress bars
+    notices.py      PURE: sentences that all workers say, once
+    live_rows.py    PURE: the last rows of a terminal, which show those states
     launcher.py     the shell: one loop over pipes, exits and signals
     console.py      prefixed lines on the terminal and in log files
     reports.py      reports exits to the coordinator
@@ -12,7 +15,18 @@ Decisions are pure; the rest acts around them:
 
 from paceline.cli.launcher.environment import Place, WorkerSettings, worker_bounds
 from paceline.cli.launcher.launcher import Launcher, LaunchListener
+from paceline.cli.launcher.printed import Printed
 from paceline.cli.launcher.supervision import Exit, Terms
 from paceline.cli.launcher.worker import Worker
 
-__all__ = ["Exit", "Launcher", "LaunchListener", "Place", "Terms", "Worker", "WorkerSettings", "worker_bounds"]
+__all__ = [
+    "Exit",
+    "Launcher",
+    "LaunchListener",
+    "Place",
+    "Printed",
+    "Terms",
+    "Worker",
+    "WorkerSettings",
+    "worker_bounds",
+]

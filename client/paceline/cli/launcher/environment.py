@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from paceline._session.launcher_pipe import LAUNCHER_FD
 
 __all__ = [
+    "LOCAL_RANK",
     "Place",
     "WorkerSettings",
     "allowed_cores",
@@ -26,6 +27,10 @@ _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _THREAD_POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 _RANKS = ("PACELINE_RANK", "PACELINE_WORLD_SIZE")
+
+LOCAL_RANK = "PACELINE_LOCAL_RANK"
+"""A worker's number among the workers of its launcher, from 0. torch's LOCAL_RANK alone, without RANK, would make
+libraries such as accelerate wait for a world of torchrun."""
 
 _BOUNDS = ("PACELINE_MIN_WORKERS", "PACELINE_MAX_WORKERS")
 
@@ -150,7 +155,7 @@ def worker_bounds(workers: int, minimum: int | None, maximum: int | None) -> tup
     if high < low:
         raise ValueError(f"--max {high} is below the minimum of {low} workers")
     if high < workers:
-        raise ValueError(f"-n {workers} workers do not fit a job of at most {high} (--max)")
+        raise ValueError(f"-n {workers} workers do not fit into a job of at most {high} (--max)")
     return low, high
 
 
@@ -172,6 +177,7 @@ def worker_environment(
         "PACELINE_COORDINATOR": settings.coordinator,
         "PACELINE_JOB": settings.job,
         LAUNCHER_FD: str(launcher_fd),
+        LOCAL_RANK: str(index),
     }
     if place is None:  # the view gives the rank
         own = (str(settings.min_workers), str(settings.max_workers))

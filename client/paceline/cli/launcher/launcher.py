@@ -14,7 +14,8 @@ from types import FrameType
 from typing import Any, Protocol
 
 from paceline.cli.launcher.environment import WorkerSettings, allowed_cores, share_of_cores, worker_environment
-from paceline.cli.launcher.supervision import Exit, SpareSchedule, Supervision, Terms, in_order_of_blame
+from paceline.cli.launcher.printed import Printed
+from paceline.cli.launcher.supervision import DRAIN_S, Exit, SpareSchedule, Supervision, Terms, in_order_of_blame
 from paceline.cli.launcher.worker import NEWS, Worker
 from pacelinepb.v1.session_pb2 import ProcessIdentity
 
@@ -31,10 +32,14 @@ _POLL_S = 0.05
 
 
 class LaunchListener(Protocol):
-    """Shows what happens in the launcher. All calls come from the launcher's thread and must not block it."""
+    """Shows what happens in the launcher. No call may block.
 
-    def line(self, worker: Worker, stream: str, line: bytes) -> None:
-        """Handles a line (without its newline) that a worker printed on "stdout" or "stderr"."""
+    The calls come from the launcher's thread. But `say` may also be called from the thread of a source that tells the
+    workers to leave, at the same time.
+    """
+
+    def line(self, worker: Worker, stream: str, printed: Printed) -> None:
+        """Handles a line, or the present state of one, that a worker printed on "stdout" or "stderr"."""
 
     def record(self, worker: Worker, record: dict[str, Any]) -> None:
         """Handles a worker's record: a view, an error, or something else that its script reports."""
@@ -81,6 +86,9 @@ class Launcher:
         self._supervision = Supervision(grace, terms)
         self._signals: list[signal.Signals] = []
         self._ordered = ""  # why `stop` was called
+        self._draining = ""  # why `drain` was called
+        self._drain_s = DRAIN_S
+        self._told_to_drain = False
         self._wakeup: int | None = None
         self._wakeup_lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
@@ -124,6 +132,21 @@ class Launcher:
         """
         with self._wakeup_lock:
             self._ordered = self._ordered or why
+            if self._wakeup is not None:
+                os.write(self._wakeup, b"\0")
+
+    def drain(self, why: str, seconds: float = DRAIN_S) -> None:
+        """Ends the workers as on SIGTERM; any thread may call it at any time, and only the first call counts.
+
+        A SIGTERM after it is the same order: the scheduler says again what a source has said before.
+
+        Args:
+            why: completes "stopping 2 workers: ...".
+            seconds: how long the workers of an elastic job have to leave, until they are killed.
+        """
+        with self._wakeup_lock:
+            if not self._draining:
+                self._draining, self._drain_s = why, seconds
             if self._wakeup is not None:
                 os.write(self._wakeup, b"\0")
 
@@ -249,16 +272,16 @@ class Launcher:
 
     def _read(self, worker: Worker, stream: str) -> None:
         fd = worker.streams[stream]
-        lines = worker.read(stream)
+        parts = worker.read(stream)
         if stream not in worker.streams:
             self._selector.unregister(fd)
-        self._hand_on(worker, stream, lines)
+        self._hand_on(worker, stream, parts)
 
-    def _hand_on(self, worker: Worker, stream: str, lines: Sequence[bytes]) -> None:
-        for line in lines:
+    def _hand_on(self, worker: Worker, stream: str, parts: Sequence[Printed]) -> None:
+        for printed in parts:
             if stream != NEWS:
-                self._listener.line(worker, stream, line)
-            elif (record := worker.heard(line)) is not None:
+                self._listener.line(worker, stream, printed)
+            elif printed.ended and (record := worker.heard(printed.text)) is not None:
                 self._listener.record(worker, record)
 
     def _reap(self) -> None:
@@ -290,7 +313,11 @@ class Launcher:
                 self._supervision.interrupt(received, now)
             else:  # SIGUSR2 asks for flight records, which the workers have
                 asked = [worker for worker in self.workers if worker.ask(received)]
-                self._listener.say(f"asked {len(asked)} of {len(self.workers)} workers for their flight records")
+                count = f"{len(self.workers)} worker{'s'[: len(self.workers) != 1]}"
+                self._listener.say(f"asked {len(asked)} of {count} for a flight record")
+        if self._draining and not self._told_to_drain:
+            self._told_to_drain = True
+            self._supervision.drain(now, self._drain_s)
         if self._ordered:
             self._supervision.stop(now)
         signum = self._supervision.due(now)
@@ -299,12 +326,14 @@ class Launcher:
             return
         verb = "stopping" if signum == signal.SIGTERM else "killing"
         count = f"{len(running)} worker{'s'[: len(running) != 1]}"
-        if self._supervision.interrupted:
+        if self._draining:
+            self._listener.say(f"{verb} {count}: {self._draining}")
+        elif self._supervision.interrupted:
             self._listener.say(f"{verb} {count}")
         elif self._ordered:
             self._listener.say(f"{verb} {count}: {self._ordered}")
         else:
-            self._listener.say(f"{verb} {', '.join(map(str, running))}, still there after the first failure")
+            self._listener.say(f"{verb} {', '.join(map(str, running))}, still running after the first failure")
         # All are frozen until each has been signalled, because a worker that outlived another by a moment would report
         # its loss. SIGCONT also wakes workers that were already frozen, which get SIGTERM only then.
         for number in (signal.SIGSTOP, signum, signal.SIGCONT):

@@ -7,9 +7,10 @@ import time
 from concurrent.futures import Future, wait
 from types import TracebackType
 
+from paceline._address import CoordinatorAddresses
 from paceline._grpc import aio
 from paceline._loop import loop_thread
-from paceline._rpc import CHANNEL_OPTIONS, backoff, is_transient
+from paceline._rpc import CHANNEL_OPTIONS, backoff, is_transient, leader_named_by
 from paceline.credentials import Credentials
 from pacelinepb.v1.session_pb2 import ProcessIdentity, ReportExitRequest
 from pacelinepb.v1.session_pb2_grpc import SessionServiceStub
@@ -19,8 +20,12 @@ __all__ = ["ExitReports"]
 _TIMEOUT_S = 5.0
 """Seconds for one report. A coordinator that is away for longer notices the death by the member's silence."""
 
-_LAST_S = 1.0
-"""Seconds that the launcher waits at its end for reports that are still on their way."""
+_EACH_S = 1.0
+"""Seconds for one try at one of several coordinators: it may be frozen."""
+
+_LAST_S, _LAST_OF_SEVERAL_S = 1.0, 4.0
+"""Seconds that the launcher waits at its end for reports that are still on their way: the first of several coordinators
+may be frozen, and the next one may have to take over."""
 
 
 class ExitReports:
@@ -36,13 +41,14 @@ class ExitReports:
         self._job = job
         self._credentials = credentials
         self._pending: set[Future[None]] = set()
-        self._channel = loop_thread().run(self._open(coordinator))
+        self._addresses = CoordinatorAddresses.parse(coordinator)
+        self._channel = loop_thread().run(self._open())
 
     def __enter__(self) -> ExitReports:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        wait(set(self._pending), timeout=_LAST_S)
+        wait(set(self._pending), timeout=_LAST_OF_SEVERAL_S if self._addresses.several else _LAST_S)
         loop_thread().run(self._channel.close(None))
 
     def report(self, process: ProcessIdentity, returncode: int) -> None:
@@ -52,8 +58,16 @@ class ExitReports:
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)
 
-    async def _open(self, coordinator: str) -> aio.Channel:
-        return self._credentials.coordinator_channel(coordinator, CHANNEL_OPTIONS)  # a channel must be made on its loop
+    async def _open(self) -> aio.Channel:
+        # a channel must be made on its loop
+        return self._credentials.coordinator_channel(str(self._addresses.current), CHANNEL_OPTIONS)
+
+    async def _turn(self, failed: aio.Channel, leader: str | None) -> None:
+        """Goes to another coordinator, unless another report has gone there meanwhile."""
+        if self._channel is failed:
+            self._addresses.turn(leader)
+            self._channel = await self._open()
+            await failed.close(None)
 
     async def _send(self, request: ReportExitRequest) -> None:
         """Sends a report, and again if that fails; the coordinator accepts repeated reports.
@@ -61,14 +75,22 @@ class ExitReports:
         If all attempts fail, the coordinator still detects the death by itself, only later.
         """
         deadline = time.monotonic() + _TIMEOUT_S
-        report = SessionServiceStub(self._channel).ReportExit
+        several = self._addresses.several
         attempt = 0
         while True:
+            channel, left = self._channel, max(0.1, deadline - time.monotonic())
+            report = SessionServiceStub(channel).ReportExit
             try:
-                await report(request, timeout=max(0.1, deadline - time.monotonic()), wait_for_ready=True)
+                await report(request, timeout=min(left, _EACH_S) if several else left, wait_for_ready=not several)
             except aio.AioRpcError as error:
-                if not is_transient(error) or time.monotonic() >= deadline:
+                if time.monotonic() >= deadline or not (is_transient(error) or several):
                     return
+                if several:
+                    await self._turn(channel, leader_named_by(error))
+            except asyncio.CancelledError:  # another report has closed the channel
+                task = asyncio.current_task()
+                if channel is self._channel or (task is not None and task.cancelling()):
+                    raise
             else:
                 return
             await asyncio.sleep(backoff(attempt))

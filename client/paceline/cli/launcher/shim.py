@@ -3,7 +3,7 @@
     python shim.py LAUNCHER_PID SCRIPT ARGS...
     python shim.py LAUNCHER_PID -m MODULE ARGS...
     python shim.py LAUNCHER_PID -- PROGRAM ARGS...      (becomes a program other than Python)
-    python shim.py LAUNCHER_PID --spare FD SCRIPT ...   (does the imports, then waits for a byte from FD)
+    python shim.py LAUNCHER_PID --spare FD SCRIPT ...   (does the imports, then waits for its number from FD)
 
 It is started by its path and not as a module, so that the process is tied before it imports Paceline: the import takes
 0.2 s, in which a killed launcher would leave an orphan.
@@ -14,13 +14,17 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-__all__ = ["main"]
+__all__ = ["main", "run_here"]
 
 _PR_SET_PDEATHSIG = 1
 """Source: prctl(2), linux/prctl.h."""
+
+_LOCAL_RANK = "PACELINE_LOCAL_RANK"
+"""As `environment.LOCAL_RANK`, which cannot be imported before the process is tied."""
 
 
 def main() -> None:
@@ -37,15 +41,44 @@ def main() -> None:
     if arguments[0] == "--":
         os.execvp(arguments[1], arguments[1:])  # noqa: S606  # the user's own; exec keeps the tie
 
-    import runpy
+    _prepare(arguments)
+    if go is not None:
+        _wait_warm(go, launcher, arguments)
+    _run(arguments)
 
+
+def run_here(arguments: Sequence[str]) -> int:
+    """Runs a script in this process, which has loaded Paceline already, and shows its error; for `paceline run-rank`.
+
+    Args:
+        arguments: SCRIPT ARGS..., or -m MODULE ARGS...
+
+    Returns:
+        The exit code.
+    """
+    sys.excepthook = _report
+    _prepare(list(arguments))
+    try:
+        _run(list(arguments))
+    except Exception as error:  # noqa: BLE001  shown as Python shows it, above which are only frames of the command
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+    return 0
+
+
+def _prepare(arguments: list[str]) -> None:
+    """Sets sys.path and sys.argv as Python would for the script."""
     is_module = arguments[0] == "-m"
     if not sys.flags.safe_path:
         sys.path.insert(0, os.getcwd() if is_module else os.path.dirname(os.path.realpath(arguments[0])))
     sys.argv = arguments[1:] if is_module else arguments
-    if go is not None:
-        _wait_warm(go, launcher, arguments)
-    if is_module:
+
+
+def _run(arguments: list[str]) -> None:
+    import runpy
+
+    if arguments[0] == "-m":
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(arguments[0], run_name="__main__")
@@ -58,7 +91,8 @@ def _wait_warm(go: int, launcher: int, arguments: list[str]) -> None:
     error, and no package is left half imported.
 
     Args:
-        go: a descriptor; a byte makes this process a worker, end of file means that the launcher is gone.
+        go: a descriptor; a worker's number and a newline make this process that worker, end of file means that the
+            launcher is gone.
         launcher: the launcher's process id.
         arguments: SCRIPT ARGS..., or -m MODULE ARGS...
     """
@@ -73,10 +107,11 @@ def _wait_warm(go: int, launcher: int, arguments: list[str]) -> None:
         failed = False
     except BaseException:  # noqa: BLE001  # also sys.exit in a module: the script raises it itself
         failed = True
-    told = os.read(go, 1)
+    told = os.read(go, 32)  # it was written at once, and is far shorter than what a pipe takes at once
     os.close(go)
     if not told:
         os._exit(0)
+    environment[_LOCAL_RANK] = os.environ[_LOCAL_RANK] = told.decode().strip()
     if failed:
         again = [sys.executable, __file__, str(launcher), *arguments]
         os.execve(sys.executable, again, environment)  # noqa: S606  # itself
@@ -97,7 +132,7 @@ def _die_with(launcher: int) -> None:
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """The excepthook: shows Paceline's errors in one line, no interrupts, and the script's errors as Python does.
+    """The excepthook: shows Paceline's errors in short, no interrupts, and the script's errors as Python does.
 
     A Paceline error says who failed, where and how. The stack of a worker that merely noticed it is noise, multiplied
     by the number of workers. PACELINE_TRACEBACK=1 shows it anyway.
@@ -106,10 +141,15 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
     if issubclass(kind, KeyboardInterrupt) and not whole:
         return
     errors = sys.modules.get("paceline.errors")  # only an importer of it can raise a Paceline error
-    if errors is not None and issubclass(kind, errors.PacelineError) and not whole:
-        print(f"paceline: {kind.__name__}: {error}", file=sys.stderr)
+    if errors is not None and isinstance(error, errors.PacelineError):
         _blame(error)
-        return
+        if isinstance(error, errors.CoordinatorUnreachable) and not whole and _all_say(error):
+            return
+        if not whole:
+            from paceline._uncaught import in_short
+
+            print(in_short(error, trace), file=sys.stderr)
+            return
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
         trace = trace.tb_next  # the shim's own frames say nothing about the script
     sys.__excepthook__(kind, error.with_traceback(trace), trace)
@@ -120,6 +160,13 @@ def _blame(error: Any) -> None:
     from paceline._session.launcher_pipe import tell_launcher
 
     tell_launcher("error", {"ranks": list(error.ranks)})
+
+
+def _all_say(error: Any) -> bool:
+    """Lets the launcher say, once for all workers, that no coordinator answers; False if it cannot."""
+    from paceline._session.launcher_pipe import notify_launcher
+
+    return notify_launcher(str(error), key=type(error).__name__)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ __all__ = [
     "KILL_AFTER_S",
     "Restart",
     "Restarts",
+    "SAME_S",
     "SETTLED_S",
     "SpareSchedule",
     "Supervision",
@@ -53,6 +54,9 @@ KILL_AFTER_S = 5.0
 
 DRAIN_S = 30.0
 """The same if the launcher of an elastic job is told to end: its workers leave at the end of their step."""
+
+SAME_S = 1.0
+"""Two SIGTERMs within so many seconds are one: a scheduler may signal this process, its group and its whole job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +165,8 @@ class Restarts:
             return Restart(str(end))
         if slot.at_once >= GIVE_UP_AFTER:
             return Restart(
-                f"giving up {end.label}: it failed {slot.at_once} times in a row within {AT_ONCE_S:g} s, before "
-                f"it was in a view; the last one (pid {end.pid}) {end.how}"
+                f"giving up on {end.label}: it failed {slot.at_once} times in a row within {AT_ONCE_S:g} s, before "
+                f"it was in a view; the last process (pid {end.pid}) {end.how}"
             )
         if slot.used >= self._limit:
             used_up = "its only restart is" if self._limit == 1 else f"its {self._limit} restarts are"
@@ -193,9 +197,9 @@ def spares_error(command: Sequence[str], restarts: int, spares: int) -> str:
     if spares < 0:
         return f"--spares must be 0 or more, not {spares}"
     if spares and not restarts:
-        return f"--spares {spares} is for workers that are started again: give --restarts too"
+        return f"--spares {spares} replaces workers that are restarted: give --restarts too"
     if spares and command[0] == "--":
-        return f"--spares {spares} does not go with --no-python: only Python's imports can be done early"
+        return f"--spares {spares} does not go with --no-python: only a Python script's imports can be done in advance"
     return ""
 
 
@@ -250,6 +254,7 @@ class Terms:
         alone: no other launcher starts workers for the job.
         restarts: how often each worker is restarted at most.
         spares: how many processes wait with their imports done, to replace failed workers.
+        drained_code: the launcher's exit code if its workers were told to leave and have left in good order.
     """
 
     workers: int = 1
@@ -258,6 +263,7 @@ class Terms:
     alone: bool = True
     restarts: int = 0
     spares: int = 0
+    drained_code: int = 0
 
 
 class Supervision:
@@ -265,16 +271,19 @@ class Supervision:
 
     In a job of fixed size, when a worker fails, the others have `grace` seconds to end with their own typed error,
     which says more than a kill would. Workers that still run then get SIGTERM, and SIGKILL `KILL_AFTER_S` later. An
-    interrupt stops all workers immediately in the same way; a second interrupt kills them.
+    interrupt stops all workers immediately in the same way; a second interrupt kills them. An order to drain is like an
+    interrupt, except that the first signal after it counts as the same order: it says again that the machine goes.
 
     In an elastic job, a worker that fails is restarted (`Restarts`), or is lost and the others go on. When so many are
     lost that the job can never reach its minimum again, the others are stopped as above. Workers that ended with 0
     count as present: they have done their part, and the others must be able to finish theirs. After an interrupt no
-    worker is restarted, and the workers have `DRAIN_S` to leave in good order.
+    worker is restarted, and the workers have `DRAIN_S` to leave in good order, or the time that came with the order.
 
     The exit code:
 
-    - 128 + the signal that told the launcher to end, if one did.
+    - 128 + the signal that told the launcher to end, if one did. But `drained_code` (0) if that was SIGTERM, the job is
+      elastic, and all workers that still ran left with 0: they were drained, as a scheduler wanted it, and workers
+      that were lost before do not matter. Ctrl-C never gives 0, so that a shell does not go on with its next command.
     - A worker counts by the last process in its slot: a restart makes up for the failure before it.
     - In an elastic job, lost workers are forgiven as soon as another one ends with 0, because it completed the job
       without them. Failures after that count again.
@@ -294,6 +303,9 @@ class Supervision:
         self._lost: dict[int, Exit] = {}
         self._unforgiven: list[Exit] = []
         self._interrupt: signal.Signals | None = None
+        self._signalled_at: float | None = None  # the first signal
+        self._drain_s = DRAIN_S
+        self._drained: list[int] = []  # the exit codes of workers that ended after the interrupt
         self._stop_at: float | None = None
         self._kill_at: float | None = None
         self._sent: set[signal.Signals] = set()
@@ -344,7 +356,9 @@ class Supervision:
     def exit_code(self) -> int:
         """The launcher's exit code, by the rule above."""
         if self._interrupt is not None:
-            return 128 + self._interrupt
+            well = self._terms.elastic and bool(self._drained) and not any(self._drained)
+            drained = well and self._interrupt is signal.SIGTERM
+            return self._terms.drained_code if drained else 128 + self._interrupt
         return 0 if self.failure is None else shell_code(self.failure.returncode)
 
     @property
@@ -353,7 +367,7 @@ class Supervision:
         if self.exit_code or not self._lost:
             return ""
         lost = " and ".join(f"{end.label} (pid {end.pid} {end.how})" for end in self._lost.values())
-        return f"the others saw the job through without {lost}"
+        return f"the others finished the job without {lost}"
 
     def began(self, slot: int, now: float) -> None:
         """Records that a worker was started."""
@@ -365,6 +379,8 @@ class Supervision:
         Returns:
             One sentence about the decision; empty if the job is of fixed size, or there is nothing to do.
         """
+        if self.interrupted:
+            self._drained.append(end.returncode)
         if self.stopping or self.interrupted:
             return ""
         if end.returncode == 0:
@@ -394,13 +410,30 @@ class Supervision:
             self._stop_at = now
 
     def interrupt(self, signum: signal.Signals, now: float) -> None:
-        """Handles a signal that tells the launcher to end: the first stops the workers, the second kills them."""
+        """Handles a signal that tells the launcher to end: the first stops the workers, the second kills them.
+
+        The first signal after `drain`, and a SIGTERM within `SAME_S` of another, repeat an order and change nothing.
+        """
+        self._due.clear()
+        if self._signalled_at is None:
+            if self._interrupt is None:
+                self._stop_at = now
+            self._interrupt, self._signalled_at = signum, now
+        elif {signum, self._interrupt} != {signal.SIGTERM} or now - self._signalled_at > SAME_S:
+            self._kill_at = now
+
+    def drain(self, now: float, seconds: float = DRAIN_S) -> None:
+        """Orders the workers to leave as SIGTERM does, unless they have been told already.
+
+        Args:
+            now: the time.
+            seconds: how long the workers of an elastic job have, until they are killed.
+        """
         self._due.clear()
         if self._interrupt is None:
-            self._interrupt = signum
+            self._interrupt = signal.SIGTERM
+            self._drain_s = seconds
             self._stop_at = now
-        else:
-            self._kill_at = now
 
     def due(self, now: float) -> signal.Signals | None:
         """Returns the signal to send to all workers now, or None; each signal is returned once."""
@@ -409,7 +442,8 @@ class Supervision:
             return signal.SIGKILL
         if self._stop_at is not None and now >= self._stop_at and signal.SIGTERM not in self._sent:
             self._sent.add(signal.SIGTERM)
-            self._kill_at = now + (DRAIN_S if self._interrupt is not None and self._terms.elastic else KILL_AFTER_S)
+            leaves = self._interrupt is not None and self._terms.elastic
+            self._kill_at = now + (self._drain_s if leaves else KILL_AFTER_S)
             return signal.SIGTERM
         return None
 

@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline._session.identity import process_identity
+from paceline.cli.launcher.printed import LineSplitter, Printed
 from paceline.cli.launcher.supervision import Exit
 
-__all__ = ["LineSplitter", "NEWS", "Worker"]
-
-_MAX_LINE_BYTES = 64 << 10
-"""Longer lines are passed on in pieces, so that a worker that never ends its line cannot fill the launcher's memory."""
+__all__ = ["NEWS", "Worker"]
 
 NEWS = "news"
 """Name of the stream on which a worker reports to its launcher, such as views; the others are "stdout" and "stderr"."""
@@ -26,31 +24,6 @@ NEWS = "news"
 _SHIM = Path(__file__).with_name("shim.py")
 
 _READ_BYTES = 64 << 10  # the default capacity of a pipe
-
-
-class LineSplitter:
-    """Splits a stream of bytes into lines; an incomplete line waits for its rest.
-
-    Args:
-        max_line_bytes: a line that grows beyond this is passed on as it stands.
-    """
-
-    def __init__(self, max_line_bytes: int = _MAX_LINE_BYTES) -> None:
-        self._limit = max_line_bytes
-        self._partial = b""
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """Takes the next bytes; returns the lines that they complete, without their newlines."""
-        *lines, self._partial = (self._partial + data).split(b"\n")
-        if len(self._partial) > self._limit:
-            lines.append(self._partial)
-            self._partial = b""
-        return [line.removesuffix(b"\r") for line in lines]
-
-    def finish(self) -> list[bytes]:
-        """Returns the last line if the stream ended without a newline."""
-        last, self._partial = self._partial, b""
-        return [last] if last else []
 
 
 class Worker:
@@ -151,7 +124,7 @@ class Worker:
                 with suppress(ProcessLookupError):  # it has already ended
                     os.sched_setaffinity(int(thread.name), cores)
         with suppress(BrokenPipeError):  # it has just died; `reap` will notice
-            os.write(self._go, b"\0")
+            os.write(self._go, b"%d\n" % index)
         os.close(self._go)
         self._go = None
 
@@ -175,15 +148,15 @@ class Worker:
         """True until `reap` has seen its end."""
         return self._process.returncode is None
 
-    def read(self, stream: str) -> list[bytes]:
-        """Reads whole lines that have arrived on a stream; closes it and removes it from `streams` at its end."""
+    def read(self, stream: str) -> list[Printed]:
+        """Reads what has arrived on a stream; closes it and removes it from `streams` at its end."""
         try:
             data = os.read(self.streams[stream], _READ_BYTES)
         except BlockingIOError:
             return []
         return self._lines[stream].feed(data) if data else self.close(stream)
 
-    def close(self, stream: str) -> list[bytes]:
+    def close(self, stream: str) -> list[Printed]:
         """Closes a stream; returns its last line if that had no newline."""
         fd = self.streams.pop(stream)
         if stream == NEWS:

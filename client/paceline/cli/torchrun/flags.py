@@ -55,7 +55,7 @@ def _pairs(flag: str, text: str | None, workers: int) -> set[tuple[int, str]]:
     for item in text.split(","):
         index, colon, number = item.partition(":")
         if not (colon and index.isascii() and index.isdigit() and number in _STREAMS):
-            raise ValueError(f"{flag} is 0 (none), 1 (stdout), 2 (stderr), 3 (both), or 0:3,1:2,..., not {text!r}")
+            raise ValueError(f"{flag} must be 0 (none), 1 (stdout), 2 (stderr), 3 (both), or 0:3,1:2,..., not {text!r}")
         found |= {(int(index), stream) for stream in _STREAMS[number]}
     return found
 
@@ -138,13 +138,13 @@ def read_flags(flags: Flags, *, job: str, cores: int, accelerated: bool = False)
     low, high = _nodes(flags.nnodes)
     if flags.rdzv_backend not in (None, "c10d", "static"):
         raise ValueError(
-            f"--rdzv-backend {flags.rdzv_backend}: launchers meet at a Paceline coordinator, in the manner of c10d and "
-            "static; leave it out"
+            f"--rdzv-backend {flags.rdzv_backend}: launchers always meet at a Paceline coordinator, as "
+            "with c10d and static; leave the flag out"
         )
     if flags.standalone and high > 1:
-        raise ValueError(f"--standalone is one node alone, and --nnodes {flags.nnodes} are more: leave one of them out")
+        raise ValueError(f"--standalone means one node, but --nnodes {flags.nnodes} means more: leave one of them out")
     if flags.node_rank is not None and low < high:
-        raise ValueError(f"--node-rank goes with a fixed number of nodes, and --nnodes {flags.nnodes} is a range")
+        raise ValueError(f"--node-rank needs a fixed number of nodes, but --nnodes {flags.nnodes} is a range")
     if flags.node_rank is not None and not 0 <= flags.node_rank < high:
         raise ValueError(f"--node-rank {flags.node_rank} is outside of {high} node{'s'[: high != 1]} (--nnodes)")
     if flags.master_port is not None and not 0 < flags.master_port < 1 << 16:
@@ -154,7 +154,7 @@ def read_flags(flags: Flags, *, job: str, cores: int, accelerated: bool = False)
         raise ValueError(f"--max-restarts must be 0 or more, not {restarts}")
     run_id = flags.rdzv_id or job
     if len(run_id.encode()) > _MAX_RUN_ID_BYTES:
-        raise ValueError(f"--rdzv-id has at most {_MAX_RUN_ID_BYTES} bytes")
+        raise ValueError(f"--rdzv-id can have at most {_MAX_RUN_ID_BYTES} bytes")
     meeting, serves = _meeting(flags, high)
     return Plan(
         workers=_workers(flags.nproc_per_node, cores, accelerated),
@@ -193,7 +193,7 @@ def _nodes(text: str | None) -> tuple[int, int]:
     except ValueError:
         bounds = 0, 0
     if not 0 < bounds[0] <= bounds[1] or text.endswith(":"):
-        raise ValueError(f"--nnodes is a number from 1, or MIN:MAX, not {text!r}")
+        raise ValueError(f"--nnodes must be a number from 1, or MIN:MAX, not {text!r}")
     return bounds
 
 
@@ -202,11 +202,11 @@ def _workers(text: str | None, cores: int, accelerated: bool) -> int:
     if text is None:
         return 1
     if text in ("gpu", "xpu") or (text == "auto" and accelerated):
-        raise ValueError(f"--nproc-per-node {text}: devices are torch's to count; give the number")
+        raise ValueError(f"--nproc-per-node {text}: Paceline does not count devices; give the number of workers")
     if text in ("cpu", "auto"):
         return cores
     if not (text.isascii() and text.isdigit() and int(text)):
-        raise ValueError(f"--nproc-per-node is a number from 1, cpu or auto, not {text!r}")
+        raise ValueError(f"--nproc-per-node must be a number from 1, cpu or auto, not {text!r}")
     return int(text)
 
 
@@ -220,12 +220,14 @@ def _meeting(flags: Flags, most: int) -> tuple[Endpoint | None, bool | None]:
         if endpoint.port:
             return endpoint, None
         if most > 1:
-            raise ValueError(f"--rdzv-endpoint {flags.rdzv_endpoint}: other nodes need to know the port")
+            raise ValueError(f"--rdzv-endpoint {flags.rdzv_endpoint}: give a port, because other nodes need to know it")
     if most == 1:
         return None, None
     port = flags.master_port or DEFAULT_MASTER_PORT
     host = (flags.master_addr or "127.0.0.1").strip("[]")
     if port + 1 >= 1 << 16:
-        raise ValueError(f"--master-port {port}: launchers meet at the port after it; say where with --rdzv-endpoint")
+        raise ValueError(
+            f"--master-port {port}: launchers would meet at the port after it; say where with --rdzv-endpoint"
+        )
     address = str(Endpoint(host, port + 1))
     return parse_endpoint(address), None if flags.node_rank is None else flags.node_rank == 0

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Iterator
 
-from paceline._address import Endpoint, knock
+from paceline._address import Endpoint, probe
 from paceline._loop import loop_thread
 from paceline.cli.access import embedded_coordinator, own_addresses, own_coordinator, own_token, worker_credentials
 from paceline.errors import CoordinatorUnreachable
@@ -22,7 +22,7 @@ _SETTLE_S = 1.0
 _KEPT_S, _PAUSE_S = 3.0, 0.05
 """Seconds in which a launcher that serves must store its token for the others, and seconds between their checks."""
 
-_KNOCK_S = 1.0
+_PROBE_S = 1.0
 """Seconds in which a connection over loopback shows whether a process listens at a port."""
 
 
@@ -84,18 +84,18 @@ def _token_at(place: Endpoint, patience: float) -> str | None:
     taken: float | None = None
     while address not in own_addresses():
         now = time.monotonic()
-        if taken is None and loop_thread().run(knock(place, _KNOCK_S)):
+        if taken is None and loop_thread().run(probe(place, _PROBE_S)):
             taken = now
         if taken is not None and now - taken > _KEPT_S:
             raise CoordinatorUnreachable(
-                f"{address} is in use, and not by a paceline run of yours, so no worker joins there. Choose another "
+                f"{address} is in use, but not by a paceline run of yours, so no worker joins there. Choose another "
                 "port; or name a coordinator that you trust with --coordinator; or, if launchers have several users or "
-                "TMPDIRs, set PACELINE_TOKEN for all"
+                "TMPDIRs, set PACELINE_TOKEN for all of them"
             )
         if now > give_up:
             raise CoordinatorUnreachable(
-                f"no launcher of yours has begun to serve at {address} within {patience:.0f} s: is the one with "
-                "--node-rank 0 running, on this machine?"
+                f"no launcher of yours has started a coordinator at {address} within {patience:.0f} s: is the launcher "
+                "with --node-rank 0 running on this machine?"
             )
         time.sleep(_PAUSE_S)
     return own_token(address)
@@ -130,7 +130,7 @@ def free_port(wanted: int | None = None) -> int:
             probe.bind(("", wanted or 0))
         except OSError as error:
             raise OSError(
-                error.errno, f"rank 0 is to listen at port {wanted} (--master-port): {error.strerror}"
+                error.errno, f"rank 0 cannot listen at port {wanted} (--master-port): {error.strerror}"
             ) from None
         return int(probe.getsockname()[1])
 

@@ -157,7 +157,7 @@ def run_worlds(workers: Workers, plan: Plan, console: Console, coordinator: str 
     failures = 0
     with _meeting(plan, coordinator) as served:
         if not plan.alone:
-            console.say(f"meeting the launchers of {_range(plan)} nodes at {served.address}")
+            console.say(f"waiting for the launchers of {_range(plan)} nodes at {served.address}")
         while True:
             end = _run_world(workers, plan, console, served, failures)
             if end.ending is Ending.GROWN:

@@ -96,7 +96,7 @@ class World:
             try:
                 self._session.barrier("done", timeout=_FOR_EVER_S)
             except PacelineError as error:
-                self._why = f"of the launchers, {error}"
+                self._why = f"among the launchers, {error}"
         if not (why := failure or self._why):
             self._leave("")
             return Ending.DONE, ""
@@ -128,7 +128,7 @@ class World:
             session.barrier(f"listening {session.rank}", timeout=_FOR_EVER_S)
         except PacelineError as error:
             if not self._over.is_set():
-                self._why = f"of the launchers, {error}"
+                self._why = f"among the launchers, {error}"
                 stop(self._agreed(session, self._why))
 
     def _look(self, session: Session, stop: Callable[[str], None], newcomers: Callable[[], bool] | None) -> None:

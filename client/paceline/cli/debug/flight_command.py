@@ -1,0 +1,65 @@
+"""`paceline flight`: says who is stuck in what, and since when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.cli.debug.gathering import gather_records
+from paceline.cli.debug.records import MemberRecord
+from paceline.cli.debug.stuck import find_stuck
+from paceline.cli.output import print_json, printable
+from paceline.errors import PacelineError
+
+__all__ = ["show_flight"]
+
+
+def show_flight(
+    job: str | None, coordinator: str | None, directory: Path | None, timeout: float, *, as_json: bool
+) -> None:
+    """Compares the flight records of a job's ranks, and prints what was found.
+
+    Args:
+        job: its name; None if a folder is named: then that of its newest dump.
+        coordinator: its address; None for the one of this user's only `paceline run`.
+        directory: a folder of dumps to read, in place of asking the members.
+        timeout: seconds to try to reach the coordinator for.
+        as_json: print the result as one JSON object on the last line.
+
+    Raises:
+        UsageError, PacelineError, OSError: as `gather_records`; or there is no record at all.
+    """
+    found = gather_records(job, coordinator, directory, timeout)
+    if not found.records and not found.silent:
+        raise PacelineError(
+            f"no flight record is there: {found.source} have none" + "".join(f"; {n}" for n in found.notes)
+        )
+    report = find_stuck(found.records, found.silent)
+    if as_json:
+        members = [_as_dict(record) for record in found.records]
+        facts = {"job": found.job, "source": found.source, "generation": report.generation, "size": report.size}
+        findings = [finding.as_dict() for finding in report.findings]
+        print_json({**facts, "findings": findings, "members": members, "notes": found.notes})
+        return
+    source = "" if found.answers else f"; from {found.source}"
+    print(printable(f"generation {report.generation} of job {found.job!r}, {report.size} ranks{source}"))
+    for finding in report.findings:
+        first, *rest = finding.text.split("; ")
+        print("- " + "\n    ".join(map(printable, (first, *rest))))
+    for note in found.notes:
+        print(printable(f"  ({note})"))
+
+
+def _as_dict(record: MemberRecord) -> dict[str, object]:
+    last = record.operations[-1] if record.operations else None
+    return {
+        "rank": record.rank,
+        "host": record.host,
+        "pid": record.pid,
+        "member_id": record.member_id,
+        "generation": record.generation,
+        "at": record.at,
+        "reason": record.reason,
+        "last": None
+        if last is None
+        else {"operation": last.number, "group": last.group[0], "call": last.signature, "state": last.state},
+    }

@@ -1,0 +1,179 @@
+"""`paceline stacks`: where the code of each rank stands.
+
+Members are asked first. One that does not answer, mostly because it holds the GIL, gets a signal: from this process if
+it runs on this host, else from another member of its host.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from paceline._session.identity import process_identity
+from paceline._session.stack_file import stacks_by_signal
+from paceline.cli.admin import Answered, ask_members, coordinator_of, get_job
+from paceline.cli.debug.folding import Process, by_trouble, fold, read_stacks
+from paceline.cli.debug.gathering import without_members
+from paceline.cli.debug.stuck import in_ranks
+from paceline.cli.output import print_json, printable
+from paceline.errors import PacelineError
+from pacelinepb import MOST_PIDS
+from pacelinepb.v1.session_pb2 import QUESTION_STACKS, ProcessIdentity
+
+__all__ = ["show_stacks"]
+
+PATIENCE_S = 1.0
+"""Seconds to wait for each member. One that does not hold the GIL answers within milliseconds."""
+
+_SIGNALLED_S = 5.0
+"""Seconds to wait for a member that signals others."""
+
+_NOT_CONNECTED = "is not connected"
+
+
+def show_stacks(job: str, coordinator: str | None, timeout: float, *, everything: bool, as_json: bool) -> None:
+    """Prints the stacks of all members, those that are the same once.
+
+    Args:
+        job: its name.
+        coordinator: its address; None for the one of this user's only `paceline run`.
+        timeout: seconds to try to reach the coordinator for.
+        everything: show the threads of Paceline and grpc too, and all frames.
+        as_json: print the result as one JSON object on the last line.
+
+    Raises:
+        UsageError: the address is malformed; or none is named, and this user serves none or several.
+        PacelineError: there is no such job, it has no members, or this user may not ask.
+    """
+    address = coordinator_of(job, coordinator, timeout)
+    answers = ask_members(address, job, QUESTION_STACKS, timeout, patience=PATIENCE_S)
+    if not answers:
+        raise PacelineError(without_members(get_job(address, job, timeout)))
+    found = {each.member.member_id: _process(each) for each in answers}
+    here, far = process_identity(), []
+    for each in answers:
+        if each.trouble:
+            by_signal = _signalled(each) if _is_near(each.member.process, here) else None
+            if by_signal is None:
+                far.append(each)
+            else:
+                found[each.member.member_id] = by_signal
+    for each, process in _by_neighbours(address, job, timeout, answers, far):
+        found[each.member.member_id] = process
+    processes = list(found.values())
+    if as_json:
+        print_json({"job": job, "processes": [_as_dict(each, answers) for each in processes]})
+        return
+    _print(processes, everything=everything)
+
+
+def _is_near(one: ProcessIdentity, other: ProcessIdentity) -> bool:
+    """True if the one process can signal the other by its pid: they share a kernel and a pid namespace."""
+    place = (one.boot_id, one.pid_namespace)
+    return all(place) and place == (other.boot_id, other.pid_namespace)
+
+
+def _process(answer: Answered, number: int = 0) -> Process:
+    """Reads what a member has answered about itself, or about another process of its host."""
+    rank = answer.member.rank if answer.in_view else None
+    if answer.trouble:
+        return Process(str(answer), rank, trouble=answer.trouble)
+    text, trouble = _read(answer.data, number)
+    return Process(str(answer), rank, read_stacks(text), trouble)
+
+
+def _read(data: bytes, number: int) -> tuple[str, str]:
+    """Returns the text of a process's stacks, and why there are none; the answer comes from another process."""
+    try:
+        found = json.loads(data)["stacks"][number]
+        text, trouble = found["text"], found["trouble"]
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+        return "", "gave an answer that cannot be read"
+    if not isinstance(text, str) or not isinstance(trouble, str):
+        return "", "gave an answer that cannot be read"
+    return text, trouble[:500]
+
+
+def _signalled(answer: Answered) -> Process | None:
+    """Signals a process of this host; None if it has no file here: another user, or another TMPDIR."""
+    rank = answer.member.rank if answer.in_view else None
+    try:
+        text = stacks_by_signal(answer.member.process.pid)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return Process(str(answer), rank, trouble=f"{answer.trouble}; {error.strerror or error}")
+    return Process(str(answer), rank, read_stacks(text))
+
+
+def _by_neighbours(
+    address: str, job: str, timeout: float, answers: Sequence[Answered], far: Sequence[Answered]
+) -> list[tuple[Answered, Process]]:
+    """Has members on other hosts signal their silent neighbours, one member for each host."""
+    found = []
+    while far:
+        place = far[0].member.process
+        silent = [each for each in far if _is_near(each.member.process, place)][:MOST_PIDS] or [far[0]]
+        helper = next((each for each in answers if not each.trouble and _is_near(each.member.process, place)), None)
+        if helper is None:
+            for each in silent:
+                host, pid = each.member.process.host, each.member.process.pid
+                advice = f"run paceline stacks {job} on {host} (pid {pid}), as the user of the job"
+                text = f"{each.trouble}, nor does another member of its host: {advice}"
+                found.append((each, Process(str(each), each.member.rank if each.in_view else None, trouble=text)))
+        else:
+            pids = [each.member.process.pid for each in silent]
+            asked = ask_members(
+                address,
+                job,
+                QUESTION_STACKS,
+                timeout,
+                members=[helper.member.member_id],
+                pids=pids,
+                patience=_SIGNALLED_S,
+            )
+            for number, each in enumerate(silent):
+                rank = each.member.rank if each.in_view else None
+                text, trouble = ("", asked[0].trouble) if asked[0].trouble else _read(asked[0].data, number)
+                trouble = f"{each.trouble}; {trouble}" if trouble else ""
+                found.append((each, Process(str(each), rank, read_stacks(text), trouble)))
+        far = [each for each in far if each not in silent]
+    return found
+
+
+def _print(processes: Sequence[Process], *, everything: bool) -> None:
+    groups = fold(processes, everything=everything)
+    if groups:
+        print("In each stack the newest call comes first.")
+    for members, stacks, hidden in groups:
+        print(printable(f"{_named(members)}:"))
+        for stack, count in stacks:
+            many = f"{count} threads" if count > 1 else "a thread"
+            print(f"  {'main thread' if stack.is_main else many}:")
+            for frame in stack.frames or ("runs no Python code",):
+                print(printable(f"    {frame}"))
+        if hidden:
+            print(f"  and {hidden} threads of Paceline and grpc (--all shows them)")
+    for trouble, members in by_trouble(processes).items():
+        print(printable(f"{_named(members)}: no stacks: {trouble}"))
+
+
+def _named(members: Sequence[Process]) -> str:
+    ranks = [each.rank for each in members if each.rank is not None]
+    if len(members) == 1 or len(ranks) < len(members):
+        return ", ".join(each.label for each in members)
+    places = {each.label.partition("(")[2].partition(",")[0] for each in members}
+    return f"{in_ranks(ranks)} ({', '.join(sorted(places))})"
+
+
+def _as_dict(process: Process, answers: Sequence[Answered]) -> dict[str, Any]:
+    member = next(each.member for each in answers if str(each) == process.label)
+    return {
+        "rank": process.rank,
+        "member_id": member.member_id,
+        "host": member.process.host,
+        "pid": member.process.pid,
+        "threads": [{"main": stack.is_main, "frames": list(stack.frames)} for stack in process.stacks],
+        "trouble": process.trouble,
+    }

@@ -1,0 +1,98 @@
+"""What workers print, as lines and as present states of unfinished lines. Pure.
+
+A progress bar writes a carriage return and the line anew, many times a second. What follows the last one is the
+*present state* of the line: a terminal shows it and replaces it, a file need not have it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["LineSplitter", "Printed", "present_state"]
+
+_MAX_LINE_BYTES = 64 << 10
+"""Longer lines are passed on in pieces, so that a worker that never ends its line cannot fill the launcher's memory."""
+
+_UP = b"\x1b[A"
+"""Moves the cursor to the row above. tqdm writes it after each state of an inner bar, which is below the outer one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Printed:
+    """A part of what a worker printed.
+
+    Attributes:
+        text: what is to be seen; without its newline. The states of nested bars are one text of several lines.
+        ended: True for a line; False for the present state of a line that has not ended.
+        raw: the bytes as they came, for a log file; empty if an earlier or a later part has them.
+    """
+
+    text: bytes
+    ended: bool = True
+    raw: bytes = b""
+
+
+def present_state(line: bytes) -> bytes:
+    """Returns what is to be seen of a line: what follows the last carriage return that something follows."""
+    return next((part for part in reversed(line.split(b"\r")) if part), b"")
+
+
+class LineSplitter:
+    """Splits a stream of bytes into lines; an incomplete line waits for its rest, but for its present state.
+
+    Args:
+        max_line_bytes: a line that grows beyond this is passed on as it stands.
+    """
+
+    def __init__(self, max_line_bytes: int = _MAX_LINE_BYTES) -> None:
+        self._limit = max_line_bytes
+        self._partial = b""
+        self._state: bytes | None = None  # what was last seen of the line, if it has states
+        self._outer: bytes | None = None  # the state of the row above, while bars are nested
+
+    def feed(self, data: bytes) -> list[Printed]:
+        """Takes the next bytes; returns the lines that they complete, and the present state of the last one."""
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        found = [part for line in lines for part in self._line(line)]
+        if self._state is not None or b"\r" in self._partial:
+            state = self._see(self._partial)
+            if len(self._partial) > self._limit:
+                found.append(Printed(state, ended=False, raw=self._partial))
+                self._partial = b""
+            elif self._partial:
+                found.append(Printed(state, ended=False))
+        elif len(self._partial) > self._limit:
+            found.append(Printed(self._partial, raw=self._partial))
+            self._partial = b""
+        return found
+
+    def finish(self) -> list[Printed]:
+        """Returns the last line if the stream ended without a newline."""
+        last, self._partial = self._partial, b""
+        if not last and self._state is None and self._outer is None:
+            return []
+        *outer, line = self._end(last)
+        return [*outer, Printed(line.text, ended=bool(line.text.strip()), raw=last)]  # it may be a bar that was wiped
+
+    def _line(self, line: bytes) -> list[Printed]:
+        if _UP in line:  # the newline only moves the cursor down, to the inner bar
+            return [Printed(self._see(line), ended=False, raw=line + b"\n")]
+        *outer, last = self._end(line)
+        return [*outer, Printed(last.text, raw=line + b"\n")]
+
+    def _end(self, line: bytes) -> list[Printed]:
+        """Returns the line, after the last state of an outer bar if there is one."""
+        outer, seen = self._outer, present_state(line) or self._state or b""
+        self._state = self._outer = None
+        return [*([Printed(outer)] if outer and outer.strip() else []), Printed(seen)]
+
+    def _see(self, line: bytes) -> bytes:
+        """Returns the present state of a line, below that of the outer bar."""
+        lower, up, upper = line.rpartition(_UP)
+        if up:
+            self._outer = present_state(upper) or self._outer or b""
+            self._state = present_state(lower.rpartition(_UP)[2])
+        else:
+            self._state = present_state(line) or self._state
+        rows = [row for row in (self._outer, self._state) if row and row.strip()]
+        return b"\n".join(rows)

@@ -1,0 +1,209 @@
+"""Jobs and members as `paceline status` draws them, once or again and again. Pure: from the coordinator's answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from paceline.cli.output import printable
+from pacelinepb.status_json import HEARTBEATS, phase_name, seconds, stragglers
+from pacelinepb.v1.admin_pb2 import GetJobResponse, GoneMember, JobEvent, JobSummary, JobTotals, MemberStatus
+
+__all__ = ["EVENTS", "PHASE_STYLE", "job_picture", "jobs_picture", "state_of", "step_of", "why_text"]
+
+PHASE_STYLE = {"running": "green", "waiting": "yellow", "void": "red", "finished": "blue"}
+
+_NOTABLE_S = 1.0
+"""Least seconds in one operation, or of silence, after which a member is shown as waiting or silent. Two heartbeats are
+the least too: what a member did at its last one says little."""
+
+EVENTS = 6
+"""Most events shown."""
+
+
+def jobs_picture(jobs: Sequence[JobSummary], trouble: str = "") -> RenderableType:
+    """Draws all jobs, one in each row, below a sentence for the top if there is one."""
+    parts: list[RenderableType] = [_trouble(trouble)] if trouble else []
+    if not jobs:
+        return Group(*parts) if parts else Text("The coordinator knows no job yet.")
+    table = _table("job", "phase", "workers", "step", "steps/s", "lost", "why")
+    for job in jobs:
+        table.add_row(
+            _plain(job.name),
+            _phase(job),
+            _workers(job),
+            str(job.totals.step or "-"),
+            _rate(job.totals),
+            str(job.totals.members_lost),
+            _plain(why_text(job)),
+        )
+    return Group(*parts, table)
+
+
+def job_picture(
+    detail: GetJobResponse, *, trouble: str = "", events: int = EVENTS, members: int | None = None
+) -> RenderableType:
+    """Draws a job: what has been counted, its members, those that ended in the last minute, and its last events.
+
+    Args:
+        detail: the coordinator's answer.
+        trouble: a sentence for the top, such as that the answer is old.
+        events: most events to show.
+        members: most members to show, those that are well last; None for all.
+    """
+    job, totals = detail.summary, detail.totals
+    head = Text.assemble(
+        ("job ", "dim"), (printable(job.name), "bold"), "  ", _phase(job), ("  generation ", "dim"), str(job.generation)
+    )
+    head.append_text(Text.assemble(("  workers ", "dim"), _workers(job)))
+    if job.waiting:
+        head.append(f", {job.waiting} wait{'s' if job.waiting == 1 else ''}")
+    counts = Text.assemble(
+        ("step ", "dim"), str(totals.step or "-"), ("  steps/s ", "dim"), _rate(totals), ("  lost ", "dim")
+    )
+    counts.append(str(totals.members_lost), style="red" if totals.members_lost else "")
+    counts.append_text(Text.assemble(("  undone ", "dim"), str(totals.undone), ("  goodput ", "dim")))
+    counts.append(f"{totals.goodput:.1%}" if totals.goodput else "-")
+    parts: list[RenderableType] = [_trouble(trouble)] if trouble else []
+    parts += [head, counts]
+    if why_text(job):
+        parts.append(_plain(why_text(job)))
+    if detail.HasField("verdict"):
+        parts.append(Text(f"generation {detail.verdict.generation} ended: {printable(detail.verdict.text)}", "red"))
+    if detail.members or detail.gone:
+        parts += ["", _members(detail, members)]
+    if shown := list(detail.events)[-events:] if events else []:
+        parts += ["", _events(shown)]
+    return Group(*parts)
+
+
+def state_of(status: MemberStatus, detail: GetJobResponse, straggler: str | None = None) -> tuple[str, str]:
+    """Says in words what a member does or waits for; returns that, and a style.
+
+    Args:
+        status: the member.
+        detail: the job, whose other members it may wait for.
+        straggler: how it holds the others up; None if it does not.
+    """
+    silent, progress = seconds(status.silent), status.progress
+    notable = max(_NOTABLE_S, 2 * seconds(detail.settings.failure_timeout) / HEARTBEATS)
+    if not status.attached or status.standing == "silent" or silent >= notable:
+        return f"silent for {silent:.1f} s{'' if status.attached else ', and its connection is lost'}", "red"
+    if straggler is not None:
+        return straggler, "yellow"
+    since = seconds(progress.since)
+    if status.in_view and progress.inside and since >= notable:
+        doing = progress.doing or "operation"
+        text = f"waits in {printable(doing)} {progress.operation} for {since:.1f} s"
+        return text + _for_whom(status, detail), "yellow"
+    return _STANDINGS.get(status.standing, (printable(status.standing) or "-", "yellow"))
+
+
+def step_of(status: MemberStatus, detail: GetJobResponse, straggler: str | None = None) -> str:
+    """Returns the step that a member is shown in: that of the job, unless it lags, is silent or is in no view.
+
+    What members said last is older for one than for another, so their own numbers would differ without meaning.
+    """
+    alike = status.in_view and straggler is None and state_of(status, detail)[1] != "red"
+    return str((alike and detail.totals.step) or status.progress.step or "-")
+
+
+_STANDINGS = {
+    "training": ("training", "green"),
+    "leaving": ("leaves after its step", "yellow"),
+    "waiting": ("waits for the first generation", "yellow"),
+    "ready to join": ("waits for the others to end their step", "yellow"),
+    "spare": ("spare: waits for a seat", "blue"),
+    "parked": ("waits for the next generation", "yellow"),
+}
+
+
+def _for_whom(status: MemberStatus, detail: GetJobResponse) -> str:
+    """Names the ranks that have not entered the operation that a member waits in; empty if all have."""
+    operation = status.progress.operation
+    late = [other.member.rank for other in detail.members if other.in_view and other.progress.operation < operation]
+    if not late:
+        return ""
+    named = ", ".join(map(str, late[:3])) + (f" and {len(late) - 3} more" if len(late) > 3 else "")
+    return f", for rank{'s'[: len(late) != 1]} {named}"
+
+
+def _members(detail: GetJobResponse, most: int | None) -> RenderableType:
+    """Makes a table of members: those that need attention first if not all fit, otherwise by rank."""
+    behind = stragglers(detail)
+    rows = [(status, *state_of(status, detail, behind.get(status.member.member_id))) for status in detail.members]
+    gone = list(detail.gone)[::-1]
+    left_out = 0
+    if most is not None and len(rows) + len(gone) > most:
+        gone = gone[: max(1, most // 2)]
+        room = max(0, most - len(gone))
+        rows.sort(key=lambda row: row[2] == "green")  # stable: each part keeps its order
+        left_out = len(rows) - room
+        rows = rows[:room]
+    table = _table("rank", "host", "pid", "step", "state")
+    for status, text, style in rows:
+        process, step = status.member.process, step_of(status, detail, behind.get(status.member.member_id))
+        rank = str(status.member.rank) if status.in_view else "-"
+        table.add_row(rank, _plain(process.host), str(process.pid), step, Text(text, style))
+    for ended in gone:
+        process = ended.member.process
+        rank = str(ended.member.rank) if ended.in_view else "-"
+        table.add_row(rank, _plain(process.host), str(process.pid), "-", Text(_gone_text(ended), "red"), style="dim")
+    return Group(table, Text(f"and {left_out} more", "dim")) if left_out > 0 else table
+
+
+def why_text(job: JobSummary) -> str:
+    """Returns the coordinator's sentence about a job, and for how long it has been true if the job waits."""
+    return f"{job.reason}; for {seconds(job.waited):.0f} s now" if job.HasField("waited") else job.reason
+
+
+def _gone_text(gone: GoneMember) -> str:
+    """Says how and when a member has ended, to complete "rank 2 ..."."""
+    return f"{printable(gone.how)}, {seconds(gone.ago):.0f} s ago"
+
+
+def _events(events: Sequence[JobEvent]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True, style="dim")
+    table.add_column(overflow="fold")
+    for event in reversed(events):
+        at = datetime.fromtimestamp(event.at.ToNanoseconds() / 1e9).astimezone()
+        table.add_row(f"{at:%H:%M:%S}", _plain(event.text))
+    return table
+
+
+def _table(*columns: str) -> Table:
+    """Makes a table without lines, whose cells go on in the next row instead of being cut."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for name in columns:
+        number = name in ("rank", "pid", "step", "steps/s", "lost")
+        table.add_column(name, overflow="fold", justify="right" if number else "left", no_wrap=number)
+    return table
+
+
+def _plain(text: str) -> Text:
+    """Makes text that a user or a member chose safe to draw."""
+    return Text(printable(text), overflow="fold")
+
+
+def _phase(job: JobSummary) -> Text:
+    return Text(phase_name(job), PHASE_STYLE.get(phase_name(job), ""))
+
+
+def _workers(job: JobSummary) -> str:
+    if not job.max_workers:
+        return str(job.world_size)
+    least, most = job.min_workers, job.max_workers
+    return f"{job.world_size} ({least if least == most else f'{least} to {most}'})"
+
+
+def _rate(totals: JobTotals) -> str:
+    return f"{totals.steps_per_second:.1f}" if totals.steps_per_second else "-"
+
+
+def _trouble(text: str) -> Text:
+    return Text(printable(text), "bold red")

@@ -1,0 +1,118 @@
+"""`paceline replay`: computes a step again from a checkpoint, and compares it with its receipt."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from paceline import checkpoint
+from paceline._elastic.receipts import Receipt, ReceiptDamaged, read_chain
+from paceline._elastic.replay import VARIABLE, ReplayOrder, ReplayResult
+from paceline.checkpoint.reading import Reader
+from paceline.cli.output import UsageError, print_json, say
+from paceline.cli.run import check_command, run_workers
+
+__all__ = ["RECEIPTS", "plan", "replay_step"]
+
+RECEIPTS = "receipts.jsonl"
+"""Name of the receipts' file beside the checkpoints, by default."""
+
+
+class ReplayPlan(NamedTuple):
+    """The step of the checkpoint to begin at (0 for none), and the receipts to compare with."""
+
+    start: int
+    receipts: tuple[Receipt, ...]
+
+
+def replay_step(
+    command: Sequence[str], *, step: int, directory: Path, receipts: Path | None, as_json: bool = False
+) -> int:
+    """Computes a step again.
+
+    Args:
+        command: the script and its arguments, as for `run_workers`.
+        step: number of the step.
+        directory: a folder of checkpoints.
+        receipts: the file of receipts; None for `RECEIPTS` in the directory.
+        as_json: print the result as one JSON object on the last line, too.
+
+    Returns:
+        0 if all receipts hold, 1 if one does not, or the script's code if it fails.
+
+    Raises:
+        UsageError: there is no such step, receipt or checkpoint; or no such script.
+        CheckpointDamaged: the checkpoint's files are not what was written.
+        OSError: a file cannot be read.
+    """
+    check_command(command)
+    path = directory / RECEIPTS if receipts is None else receipts
+    if not path.is_file():
+        raise UsageError(f"there are no receipts in {path}: session.steps(..., receipts=FILE) writes them")
+    tags = [tag for tag in checkpoint.tags(directory) if tag.step < step]
+    try:
+        start, wanted = plan(read_chain(path), [tag.step for tag in tags], step)
+    except ReceiptDamaged as error:
+        return _answer(ReplayResult(wrong=str(error)), step, as_json=as_json)
+    folder = str(next(directory / str(tag) for tag in reversed(tags) if tag.step == start)) if start else ""
+    if folder:
+        Reader(Path(folder)).verify()
+    with tempfile.TemporaryDirectory(prefix="paceline-replay-") as place:
+        order, result = Path(place) / "order.json", Path(place) / "result.json"
+        lines = tuple(receipt.to_line() for receipt in wanted)
+        ReplayOrder(step, str(Path(folder).resolve()) if folder else "", lines, str(result)).write(order)
+        os.environ[VARIABLE] = str(order)
+        try:
+            code = run_workers(
+                command,
+                workers=1,
+                coordinator=None,
+                job="replay",
+                minimum=None,
+                maximum=None,
+                restarts=0,
+                spares=None,
+                log_dir=None,
+            )
+        finally:
+            del os.environ[VARIABLE]
+        if not result.exists():
+            say(f"the script has ended before step {step}, with code {code}")
+            return code or 1
+        return _answer(ReplayResult.read(result), step, as_json=as_json)
+
+
+def plan(chain: Sequence[Receipt], checkpoints: Sequence[int], step: int) -> ReplayPlan:
+    """Decides from which of the checkpoints to compute a step. Pure.
+
+    Args:
+        chain: all receipts, in order.
+        checkpoints: steps of the checkpoints that are before the step.
+        step: the step.
+
+    Raises:
+        UsageError: the step has no receipt.
+    """
+    steps = [receipt.step for receipt in chain]
+    if step not in steps:
+        near = sorted(sorted(set(steps), key=lambda other: abs(other - step))[:2])
+        which = f"the nearest that have one: {' and '.join(map(str, near))}" if near else "there are none"
+        raise UsageError(f"step {step} has no receipt; {which}")
+    start = max(checkpoints, default=0)
+    before = [receipt for receipt in chain if receipt.step <= start]
+    return ReplayPlan(start, (*before[-1:], *(receipt for receipt in chain if start < receipt.step <= step)))
+
+
+def _answer(result: ReplayResult, step: int, *, as_json: bool) -> int:
+    if result.wrong:
+        say(f"step {step} does not hold: {result.wrong}")
+    else:
+        count = len(result.held)
+        origin = f"from the checkpoint of step {result.began}" if result.began else "from the start of the script"
+        say(f"step {step} holds: computed again {origin}, {count} receipt{'s'[: count != 1]} compared")
+    if as_json:
+        print_json({"step": step, "holds": not result.wrong, "wrong": result.wrong, "held": result.held})
+    return 1 if result.wrong else 0
