@@ -1,4 +1,4 @@
-"""Paceline: train on whatever machines you have.
+"""Trains a model on several processes or machines, and training goes on when some of them die, freeze, join or leave.
 
     import paceline
 
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from paceline._elastic.session import Session
     from paceline._elastic.state import TrainState
     from paceline._elastic.step import Step
+    from paceline._elastic.step_parts import StepPart
     from paceline._group import Group
     from paceline._once import once_per_host
     from paceline._parallel._data_parallel import DDP
@@ -86,6 +87,7 @@ __all__ = [
     "ElasticSampler",
     "TrainState",
     "Step",
+    "StepPart",
     "Dismissed",
     "sharded_state",
     "load_sharded_state",
@@ -147,6 +149,7 @@ _HOME = {
     "TrainState": "paceline._elastic.state",
     "Dismissed": "paceline.errors",
     "Step": "paceline._elastic.step",
+    "StepPart": "paceline._elastic.step_parts",
 }
 _SUBMODULES = ("checkpoint", "compression", "nn", "optim", "testing")
 

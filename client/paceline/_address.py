@@ -6,7 +6,7 @@ import asyncio
 import ipaddress
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,16 @@ from paceline._exhausted import is_exhausted
 from paceline._lookup import Found, look_up, look_up_within
 from paceline.errors import CoordinatorUnreachable, LinkUnavailable, PacelineError
 
-__all__ = ["DEFAULT_PORT", "Endpoint", "is_refused", "knock", "listening_host", "parse_endpoint", "reachable_endpoint"]
+__all__ = [
+    "DEFAULT_PORT",
+    "CoordinatorAddresses",
+    "Endpoint",
+    "is_refused",
+    "listening_host",
+    "parse_endpoint",
+    "probe",
+    "reachable_endpoint",
+]
 
 DEFAULT_PORT = 7400
 """Default port of a coordinator."""
@@ -71,8 +80,70 @@ def parse_endpoint(text: str, *, default_port: int | None = None) -> Endpoint:
     if not host or "[" in host or "]" in host:
         raise ValueError(f"{text!r} is not an address of the form host:port: its brackets hold no host")
     if not _is_name(host):
-        raise ValueError(f"{text!r} is not an address of the form host:port: {host!r:.80} cannot be the name of a host")
+        raise ValueError(f"{text!r} is not an address of the form host:port: {host!r:.80} is not a valid host name")
     return Endpoint(host, int(port))
+
+
+_STAYS = 4
+"""Tries at a standby before one at an address that has just not answered. It names that one as leader, or nobody."""
+
+
+class CoordinatorAddresses:
+    """The addresses of a job's coordinators, of which one leads; most jobs have only one.
+
+    Args:
+        endpoints: one or more.
+
+    Attributes:
+        current: the address that is tried now, or that answered last.
+    """
+
+    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
+        self._all = tuple(endpoints)
+        self.current = self._all[0]
+        self._doubtful: Endpoint | None = None
+        self._stays = 0
+
+    @classmethod
+    def parse(cls, text: str, *, default_port: int | None = None) -> CoordinatorAddresses:
+        """Parses addresses as `parse_endpoint` takes them, with commas between them.
+
+        Raises:
+            ValueError: one has another form.
+        """
+        return cls([parse_endpoint(each.strip(), default_port=default_port) for each in text.split(",")])
+
+    @property
+    def several(self) -> bool:
+        """True if there is more than one."""
+        return len(self) > 1
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def turn(self, leader: str | None = None) -> None:
+        """Chooses the address to try next.
+
+        Args:
+            leader: None if nobody answered at the current address, or the answer made no sense. Otherwise a standby has
+                answered, and this is the leader's address as it knows it; empty if it knows none. The address counts
+                only if it is one of ours, because the caller shows its token there.
+        """
+        following = self._all[(self._all.index(self.current) + 1) % len(self._all)]
+        named = next((each for each in self._all if str(each) == leader), None)
+        chosen = following if named in (None, self.current) else named
+        if leader is None:
+            self._doubtful, self._stays = self.current, 0
+        elif chosen == self._doubtful and self._stays < _STAYS:
+            self._stays += 1  # nobody answered there a moment ago; the standby will lead, or hear who does
+            return
+        self.current = chosen
+
+    def __iter__(self) -> Iterator[Endpoint]:
+        return iter(self._all)
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self._all))
 
 
 def _is_name(host: str) -> bool:
@@ -118,14 +189,14 @@ async def reachable_endpoint(
             if own is None:
                 return Endpoint(await _way_to(coordinator.port, found), 0)
         except OSError as error:
-            problem = CoordinatorUnreachable(f"no way to the coordinator at {coordinator}: {_words(error)}")
+            problem = CoordinatorUnreachable(f"cannot reach the coordinator at {coordinator}: {_words(error)}")
         else:
             try:
                 await patience.look_up(own.host)
                 return own
             except OSError as error:
                 problem = LinkUnavailable(
-                    f"peers are to reach this worker at {own.host!r} (`advertise`), but {_words(error)}"
+                    f"this worker tells peers to reach it at {own.host!r} (`advertise`), but {_words(error)}"
                 )
         await patience.wait(problem)
 
@@ -150,12 +221,12 @@ async def is_refused(endpoint: Endpoint, timeout: float) -> bool:
     False if nothing is proved: the name does not resolve, the host cannot be reached, or the timeout passed.
 
     Raises:
-        OSError: as for `knock`.
+        OSError: as for `probe`.
     """
-    return await knock(endpoint, timeout) is False
+    return await probe(endpoint, timeout) is False
 
 
-async def knock(endpoint: Endpoint, timeout: float) -> bool | None:
+async def probe(endpoint: Endpoint, timeout: float) -> bool | None:
     """Checks whether a process listens: True at any of the host's addresses, False if all refuse the connection.
 
     None if nothing is known: the name does not resolve, the host cannot be reached, or it does not answer in time.
@@ -190,7 +261,7 @@ class _Patience:
     async def look_up(self, host: str) -> Found:
         """Calls `_lookup.look_up_within` with the time that is left."""
         patient = asyncio.get_running_loop().call_later(
-            _SLOW, lambda: self.say(f"the name {host!r} is being looked up: the resolver has not answered yet")
+            _SLOW, lambda: self.say(f"still looking up the name {host!r}: the resolver has not answered yet")
         )
         try:
             return await look_up_within(host, max(_SLOW, self._start + self._timeout - time.monotonic()))
@@ -245,8 +316,8 @@ def _source(family: socket.AddressFamily, target: tuple[Any, ...]) -> str:
         own = str(probe.getsockname()[0])
     if family == socket.AF_INET6 and ipaddress.ip_address(own).is_link_local:
         raise ValueError(
-            f"the coordinator is reached from {own}, a link-local address, which is of use on this cable only: give an "
-            "address of the coordinator that routers know, or tell peers another one (`advertise`)"
+            f"the coordinator is reached from {own}, a link-local address, which works only on this network link: give "
+            "a coordinator address that routers know, or tell peers another address of this worker (`advertise`)"
         )
     return own
 

@@ -136,7 +136,9 @@ def new_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     try:
         return np.empty(shape, dtype)
     except MemoryError:
-        raise LimitExceeded(f"there is no memory here for an array of shape {shape} and dtype {dtype}") from None
+        raise LimitExceeded(
+            f"there is not enough memory here for an array of shape {shape} and dtype {dtype}"
+        ) from None
 
 
 def same_elements(x: Array, out: Array) -> bool:

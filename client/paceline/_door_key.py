@@ -70,11 +70,11 @@ class DoorKey:
         if not self._secret:
             return "this worker is not registered yet"
         if proof is None or not _HEAD.size <= len(proof) <= _HEAD.size + _MAX_ID_BYTES:
-            return "the caller does not prove that it is of this job"
+            return "the caller does not prove that it belongs to this job"
         number, code = _HEAD.unpack_from(proof)
         caller = proof[_HEAD.size :]
         if not hmac.compare_digest(code, self._code(name, number, caller, data)):
-            return "the caller does not prove that it is of this job, or not as it is now"
+            return "the caller does not prove that it belongs to this job, or its proof is out of date"
         highest, seen = self._seen.pop(caller, (0, 0))
         ahead = number - highest
         again = ahead <= -WINDOW or (ahead <= 0 and bool(seen >> -ahead & 1))
@@ -85,7 +85,7 @@ class DoorKey:
         self._seen[caller] = highest, seen
         if len(self._seen) > MAX_CALLERS:
             self._seen.popitem(last=False)
-        return "this call has come before" if again else ""
+        return "this call was made before" if again else ""
 
     def _code(self, name: str, number: int, caller: bytes, data: bytes) -> bytes:
         head = name.encode() + b"\0" + number.to_bytes(8, "big") + len(caller).to_bytes(1, "big") + caller

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,12 @@ _STOP_GRACE = 1.0  # seconds for sessions to end by themselves
 
 @contextmanager
 def coordinator(
-    *, listen: str = "127.0.0.1:0", state: Path | None = None, for_good: bool = False, **settings: Any
+    *,
+    listen: str = "127.0.0.1:0",
+    state: Path | None = None,
+    for_good: bool = False,
+    on_page: Callable[[str], None] | None = None,
+    **settings: Any,
 ) -> Iterator[str]:
     """Runs a coordinator on the loop thread of this process; yields its address, "host:port".
 
@@ -29,6 +34,7 @@ def coordinator(
         state: file that keeps the coordinator's state across restarts; by default it is in memory only.
         for_good: no other coordinator will take its place: when it stops it tells members so, and they do not look for
             it.
+        on_page: called with the URL of the page, if `http` in `settings` says where to serve one.
         settings: other fields of `paceline_server.ServerSettings`: tls_cert, token_file, ...
 
     Raises:
@@ -51,6 +57,8 @@ def coordinator(
                 thread.run(server.stop(_STOP_GRACE, for_good=for_good))
 
     address = thread.run(server.start())
+    if on_page is not None and server.http_url:
+        on_page(server.http_url)
     # If the block is never left, the garbage collector would close it, perhaps after modules are gone: too late.
     atexit.register(stop)
     try:

@@ -123,7 +123,7 @@ class _Question:
         except RuntimeError as error:  # this user or container has reached its limit of threads
             self._threads -= 1
             if not self._threads:
-                self._answer_with(OSError(f"no thread is left to ask: {error}"))
+                self._answer_with(OSError(f"cannot start a thread that asks the resolver: {error}"))
 
     def _run(self, began: float) -> None:
         found: Found | BaseException

@@ -20,6 +20,10 @@ from paceline._signature import Signature, dtype_name
 
 __all__ = ["Entry", "FlightRecorder", "error_text"]
 
+_STEPS = 256
+_GROUPS = 64
+"""Steps, and groups, that are remembered."""
+
 MAX_ERROR_CHARACTERS = 1000
 """Longest text of a recorded error: an error of the user's code may quote whole arrays."""
 
@@ -42,6 +46,7 @@ class Entry:
         operation: the operation's number in the group and generation; 0 for messages.
         generation: the generation.
         signature: kind, arguments, dtype and shape, as `paceline._signature.Signature` encodes them.
+        first_rank: the lowest rank in the view among the group's members, which tells parts of one name apart.
     """
 
     __slots__ = (
@@ -51,6 +56,7 @@ class Entry:
         "_error",
         "_issued",
         "_order",
+        "first_rank",
         "generation",
         "group",
         "operation",
@@ -66,11 +72,13 @@ class Entry:
         order: int,
         issued: float,
         clock: Callable[[], float],
+        first_rank: int,
     ) -> None:
         self.group = group
         self.operation = operation
         self.signature = signature
         self.generation = generation
+        self.first_rank = first_rank
         self._order = order
         self._issued = issued
         self._clock = clock
@@ -103,6 +111,7 @@ class Entry:
         return {
             "number": self.operation,
             "group": self.group,
+            "first_rank": self.first_rank,
             "generation": self.generation,
             **_parse(self.signature),
             "state": state,
@@ -138,8 +147,11 @@ class FlightRecorder:
         self._orders = count()
         # A ring, not a deque: a list may be copied while another thread, or the interrupted one, stores into it.
         self._ring: list[Entry | None] = [None] * capacity
+        self._step_orders = count()
+        self._steps: list[tuple[int, int, int, float] | None] = [None] * _STEPS
+        self._groups: dict[str, tuple[int, ...]] = {}
 
-    def issue(self, group: str, operation: int, signature: bytes, generation: int = 0) -> Entry:
+    def issue(self, group: str, operation: int, signature: bytes, generation: int = 0, first_rank: int = 0) -> Entry:
         """Records that an operation was issued; returns the record, on which the caller calls `begin` and `end`.
 
         Args:
@@ -147,11 +159,24 @@ class FlightRecorder:
             operation: the operation's number in the group and generation.
             signature: an encoded `Signature`; it is not parsed here.
             generation: the generation.
+            first_rank: the lowest rank in the view among the group's members.
         """
         order = next(self._orders)
-        entry = Entry(group, operation, signature, generation, order, self._clock(), self._clock)
+        entry = Entry(group, operation, signature, generation, order, self._clock(), self._clock, first_rank)
         self._ring[order % self._capacity] = entry
         return entry
+
+    def step(self, generation: int, number: int) -> None:
+        """Records that all members have entered a step."""
+        order = next(self._step_orders)
+        self._steps[order % _STEPS] = (order, generation, number, self._clock())
+
+    def know_group(self, name: str, ranks: tuple[int, ...]) -> None:
+        """Remembers the members of a group, by their ranks in the view; the latest groups are kept."""
+        groups = {key: value for key, value in self._groups.copy().items() if key != name}
+        while len(groups) >= _GROUPS:
+            del groups[next(key for key in groups if key)]  # not that of all members
+        self._groups = groups | {name: ranks}
 
     def find(self, generation: int, group: str, operation: int) -> bytes | None:
         """Returns the signature of an operation; None if it is not recorded, or not any more."""
@@ -164,23 +189,43 @@ class FlightRecorder:
         """Returns all records, oldest first, in types that JSON has.
 
         Returns:
-            One dict for each operation: `number` in the group and generation; `group`; `generation`; `operation`, its
-            kind; `detail`, its arguments; `dtype`, `shape` and `bytes` of the array, None if no array is sent or the
-            sender decides; `state`: "issued", "running", "done" or "failed"; `issued_at`, `began_at` and `ended_at`:
-            UTC, ISO 8601, None for what has not happened; `waited_s`: seconds in the queue so far; `took_s`: seconds
-            that it ran so far, None if it never began; `error`: type and text, or None.
+            One dict for each operation: `number` in the group and generation; `group`; `first_rank`, the lowest rank of
+            the group's members; `generation`; `operation`, its kind; `detail`, its arguments; `dtype`, `shape` and
+            `bytes` of the array, None if no array is sent or the sender decides; `state`: "issued", "running", "done"
+            or "failed"; `issued_at`, `began_at` and `ended_at`: UTC, ISO 8601, None for what has not happened;
+            `waited_s`: seconds in the queue so far; `took_s`: seconds that it ran so far, None if it never began;
+            `error`: type and text, or None.
         """
         entries, now = self._entries(), self._clock()
         offset = self._wall() - now  # the same for all, so that setting the wall clock changes no difference
 
         def wall(at: float) -> str:
-            return datetime.fromtimestamp(at + offset, UTC).isoformat(timespec="microseconds")
+            return _wall(at + offset)
 
         return [entry._describe(now, wall) for entry in entries]
+
+    def record(self) -> dict[str, Any]:
+        """Returns all that is remembered, in types that JSON has.
+
+        Returns:
+            `operations`, as `snapshot` does; `steps`, oldest first: `generation`, `number`, and `at`, when all members
+            had entered the step (UTC, ISO 8601); `groups`: names and ranks of the members in the view.
+        """
+        steps, offset = sorted(filter(None, self._steps.copy())), self._wall() - self._clock()
+        entered = [(generation, number, _wall(at + offset)) for _, generation, number, at in steps]
+        return {
+            "groups": {name: list(ranks) for name, ranks in self._groups.items()},
+            "steps": [{"generation": one, "number": number, "at": at} for one, number, at in entered],
+            "operations": self.snapshot(),
+        }
 
     def _entries(self) -> list[Entry]:
         found = [entry for entry in self._ring.copy() if entry is not None]
         return sorted(found, key=lambda entry: entry._order)
+
+
+def _wall(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="microseconds")
 
 
 def _seconds(start: float, end: float) -> float:

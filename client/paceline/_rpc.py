@@ -23,6 +23,7 @@ __all__ = [
     "error_from_status",
     "error_type",
     "is_transient",
+    "leader_named_by",
 ]
 
 _BACKOFF_FIRST, _BACKOFF_MOST = 0.05, 1.0
@@ -92,6 +93,7 @@ _TYPES: dict[int, type[errors.PacelineError]] = {
     ErrorReason.ERROR_REASON_UNAUTHENTICATED: errors.NotAuthenticated,
     ErrorReason.ERROR_REASON_PERMISSION_DENIED: errors.NotPermitted,
     ErrorReason.ERROR_REASON_DAMAGED: errors.CoordinatorUnreachable,
+    ErrorReason.ERROR_REASON_NOT_LEADER: errors.CoordinatorUnreachable,
 }
 
 
@@ -120,18 +122,31 @@ def error_from_status(error: aio.AioRpcError, doing: str) -> errors.PacelineErro
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:  # grpc's status for a message that is too long
         return errors.LimitExceeded(text)
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-        return errors.CoordinatorUnreachable(f"{doing}: a gRPC server answers there, but it is no Paceline coordinator")
+        return errors.CoordinatorUnreachable(
+            f"{doing}: a gRPC server answers there, but it is not a Paceline coordinator"
+        )
     return errors.CoordinatorUnreachable(text)
 
 
 def _reason(error: aio.AioRpcError) -> str | None:
     """Returns the name of Paceline's reason for a refusal; None if the status has no readable one."""
+    info = _info(error)
+    return None if info is None else f"ERROR_REASON_{info.reason}"
+
+
+def leader_named_by(error: aio.AioRpcError) -> str | None:
+    """Returns the leader's address, empty if it is not known, if a standby has refused the call; else None."""
+    info = _info(error)
+    return info.metadata.get("leader", "") if info is not None and info.reason == "NOT_LEADER" else None
+
+
+def _info(error: aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:
     info = error_details_pb2.ErrorInfo()
     try:
         status = rpc_status.from_call(error)  # type: ignore[arg-type]  # an AioRpcError has the parts of a Call that are read
         for detail in status.details if status is not None else ():
             if detail.Unpack(info) and info.domain == ERROR_DOMAIN:
-                return f"ERROR_REASON_{info.reason}"
+                return info
     except (ValueError, DecodeError):  # details contradict the status or are invalid: not Paceline
         return None
     return None

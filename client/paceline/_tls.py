@@ -13,10 +13,10 @@ __all__ = ["TlsFiles", "check_member", "make_context", "what_is_wrong"]
 _VERIFY = {
     9: "is not valid yet: is a clock wrong?",
     10: "has expired",
-    18: "is self-signed, and not the authority of PACELINE_TLS_CA",
-    19: "is of another authority than that of PACELINE_TLS_CA",
-    20: "is of another authority than that of PACELINE_TLS_CA",
-    21: "is of another authority than that of PACELINE_TLS_CA",
+    18: "is self-signed, and is not the authority of PACELINE_TLS_CA",
+    19: "is from another authority than that of PACELINE_TLS_CA",
+    20: "is from another authority than that of PACELINE_TLS_CA",
+    21: "is from another authority than that of PACELINE_TLS_CA",
     26: "is not made for this use (extended key usage)",
 }
 """Texts for X509_V_ERR_* of openssl/x509_vfy.h."""
@@ -51,7 +51,7 @@ def what_is_wrong(error: ssl.SSLCertVerificationError, name: str) -> str:
         name: the name or IP address that the certificate should contain.
     """
     if error.verify_code in _WRONG_NAME:
-        return f"does not hold {name}"
+        return f"is not for {name}"
     return _VERIFY.get(error.verify_code, f"cannot be verified: {error.verify_message}")
 
 
@@ -91,7 +91,7 @@ def make_context(files: TlsFiles, *, serving: bool = False) -> ssl.SSLContext:
     try:
         context.load_verify_locations(cadata=files.ca.decode("ascii"))
     except (ssl.SSLError, UnicodeDecodeError):
-        raise ValueError("the authority (ca) is no certificate in PEM") from None
+        raise ValueError("the authority (ca) is not a certificate in PEM format") from None
     if files.cert is not None and files.key is not None:
         # Python's ssl loads a key from a file only: this one is in memory, where no other user can open it.
         fd = os.memfd_create("paceline-tls")
@@ -99,7 +99,11 @@ def make_context(files: TlsFiles, *, serving: bool = False) -> ssl.SSLContext:
             os.write(fd, files.cert.rstrip() + b"\n" + files.key)
             context.load_cert_chain(f"/proc/self/fd/{fd}", password=_no_passphrase)
         except ssl.SSLError as error:
-            why = "the key is not that of the certificate" if "MISMATCH" in (error.reason or "") else "they are no PEM"
+            why = (
+                "the key does not belong to the certificate"
+                if "MISMATCH" in (error.reason or "")
+                else "they are not in PEM format"
+            )
             raise ValueError(f"the certificate (cert) and its key (key) cannot be used: {why}") from None
         finally:
             os.close(fd)

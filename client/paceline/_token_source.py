@@ -58,7 +58,7 @@ class TokenSource:
         try:
             self._token = _start(token).result(FIRST_S)
         except TimeoutError:
-            raise ValueError(f"cannot read the token file {token}: nothing came of it in {FIRST_S:g} s") from None
+            raise ValueError(f"cannot read the token file {token}: no answer in {FIRST_S:g} s") from None
 
     async def current(self) -> str:
         """Returns the token to show now. Waits for a reading of the file, for half a second at most."""

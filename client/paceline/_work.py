@@ -14,6 +14,7 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
+from paceline._counters import MemberCounters
 from paceline._wait import SLICE, Latch
 from paceline.errors import ConcurrentUse, SessionClosed
 
@@ -46,14 +47,24 @@ class Work(Generic[T]):
         operation: its number in the group.
     """
 
-    def __init__(self, operation: int, task: Callable[[], T], abort: Abort) -> None:
+    def __init__(
+        self, operation: int, task: Callable[[], T], abort: Abort, counters: MemberCounters | None = None
+    ) -> None:
         self.operation = operation
         self._abort = abort
+        self._counters = counters
         self._task: Callable[[], T] | None = task
         self._over = Latch()
         self._callbacks: list[Callable[[], None]] = []
         self._result: T
         self._error: BaseException | None = None
+
+    def __repr__(self) -> str:
+        if not self.done():
+            state = "not done"
+        else:
+            state = "done" if self._error is None else f"failed: {type(self._error).__name__}"
+        return f"<Work operation {self.operation}, {state}>"
 
     def done(self) -> bool:
         """Returns True if the operation has succeeded or failed."""
@@ -92,6 +103,7 @@ class Work(Generic[T]):
             PacelineError: the generation has failed.
         """
         if not self._over.is_set():
+            began = monotonic()
             try:
                 if not self._over.wait(timeout):
                     self._abort(self.operation, TimeoutError(f"not done after {timeout} s"))
@@ -100,6 +112,9 @@ class Work(Generic[T]):
                 self._abort(self.operation, error)
                 self._wait_for_abort()
                 raise
+            finally:
+                if self._counters is not None:
+                    self._counters.waited += monotonic() - began
         if self._error is not None:
             raise self._error
         return self._result
@@ -137,10 +152,12 @@ class Lane:
         abort: makes the running operation fail soon; called with the number of an operation that its caller has given
             up, and the reason.
         exclusive: refuse operations of a second thread while the first one is alive and has not called `hand_over`.
+        counters: counts the seconds for which callers wait.
     """
 
-    def __init__(self, abort: Abort, *, exclusive: bool = False) -> None:
+    def __init__(self, abort: Abort, *, exclusive: bool = False, counters: MemberCounters | None = None) -> None:
         self._abort = abort
+        self._counters = MemberCounters() if counters is None else counters
         self._exclusive = exclusive
         self._lock = threading.RLock()  # entered in C: an interrupt cannot leave it locked, as it can a Condition
         self._changed = threading.Condition(self._lock)
@@ -198,7 +215,7 @@ class Lane:
             raise
         finally:
             if mine:
-                self._end_turn()
+                self._end_turn(waited=True)
 
     def submit(self, begin: Begin[T]) -> Work[T]:
         """Queues an operation for the group's thread.
@@ -272,8 +289,8 @@ class Lane:
         if self._exclusive and owner is not caller:
             if owner is not None and owner.is_alive():
                 raise ConcurrentUse(
-                    f"thread {caller.name!r} called a collective of a group that is thread {owner.name!r}'s, which "
-                    f"lives (operation {self._issued} was its last); give each thread a group of its own, "
+                    f"thread {caller.name!r} called a collective of a group that belongs to thread {owner.name!r}, "
+                    f"which still runs (operation {self._issued} was its last); give each thread a group of its own, "
                     'group.subgroup(range(group.size), name="..."), or call group.hand_over() in between',
                     operation=self._issued,
                 )
@@ -289,7 +306,7 @@ class Lane:
             thread = threading.Thread(target=self._serve, name="paceline-group", daemon=True)
             thread.start()
             self._thread = thread
-        work = Work(operation, task, self._abort)
+        work = Work(operation, task, self._abort, self._counters)
         self._queue.append(work)
         self._changed.notify_all()
         return work
@@ -327,9 +344,13 @@ class Lane:
             self._end_turn()
             self._running = None
 
-    def _end_turn(self) -> None:
-        """Lets the next operation begin."""
-        self._progress = (self._progress[0], monotonic(), False)
+    def _end_turn(self, *, waited: bool = False) -> None:
+        """Lets the next operation begin; `waited` if this one ran in its caller's thread."""
+        operation, began, inside = self._progress
+        now = monotonic()
+        self._progress = (operation, now, False)
+        if waited and inside:
+            self._counters.waited += now - began
         with self._lock:
             self._busy = None
             if self._thread is not None or self._awaited:

@@ -61,9 +61,11 @@ def words_of(codec: Codec) -> str:
     """
     words = str(codec)
     if not _WORDS.fullmatch(words):
-        raise UnsupportedOp(f"a codec's str is a name and up to 4 settings, 'name key=value', not {words!r:.80}")
+        raise UnsupportedOp(
+            f"str() of a codec must be a name and up to 4 settings, 'name key=value', not {words!r:.80}"
+        )
     if not 1 <= codec.block <= PIECE:
-        raise UnsupportedOp(f"a codec's block has 1 to {PIECE} elements, not {codec.block}")
+        raise UnsupportedOp(f"a codec's block must have 1 to {PIECE} elements, not {codec.block}")
     return words
 
 
@@ -85,7 +87,7 @@ def codec_of(compression: str | Codec) -> Codec:
     elif isinstance(given, Codec) and not isinstance(given, type):
         words_of(given)
         return given
-    raise UnsupportedOp(f"compression is 'bf16', 'int8' or a paceline.compression.Codec, not {given!r:.80}")
+    raise UnsupportedOp(f"compression must be 'bf16', 'int8' or a paceline.compression.Codec, not {given!r:.80}")
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ class Int8:
 
     def __post_init__(self) -> None:
         if not 1 <= self.block <= PIECE:
-            raise ValueError(f"a block has 1 to {PIECE} elements, not {self.block!r}")
+            raise ValueError(f"a block must have 1 to {PIECE} elements, not {self.block!r}")
 
     def __str__(self) -> str:
         return f"int8 block={self.block}"
@@ -272,7 +274,7 @@ class Memory:
         """
         for array in (self._kept, self._next):
             if array is not None and (array.shape != (n,) or array.dtype != dtype):
-                raise SizeMismatch(f"this memory is of an array {array.dtype}[{array.size}], not of {dtype}[{n}]")
+                raise SizeMismatch(f"this memory belongs to an array {array.dtype}[{array.size}], not to {dtype}[{n}]")
 
     def residuals(self, n: int, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Returns the errors to add and the array for the new errors, shape [n] both; they may be one array."""

@@ -10,7 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-__all__ = ["ENVIRONMENT", "LINKS", "MAX_STREAMS", "Config", "checked_timeout", "know_link"]
+__all__ = [
+    "ENGINES",
+    "ENVIRONMENT",
+    "LINKS",
+    "MAX_STREAMS",
+    "Config",
+    "checked_timeout",
+    "know_engine",
+    "know_link",
+]
 
 LINKS = ("shm", "tcp", "grpc")
 """Kinds of links between processes that members use by default, the best first: shared memory on one host, raw TCP, and
@@ -18,24 +27,39 @@ gRPC, which works wherever members can reach each other's doors."""
 
 _known_links = list(LINKS)
 
+ENGINES = ("links", "gloo", "mpi", "ucc", "nccl", "xccl")
+"""What can carry the gradients of DDP: Paceline's own links, or an engine (`paceline._engines`)."""
+
+_known_engines = list(ENGINES)
+
 MAX_STREAMS = 16
 """TCP connections of one link, for each direction."""
 
 ENVIRONMENT: Mapping[str, str] = {
-    "PACELINE_COORDINATOR": "address of the coordinator, host:port; without it the world is torchrun's, or this "
-    "process alone",
+    "PACELINE_COORDINATOR": "address of the coordinator, host:port; of several that share a state: all addresses, with "
+    "commas between them; without it the world is torchrun's, or this process alone",
+    "PACELINE_COORDINATOR_ENDS": "set by `paceline run-rank`: 1 if the coordinator lives in rank 0 and ends with it",
     "PACELINE_JOB": "name of the job (default: 'default')",
     "PACELINE_MIN_WORKERS": "the first view forms with at least this many workers",
     "PACELINE_MAX_WORKERS": "no view has more workers than this",
     "PACELINE_RANK": "explicit rank; PACELINE_WORLD_SIZE must be set too",
     "PACELINE_WORLD_SIZE": "explicit number of workers",
     "PACELINE_ADVERTISE": "host or host:port at which peers reach this worker",
+    "PACELINE_NOTICE": "clouds whose metadata services `paceline run` asks whether this machine will be taken: aws, "
+    "gcp, azure, separated by commas",
+    "PACELINE_NOTICE_URL": "address to ask in place of a cloud's metadata service; for tests",
+    "PACELINE_DRAIN_BEFORE": "seconds before the end of a Slurm job's time at which workers leave (default: 60); 0 for "
+    "never",
+    "PACELINE_SLURM_PORT": "port of the coordinator that the first task of `srun paceline run` serves (default: one of "
+    "20000 to 29999 that follows from the numbers of job and step)",
     "PACELINE_TLS_CA": "file with the certificate of the authority that signs those of the coordinator and the "
     "members; if set, all connections use TLS",
     "PACELINE_TLS_CERT": "file with this worker's certificate, for the name member.paceline",
     "PACELINE_TLS_KEY": "file with the key of that certificate",
-    "PACELINE_TOKEN": "token that the coordinator is shown with every call",
-    "PACELINE_TOKEN_FILE": "file whose first token is used; it is read again once a second at most",
+    "PACELINE_TOKEN": "token that is sent to the coordinator with every call",
+    "PACELINE_TOKEN_FILE": "file whose first token is used; the file is read again at most once a second",
+    "PACELINE_LOCAL_RANK": "set by `paceline run`: the worker's number among those of its launcher, from 0, for "
+    "example to choose its GPU",
     "PACELINE_LAUNCHER_FD": "set by `paceline run`: a pipe on which workers report their views to it",
     "PACELINE_FLIGHT_DIR": "folder for the last operations, written on SIGUSR2 and when a generation fails (default: "
     "paceline-UID/flight in the temporary directory); 'off' for none",
@@ -45,9 +69,14 @@ ENVIRONMENT: Mapping[str, str] = {
     "PACELINE_STEP_TIMEOUT": "seconds to wait for a member that has not entered a collective",
     "PACELINE_CALL_TIMEOUT": "seconds for a call to the coordinator: store, barrier",
     "PACELINE_REJOIN_TIMEOUT": "seconds to try to reach the coordinator again after losing it",
-    "PACELINE_LINKS": "kinds of links that may be used, separated by commas (default: 'shm,tcp,grpc'); grpc always may",
+    "PACELINE_LINKS": "kinds of links that may be used, separated by commas (default: 'shm,tcp,grpc'); grpc is "
+    "always allowed",
     "PACELINE_TCP_STREAMS": "TCP connections of one link in each direction, 1 to 16 (default: 1): several are "
     "faster if the delay is long",
+    "PACELINE_ENGINE": "what carries the gradients of DDP: links (default), gloo, mpi, or nccl on GPUs; all members "
+    "need the same",
+    "PACELINE_REPLAY": "set by `paceline replay`: a file that says which step to compute again, and from which "
+    "checkpoint",
     "PACELINE_TUNING": "file with a table of schedules, from `paceline bench --tune-out`; all members need the same",
 }
 """Every variable that Paceline reads, and its meaning."""
@@ -89,6 +118,11 @@ class Config:
     Empty for Paceline's own table.
     """
 
+    engine: str = "links"
+    """The name of what carries the gradients of DDP: "links", or an engine (docs/engines.md): "gloo", "mpi" or "ucc"
+    on the CPU, "nccl" or "xccl" on a device. Everything else travels over links. All members of a job must have the
+    same."""
+
     def __post_init__(self) -> None:
         for name in _SECONDS:
             value = getattr(self, name)
@@ -96,17 +130,23 @@ class Config:
                 raise ValueError(f"{name} must be above 0 s, not {value!r}")
         for kind in self.links:
             if kind not in _known_links:
-                raise ValueError(f"links are of the kinds {', '.join(_known_links)}; there is no {kind!r}")
+                raise ValueError(f"there is no kind of link {kind!r}; the kinds are {', '.join(_known_links)}")
+        if self.engine not in _known_engines:
+            raise ValueError(f"there is no engine {self.engine!r}; the engines are {', '.join(_known_engines)}")
         if not 1 <= self.tcp_streams <= MAX_STREAMS:
             raise ValueError(f"tcp_streams must be 1 to {MAX_STREAMS}, not {self.tcp_streams!r}")
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Config:
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
         """Returns the defaults, overridden by the variables PACELINE_<FIELD> that are set.
+
+        Args:
+            environ: the variables; None for those of this process.
 
         Raises:
             ValueError: a variable has an invalid value; the text names it.
         """
+        environ = os.environ if environ is None else environ
         found: dict[str, Any] = {}
         for name in _SECONDS:
             variable = f"PACELINE_{name.upper()}"
@@ -125,6 +165,8 @@ class Config:
             found["tcp_streams"] = int(text)
         if text := environ.get("PACELINE_TUNING"):
             found["tuning"] = text
+        if text := environ.get("PACELINE_ENGINE"):
+            found["engine"] = text
         return replace(cls(), **found)
 
     @property
@@ -144,6 +186,14 @@ def know_link(name: str, *, known: bool = True) -> None:
         _known_links.append(name)
     elif not known:
         _known_links.remove(name)
+
+
+def know_engine(name: str, *, known: bool = True) -> None:
+    """Makes a name valid, or invalid, in `Config.engine`; `paceline._engines.catalogue` calls this."""
+    if known and name not in _known_engines:
+        _known_engines.append(name)
+    elif not known:
+        _known_engines.remove(name)
 
 
 _SECONDS = tuple(field.name for field in fields(Config) if isinstance(field.default, float))

@@ -59,32 +59,39 @@ class Credentials:
             make_context(files)  # checks them
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Self:
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:
         """Reads PACELINE_TLS_CA, _CERT and _KEY, and PACELINE_TOKEN or _TOKEN_FILE.
+
+        Args:
+            environ: the variables; None for those of this process.
 
         Raises:
             ValueError: a variable that another one needs is missing, one is set but empty, or a file cannot be read or
                 used; the text says which. `FileTooOpen` if other users may read the key or the token.
         """
+        environ = os.environ if environ is None else environ
         token, token_file = (
-            _filled(environ, name, "there is no token to show") for name in ("PACELINE_TOKEN", "PACELINE_TOKEN_FILE")
+            _filled(environ, name, "you use no token") for name in ("PACELINE_TOKEN", "PACELINE_TOKEN_FILE")
         )
         if token and token_file:
             raise ValueError("PACELINE_TOKEN and PACELINE_TOKEN_FILE are both set: unset one of them")
         return cls._from_environment(environ, Path(token_file) if token_file else token)
 
     @classmethod
-    def tls_from_environment(cls, environ: Mapping[str, str] = os.environ) -> Self:
+    def tls_from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:
         """Reads PACELINE_TLS_CA, _CERT and _KEY; for calls that show no token.
+
+        Args:
+            environ: the variables; None for those of this process.
 
         Raises:
             ValueError: as for `from_environment`.
         """
-        return cls._from_environment(environ, None)
+        return cls._from_environment(os.environ if environ is None else environ, None)
 
     @classmethod
     def _from_environment(cls, environ: Mapping[str, str], token: str | Path | None) -> Self:
-        paths = {name: _filled(environ, name, "there is to be no TLS") for name in (_CA, _CERT, _KEY)}
+        paths = {name: _filled(environ, name, "you use no TLS") for name in (_CA, _CERT, _KEY)}
         _check_together(paths, (_CA, _CERT, _KEY))
         ca, cert, key = _read(_CA, paths[_CA]), _read(_CERT, paths[_CERT]), _read(_KEY, paths[_KEY], secret=True)
         try:
@@ -233,7 +240,7 @@ def _check_together(given: Mapping[str, object], names: tuple[str, str, str]) ->
         raise ValueError(f"{there} is set, but {missing} is not: a certificate and its key go together")
     if given[cert] is not None and given[ca] is None:
         raise ValueError(
-            f"{cert} and {key} are set, but {ca} is not: without the authority no certificate of others can be checked"
+            f"{cert} and {key} are set, but {ca} is not: without the authority, others' certificates cannot be checked"
         )
 
 

@@ -50,6 +50,9 @@ class Optimizer(OptimizerState):
         self._scratch = self._new_scratch()
         self.is_new = True
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self.settings.items())})"
+
     @property
     def lr(self) -> float:
         """Learning rate; may be set between steps."""
@@ -140,7 +143,7 @@ class Optimizer(OptimizerState):
         for path, parameter in self._parameters.items():
             if parameter.has_piece:
                 raise StepOrderError(
-                    f"FSDP trains {path!r} through a piece of it: wrap the module first, "
+                    f"FSDP trains a shard in place of {path!r}: wrap the module first, "
                     f"then give the optimizer the wrapper, {type(self).__name__}(fsdp, ...)"
                 )
 

@@ -1,4 +1,4 @@
-"""Helpers for tests of distributed code: ranks as threads of one process, and the conformance check of links.
+"""Helpers for tests of distributed code: ranks as threads, and the conformance checks of links and engines.
 
     def rank(group):
         return group.all_reduce(np.full(3, group.rank)).tolist()
@@ -17,6 +17,7 @@ from time import monotonic
 from typing import TypeVar
 
 from paceline._embedded import coordinator
+from paceline._engines.engine_check import check_engine
 from paceline._group import Group
 from paceline._links.base import Purpose
 from paceline._links.conformance import LinkPair, check_link
@@ -27,6 +28,7 @@ from paceline.errors import PacelineError
 
 __all__ = [
     "LinkPair",
+    "check_engine",
     "check_link",
     "coordinator",
     "local_groups",

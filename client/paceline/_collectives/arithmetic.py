@@ -15,10 +15,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paceline._arrays import Array
+from paceline._collectives.part_tree import merges, subtrees_by_rank
 from paceline._collectives.rows import SumOrder
 from paceline.errors import UnsupportedOp
 
-__all__ = ["Arithmetic", "Reduction", "arithmetic", "reduction"]
+__all__ = ["Arithmetic", "Reduction", "TreeArithmetic", "arithmetic", "name_of_op", "reduction", "tree_arithmetic"]
+
+_PIECE = 1 << 15
+"""Elements that are summed in a tree at a time: its partial sums stay in the processor's caches."""
 
 _BITS, _ORDERED, _REAL_OR_COMPLEX, _ALL = "biu", "biufV", "fcV", "biufcV"  # dtype kinds; V is bfloat16
 
@@ -32,6 +36,16 @@ _TABLE: dict[str, tuple[np.ufunc, str]] = {
     "bor": (np.bitwise_or, _BITS),
     "bxor": (np.bitwise_xor, _BITS),
 }
+
+
+_ALSO = {"avg": "mean"}
+"""Other names of ops: torch's."""
+
+
+def name_of_op(op: object) -> str:
+    """Returns the one name of an op: "mean" for "avg". Anything unknown keeps its name, and `reduction` refuses it."""
+    name = str(op) if isinstance(op, str) else repr(op)
+    return _ALSO.get(name, name)
 
 
 class Reduction(NamedTuple):
@@ -84,13 +98,13 @@ def reduction(op: object, dtype: np.dtype[Any]) -> Reduction:
     Raises:
         UnsupportedOp: there is no such op, or it is not defined for the dtype.
     """
-    return _reduction(op if isinstance(op, str) else repr(op), dtype)
+    return _reduction(name_of_op(op), dtype)
 
 
 @lru_cache(maxsize=256)
 def _reduction(op: str, dtype: np.dtype[Any]) -> Reduction:
     if op not in _TABLE:
-        raise UnsupportedOp(f"unknown op {op!r}; there are {', '.join(_TABLE)}")
+        raise UnsupportedOp(f"unknown op {op!r}; the known ones are {', '.join([*_TABLE, *_ALSO])}")
     ufunc, kinds = _TABLE[op]
     if dtype.kind not in kinds:
         raise UnsupportedOp(f"op {op!r} is not defined for dtype {dtype}{_advice(op, dtype)}")
@@ -107,7 +121,7 @@ def _reduction(op: str, dtype: np.dtype[Any]) -> Reduction:
 
 def _advice(op: str, dtype: np.dtype[Any]) -> str:
     if op == "mean":
-        return ": the mean of whole numbers is not one; sum them, or convert to a float first"
+        return ": the mean of whole numbers may be a fraction; sum them, or convert them to floats first"
     return ": complex numbers have no order" if dtype.kind == "c" else ": only bool and integers have bits to combine"
 
 
@@ -140,6 +154,11 @@ class Arithmetic:
         scaled = np.empty_like(own)
         _apply(np.multiply, _real(own), self.scale, out=_real(scaled))
         return scaled
+
+    def terms_of(self, rank: int) -> int:
+        """Returns how many arrays a rank contributes."""
+        del rank
+        return 1
 
     def combine(self, left: Array, right: Array, target: Array) -> None:
         """Combines two operands into the target, which may be one of them."""
@@ -178,6 +197,67 @@ class Arithmetic:
             for term in terms[2:]:
                 self._ufunc(total, term, out=total)
             target[...] = total if self._divisor == 1.0 else total / wide.type(self._divisor)
+
+
+class TreeArithmetic(Arithmetic):
+    """Sums in the fixed tree over the parts of a step (`part_tree`), of which each rank has a contiguous range.
+
+    Args:
+        reduction: the reduction.
+        world: number of ranks.
+        parts: V, number of parts.
+        divisor: as for `Arithmetic`.
+    """
+
+    def __init__(self, reduction: Reduction, world: int, parts: int, divisor: float | None = None) -> None:
+        super().__init__(reduction, world, divisor)
+        self._by_rank = subtrees_by_rank(world, parts)
+        self._merges = merges(tuple(node for nodes in self._by_rank for node in nodes), parts)
+
+    def terms_of(self, rank: int) -> int:
+        """See `Arithmetic`: a rank contributes its maximal subtrees."""
+        return len(self._by_rank[rank])
+
+    def fold(self, terms: Mapping[int, Array], target: Array) -> None:
+        """Adds up the terms of all ranks in the tree and finishes; writes to the target, which may be a term.
+
+        A rank's term has its subtrees one after the other.
+        """
+        n = target.size
+        rows = [terms[rank][i * n : (i + 1) * n] for rank in sorted(terms) for i in range(self.terms_of(rank))]
+        for lo in range(0, n, _PIECE):
+            piece = slice(lo, lo + _PIECE)
+            self._sum([row[piece] for row in rows], target[piece])
+        if self._wide is None:
+            self.finish(target)
+
+    def _sum(self, rows: list[Array], target: Array) -> None:
+        """Sums up a few elements; the target is written by the last addition, when nothing else is read any more."""
+        waiting: list[tuple[Array, bool]] = []  # with whether the array is scratch memory
+        left_to_do = len(rows) - 1
+        for row, count in zip(rows, self._merges, strict=True):
+            waiting.append((row if self._wide is None else row.astype(self._wide), self._wide is not None))
+            for _ in range(count):
+                (right, right_is_free), (left, left_is_free) = waiting.pop(), waiting.pop()
+                left_to_do -= 1
+                if not left_to_do and self._wide is None:
+                    into = target
+                elif left_is_free or right_is_free:
+                    into = left if left_is_free else right
+                else:
+                    into = np.empty_like(left)
+                self.combine(left, right, into)
+                waiting.append((into, True))
+        ((total, _),) = waiting
+        if self._wide is not None:
+            with np.errstate(all="ignore"):
+                target[...] = total if self._divisor == 1.0 else total / self._wide.type(self._divisor)
+
+
+@lru_cache(maxsize=64)
+def tree_arithmetic(reduction: Reduction, world: int, parts: int, divisor: float | None = None) -> TreeArithmetic:
+    """Returns the cached arithmetic of a sum in a tree; arguments as for `TreeArithmetic`."""
+    return TreeArithmetic(reduction, world, parts, divisor)
 
 
 @lru_cache(maxsize=64)

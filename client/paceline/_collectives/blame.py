@@ -53,7 +53,7 @@ def timed_out(
 
 def not_begun(peers: Sequence[Peer], me: int, operation: int) -> Suspicion:
     """Reports that the timeout passed before this member had reached the operation."""
-    text = f"operation {operation}: {peers[me]} had not come to it when the time was over"
+    text = f"operation {operation}: {peers[me]} had not reached it when the timeout expired"
     return Suspicion(ErrorReason.ERROR_REASON_TIMEOUT, None, operation, text)
 
 

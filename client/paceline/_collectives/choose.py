@@ -84,41 +84,50 @@ _KIB, _MIB = 1 << 10, 1 << 20
 
 RULES: Rules = {
     "all_reduce": (
-        Rule("recursive_doubling", 256 * _KIB, 4, None, "log2 W steps, and few ranks send more than by the star"),
-        Rule("star", 256 * _KIB, None, _MIB, "2 steps and the fewest frames, and little for rank 0 to take in"),
+        Rule("recursive_doubling", 256 * _KIB, 4, None, "log2 W steps, and few ranks send more than with the star"),
+        Rule("star", 256 * _KIB, None, _MIB, "2 steps and the fewest frames, and rank 0 receives little"),
         Rule("recursive_doubling", 256 * _KIB, None, None, "log2 W steps: too many ranks for the star"),
-        Rule("recursive_doubling", 512 * _KIB, 4, None, "a copy costs less than to wait until it is read", "one_node"),
-        Rule("hierarchical", reason="a node's sum crosses the network, not each rank's", where="shared_nodes"),
+        Rule("recursive_doubling", 512 * _KIB, 4, None, "copying costs less than waiting until it is read", "one_node"),
+        Rule(
+            "hierarchical", reason="one sum per node crosses the network, not one array per rank", where="shared_nodes"
+        ),
         Rule("direct", None, 4, None, "2 steps, and every link has an equal share"),
         Rule("halving_doubling", _MIB, None, None, "2 log2 W steps, every rank an equal share, log2 W links a rank"),
         Rule("direct", None, 16, None, "2 steps, and every link has an equal share; W-1 links a rank are affordable"),
         Rule("ring", reason="every rank has an equal share and two links"),
     ),
     "reduce": (
-        Rule("star", 64 * _KIB, None, _MIB, "1 step, and little for the root to take in"),
-        Rule("tree", reason="segments flow up; nobody takes in more than two arrays"),
+        Rule("star", 64 * _KIB, None, _MIB, "1 step, and the root receives little"),
+        Rule("tree", reason="segments flow up; no rank receives more than two arrays"),
     ),
     "reduce_scatter": (
         Rule("direct", None, 16, None, "1 step, and every link has an equal share"),
         Rule("ring", reason="every rank has an equal share and two links"),
     ),
     "broadcast": (
-        Rule("tree", 16 * _MIB, None, None, "segments flow down; nobody sends more than two arrays"),
+        Rule("tree", 16 * _MIB, None, None, "segments flow down; no rank sends more than two arrays"),
         Rule("tree", None, 7, None, "likewise"),
-        Rule("scatter_all_gather", reason="leaves of the tree help: nobody sends much more than one array"),
+        Rule("scatter_all_gather", reason="the leaves of the tree send too: no rank sends much more than one array"),
     ),
-    "scatter": (Rule("direct", reason="each part goes where it belongs"),),
+    "scatter": (Rule("direct", reason="each part goes directly to its receiver"),),
     "all_gather": (
         Rule("direct", None, 3, None, "1 step, and every link has an equal share"),
         Rule("bruck", _MIB, None, None, "log2 W steps and links a rank"),
         Rule("direct", None, 16, None, "1 step; W-1 links a rank are affordable"),
         Rule("ring", reason="every rank has an equal share and two links"),
     ),
-    "gather": (Rule("direct", reason="each part goes where it belongs"),),
-    "all_to_all": (Rule("pairwise", reason="each part goes where it belongs"),),
+    "gather": (Rule("direct", reason="each part goes directly to its receiver"),),
+    "all_to_all": (Rule("pairwise", reason="each part goes directly to its receiver"),),
     "barrier": (
         Rule("dissemination", None, 2, None, "1 step", "one_node"),
-        Rule("star", None, 8, None, "all but one wait once: ranks that share cores are switched to least", "one_node"),
+        Rule(
+            "star",
+            None,
+            8,
+            None,
+            "all but one rank wait once: the fewest switches between ranks that share cores",
+            "one_node",
+        ),
         Rule("dissemination", reason="log2 W steps"),
     ),
 }
@@ -151,7 +160,7 @@ def choose(
     for rule in fit:
         if rule.holds(nbytes, world, where):
             return Choice(rule.schedule, rule.reason)
-    return Choice(fit[-1].schedule, "the only one left that sums as it must")
+    return Choice(fit[-1].schedule, "the only schedule left that sums in the required order")
 
 
 @lru_cache(maxsize=64)
@@ -171,7 +180,7 @@ def only(collective: str, schedule: str) -> Rules:
     """
     if schedule not in SCHEDULES[collective]:
         names = ", ".join(SCHEDULES[collective])
-        raise ValueError(f"there is no schedule {schedule!r} for {collective}: there are {names}")
+        raise ValueError(f"there is no schedule {schedule!r} for {collective}; the schedules are {names}")
     return {**RULES, collective: (Rule(schedule, reason="asked for"),)}
 
 
@@ -194,7 +203,7 @@ def _when(rule: Rule) -> str:
         f"at most {_size(rule.max_bytes)}" if rule.max_bytes is not None else "",
         f"W at most {rule.max_world}" if rule.max_world is not None else "",
         f"(W-1) arrays at most {_size(rule.max_incast)}" if rule.max_incast is not None else "",
-        {"any": "", "one_node": "on one node", "shared_nodes": "several ranks on a node of several"}[rule.where],
+        {"any": "", "one_node": "on one node", "shared_nodes": "several nodes, some with several ranks"}[rule.where],
     ]
     return ", ".join(filter(None, limits)) or "else"
 
@@ -225,7 +234,7 @@ def load_rules(path: Path) -> Rules:
         with path.open(encoding="utf-8") as file:
             text = file.read(_MOST_BYTES + 1)
         if len(text) > _MOST_BYTES:
-            raise ValueError("it is longer than any table")
+            raise ValueError("it is too long for a table")
         return parse_rules(text)
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"the table of schedules in {path} (PACELINE_TUNING) cannot be used: {error}") from None
@@ -244,7 +253,7 @@ def parse_rules(text: str) -> Rules:
     rules = dict(RULES)
     for collective, of in given.items():
         if collective not in SCHEDULES or not isinstance(of, list) or not of:
-            raise ValueError(f"no rules, or no collective: {collective!r:.40}")
+            raise ValueError(f"{collective!r:.40} has no rules, or is not a collective")
         rules[collective] = tuple(_rule(collective, number, rule) for number, rule in enumerate(of, start=1))
     return rules
 
@@ -263,15 +272,15 @@ def rules_digest(rules: Rules) -> str:
 def _rule(collective: str, number: int, found: object) -> Rule:
     name = f"rule {number} of {collective}"
     if not isinstance(found, dict) or found.keys() - set(Rule._fields):
-        raise ValueError(f"{name} has something else than {', '.join(Rule._fields)}")
+        raise ValueError(f"{name} must be an object that has no keys but {', '.join(Rule._fields)}")
     if found.get("schedule") not in list(SCHEDULES[collective]):  # a list: the value may be unhashable
         raise ValueError(f"{name}: there is no schedule {found.get('schedule')!r:.40}")
     for limit in _LIMITS:
         value = found.get(limit)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-            raise ValueError(f"{name}: {limit} must be a number from 0, or null")
+            raise ValueError(f"{name}: {limit} must be null or an integer of at least 0")
     if found.get("where", "any") not in get_args(Where) or not isinstance(found.get("reason", ""), str):
-        raise ValueError(f"{name}: where is one of {', '.join(get_args(Where))}, and reason a text")
+        raise ValueError(f"{name}: where must be one of {', '.join(get_args(Where))}, and reason a string")
     return Rule(**found)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from paceline._arrays import Array, as_flat, check_out, deliver, landing, native
+from paceline._collectives.arithmetic import name_of_op
 from paceline._collectives.engine import CollectiveCall, Engine
 from paceline._collectives.program import all_gather_program, all_to_all_program
 from paceline._collectives.rows import chunk_bounds
@@ -48,6 +49,7 @@ def all_reduce_compressed_task(
     dtype = native(x.dtype)
     if dtype not in (np.float32, np.float64):
         raise UnsupportedOp(f"only float32 and float64 can be compressed, not {dtype}")
+    op = name_of_op(op)
     if op not in ("sum", "mean"):
         raise UnsupportedOp(f"op {op!r} cannot be compressed: sum and mean can")
     if not 0 <= exact <= x.size:

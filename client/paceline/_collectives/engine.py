@@ -8,7 +8,7 @@ Letters: N elements, W world size. `base` and `out` are flat, shape [N].
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
@@ -97,6 +97,7 @@ class Engine:
         out: Array,
         arithmetic: Arithmetic | None = None,
         first: Frame | None = None,
+        terms: Sequence[Array] = (),
     ) -> None:
         """Carries out all moves; then `out` holds the result, and no rank reads `base` or `out` any more.
 
@@ -107,6 +108,8 @@ class Engine:
             out: receives the result; may be `base`.
             arithmetic: needed for programs that reduce.
             first: the frame for the first receive, if it has already arrived.
+            terms: this rank's values, each as long as `base`, if it contributes several (`Arithmetic.terms_of`); frames
+                then have a piece of each.
 
         Raises:
             PacelineError: the generation has failed, here or elsewhere; every rank gets the same error.
@@ -116,7 +119,7 @@ class Engine:
         areas, out_bytes = (base, out, scratch), as_bytes(out)
         base_bytes = out_bytes if base is out else as_bytes(base)
         data = (base_bytes, out_bytes, as_bytes(scratch) if program.scratch else _NOTHING)
-        scale = arithmetic is not None and arithmetic.scale is not None
+        enters = arithmetic is not None and (arithmetic.scale is not None or len(terms) > 1)  # not as it lies in `base`
         held: dict[int, Array] = {}
         self._program = program
         for move in program.moves:
@@ -124,9 +127,10 @@ class Engine:
             do, peer, part, n, own_area, own_lo, to_area, to_lo = move
             if do is Do.SEND:
                 lend = program.lend and n * size >= LEND_BYTES and own_area is not Area.SCRATCH
-                if scale and own_area is Area.BASE:
+                if enters and own_area is Area.BASE:
                     assert arithmetic is not None
-                    payload = as_bytes(arithmetic.scaled(base[own_lo : own_lo + n]))
+                    payload = as_bytes(_entering(arithmetic, base, terms, own_lo, n))
+                    lend = False  # nobody keeps the new array
                 else:
                     payload = data[own_area][own_lo * size : (own_lo + n) * size]
                 exchange.send(peer, self._frame(call, part, payload), deadline, lend=lend)
@@ -136,7 +140,8 @@ class Engine:
                 frame = exchange.recv(peer, deadline, place)
             else:
                 frame, first = first, None
-            self._check(call, peer, part, n * size, frame)
+            count = arithmetic.terms_of(peer) if do >= Do.FOLD and arithmetic is not None else 1
+            self._check(call, peer, part, n * size * count, frame)
             if place is not None:
                 if frame.payload is not place:
                     copy_bytes(frame.payload, place)
@@ -147,8 +152,8 @@ class Engine:
                     held[peer] = received
                     continue
                 own, target = areas[own_area][own_lo : own_lo + n], areas[to_area][to_lo : to_lo + n]
-                if scale and own_area is Area.BASE:
-                    own = arithmetic.scaled(own)
+                if enters and own_area is Area.BASE:
+                    own = _entering(arithmetic, base, terms, own_lo, n)
                 if do is Do.FOLD:
                     held[peer], held[self.mesh.rank] = received, own
                     arithmetic.fold(held, target)
@@ -297,7 +302,7 @@ class Engine:
             else:
                 mesh.fault.suspect(self._late(call, at))
         else:
-            name = str(call) if call is not None and call.operation == operation else "in line"
+            name = str(call) if call is not None and call.operation == operation else "queued"
             mesh.fault.suspect(blame.raised(mesh.peers, mesh.rank, operation, name, cause))
 
     def _refuse(self, call: CollectiveCall, peer: int, part: int, nbytes: int, frame: Frame) -> NoReturn:
@@ -335,7 +340,7 @@ class Engine:
         moves = self._program.moves if self._program is not None else ()
         total = sum(move.peer == at.peer and (move.do is Do.SEND) is sending for move in moves)
         if at.part == _SETTLING:
-            what = "read what it was lent"
+            what = "finish reading the array that it was lent"
         else:
             what = f"{'take' if sending else 'send'} frame {at.part + 1}{f' of {total}' if total else ''}"
         return blame.timed_out(mesh.peers, mesh.rank, at.peer, call.operation, str(call), what, seconds)
@@ -343,6 +348,13 @@ class Engine:
     def _raise(self, suspicion: Suspicion) -> NoReturn:
         self.mesh.fault.suspect(suspicion)
         raise self.mesh.fault.error() from None
+
+
+def _entering(arithmetic: Arithmetic, base: Array, terms: Sequence[Array], lo: int, n: int) -> Array:
+    """Returns n elements of this rank's values as they enter a reduction; of all its terms, one after the other."""
+    if len(terms) > 1:
+        return np.concatenate([term[lo : lo + n] for term in terms])
+    return arithmetic.scaled(base[lo : lo + n])
 
 
 def _wait_for(do: Do, peer: int, part: int) -> Move:

@@ -98,15 +98,19 @@ def all_to_all_task(
     mesh, dtype, world = engine.mesh, native(x.dtype), engine.mesh.size
     uneven = send_counts is not None or recv_counts is not None
     if x.ndim == 0:
-        raise SizeMismatch(f"all_to_all cuts axis 0 into {world} parts, and a 0-d array has none, at rank {mesh.rank}")
+        raise SizeMismatch(
+            f"all_to_all cuts axis 0 into {world} parts, but a 0-d array has no axis 0, at rank {mesh.rank}"
+        )
     sent = _counts("send_counts", send_counts, world)
     if sent is None:
         if x.shape[0] % world:
-            text = f"all_to_all cuts axis 0 into {world} equal parts, and shape {x.shape} has none, at rank {mesh.rank}"
-            raise SizeMismatch(f"{text}; give send_counts for uneven ones")
+            text = f"all_to_all needs {world} equal parts: axis 0 of shape {x.shape} at rank {mesh.rank} has none"
+            raise SizeMismatch(f"{text}; give send_counts for parts of different sizes")
         sent = [x.shape[0] // world] * world
     if sum(sent) != x.shape[0]:
-        raise SizeMismatch(f"send_counts {sent} are {sum(sent)} rows; x has {x.shape[0]}, at rank {mesh.rank}")
+        raise SizeMismatch(
+            f"send_counts {sent} add up to {sum(sent)} rows, but x has {x.shape[0]}, at rank {mesh.rank}"
+        )
     expected = _counts("recv_counts", recv_counts, world)
     row = prod(x.shape[1:])
     if uneven:
@@ -253,7 +257,7 @@ def _checked(engine: Engine, call: CollectiveCall, counts: Array, row_bytes: int
     told = [int(count) for count in counts]
     for peer, count in enumerate(told):
         if count < 0 or sum(told[: peer + 1]) * max(row_bytes, 1) > MAX_ARRAY_BYTES:
-            engine.disagree(call, peer, f"announces {count} rows, which cannot be")
+            engine.disagree(call, peer, f"announces {count} rows, which is impossible")
     return told
 
 
@@ -265,5 +269,5 @@ def _counts(name: str, counts: Sequence[int] | None, world: int) -> list[int] | 
     except TypeError:
         rows = []
     if len(rows) != world or min(rows) < 0:
-        raise SizeMismatch(f"{name} must be {world} numbers of rows, from 0; got {counts!r}")
+        raise SizeMismatch(f"{name} must be {world} numbers of rows, each at least 0; got {counts!r}")
     return rows

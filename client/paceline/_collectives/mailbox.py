@@ -122,7 +122,7 @@ class Assembler:
         signature = Signature.decode(data)
         name, _, tag = signature.detail.partition("=")
         if signature.kind != "send" or name != "tag" or not tag.isdecimal():
-            raise ValueError(f"no message: {data[:80]!r}")
+            raise ValueError(f"a frame that does not begin a message: {data[:80]!r}")
         if signature.dtype is None or signature.shape is None:
             raise ValueError(f"a message without an array: {data[:80]!r}")
         nbytes = prod(signature.shape) * signature.dtype.itemsize
@@ -335,7 +335,7 @@ class Mailbox:
         with self._lock:
             others = sum(src is None or message.source == src for message in self._messages)
         text = f"recv tag={tag}: nothing from {source} to {mesh.peers[mesh.rank]} in {seconds:.3g} s"
-        text += f"; {others} messages with other tags wait" if others else ""
+        text += f"; {others} messages with other tags are waiting" if others else ""
         raise OperationTimeout(
             text, ranks=() if src is None else (mesh.peers[src].rank,), generation=mesh.generation
         ) from None

@@ -34,8 +34,8 @@ _FLOAT = struct.Struct(">d")
 _CONSTANTS: dict[bytes, bool | None] = {b"N": None, b"T": True, b"F": False}
 _IN_KEY = object()
 _SUPPORTED = (
-    "supported are None, bool, int, float, str, bytes, list, tuple, dict, NumPy arrays and NumPy scalars, "
-    "and no subclass of these"
+    "the supported types are None, bool, int, float, str, bytes, list, tuple, dict, NumPy arrays and NumPy "
+    "scalars, but no subclass of these"
 )
 
 
@@ -68,7 +68,7 @@ def decode_object(data: bytes | memoryview) -> Any:
     with np.errstate(all="ignore"):  # comparing keys may overflow a float16
         o = reader.value(0)
     if len(reader.left):
-        raise ValueError(f"{len(reader.left)} bytes too many after an encoded object")
+        raise ValueError(f"{len(reader.left)} extra bytes after an encoded object")
     return o
 
 
@@ -83,7 +83,7 @@ class _Writer:
         # `type(o) is`, because a subclass would silently arrive as its base.
         if len(self.path) > MAX_DEPTH:
             raise LimitExceeded(
-                f"cannot send an object of more than {MAX_DEPTH} containers in each other{self.where()}: "
+                f"cannot send an object with more than {MAX_DEPTH} nested containers{self.where()}: "
                 "does one of them contain itself?"
             )
         if o is None or type(o) is bool:
@@ -148,7 +148,7 @@ class _Reader:
 
     def value(self, depth: int) -> Any:
         if depth > MAX_DEPTH:
-            raise ValueError(f"an encoded object has more than {MAX_DEPTH} containers in each other")
+            raise ValueError(f"an encoded object has more than {MAX_DEPTH} nested containers")
         tag, n = _HEADER.unpack(self.take(_HEADER.size))
         if tag in _CONSTANTS and n == 0:
             return _CONSTANTS[tag]
@@ -189,7 +189,7 @@ class _Reader:
     def array(self, n: int) -> Any:
         kind, detail, dtype, shape = Signature.decode(bytes(self.take(n)))
         if dtype is None or shape is None or detail or kind not in ("array", "scalar") or (shape and kind == "scalar"):
-            raise ValueError(f"an encoded array has the signature of something else: {kind}")
+            raise ValueError(f"an encoded array has a signature of the wrong kind: {kind}")
         raw = self.take(prod(shape) * dtype.itemsize)
         if dtype == np.bool_ and from_bytes(raw, np.dtype(np.uint8)).max(initial=0) > 1:
             raise ValueError("an encoded bool is neither 0 nor 1")  # NumPy would compute nonsense with it

@@ -17,9 +17,17 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline._arrays import Array, as_array, as_flat, check_out, deliver, landing, native, new_array
-from paceline._collectives.arithmetic import Arithmetic, Reduction, arithmetic, reduction
+from paceline._collectives.arithmetic import (
+    Arithmetic,
+    Reduction,
+    arithmetic,
+    name_of_op,
+    reduction,
+    tree_arithmetic,
+)
 from paceline._collectives.choose import Choice, where_of
 from paceline._collectives.engine import CollectiveCall, Engine
+from paceline._collectives.part_tree import subtrees_by_rank
 from paceline._collectives.program import (
     SEGMENT_BYTES,
     Program,
@@ -40,6 +48,7 @@ __all__ = [
     "Task",
     "barrier_task",
     "broadcast_task",
+    "check_terms",
     "reduce_task",
     "reducing_task",
     "scatter_task",
@@ -86,10 +95,10 @@ def segment(dtype: np.dtype[Any], engine: Engine) -> int:
     return min(nbytes, frame_bytes(engine.neighbours)) // dtype.itemsize
 
 
-ORDERS = ("fastest", "rank")
+ORDERS = ("fastest", "rank", "tree")
 
-_Key: TypeAlias = tuple[str, str, np.dtype[Any], tuple[int, ...], str, str, Chooser]
-"""Collective, op, dtype, shape, order, detail, chooser."""
+_Key: TypeAlias = tuple[str, str, np.dtype[Any], tuple[int, ...], str, int, str, Chooser]
+"""Collective, op, dtype, shape, order, parts, detail, chooser."""
 
 _MOST_PLANS = 256
 """Most plans that are kept: more than the operations that a step repeats."""
@@ -105,23 +114,61 @@ def reducing_task(
     order: str = "fastest",
     detail: str = "",
     divisor: Callable[[], float] | None = None,
+    terms: Sequence[Array] = (),
+    parts: int = 0,
 ) -> Task[Array]:
-    """Makes the task of `Group.all_reduce` or `Group.reduce_scatter`; ranks must also agree on `detail`."""
+    """Makes the task of `Group.all_reduce` or `Group.reduce_scatter`; ranks must also agree on `detail`.
+
+    Args:
+        engine: runs the program.
+        collective: which of the two.
+        x: this rank's array; with `terms`, the last of them.
+        op: as for the group's methods.
+        out: likewise.
+        choose: picks the schedule.
+        order: as for the group's methods.
+        detail: a part of the signature.
+        divisor: as for the group's methods.
+        terms: the sums of this rank's maximal subtrees (`part_tree`), contiguous, each like `x`; empty for `x` alone.
+        parts: V, the number of parts of the whole tree; 0 for one from each rank.
+    """
+    op = name_of_op(op)  # a key must be hashable; `reduction` refuses an invalid op
     if divisor is not None:
         detail += _divided(op, x)
-    op = op if type(op) is str else repr(op)  # a key must be hashable; `reduction` refuses an invalid op
-    key = (collective, op, x.dtype, x.shape, order, detail, choose)
+    key = (collective, op, x.dtype, x.shape, order, parts, detail, choose)
     plan: _ReductionPlan = engine.plans.get(key) or _plan(engine, key, x)
     if out is not None:
         check_out(out, plan.dtype, plan.shape)
 
     def body(call: CollectiveCall) -> Array:
         result = landing(out, x, plan.dtype, plan.shape, in_place=collective == "all_reduce")
-        how = plan.how if divisor is None else arithmetic(plan.reduce, engine.mesh.size, divisor())
-        _reduce(engine, call, plan.program, x, result, how)
+        how = plan.how if divisor is None else _arithmetic(plan.reduce, engine.mesh.size, order, parts, divisor())
+        _reduce(engine, call, plan.program, x, result, how, [term.reshape(-1) for term in terms])
         return deliver(result, out)
 
     return Task(plan.signature, body)
+
+
+def check_terms(terms: Sequence[Array], rank: int, world: int, parts: int) -> tuple[Array, ...]:
+    """Returns the terms of `Group.all_reduce_parts`, if they are what a rank may give.
+
+    Raises:
+        UnsupportedOp, SizeMismatch: see there.
+    """
+    if parts < world:
+        raise UnsupportedOp(f"{parts} parts for {world} ranks: each rank needs at least one, so take more parts")
+    wanted = len(subtrees_by_rank(world, parts)[rank])
+    if len(terms) != wanted:
+        raise UnsupportedOp(
+            f"rank {rank} of {world} has {wanted} subtrees of {parts} parts, but gave {len(terms)} arrays"
+        )
+    first = terms[0]
+    for term in terms:
+        if term.dtype not in (np.float32, np.float64) or not term.flags.c_contiguous or not term.dtype.isnative:
+            raise UnsupportedOp(f"the sums of parts must be contiguous float32 or float64, not {term.dtype}")
+        if (term.dtype, term.shape) != (first.dtype, first.shape):
+            raise SizeMismatch(f"the sums of parts differ: {term.dtype}{term.shape} and {first.dtype}{first.shape}")
+    return tuple(terms)
 
 
 class _ReductionPlan(NamedTuple):
@@ -137,18 +184,20 @@ class _ReductionPlan(NamedTuple):
 
 def _plan(engine: Engine, key: _Key, x: Array) -> _ReductionPlan:
     """Returns the plan of an operation, made once, because training repeats a few operations."""
-    collective, op, _, shape, order, detail, choose = key
+    collective, op, _, shape, order, parts, detail, choose = key
     mesh, dtype = engine.mesh, native(x.dtype)
     reduce = reduction(op, dtype)
     if collective == "reduce_scatter":
         shape = _part(x, mesh.rank, mesh.size)
-    signature = engine.sign(collective, f"op={op}{_order(order)}{detail}", dtype, x.shape).encode()
+    words = f"op={op}{_order(order)}{f' parts={parts}' if parts else ''}{detail}"
+    signature = engine.sign(collective, words, dtype, x.shape).encode()
     choice = choose(collective, x.nbytes, mesh.size, sums=_sums(reduce, order), nodes=engine.nodes)
-    at = choice.schedule, mesh.rank, mesh.size, x.size, segment(dtype, engine)
+    how = _arithmetic(reduce, mesh.size, order, parts)
+    most = max(how.terms_of(rank) for rank in range(mesh.size))  # they share a frame
+    at = choice.schedule, mesh.rank, mesh.size, x.size, max(1, segment(dtype, engine) // most)
     program = all_reduce_program(*at, engine.nodes) if collective == "all_reduce" else reduce_scatter_program(*at)
     if len(engine.plans) >= _MOST_PLANS:
         engine.plans.clear()
-    how = arithmetic(reduce, mesh.size)
     plan = engine.plans[key] = _ReductionPlan(dtype, shape, reduce, how, signature, program)
     return plan
 
@@ -162,7 +211,7 @@ def _part(x: Array, rank: int, world: int) -> tuple[int, ...]:
     if world == 1:
         return x.shape
     if x.ndim == 0 or x.shape[0] % world:
-        text = f"reduce_scatter cuts axis 0 into {world} equal parts, and shape {x.shape} has none, at rank {rank}"
+        text = f"reduce_scatter needs {world} equal parts: axis 0 of shape {x.shape} at rank {rank} has none"
         raise SizeMismatch(text)
     return (x.shape[0] // world, *x.shape[1:])
 
@@ -172,6 +221,7 @@ def reduce_task(
 ) -> Task[Array | None]:
     """Makes the task of `Group.reduce`."""
     mesh, dtype = engine.mesh, native(x.dtype)
+    op = name_of_op(op)
     reduce = reduction(op, dtype)
     signature = engine.sign("reduce", f"op={op} root={root}{_order(order)}", dtype, x.shape).encode()
     at_root = mesh.rank == root
@@ -182,24 +232,38 @@ def reduce_task(
 
     def body(call: CollectiveCall) -> Array | None:
         result = landing(out, x, dtype, x.shape, in_place=True) if at_root else np.empty(0, dtype)
-        _reduce(engine, call, program, x, result, arithmetic(reduce, mesh.size))
+        _reduce(engine, call, program, x, result, _arithmetic(reduce, mesh.size, order))
         return deliver(result, out) if at_root else None
 
     return Task(signature, body)
 
 
-def _reduce(engine: Engine, call: CollectiveCall, program: Program, x: Array, result: Array, how: Arithmetic) -> None:
+def _arithmetic(reduce: Reduction, world: int, order: str, parts: int = 0, divisor: float | None = None) -> Arithmetic:
+    if order == "tree":
+        return tree_arithmetic(reduce, world, parts or world, divisor)
+    return arithmetic(reduce, world, divisor)
+
+
+def _reduce(
+    engine: Engine,
+    call: CollectiveCall,
+    program: Program,
+    x: Array,
+    result: Array,
+    how: Arithmetic,
+    terms: Sequence[Array] = (),
+) -> None:
     flat = result.reshape(-1)
     base = flat if x is result else as_flat(x)
     if base is not flat and np.may_share_memory(base, flat):
         base = flat
-    engine.run(call, program, base, flat, how)
+    engine.run(call, program, base, flat, how, terms=terms)
     if engine.mesh.size == 1:  # no move finishes the total if there is nothing to add
         how.finish(flat)
 
 
 def _sums(reduce: Reduction, order: str) -> SumOrder:
-    return SumOrder.IN_RANK_ORDER if order == "rank" else reduce.sums
+    return reduce.sums if order == "fastest" else SumOrder.IN_RANK_ORDER
 
 
 def _divided(op: str, x: Array) -> str:
@@ -210,7 +274,7 @@ def _divided(op: str, x: Array) -> str:
 
 def _order(order: str) -> str:
     if order not in ORDERS:
-        raise UnsupportedOp(f"order is one of {', '.join(ORDERS)}, not {order!r}")
+        raise UnsupportedOp(f"order must be one of {', '.join(ORDERS)}, not {order!r}")
     return "" if order == "fastest" else f" order={order}"
 
 
@@ -288,7 +352,7 @@ def _receive_unknown(
         try:
             result = new_array(shape, dtype)
         except LimitExceeded as error:
-            engine.disagree(call, source, f"announces an array that cannot be: {error}")
+            engine.disagree(call, source, f"announces an impossible array: {error}")
         flat = result.reshape(-1)
         told = CollectiveCall(call.operation, first.signature, call.started, call.deadline)
         engine.run(told, program(flat.size, flat.dtype), flat, flat, first=first)

@@ -14,7 +14,7 @@ from paceline._group import Group
 from paceline._links.base import Mesh, Peer
 from paceline._links.grpc_mesh import GrpcMesh
 from paceline._links.local import LocalMesh, next_meshes
-from paceline._session.line_messages import CatchUpAsked, JobDone, MayGo, MemberInbox, Tried, ViewCame
+from paceline._session.line_messages import CatchUpAsked, JobDone, MayGo, MemberInbox, ReachResult, ViewCame
 from paceline._session.member import MemberConnection
 from paceline.config import Config
 from paceline.errors import LinkUnavailable
@@ -88,7 +88,7 @@ class JobCoordinator(abc.ABC):
 
     @abc.abstractmethod
     def try_to_reach(self, members: Sequence[Peer]) -> None:
-        """Starts to test whether this member and each of these can connect. The result comes as a `Tried` in `inbox`.
+        """Starts to test whether this member and each of these can connect. `inbox` gets the `ReachResult`.
 
         A test that already runs is given up.
         """
@@ -163,14 +163,23 @@ class RemoteCoordinator(JobCoordinator):
     def word_completed(self, step: int) -> None:
         """See `JobCoordinator.word_completed`."""
         self._connection.line.word_completed(step)
+        self._connection.group.recorder.step(self.group.generation, step)
 
     def take(self, tag: Tag, donors: Sequence[Peer], own: Content) -> Content:
         """See `JobCoordinator.take`."""
-        return self._connection.run(take_state(self.job, tag, donors, own, *self._how))
+        counters = self.group.counters
+        with counters.fetching_state():
+            return self._connection.run(
+                take_state(self.job, tag, donors, own, *self._how, received=counters.state_received)
+            )
 
     def take_shards(self, tag: Tag, holders: Sequence[Holder], plan: ReshardPlan) -> None:
         """See `JobCoordinator.take_shards`."""
-        self._connection.run(take_shards(self.job, tag, holders, plan, *self._how))
+        counters = self.group.counters
+        with counters.fetching_state():
+            self._connection.run(
+                take_shards(self.job, tag, holders, plan, *self._how, received=counters.state_received)
+            )
 
     def try_to_reach(self, members: Sequence[Peer]) -> None:
         """See `JobCoordinator.try_to_reach`."""
@@ -180,7 +189,7 @@ class RemoteCoordinator(JobCoordinator):
                 self._trying.cancel()  # the line's members have changed
             self._trying = asyncio.current_task()
             troubles = await out_of_reach(self.job, members, self._connection.knocker, *self._how)
-            self.inbox.put(Tried(members, troubles))
+            self.inbox.put(ReachResult(members, troubles))
 
         self._connection.begin(ask)
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline._elastic.device_array import DeviceArray, on_host
 from paceline._elastic.state import TrainState
 from paceline._group import Group
 from paceline._links.base import Peer
@@ -26,7 +27,7 @@ _WINDOW_BYTES = 1 << 12
 """Bytes of state in one digest: few, because every step reads them from memory."""
 
 
-def partial_digest(arrays: Sequence[NDArray[Any]], step: int) -> int:
+def partial_digest(arrays: Sequence[Any], step: int) -> int:
     """Returns the CRC-32 of a window of one array. The next step takes the next array, the next round the next window.
 
     Args:
@@ -40,15 +41,17 @@ def partial_digest(arrays: Sequence[NDArray[Any]], step: int) -> int:
     if not array.nbytes:
         return 0
     start = turn % -(-array.nbytes // _WINDOW_BYTES) * _WINDOW_BYTES
+    first, count = start // array.dtype.itemsize, _WINDOW_BYTES // array.dtype.itemsize
+    if isinstance(array, DeviceArray):
+        return zlib.crc32(array.parcel(first, count).view(np.uint8).data)
     if array.flags.c_contiguous:
         return zlib.crc32(array.reshape(-1).view(np.uint8)[start : start + _WINDOW_BYTES].data)
-    first, count = start // array.itemsize, _WINDOW_BYTES // array.itemsize
     return zlib.crc32(np.asarray(array.flat[first : first + count]).view(np.uint8).data)  # in C order too
 
 
 def digests_of(state: TrainState) -> dict[str, int]:
     """Returns a 32-bit digest of each unsharded array and of the rest of each part; the same names on all members."""
-    arrays = {name: crc_of(array) for name, array in state.named().items()}
+    arrays = {name: crc_of(on_host(array)) for name, array in state.named().items()}
     return {**arrays, **{name: crc_of(part.rest()) for name, (_, part) in state.objects.items()}}
 
 
@@ -61,7 +64,7 @@ def where_they_differ(names: Sequence[str], digests: NDArray[np.uint32]) -> str:
     """
     odd = [name for name, differs in zip(names, (digests != digests[0]).any(axis=0), strict=True) if differs]
     if not odd:  # the word covers the state, and whether the update ran
-        return "optimizer.step() ran in the step before at some of them only"
+        return "optimizer.step() ran in the previous step on only some of them"
     more = f" and {len(odd) - _MOST_NAMES} more" if len(odd) > _MOST_NAMES else ""
     return f"they differ in {', '.join(odd[:_MOST_NAMES])}{more}"
 
@@ -122,10 +125,10 @@ def difference(mine: bytes, theirs: bytes, donor: Peer) -> PacelineError:
             return SettingsMismatch(f"{found} on {donor} and the line's other members")
         found = next(_parts(here["parts"], there["parts"]), None)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return SettingsMismatch(f"{donor} trains something else, and does not say what: {error!s:.200}")
-    return SizeMismatch(
-        f"{found or 'what this worker trains is not what is trained'} on {donor} and the line's other members"
-    )
+        return SettingsMismatch(
+            f"{donor} trains something else, and its description of it cannot be read: {error!s:.200}"
+        )
+    return SizeMismatch(f"{found or 'the training here differs from that'} on {donor} and the line's other members")
 
 
 def _settings(here: dict[str, str], there: dict[str, str]) -> Iterator[str]:
@@ -137,7 +140,7 @@ def _settings(here: dict[str, str], there: dict[str, str]) -> Iterator[str]:
 def _parts(here: dict[str, Any], there: dict[str, Any]) -> Iterator[str]:
     for name in sorted(here.keys() | there.keys()):
         if name not in here or name not in there:
-            yield f"the training state has {'no ' if name not in here else 'a '}part {name!r} here, which differs"
+            yield f"the training state has {'no ' if name not in here else 'a '}part {name!r} here, unlike"
             continue
         (kind, arrays), (their_kind, their_arrays) = here[name], there[name]
         if kind != their_kind:

@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline._elastic.device_array import DeviceArray, is_on_device, memory_of, on_host
 from paceline.errors import UnsupportedOp
 
-__all__ = ["copied", "from_arrays", "is_foreign", "seed_frameworks", "taken", "to_arrays", "to_plain", "view"]
+__all__ = ["copied", "from_arrays", "is_foreign", "seed_frameworks", "store", "taken", "to_arrays", "to_plain", "view"]
 
 Tree = Any
 """Nested dicts, lists and tuples of arrays and plain values."""
 
 
-def view(value: Any) -> NDArray[Any]:
-    """Returns a NumPy view of the memory of an array of any framework.
+def view(value: Any) -> Any:
+    """Returns a NumPy view of the memory of an array of any framework; a `DeviceArray` if it lies on a device.
 
     Raises:
         UnsupportedOp: it cannot be read as an array.
@@ -30,34 +31,27 @@ def view(value: Any) -> NDArray[Any]:
     if isinstance(data, np.ndarray):  # paceline.Parameter
         return data
     detach = getattr(value, "detach", None)
-    memory = value if detach is None else detach()
-    if _is_bfloat16(memory):
-        import ml_dtypes  # here, because few jobs need it and it costs start-up time
+    if is_foreign(value) and is_on_device(value):
+        return DeviceArray(value)
+    return memory_of(value if detach is None else detach())
 
-        return view(memory.view(_module(value).int16)).view(ml_dtypes.bfloat16)
-    numpy = getattr(memory, "numpy", None)
-    array = numpy() if callable(numpy) else None
-    if not isinstance(array, np.ndarray):
-        raise UnsupportedOp(f"the memory of a {type(value).__name__} cannot be read as an array")
-    return array
+
+def store(target: Any, values: Any) -> None:
+    """Copies values into what `view` returned."""
+    if isinstance(target, DeviceArray):
+        target.write(values)
+    else:
+        np.copyto(target, values)
 
 
 def marks_of(value: Any) -> set[int]:
     """Returns marks that identify an array and others over the same memory: its id, and the address of its memory."""
     try:
-        return {id(value), view(value).__array_interface__["data"][0]}
+        memory = view(value)
+        address = memory.address if isinstance(memory, DeviceArray) else memory.__array_interface__["data"][0]
+        return {id(value), address}
     except UnsupportedOp:
         return {id(value)}
-
-
-def _is_bfloat16(value: Any) -> bool:
-    """True for a framework's bfloat16 array. NumPy's bfloat16 comes from `ml_dtypes`, which frameworks do not know."""
-    return is_foreign(value) and str(getattr(value, "dtype", "")).endswith(".bfloat16")
-
-
-def _module(value: Any) -> Any:
-    """Returns the module of the framework that the array belongs to."""
-    return sys.modules[type(value).__module__.partition(".")[0]]
 
 
 def is_foreign(value: Any) -> bool:
@@ -88,11 +82,11 @@ def to_arrays(tree: Tree, frameworks: list[str], into: Tree = None) -> Tree:
     return copy.deepcopy(tree)
 
 
-def copied(array: NDArray[Any], into: Any) -> NDArray[Any]:
+def copied(array: Any, into: Any) -> NDArray[Any]:
     """Returns a copy of an array: in `into` if that has the same shape and dtype, else in a new array."""
     if not isinstance(into, np.ndarray) or not _fits(into, array):
-        return array.copy()
-    np.copyto(into, array)
+        return array.copy()  # type: ignore[no-any-return]
+    np.copyto(into, on_host(array))
     return into
 
 
@@ -138,7 +132,7 @@ def taken(plain: Tree, here: Tree) -> Tree:
         if isinstance(name, str) and name.startswith(_ARRAY_OF):
             values = plain[name]
             if is_foreign(here) and _fits(view(here), values):
-                np.copyto(view(here), values)
+                store(view(here), values)
                 return here
             return _made(name.removeprefix(_ARRAY_OF), values.copy())
         into = here if isinstance(here, dict) else {}
@@ -160,7 +154,7 @@ def taken(plain: Tree, here: Tree) -> Tree:
     return copy.deepcopy(plain)
 
 
-def _fits(here: NDArray[Any], values: NDArray[Any]) -> bool:
+def _fits(here: Any, values: NDArray[Any]) -> bool:
     return (here.shape, here.dtype) == (values.shape, values.dtype)
 
 
@@ -180,12 +174,17 @@ def _made(framework: str, array: NDArray[Any]) -> Any:
 
 
 def seed_frameworks(*numbers: int) -> None:
-    """Seeds the generator that torch draws from by default (dropout, `torch.rand`), if torch is loaded.
+    """Seeds the generators that torch draws from by default (dropout, `torch.rand`), those of devices in use too.
 
     Args:
         numbers: whole numbers from 0; later random numbers depend only on them.
     """
-    generator = getattr(sys.modules.get("torch"), "default_generator", None)
-    if generator is not None:
-        # Torch's generator on the CPU takes at most 32 bits.
-        generator.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
+    torch = sys.modules.get("torch")
+    generator = getattr(torch, "default_generator", None)
+    if generator is None:
+        return
+    seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])  # torch's generator on the CPU takes 32 bits
+    generator.manual_seed(seed)
+    for device in (getattr(torch, "cuda", None), getattr(torch, "xpu", None)):
+        if device is not None and device.is_initialized():
+            device.manual_seed_all(seed)

@@ -7,6 +7,7 @@ from typing import Any
 
 from paceline._elastic.attempts import FinishedBlocks
 from paceline._elastic.coordination import JobCoordinator
+from paceline._elastic.receipts import ReceiptBook
 from paceline._elastic.recovery import StateRecovery
 from paceline._elastic.rules import StateWatch
 from paceline._elastic.saver import Saver
@@ -35,6 +36,7 @@ class StateGuard:
 
     Attributes:
         step: the present attempt; None between two attempts.
+        receipts: makes and writes receipts; None for none.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class StateGuard:
         committed: Callable[[int], None],
     ) -> None:
         self.step: Step | None = None
+        self.receipts: ReceiptBook | None = None
         self._coordinator = coordinator
         self._state = state
         self._member = member
@@ -77,6 +80,9 @@ class StateGuard:
         self._coordinator.word_completed(step)
         self._saver.commit(step - 1)
         self._tell_committed(step - 1)
+        group = self._coordinator.group
+        if self.receipts is not None and group.rank == 0:
+            self.receipts.committed(self._state, group.generation)
         self._member.all_began()
         self._state.keep_live_share()
 
@@ -98,7 +104,10 @@ class StateGuard:
         self.spoiled()
         self._divergences += 1
         if self._divergences >= _MOST_DIVERGENCES:
-            raise DivergenceError(f"{text}, {self._divergences} times by now: its memory or its script is to blame")
+            raise DivergenceError(
+                f"{text}. This has happened {self._divergences} times: "
+                "the memory or the script of this worker is at fault"
+            )
 
     def prepared(self, step: Step, small: Mapping[str, Any]) -> None:
         """See `step.StepRunner`."""
@@ -107,6 +116,8 @@ class StateGuard:
 
     def applied(self, step: int) -> None:
         """Records that the step was applied here."""
+        if self.receipts is not None:
+            self.receipts.applied(self._state)
         self._watch.applied()
         self._blocks.forget()
         self._member.applied(step)
@@ -126,7 +137,7 @@ class StateGuard:
 
     # The gate of the training state -----------------------------------------------------------------------------------
 
-    def open(self) -> None:
+    def open(self, optimizer: object) -> None:
         """See `state.Gate`."""
         step = self.step
         if step is None or not step.entered or step.left:
@@ -137,7 +148,7 @@ class StateGuard:
             True  # set first: an interrupt after the gate opens leaves the state half changed
         )
         try:
-            step.open_gate()
+            step.open_gate(optimizer)
         except BaseException:
             step.updating = step.is_open
             raise

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import SupportsIndex
 
-from paceline._address import DEFAULT_PORT, Endpoint, parse_endpoint
+from paceline._address import DEFAULT_PORT, CoordinatorAddresses
 from paceline._allocator import keep_frame_memory
 from paceline._collectives.choose import RULES, Rules, load_rules
 from paceline._elastic.session import CoordinatedSession, Session, SoloSession
@@ -20,6 +18,7 @@ from paceline._fork import check_process
 from paceline._loop import loop_thread
 from paceline._session.identity import JoinRequest
 from paceline._session.member import MemberConnection
+from paceline._uncaught import install_hook
 from paceline.config import Config, checked_timeout
 from paceline.credentials import Credentials
 from paceline.errors import InvalidRank, InvalidWorldSize
@@ -52,7 +51,8 @@ def join(
     world instead, with torchrun's ranks, and rank 0 runs the coordinator.
 
     Args:
-        coordinator: its address, "host:port" (port 7400 if left out).
+        coordinator: its address, "host:port" (port 7400 if left out); of several coordinators that share a state, all
+            addresses, with commas between them.
         job: name of the job; all workers that name it join it.
         min_workers: the first view forms with at least this many.
         max_workers: no view has more; `min_workers` if left out.
@@ -110,8 +110,10 @@ def join(
             place = partial(join, job=job, advertise=advertise, config=config, credentials=credentials)
             return join_torchruns_world(place, workers, config.join_timeout)
         return SoloSession(job, config)
+    if environ.get("PACELINE_COORDINATOR_ENDS", "") not in ("", "0"):
+        coordinator_returns = False
     connection = connect(
-        parse_endpoint(coordinator, default_port=DEFAULT_PORT),
+        CoordinatorAddresses.parse(coordinator, default_port=DEFAULT_PORT),
         wanted,
         config,
         advertise=advertise,
@@ -132,7 +134,7 @@ def rules_of(config: Config) -> Rules:
 
 
 def connect(
-    coordinator: Endpoint,
+    coordinators: CoordinatorAddresses,
     wanted: JoinRequest,
     config: Config,
     *,
@@ -142,9 +144,9 @@ def connect(
 ) -> MemberConnection:
     """Makes an unopened connection, with addresses and credentials from the environment."""
     keep_frame_memory()
-    _quiet_interrupt()
+    install_hook()
     return MemberConnection(
-        coordinator,
+        coordinators,
         wanted,
         advertise or os.environ.get("PACELINE_ADVERTISE"),
         config,
@@ -204,19 +206,3 @@ def _membership(
     if most < least:
         raise InvalidWorldSize(f"max_workers ({most}) is below min_workers ({least})")
     return JoinRequest(job, least, most, None, rules)
-
-
-def _quiet_interrupt() -> None:
-    """Keeps the stack trace of an uncaught Ctrl-C off the screen, as `paceline run` does. Idempotent.
-
-    The process still ends by SIGINT, as shells expect. A hook that other code has set stays, and interactive sessions
-    do not change. PACELINE_TRACEBACK=1 shows the trace.
-    """
-    shown = os.environ.get("PACELINE_TRACEBACK") == "1" or sys.flags.interactive or hasattr(sys, "ps1")
-    if sys.excepthook is sys.__excepthook__ and not shown:
-        sys.excepthook = _except_hook
-
-
-def _except_hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if not issubclass(kind, KeyboardInterrupt):
-        sys.__excepthook__(kind, error, trace)

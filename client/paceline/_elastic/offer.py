@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline._elastic.device_array import DeviceArray, DeviceBytes
 from paceline._elastic.parcel import Parcel
 from paceline._elastic.reshard_plan import ElementRun, checksum
 from paceline._signature import MAX_ARRAY_BYTES, MAX_DIMENSIONS, dtype_name, dtype_named
@@ -36,32 +37,40 @@ class Content:
 
     Args:
         skeleton: the skeleton that `tree.split_shards` makes.
-        arrays: by name, the arrays that every member has whole; referred to, not copied.
+        arrays: by name, the arrays that every member has whole; referred to, not copied. Those on a device can be read,
+            not written.
         shards: by name, this member's shards of sharded arrays.
     """
 
     def __init__(
         self,
         skeleton: Skeleton,
-        arrays: Mapping[str, NDArray[Any]],
+        arrays: Mapping[str, Any],
         shards: Mapping[str, Sequence[Shard]] | None = None,
     ) -> None:
         self.skeleton = skeleton
         self.arrays = arrays
         self.shards = shards or {}
-        self._flat = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays.values()]
+        self._flat = [_bytes_of(array) for array in arrays.values()]
         self._starts = np.cumsum([0, *(flat.size for flat in self._flat)]).tolist()
 
     @classmethod
-    def of(cls, tree: Any, more: Sequence[Mapping[str, Shard]] = ()) -> Content:
+    def of(
+        cls,
+        tree: Any,
+        more: Sequence[Mapping[str, Shard]] = (),
+        on_device: Mapping[int, DeviceArray] | None = None,
+    ) -> Content:
         """Makes the content of nested values.
 
         Args:
             tree: the values; `Shard`s in place of sharded arrays.
             more: other shards of the same arrays, by name.
+            on_device: by the id of an array in the tree that only shows shape and dtype, the array in its place.
         """
         skeleton, leaves = split_shards(tree)
-        arrays = {name: leaf for name, leaf in leaves.items() if not isinstance(leaf, Shard)}
+        places = on_device or {}
+        arrays = {name: places.get(id(leaf), leaf) for name, leaf in leaves.items() if not isinstance(leaf, Shard)}
         shards = {
             name: [leaf, *(held[name] for held in more if name in held)]
             for name, leaf in leaves.items()
@@ -127,6 +136,12 @@ class Content:
         """Returns the nested values, with None in place of sharded arrays."""
         return join(self.skeleton, {**dict.fromkeys(self.shards), **self.arrays})
 
+    def finish(self) -> None:
+        """Waits until devices have written the arrays, so that other threads may read them."""
+        for array in self.arrays.values():
+            if isinstance(array, DeviceArray):
+                array.finish()
+
     def _pieces(self, chunk: int) -> Iterator[NDArray[np.uint8]]:
         low, high = chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self.size)
         first = int(np.searchsorted(self._starts, low, side="right")) - 1
@@ -134,6 +149,13 @@ class Content:
             if start >= high:
                 return
             yield flat[max(low - start, 0) : high - start]
+
+
+def _bytes_of(array: Any) -> Any:
+    """Returns an array's bytes in C order: a view, or on a device something that copies what is asked for."""
+    if isinstance(array, DeviceArray):
+        return DeviceBytes(array)
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 class Description:
@@ -193,7 +215,7 @@ class Description:
             raise ValueError("malformed description of a state: two arrays have the same name")
         size = sum(prod(dims) * dtype_named(dtype).itemsize for _, dtype, dims in arrays)
         if size > most_bytes:
-            raise ValueError(f"the state has {size} bytes, which is not to be believed of this model")
+            raise ValueError(f"the state has {size} bytes, which is implausible for this model")
         if len(hashes) != -(-size // CHUNK_BYTES) * HASH_BYTES:
             raise ValueError(f"{len(hashes)} bytes of hashes for a state of {size} bytes")
         join(skeleton, dict.fromkeys(names, np.empty(0)))  # a malformed skeleton fails here, not later
@@ -246,6 +268,7 @@ class OfferedState:
 
     def offer(self, tag: Tag, content: Content) -> None:
         """Offers a state to others."""
+        content.finish()
         with self._lock:
             self._epoch += tag != self._tag
             self._tag, self._content, self._description = tag, content, None

@@ -74,7 +74,7 @@ def borrow(lent: peer_pb2.LentMemory, size: int, giver: Peer) -> Attached:
         SegmentError: it is no memory of Paceline, is too small, or belongs to another process than the giver.
     """
     if lent.pid != giver.pid or not giver.start_ticks:
-        raise SegmentError(f"{giver} names memory of process {lent.pid}")
+        raise SegmentError(f"{giver} names memory of another process, {lent.pid}")
     # O_PATH opens nothing: whatever the number refers to by now, opening it has no effect (open(2)).
     found = os.open(f"/proc/{giver.pid}/fd/{lent.descriptor}", os.O_PATH | os.O_CLOEXEC)
     try:
@@ -82,7 +82,7 @@ def borrow(lent: peer_pb2.LentMemory, size: int, giver: Peer) -> Attached:
             raise SegmentError(f"{giver} has ended, and another process has its pid")
         path = f"/proc/self/fd/{found}"
         if not stat.S_ISREG(os.fstat(found).st_mode) or os.readlink(path) != MEMORY_NAME:
-            raise SegmentError(f"{giver} names a file that is no memory of Paceline")
+            raise SegmentError(f"{giver} names a file that is not Paceline's shared memory")
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             memory = attach(descriptor, lent.size)
@@ -115,5 +115,5 @@ def unpack(data: memoryview, crc: int, into: Sequence[NDArray[Any]], asked: int 
         start += target.size
     if found != crc:
         raise PacelineError(
-            "a parcel has a wrong checksum: other bytes arrived than were sent, or others than were requested"
+            "a parcel has a wrong checksum: its bytes have changed on the way, or are not those that were requested"
         )

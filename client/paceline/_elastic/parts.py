@@ -18,11 +18,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline._elastic.device_array import DeviceArray
 from paceline._elastic.foreign import (
     copied,
     from_arrays,
     is_foreign,
     marks_of,
+    store,
     taken,
     to_arrays,
     to_plain,
@@ -30,6 +32,7 @@ from paceline._elastic.foreign import (
 )
 from paceline._parallel._optimizer_state import OptimizerState
 from paceline._parallel._parameter import Parameter
+from paceline._parallel._synchronizer import GradientSynchronizer
 from paceline._parallel.sharding._holdings import Holding
 from paceline._parallel.sharding._sharded_model import ShardedModel
 from paceline.checkpoint.pieces import Shard
@@ -103,6 +106,10 @@ class StatePart(abc.ABC):
 
     def clear_gradients(self) -> None:
         """Drops the gradients of an undone step."""
+        return
+
+    def prepare(self) -> None:
+        """Has a wrapper agree on its model with the other ranks; does nothing for other objects."""
         return
 
     def fixed(self) -> Tree:
@@ -186,6 +193,13 @@ class _Model(StatePart):
             begin()  # `drop_gradients` will return to this point
         return self._rest(self._known or self.parameters())
 
+    def prepare(self) -> None:
+        if isinstance(self._model, ShardedModel):
+            self._model.prepare()
+        synchronizer = getattr(self._model, "_synchronizer", None)
+        if isinstance(synchronizer, GradientSynchronizer):
+            synchronizer.prepare()
+
     def clear_gradients(self) -> None:
         drop = getattr(self._model, "drop_gradients", None)  # a wrapper may keep gradients of its own
         if drop is not None:
@@ -221,7 +235,7 @@ class _Optimizer(StatePart):
     def load_rest(self, rest: Tree) -> None:
         mine = self.rest()
         if _names(mine) != _names(rest):
-            raise SizeMismatch(f"the state does not fit this {type(self._optimizer).__name__}: other names in it")
+            raise SizeMismatch(f"the state does not fit this {type(self._optimizer).__name__}: it has other names")
         self.put_back(rest["settings"])
         self._optimizer.load_numbers(rest["numbers"])
 
@@ -303,7 +317,7 @@ class _Opaque(StatePart):
         for group, kept, here in zip(self._groups(), small, self._settings(), strict=True):
             for key, value in kept.items():
                 if is_foreign(here.get(key)):
-                    np.copyto(view(here[key]), value)
+                    store(view(here[key]), value)
                 else:
                     group[key] = copy.deepcopy(value)
 
@@ -366,7 +380,7 @@ def _is_spread(parameter: Any) -> bool:
     return isinstance(owner, ShardedModel) and owner.is_sharded
 
 
-def _values(leaf: Leaf) -> NDArray[Any]:
+def _values(leaf: Any) -> Any:
     return leaf.values if isinstance(leaf, Shard) else leaf
 
 
@@ -408,7 +422,7 @@ def write_in_place(here: Mapping[str, Leaf], there: Mapping[str, Any]) -> None:
     for path, array in here.items():
         other = there[path]
         if not isinstance(array, Shard):
-            np.copyto(array, other)
+            store(array, other)
         elif other is not None:
             values = array.values.reshape(-1)
             whole = not isinstance(other, Shard)
@@ -443,5 +457,5 @@ def _kind(leaf: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
     """Returns the dtype and shape of the whole array."""
     if isinstance(leaf, Shard):
         return leaf.values.dtype, leaf.shape
-    array = np.asarray(leaf)
+    array = leaf if isinstance(leaf, DeviceArray) else np.asarray(leaf)
     return array.dtype, array.shape

@@ -63,6 +63,10 @@ _TESTS_AT_ONCE = 64
 _MAX_DESCRIPTION = 64 << 20
 
 
+def _ignore(size: int) -> None:
+    """Counts nothing."""
+
+
 async def take_state(
     job: str,
     tag: Tag,
@@ -70,6 +74,8 @@ async def take_state(
     own: Content,
     patience: float,
     credentials: Credentials,
+    *,
+    received: Callable[[int], None] = _ignore,
 ) -> Content:
     """Fetches a state that other members hold.
 
@@ -80,6 +86,7 @@ async def take_state(
         own: this member's state, which is not changed: chunks that are equal are not requested.
         patience: seconds that a member may be silent.
         credentials: with which members authenticate each other.
+        received: is called with the size of each piece that has come, in bytes.
 
     Raises:
         LinkUnavailable: no member gave it; the text has the answer of each.
@@ -101,8 +108,8 @@ async def take_state(
             except (aio.AioRpcError, TimeoutError, ValueError, PacelineError) as error:
                 failures.append(f"{peer}: {refusal_text(error)}")
                 continue
-            return await _fetch(job, tag, {peer: channel}, untried, described, own, patience, failures)
-        raise LinkUnavailable(f"nobody gave the state {tag}: " + "; ".join(failures))
+            return await _fetch(job, tag, {peer: channel}, untried, described, own, patience, failures, received)
+        raise LinkUnavailable(f"no member sent the state {tag}: " + "; ".join(failures))
 
 
 async def get_manifest(job: str, donor: Peer, patience: float, credentials: Credentials) -> bytes:
@@ -187,19 +194,20 @@ async def _fetch(
     own: Content,
     patience: float,
     failures: list[str],
+    received: Callable[[int], None],
 ) -> Content:
     content = described.allocate(own.arrays)
     missing = await asyncio.to_thread(
         lambda: deque(c for c in range(content.chunks) if content.hash(c) != described.hash(c))
     )
-    _log.info("taking %d of %d chunks of the state %s", len(missing), content.chunks, tag)
+    _log.info("fetching %d of %d chunks of the state %s", len(missing), content.chunks, tag)
 
     async def give(peer: Peer, channel: aio.Channel) -> None:
         while missing:
             share = -(-len(missing) // max(1, len(giving)))
             wanted = [missing.popleft() for _ in range(min(_BATCH, share))]
             try:
-                pull = partial(_pull, channel, job, tag, peer, wanted, content, described, patience)
+                pull = partial(_pull, channel, job, tag, peer, wanted, content, described, patience, received)
                 await retry_while_refused(pull, patience)
             except (aio.AioRpcError, TimeoutError, PacelineError) as error:
                 failures.append(f"{peer}: {refusal_text(error)}")
@@ -210,7 +218,7 @@ async def _fetch(
     while missing:  # retries the chunks of members that failed
         giving.update(islice(untried, _GIVING - len(giving)))
         if not giving:
-            raise LinkUnavailable(f"nobody gave the rest of the state {tag}: " + "; ".join(failures))
+            raise LinkUnavailable(f"no member sent the rest of the state {tag}: " + "; ".join(failures))
         await asyncio.gather(*(give(peer, channel) for peer, channel in giving.items()))
     return content
 
@@ -224,6 +232,7 @@ async def _pull(
     content: Content,
     described: Description,
     patience: float,
+    received: Callable[[int], None],
 ) -> None:
     """Fetches chunks from one member; those that have not arrived stay in `wanted`."""
     request = peer_pb2.GetStateRequest(job=job, to_member=peer.member_id, tag=wire_tag(tag), chunks=sorted(wanted))
@@ -232,10 +241,11 @@ async def _pull(
         async with asyncio.timeout(patience) as limit:
             async for piece in call:
                 if piece.chunk not in wanted:
-                    raise PacelineError(f"it sent chunk {piece.chunk}, which was not asked for")
+                    raise PacelineError(f"it sent chunk {piece.chunk}, which was not requested")
+                received(len(piece.data))
                 content.write(piece.chunk, piece.data)
                 if content.hash(piece.chunk) != described.hash(piece.chunk):
-                    raise PacelineError(f"its chunk {piece.chunk} has other bytes than it should")
+                    raise PacelineError(f"its chunk {piece.chunk} has wrong bytes")
                 wanted.remove(piece.chunk)
                 limit.reschedule(asyncio.get_running_loop().time() + patience)
     finally:
@@ -276,7 +286,14 @@ class Holder(NamedTuple):
 
 
 async def take_shards(
-    job: str, tag: Tag, holders: Sequence[Holder], plan: ReshardPlan, patience: float, credentials: Credentials
+    job: str,
+    tag: Tag,
+    holders: Sequence[Holder],
+    plan: ReshardPlan,
+    patience: float,
+    credentials: Credentials,
+    *,
+    received: Callable[[int], None] = _ignore,
 ) -> None:
     """Fetches the runs that a plan still needs.
 
@@ -287,11 +304,12 @@ async def take_shards(
         plan: the plan to fill; it needs nothing afterwards.
         patience: seconds that a holder may be silent.
         credentials: with which members authenticate each other.
+        received: is called with the size of each parcel that has come, in bytes.
 
     Raises:
         LinkUnavailable: no member gave a run; the text says which, and the answer of each.
     """
-    taking = _ShardFetcher(job, tag, plan, patience)
+    taking = _ShardFetcher(job, tag, plan, patience, received)
     holders = random.sample(holders, len(holders))  # spreads the load over replicas
     held = {number: holder.shares for number, holder in enumerate(holders)}
     channels: dict[int, aio.Channel] = {}
@@ -301,8 +319,8 @@ async def take_shards(
             try:
                 shares = assign(missing, held, plan.cut)
             except LookupError as error:
-                heard = "; ".join(taking.failures) or "none of the members that were named has it"
-                raise LinkUnavailable(f"nobody gave {error.args[0]} of the state {tag}: {heard}") from None
+                heard = "; ".join(taking.failures) or "none of the members named by the coordinator has it"
+                raise LinkUnavailable(f"no member sent {error.args[0]} of the state {tag}: {heard}") from None
             asked = [number for number, runs in shares.items() if runs]
             for number in asked:
                 address = holders[number].peer.address
@@ -322,7 +340,10 @@ async def take_shards(
 class _ShardFetcher:
     """Fetches one share for one member."""
 
-    def __init__(self, job: str, tag: Tag, plan: ReshardPlan, patience: float) -> None:
+    def __init__(
+        self, job: str, tag: Tag, plan: ReshardPlan, patience: float, received: Callable[[int], None] = _ignore
+    ) -> None:
+        self._received = received
         self.failures: list[str] = []
         self._job = job
         self._tag = tag
@@ -359,7 +380,7 @@ class _ShardFetcher:
         try:
             await self._call(channel, peer, request, batch)
         except (OSError, SegmentError) as error:
-            _log.info("the shared memory of %s cannot be mapped here, its parcels are sent over gRPC: %s", peer, error)
+            _log.info("cannot map the shared memory of %s, so its parcels are sent over gRPC: %s", peer, error)
             request.ClearField("process")
             await self._call(channel, peer, request, batch)
 
@@ -377,21 +398,23 @@ class _ShardFetcher:
                     if parcel is None:
                         parcel = piece.parcel
                         if parcel.size != size:
-                            raise PacelineError(f"it sent {parcel.size} bytes where {size} were asked for")
+                            raise PacelineError(f"it sent {parcel.size} bytes, but {size} were requested")
                         if parcel.HasField("memory"):
                             memory, start = borrow(parcel.memory, size, peer), parcel.memory.offset
                             self._mapped.add(memory)
                             limit.reschedule(None)  # waits for no member now; an abandoned thread would write on
                             view = memory.view[start : start + size]
                             await asyncio.to_thread(unpack, view, parcel.crc, into, checksum(batch))
+                            self._received(size)
                             return
                     data += piece.data
                     if len(data) > size:
-                        raise PacelineError(f"it sent more than the {size} bytes that were asked for")
+                        raise PacelineError(f"it sent more than the {size} bytes that were requested")
                     limit.reschedule(asyncio.get_running_loop().time() + self._patience)
             if parcel is None or len(data) != size:
                 raise PacelineError(f"it stopped after {len(data)} of {size} bytes")
             await asyncio.to_thread(unpack, memoryview(data), parcel.crc, into, checksum(batch))
+            self._received(size)
         finally:
             call.cancel()
 

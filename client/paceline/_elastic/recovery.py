@@ -17,6 +17,7 @@ from paceline._elastic.saver import Saver, warning_of_frozen
 from paceline._elastic.state import TrainState
 from paceline._links.fault import Suspicion
 from paceline._parallel._parameter import Parameter
+from paceline._session.launcher_pipe import tell_once
 from paceline.errors import (
     CheckpointDamaged,
     CheckpointFailed,
@@ -96,7 +97,7 @@ class StateRecovery:
         if self._own[0] != meet.tag:
             self._own = meet.tag, b""
         if meet.tag == Tag(0, 0) and not self._own[1]:  # a member that took a share of it knows the fingerprint
-            self._own = meet.tag, self._state.fingerprint()
+            self._own = meet.tag, self._state.fingerprint_of_origin()
         return self._own[1]
 
     def has_a_base(self) -> None:
@@ -119,7 +120,7 @@ class StateRecovery:
             except (CheckpointFailed, SizeMismatch, StepOrderError, UnsupportedOp):  # a retry would not help
                 raise
             except PacelineError as error:
-                _log.info("the state %s could not be taken: %s", order.base, error)
+                _log.info("could not fetch the state %s: %s", order.base, error)
                 if self._member.takes_for_view:
                     self._tell_view(order, error)
                 found = self._saver.latest()
@@ -149,7 +150,7 @@ class StateRecovery:
         seconds, patience = now - self._failing_since, _PATIENCES * self._coordinator.config.failure_timeout
         tried = self._failed >= _TRIES and seconds > patience and not isinstance(error, CheckpointDamaged)
         if tried and not self._member.is_needed:
-            text = f"the state {order.base} could not be taken, {self._failed} times in {seconds:.0f} s"
+            text = f"could not fetch the state {order.base}, {self._failed} times in {seconds:.0f} s"
             raise LinkUnavailable(f"{text}; this member leaves, because the others wait for it: {error}") from error
         if self._failed > 1:  # after the first failure retry at once: the member that failed has mostly gone
             pause = min(_MOST_S, _FIRST_S * 2.0 ** (self._failed - 2))
@@ -164,7 +165,8 @@ class StateRecovery:
         found = self._saver.latest()
         if found == Tag(0, 0):
             raise OrphanedError(f"the training state is lost, and there is no checkpoint: {reason}")
-        _log.error("the training state is lost: %s; going on from the checkpoint of step %d", reason, found.step)
+        text = f"the training state is lost: {reason}; continuing from step {found.step} of checkpoint"
+        tell_once(_log, f"{text} {self._saver.where(found)}", level=logging.ERROR)
         self._kept = None
         return found.step, self._member.lost(found)
 
@@ -218,7 +220,7 @@ class StateRecovery:
             raise
         self._state.clear_gradients()
         self._kept = None
-        _log.info("step %d is finished here as it was elsewhere", order.base.step)
+        _log.info("finished step %d here too, which other members have applied", order.base.step)
 
     def _reshard(self, order: Take) -> None:
         plan = self._state.resharding(order.share, own=order.own)
@@ -238,7 +240,7 @@ class StateRecovery:
             except LinkUnavailable as error:
                 if not self._saver.has(order.base):
                     raise
-                _log.info("reading the state from a checkpoint, since no member gave it: %s", error)
+                _log.info("reading the state from a checkpoint, because no member sent it: %s", error)
             else:
                 return rest
         self.read_a_checkpoint = True

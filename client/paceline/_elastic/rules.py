@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from paceline._elastic.device_array import DeviceArray
 from paceline._elastic.differences import crc_of
 from paceline._elastic.foreign import marks_of, view
 from paceline._elastic.parts import as_trained
@@ -136,8 +136,8 @@ class StateWatch:
         arrays = _arrays_of(self._state)
         if after is not None and (odd := _differ(after, {**arrays, **_rest_of(self._state)})):
             raise StepOrderError(
-                f"{odd} changed between step {self._state.step} and the next one, where it could not be undone or "
-                "would be done again: change the training state only inside `with step:`, after "
+                f"{odd} changed between step {self._state.step} and the next one, where the change could not be "
+                "undone, or would be made twice: change the training state only inside `with step:`, after "
                 "optimizer.step()"
             )
         if is_watched:
@@ -181,8 +181,10 @@ def _rest_of(state: TrainState) -> dict[str, int]:
     return found
 
 
-def _sampled(array: NDArray[Any]) -> int:
+def _sampled(array: Any) -> int:
     stride = array.size // _SAMPLE | 1  # odd, so that the sample reaches all columns
+    if isinstance(array, DeviceArray):
+        return zlib.crc32(array.parcel(0, array.size, stride).view(np.uint8).data)
     return zlib.crc32(np.ascontiguousarray(array.reshape(-1)[::stride]).view(np.uint8).data)
 
 

@@ -4,6 +4,9 @@ There are n samples, a global batch of B, and W ranks. Batch t of an epoch is pe
 b samples; rank r takes [r b // W, (r + 1) b // W) of it. No member reserves samples, so nothing is given back when one
 goes: the step runs again with other ranges (I6). The sampler's position is part of the training state, and moves when a
 step is applied.
+
+With V *parts*, the batch is divided into V parts by the same rule, whatever W is, and rank r computes the parts
+[r V // W, (r + 1) V // W): see docs/decisions/063.
 """
 
 from __future__ import annotations
@@ -41,24 +44,47 @@ class ElasticSampler:
         seed: seed of the shuffling, not negative; the same on every rank.
         per_rank_batch: samples of each rank, in place of `global_batch`, so that B grows with the world. Then, and only
             then, the learning rate has to follow: `lr_scale` is W.
+        parts: V, number of parts of each step (`Step.parts`), at least the greatest world; needs `global_batch`. Then a
+            run has the same bits on any number of workers. 0 for no parts.
+        same_bits: with parts, refuses members whose processor or libraries compute other bits; False admits them.
+        check_every: K: with parts, one part of each K-th step is computed on two or three workers, and a worker that
+            computes other bits is named in a `DivergenceError`, which ends it. 0 for never.
 
     Attributes:
+        parts, check_every: as above.
+        same_bits: True if members that compute other bits are refused.
         epoch: number of finished epochs. It and `offset` are part of the training state.
         offset: number of samples of the present epoch that were used.
 
     Raises:
-        ValueError: n or B is below 1, the seed is negative, or not exactly one kind of batch was given.
+        ValueError: n or B is below 1, V, K or the seed is negative, not exactly one kind of batch was given, or parts
+            with `per_rank_batch`, or `check_every` without parts or without `same_bits`.
     """
 
     def __init__(
-        self, n: int, global_batch: int | None = None, seed: int = 0, *, per_rank_batch: int | None = None
+        self,
+        n: int,
+        global_batch: int | None = None,
+        seed: int = 0,
+        *,
+        per_rank_batch: int | None = None,
+        parts: int = 0,
+        same_bits: bool = True,
+        check_every: int = 0,
     ) -> None:
         if (global_batch is None) == (per_rank_batch is None):
-            raise ValueError("want either global_batch or per_rank_batch")
+            raise ValueError("give either global_batch or per_rank_batch")
         size = global_batch if per_rank_batch is None else per_rank_batch
         assert size is not None
         if n < 1 or size < 1 or seed < 0:
-            raise ValueError(f"want n >= 1, a batch >= 1 and seed >= 0, not {n}, {size} and {seed}")
+            raise ValueError(f"n and the batch must be at least 1 and seed at least 0, not {n}, {size} and {seed}")
+        if parts < 0 or (parts and per_rank_batch is not None):
+            raise ValueError(f"parts={parts}: give 0 or more, and with parts global_batch, not per_rank_batch")
+        if check_every < 0 or (check_every and not (parts and same_bits)):
+            raise ValueError(f"check_every={check_every}: give 0 or more, and with it parts, and leave same_bits=True")
+        self.parts = parts
+        self.check_every = check_every
+        self.same_bits = bool(parts) and same_bits
         self.n = n
         self.seed = seed
         self.epoch = self.offset = 0
@@ -66,6 +92,11 @@ class ElasticSampler:
         self._per_rank = per_rank_batch is not None
         self._orders: dict[int, NDArray[np.intp]] = {}
         """perm(seed, epoch) of the present epoch, and near its end of the next one: a cache, not state."""
+
+    def __repr__(self) -> str:
+        batch = "per_rank_batch" if self._per_rank else "global_batch"
+        parts = f", parts={self.parts}" if self.parts else ""
+        return f"ElasticSampler(n={self.n}, {batch}={self._size}, seed={self.seed}{parts})"
 
     @property
     def global_batch(self) -> int:
@@ -75,7 +106,7 @@ class ElasticSampler:
             ValueError: it depends on the world, because the sampler was made with `per_rank_batch`.
         """
         if self._per_rank:
-            raise ValueError("with per_rank_batch the global batch is that times the world")
+            raise ValueError("with per_rank_batch the global batch depends on the size of the world")
         return self._size
 
     @property
@@ -87,7 +118,10 @@ class ElasticSampler:
     def settings(self) -> dict[str, object]:
         """The settings that must be the same on every rank."""
         batch = "per_rank_batch" if self._per_rank else "global_batch"
-        return {"sampler n": self.n, f"sampler {batch}": self._size, "sampler seed": self.seed}
+        parts = {"sampler parts": self.parts, "sampler same_bits": self.same_bits} if self.parts else {}
+        if self.check_every:
+            parts["sampler check_every"] = self.check_every
+        return {"sampler n": self.n, f"sampler {batch}": self._size, "sampler seed": self.seed, **parts}
 
     def lr_scale(self, world: int) -> float:
         """The factor for the learning rate: W with `per_rank_batch`, else 1, since B does not depend on the world."""
@@ -97,6 +131,16 @@ class ElasticSampler:
         """Returns one rank's part of the present batch, like `share`."""
         return share_out(self._batch(self.epoch, self.offset, world), rank, world)
 
+    def current_part(self, number: int) -> tuple[NDArray[np.intp], float]:
+        """Returns one part of the present batch, and its weight b_v / b; an empty part has one index of weight 0.
+
+        Raises:
+            ValueError: there is no such part.
+        """
+        if not 0 <= number < self.parts:
+            raise ValueError(f"part {number} is none of the {self.parts} parts of a step")
+        return share_out(self._batch(self.epoch, self.offset, 1), number, self.parts)
+
     def ahead(self, rank: int, world: int) -> Iterator[Planned]:
         """Yields one rank's part of the present batch, and of all later ones if the world stays as it is. Never ends.
 
@@ -104,6 +148,22 @@ class ElasticSampler:
         item is what `current` returns now, and a later move of the sampler does not change the rest.
         """
         return self._walk(self.epoch, self.offset, rank, world)
+
+    def parts_ahead(self, number: int, first: int, end: int) -> Iterator[Planned]:
+        """Yields parts of the present batch from `number` on, then those of all later ones. Never ends.
+
+        Args:
+            number: the part to begin with.
+            first: the rank's first part of a batch.
+            end: the part after its last one.
+        """
+        epoch, offset = self.epoch, self.offset
+        while True:
+            batch = self._batch(epoch, offset, 1)
+            for part in range(number, end):
+                yield Planned(epoch, offset, *share_out(batch, part, self.parts))
+            epoch, offset = self._after(epoch, offset + len(batch))
+            number = first
 
     def advance(self, world: int) -> None:
         """Moves past the present batch, which was used in a world of that size."""
@@ -124,7 +184,7 @@ class ElasticSampler:
         """
         epoch, offset = int(saved["epoch"]), int(saved["offset"])
         if epoch < 0 or not 0 <= offset < self.n:
-            raise ValueError(f"no position in {self.n} samples: epoch {epoch}, offset {offset}")
+            raise ValueError(f"not a position in {self.n} samples: epoch {epoch}, offset {offset}")
         self.epoch, self.offset = epoch, offset
 
     def batch(self, step: int) -> NDArray[np.intp]:

@@ -20,10 +20,12 @@ from typing import Any
 import numpy as np
 
 from paceline import checkpoint
+from paceline._counters import MemberCounters
 from paceline._elastic.parts import trains
 from paceline._elastic.reshard_plan import ReshardPlan
 from paceline._elastic.state import TrainState
 from paceline._group import Group
+from paceline._session.launcher_pipe import tell_once
 from paceline.checkpoint.folder import fingerprint, is_there
 from paceline.checkpoint.keep import save_once
 from paceline.checkpoint.sharded import ShardedSaver, save_sharded
@@ -64,14 +66,12 @@ def warning_of_frozen(state: TrainState, step: int) -> Iterator[None]:
     changed = [(name, is_trained) for name, is_trained in _trained(state).items() if before.get(name) != is_trained]
     if changed:
         frozen = sum(not is_trained for _, is_trained in changed)
-        _log.warning(
-            "the checkpoint of step %d has frozen %d parameters that the script trains, and trains %d that it froze "
-            "(the first: %s). If that is not what you want, set requires_grad inside the block of the first step, or "
-            "load the weights alone and use another checkpoint_dir",
-            step,
-            frozen,
-            len(changed) - frozen,
-            changed[0][0],
+        trained, first = len(changed) - frozen, changed[0][0]
+        tell_once(
+            _log,
+            f"the checkpoint of step {step} has frozen {frozen} parameter{'s'[: frozen != 1]} that the script trains, "
+            f"and trains {trained} that it froze (the first: {first}). If that is not what you want, set requires_grad "
+            "inside the block of the first step, or load the weights alone and use another checkpoint_dir",
         )
 
 
@@ -90,6 +90,7 @@ class Saver:
     Args:
         directory: where checkpoints are kept; None for no checkpoints.
         every: steps between two checkpoints; None for one at the end only, or when all workers leave.
+        counters: counts what is written; None if nobody looks.
 
     Attributes:
         tag: tag of the state that was loaded, Tag(0, 0) for none.
@@ -101,13 +102,17 @@ class Saver:
         ValueError: `every` is below 1, or came without a directory.
     """
 
-    def __init__(self, directory: str | os.PathLike[str] | None, every: int | None) -> None:
+    def __init__(
+        self, directory: str | os.PathLike[str] | None, every: int | None, counters: MemberCounters | None = None
+    ) -> None:
         if every is not None and (every < 1 or directory is None):
-            raise ValueError(f"checkpoint_every is a number of steps from 1, with checkpoint_dir, not {every!r}")
+            raise ValueError(f"checkpoint_every must be at least 1 step, and needs checkpoint_dir; got {every!r}")
         self.tag, self.fingerprint = Tag(0, 0), b""
+        self.loaded: Tag | None = None
         self.keeps = directory is not None
         self._directory = directory
         self._every = every
+        self._counters = MemberCounters() if counters is None else counters
         self._pending: tuple[Tag, Any, str] | None = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -129,7 +134,7 @@ class Saver:
             return
         with warning_of_frozen(state, found.tag.step):
             state.load_state_dict(found.state)
-        self.tag = self._last = found.tag
+        self.tag = self._last = self.loaded = found.tag
         self.fingerprint = fingerprint(found.folder)
         _log.info("found the checkpoint %s (step %d)", found.folder, found.tag.step)
 
@@ -140,6 +145,10 @@ class Saver:
                 if tag not in self._damaged and self.has(tag):
                     return tag
         return Tag(0, 0)
+
+    def where(self, tag: Tag) -> str:
+        """Returns the folder of the checkpoint of that tag."""
+        return str(Path(self._directory or ".") / str(tag))
 
     def has(self, tag: Tag) -> bool:
         """True if the checkpoint of that tag is on this disk, and complete by its file sizes."""
@@ -214,7 +223,7 @@ class Saver:
             return
         pending, self._pending = self._pending, None
         if self._thread is not None and self._thread.is_alive():
-            _log.warning("no checkpoint of step %d: the one before is still being written", pending[0].step)
+            _log.warning("no checkpoint of step %d: the previous one is still being written", pending[0].step)
             return
         self._complain()
         thread = threading.Thread(target=self._write, args=pending, name="paceline-checkpoint")
@@ -283,13 +292,19 @@ class Saver:
 
     def _write(self, tag: Tag, saved: Any, attempt: str) -> None:
         assert self._directory is not None
+        began = time.monotonic()
         try:
             if attempt:
-                save_once(self._directory, saved, tag, attempt)
+                written = save_once(self._directory, saved, tag, attempt)
             else:
+                written = not self.has(tag)
                 checkpoint.save(self._directory, saved, tag)
         except Exception as error:  # noqa: BLE001  raised on the training thread, at the next checkpoint
             self._error = error
+            self._counters.checkpoint_failed()
+        else:
+            if written:
+                self._counters.checkpoint_written(tag.step, time.monotonic() - began)
 
     def _complain(self) -> None:
         """Logs the error of the last write: a full disk does not end training, and the next checkpoint is tried."""
@@ -333,6 +348,8 @@ class JointSaver(Saver):
     """True while a checkpoint is being written."""
     _written = False
     """True once all members have written it, as the last step word says."""
+    _written_since: tuple[Tag, float] | None = None
+    """The checkpoint that rank 0 counts, and when its write began; None elsewhere, and if it was there already."""
 
     def begin(self, held: Tag | None, state: TrainState, group: Group) -> None:
         """See `Saver.begin`; a collective.
@@ -346,16 +363,19 @@ class JointSaver(Saver):
         try:
             if self._saver is not None and self._begun and self._written:
                 self._begun = False
-                self._saver.finish()
+                with self._counting():
+                    self._saver.finish()
             if self._directory is None or held is None or not self._is_due(held):
                 return
             if self._begun:
                 if group.rank == 0:
-                    _log.warning("no checkpoint of step %d: the one before is still being written", held.step)
+                    _log.warning("no checkpoint of step %d: the previous one is still being written", held.step)
                 return
             self._saver = self._saver or ShardedSaver(self._directory, group)
             self._generation = group.generation
-            self._saver.begin(state.content(), held)
+            self._write_begins(held, group)
+            with self._counting(complete=False):
+                self._saver.begin(state.content(), held)
             self._begun, self._written = True, False
         except CheckpointFailed as error:  # all members see it; the next checkpoint is tried all the same
             _log.error("%s", error)
@@ -389,7 +409,7 @@ class JointSaver(Saver):
             raise
         except PacelineError as error:
             _log.error(
-                "the members cannot write a checkpoint together any more, and the state of step %d is lost: %s",
+                "the members can no longer write a checkpoint together, and the state of step %d is lost: %s",
                 state.step if held is None else held.step,
                 error,
             )
@@ -406,14 +426,36 @@ class JointSaver(Saver):
         group.mesh.fault.check()
         if self._saver is not None and self._begun and self._generation == group.generation:
             self._begun = False
-            self._saver.finish()
-        save_sharded(self._directory, state.content(), held, group)
+            with self._counting():
+                self._saver.finish()
+        self._write_begins(held, group)
+        with self._counting():
+            save_sharded(self._directory, state.content(), held, group)
 
     def wait(self) -> None:
         """See `Saver.wait`; drops a checkpoint that was begun."""
         if self._saver is not None:
             self._saver.abandon()
         super().wait()
+
+    def _write_begins(self, held: Tag, group: Group) -> None:
+        there = group.rank != 0
+        with contextlib.suppress(OSError):  # the write reports it, to all members
+            there = there or self.has(held)
+        self._written_since = None if there else (held, time.monotonic())
+
+    @contextlib.contextmanager
+    def _counting(self, *, complete: bool = True) -> Iterator[None]:
+        """Counts, at rank 0, the checkpoint that the block completes, or that fails in it."""
+        try:
+            yield
+        except CheckpointFailed:
+            if self._written_since is not None:
+                self._counters.checkpoint_failed()
+            raise
+        if complete and self._written_since is not None:
+            tag, began = self._written_since
+            self._counters.checkpoint_written(tag.step, time.monotonic() - began)
 
     def _is_due(self, held: Tag) -> bool:
         return self._every is not None and held.step > 0 and held.step % self._every == 0

@@ -18,6 +18,7 @@ from paceline._fork import check_process
 from paceline._group import Group
 from paceline._links.base import Peer
 from paceline._links.local import local_meshes
+from paceline._session.launcher_pipe import tell_once
 from paceline._session.store import MemoryStore, Store
 from paceline.config import Config
 
@@ -35,7 +36,7 @@ MAX_NAME_BYTES = 256
 """Longest name of a barrier (session.proto)."""
 
 _DO_WITHOUT = (
-    "A script does without it before its steps. What one worker of each host is to do, such as a download, goes into "
+    "A script must not depend on it before its steps. Put work for one worker of each host, such as a download, into "
     "`with paceline.once_per_host(path) as first: if first: ...`"
 )
 
@@ -56,6 +57,7 @@ class Session(abc.ABC):
     store: Store
     all_start_again = False  # True if all restart once one fails, as under torchrun: no worker joins later
     _line: TrainingLoop | None = None
+    _left = False
     _asked_early = ""  # "rank" or "size", if the script read it before the first loop over steps
     _on_commit: list[Callable[[int], None]]
     _on_view: list[Callable[[], None]]
@@ -104,6 +106,8 @@ class Session(abc.ABC):
         checkpoint_dir: str | os.PathLike[str] | None = None,
         checkpoint_every: int | None = None,
         seed: int = 0,
+        receipts: str | os.PathLike[str] | None = None,
+        receipts_every: int = 10,
     ) -> Iterator[Step]:
         """Yields each step of the job, and again until it commits; workers may die, freeze, join and leave meanwhile.
 
@@ -133,7 +137,12 @@ class Session(abc.ABC):
             checkpoint_dir: where checkpoints are kept, and looked for at the start; the same on all workers. If the
                 state is sharded (`FSDP`), it must lie on a disk that all workers share, since they write together.
             checkpoint_every: steps between two checkpoints; with a directory alone, only the last state is kept.
-            seed: seed of `step.rng`, and of torch's generator, which each step seeds with (seed, step, rank).
+            seed: seed of `step.rng`, and of torch's generator, which each step seeds with (seed, step, rank), or each
+                part of a step with (seed, step, part).
+            receipts: a file to which rank 0 appends a receipt of every tenth step, and of each step with a checkpoint:
+                one line of JSON with the SHA-256 of the state, and of the receipt before. `paceline replay` computes a
+                step again and compares. Needs a sampler with parts.
+            receipts_every: steps between two receipts. A receipt takes as long as the SHA-256 of the whole state.
 
         Raises:
             Dismissed: this worker has nothing more to do.
@@ -151,31 +160,38 @@ class Session(abc.ABC):
             LinkUnavailable: no member gave this worker the state, in many tries.
             CheckpointDamaged: all checkpoints are damaged.
             InvalidWorldSize: the model is sharded over nodes, and the workers of a fixed world do not fill whole nodes.
-            UnsupportedOp: the state cannot be given to another member.
+            UnsupportedOp: the state cannot be given to another member; or receipts of a state that follows from the
+                number of workers (no parts), or that no member has whole (FSDP).
         """
+        from paceline._elastic.replay import Replay
         from paceline._elastic.steps import make_loop, run_steps
 
         check_process()
         if self._line is not None and not (self._line.done or self._line.left):
             raise errors.StepOrderError("session.steps() is running already: a session has one line of steps")
         if self._asked_early and self._line is None and not self.all_start_again:
-            _log.warning(
-                "session.%s was read before session.steps(): a worker that is restarted would end there with "
-                "StepOrderError, because it gets a rank only in its first step. %s",
-                self._asked_early,
-                _DO_WITHOUT,
+            tell_once(
+                _log,
+                f"session.{self._asked_early} was read before session.steps(): a worker that is restarted would end "
+                f"there with StepOrderError, because it gets a rank only in its first step. {_DO_WITHOUT}",
             )
+        replay = Replay.of_environment(os.environ)
         self._line = make_loop(
             self._port(),
             state,
-            total,
+            total if replay is None else replay.step,
             checkpoint_dir=checkpoint_dir,
             checkpoint_every=checkpoint_every,
             seed=seed,
             before=self._line,
+            receipts=receipts,
+            receipts_every=receipts_every,
+            replay=replay,
         )
         self._line.on_commit = self._on_commit
         self._line.on_view = self._on_view
+        if replay is not None:
+            return replay.follow(run_steps(self._line, state, replay.step), state)
         return run_steps(self._line, state, total)
 
     def retry(self) -> Iterator[Attempt]:
@@ -196,6 +212,49 @@ class Session(abc.ABC):
         from paceline._elastic.retry import attempts
 
         return attempts(self._line, self.group)
+
+    def stats(self) -> dict[str, float]:
+        """Returns what this worker has counted since it joined, in one flat dict of numbers, as loggers take it.
+
+            wandb.log(session.stats())
+            for name, value in session.stats().items(): writer.add_scalar(name, value, step.number)
+
+        Returns:
+            `steps`: steps that it has committed; `undone`: steps that it began and that were undone, to be taken again;
+            `samples`: of its own share in the committed steps, 0 without an `ElasticSampler`; `goodput`: the share, 0
+            to 1, of the seconds since its own first step that went into steps which were applied (`paceline status`
+            shows the job's, from its first worker on); `collective_seconds`: seconds that its threads have waited in
+            collectives; `sent_bytes`: bytes that it has sent to other workers;
+            `sent_bytes/shm`, `sent_bytes/tcp`, `sent_bytes/grpc`: the same by kind of link; `checkpoints`: checkpoints
+            that it has written, `checkpoint_step`: step of the last one, `checkpoint_seconds`: seconds that all of
+            them took, `checkpoint_failures`: checkpoints that it could not write (the lowest rank of each host writes;
+            a sharded state counts at rank 0); `state_bytes` and `state_seconds`: what it has fetched of the training
+            state from other workers, and how long that took; `generation`, `rank` and `size`: its place in the current
+            view, without `rank` while it is in none. A step counts as committed once the next one has begun, so right
+            after its block `steps` is one less than `step.number`. None of the sums ever
+            falls.
+        """
+        group = self.group
+        counted = group.counters.read(group.mesh.sent_bytes)
+        sent = {kind: counted.sent_bytes.get(kind, 0) for kind in ("shm", "tcp", "grpc", *counted.sent_bytes)}
+        return {
+            "steps": counted.committed,
+            "undone": counted.undone,
+            "samples": counted.samples,
+            "goodput": group.counters.goodput,
+            "collective_seconds": counted.in_collectives,
+            "sent_bytes": sum(sent.values()),
+            **{f"sent_bytes/{kind}": size for kind, size in sent.items()},
+            "checkpoint_step": counted.checkpoint_step,
+            "checkpoints": counted.checkpoints,
+            "checkpoint_failures": counted.checkpoint_failures,
+            "checkpoint_seconds": counted.checkpoint_time,
+            "state_bytes": counted.state_bytes,
+            "state_seconds": counted.state_time,
+            "generation": self.generation,
+            "size": len(self.members),
+            **({"rank": group.rank} if self.members else {}),
+        }
 
     def on_commit(self, hear: Callable[[int], None]) -> None:
         """Registers a function that the training thread calls with the number of each committed step, once, in order.
@@ -232,6 +291,15 @@ class Session(abc.ABC):
         Args:
             cause: the error that makes this member leave; the others' errors will name it.
         """
+
+    def __repr__(self) -> str:
+        group = getattr(self, "group", None)  # None while the session is being made
+        if self._left or group is None:
+            place = "closed" if self._left else "not joined"
+        else:
+            place = f"rank {group.rank} of {group.size}" if group.size else "in no view"
+        generation = f", generation {group.generation}" if group is not None and group.generation else ""
+        return f"<Session {place}, job {getattr(self, 'job', '')!r}{generation}>"
 
     def __enter__(self) -> Self:
         return self

@@ -79,7 +79,7 @@ class ShardedState:
         gated: dict[int, str] = {}
         for name, part in self._parts.items():
             if any(id(p) not in ours and _moves(p) for p in part.sharded().values()):
-                raise UnsupportedOp(f"{name} is of a sharded model: give the FSDP wrapper to the training state")
+                raise UnsupportedOp(f"{name} belongs to a sharded model: give the FSDP wrapper to the training state")
             if is_sharded and part.gated() is not None:
                 if not isinstance(self._things[name], OptimizerState):
                     raise UnsupportedOp(
@@ -89,14 +89,23 @@ class ShardedState:
                 gated.setdefault(id(self._things[name]), name)
         if len(gated) > 1:  # to finish a step, a member would have to know which optimizers had run elsewhere
             raise UnsupportedOp(
-                f"{' and '.join(gated.values())} are several optimizers of a sharded state: make one, of a "
-                "wrapper around all models, or use ShardingStrategy.NO_SHARD"
+                f"{' and '.join(gated.values())} are several optimizers of a sharded state, which can have only "
+                "one: make one for a wrapper around all models, or use ShardingStrategy.NO_SHARD"
             )
         self.holding()
 
     def holding(self, *, to_write: bool = False) -> Holding:
         """Returns the shards that this member holds; see `_parallel.sharding._holdings.holding`."""
         return holding(self._models, self._optimizers, to_write=to_write)
+
+    def gathered(self, shard: Shard) -> NDArray[Any]:
+        """Gathers the elements of an array that members hold in shards, shape [n]; a collective.
+
+        Members must have agreed on their models in this generation, and call it for the same arrays.
+        """
+        ranks = next(unit.shards for model in self._models for unit in model.units() if unit.shards is not None)
+        whole: NDArray[Any] = ranks.all_gather(shard.values.reshape(-1), uneven=True)
+        return whole
 
     def gradients(self) -> list[tuple[Parameter, NDArray[Any]]]:
         """Returns the gradients that the optimizer would use now."""

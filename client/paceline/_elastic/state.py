@@ -14,13 +14,16 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline._elastic.device_array import DeviceArray, on_host
 from paceline._elastic.offer import Content
 from paceline._elastic.parts import StatePart, check_fit, part_of
+from paceline._elastic.receipts import ReceiptDamaged, checked_lines
 from paceline._elastic.reshard_plan import ReshardPlan, fill
 from paceline._elastic.sampler import ElasticSampler
 from paceline._elastic.sharded_state import ShardedState
 from paceline._parallel._optimizer_state import standing_for
 from paceline._parallel._parameter import Parameter
+from paceline._session.launcher_pipe import tell_once
 from paceline.checkpoint.pieces import Shard
 from paceline.checkpoint.tree import Leaf, join, split, split_shards
 from paceline.errors import SizeMismatch, UnsupportedOp
@@ -40,8 +43,8 @@ _COSTLY_BYTES = 1 << 20
 class Gate(Protocol):
     """Guards large state: an optimizer asks it before a change."""
 
-    def open(self) -> None:
-        """Waits until the state may change; raises if it must not."""
+    def open(self, optimizer: object) -> None:
+        """Waits until the optimizer may change the state; raises if it must not."""
 
     def spoil(self) -> None:
         """Notes that the change was interrupted half way."""
@@ -73,6 +76,7 @@ class TrainState:
 
     Attributes:
         step: number of steps that were applied to it.
+        receipts: the receipts of the last two steps that have one, as lines of JSON; see `Session.steps`.
         sampler: the `ElasticSampler` among the parts, None if there is none.
         is_whole: False while a step or a load changes it, and afterwards if that was interrupted: then it is unusable
             until `load_state_dict` has replaced all of it.
@@ -83,6 +87,7 @@ class TrainState:
 
     def __init__(self, **parts: Any) -> None:
         self.step = 0
+        self.receipts: tuple[str, ...] = ()
         self.is_whole = True
         self._things = {name: standing_for(thing) for name, thing in parts.items()}
         self._parts: dict[str, StatePart] = {name: part_of(name, thing) for name, thing in self._things.items()}
@@ -98,6 +103,9 @@ class TrainState:
         """Copies of all parts, if a step has asked for them."""
         self._gates: list[tuple[Any, Callable[..., Any] | None]] = []
         """Guarded optimizers, each with the `step` that the object itself had; None if its class had it."""
+
+    def __repr__(self) -> str:
+        return f"TrainState({', '.join(self._given)}; step {self.step})"
 
     # For users --------------------------------------------------------------------------------------------------------
 
@@ -120,6 +128,10 @@ class TrainState:
         """
         step, parts = int(saved["step"]), saved["parts"]
         held = self._spread.holding(to_write=True)
+        try:
+            receipts = checked_lines(saved.get("receipts", ()))
+        except ReceiptDamaged as error:
+            raise SizeMismatch(f"the state does not fit: {error}") from None
         if odd := sorted(self._parts.keys() ^ parts.keys()):
             raise SizeMismatch(f"the state does not fit: {', '.join(odd)} on one side only")
         for name, part in self._parts.items():
@@ -140,7 +152,7 @@ class TrainState:
             raise
         for name, part in self._parts.items():
             part.write(held, parts[name]["arrays"])
-        self.step = step
+        self.step, self.receipts = step, receipts
         self.is_whole = True
 
     # For the loop over the steps --------------------------------------------------------------------------------------
@@ -148,11 +160,18 @@ class TrainState:
     def content(self) -> dict[str, Any]:
         """Returns everything as nested values: the live large arrays, and copies of the rest.
 
-        Arrays that a strategy shards over members are `Shard`s, also in a world of one.
+        Arrays that a strategy shards over members are `Shard`s, also in a world of one. Those on a device are copied.
         """
+        return self._content(on_host)
+
+    def _content(self, shown: Callable[[Any], Any]) -> dict[str, Any]:
         held = self._spread.holding()
-        parts = {name: {"arrays": part.arrays(held), "rest": part.rest()} for name, part in self._parts.items()}
-        return {"step": self.step, "parts": parts}
+        parts = {
+            name: {"arrays": {path: shown(leaf) for path, leaf in part.arrays(held).items()}, "rest": part.rest()}
+            for name, part in self._parts.items()
+        }
+        receipts = {"receipts": list(self.receipts)} if self.receipts else {}
+        return {"step": self.step, "parts": parts, **receipts}
 
     def has(self, thing: object) -> bool:
         """True if this object is one of the parts."""
@@ -160,7 +179,17 @@ class TrainState:
 
     def offered(self) -> Content:
         """Returns all that other members may fetch: everything, and the earlier shares that are kept."""
-        return Content.of(self.content(), list(self._kept.values()))
+        on_device: dict[int, DeviceArray] = {}
+        places: list[NDArray[Any]] = []  # keeps their ids unique
+
+        def shown(leaf: Any) -> Any:
+            if not isinstance(leaf, DeviceArray):
+                return leaf
+            places.append(np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape))
+            on_device[id(places[-1])] = leaf
+            return places[-1]
+
+        return Content.of(self._content(shown), list(self._kept.values()), on_device)
 
     @property
     def objects(self) -> dict[str, tuple[Any, StatePart]]:
@@ -206,11 +235,25 @@ class TrainState:
         for part in self._parts.values():
             part.clear_gradients()
 
+    def prepare(self) -> None:
+        """Has every wrapper agree on its model, in one order on all ranks; see `paceline.DDP.prepare`.
+
+        Raises:
+            PacelineError: see there.
+        """
+        for part in self._parts.values():
+            part.prepare()
+
     def advance(self, world: int) -> None:
         """Counts an applied step, and moves the sampler on in a world of that size."""
         self.step += 1
         if self.sampler is not None:
             self.sampler.advance(world)
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Epoch and offset of the sampler; zeros without one."""
+        return (0, 0) if self.sampler is None else (self.sampler.epoch, self.sampler.offset)
 
     def manifest(self, **settings: object) -> bytes:
         """Returns the parts with their shapes, and the run's settings, as canonical JSON; the same on all members."""
@@ -225,19 +268,38 @@ class TrainState:
         return json.dumps({"settings": words, "parts": described}, separators=(",", ":"), sort_keys=True).encode()
 
     def fingerprint(self) -> bytes:
-        """Returns the SHA-256 of the whole state; for sharded arrays, of the values that they were cut from.
+        """Returns the SHA-256 of the whole state but its receipts: the same for all numbers of members that hold it.
 
-        So members that have cut the same state have equal fingerprints, if none has changed the state since.
+        Where the state is sharded over the members (FSDP) the call is a collective, which gathers one array at a time.
+
+        Raises:
+            StepOrderError: the state is sharded, and no collective may be called now.
+            PacelineError: a collective failed.
         """
-        skeleton, leaves = split_shards(self.content())
+        if self._spread.share == WHOLE:
+            return self._digest([], lambda leaf: leaf.values)
+        self.prepare()  # in a new generation the ranks of the shards are not known yet
+        return self._digest([], self._spread.gathered)
+
+    def fingerprint_of_origin(self) -> bytes:
+        """Returns the SHA-256 of the whole state but its receipts; for sharded arrays, of what they were cut from.
+
+        So members that have cut the same state have equal ones, if none has changed the state since. Communicates
+        nothing.
+        """
         is_cut = self._spread.share != WHOLE
-        origin = self._spread.agreed if is_cut else []
+        return self._digest(
+            self._spread.agreed if is_cut else [], lambda leaf: leaf.values.reshape(-1)[:0] if is_cut else leaf.values
+        )
+
+    def _digest(self, origin: list[int], values_of: Callable[[Shard], NDArray[Any]]) -> bytes:
+        content = self.content()
+        content.pop("receipts", None)  # they say where digests were taken, which is no result of training
+        skeleton, leaves = split_shards(content)
         digest = hashlib.sha256(json.dumps([skeleton, origin], sort_keys=True).encode())
         for name, leaf in sorted(leaves.items()):  # the order of a dict's keys does not matter
             digest.update(f"{name} {_described(leaf)}".encode())
-            if isinstance(leaf, Shard) and is_cut:  # one member may hold all of a small sharded array
-                continue
-            values = leaf.values if isinstance(leaf, Shard) else leaf
+            values = values_of(leaf) if isinstance(leaf, Shard) else leaf
             for start in range(0, values.size, _BLOCK):  # an array of zeros takes no memory
                 block = np.ascontiguousarray(values.reshape(-1)[start : start + _BLOCK])
                 digest.update(block.view(np.uint8).data)
@@ -255,7 +317,7 @@ class TrainState:
             before, arrays = split(part.rest())
             size = sum(array.nbytes for array in arrays.values())
             if part.gated() is None and size > _COSTLY_BYTES:
-                _log.warning("%s has no step() of its own: its %.1f MB are copied in every step", name, size / 1e6)
+                tell_once(_log, f"{name} has no step() of its own: its {size / 1e6:.1f} MB are copied in every step")
             self.is_whole = False
             part.load_rest(join(before, arrays))
             self.is_whole = True
@@ -263,7 +325,7 @@ class TrainState:
             changed = [path for path in arrays if path not in again or not _same(arrays[path], again[path])]
             if before != after or changed:
                 where = f" at {changed[0]}" if changed else ""
-                raise UnsupportedOp(f"the state of {name} does not come back as it was given{where}")
+                raise UnsupportedOp(f"the state of {name} differs{where} after it was saved and loaded again")
 
     # Shards -----------------------------------------------------------------------------------------------------------
 
@@ -351,7 +413,7 @@ class TrainState:
         for thing in {id(part.gated()): part.gated() for part in self._parts.values()}.values():
             if thing is not None:
                 self._gates.append((thing, getattr(thing, "__dict__", {}).get("step")))
-                thing.step = _guarded(thing.step, gate)
+                thing.step = _guarded(thing, gate)
 
     def unguard(self) -> None:
         """Undoes `guard`."""
@@ -363,10 +425,12 @@ class TrainState:
         self._gates.clear()
 
 
-def _guarded(step: Callable[..., Any], gate: Gate) -> Callable[..., Any]:
+def _guarded(optimizer: Any, gate: Gate) -> Callable[..., Any]:
+    step = optimizer.step
+
     @functools.wraps(step)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        gate.open()
+        gate.open(optimizer)
         try:
             result = step(*args, **kwargs)
         except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -10,16 +11,21 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline._collectives.part_tree import part_range
 from paceline._elastic.differences import find_minority
 from paceline._elastic.foreign import seed_frameworks
 from paceline._elastic.sampler import ElasticSampler
 from paceline._elastic.state import TrainState
+from paceline._elastic.step_parts import StepPart, part_seed
+from paceline._elastic.twice import TwicePart, odd_ones, twice_part
 from paceline._group import Group
+from paceline._group.group_core import PartRecord, PartTurn
 from paceline._links.fault import Suspicion
 from paceline._parallel._agreement import NewcomerDiffers
 from paceline._work import Work
 from paceline.errors import (
     DivergenceError,
+    PacelineError,
     SettingsMismatch,
     SizeMismatch,
     StepOrderError,
@@ -91,7 +97,8 @@ class Step:
 
     When the block begins, torch's generator (`torch.default_generator`, from which dropout draws) is seeded with (seed,
     step, rank), as `rng` is, if torch is loaded. So random numbers of a step are the same in every attempt of the same
-    world, and those of a newcomer, or after a start from a checkpoint, follow from the same rule.
+    world, and those of a newcomer, or after a start from a checkpoint, follow from the same rule. If the sampler has
+    parts, the rank is left out, and each part seeds the generator again (`StepPart`).
 
     Attributes:
         number: number of the step, from 1, counted over the whole job.
@@ -141,22 +148,73 @@ class Step:
         """This rank's indices and weight from the sampler; None until they are read."""
         self._counted: float | None = None
         """This rank's weight as given to `count`; None if `count` was not called."""
+        self._parts = 0 if state.sampler is None else state.sampler.parts
+        """V; 0 if the sampler has no parts."""
+        self._my_parts = range(*part_range(self.rank, self.world, self._parts)) if self._parts else range(0)
+        self._next_part = self._my_parts.start
+        self._samples_of_parts = 0
+        self._part_record = PartRecord()
+        self._twice = self._twice_part()
+        self._checked = False
+        """Whether this rank has computed the other rank's part that it checks."""
 
     @property
     def indices(self) -> NDArray[np.intp]:
         """Indices of this rank's samples in the step, shape [b_r]; a single one of weight 0 if the rank has none.
 
         Raises:
-            UnsupportedOp: the training state has no sampler.
+            UnsupportedOp: the training state has no sampler, or its sampler has parts, which have indices of their own.
         """
         return self._of_sampler()[0]
+
+    @property
+    def parts(self) -> tuple[StepPart, ...]:
+        """This rank's parts of the step, in order: `for part in step.parts: with part: ...`, inside `with step:`.
+
+        Each takes one forward and one backward pass through the wrapped model. Gradients are set aside after each, and
+        are those of the whole batch after the last: clear them before the first, and update after the last. A step with
+        several updates goes through its parts once for each.
+
+        Raises:
+            UnsupportedOp: the training state has no sampler, or its sampler has no parts.
+        """
+        if not self._parts:
+            raise UnsupportedOp(f"{self.sampler} has no parts: make it with ElasticSampler(..., parts=8)")
+        shares = {number: self.sampler.current_part(number) for number in self._my_parts}
+        self._samples_of_parts = sum(len(indices) for indices, weight in shares.values() if weight)
+        turns = [self._part_turn(number) for number in self._my_parts]
+        if self._checks and not self._open:
+            assert self._twice is not None
+            shares[self._twice.number] = self.sampler.current_part(self._twice.number)
+            turns.insert(0, self._part_turn(self._twice.number, is_check=True))
+        return tuple(
+            StepPart(self, turn, shares[turn.number], part_seed(self._seed, self.number, turn.number)) for turn in turns
+        )
+
+    def _part_turn(self, number: int, *, is_check: bool = False) -> PartTurn:
+        first, end = self._my_parts.start, self._my_parts.stop
+        return PartTurn(number, self._parts, first, end, self._part_record, is_check)
+
+    def _twice_part(self) -> TwicePart | None:
+        """Returns the part of this step that several ranks compute, if there is one."""
+        if self._state.sampler is None or not self._parts:
+            return None
+        found = twice_part(self._seed, self.number, self.world, self._parts, self._state.sampler.check_every)
+        if found is not None and found.owner == self.rank:
+            self._part_record.digested = found.number
+        return found
+
+    @property
+    def _checks(self) -> bool:
+        """True if this rank computes another rank's part to check it."""
+        return self._twice is not None and self.rank in self._twice.checkers
 
     @property
     def weight(self) -> float:
         """Weight of this rank's mean loss, b_r / b. For `ddp.backward(dy, step.weight)`; torch's wrapper reads it.
 
         Raises:
-            UnsupportedOp: the training state has no sampler, and `count` was not called.
+            UnsupportedOp: the training state has no sampler, and `count` was not called; or its sampler has parts.
         """
         return self._of_sampler()[1] if self._counted is None else self._counted
 
@@ -178,10 +236,17 @@ class Step:
         if self._state.sampler is not None:
             raise UnsupportedOp(f"the training state has a sampler beside this {name}: leave out one of the two")
         if self.left or self._counted is not None:
-            why = "is over" if self.left else "has its batch"
-            raise StepOrderError(f"step {self.number} {why}: this {name} gives one in each attempt, inside the block")
+            why = "is over" if self.left else "already has its batch"
+            raise StepOrderError(f"step {self.number} {why}: this {name} gives one batch per attempt, inside the block")
         self._counted = weight
         self._group.set_gradient_weight(weight)
+
+    @property
+    def samples(self) -> int:
+        """Number of this rank's samples in the step; 0 until they were read (`indices`, `weight`, `parts`)."""
+        if self._parts:
+            return self._samples_of_parts
+        return len(self._share[0]) if self._share is not None and self._share[1] else 0
 
     @property
     def lr_scale(self) -> float:
@@ -196,12 +261,19 @@ class Step:
             UnsupportedOp: the training state has no sampler.
         """
         if self._state.sampler is None:
-            raise UnsupportedOp("the training state has no sampler: TrainState(sampler=ElasticSampler(...))")
+            raise UnsupportedOp(
+                "the training state has no sampler: give it one, TrainState(sampler=ElasticSampler(...))"
+            )
         return self._state.sampler
 
     @property
     def rng(self) -> np.random.Generator:
-        """A random generator seeded with (seed, step, rank): the same in every attempt of the same world."""
+        """A random generator seeded with (seed, step, rank): the same in every attempt of the same world.
+
+        Raises:
+            UnsupportedOp: the sampler has parts, which have generators of their own.
+        """
+        self._refuse_with_parts("step.rng", "part.rng")
         return np.random.default_rng([self._seed, self.number, self.rank])
 
     def rng_for(self, index: int) -> np.random.Generator:
@@ -247,12 +319,15 @@ class Step:
         self.spoiled = True
         self._runner.spoiled()
 
-    def open_gate(self) -> None:
+    def open_gate(self, optimizer: object = None) -> None:
         """Waits until the state may change: all members have entered, and all collectives are complete (I1).
 
         A sharded state may only change once this is so on all members: otherwise some would have the new state and
         some the old one, and neither would be complete. So each member says in a second word that it has all its
         gradients; a member that does not see this word complete keeps them.
+
+        Args:
+            optimizer: what changes the state now; None at the end of the step.
 
         Raises:
             PacelineError: the generation has failed.
@@ -260,8 +335,11 @@ class Step:
         """
         if self._open:
             if self.keeps_copy:  # without a copy it is too late to fail, since the first update cannot be undone
+                self._check_parts(optimizer)
                 self._check_complete()
             return
+        self._check_parts(optimizer)
+        self._compare_twice()
         sums = self._word.wait()
         if not agrees(sums, self.world):
             self._find_divergence()
@@ -282,6 +360,111 @@ class Step:
         self._group.flush()
         self._mesh.fault.check()
 
+    def _check_parts(self, optimizer: object) -> None:
+        """Refuses an update with gradients that are not the sum of all parts."""
+        if not self._parts:
+            return
+        if (turn := self._group.part) is not None:
+            raise StepOrderError(
+                f"optimizer.step() in part {turn.number}: the gradients are complete after the last part, so call it "
+                "after the loop over step.parts"
+            )
+        if self._next_part != self._my_parts.start:
+            mine = f"part {self._my_parts.start} to part {self._my_parts.stop - 1}"
+            raise StepOrderError(
+                f"step {self.number} ends after part {self._next_part - 1}, but this rank has {mine}: go through all "
+                "of step.parts"
+            )
+        if self._part_record.waiting:
+            raise StepOrderError(
+                f"part {self._my_parts.stop - 1} had no backward pass, but the parts before it had one"
+            )
+        record = self._part_record
+        if self.updates and not record.summed:
+            raise StepOrderError(
+                "no wrapper has summed the parts of this step, so its gradients would depend on the number of workers: "
+                "compute with DDP in `for part in step.parts: with part: ...`"
+            )
+        if optimizer is not None:
+            if id(optimizer) in record.updated:
+                raise StepOrderError(
+                    f"a second update by this {type(optimizer).__name__}, but no wrapper has summed the parts again "
+                    "since the first: go through step.parts once for each update"
+                )
+            record.updated.add(id(optimizer))
+
+    def _compare_twice(self) -> None:
+        """Compares the gradients of a part that several ranks have computed, before they change anything.
+
+        Raises:
+            DivergenceError: this rank has computed other bits than the others; or no majority is right.
+            PacelineError: another rank has; or the generation has failed.
+        """
+        if self._twice is None or not self._part_record.summed:
+            return
+        if self._checks and not self._checked:
+            raise StepOrderError(
+                f"part {self._twice.number} of rank {self._twice.owner} is checked here in step {self.number}, but was "
+                "left out: go through all of step.parts"
+            )
+        digests = self._part_record.digests
+        mine = np.frombuffer(digests[False].digest() + digests[True].digest(), np.uint8)
+        rows: Any = self._group.all_gather(mine[None], label=f"twice-{self.number}")
+        found = [(self._twice.owner, rows[self._twice.owner, :32].tobytes())]
+        found += [(rank, rows[rank, 32:].tobytes()) for rank in self._twice.checkers]
+        if not (odd := odd_ones(found)):
+            return
+        with contextlib.suppress(PacelineError):
+            self._group.barrier()  # no member may end the generation before all know
+        text = self._said_of(odd, [rank for rank, _ in found])
+        _log.error("%s", text)
+        if self.rank in odd or len(odd) == len({rank for rank, _ in found}):
+            raise DivergenceError(text, ranks=tuple(odd), generation=self.generation)
+        operation = self._group.progress().operation
+        self._mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, odd[0], operation, text))
+        self._mesh.fault.check()
+
+    def _said_of(self, odd: Sequence[int], ranks: Sequence[int]) -> str:
+        """Returns a sentence about the ranks that computed other gradients of the part than the others."""
+        assert self._twice is not None
+        names = " and ".join(str(self._mesh.peers[rank]) for rank in odd)
+        what = f"gradients of part {self._twice.number} in step {self.number}"
+        why = "A processor or memory is at fault, or the script does not compute a part from its samples and seed alone"
+        if set(odd) != set(ranks):
+            rest = " and ".join(str(self._mesh.peers[rank]) for rank in ranks if rank not in odd)
+            return f"{names} computed other {what} than {rest}. {why}"
+        return f"{names} computed different {what}{' in two tries' if len(odd) == 1 else ''}. {why}"
+
+    def enter_part(self, turn: PartTurn, weight: float) -> None:
+        """See `PartRunner`."""
+        if not self.entered or self.left or self._group.part is not None:
+            raise StepOrderError("`with part:` belongs inside `with step:`, one part after the other")
+        if (self._my_parts.start if turn.is_check else turn.number) != self._next_part:
+            raise StepOrderError(f"part {turn.number} begins, but it is the turn of part {self._next_part}")
+        self._mesh.fault.check()  # do not compute a part of a step that will be undone
+        if turn.is_first or turn.is_check:  # later, the ranks are at different parts, so they would not meet
+            self._part_record.begun = False
+            self._state.prepare()
+        self._group.set_part(self._parts, turn)
+        self._group.set_gradient_weight(weight)
+
+    def leave_part(self, turn: PartTurn, *, whole: bool) -> None:
+        """See `PartRunner`."""
+        self._group.set_part(self._parts)
+        self._group.set_gradient_weight(1.0)
+        seed_frameworks(self._seed, self.number)  # what is drawn after the parts does not depend on how many they were
+        if whole and turn.is_check:
+            self._checked = True
+        elif whole:
+            self._next_part = self._my_parts.start if turn.is_last else turn.number + 1
+
+    def _refuse_with_parts(self, what: str, instead: str) -> None:
+        if self._parts:
+            raise UnsupportedOp(
+                f"{what} follows the rank, so the result would depend on the number of workers: the sampler has parts, "
+                f"so take {instead} in `for part in step.parts: with part: ...`"
+            )
+
     @property
     def is_open(self) -> bool:
         """True once the state may change."""
@@ -293,7 +476,11 @@ class Step:
         self._state.is_whole = False
         self.entered = True
         self._group.ban_collectives("")
-        seed_frameworks(self._seed, self.number, self.rank)
+        if self._parts:
+            seed_frameworks(self._seed, self.number)
+            self._group.set_part(self._parts)
+        else:
+            seed_frameworks(self._seed, self.number, self.rank)
         return self
 
     def __exit__(
@@ -309,6 +496,8 @@ class Step:
                 error = failure
         self._group.ban_collectives(BETWEEN_STEPS)
         self._group.set_gradient_weight(1.0)
+        if self._parts:
+            self._group.set_part(0)
         self._word.drop()
         failed = self._mesh.fault.failed
         if self._open and not self.spoiled and not self._takes_back(error):
@@ -362,6 +551,7 @@ class Step:
         self._mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, None, operation, text))
 
     def _of_sampler(self) -> tuple[NDArray[np.intp], float]:
+        self._refuse_with_parts("a rank's share of the batch", "part.indices and part.weight")
         if self._share is None:
             self._share = self.sampler.current(self.rank, self.world)
             self._group.set_gradient_weight(self._share[1])

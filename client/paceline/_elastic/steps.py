@@ -7,21 +7,29 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
 from paceline._elastic.coordination import JobCoordinator
+from paceline._elastic.machine_bits import machine_words
+from paceline._elastic.receipts import EVERY, ReceiptBook
+from paceline._elastic.replay import Replay
 from paceline._elastic.rules import check_complete, no_other_optimizer
 from paceline._elastic.saver import JointSaver, Saver
 from paceline._elastic.state import TrainState
 from paceline._elastic.step import Step
 from paceline._elastic.training_loop import TrainingLoop
-from paceline.errors import StepOrderError
+from paceline._group import Group
+from paceline.errors import StepOrderError, UnsupportedOp
 from paceline_protocol import MemberState, Tag
 
 __all__ = ["make_loop", "run_steps"]
+
+_SAME_S = 1.0
+"""Seconds within which two SIGTERMs are one order."""
 
 
 def make_loop(
@@ -33,25 +41,33 @@ def make_loop(
     checkpoint_every: int | None,
     seed: int,
     before: TrainingLoop | None,
+    receipts: str | os.PathLike[str] | None = None,
+    receipts_every: int = EVERY,
+    replay: Replay | None = None,
 ) -> TrainingLoop:
-    """Makes a member's loop; communicates nothing.
+    """Makes a member's loop; communicates nothing. With a `replay`, it begins where that says, and writes nothing.
 
     Raises:
         ValueError: an argument is out of range, or the training state lacks something.
-        UnsupportedOp: the state cannot be given to another member.
+        UnsupportedOp: the state cannot be given to another member, or there are no receipts or checks of such a run.
         StepOrderError: a step or a load of that state was interrupted half way.
         CheckpointDamaged, SizeMismatch: the existing checkpoints are damaged, or of another model.
     """
     if total < 1 or seed < 0:
-        raise ValueError(f"want total >= 1 and seed >= 0, not {total} and {seed}")
+        raise ValueError(f"total must be at least 1 and seed at least 0, not {total} and {seed}")
     if not state.is_whole:
         raise StepOrderError(
             "the training state is half changed: a step or a load was interrupted. Load a checkpoint with "
             "state.load_state_dict(...), or create its objects again"
         )
+    _check_parts(state, coordinator.group)
     state.check_round_trip()
     check_complete(state)
-    saver = (JointSaver if state.is_sharded else Saver)(checkpoint_dir, checkpoint_every)
+    if replay is not None:
+        saver: Saver = replay.saver
+    else:
+        kind = JointSaver if state.is_sharded else Saver
+        saver = kind(checkpoint_dir, checkpoint_every, coordinator.group.counters)
     held = before.held_of(state) if before is not None else None
     stored = False
     if held is None and state.is_sharded:
@@ -61,10 +77,24 @@ def make_loop(
         saver.load(state)
         held = saver.tag
     settings: dict[str, object] = {"total": total, "seed": seed, "the script": _script(), "node_size": state.node_size}
+    if state.sampler is not None and state.sampler.same_bits:
+        settings |= machine_words()
+    book = None
+    if receipts is not None or replay is not None:
+        _check_receipts(state)
+        assert state.sampler is not None
+        depends_on = {**settings, **state.sampler.settings}
+        words = {name: str(value) for name, value in depends_on.items() if name not in ("total", "node_size")}
+        if replay is not None:
+            replay.words = words
+        elif receipts is not None:
+            book = ReceiptBook(receipts, words, total=total, every=receipts_every, checkpoint_every=checkpoint_every)
+            # The receipts are part of the state, so all members must make the same ones.
+            settings |= {"receipts_every": receipts_every, "checkpoint_every": checkpoint_every}
     if state.is_sharded:  # members write checkpoints together
         settings |= {"checkpoint_dir": checkpoint_dir is not None, "checkpoint_every": checkpoint_every}
     manifest = state.manifest(**settings)
-    return TrainingLoop(
+    loop = TrainingLoop(
         coordinator,
         state,
         total,
@@ -73,6 +103,40 @@ def make_loop(
         saver,
         MemberState(held, state.node_size, state.shares(), stored=stored),
     )
+    loop.guard.receipts = book
+    return loop
+
+
+def _check_parts(state: TrainState, group: Group) -> None:
+    """Checks that the parts of a step can be divided among all members.
+
+    Raises:
+        ValueError: there are fewer parts than members.
+    """
+    parts = 0 if state.sampler is None else state.sampler.parts
+    if not parts:
+        return
+    if parts < (most := group.most_members):
+        raise ValueError(
+            f"ElasticSampler(..., parts={parts}) has too few parts for a job of at most {most} workers: each needs one"
+        )
+    if state.is_sharded and state.sampler is not None and state.sampler.check_every:
+        raise UnsupportedOp("check_every with FSDP: no worker has the gradients of a part whole. Leave it out")
+
+
+def _check_receipts(state: TrainState) -> None:
+    """Checks that the steps can have receipts.
+
+    Raises:
+        UnsupportedOp: the state does not follow from its steps alone, or no member has it whole.
+    """
+    if state.sampler is None or not state.sampler.same_bits:
+        raise UnsupportedOp(
+            "receipts need steps whose result does not depend on the workers: give the training state a sampler with "
+            "parts, ElasticSampler(..., parts=8), and leave same_bits=True"
+        )
+    if state.is_sharded:
+        raise UnsupportedOp("receipts of a state that is sharded over the members (FSDP): no member can digest it all")
 
 
 def run_steps(loop: TrainingLoop, state: TrainState, total: int) -> Iterator[Step]:
@@ -105,16 +169,27 @@ def _script() -> str:
 
 @contextmanager
 def _draining_on_sigterm(loop: TrainingLoop) -> Iterator[None]:
-    """Makes SIGTERM drain this worker: it leaves after the current step. A second SIGTERM ends it at once."""
+    """Makes SIGTERM drain this worker: it leaves after the current step. A second SIGTERM ends it at once.
+
+    One that comes within `_SAME_S` is the first one again: Slurm signals all processes of a job, and so does the
+    launcher, which is one of them.
+    """
     if threading.current_thread() is not threading.main_thread() or (
         signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     ):
         yield
         return
 
+    first: float | None = None
+
     def drain(signum: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        loop.drain("SIGTERM")
+        nonlocal first
+        if first is None:
+            first = time.monotonic()
+            loop.drain("SIGTERM")
+        elif time.monotonic() - first > _SAME_S:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, drain)
     try:

@@ -14,11 +14,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from paceline._address import Endpoint, knock, parse_endpoint
+from paceline._address import Endpoint, parse_endpoint, probe
 from paceline._elastic.session import CoordinatedSession, Session
 from paceline._embedded import coordinator
 from paceline._loop import loop_thread
 from paceline.errors import CoordinatorUnreachable, InvalidWorldSize, OrphanedError
+from pacelinepb import install_command
 
 __all__ = ["join_rank_0", "join_torchruns_world", "next_world"]
 
@@ -36,8 +37,8 @@ logged."""
 _RETRY_S = 0.1
 """Seconds between two tries to join rank 0's coordinator."""
 
-_KNOCK_S = 1.5
-"""Seconds to knock at an address: 1 s for an answer, the rest to resolve the name."""
+_PROBE_S = 1.5
+"""Seconds to probe an address: 1 s for an answer, the rest to resolve the name."""
 
 _worlds = 0
 """The worlds that this process has joined."""
@@ -69,9 +70,9 @@ def join_torchruns_world(join: Callable[..., Session], world: int, seconds: floa
         from torch.distributed.rendezvous import rendezvous
     except ImportError as error:
         raise InvalidWorldSize(
-            f"torchrun has started {world} workers (TORCHELASTIC_RUN_ID is set), which meet by means of torch, but "
-            f"it cannot be imported here: {error}. Install paceline[torch]; or give a coordinator's address "
-            "(PACELINE_COORDINATOR), or join(rank=0, world_size=1) for a worker that shall train alone"
+            f"torchrun has started {world} workers (TORCHELASTIC_RUN_ID is set), which find each other through torch, "
+            f"but torch cannot be imported here: {error}. Install it ({install_command('torch')}); or give a "
+            "coordinator's address (PACELINE_COORDINATOR), or join(rank=0, world_size=1) for a worker that trains alone"
         ) from error
     number = next_world()
     store, rank, _ = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
@@ -97,7 +98,7 @@ def join_rank_0(
     An address that refuses connections belongs to a rank 0 that has ended. Under torchrun's agent it will be replaced:
     the agent ends all ranks after one has failed, and starts them again. An address that does not answer proves
     nothing: its host may be off or slow. Dialling it could take the whole timeout, so the key is read and the address
-    is knocked at again instead.
+    is probed again instead.
 
     Args:
         join: `paceline.join` with all arguments but the coordinator's address.
@@ -129,7 +130,7 @@ def join_rank_0(
             patience = seconds if has_agent or silent else _REFUSED_S
             if isinstance(error, OrphanedError) or waited > patience:
                 raise type(error)(
-                    f"rank {rank} cannot join the coordinator that rank 0 has: {error}. Either rank 0 has "
+                    f"rank {rank} cannot join the coordinator of rank 0: {error}. Either rank 0 has "
                     "ended (its output says why): start all ranks again; or the name in MASTER_ADDR resolves to "
                     "another address on rank 0's host than here, perhaps a loopback address"
                 ) from error
@@ -146,4 +147,4 @@ def join_rank_0(
 
 def _is_silent(address: str) -> bool:
     """True if an address neither answers nor refuses: its host is off, out of reach, or slow."""
-    return loop_thread().run(knock(parse_endpoint(address), _KNOCK_S)) is None
+    return loop_thread().run(probe(parse_endpoint(address), _PROBE_S)) is None

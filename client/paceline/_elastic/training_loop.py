@@ -28,6 +28,7 @@ from paceline._elastic.step import BETWEEN_STEPS, PendingStepWord, Step, not_ent
 from paceline._elastic.waiting import MeetingWait, await_finish
 from paceline._links.fault import Suspicion
 from paceline._session import line_messages
+from paceline._session.launcher_pipe import tell_once
 from paceline._wait import SLICE
 from paceline.errors import CheckpointFailed, Dismissed, OrphanedError, PacelineError, StepOrderError
 from paceline_protocol import WHOLE, Meet, MemberState, MemberView, Phase, StepFlag, Tag, Take, step_word
@@ -81,6 +82,7 @@ class TrainingLoop:
         self._member = member
         self._recovery = StateRecovery(coordinator, member, state, saver)
         self._meeting_wait = MeetingWait(coordinator, member, self._say)
+        self._counters = coordinator.group.counters
         self._committed = member.held.step if member.held is not None else 0
         self._failures = FailedAttempts()
         self._blocks = FinishedBlocks()
@@ -105,7 +107,7 @@ class TrainingLoop:
             if (
                 self._coordinator.group.has_same_state
             ):  # an earlier loop ran in this generation: the others may be in a step
-                self._end_generation("began its steps anew")
+                self._end_generation("started session.steps() again")
             self._do(self._member.formed(MemberView(mesh.generation, mesh.rank, None, frozenset())))
         else:
             self._meeting_wait.as_candidate()
@@ -116,10 +118,12 @@ class TrainingLoop:
         Raises:
             Dismissed: this member wanted to leave, or joined after the job was done.
             OrphanedError: the coordinator did not come back.
-            PacelineError: this member cannot be in the line; the text says why.
+            PacelineError: this member cannot be in the line; the text says why. Or the generation has failed, and its
+                engine (MPI) allows no other.
         """
         if (error := self._coordinator.group.mesh.fault.own_error) is not None:
             raise error
+        self._coordinator.group.check_renewable()
         while not self.done:
             ready = self._member.phase is Phase.READY
             message = self._coordinator.inbox.get(
@@ -130,7 +134,7 @@ class TrainingLoop:
             elif ready:
                 return
             if self._member.phase is not Phase.READY and not self.done:
-                self._meeting_wait.look_around()
+                self._meeting_wait.poll()
 
     def begin(self) -> Step | None:
         """Returns the next step, entered with its word; None if the generation failed before the step began.
@@ -139,6 +143,7 @@ class TrainingLoop:
             StepVoid: the step has failed too often.
             StepOrderError: the state has changed since the step before.
         """
+        self._counters.step_begins()
         self.guard.begin()
         if self._coordinator.inbox.draining and not self._member.leaving:
             _log.info("leaving after this step: %s", self._coordinator.inbox.draining)
@@ -176,6 +181,10 @@ class TrainingLoop:
             # another generation has begun since: members that took its base ran no optimizer.
             self._last_update = _UPDATED if step.applied and step.updated else 0
             self._saver.heard(writing=bool(step.flags & StepFlag.WRITES))
+        if step.applied:
+            self._counters.step_applied(step.number, step.samples)
+        else:
+            self._counters.step_undone()
         if not step.applied:
             self._failed(step.cause, meet=not over)
         elif step.flags & (StepFlag.JOIN | StepFlag.LEAVE) and not over:
@@ -237,6 +246,7 @@ class TrainingLoop:
         """Calls the listeners for commits, once for each step up to this one."""
         while self._committed < step:
             self._committed += 1
+            self._counters.step_committed(self._committed)
             for hear in self.on_commit:
                 hear(self._committed)
 
@@ -258,13 +268,15 @@ class TrainingLoop:
             case line_messages.StateGone(reason):
                 self._committed, meet = self._recovery.start_from_checkpoint(reason)
                 self._say(meet)
-            case line_messages.Misfits(donor):
+            case line_messages.ManifestMismatch(donor):
                 raise difference(self._manifest, self._coordinator.manifest_of(donor), donor)
             case line_messages.MayGo(last):
                 if last:
                     if not self._saver.keeps:
                         number = self._state.step
-                        _log.warning("all leave, and without checkpoint_dir the state of step %d is lost", number)
+                        tell_once(
+                            _log, f"all members leave, and without checkpoint_dir the state of step {number} is lost"
+                        )
                     self._saver.keep_last(self._member.held, self._state, self._coordinator.group)
                 raise Dismissed(self._coordinator.inbox.draining or "this worker was drained")
             case line_messages.JobDone(step):
@@ -276,7 +288,7 @@ class TrainingLoop:
                 self._come_back()
             case line_messages.Runs(_, members):
                 self._meeting_wait.line_runs(members)
-            case line_messages.Tried(members, troubles):
+            case line_messages.ReachResult(members, troubles):
                 self._meeting_wait.tried(members, troubles)
             case line_messages.Waits(reason):
                 self._meeting_wait.waits_for(reason)
@@ -296,9 +308,9 @@ class TrainingLoop:
         self._meeting_wait.view_came()
         if view.lost and view.lost != self._told_lost:
             self._told_lost = view.lost
-            _log.warning("job %r: %s", self._coordinator.job, view.lost)
+            tell_once(_log, f"job {self._coordinator.job!r}: {view.lost}")
         if isinstance(order, Meet) and view.base is not None:  # the others wait for this member in their first step
-            self._end_generation(f"holds the state {self._member.held}, and was to begin with {view.base}")
+            self._end_generation(f"holds the state {self._member.held}, but should begin with {view.base}")
         self._do(order)
         if self._member.phase is Phase.READY:
             self._recovery.train_on(self._member.shares[0])
@@ -310,19 +322,24 @@ class TrainingLoop:
             self._coordinator.group.confirm_same_state()
             if not view.newcomers and not self._compare_blocks():
                 return
+            if self._recovery.read_a_checkpoint or view.base == self._saver.loaded:
+                self._say_resumed(view.base)
             if view.rank in view.newcomers or self._recovery.read_a_checkpoint:
                 self._committed, self._recovery.read_a_checkpoint = view.base.step, False
             if view.rank in view.newcomers:
                 self._blocks.forget()
                 self._overtaken = True  # no newcomer is admitted while members are in a block
-            _log.info(
-                "generation %d goes on from step %d with %d members",
-                view.generation,
-                view.base.step,
-                len(view.mesh.peers),
-            )
+            members = f"{world} member{'s'[: world != 1]}"
+            _log.info("generation %d continues from step %d with %s", view.generation, view.base.step, members)
             for hear in self.on_view:
                 hear()
+
+    def _say_resumed(self, base: Tag) -> None:
+        """Says that the members go on from a checkpoint."""
+        text = f"job {self._coordinator.job!r} resumed from step {base.step} of checkpoint {self._saver.where(base)}"
+        over = f", the last of {self._total}: nothing is left to train" if base.step >= self._total else ""
+        tell_once(_log, text + over, level=logging.INFO)
+        self._saver.loaded = None
 
     def _end_generation(self, why: str) -> None:
         """Tells the others that this member takes no part in the generation; `why` completes "rank 2 (host-b) ..."."""
@@ -356,6 +373,7 @@ class TrainingLoop:
 
     def _say(self, meet: Meet) -> None:
         """Sends a meet, and offers the state to others, since it does not change while this member waits."""
+        self._counters.stopped()
         if meet.stored and (latest := self._saver.latest()) > (meet.tag or latest):
             self._member.found(latest)  # others have written a newer one
             meet = replace(meet, tag=latest)
@@ -370,15 +388,24 @@ class TrainingLoop:
         if self._member.generation:  # a candidate took no part in it
             self._tell_committed(step)
         if self._state.step < step or self._member.held is None:
-            raise Dismissed(f"job {self._coordinator.job!r} is done: its last step was {step}")
+            raise self._dismissed(step)
         if step < self._total:
             raise StepOrderError(
-                f"job {self._coordinator.job!r} is done: its last step was {step}, and {self._total} are asked for; "
-                f"to train on: paceline restart {self._coordinator.job}, or another name for the job"
+                f"job {self._coordinator.job!r} is done: its last step was {step}, but {self._total} steps are "
+                f"asked for. To train on, run `paceline restart {self._coordinator.job}`, or give the job another name"
             )
         if not self._coordinator.group.mesh.peers:  # this worker joined after the end, and has no rank to go on with
-            raise Dismissed(f"job {self._coordinator.job!r} is done: its last step was {step}")
+            raise self._dismissed(step)
         self.done = True
+
+    def _dismissed(self, step: int) -> Dismissed:
+        """Returns the end of a worker that comes when the job is done, and says so: its exit code is 0."""
+        job, latest = self._coordinator.job, self._saver.latest()
+        text = f"job {job!r} is done (step {step}); `paceline restart {job}` starts it anew"
+        if latest > Tag(0, 0):  # which may be the last one: then there is nothing to train
+            text = f"{text}, from step {latest.step} of checkpoint {self._saver.where(latest)}"
+        tell_once(_log, text)
+        return Dismissed(text)
 
     # Around a step ----------------------------------------------------------------------------------------------------
 

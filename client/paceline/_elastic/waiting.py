@@ -1,4 +1,4 @@
-"""What a member does while it waits for the coordinator: the actions that are triggered by time, not by a message.
+"""The actions of a member that waits for the coordinator: those that time triggers, not a message.
 
 A candidate tests whether it and the members of the running generation can connect. A member that wants to leave says
 so. A member that stopped for a planned meeting, and hears nothing because the coordinator is away, goes on with its
@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from paceline._elastic.coordination import JobCoordinator
 from paceline._links.base import Peer
 from paceline._links.fault import Suspicion
+from paceline._session.launcher_pipe import tell_once
 from paceline._session.line_messages import JobDone, LineMessage, Lost, News
 from paceline._wait import SLICE
 from paceline.errors import Dismissed
@@ -85,7 +86,7 @@ class MeetingWait:
         if self._reach is not None and self._reach.is_alone:
             self._come_in()
 
-    def look_around(self) -> None:
+    def poll(self) -> None:
         """Carries out what is due now.
 
         Raises:
@@ -104,7 +105,7 @@ class MeetingWait:
         reason = self._waits_for or "the coordinator has not answered yet"
         if now - self._said_at > _PATIENT_S and (reason != self._told or now > self._tell_at):
             self._told, self._tell_at = reason, now + _AGAIN_S
-            _log.warning("%s; for %.0f s now", reason, now - self._waits_since)
+            tell_once(_log, f"{reason}; for {now - self._waits_since:.0f} s now", key=reason)
         self._away_since = None if inbox.connected else self._away_since or now
         if self.planned and not self._coordinator.group.mesh.fault.failed:
             self._watch_planned_meeting(now, reason)
@@ -118,7 +119,7 @@ class MeetingWait:
             return
         away = self._away_since is not None and now - self._away_since > config.failure_timeout
         if away and self._member.may_go_on:
-            _log.warning("the coordinator is away: generation %d goes on", self._member.generation)
+            tell_once(_log, f"the coordinator is away: generation {self._member.generation} continues")
             self.planned, self._member.leaving = False, False
             self.went_on = True
             self._coordinator.go_on()
@@ -137,7 +138,7 @@ class MeetingWait:
             self._come_in()
             return
         pause = self._reach.failed(time.monotonic())
-        _log.warning("cannot come in, trying again in %.0f s: %s", pause, "; ".join(troubles))
+        _log.warning("cannot join the other members, trying again in %.0f s: %s", pause, "; ".join(troubles))
 
     def _come_in(self) -> None:
         self._reach = None
@@ -160,7 +161,7 @@ def await_finish(coordinator: JobCoordinator) -> LineMessage | None:
             break
         if message is not None and not isinstance(message, News):
             return message
-    _log.warning("the coordinator did not confirm that the job is done: a worker that comes later may wait for it")
+    tell_once(_log, "the coordinator did not confirm that the job is done: a worker that joins later may wait for that")
     return None
 
 

@@ -16,7 +16,7 @@ from paceline._collectives import blame
 from paceline._collectives.compressed_tasks import all_reduce_compressed_task
 from paceline._collectives.gather_tasks import all_gather_task, all_to_all_task, gather_task
 from paceline._collectives.objects import decode_object, encode_object
-from paceline._collectives.tasks import broadcast_task, reduce_task, reducing_task, scatter_task
+from paceline._collectives.tasks import broadcast_task, check_terms, reduce_task, reducing_task, scatter_task
 from paceline._collectives.trees import Fusion
 from paceline._group.group_core import GroupCore, labelled
 from paceline._work import Work
@@ -77,13 +77,14 @@ class _AllToAll(_Options, total=False):
 class Collectives(GroupCore):
     """The collectives of a `Group`.
 
-    `op` is sum, mean, prod, min, max, band, bor or bxor. Integers keep their type. A mean is the sum divided once by
-    W; it overflows only where the mean itself does, and rounds values near the smallest normal number of the dtype.
-    Every rank that gets an element gets the same bits.
+    `op` is sum, mean, prod, min, max, band, bor or bxor; torch's name avg is another name of mean. Integers keep their
+    type, and have no mean. A mean is the sum divided once by W; it overflows only where the mean itself does, and
+    rounds values near the smallest normal number of the dtype. Every rank that gets an element gets the same bits.
 
     `order="rank"` sums in rank order, ((x_0 + x_1) + x_2) + ..., whatever the size: the bits depend only on the ranks'
-    values. float16 and bfloat16 are then added up in float32 and rounded once. With "fastest" the schedule decides the
-    order, which is the same for the same size and world.
+    values. float16 and bfloat16 are then added up in float32 and rounded once. `order="tree"` does the same, but in
+    a binary tree over the ranks, as `all_reduce_parts` does over parts. With "fastest" the schedule decides the order,
+    which is the same for the same size and world.
     """
 
     @overload
@@ -110,8 +111,8 @@ class Collectives(GroupCore):
 
         Args:
             x: this rank's array, any shape; dtype and shape must agree.
-            op: sum, mean, prod, min, max, band, bor or bxor.
-            order: "fastest" or "rank".
+            op: sum, mean (or avg), prod, min, max, band, bor or bxor.
+            order: "fastest", "rank" or "tree".
             out: receives the result; may be `x`.
             label: a word on which all ranks must agree. It tells operations of one size apart, also in errors and
                 records.
@@ -133,6 +134,56 @@ class Collectives(GroupCore):
         return self._issue(
             lambda bound: reducing_task(
                 bound.engine, "all_reduce", array, op, out, self.choose, order, labelled(label), divisor
+            ),
+            timeout,
+            async_op,
+        )
+
+    def all_reduce_parts(
+        self,
+        terms: Sequence[Array],
+        *,
+        parts: int,
+        out: Array,
+        label: str = "",
+        divisor: Callable[[], float] | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Array | Work[Array]:
+        """Sums the parts of a step in one fixed binary tree, so that the bits do not depend on the world.
+
+        Rank r has the parts from r V // W to (r + 1) V // W - 1, and gives the sums of the greatest subtrees within
+        this range: one if V / W is a power of two, at most 2 log2 V otherwise.
+
+        Args:
+            terms: these sums, from left to right: contiguous arrays of float32 or float64, of one shape. Dtype and
+                shape must agree.
+            parts: V, at least W; must agree.
+            out: receives the result; may be the last of `terms`.
+            label: as for `all_reduce`.
+            divisor: likewise.
+            timeout: seconds.
+            async_op: return a `Work`.
+
+        Raises:
+            UnsupportedOp: there are fewer parts than ranks, or not the terms of this rank's range, or another dtype.
+            SizeMismatch: the terms or `out` differ in shape.
+            PacelineError: the generation has failed; see `paceline.errors` for how.
+        """
+        arrays = check_terms(terms, self.rank, self.size, parts)
+        return self._issue(
+            lambda bound: reducing_task(
+                bound.engine,
+                "all_reduce",
+                arrays[-1],
+                "sum",
+                out,
+                self.choose,
+                "tree",
+                labelled(label),
+                divisor,
+                terms=arrays,
+                parts=parts,
             ),
             timeout,
             async_op,
@@ -163,7 +214,7 @@ class Collectives(GroupCore):
             x: this rank's array, any shape; dtype and shape must agree.
             op: as for `all_reduce`.
             root: rank of the root; must agree.
-            order: "fastest" or "rank".
+            order: "fastest", "rank" or "tree".
             out: receives the result at the root; may be `x`.
             timeout: seconds.
             async_op: return a `Work`.
@@ -206,7 +257,7 @@ class Collectives(GroupCore):
         Args:
             x: this rank's array, shape [W * m, ...]; dtype and shape must agree.
             op: as for `all_reduce`.
-            order: "fastest" or "rank".
+            order: "fastest", "rank" or "tree".
             out: receives the result, shape [m, ...].
             label: as for `all_reduce`.
             divisor: as for `all_reduce`.
@@ -224,6 +275,52 @@ class Collectives(GroupCore):
         return self._issue(
             lambda bound: reducing_task(
                 bound.engine, "reduce_scatter", array, op, out, self.choose, order, labelled(label), divisor
+            ),
+            timeout,
+            async_op,
+        )
+
+    def reduce_scatter_parts(
+        self,
+        terms: Sequence[Array],
+        *,
+        parts: int,
+        label: str = "",
+        divisor: Callable[[], float] | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Array | Work[Array]:
+        """Sums the parts of a step as `all_reduce_parts` does; rank r gets the r-th of W equal parts of axis 0.
+
+        Args:
+            terms: as for `all_reduce_parts`; each has shape [W * m, ...].
+            parts: likewise.
+            label: as for `all_reduce`.
+            divisor: likewise.
+            timeout: seconds.
+            async_op: return a `Work`.
+
+        Returns:
+            An array of shape [m, ...].
+
+        Raises:
+            SizeMismatch: the terms differ in shape, or axis 0 has no W equal parts.
+            UnsupportedOp, PacelineError: as for `all_reduce_parts`.
+        """
+        arrays = check_terms(terms, self.rank, self.size, parts)
+        return self._issue(
+            lambda bound: reducing_task(
+                bound.engine,
+                "reduce_scatter",
+                arrays[-1],
+                "sum",
+                None,
+                self.choose,
+                "tree",
+                labelled(label),
+                divisor,
+                arrays,
+                parts,
             ),
             timeout,
             async_op,
@@ -288,7 +385,7 @@ class Collectives(GroupCore):
             x: this rank's array, float32 or float64, any shape; dtype and shape must agree. Values beyond float32's
                 range become infinite.
             codec: "bf16", "int8" or a codec; must agree.
-            op: sum or mean.
+            op: sum or mean (or avg).
             exact: number of elements at the end of `x`, in C order, that are not compressed; must agree. Every rank
                 sends them to every other, so there should be few.
             memory: kept for the next call with this array: memory for bytes and, with `feedback`, rounding errors,

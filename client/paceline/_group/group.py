@@ -13,8 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline._arrays import Array, as_array, check_writable, native
+from paceline._collectives.carried_tasks import carried_task
 from paceline._collectives.choose import choose as choose_by_rules
 from paceline._collectives.tasks import Chooser
+from paceline._counters import MemberCounters
+from paceline._engines.catalogue import make_engine
+from paceline._engines.data_engine import MAX_CONTACT_BYTES, DataEngine, EngineFailed, EngineTimeout
 from paceline._group.collective_calls import Collectives
 from paceline._group.group_core import Binding
 from paceline._links.base import MAX_GROUP_NAME, Mesh, Peer
@@ -22,7 +26,14 @@ from paceline._links.submesh import SubMesh
 from paceline._recorder import FlightRecorder
 from paceline._signature import Signature
 from paceline.config import Config
-from paceline.errors import InvalidRank, InvalidWorldSize, LimitExceeded, UnsupportedOp
+from paceline.errors import (
+    InvalidRank,
+    InvalidWorldSize,
+    LimitExceeded,
+    LinkUnavailable,
+    SettingsMismatch,
+    UnsupportedOp,
+)
 
 __all__ = ["Group"]
 
@@ -54,10 +65,12 @@ class Group(Collectives):
         name: name of a part of a view; "" for the view.
         label: text on which the members of a part must agree, for signatures.
         recorder: remembers operations; if None, the group makes its own.
+        counters: counts what this member does; if None, the group makes its own.
 
     Attributes:
         choose: picks schedules; may be set, to the same on all ranks, while no collective is under way.
         recorder: the last 1,000 operations of this member, in this group and its parts.
+        counters: what this member has counted, in this group and its parts.
         on_abort: called with the error when the generation has failed, in the thread that raises it.
         parent: the group that this one is a part of; None for the view.
     """
@@ -71,13 +84,100 @@ class Group(Collectives):
         name: str = "",
         label: str = "",
         recorder: FlightRecorder | None = None,
+        counters: MemberCounters | None = None,
     ) -> None:
-        super().__init__(mesh, config, choose=choose, name=name, label=label, recorder=recorder)
+        super().__init__(mesh, config, choose=choose, name=name, label=label, recorder=recorder, counters=counters)
         self.parent: Group | None = None
         self._rule: Rule | None = None
         self._name = name  # unique within the parent
         self._parts: set[Group] = set()  # those that are not closed
         self._splits = 0
+
+    def open_engine(self) -> DataEngine | None:
+        """Begins to open the engine of this generation, if it is not open; a collective then, else nothing is sent.
+
+        Returns:
+            The engine; None if links carry gradients, or there is no other member.
+
+        Raises:
+            LinkUnavailable: the engine's package is missing, or it cannot be opened; the text says why.
+            UnsupportedOp: the engine does not give all ranks the same bits.
+            LimitExceeded: a member's contact is too long.
+            SettingsMismatch: members name different engines.
+            PacelineError: the generation has failed.
+        """
+        bound = self._enter()
+        if bound.carrier is not None or self.engine_name == "links" or self.size == 1:
+            return bound.carrier
+        if bound.mesh.encrypted:
+            text = f"the engine {self.engine_name!r} does not encrypt, and the job uses TLS: name no engine"
+            raise LinkUnavailable(text)
+        engine = make_engine(self.engine_name)
+        if not engine.traits.same_bits:
+            raise UnsupportedOp(f"the engine {engine.name!r}: training needs the same bits at all ranks (I5)")
+        engine.open(self.rank, self.members)
+        bound.mesh.fault.on_failure(engine.abort)
+        bound.carrier = engine
+        try:
+            mine = engine.contact(monotonic() + self._config.call_timeout)
+        except (EngineFailed, EngineTimeout) as error:
+            bound.mesh.fault.check()
+            raise LinkUnavailable(f"the engine {engine.name!r} did not open: {error}") from error
+        told = self.all_gather_object([engine.name, mine])
+        names, contacts = zip(*told, strict=True)
+        if odd := tuple(rank for rank, name in enumerate(names) if name != names[0]):
+            text = f"{self.members[odd[0]]} names the engine {names[odd[0]]!r}, and {self.members[0]} {names[0]!r}"
+            raise SettingsMismatch(text, ranks=tuple(self.members[rank].rank for rank in odd))
+        for member, contact in zip(self.members, contacts, strict=True):
+            if not isinstance(contact, bytes) or len(contact) > MAX_CONTACT_BYTES:
+                text = f"{member} tells no contact of the engine {engine.name!r}: bytes, at most {MAX_CONTACT_BYTES}"
+                raise LimitExceeded(text, ranks=(member.rank,))
+        engine.connect(contacts)
+        return engine
+
+    def check_renewable(self) -> None:
+        """Checks that there may be another generation.
+
+        Raises:
+            PacelineError: this generation has failed, and its engine cannot be opened again (`DataEngine.reopens`).
+        """
+        bound = self._bound
+        if bound.mesh.fault.failed and bound.carrier is not None and not bound.carrier.reopens():
+            raise bound.mesh.fault.error()
+
+    def all_reduce_carried(
+        self,
+        x: Any,
+        tail: Array,
+        *,
+        divisor: Callable[[], float] | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Sums two arrays over all ranks in place: a large one by the engine, after a small one over links.
+
+        Args:
+            x: the large one, shape [N], contiguous, of a dtype that the engine can sum: an array, or an `OnDevice`.
+            tail: the small one, shape [M], contiguous.
+            divisor: as for `all_reduce`, for `x`; only if `x` lies on the CPU.
+            timeout: seconds.
+            async_op: return a `Work`.
+
+        Returns:
+            `x`.
+
+        Raises:
+            PacelineError: as `open_engine` and `all_reduce`.
+        """
+        engine = self.open_engine()
+        assert engine is not None, "no engine carries the gradients of this group"
+        return self._issue(
+            lambda bound: carried_task(
+                bound.engine, engine, x, tail, self.choose, divisor, self._config.failure_timeout
+            ),
+            timeout,
+            async_op,
+        )
 
     def send(self, x: npt.ArrayLike, dst: int, *, tag: int = 0, timeout: float | None = None) -> None:
         """Sends an array to a rank, also to itself; returns when `x` may be changed, perhaps before it is received.
@@ -137,7 +237,7 @@ class Group(Collectives):
     @contextmanager
     def _recorded(self, bound: Binding, signature: Signature) -> Iterator[None]:
         """Records a message; unlike a collective, a message has no number that all ranks share."""
-        entry = self.recorder.issue(bound.name, 0, signature.encode(), bound.mesh.generation)
+        entry = self.recorder.issue(bound.name, 0, signature.encode(), bound.mesh.generation, bound.first_rank)
         entry.begin()
         try:
             yield
@@ -251,6 +351,7 @@ class Group(Collectives):
         Lasting parts move too; all other parts become stale.
         """
         plan = self._plan(mesh)  # first, because a rule may raise, and then nothing must have moved
+        self.counters.generation_ended(self.mesh.sent_bytes)
         for group in [self, *(group for group, *_ in plan)]:
             for part in list(group._parts):
                 if part._rule is None:
@@ -258,7 +359,7 @@ class Group(Collectives):
         for group, its_mesh, label in [(self, mesh, self._label), *plan]:
             group._bound.abandon()
             group._label = label
-            group._bound = Binding(its_mesh, group._bound.name, label, self.recorder)
+            group._bound = Binding(its_mesh, group._bound.name, label, self.recorder, self.counters)
 
     def _plan(self, mesh: Mesh) -> list[tuple[Group, Mesh, str]]:
         """Returns the lasting parts, with their links and labels in the generation of a mesh."""
@@ -284,7 +385,15 @@ class Group(Collectives):
         full = f"{bound.name}/{name}" if bound.name else name
         if len(full) > MAX_GROUP_NAME:
             raise LimitExceeded(f"too many nested groups: their names together may have {MAX_GROUP_NAME} bytes")
-        part = Group(mesh, self._config, choose=self.choose, name=full, label=label, recorder=self.recorder)
+        part = Group(
+            mesh,
+            self._config,
+            choose=self.choose,
+            name=full,
+            label=label,
+            recorder=self.recorder,
+            counters=self.counters,
+        )
         part.parent = self
         part._name = name
         part.on_abort = self.on_abort

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
 from typing import Any, Literal, Protocol, TypeVar, overload
@@ -18,13 +20,15 @@ from paceline._collectives.choose import choose as choose_by_rules
 from paceline._collectives.engine import CollectiveCall, Engine
 from paceline._collectives.mailbox import Mailbox
 from paceline._collectives.tasks import Chooser, Task, barrier_task
+from paceline._counters import MemberCounters
+from paceline._engines.data_engine import DataEngine
 from paceline._links.base import Mesh, Peer
 from paceline._recorder import FlightRecorder
 from paceline._work import Lane, Progress, Work
 from paceline.config import Config, checked_timeout
 from paceline.errors import ConcurrentUse, InvalidRank, PacelineError, StaleGeneration, StepOrderError, UnsupportedOp
 
-__all__ = ["Binding", "GroupCore", "PIGGYBACK_SIZE", "Piggyback", "labelled"]
+__all__ = ["Binding", "GroupCore", "PIGGYBACK_SIZE", "PartRecord", "PartTurn", "Piggyback", "labelled"]
 
 PIGGYBACK_SIZE = 25
 """Most numbers in a piggyback."""
@@ -38,23 +42,30 @@ class Binding:
         name: the group's name; "" for the whole view.
         label: text on which its members must agree, for signatures.
         recorder: remembers operations.
+        counters: counts what this member does.
 
     Attributes:
         mesh: as given.
         name: as given.
+        first_rank: the lowest rank in the view among the members.
         engine: runs collectives.
         lane: keeps collectives in order.
         stale: True once the group has moved on to another generation.
         parts: how many parts have been made, by name.
+        carrier: the engine that carries gradients; None until it is opened, or if links carry them.
     """
 
-    def __init__(self, mesh: Mesh, name: str, label: str, recorder: FlightRecorder) -> None:
+    def __init__(self, mesh: Mesh, name: str, label: str, recorder: FlightRecorder, counters: MemberCounters) -> None:
         self.mesh = mesh
         self.name = name
+        ranks = tuple(peer.rank for peer in mesh.peers)
+        self.first_rank = min(ranks, default=0)
+        recorder.know_group(name, ranks)
         self.engine = Engine(mesh, partial(recorder.find, mesh.generation, name), label)
-        self.lane = Lane(self.engine.abort, exclusive=mesh.size > 1)
+        self.lane = Lane(self.engine.abort, exclusive=mesh.size > 1, counters=counters)
         self.stale = False
         self.parts: Counter[str] = Counter()
+        self.carrier: DataEngine | None = None
         self._lock = threading.Lock()
         self._mailbox: Mailbox | None = None
 
@@ -69,6 +80,9 @@ class Binding:
     def end_lane(self, deadline: float) -> None:
         """Ends running operations; the caller closes the links. Idempotent."""
         self.lane.close(deadline)
+        if self.carrier is not None:
+            self.mesh.fault.forget(self.carrier.abort)
+            self.carrier.close(deadline)
         if self._mailbox is not None:
             self._mailbox.close()
 
@@ -92,7 +106,9 @@ class _OwnerState:
         piggyback: numbers that wait to be sent in the next bucket of gradients.
         piggyback_taken_in: the last generation in which a reducer asked for a piggyback.
         most: the most members that a generation may have; None if all generations have as many as this one.
-        share: weight of this member's gradients relative to the others'.
+        gradient_weight: weight of this member's gradients relative to the others'.
+        parts: V if the present step has parts, else 0.
+        part: the part of the step that this member computes now; None if there is none.
     """
 
     def __init__(self) -> None:
@@ -102,6 +118,67 @@ class _OwnerState:
         self.piggyback_taken_in = 0
         self.most: int | None = None
         self.gradient_weight = 1.0
+        self.parts = 0
+        self.part: PartTurn | None = None
+
+
+@dataclass(slots=True)
+class PartRecord:
+    """Records what wrappers have done with the parts of one step.
+
+    Attributes:
+        waiting: ids of the wrappers that hold gradients of some of the rank's parts, but not of all.
+        summed: True once a wrapper has summed the parts of all ranks.
+        updated: ids of the optimizers that have run since then.
+        begun: True once a wrapper computes the parts: from then on ranks may be at different parts of the step.
+        in_wrapper: True while a wrapper calls collectives, which alone may do so in a part.
+        digested: the part whose gradients are digested, because several ranks compute it; None if there is none.
+        digests: SHA-256 of its gradients of each wrapper in turn; of the turn that only checks, if that is True.
+    """
+
+    waiting: set[int] = field(default_factory=set)
+    summed: bool = False
+    updated: set[int] = field(default_factory=set)
+    begun: bool = False
+    in_wrapper: bool = False
+    digested: int | None = None
+    digests: dict[bool, Any] = field(default_factory=lambda: {True: hashlib.sha256(), False: hashlib.sha256()})
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PartTurn:
+    """One turn of a member at one part of a step; each turn is an object of its own.
+
+    Attributes:
+        number: the part, v.
+        parts: V.
+        first: the first part of this member.
+        end: the part after its last one.
+        record: what wrappers do with the parts of the step.
+        is_check: True if the part is another rank's, and only computed to compare its gradients.
+    """
+
+    number: int
+    parts: int
+    first: int
+    end: int
+    record: PartRecord = field(default_factory=PartRecord)
+    is_check: bool = False
+
+    @property
+    def is_first(self) -> bool:
+        """True if it is the first part of this member that counts."""
+        return self.number == self.first and not self.is_check
+
+    @property
+    def is_last(self) -> bool:
+        """True if it is the last part of this member that counts."""
+        return self.number == self.end - 1 and not self.is_check
+
+    @property
+    def is_digested(self) -> bool:
+        """True if its gradients are digested, to be compared with those that other ranks compute."""
+        return self.is_check or self.record.digested == self.number
 
 
 class Piggyback(Protocol):
@@ -129,6 +206,7 @@ class GroupCore:
         name: str = "",
         label: str = "",
         recorder: FlightRecorder | None = None,
+        counters: MemberCounters | None = None,
     ) -> None:
         self._config = config
         self._step_timeout = checked_timeout(config.step_timeout)
@@ -138,7 +216,19 @@ class GroupCore:
         self.recorder = recorder if recorder is not None else FlightRecorder()
         self.on_abort: Callable[[BaseException], None] | None = None
         self._owner = _OwnerState()
-        self._bound = Binding(mesh, name, label, self.recorder)
+        self.counters = counters if counters is not None else MemberCounters()
+        self._bound = Binding(mesh, name, label, self.recorder, self.counters)
+
+    def __repr__(self) -> str:
+        bound = getattr(self, "_bound", None)  # None while the group is being made
+        if bound is None or not bound.mesh.size:
+            return "<Group in no view>"
+        mesh, part = bound.mesh, ""
+        if bound.name:
+            first = ", ".join(str(peer.rank) for peer in mesh.peers[:8])
+            part = f" (ranks {first}{', ...' if mesh.size > 8 else ''} of the view)"
+        stale = ", stale" if bound.stale else ""
+        return f"<Group rank {mesh.rank} of {mesh.size}{part}, generation {mesh.generation}{stale}>"
 
     @property
     def rank(self) -> int:
@@ -220,6 +310,11 @@ class GroupCore:
         return piggyback
 
     @property
+    def engine_name(self) -> str:
+        """The carrier of the gradients of wrappers: "links", or the name of an engine (`Config.engine`)."""
+        return self._config.engine
+
+    @property
     def gradient_weight(self) -> float:
         """Weight of this member's gradients relative to the others': its share of a step's samples, else 1."""
         return self._owner.gradient_weight
@@ -227,6 +322,20 @@ class GroupCore:
     def set_gradient_weight(self, weight: float) -> None:
         """Sets the weight of this member's gradients from now on. For the group's owner."""
         self._owner.gradient_weight = weight
+
+    @property
+    def parts(self) -> int:
+        """V if the present step has parts (`Step.parts`), else 0."""
+        return self._owner.parts
+
+    @property
+    def part(self) -> PartTurn | None:
+        """The part of the step that this member computes now; None outside of parts."""
+        return self._owner.part
+
+    def set_part(self, parts: int, turn: PartTurn | None = None) -> None:
+        """Tells wrappers that the step has parts (0: none), and which of them begins. For the group's owner."""
+        self._owner.parts, self._owner.part = parts, turn
 
     def ban_collectives(self, reason: str) -> None:
         """Refuses every collective of the group and its parts, until called with an empty reason. For the owner."""
@@ -298,10 +407,15 @@ class GroupCore:
         """
         bound = self._bound
         if bound.stale:
-            text = f"this group was made for generation {bound.mesh.generation}, which is over; make it again"
+            text = f"this group was made for generation {bound.mesh.generation}, which is over; make a new one"
             raise StaleGeneration(text, generation=bound.mesh.generation)
         if self._owner.ban_reason and calls:
             raise StepOrderError(self._owner.ban_reason)
+        if (turn := self._owner.part) is not None and calls and not turn.record.in_wrapper:
+            raise StepOrderError(
+                f"a collective in part {turn.number} of a step: ranks have different numbers of parts, so they would "
+                "not call it equally often. Call it after the loop over step.parts"
+            )
         try:
             bound.mesh.fault.check()
         except PacelineError as error:
@@ -330,7 +444,7 @@ class GroupCore:
         deadline = self._deadline(timeout, started)
 
         def begin(operation: int) -> Callable[[], T]:
-            entry = self.recorder.issue(bound.name, operation, task.signature, bound.mesh.generation)
+            entry = self.recorder.issue(bound.name, operation, task.signature, bound.mesh.generation, bound.first_rank)
 
             def run() -> T:
                 entry.begin()

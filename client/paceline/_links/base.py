@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import abc
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -250,6 +250,16 @@ class Mesh(abc.ABC):
     @abc.abstractmethod
     def bytes_sent(self) -> int:
         """Bytes that this member has handed to its links so far."""
+
+    @property
+    def sent_bytes(self) -> Mapping[str, int]:
+        """The same by kind of link; empty if the kinds are not known."""
+        return {}
+
+    @property
+    def encrypted(self) -> bool:
+        """True if the links between hosts use TLS."""
+        return False
 
     @property
     def size(self) -> int:

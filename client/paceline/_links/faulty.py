@@ -10,7 +10,7 @@ It works over every kind of link.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -66,9 +66,19 @@ class FaultyMesh(Mesh):
         return self.inner.neighbours
 
     @property
+    def encrypted(self) -> bool:
+        """As in the inner mesh (`Mesh.encrypted`)."""
+        return self.inner.encrypted
+
+    @property
     def bytes_sent(self) -> int:
         """Bytes that the inner mesh has sent (`Mesh.bytes_sent`)."""
         return self.inner.bytes_sent
+
+    @property
+    def sent_bytes(self) -> Mapping[str, int]:
+        """Bytes that the inner mesh has sent (`Mesh.sent_bytes`)."""
+        return self.inner.sent_bytes
 
     def close(self, deadline: float) -> None:
         """Closes every link (`Mesh.close`)."""

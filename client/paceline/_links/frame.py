@@ -153,14 +153,14 @@ def decode(data: bytes) -> Frame:
     t6, b0, b1, b2, b3, b4 = _TAIL.unpack_from(data, _HEAD.size + words)
     size = b0 & 0x7F | (b1 & 0x7F) << 7 | (b2 & 0x7F) << 14 | (b3 & 0x7F) << 21 | b4 << 28
     if start + size != end:
-        raise FrameDamaged("the length of the payload does not add up")
+        raise FrameDamaged("the length of the payload does not match that of the frame")
     t7, told = _END.unpack_from(data, end)
     payload = memoryview(data)[start:end]
     if zlib.crc32(data[end : end + 1], checksum(payload, zlib.crc32(data[:start]))) != told:
         raise FrameDamaged(f"the checksum of a frame of {len(data)} bytes is wrong")
     tags = (_KIND, _GENERATION, _OPERATION, _PART, _SIGNATURE, _PAYLOAD, _CHECKSUM)
     if (t1, t2, t3, t4, t5, t6, t7) != tags or low < 0x80 or high > 0x7F or min(b0, b1, b2, b3) < 0x80 or b4 > 0x7F:
-        raise FrameError("the header is not that of a frame")
+        raise FrameError("the header does not belong to a frame")
     if kind not in _KINDS:
         raise FrameError(f"unknown kind of frame {kind}")
     return Frame(FrameKind(kind), generation, operation, part, data[_HEAD.size : _HEAD.size + words], payload)

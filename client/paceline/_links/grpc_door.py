@@ -27,7 +27,7 @@ from paceline._links.grpc_kind import GrpcIncoming
 from paceline._links.grpc_knock import Knocks
 from paceline._links.grpc_methods import MAX_REQUEST_BYTES, Requests, refuse, shown
 from paceline._links.grpc_state import StateWindow
-from paceline._links.kind import TICKET_BYTES, TICKET_LIFETIME, HalfContext
+from paceline._links.kind import TICKET_BYTES, TICKET_LIFETIME, LinkContext
 from paceline._links.member_link import MemberLink
 from paceline._links.registry import LinkKinds
 from paceline.config import Config
@@ -221,18 +221,18 @@ class Door:
             text = f"member {shown(request.from_member)} is not in generation {mesh.generation}"
             await refuse(context, grpc.StatusCode.NOT_FOUND, ErrorReason.ERROR_REASON_NOT_FOUND, text)
         if int(request.purpose) not in Purpose.__members__.values():
-            text = "no purpose that a link can have"
+            text = "a link cannot have this purpose"
             await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
         link = None
         if len(request.group.encode()) <= MAX_GROUP_NAME:
             link = mesh.link_from(peer.rank, Purpose(request.purpose), request.group)
         if link is None:
-            text = "too many groups, or a name of one that is too long"
+            text = "too many groups, or the name of the group is too long"
             await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, ErrorReason.ERROR_REASON_LIMIT, text)
         ticket = secrets.token_bytes(TICKET_BYTES)
-        answer = self.kinds.expect(request, HalfContext(peer, mesh.node, mesh.neighbours, mesh.fault), ticket)
+        answer = self.kinds.expect(request, LinkContext(peer, mesh.node, mesh.neighbours, mesh.fault), ticket)
         if answer is None:
-            text = "no kind of link that both sides have"
+            text = "the two sides have no kind of link in common"
             await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
         self._intake.expect(ticket, mesh, peer, link)
         return answer
@@ -359,13 +359,13 @@ class Intake:
         if admission is None or half is None or admission.expires < time.monotonic() or self._closing.is_set():
             if half is not None:
                 half.close()
-            text = "frames need a fresh ticket from Hello, and what it was given for"
+            text = "Frames needs a fresh ticket from Hello, and a link that this ticket was issued for"
             await refuse(context, grpc.StatusCode.UNAUTHENTICATED, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
         mesh, peer, link = admission.mesh, admission.peer, admission.link
         if not link.claim():  # two streams would mix up the order of frames, and a second half would hide the first
             half.close()
             _accuse(mesh.fault, peer, f"{peer} broke the protocol: it opened a link twice")
-            text = "a link has one stream for good"
+            text = "a link can have only one stream"
             await refuse(context, grpc.StatusCode.ALREADY_EXISTS, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
         link.receive_by(half)
         task = asyncio.current_task()
@@ -382,7 +382,7 @@ class Intake:
                     reason = ErrorReason.ERROR_REASON_STALE_GENERATION
                     await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, reason, text)
                 if whole and frame.kind is not FrameKind.ABORT:  # the peer's generation may fail while it leaves
-                    text = f"a frame of kind {frame.kind.name} came after the last"
+                    text = f"a frame of kind {frame.kind.name} came after the last frame"
                     _accuse(mesh.fault, peer, f"{peer} broke the protocol: {text}")
                     reason = ErrorReason.ERROR_REASON_BAD_REQUEST
                     await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, reason, text)
@@ -419,8 +419,8 @@ class Intake:
             mesh.peer_ended(peer.rank, LinkEnded(text))
             await refuse(context, grpc.StatusCode.DATA_LOSS, ErrorReason.ERROR_REASON_PEER_LOST, text)
         except FrameError as error:
-            _accuse(mesh.fault, peer, f"{peer} broke the protocol: it sent what is no frame: {error}")
-            text = f"no frame: {error}"
+            _accuse(mesh.fault, peer, f"{peer} broke the protocol: it sent something that is not a frame: {error}")
+            text = f"not a frame: {error}"
             await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
         except Exception as error:
             if is_exhausted(error):

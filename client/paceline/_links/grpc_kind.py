@@ -16,7 +16,7 @@ from collections.abc import Callable
 from paceline._links.base import LinkEnded, LinkTimeout
 from paceline._links.fault import Fault
 from paceline._links.frame import Frame, encode
-from paceline._links.kind import HalfContext, Incoming, Kind, Outgoing
+from paceline._links.kind import Incoming, Kind, LinkContext, Outgoing
 from paceline._links.outbox import Outbox
 from paceline._wait import SLICE
 from paceline.config import Config
@@ -198,23 +198,23 @@ class GrpcKind(Kind):
     def __init__(self, config: Config, credentials: Credentials) -> None:
         pass
 
-    def is_for(self, context: HalfContext) -> bool:
-        """See `Kind.is_for`."""
+    def offer(self, context: LinkContext, hello: peer_pb2.HelloRequest) -> bool:
+        """See `Kind.offer`."""
         return True
 
     def expect(
         self,
         hello: peer_pb2.HelloRequest,
-        context: HalfContext,
+        context: LinkContext,
         ticket: bytes,
-        came: Callable[[Incoming], None],
+        on_open: Callable[[Incoming], None],
     ) -> peer_pb2.HelloResponse:
         """See `Kind.expect`. The stream fills the half, so there is nothing more to open."""
-        came(GrpcIncoming(asyncio.get_running_loop(), context.fault))
+        on_open(GrpcIncoming(asyncio.get_running_loop(), context.fault))
         return peer_pb2.HelloResponse()
 
     async def open(
-        self, answer: peer_pb2.HelloResponse, context: HalfContext, stream: Outbox, timeout: float
+        self, answer: peer_pb2.HelloResponse, context: LinkContext, stream: Outbox, timeout: float
     ) -> Outgoing:
         """See `Kind.open`."""
         return GrpcOutgoing(stream, context.fault)

@@ -83,10 +83,10 @@ class Knocks:
         if not request.address:
             return peer_pb2.KnockResponse()
         if not _is_address(request.address):
-            text = f"{shown(request.address)} is no address of a door"
+            text = f"{shown(request.address)} is not the address of a door"
             await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
         if self._under_way >= MAX_AT_ONCE:
-            text = f"this worker knocks at {MAX_AT_ONCE} doors already"
+            text = f"this worker is knocking at {MAX_AT_ONCE} doors already"
             await refuse(context, grpc.StatusCode.UNAVAILABLE, ErrorReason.ERROR_REASON_LIMIT, text)
         seconds = _seconds_in_turn(context.time_remaining())
         self._under_way += 1
@@ -132,7 +132,7 @@ async def knock(channel: aio.Channel, job: str, to_member: str, own: Knocker, se
                 raise known from error
             raise error from None
         # It answers after all, but has not said whether it reaches the caller, if it was asked.
-        return f"it has not said within {seconds:.1f} s that it does" if own.address else ""
+        return f"it did not confirm within {seconds:.1f} s that it can" if own.address else ""
     return "".join(letter if letter.isprintable() else "?" for letter in answer.trouble[:MAX_TEXT])
 
 
@@ -157,5 +157,5 @@ def _words(error: aio.AioRpcError, seconds: float) -> str:
     if error.code() is grpc.StatusCode.NOT_FOUND:
         return "another worker answers there"
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-        return "what answers there is no worker of this version"
+        return "the process that answers there is not a worker of this version"
     return (error.details() or error.code().name)[:MAX_TEXT]

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -24,7 +25,7 @@ from paceline._grpc import EOF, aio, untyped
 from paceline._links.base import Link, LinkEnded, Mesh, Peer, Purpose
 from paceline._links.fault import Fault, Suspicion
 from paceline._links.frame import Frame, FrameKind, encode
-from paceline._links.kind import Breach
+from paceline._links.kind import ProtocolError
 from paceline._links.member_link import MemberLink
 from paceline._links.registry import LinkKinds, Openings
 from paceline._loop import LoopThread
@@ -101,7 +102,7 @@ class GrpcMesh(Mesh):
         self._lock = threading.Lock()
         self._links: dict[_Key, MemberLink] = {}
         self._closed_groups: set[str] = set()
-        self._sent_by_closed = 0
+        self._sent_by_closed: Counter[str] = Counter()
         self._dialled: set[MemberLink] = set()
         self._channels: dict[int, aio.Channel] = {}  # touched on the loop only
         self._tasks: set[asyncio.Task[None]] = set()  # touched on the loop only
@@ -148,7 +149,7 @@ class GrpcMesh(Mesh):
             for key in [key for key in self._links if key[2] == group]:
                 link = self._links.pop(key)
                 self._dialled.discard(link)
-                self._sent_by_closed += link.sent_bytes
+                self._sent_by_closed[link.kind] += link.sent_bytes
                 link.forget()
                 link.shut()
 
@@ -170,10 +171,24 @@ class GrpcMesh(Mesh):
         self._thread.run(self.end())
 
     @property
+    def encrypted(self) -> bool:
+        """True if members have certificates (`Mesh.encrypted`)."""
+        return self._credentials.ca is not None
+
+    @property
     def bytes_sent(self) -> int:
         """Bytes of frames sent so far, with their headers (`Mesh.bytes_sent`)."""
+        return sum(self.sent_bytes.values())
+
+    @property
+    def sent_bytes(self) -> dict[str, int]:
+        """The same by kind of link (`Mesh.sent_bytes`)."""
         with self._lock:
-            return self._sent_by_closed + sum(link.sent_bytes for link in self._links.values())
+            sums, links = self._sent_by_closed.copy(), list(self._links.values())
+        for link in links:
+            if size := link.sent_bytes:
+                sums[link.kind] += size
+        return sums
 
     def empty(self, shape: int | tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         """Returns an array that the links can lend (`Mesh.empty`)."""
@@ -338,13 +353,10 @@ async def _open(
 ) -> peer_pb2.HelloResponse:
     """Agrees with the peer's door on a kind and opens a half. Does not offer again a kind that cannot be opened."""
     while True:
-        del hello.offered[:]
-        for kind in openings.offers(link.peer):
-            hello.offered.append(kind.number)
-            kind.introduce(hello)
-        answer = await _knock(link, channel, hello, patience)
+        openings.offer(link.peer, hello)
+        answer = await _say_hello(link, channel, hello, patience)
         if answer.chosen not in hello.offered:
-            raise Breach(f"{link.peer} broke the protocol: it chose a kind of link that was not offered")
+            raise ProtocolError(f"{link.peer} broke the protocol: it chose a kind of link that was not offered")
         try:
             link.send_by(await openings.open(answer, link.peer, link.stream))
         except LinkUnavailable as error:
@@ -354,7 +366,7 @@ async def _open(
             return answer
 
 
-async def _knock(
+async def _say_hello(
     link: MemberLink, channel: aio.Channel, hello: peer_pb2.HelloRequest, patience: float
 ) -> peer_pb2.HelloResponse:
     """Says Hello until the door answers."""
@@ -373,7 +385,7 @@ async def _knock(
             refused = is_transient(error) and await is_refused(parse_endpoint(link.peer.address), _KNOCK)
             if refused or not is_transient(error) or waited > patience:
                 typed = error_from_status(error, f"{link.peer} at {link.peer.address}")
-                why = "its address refuses connections" if refused else f"its door stays shut: {typed}"
+                why = "its address refuses connections" if refused else f"its door does not open: {typed}"
                 raise LinkEnded(f"{link.peer}: {why} (tried {waited:.1f} s)") from error
         await asyncio.sleep(_RETRY)
 
@@ -392,7 +404,7 @@ async def _mind(link: MemberLink, patience: float) -> LinkEnded:
     while (stuck := link.stuck_for(time.monotonic())) <= patience:  # noqa: ASYNC110  the kernel does not notify
         await asyncio.sleep(patience / 6)
     ended = LinkEnded(
-        f"the {link.kind} link to {link.peer} is cut: its host has acknowledged nothing for {stuck:.1f} s"
+        f"the {link.kind} link to {link.peer} is cut: the host of that rank has acknowledged nothing for {stuck:.1f} s"
     )
     link.end_out(ended)
     return ended

@@ -123,7 +123,7 @@ class Requests:
             text = f"a {name} of {len(data)} bytes is above the limit of {MAX_REQUEST_BYTES}"
             await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, ErrorReason.ERROR_REASON_LIMIT, text)
         if not is_all:
-            text = f"a call has one {name}, no fewer and no more"
+            text = f"a call must have exactly one {name}"
             await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
         if self._key is not None and (trouble := self._key.check(name, data, _proof(context))):
             reason = ErrorReason.ERROR_REASON_UNAUTHENTICATED
@@ -132,14 +132,14 @@ class Requests:
         try:
             return request.FromString(data)
         except DecodeError:
-            text = f"the bytes of the request are no {name}"
+            text = f"the bytes of the request are not a {name}"
             await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
 
     async def _read(self, name: str, context: Any) -> tuple[bytes, bool]:
         """Returns the first message of a call, and whether it is the only one."""
         connection = context.peer()
         if self._reading.total() >= MAX_READING or self._reading[connection] >= MAX_READING_EACH:
-            text = "too many calls at one time whose request has not come"
+            text = "too many calls at one time are waiting for their request"
             await refuse(context, grpc.StatusCode.UNAVAILABLE, ErrorReason.ERROR_REASON_LIMIT, text)
         self._reading[connection] += 1
         # The read is not cancelled at the timeout, because grpc would leak a message that arrives at that moment. It
@@ -152,7 +152,7 @@ class Requests:
                 self._unhurried.add(limit)
                 await asyncio.wait((read,))
         except TimeoutError:
-            text = f"the {name} did not come, or not whole, in time"
+            text = f"the {name} did not arrive completely in time"
             await refuse(context, grpc.StatusCode.UNAVAILABLE, ErrorReason.ERROR_REASON_LIMIT, text)
         finally:
             self._unhurried.discard(limit)

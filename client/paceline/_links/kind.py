@@ -28,7 +28,16 @@ from paceline.config import Config
 from paceline.credentials import Credentials
 from pacelinepb.v1 import peer_pb2
 
-__all__ = ["TICKET_BYTES", "TICKET_LIFETIME", "Breach", "HalfContext", "Incoming", "Kind", "KindNumber", "Outgoing"]
+__all__ = [
+    "TICKET_BYTES",
+    "TICKET_LIFETIME",
+    "ProtocolError",
+    "LinkContext",
+    "Incoming",
+    "Kind",
+    "KindNumber",
+    "Outgoing",
+]
 
 TICKET_BYTES = 16
 """Length of a ticket, which is random and valid for one half (peer.proto)."""
@@ -40,7 +49,7 @@ KindNumber: TypeAlias = peer_pb2.LinkKind.ValueType
 """The number of a kind on the wire (peer.proto)."""
 
 
-class Breach(LinkEnded):
+class ProtocolError(LinkEnded):
     """The peer sent bytes that are no frame: it broke the protocol, and the link has ended."""
 
 
@@ -164,7 +173,7 @@ class Incoming(abc.ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class HalfContext:
+class LinkContext:
     """The facts that a kind knows about a half's link.
 
     Attributes:
@@ -208,20 +217,24 @@ class Kind(abc.ABC):
         return
 
     @abc.abstractmethod
-    def is_for(self, context: HalfContext) -> bool:
-        """Returns True if this worker may write a half of this kind to that peer, and so offers it to its door."""
+    def offer(self, context: LinkContext, hello: peer_pb2.HelloRequest) -> bool:
+        """Adds to a request what the callee has to know to expect a half of this kind.
 
-    def introduce(self, hello: peer_pb2.HelloRequest) -> None:
-        """Adds to a request that offers this kind what the callee has to know to expect a half."""
-        return
+        Args:
+            context: the link's context.
+            hello: the request to the peer's door.
+
+        Returns:
+            True if this worker can write a half of this kind to that peer, so that the request offers it.
+        """
 
     @abc.abstractmethod
     def expect(
         self,
         hello: peer_pb2.HelloRequest,
-        context: HalfContext,
+        context: LinkContext,
         ticket: bytes,
-        came: Callable[[Incoming], None],
+        on_open: Callable[[Incoming], None],
     ) -> peer_pb2.HelloResponse | None:
         """Expects a half that the caller opens with this ticket, within `TICKET_LIFETIME` seconds.
 
@@ -229,7 +242,7 @@ class Kind(abc.ABC):
             hello: the caller's request.
             context: the link's context.
             ticket: the ticket that the caller will show.
-            came: takes over the half when it has come; called once, on the loop.
+            on_open: takes over the half when it has come; called once, on the loop.
 
         Returns:
             What the caller has to know to open the half; None if the two cannot use this kind.
@@ -237,7 +250,7 @@ class Kind(abc.ABC):
 
     @abc.abstractmethod
     async def open(
-        self, answer: peer_pb2.HelloResponse, context: HalfContext, stream: Outbox, timeout: float
+        self, answer: peer_pb2.HelloResponse, context: LinkContext, stream: Outbox, timeout: float
     ) -> Outgoing:
         """Opens a half to a peer that expects it.
 

@@ -51,7 +51,7 @@ class Pipe:
         """Adds a frame. Waits for room until the deadline. The writer keeps the payload's memory if it is `lent`."""
         with self._lock:
             while self._end is None and len(self._frames) >= CAPACITY and not fault.failed:
-                self._wait(deadline, "the other side takes nothing in")
+                self._wait(deadline, "the other side received nothing")
             if self._end is None and not fault.failed:
                 self._frames.append((frame, lent))
                 self._lent += lent
@@ -63,7 +63,7 @@ class Pipe:
         """Waits until the reader has released all lent frames."""
         with self._lock:
             while self._lent and self._end is None and not fault.failed:
-                self._wait(deadline, "the other side still reads")
+                self._wait(deadline, "the other side did not finish reading")
             if not self._lent:
                 return
         raise self._error(fault)
@@ -248,6 +248,11 @@ class LocalMesh(Mesh):
         """Bytes of payload sent so far (`Mesh.bytes_sent`)."""
         with self._lock:
             return self._sent_by_closed + sum(link.bytes_sent for link in self._links.values())
+
+    @property
+    def sent_bytes(self) -> dict[str, int]:
+        """Bytes of payload sent so far (`Mesh.sent_bytes`); none in a world of one."""
+        return {"local": self.bytes_sent} if self.size > 1 else {}
 
     def close(self, deadline: float) -> None:
         """Closes the links to all peers, including links that were never used (`Mesh.close`)."""

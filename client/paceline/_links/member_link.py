@@ -17,7 +17,7 @@ from typing import Literal
 from paceline._links.base import Link, LinkEnded, LinkTimeout, Peer
 from paceline._links.fault import Fault, Suspicion
 from paceline._links.frame import Frame, FrameKind, encode
-from paceline._links.kind import Breach, Incoming, Outgoing
+from paceline._links.kind import Incoming, Outgoing, ProtocolError
 from paceline._links.outbox import Outbox
 from paceline._wait import SLICE, Latch
 from paceline.errors import PacelineError
@@ -111,7 +111,7 @@ class MemberLink(Link):
         self._receiving = True
         try:
             return self._incoming(deadline).recv(deadline, into)
-        except Breach as breach:
+        except ProtocolError as breach:
             raise self._broke_protocol(breach) from None
         finally:
             self._done_receiving()
@@ -121,7 +121,7 @@ class MemberLink(Link):
         self._receiving = True
         try:
             return self._incoming(deadline).await_mark(deadline)
-        except Breach as breach:
+        except ProtocolError as breach:
             raise self._broke_protocol(breach) from None
         finally:
             self._done_receiving()
@@ -204,7 +204,7 @@ class MemberLink(Link):
             return LinkEnded("the link is closed", orderly=True)
         return LinkEnded(str(ended), orderly=ended.orderly)
 
-    def _broke_protocol(self, breach: Breach) -> PacelineError:
+    def _broke_protocol(self, breach: ProtocolError) -> PacelineError:
         text = f"{self.peer} broke the protocol: {breach}"
         self._fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL, self.peer.rank, 0, text))
         return self._fault.error()

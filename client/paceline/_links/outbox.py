@@ -43,7 +43,7 @@ class Outbox:
             while len(self._frames) >= OUTBOX_FRAMES and self._ended is None and not fault.failed:
                 left = deadline - time.monotonic()
                 if not self._room.wait(min(SLICE, left)) and left <= SLICE:
-                    raise LinkTimeout("the peer took nothing")
+                    raise LinkTimeout("the peer received nothing")
             accepted = self._ended is None and not self.closing and not fault.failed
             if accepted:
                 self._frames.append(data)

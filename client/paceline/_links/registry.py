@@ -13,7 +13,7 @@ always the last.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from paceline._links.base import Peer
 from paceline._links.fault import Fault
 from paceline._links.grpc_kind import GrpcKind
-from paceline._links.kind import TICKET_BYTES, TICKET_LIFETIME, HalfContext, Incoming, Kind, Outgoing
+from paceline._links.kind import TICKET_BYTES, TICKET_LIFETIME, Incoming, Kind, LinkContext, Outgoing
 from paceline._links.outbox import Outbox
 from paceline._links.shm.shm_kind import ShmKind
 from paceline._links.tcp import TcpKind
@@ -123,7 +123,7 @@ class LinkKinds:
         return Openings(self, node, neighbours, fault)
 
     def expect(
-        self, hello: peer_pb2.HelloRequest, context: HalfContext, ticket: bytes
+        self, hello: peer_pb2.HelloRequest, context: LinkContext, ticket: bytes
     ) -> peer_pb2.HelloResponse | None:
         """Chooses a kind for a caller, and expects its half; None if the caller offers none that both can use."""
         for number in hello.offered:
@@ -168,10 +168,12 @@ class Openings:
         self._fault = fault
         self._given_up: set[tuple[int, int]] = set()
 
-    def offers(self, peer: Peer) -> Sequence[Kind]:
-        """Returns the kinds to offer to a peer's door, the best first."""
-        context = self._context(peer)
-        return [kind for kind in self._kinds if (peer.rank, kind.number) not in self._given_up and kind.is_for(context)]
+    def offer(self, peer: Peer, hello: peer_pb2.HelloRequest) -> None:
+        """Makes a request to a peer's door offer the kinds that this worker can write, the best first."""
+        del hello.offered[:]
+        for kind in self._kinds:
+            if (peer.rank, kind.number) not in self._given_up and kind.offer(self._context(peer), hello):
+                hello.offered.append(kind.number)
 
     def give_up(self, peer: Peer, number: int) -> None:
         """Stops offering a kind to a peer, because it could not be opened."""
@@ -195,5 +197,5 @@ class Openings:
             raise LinkUnavailable(f"{peer} sent an invalid answer when a link was opened")
         return await kind.open(answer, self._context(peer), stream, OPEN_SECONDS)
 
-    def _context(self, peer: Peer) -> HalfContext:
-        return HalfContext(peer, self._node, self._neighbours, self._fault)
+    def _context(self, peer: Peer) -> LinkContext:
+        return LinkContext(peer, self._node, self._neighbours, self._fault)

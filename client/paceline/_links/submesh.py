@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,11 @@ class SubMesh(Mesh):
         return self._mesh.empty(shape, dtype)
 
     @property
+    def encrypted(self) -> bool:
+        """As in the whole mesh (`Mesh.encrypted`)."""
+        return self._mesh.encrypted
+
+    @property
     def neighbours(self) -> int:
         """The neighbours of the whole mesh (`Mesh.neighbours`)."""
         return self._mesh.neighbours
@@ -62,6 +67,11 @@ class SubMesh(Mesh):
     def bytes_sent(self) -> int:
         """Bytes that this member has sent in all groups (`Mesh.bytes_sent`)."""
         return self._mesh.bytes_sent
+
+    @property
+    def sent_bytes(self) -> Mapping[str, int]:
+        """Bytes that this member has sent in all groups (`Mesh.sent_bytes`)."""
+        return self._mesh.sent_bytes
 
     def _full(self, group: str) -> str:
         return f"{self.name}/{group}" if group else self.name

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from paceline._parallel._parameter import Parameter
 from paceline.errors import StepOrderError
@@ -45,7 +44,7 @@ class Accumulation:
         self._writes = dict.fromkeys(self._sources, 0)
         """Each source's number of writes at the last `mark`: a higher number means that the user has written since."""
         self._clears = dict.fromkeys(parameters, 0)
-        self._carried: dict[str, NDArray[Any]] = {}
+        self._carried: dict[str, Any] = {}
         """Gradients from before the accumulation, which `close` adds to it; unused if sources are other parameters."""
         self.reset()
 
@@ -87,7 +86,7 @@ class Accumulation:
         if not self.micro_batches and self._sources is self._parameters:
             for path, parameter in self._parameters.items():
                 if parameter.grad is not None:
-                    self._carried[path] = parameter.grad.copy()
+                    self._carried[path] = parameter._copied_gradient()
                     parameter._hold(None)
 
     def add(self, weight: float, *, alone: bool) -> float:
@@ -108,7 +107,7 @@ class Accumulation:
         for path, gradient in self._carried.items():
             parameter = self._parameters[path]
             if parameter.grad is not None:
-                np.add(parameter.grad, gradient, out=parameter.grad)
+                parameter._add_to_gradient(gradient)
             else:
                 parameter._hold(gradient)
         self.reset()
@@ -147,8 +146,8 @@ class Accumulation:
         cleared = [path for path, p in self._parameters.items() if p.clears != self._clears[path]]
         if cleared and len(cleared) < len(self._parameters):
             raise StepOrderError(
-                f"the gradient of {cleared[0]!r} was cleared in the middle of an accumulation, others were not: "
-                "clear all of them, or none"
+                f"the gradient of {cleared[0]!r} was cleared in the middle of an accumulation, but others "
+                "were not: clear all gradients, or none"
             )
         if cleared:
             self.drop()

@@ -72,7 +72,7 @@ class ModelManifest:
         listed += [(path, buffer, "buffer") for path, buffer in buffers.items()]
         for path, array, kind in listed:
             if array.dtype.hasobject:
-                raise UnsupportedOp(f"{kind} {path!r} holds Python objects: they cannot be given to other ranks")
+                raise UnsupportedOp(f"{kind} {path!r} holds Python objects, which cannot be sent to other ranks")
         # The name says more than `str` (which is '<V2' for bfloat16), but hides a foreign byte order.
         names = [array.dtype.name if array.dtype.isnative else array.dtype.str for _, array, _ in listed]
         entries = [
@@ -103,7 +103,7 @@ def first_difference(
         ranks: all ranks that differ from the reference.
         reference: the rank whose model the others must have.
     """
-    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"rank {ranks[0]} (and {list(ranks)} in all)"
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"rank {ranks[0]} (ranks that differ: {list(ranks)})"
     usual = f"rank {reference}"
     for (name, value), (_, other_value) in zip(mine.settings, theirs.settings, strict=True):
         if value != other_value:
@@ -116,7 +116,7 @@ def first_difference(
     common = min(len(mine.entries), len(theirs.entries))
     more, owner = (theirs, who) if len(theirs.entries) > common else (mine, usual)
     other = usual if more is theirs else who
-    return DivergenceError(f"{owner} has {more.entries[common]}, which {other} has not", ranks=ranks)
+    return DivergenceError(f"{owner} has {more.entries[common]}, which {other} does not have", ranks=ranks)
 
 
 class NewcomerDiffers(PeerRaised):
@@ -170,7 +170,7 @@ def agree(
             _tell_all(group, [0])  # a rank that raises may end the generation: wait until all ranks know the error
         if group.rank not in odd and new[list(odd)].all():
             newcomer = group.members[odd[0]]
-            text = f"{newcomer} came in, and does not train what is trained: {error}"
+            text = f"{newcomer} joined, but does not train what the other members train: {error}"
             raise NewcomerDiffers(text, newcomer, ranks=error.ranks) from error
         raise error
 
@@ -182,14 +182,14 @@ def agree(
         return fingerprint
     if not may_change:
         raise StepOrderError(
-            f"ranks {list(odd)} computed gradients from initial values that are not rank 0's: "
+            f"ranks {list(odd)} computed gradients from initial values that differ from rank 0's: "
             "call the wrapped model, or prepare(), before the first backward pass",
             ranks=odd,
         )
     give(group, arrays)
     fingerprint = _fingerprint(arrays)
     if odd := _differ(_tell_all(group, [fingerprint])):
-        raise DivergenceError(f"ranks {list(odd)} do not hold the values that rank 0 gave", ranks=odd)
+        raise DivergenceError(f"ranks {list(odd)} do not hold the values that rank 0 broadcast", ranks=odd)
     return fingerprint
 
 

@@ -17,12 +17,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 
-from paceline._group.group_core import PIGGYBACK_SIZE, Piggyback
+from paceline._group.group_core import PIGGYBACK_SIZE, PartTurn, Piggyback
 from paceline._parallel._buckets import FIRST_BYTES, plan_buckets
 from paceline._parallel._parameter import Parameter, ignoring_gradients
 from paceline._parallel._ranks import PendingWork
+from paceline._parallel._synchronizer import check_follows
 from paceline._parallel._transport import GradientBucket, GradientTransport
-from paceline.errors import StepOrderError
+from paceline.errors import StepOrderError, UnsupportedOp
 
 __all__ = ["BucketReducer", "Readiness"]
 
@@ -140,6 +141,8 @@ class BucketReducer:
         self._works: list[PendingWork | None] = []
         """The collective of each bucket sent in this pass; None if it is complete, or not needed in a world of one."""
         self._weight = 0.0
+        self._turn: PartTurn | None = None
+        """The part that this pass computes; None if the step has no parts."""
 
     @property
     def buckets(self) -> Sequence[GradientBucket]:
@@ -165,6 +168,23 @@ class BucketReducer:
         self._recover()
         for bucket in self._buckets:
             bucket.commit()
+
+    def begin_part(self, turn: PartTurn | None) -> None:
+        """See `GradientReducer`."""
+        if turn is not None and (refusal := self._transport.parts_refusal):
+            raise UnsupportedOp(refusal)
+        before, self._turn = self._turn, turn
+        if before is not None and (turn is None or turn.is_first):
+            self._drop_parts()
+        if turn is not None:
+            check_follows(before, turn, self.parameters.items())
+
+    def keep_part(self, *, weight: float) -> None:
+        """See `GradientReducer`."""
+        assert self._turn is not None, "no part runs"
+        for bucket in self._buckets:
+            bucket.pack(weight, alone=self._transport.size == 1)
+            bucket.close_part(self._turn)
 
     @contextmanager
     def watching(self, *, weight: float, early: bool) -> Iterator[None]:
@@ -201,8 +221,9 @@ class BucketReducer:
         index = self._index[id(parameter)]
         if not self._readiness.may_write(index):
             raise StepOrderError(
-                f"parameter {self._paths[index]!r} got one more gradient after its bucket was sent: this backward pass "
-                "uses it more often than any before. This attempt is dropped; the next one will wait for it"
+                f"parameter {self._paths[index]!r} got another gradient after its bucket was sent: this backward pass "
+                "uses the parameter more often than any before. This attempt is dropped; the next one will wait for "
+                "the additional gradient"
             )
 
     def after_gradient(self, parameter: Parameter) -> None:
@@ -252,7 +273,9 @@ class BucketReducer:
         """
         for parameter in self.parameters.values():
             parameter._hold(None)
-        self._piggyback = None
+        if self._turn is not None:
+            self._drop_parts()
+        self._turn = self._piggyback = None
         running = [work for work in self._works if work is not None and not work.done()]
         for bucket, work in zip_longest(self._buckets, self._works):
             # Collectives of other buckets read the total weight from the first bucket.
@@ -264,6 +287,10 @@ class BucketReducer:
                 bucket.reclaim()
         self._works.clear()
         self._readiness.start(early=False)
+
+    def _drop_parts(self) -> None:
+        for bucket in self._buckets:
+            bucket.drop_parts()
 
     def _recover(self) -> None:
         """Gives abandoned buckets their memory back, or new memory if a collective still uses it."""
@@ -280,6 +307,8 @@ class BucketReducer:
             bucket = self._buckets[number]
             alone = self._transport.size == 1
             bucket.pack(self._weight, alone=alone)
+            if self._turn is not None:
+                bucket.close_part(self._turn)
             if alone:
                 self._works.append(None)
                 continue

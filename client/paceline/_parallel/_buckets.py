@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline._collectives.part_tree import Node, closes
+from paceline._group.group_core import PartTurn
 from paceline._parallel._parameter import Parameter
 from paceline.compression import Codec, Memory
 from paceline.errors import StepOrderError, UnsupportedOp
@@ -69,7 +71,7 @@ def plan_buckets(
     for place, (path, parameter) in enumerate(reversed(list(parameters.items()))):
         if not parameter.requires_grad:
             continue
-        dtype, nbytes = parameter.data.dtype, parameter.data.nbytes
+        dtype, nbytes = parameter._layout()
         if dtype not in (np.float32, np.float64) and not (narrow and dtype.name in _NARROW):
             raise UnsupportedOp(f"parameter {path!r} is {dtype}; only {_trainable(narrow)} can be trained")
         last, size, paths = filling.pop(dtype, (0, 0, []))
@@ -85,6 +87,15 @@ def plan_buckets(
 
 def _trainable(narrow: bool) -> str:
     return "float16, bfloat16, float32 and float64" if narrow else "float32 and float64"
+
+
+class _Memory(NamedTuple):
+    """Memory of a bucket."""
+
+    flat: NDArray[Any]
+    """The array that is sent."""
+    slots: Sequence[NDArray[Any]]
+    """The home of each parameter's gradient."""
 
 
 class Bucket:
@@ -106,6 +117,8 @@ class Bucket:
         flat: the array that `all_reduce` reduces in place.
         exact: number of elements at the end of `flat` that are not gradients and must not be compressed.
         memory: rounding errors of the bucket's compressed reductions.
+        parts: V if the bucket holds sums of parts (`close_part`), else 0.
+        terms: with parts, the sums of this rank's maximal subtrees, once its last part is closed; the last is `flat`.
     """
 
     codec: Codec | None = None
@@ -128,6 +141,11 @@ class Bucket:
         self._count = sum(p.data.size for p in self._parameters)
         self._weight_at = self._count if weight_at is None else weight_at
         self._has_homes = apart or self.dtype.itemsize == 2
+        self.parts = 0
+        self.terms: list[NDArray[Any]] = []
+        self._waiting: list[tuple[Node, _Memory]] = []
+        """Sums of finished parts that wait for their right sibling in the tree: a binary counter."""
+        self._spare: list[_Memory] = []
         self._allocate()
 
     @property
@@ -158,15 +176,23 @@ class Bucket:
         """Resets whatever must be the same on all ranks; this class has nothing of the kind."""
 
     def _allocate(self) -> None:
-        wire = np.dtype(np.float32) if self.dtype.itemsize == 2 else self.dtype
-        self.flat: NDArray[Any] = self._empty(self._weight_at + self.exact, wire)
         self._apart = np.empty(self._count, self.dtype) if self._has_homes else None
-        homes = self.flat if self._apart is None else self._apart
-        self._slots: Sequence[NDArray[Any]] = [
+        self._use(self._new_memory())
+        self._take_home()
+
+    def _new_memory(self) -> _Memory:
+        wire = np.dtype(np.float32) if self.dtype.itemsize == 2 else self.dtype
+        flat: NDArray[Any] = self._empty(self._weight_at + self.exact, wire)
+        homes = flat if self._apart is None else self._apart
+        slots = [
             homes[end - p.data.size : end].reshape(p.data.shape)
             for p, end in zip(self._parameters, np.cumsum([p.data.size for p in self._parameters]), strict=True)
         ]
-        self._take_home()
+        return _Memory(flat, slots)
+
+    def _use(self, memory: _Memory) -> None:
+        self._memory = memory
+        self.flat, self._slots = memory
 
     def vacate(self) -> None:
         """Sends gradients to other memory until `reclaim` or `renew`, because an abandoned collective may still run."""
@@ -202,6 +228,35 @@ class Bucket:
             slot.flags.writeable = False  # makes `p.grad += g` an error, where it would give a wrong sum unnoticed
         self._encode(alone=alone)
 
+    def close_part(self, turn: PartTurn) -> None:
+        """Adds the packed gradients of a finished part to those before it, in the tree over parts (`part_tree`).
+
+        After a rank's last part `terms` are ready to be summed over the ranks. After any other part the gradients may
+        be written again.
+        """
+        self.piggyback.fill(0)
+        node = (turn.number, turn.number + 1)
+        with np.errstate(all="ignore"):  # infinities are valid here
+            while self._waiting and closes(self._waiting[-1][0], node, turn.parts):
+                left, sums = self._waiting.pop()
+                np.add(sums.flat, self.flat, out=self.flat)
+                node = (left[0], node[1])
+                self._spare.append(sums)
+        if turn.is_last:
+            self.parts, self.terms = turn.parts, [*(sums.flat for _, sums in self._waiting), self.flat]
+            return
+        self._waiting.append((node, self._memory))  # not copied: the next part gets other memory
+        self._use(self._spare.pop() if self._spare else self._new_memory())
+        for parameter in self._parameters:
+            parameter._hold(None)
+        self._take_home()
+
+    def drop_parts(self) -> None:
+        """Forgets the sums of finished parts."""
+        self._spare += [sums for _, sums in self._waiting]
+        self._waiting.clear()
+        self.parts, self.terms = 0, []
+
     def unpack(self, total: float, *, divided: bool = False) -> None:
         """Divides the reduced sums, and gives each parameter that any rank used its mean gradient.
 
@@ -217,7 +272,7 @@ class Bucket:
         for slot in self._slots:
             slot.flags.writeable = True
         if not total > 0:
-            raise StepOrderError("the weights of all ranks add up to 0: there is no sample to take the mean over")
+            raise StepOrderError("the weights of all ranks add up to 0, so there are no samples to average")
         self._decode(total, divided=divided)
         for used, parameter, slot in zip(self._used, self._parameters, self._slots, strict=True):
             parameter._hold(slot if used > 0 else None)

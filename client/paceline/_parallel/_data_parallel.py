@@ -6,9 +6,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from paceline._collectives.choose import nodes_of, where_of
 from paceline._parallel._agreement import ModelManifest, agree
 from paceline._parallel._bucket_reducer import BucketReducer
-from paceline._parallel._parameter import HasParameters, Module, Parameter, buffers_of, parameters_of
-from paceline._parallel._ranks import RankGroup
+from paceline._parallel._parameter import HasParameters, Module, Parameter, buffers_of, parameters_of, write_back
+from paceline._parallel._ranks import CarryingGroup, RankGroup
 from paceline._parallel._synchronizer import GradientSynchronizer, SpreadParameters, rows_of
-from paceline._parallel._transport import HostTransport
+from paceline._parallel._transport import EngineTransport, GradientTransport, HostTransport
 from paceline.compression import Codec, PowerSGD, codec_of
+from paceline.errors import UnsupportedOp
 
 __all__ = ["DDP", "ReplicatedModel"]
 
@@ -58,8 +59,8 @@ class DDP:
         module: the model, built alike on every rank; values may differ.
         group: the ranks.
         bucket_mb: most MiB (2**20 bytes) of gradients in one message; alike on every rank. The first message is
-            smaller, so that it leaves early. Default: 50 if all ranks are on one host and nothing is compressed,
-            else 25.
+            smaller, so that it leaves early. Default: 50 if all ranks are on one host, nothing is compressed and all
+            parameters have one dtype, else 25.
         compression: "bf16", "int8" or a `paceline.compression.Codec` sends gradients in fewer bits; "powersgd" or a
             `paceline.compression.PowerSGD` sends fewer numbers. All ranks still get the same bits. Alike on every
             rank. None for no compression.
@@ -101,6 +102,9 @@ class DDP:
         )
         self._synchronizer = GradientSynchronizer(self._model, group)
 
+    def __repr__(self) -> str:
+        return f"<paceline.DDP of {type(self.module).__name__}, rank {self.group.rank} of {self.group.size}>"
+
     def __call__(self, x: Any) -> Any:
         """Calls `forward`."""
         return self.forward(x)
@@ -112,6 +116,7 @@ class DDP:
             PacelineError: see `prepare`.
         """
         self.prepare()
+        self._synchronizer.begin_part()
         shape = x.shape if isinstance(x, np.ndarray) else ()
         self._synchronizer.rows = shape[0] if shape else None
         return self.module.forward(x)
@@ -137,8 +142,8 @@ class DDP:
 
         Args:
             dy: gradient of this rank's *mean* loss with respect to the output, shape [B, ...].
-            weight: weight of this rank's gradient; B by default. With 0 the module runs, but its gradients, even NaN,
-                are dropped.
+            weight: weight of this rank's gradient; by default B, or `part.weight` in a part of a step. With 0 the
+                module runs, but its gradients, even NaN, are dropped.
 
         Raises:
             ValueError: the weight is negative or not finite.
@@ -148,7 +153,9 @@ class DDP:
             Exception: the module raised it. After this, or a failed collective, all gradients and micro-batches of the
                 attempt are dropped, and all ranks together may repeat the attempt.
         """
-        with self._synchronizer.backward_pass(rows_of(dy) if weight is None else weight) as factor:
+        if weight is None:
+            weight = rows_of(dy) if self.group.part is None else self.group.gradient_weight
+        with self._synchronizer.backward_pass(weight) as factor:
             # Backward is linear in dy: scaling dy, the smallest array, weights all gradients.
             self.module.backward(dy if factor in (0, 1) else dy * factor)
 
@@ -238,11 +245,12 @@ class ReplicatedModel:
         error_feedback: bool | None,
         static_graph: bool,
         trains_narrow: bool = False,
+        carried: Callable[[CarryingGroup], GradientTransport] = EngineTransport,
     ) -> None:
         if bucket_mb is not None and not bucket_mb > 0:
             raise ValueError(f"bucket_mb must be above 0 MiB, not {bucket_mb!r}")
         if compression is None and error_feedback:
-            raise ValueError("error_feedback is for what compression rounds away, and there is none")
+            raise ValueError("error_feedback keeps the rounding errors of compression, so it needs compression=")
         self.module = module
         self.reducer: BucketReducer | None = None
         self._group = group
@@ -256,7 +264,13 @@ class ReplicatedModel:
         self._feedback = error_feedback
         self._static_graph = static_graph
         self._trains_narrow = trains_narrow
+        self._carried = carried
         self._stepwise = False
+        if group.engine_name != "links" and compression is not None:
+            raise UnsupportedOp(
+                f"compression={compression!r} with the engine {group.engine_name!r}: engines do not compress, so "
+                "leave out one of the two"
+            )
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yields the module's parameters."""
@@ -266,6 +280,10 @@ class ReplicatedModel:
         """The module's buffers, by path."""
         return buffers_of(self.module)
 
+    def buffers_given(self, buffers: Mapping[str, NDArray[Any]]) -> None:
+        """See `SynchronizedModel`."""
+        write_back(self.module, {}, buffers)
+
     def spread_parameters(self) -> list[SpreadParameters]:
         """Returns all parameters, which this rank has whole."""
         return [(None, list(parameters_of(self.module).values()))]
@@ -273,17 +291,29 @@ class ReplicatedModel:
     def agree(self, *, may_change: bool, agreed_in: int) -> BucketReducer:
         """See `SynchronizedModel`."""
         parameters, buffers = parameters_of(self.module), buffers_of(self.module)
-        arrays = [*(p.data for p in parameters.values()), *buffers.values()]
+        group = self._group
+        compares = group.size > 1 and not group.has_same_state
+        values = {path: p.data for path, p in parameters.items()} if compares else {}
         asked = "left out" if self._bucket_mb is None else f"{self._bucket_mb:g}"
-        settings = {"bucket_mb": asked, "compression": self._codec or self._low_rank}
+        engine = self._group.engine_name
+        settings = {"bucket_mb": asked, "compression": self._codec or self._low_rank, "engine": engine}
         manifest = ModelManifest.of(parameters, buffers, **settings)
-        agree(self._group, manifest, arrays, may_change=may_change, agreed_in=agreed_in)
-        cap_bytes = (self._usual_mb() if self._bucket_mb is None else self._bucket_mb) * 2**20
+        arrays = [*values.values(), *buffers.values()]
+        agree(group, manifest, arrays, may_change=may_change, agreed_in=agreed_in)
+        if compares:
+            write_back(self.module, values, buffers)
+        carrying = cast(CarryingGroup, self._group) if engine != "links" else None
+        if carrying is not None:
+            carrying.open_engine()  # it connects while the model computes
+        cap_bytes = (self._usual_mb(parameters) if self._bucket_mb is None else self._bucket_mb) * 2**20
         if self.reducer is not None and self.reducer.serves(parameters, cap_bytes):
             self.reducer.new_generation()  # keeps the memory, and the errors for feedback
             return self.reducer
-        transport = HostTransport(
-            self._group, self._codec, 0 if self._low_rank is None else self._low_rank.rank, feedback=self._feedback
+        low_rank = 0 if self._low_rank is None else self._low_rank.rank
+        transport: GradientTransport = (
+            HostTransport(self._group, self._codec, low_rank, feedback=self._feedback)
+            if carrying is None
+            else self._carried(carrying)
         )
         self.reducer = BucketReducer(
             parameters, transport, cap_bytes, static=self._static_graph, narrow=self._trains_narrow
@@ -298,11 +328,14 @@ class ReplicatedModel:
             self.reducer.stepwise = True
             self.reducer.begin_step()
 
-    def _usual_mb(self) -> float:
-        """The default of `bucket_mb`, the same on all ranks of a view; with compression, the same in all views.
+    def _usual_mb(self, parameters: Mapping[str, Parameter]) -> float:
+        """The default of `bucket_mb`, the same on all ranks of a view; in two cases the same in all views.
 
-        That is because the errors for feedback lie in the buckets, which must then keep their sizes.
+        With compression, the errors for feedback lie in the buckets, which must then keep their sizes. And with
+        parameters of several dtypes, the sizes decide which dtype the first bucket has, in which weights are summed:
+        the bits of a run with parts would depend on the hosts.
         """
         compresses = self._codec is not None or self._low_rank is not None
+        mixed = len({p.dtype for p in parameters.values() if p.requires_grad}) > 1
         on_one_host = where_of(nodes_of(self._group.members)) == "one_node"
-        return _ON_ONE_HOST_MB if on_one_host and not compresses else _USUAL_MB
+        return _ON_ONE_HOST_MB if on_one_host and not compresses and not mixed else _USUAL_MB

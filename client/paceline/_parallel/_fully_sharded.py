@@ -100,6 +100,10 @@ class FSDP:
         self._sharded = ShardedModel(module, group, strategy, intra_node_size, wire=wire, ahead=ahead)
         self.strategy = self._sharded.strategy
 
+    def __repr__(self) -> str:
+        place = f"rank {self.group.rank} of {self.group.size}"
+        return f"<paceline.FSDP of {type(self.module).__name__}, {self.strategy.name}, {place}>"
+
     def __call__(self, x: Any) -> Any:
         """Calls `forward`."""
         return self.forward(x)
@@ -133,7 +137,9 @@ class FSDP:
         if not sharded.is_outermost:
             with sharded.running_backward():
                 return self.module.backward(dy)
-        with sharded.backward_pass(rows_of(dy) if weight is None else weight) as factor, sharded.running_backward():
+        if weight is None:
+            weight = rows_of(dy) if self.group.part is None else self.group.gradient_weight
+        with sharded.backward_pass(weight) as factor, sharded.running_backward():
             # Backward is linear in dy: scaling dy, the smallest array, weights all gradients.
             self.module.backward(dy if factor in (0, 1) else dy * factor)
         return None

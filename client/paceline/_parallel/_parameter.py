@@ -7,7 +7,8 @@ buffer that goes over the wire, so that the module's write is the only copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -24,7 +25,13 @@ __all__ = [
     "buffers_of",
     "ignoring_gradients",
     "parameters_of",
+    "power_of",
+    "write_back",
 ]
+
+
+_CHUNK = 1 << 16
+"""Number of elements that are raised to a power at once, in float64."""
 
 
 class GradientObserver(Protocol):
@@ -83,8 +90,8 @@ class Parameter:
         """
         if self._data is None:
             raise StepOrderError(
-                f"the values of this {self} are spread over the ranks, and whole only while its module runs: "
-                "read them inside `with fsdp.unshard():`, train them through fsdp.named_parameters()"
+                f"the values of this {self} are sharded over the ranks, and whole only while its module runs: "
+                "read them inside `with fsdp.unshard():`, and train them through fsdp.named_parameters()"
             )
         return self._data
 
@@ -140,14 +147,14 @@ class Parameter:
 
     def _check_shape(self, value: ArrayLike, what: str) -> None:
         if np.shape(value) != self.shape:
-            raise SizeMismatch(f"{what} of shape {np.shape(value)} cannot go to a parameter of shape {self.shape}")
+            raise SizeMismatch(f"{what} of shape {np.shape(value)} does not fit a parameter of shape {self.shape}")
 
     # Only the wrappers of this package use the methods below.
 
     def _watch(self, observer: GradientObserver) -> None:
         """Tells `observer` of every write until `_unwatch`. Two observers would reduce the gradient twice: refused."""
         if self._observer is not None:
-            raise StepOrderError("the parameter's gradient is being reduced already: is its module wrapped twice?")
+            raise StepOrderError("the parameter's gradient is already being reduced: is its module wrapped twice?")
         self._observer = observer
 
     def _unwatch(self, observer: GradientObserver) -> None:
@@ -158,6 +165,30 @@ class Parameter:
     def _hold(self, gradient: NDArray[Any] | None) -> None:
         """Makes an array the gradient, without a copy, a signal to the observer, or a change of `writes`."""
         self._grad = gradient
+
+    def _layout(self) -> tuple[np.dtype[Any], int]:
+        """Returns the dtype and the number of bytes of the values."""
+        return self.data.dtype, self.data.nbytes
+
+    def _copied_gradient(self) -> Any:
+        """Returns a copy of the gradient, which is there."""
+        assert self.grad is not None
+        return self.grad.copy()
+
+    def _add_to_gradient(self, more: Any) -> None:
+        """Adds what `_copied_gradient` returned to the gradient, which is there."""
+        assert self.grad is not None
+        np.add(self.grad, more, out=self.grad)
+
+    def _scale_gradient(self, factor: float) -> None:
+        """Multiplies the gradient, which is there, in place."""
+        assert self.grad is not None
+        np.multiply(self.grad, factor, out=self.grad)
+
+    def _gradient_power(self, p: float) -> float:
+        """Returns `power_of` the gradient, which is there."""
+        assert self.grad is not None
+        return power_of(self.grad, p)
 
     def _cut(self, values: NDArray[Any]) -> Parameter:
         """Makes the piece that is trained in place of this parameter, with these values."""
@@ -170,6 +201,18 @@ class Parameter:
     def _move(self, values: NDArray[Any]) -> None:
         """Makes an array of another shape the values, without a copy; drops the gradient, which no longer fits."""
         self._data, self.shape, self._grad = values, values.shape, None
+
+
+def power_of(gradient: NDArray[Any], p: float) -> float:
+    """Returns the sum of |g|^p over a gradient, in float64; for infinity the largest |g|."""
+    flat = gradient.reshape(-1)
+    if math.isinf(p):
+        return float(np.max(np.abs(flat), initial=0.0))
+    total = 0.0
+    for start in range(0, flat.size, _CHUNK):
+        part = flat[start : start + _CHUNK].astype(np.float64)
+        total += float(part @ part) if p == 2 else float(np.sum(np.abs(part) ** p))
+    return total
 
 
 @contextmanager
@@ -227,3 +270,13 @@ def buffers_of(module: object) -> dict[str, NDArray[Any]]:
         if not isinstance(buffer, np.ndarray):
             raise UnsupportedOp(f"buffer {path!r} must be an array that can be written in place, not {type(buffer)}")
     return found
+
+
+def write_back(module: object, parameters: Mapping[str, NDArray[Any]], buffers: Mapping[str, NDArray[Any]]) -> None:
+    """Gives a module the values that were read from it as `Parameter.data` and `buffers_of`, and changed in place.
+
+    Only a module on a device needs it: there these arrays are copies, and the module has a method `write_back`.
+    """
+    write = getattr(module, "write_back", None)
+    if write is not None:
+        write(parameters, buffers)

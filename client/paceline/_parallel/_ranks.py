@@ -1,6 +1,6 @@
 """The part of `paceline.Group` that the data-parallel core uses to move arrays between ranks.
 
-Another engine that moves host arrays can take its place; tests use recording groups.
+Another object that moves host arrays can take its place; tests use recording groups.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from paceline._group.group_core import Piggyback
+from paceline._group.group_core import PartTurn, Piggyback
 from paceline._links.base import Peer
 from paceline.compression import Codec, Memory
 
-__all__ = ["PendingWork", "RankGroup", "ShardRankGroup"]
+__all__ = ["CarryingGroup", "PendingWork", "RankGroup", "ShardRankGroup"]
 
 
 class PendingWork(Protocol):
@@ -49,8 +49,20 @@ class RankGroup(Protocol):
         """True if all members are known to hold the same state."""
 
     @property
+    def engine_name(self) -> str:
+        """The word "links", or the name of the engine that carries gradients; the group is then a `CarryingGroup`."""
+
+    @property
     def gradient_weight(self) -> float:
         """The present weight of this rank's gradients, relative to the other ranks'."""
+
+    @property
+    def parts(self) -> int:
+        """V if the present step has parts, else 0."""
+
+    @property
+    def part(self) -> PartTurn | None:
+        """The part of the step that this rank computes now; None outside of parts."""
 
     @property
     def ban_reason(self) -> str:
@@ -67,6 +79,11 @@ class RankGroup(Protocol):
         `divisor` returns the number to divide the sum by; it is called once the collectives before are complete.
         """
 
+    def all_reduce_parts(
+        self, terms: Any, *, parts: int, out: Any, label: Any = "", divisor: Any = None, async_op: Any = False
+    ) -> Any:
+        """Sums the parts of a step in one fixed tree, of which `terms` are this rank's subtrees; see `all_reduce`."""
+
     def all_reduce_compressed(
         self, x: Any, codec: Codec, *, exact: int = 0, memory: Memory | None = None, out: Any = None, async_op: Any
     ) -> Any:
@@ -77,6 +94,16 @@ class RankGroup(Protocol):
 
     def broadcast(self, x: Any, *, root: int = 0, out: Any = None) -> Any:
         """Returns the root's array on every rank; in `out` if given."""
+
+
+class CarryingGroup(RankGroup, Protocol):
+    """The part of `paceline.Group` that DDP uses if an engine carries gradients."""
+
+    def open_engine(self) -> Any:
+        """Begins to open the engine of this generation; a collective."""
+
+    def all_reduce_carried(self, x: Any, tail: Any, *, divisor: Any = None, async_op: Any = False) -> Any:
+        """Sums `x` by the engine and `tail` over links, in place; returns a `PendingWork` if asynchronous."""
 
 
 class ShardRankGroup(RankGroup, Protocol):
@@ -107,8 +134,13 @@ class ShardRankGroup(RankGroup, Protocol):
     ) -> Any:
         """See `RankGroup`; `order="rank"` sums in rank order, 16-bit values in float32; labels must be equal."""
 
-    def all_gather(self, x: Any, *, out: Any = None, label: Any = "", async_op: Any = False) -> Any:
-        """Joins the arrays of all ranks on axis 0, in `out`; returns a `PendingWork` if asynchronous."""
+    def all_gather(
+        self, x: Any, *, uneven: Any = False, out: Any = None, label: Any = "", async_op: Any = False
+    ) -> Any:
+        """Joins the arrays of all ranks on axis 0, in `out`; returns a `PendingWork` if asynchronous.
+
+        With `uneven` their lengths may differ.
+        """
 
     def reduce_scatter(
         self,
@@ -122,6 +154,16 @@ class ShardRankGroup(RankGroup, Protocol):
         async_op: Any = False,
     ) -> Any:
         """Gives rank r the r-th of W equal parts of the reduced array; otherwise like `all_gather`."""
+
+    def reduce_scatter_parts(
+        self, terms: Any, *, parts: int, label: Any = "", divisor: Any = None, async_op: Any = False
+    ) -> Any:
+        """Sums the parts of a step in one fixed tree, like `all_reduce_parts`, and gives rank r the r-th of W parts."""
+
+    def all_to_all(
+        self, x: Any, *, send_counts: Any = None, recv_counts: Any = None, out: Any = None, async_op: Any = False
+    ) -> Any:
+        """Sends a part of axis 0 to each rank, and joins those of all ranks; otherwise like `all_gather`."""
 
     def subgroup(self, members: Sequence[int], *, name: str = "") -> ShardRankGroup:
         """Returns a group of these members."""

@@ -37,6 +37,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline._group.group_core import PartTurn
 from paceline._parallel._accumulation import Accumulation
 from paceline._parallel._agreement import give
 from paceline._parallel._parameter import Parameter
@@ -48,17 +49,16 @@ __all__ = [
     "GradientSynchronizer",
     "SpreadParameters",
     "SynchronizedModel",
+    "check_follows",
     "checked_weight",
     "clip",
+    "own_collectives",
     "rows_of",
     "total_norm",
 ]
 
 SpreadParameters: TypeAlias = tuple[RankGroup | None, Sequence[Parameter]]
 """Parameters, and the ranks over which they are spread; None if this rank has all of them whole."""
-
-_CHUNK = 1 << 16
-"""Number of elements that are raised to a power at once, in float64."""
 
 
 class GradientReducer(Protocol):
@@ -81,6 +81,17 @@ class GradientReducer(Protocol):
     def ignoring(self, *, weight: float, early: bool) -> AbstractContextManager[None]:
         """Drops the gradients of the backward pass inside the block; calls the same collectives as the other ranks."""
 
+    def begin_part(self, turn: PartTurn | None) -> None:
+        """Prepares for the pass of a part of the step; None for a pass that is no part of one.
+
+        Raises:
+            UnsupportedOp: the gradients of parts cannot be summed in one fixed order here.
+            StepOrderError: a part was left out, has a second pass, or began with gradients.
+        """
+
+    def keep_part(self, *, weight: float) -> None:
+        """Sets the gradients of a finished part aside, until those of this rank's last part are reduced."""
+
     def finish(self, *, weight: float, replaces: bool = False) -> None:
         """Sends the remaining gradients, waits for all, and leaves the weighted means in the gradients.
 
@@ -102,6 +113,9 @@ class SynchronizedModel(Protocol):
 
     def buffers(self) -> Mapping[str, NDArray[Any]]:
         """Returns buffers by path."""
+
+    def buffers_given(self, buffers: Mapping[str, NDArray[Any]]) -> None:
+        """Takes the values of buffers that `buffers` returned and another rank has given."""
 
     def agree(self, *, may_change: bool, agreed_in: int) -> GradientReducer:
         """Agrees with the other ranks on the model, and makes the reducer of its gradients; a collective.
@@ -153,6 +167,7 @@ class GradientSynchronizer:
         """False inside `no_sync`."""
         self._generation = 0
         """The last generation in which all ranks agreed on the model and `reducer` was made; 0 for none."""
+        self._part_buffers = _PartBuffers()
 
     def prepare(self, *, may_change: bool = True) -> GradientReducer:
         """Agrees on the model and takes rank 0's values; see `paceline.DDP.prepare`.
@@ -163,12 +178,20 @@ class GradientSynchronizer:
         moved = self.reducer is not None and self._generation != self._group.generation
         if self.reducer is not None and not moved and self.reducer.fits():
             return self.reducer
+        if (turn := self._group.part) is not None and turn.record.begun:
+            raise StepOrderError(
+                f"a wrapper has to agree on its model with the other ranks in part {turn.number}, when a part has "
+                "begun already: ranks have different numbers of parts, so they would not do so at the same time. Give "
+                "each wrapper itself to TrainState(...), or call its prepare() before `for part in step.parts`; and "
+                "freeze no parameters in that loop"
+            )
         if moved:  # newcomers use the model for the first time, so all ranks start afresh
             self.accumulation.drop()
         if self.accumulation.micro_batches:
             raise StepOrderError("a parameter was frozen or unfrozen in the middle of an accumulation")
         first_use = self.reducer is None
-        self.reducer = self._model.agree(may_change=may_change, agreed_in=self._generation)
+        with own_collectives(self._group):
+            self.reducer = self._model.agree(may_change=may_change, agreed_in=self._generation)
         self._generation = self._group.generation
         before = self.accumulation
         self.accumulation = self._new_accumulation(self.reducer.parameters, self.reducer.sources)
@@ -178,6 +201,17 @@ class GradientSynchronizer:
             self.accumulation.mark()  # gradients that exist now belong to the last step
         self._agreed(self.reducer)
         return self.reducer
+
+    def begin_part(self) -> None:
+        """Gives the module the buffers with which each part of a step begins; does nothing outside of parts.
+
+        Wrappers call it before each forward pass. The first call of a step may agree on the model.
+        """
+        turn = self._group.part
+        if turn is not None and turn is not self._part_buffers.turn:
+            self.prepare()
+            turn.record.begun = True
+            self._part_buffers.begin(turn, self._model.buffers())
 
     @property
     def reduces(self) -> bool:
@@ -201,15 +235,38 @@ class GradientSynchronizer:
         reducer = self.prepare(may_change=False)
         reduces = self._reduces if reduces is None else reduces
         weight = checked_weight(weight)
+        turn = self._turn(reduces=reduces)
+        if turn is not None:
+            turn.record.begun = True
+            if turn.is_check:
+                with self._check_pass(reducer, turn, weight):
+                    yield weight
+                return
+        reducer.begin_part(turn)
         self.accumulation.open()
-        factor = self.accumulation.add(weight, alone=self._group.size == 1)
-        with self._all_or_nothing():
+        # A part has the same factor in every world.
+        factor = self.accumulation.add(weight, alone=self._group.size == 1 and turn is None)
+        reduces = reduces and (turn is None or turn.is_last)
+        with self._all_or_nothing(), own_collectives(self._group):
             root = self._before_reduction() if reduces else 0
             watching = reducer.watching if factor else reducer.ignoring
-            with watching(weight=self.accumulation.rank_weight, early=reduces):
+            digested = turn is not None and turn.is_digested
+            with watching(weight=self.accumulation.rank_weight, early=reduces and not digested):
                 yield factor
+            if turn is not None:
+                if digested:
+                    _digest(turn, reducer.sources)
+                self._part_buffers.end(turn, self._model.buffers())
             if reduces:
                 self._reduce(root)
+                if turn is not None:
+                    turn.record.waiting.discard(id(self))
+                    turn.record.summed = True
+                    turn.record.updated.clear()
+            elif turn is not None:
+                reducer.keep_part(weight=self.accumulation.rank_weight)
+                turn.record.waiting.add(id(self))
+                self.accumulation.reset()
 
     def sync_gradients(self, weight: float | None = None, *, owed: bool = False) -> None:
         """Reduces pending gradients; does nothing if there are none. See `paceline.DDP.sync_gradients`.
@@ -224,18 +281,22 @@ class GradientSynchronizer:
         path = accumulation.written_by_others(or_zeros=True)
         if path is None and not accumulation.micro_batches and not owed:
             return
+        self._refuse_in_parts()
         by_hand = not accumulation.micro_batches
         if not by_hand:
             if path is not None:
                 raise StepOrderError(f"the gradient of {path!r} was written outside of the wrapper in an accumulation")
             if weight is not None:
-                raise StepOrderError("each micro-batch got its weight in backward(): sync_gradients() takes none")
+                raise StepOrderError(
+                    "sync_gradients() takes no weight here: each micro-batch got its own in backward()"
+                )
         else:
             weight = checked_weight((1 if self.rows is None else self.rows) if weight is None else weight)
             factor = accumulation.add(weight, alone=self._group.size == 1)
             for source in reducer.sources.values():
                 if source.grad is not None and factor != 1:
                     source._hold(source.grad * factor if factor else None)
+        reducer.begin_part(None)
         with self._all_or_nothing():
             self._reduce(self._before_reduction(), replaces=by_hand)
 
@@ -251,12 +312,23 @@ class GradientSynchronizer:
         finally:
             self._reduces = before
 
-    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
-        """Scales all gradients so that their norm is at most `max_norm`; see `paceline.DDP.clip_grad_norm`."""
+    def clip_grad_norm(
+        self, max_norm: float, norm_type: float = 2.0, powers: Callable[[float], Sequence[float]] | None = None
+    ) -> float:
+        """Scales all gradients so that their norm is at most `max_norm`; see `paceline.DDP.clip_grad_norm`.
+
+        Args:
+            max_norm: as there.
+            norm_type: likewise.
+            powers: returns the powers of all whole gradients (`power_of`); None to take those of this rank's pieces.
+        """
         if not max_norm >= 0 or not norm_type > 0:
             raise ValueError(f"want max_norm >= 0 and norm_type > 0, not {max_norm!r} and {norm_type!r}")
         spread = self._model.spread_parameters()
-        norm = total_norm(spread, self._group, norm_type)
+        if powers is None:
+            norm = total_norm(spread, self._group, norm_type)
+        else:
+            norm = _agreed_norm(_joined(powers(norm_type), norm_type), self._group, norm_type)
         clip((parameter for _, parameters in spread for parameter in parameters), norm, max_norm)
         return norm
 
@@ -276,6 +348,48 @@ class GradientSynchronizer:
             self.accumulation.reset()
             self.accumulation.mark()
 
+    @contextmanager
+    def _check_pass(self, reducer: GradientReducer, turn: PartTurn, weight: float) -> Iterator[None]:
+        """Surrounds the backward pass of another rank's part, whose gradients are digested and dropped."""
+        if (written := next((path for path, p in reducer.sources.items() if p.grad is not None), None)) is not None:
+            raise StepOrderError(
+                f"parameter {written!r} has a gradient when part {turn.number} begins: clear the gradients before the "
+                "first part of the step, and leave them alone until the last"
+            )
+        with self._all_or_nothing():
+            watching = reducer.watching if weight else reducer.ignoring
+            with watching(weight=weight, early=False):
+                yield
+            _digest(turn, reducer.sources)
+            for source in reducer.sources.values():
+                source._hold(None)
+            self._part_buffers.restore(self._model.buffers())
+
+    def _turn(self, *, reduces: bool) -> PartTurn | None:
+        """Returns the part that a backward pass belongs to; None if the step has no parts.
+
+        Raises:
+            StepOrderError: the step has parts, but the pass is in none of them, or does not follow their rules.
+        """
+        turn = self._group.part
+        if turn is None:
+            self._refuse_in_parts()
+        elif not reduces:
+            raise StepOrderError("no_sync() in a part of a step: parts are accumulated anyway, so leave it out")
+        elif self._part_buffers.turn is not turn and self._model.buffers():
+            raise StepOrderError(
+                f"the forward pass of part {turn.number} did not go through the wrapper, which sets the module's "
+                "buffers for each part: call the wrapped model"
+            )
+        return turn
+
+    def _refuse_in_parts(self) -> None:
+        if self._group.parts:
+            raise StepOrderError(
+                "the sampler has parts, but these gradients belong to none of them, so their sum would depend on the "
+                "number of workers: write `for part in step.parts: with part: ...` around forward and backward"
+            )
+
     def _reduce(self, root: int, *, replaces: bool = False) -> None:
         assert self.reducer is not None
         self.reducer.finish(weight=self.accumulation.rank_weight, replaces=replaces)
@@ -283,6 +397,7 @@ class GradientSynchronizer:
         buffers = self._model.buffers()
         if buffers and self._group.size > 1:
             give(self._group, list(buffers.values()), root=root)
+            self._model.buffers_given(buffers)
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -295,6 +410,94 @@ class GradientSynchronizer:
         self.accumulation.mark()
 
 
+@contextmanager
+def own_collectives(group: RankGroup) -> Iterator[None]:
+    """Lets collectives pass inside the block, even in a part of a step."""
+    turn = group.part
+    if turn is None:
+        yield
+        return
+    before, turn.record.in_wrapper = turn.record.in_wrapper, True
+    try:
+        yield
+    finally:
+        turn.record.in_wrapper = before
+
+
+def check_follows(before: PartTurn | None, turn: PartTurn, parameters: Iterable[tuple[str, Parameter]]) -> None:
+    """Checks that the backward pass of a part follows that of the part before it.
+
+    Args:
+        before: the part of the last backward pass; None if it was no part.
+        turn: the part that begins.
+        parameters: those that must not have a gradient yet, by path.
+
+    Raises:
+        StepOrderError: a part was left out, has a second pass, or began with gradients.
+    """
+    if turn is before:
+        raise StepOrderError(
+            f"a second backward pass in part {turn.number}: each part of a step has one. Add up the losses first"
+        )
+    follows = before is not None and before.record is turn.record and before.number == turn.number - 1
+    if not turn.is_first and not follows:
+        raise StepOrderError(f"part {turn.number - 1} had no backward pass, but part {turn.number} has one")
+    if (written := next((path for path, p in parameters if p.grad is not None), None)) is not None:
+        raise StepOrderError(
+            f"parameter {written!r} has a gradient when part {turn.number} begins: clear the gradients before the "
+            "first part of the step, and leave them alone until the last"
+        )
+
+
+class _PartBuffers:
+    """Makes a module's buffers independent of how many parts a rank computes.
+
+    Each part begins with the buffers that the step began with. After the step they are those of part 0, which rank 0
+    has in every world, and whose buffers all ranks take.
+
+    Attributes:
+        turn: the last part that has begun.
+    """
+
+    def __init__(self) -> None:
+        self.turn: PartTurn | None = None
+        self._before: list[NDArray[Any]] = []
+        self._of_part_0: list[NDArray[Any]] = []
+
+    def begin(self, turn: PartTurn, buffers: Mapping[str, NDArray[Any]]) -> None:
+        """Begins a part, before its first forward pass."""
+        self.turn = turn
+        if turn.is_first or turn.is_check:
+            self._before = [buffer.copy() for buffer in buffers.values()]
+        else:
+            _write(self._before, buffers)
+
+    def restore(self, buffers: Mapping[str, NDArray[Any]]) -> None:
+        """Undoes what a part has changed that does not count."""
+        _write(self._before, buffers)
+
+    def end(self, turn: PartTurn, buffers: Mapping[str, NDArray[Any]]) -> None:
+        """Ends a part, after its backward pass."""
+        if turn.number == 0:
+            self._of_part_0 = [buffer.copy() for buffer in buffers.values()]
+        if turn.first == 0 and turn.is_last:
+            _write(self._of_part_0, buffers)
+
+
+def _digest(turn: PartTurn, sources: Mapping[str, Parameter]) -> None:
+    """Adds the gradients of a part to its digest; several ranks compute the same (`PartRecord.digests`)."""
+    digest = turn.record.digests[turn.is_check]
+    for path, source in sources.items():
+        digest.update(f"{path} {source.grad is not None} ".encode())
+        if source.grad is not None:
+            digest.update(np.ascontiguousarray(source.grad).reshape(-1).view(np.uint8).data)
+
+
+def _write(values: Sequence[NDArray[Any]], buffers: Mapping[str, NDArray[Any]]) -> None:
+    for value, buffer in zip(values, buffers.values(), strict=True):
+        np.copyto(buffer, value)
+
+
 def rows_of(dy: NDArray[Any]) -> int:
     """Returns B, from the gradient of the output, shape [B, ...].
 
@@ -302,7 +505,7 @@ def rows_of(dy: NDArray[Any]) -> int:
         SizeMismatch: the gradient has no first axis.
     """
     if np.ndim(dy) == 0:
-        raise SizeMismatch("dy has no first axis that would tell the number of samples: pass weight=")
+        raise SizeMismatch("dy has no first axis to give the number of samples: pass weight=")
     return int(np.shape(dy)[0])
 
 
@@ -331,11 +534,19 @@ def total_norm(spread: Sequence[SpreadParameters], group: RankGroup, p: float) -
     """
     norm = 0.0
     for ranks, parameters in spread:
-        powers = [_power(g, p) for parameter in parameters if (g := parameter.grad) is not None]
-        part = float(np.max(powers, initial=0.0)) if math.isinf(p) else sum(powers)
+        part = _joined([parameter._gradient_power(p) for parameter in parameters if parameter.grad is not None], p)
         if ranks is not None:
             part = float(ranks.all_reduce(np.float64(part), op="max" if math.isinf(p) else "sum"))
         norm = float(np.maximum(norm, part)) if math.isinf(p) else norm + part
+    return _agreed_norm(norm, group, p)
+
+
+def _joined(powers: Sequence[float], p: float) -> float:
+    return float(np.max(powers, initial=0.0)) if math.isinf(p) else sum(powers)
+
+
+def _agreed_norm(norm: float, group: RankGroup, p: float) -> float:
+    """Returns rank 0's p-norm, from the sum of all powers; for infinity the greatest."""
     if not math.isinf(p):
         with np.errstate(over="ignore"):  # infinity is a valid result
             norm = float(np.power(np.float64(norm), 1 / p))
@@ -349,16 +560,4 @@ def clip(parameters: Iterable[Parameter], norm: float, max_norm: float) -> None:
     factor = max_norm / norm
     for parameter in parameters:
         if parameter.grad is not None:
-            np.multiply(parameter.grad, factor, out=parameter.grad)
-
-
-def _power(gradient: NDArray[Any], p: float) -> float:
-    """Returns the sum of |g|^p, or the largest |g|, in float64."""
-    flat = gradient.reshape(-1)
-    if math.isinf(p):
-        return float(np.max(np.abs(flat), initial=0.0))
-    total = 0.0
-    for start in range(0, flat.size, _CHUNK):
-        part = flat[start : start + _CHUNK].astype(np.float64)
-        total += float(part @ part) if p == 2 else float(np.sum(np.abs(part) ** p))
-    return total
+            parameter._scale_gradient(factor)

@@ -1,12 +1,13 @@
-"""The transport of gradients: the interface that stores and moves them, and its implementation on the host.
+"""The transport of gradients: the interface that stores and moves them, and its implementations on the host.
 
 `BucketReducer` decides when a bucket leaves. A `GradientTransport` does everything that touches gradients or the
-network in a step: it makes buckets, and sums them over the ranks. So another engine (Gloo, NCCL, MPI) needs another
-transport. Gradients on a device need a transport with buckets of its own, and code that reads parameters outside of a
-step must support the device too: `TorchParameter`, the comparison of members (`_agreement`), clipping.
+network in a step: it makes buckets, and sums them over the ranks. Gradients on a device need a transport with buckets
+of its own, and code that reads parameters outside of a step must support the device too: `TorchParameter`, the
+comparison of members (`_agreement`), clipping.
 
-`HostTransport` is the only one today: a `paceline.Group` moves its NumPy arrays. torch tensors on the CPU are seen as
-NumPy arrays over the same memory, so it serves both frameworks.
+`HostTransport` has a `paceline.Group` move NumPy arrays over links. torch tensors on the CPU are seen as NumPy arrays
+over the same memory, so it serves both frameworks. `EngineTransport` has the same buckets, but the group's engine
+(Gloo) carries the gradients in them.
 """
 
 from __future__ import annotations
@@ -16,14 +17,27 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from paceline._group.group_core import Piggyback
+from paceline._group.group_core import PartTurn, Piggyback
 from paceline._parallel._buckets import Bucket
 from paceline._parallel._low_rank import LowRankBucket, shrinks
 from paceline._parallel._parameter import Parameter
-from paceline._parallel._ranks import PendingWork, RankGroup
+from paceline._parallel._ranks import CarryingGroup, PendingWork, RankGroup
 from paceline.compression import Bf16, Codec
 
-__all__ = ["GradientBucket", "GradientTransport", "HostTransport"]
+__all__ = [
+    "NO_FIXED_ORDER",
+    "EngineTransport",
+    "GradientBucket",
+    "GradientTransport",
+    "GroupTransport",
+    "HostTransport",
+]
+
+NO_FIXED_ORDER = (
+    "gradients of parts are summed in one fixed order, which neither compression nor an engine keeps: leave out "
+    "compression= and --engine, or the parts of the sampler"
+)
+"""The text of the error that refuses the parts of a step with compression or an engine."""
 
 
 class GradientBucket(Protocol):
@@ -47,6 +61,12 @@ class GradientBucket(Protocol):
     @property
     def total(self) -> NDArray[Any]:
         """The weight, shape [1]: before the reduction this rank's, after it the sum over all ranks."""
+
+    def close_part(self, turn: PartTurn) -> None:
+        """Adds the packed gradients of a finished part to those of the parts before it; see `Bucket.close_part`."""
+
+    def drop_parts(self) -> None:
+        """Forgets the gradients of finished parts."""
 
     def pack(self, weight: float, *, alone: bool) -> None:
         """Completes the message with this rank's weight; until `unpack` its gradients must not be written.
@@ -86,6 +106,10 @@ class GradientTransport(Protocol):
     def ban_reason(self) -> str:
         """The reason why no collective may be called now; empty if collectives may be called."""
 
+    @property
+    def parts_refusal(self) -> str:
+        """The reason why it cannot sum the parts of a step in one fixed order; empty if it can."""
+
     def new_bucket(self, parameters: Mapping[str, Parameter], *, room: int) -> Any:
         """Makes a `GradientBucket` for these parameters, all of one dtype.
 
@@ -110,7 +134,32 @@ class GradientTransport(Protocol):
         """Finishes a bucket after the work of `start`, in the caller's thread; a collective."""
 
 
-class HostTransport:
+class GroupTransport:
+    """The base class of a group's transports.
+
+    Args:
+        group: the ranks.
+    """
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+
+    @property
+    def size(self) -> int:
+        """See `GradientTransport`."""
+        return self._group.size
+
+    @property
+    def ban_reason(self) -> str:
+        """See `GradientTransport`."""
+        return self._group.ban_reason
+
+    def take_piggyback(self) -> Piggyback | None:
+        """See `GradientTransport`."""
+        return self._group.take_piggyback()
+
+
+class HostTransport(GroupTransport):
     """Keeps gradients in NumPy arrays, which a group moves.
 
     Args:
@@ -124,20 +173,15 @@ class HostTransport:
     def __init__(
         self, group: RankGroup, codec: Codec | None = None, low_rank: int = 0, *, feedback: bool = False
     ) -> None:
-        self._group = group
+        super().__init__(group)
         self._codec = codec
         self._low_rank = low_rank
         self._feedback = feedback
 
     @property
-    def size(self) -> int:
-        """See `GradientTransport`."""
-        return self._group.size
-
-    @property
-    def ban_reason(self) -> str:
-        """See `GradientTransport`."""
-        return self._group.ban_reason
+    def parts_refusal(self) -> str:
+        """See `GradientTransport`: compression rounds the sums of each rank."""
+        return NO_FIXED_ORDER if self._codec is not None or self._low_rank else ""
 
     def new_bucket(self, parameters: Mapping[str, Parameter], *, room: int) -> Bucket:
         """See `GradientTransport`."""
@@ -148,14 +192,14 @@ class HostTransport:
         bucket.codec = Bf16() if self._codec is None and bucket.dtype.name == "bfloat16" else self._codec
         return bucket
 
-    def take_piggyback(self) -> Piggyback | None:
-        """See `GradientTransport`."""
-        return self._group.take_piggyback()
-
     def start(self, bucket: Bucket, *, divisor: Callable[[], float] | None, in_background: bool) -> PendingWork | None:
         """See `GradientTransport`."""
         flat = bucket.flat
-        if bucket.codec is None:
+        if bucket.parts:
+            work = self._group.all_reduce_parts(
+                bucket.terms, parts=bucket.parts, out=flat, divisor=divisor, async_op=in_background
+            )
+        elif bucket.codec is None:
             work = self._group.all_reduce(flat, op="sum", out=flat, divisor=divisor, async_op=in_background)
         else:
             work = self._group.all_reduce_compressed(
@@ -168,3 +212,33 @@ class HostTransport:
         if isinstance(bucket, LowRankBucket) and bucket.compresses:
             second = bucket.second()
             self._group.all_reduce(second, out=second)
+
+
+class EngineTransport(HostTransport):
+    """Keeps gradients in NumPy arrays, whose sums the group's engine carries.
+
+    The end of each bucket, which is not gradients (the weight, the flags, the step word), still travels over links, and
+    before them. Nothing is compressed.
+
+    Args:
+        group: the ranks; its configuration names an engine.
+    """
+
+    def __init__(self, group: CarryingGroup) -> None:
+        super().__init__(group)
+        self._carrying = group
+
+    @property
+    def parts_refusal(self) -> str:
+        """See `GradientTransport`: an engine sums in an order of its own."""
+        return NO_FIXED_ORDER
+
+    def new_bucket(self, parameters: Mapping[str, Parameter], *, room: int) -> Bucket:
+        """See `GradientTransport`."""
+        return Bucket(parameters, room, self._group.empty)
+
+    def start(self, bucket: Bucket, *, divisor: Callable[[], float] | None, in_background: bool) -> PendingWork | None:
+        """See `GradientTransport`."""
+        gradients, tail = bucket.flat[: -bucket.exact], bucket.flat[-bucket.exact :]
+        work = self._carrying.all_reduce_carried(gradients, tail, divisor=divisor, async_op=in_background)
+        return work if in_background else None

@@ -50,7 +50,9 @@ class Barriers:
         with self._lock:
             lock = self._turns.setdefault((generation, name), threading.Lock())
         if not lock.acquire(timeout=timeout):
-            raise errors.OperationTimeout(f"barrier {name!r}: another thread of this member was in it for {timeout} s")
+            raise errors.OperationTimeout(
+                f"barrier {name!r}: another thread of this member has been in it for {timeout} s"
+            )
         try:
             yield
         finally:

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError
 
-from paceline._address import parse_endpoint
+from paceline._address import CoordinatorAddresses, parse_endpoint
 from paceline._grpc import aio, grpc, untyped
 from paceline._lookup import look_up, look_up_within
 from paceline._rpc import channel_options
@@ -39,7 +39,7 @@ class CoordinatorChannel:
     """The channel of one session to its coordinator; used on the loop.
 
     Args:
-        target: the coordinator, "host:port".
+        addresses: the coordinator, or several of which one leads.
         failure_timeout: seconds without an acknowledgement after which a connection ends.
         credentials: how this worker and the coordinator authenticate each other.
 
@@ -47,24 +47,28 @@ class CoordinatorChannel:
         newest: the present channel. Use `call` for unary calls, because the channel may be replaced during one.
     """
 
-    def __init__(self, target: str, failure_timeout: float, credentials: Credentials) -> None:
-        self._target = target
-        self._host = parse_endpoint(target).host
+    def __init__(self, addresses: CoordinatorAddresses, failure_timeout: float, credentials: Credentials) -> None:
+        self._addresses = addresses
         self._failure_timeout = failure_timeout
         self._credentials = credentials
         self._closing: set[asyncio.Task[None]] = set()
-        self.newest = credentials.coordinator_channel(target, channel_options(failure_timeout))
+        self.newest = credentials.coordinator_channel(str(addresses.current), channel_options(failure_timeout))
 
-    async def renew(self, timeout: float) -> None:
+    async def renew(self, timeout: float, leader: str | None = None) -> None:
         """Replaces the channel by a new one, which looks up the coordinator's present address.
+
+        Args:
+            timeout: seconds for the look-up.
+            leader: what a standby has said; see `CoordinatorAddresses.turn`.
 
         Raises:
             OSError: the name does not resolve within `timeout` seconds.
         """
-        await look_up_within(self._host, timeout)
+        self._addresses.turn(leader)
+        await look_up_within(self._addresses.current.host, timeout)
         old = self.newest
         options = channel_options(self._failure_timeout, alone=True)
-        self.newest = self._credentials.coordinator_channel(self._target, options)
+        self.newest = self._credentials.coordinator_channel(str(self._addresses.current), options)
         task = asyncio.ensure_future(old.close(None))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -136,7 +140,7 @@ class SessionStream:
         try:
             return pb.SessionResponse.FromString(data)
         except DecodeError:
-            raise _damaged("what the coordinator said is no message of a session") from None
+            raise _damaged("the coordinator sent something that is not a message of a session") from None
 
     def cancel(self) -> None:
         """Ends the stream."""
@@ -187,11 +191,11 @@ async def open_stream(
 _PROBE_S = 2.0
 """Seconds for each message of a handshake. A host that is slower proves nothing."""
 
-_UNINVITED = "it wants a certificate of every caller: set PACELINE_TLS_CERT and PACELINE_TLS_KEY"
+_UNINVITED = "it demands a certificate from every caller: set PACELINE_TLS_CERT and PACELINE_TLS_KEY"
 
 _UNWELCOME = (
-    "it does not take our certificate (PACELINE_TLS_CERT): that has expired, is of another authority than its own, or "
-    "is not made for callers"
+    "it does not accept our certificate (PACELINE_TLS_CERT): the certificate has expired, is from another authority "
+    "than the coordinator's, or is not made for callers"
 )
 
 _NOT_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "UNEXPECTED_RECORD")
@@ -254,7 +258,7 @@ def _shakes_hands(connection: socket.socket) -> str | None:
     except ssl.SSLError as error:
         if "ALERT" not in (error.reason or ""):  # only a TLS server sends an alert
             return None
-    return "it speaks TLS, and this process does not: set PACELINE_TLS_CA, and for workers PACELINE_TLS_CERT and _KEY"
+    return "it uses TLS, but this process does not: set PACELINE_TLS_CA, and for workers PACELINE_TLS_CERT and _KEY"
 
 
 def _try_handshake(connection: socket.socket, host: str, files: TlsFiles) -> str | None:
@@ -266,7 +270,7 @@ def _try_handshake(connection: socket.socket, host: str, files: TlsFiles) -> str
         return f"its certificate {what_is_wrong(error, host)}"
     except ssl.SSLError as error:
         if error.reason in _NOT_TLS:
-            return "it speaks no TLS, and this process does: PACELINE_TLS_CA is set"
+            return "it does not use TLS, but this process does: PACELINE_TLS_CA is set"
         return _refusal(files) if "ALERT" in (error.reason or "") else None
     with secured:
         try:

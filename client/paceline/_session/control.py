@@ -14,13 +14,15 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from paceline import errors
-from paceline._address import is_refused, parse_endpoint
+from paceline._address import CoordinatorAddresses, is_refused
 from paceline._grpc import aio, grpc
-from paceline._rpc import backoff, duration, error_from_status, is_transient
+from paceline._rpc import backoff, duration, error_from_status, is_transient, leader_named_by
 from paceline._session.connection import CoordinatorChannel, SessionStream, check_tls, open_stream
+from paceline._work import Progress
 from paceline.config import Config
 from paceline.credentials import Credentials
-from pacelinepb import PROTOCOL_VERSION
+from paceline_protocol import Counters
+from pacelinepb import MOST_KINDS, PROTOCOL_VERSION
 from pacelinepb.v1 import session_pb2 as pb
 
 __all__ = ["ControlStream", "ControlListener"]
@@ -35,15 +37,23 @@ _ATTEMPT_S = 5.0
 """Most seconds for one attempt to resume a session, and for the first attempt to register. Each later attempt may take
 twice as long as the one before, because many workers that start together keep a coordinator busy."""
 
+_EACH_S = 1.0
+"""The same for the first attempt to register at one of several coordinators, which may be frozen."""
+
 _KNOCK_S = 1.0
 """Seconds in which the coordinator's host must say that nobody listens at the address."""
+
+
+_LOOK_AGAIN_S = 0.1
+"""Seconds between the look that finds the coordinator silent and the look that believes it: enough for grpc's thread to
+hand over what has arrived."""
 
 
 class ControlStream:
     """One session with the coordinator.
 
     Args:
-        target: the coordinator, "host:port".
+        addresses: the coordinator, or several of which one leads.
         register: the request that introduces this worker.
         config: timeouts.
         listener: handles the coordinator's messages.
@@ -54,7 +64,7 @@ class ControlStream:
 
     def __init__(
         self,
-        target: str,
+        addresses: CoordinatorAddresses,
         register: pb.Register,
         config: Config,
         listener: ControlListener,
@@ -62,12 +72,16 @@ class ControlStream:
         credentials: Credentials,
         coordinator_returns: bool = True,
     ) -> None:
-        self.target = target
-        self.channel = CoordinatorChannel(target, config.failure_timeout, credentials)
+        self.target = str(addresses)
+        self.channel = CoordinatorChannel(addresses, config.failure_timeout, credentials)
         self.registered: pb.Registered | None = None
         self.generation = 0
         self.rejoins = False
         """True if this process comes back as a new member after its session has ended."""
+        self._addresses = addresses
+        self._epoch = 0  # the highest that was seen
+        self._leader: str | None = None  # what a standby has said: see `CoordinatorAddresses.turn`
+        self._silent = False  # the last stream ended because nothing came
         self._register = register
         self._config = config
         self._listener = listener
@@ -97,13 +111,17 @@ class ControlStream:
         no_room: errors.LimitExceeded | None = None
         while True:
             try:
-                give_up = min(start + timeout, time.monotonic() + _ATTEMPT_S * 2.0 ** min(attempt, 10))
+                patience = _EACH_S if self._addresses.several else _ATTEMPT_S
+                give_up = min(start + timeout, time.monotonic() + patience * 2.0 ** min(attempt, 10))
+                if attempt and self._addresses.several:
+                    await self._turn(give_up)
                 call = await self._connect(pb.SessionRequest(register=self._register), give_up)
                 self._task = asyncio.create_task(self._guard(call))
                 return
             except aio.AioRpcError as error:
                 typed = error_from_status(error, f"the coordinator at {self.target}")
                 last: Exception = typed
+                self._leader = leader_named_by(error)
                 if isinstance(typed, errors.LimitExceeded):
                     no_room = typed
                 elif error.code() is grpc.StatusCode.UNAVAILABLE:  # it is gone; other codes do not tell the cause
@@ -115,16 +133,22 @@ class ControlStream:
                 elif await self._is_gone():
                     raise errors.CoordinatorUnreachable(self._gone) from error
                 elif attempt & (attempt - 1) == 0:  # 0, 1, 2, 4, 8...: it may come up with a wrong certificate later
-                    await check_tls(self.target, self._credentials.files, start + timeout - time.monotonic())
+                    target = str(self._addresses.current)
+                    await check_tls(target, self._credentials.files, start + timeout - time.monotonic())
             except TimeoutError:
                 last = TimeoutError("no answer")
+            except (_Outdated, OSError) as error:  # the name of one of several coordinators does not resolve
+                if isinstance(error, errors.PacelineError) or not self._addresses.several:
+                    raise
+                last = error
             waited = time.monotonic() - start
             if waited >= timeout:
                 if no_room is not None:
                     raise no_room
                 raise errors.CoordinatorUnreachable(
-                    f"no coordinator answers at {self.target}: tried {attempt + 1} times in {waited:.1f} s; "
-                    f"the last time: {last}. Is `paceline coordinator --listen {self.target}` running there?"
+                    f"no coordinator answers at {self.target} (tried for {waited:.0f} s; "
+                    f"{str(last).rpartition(': ')[2]}): run `paceline coordinator --listen {self.target}` there, "
+                    "or correct the address (--coordinator, PACELINE_COORDINATOR)"
                 ) from last
             await asyncio.sleep(min(backoff(attempt), start + timeout - time.monotonic()))
             attempt += 1
@@ -141,11 +165,15 @@ class ControlStream:
         for request in waiting:
             self._outgoing.put_nowait(request)
 
+    def beat(self) -> None:
+        """Sends a heartbeat now, beside those that are due. On the loop."""
+        self.send(pb.SessionRequest(heartbeat=self._progress()))
+
     async def leave(self, cause: str, timeout: float) -> None:
         """Says goodbye and waits for the answer, for `timeout` seconds at most; then closes the channel."""
         self._leaving = True
         if self._task is not None and not self._task.done():
-            self._farewell = pb.SessionRequest(leave=pb.Leave(cause=cause[:2000]))
+            self._farewell = pb.SessionRequest(leave=pb.Leave(cause=cause[:2000], last=self._progress()))
             self.send(self._farewell)
             try:
                 await asyncio.wait_for(self._left.wait(), timeout)
@@ -162,8 +190,15 @@ class ControlStream:
         if not answer.HasField("registered"):
             call.cancel()
             raise errors.CoordinatorUnreachable(
-                f"{self.target} is no Paceline coordinator: it did not say `registered`"
+                f"{self.target} is not a Paceline coordinator: it did not answer with `registered`"
             )
+        if not self._is_current(answer):
+            call.cancel()
+            raise _Outdated(
+                f"{self._addresses.current} does not lead any more: it answers with epoch {answer.epoch}, and this "
+                f"worker has seen epoch {self._epoch}"
+            )
+        self._leader = None
         self.registered = answer.registered
         self._listener.on_registered()
         return call
@@ -173,7 +208,7 @@ class ControlStream:
         try:
             await self._run(call)
         except Exception as error:  # noqa: BLE001  logged, and the session ends
-            _log.exception("the session with %s failed in a way that it should not", self.target)
+            _log.exception("the session with %s failed unexpectedly", self.target)
             self._left.set()
             self._listener.on_broken(error)
 
@@ -182,7 +217,7 @@ class ControlStream:
         try:
             await work()  # made here, since a task that is cancelled before it starts would never await it
         except Exception as error:  # noqa: BLE001  logged, and this member ends
-            _log.exception("the stream to %s failed in a way that it should not", self.target)
+            _log.exception("the stream to %s failed unexpectedly", self.target)
             self._listener.on_broken(error)
 
     async def _run(self, call: SessionStream) -> None:
@@ -219,18 +254,45 @@ class ControlStream:
         """Serves one stream until it ends; returns its status, None for an orderly end."""
         writer = asyncio.create_task(self._minded(functools.partial(self._write, call)))
         beat = asyncio.create_task(self._minded(self._beat))
+        assert self.registered is not None
+        silence = self.registered.longest_silence.ToTimedelta().total_seconds() or None
+        self._silent = False
         try:
-            while (message := await call.read()) is not None:
+            while (message := await _next(call, silence)) is not None:
+                if not self._is_current(message):
+                    self._silent = True  # another coordinator leads
+                    return None
                 self._dispatch(message)
                 if self._left.is_set():
                     return None
         except aio.AioRpcError as error:
             return error
+        except TimeoutError:
+            self._silent = True
         finally:
             writer.cancel()
             beat.cancel()
             call.cancel()
         return None
+
+    def _is_current(self, message: pb.SessionResponse) -> bool:
+        """Checks the epoch of a message. A coordinator with a lower epoch than this member has seen leads no more.
+
+        Its orders may rest on what was true before another one took over.
+        """
+        if message.epoch < self._epoch:
+            return False
+        self._epoch = message.epoch
+        return True
+
+    async def _turn(self, deadline: float) -> None:
+        """Goes to the coordinator that a standby has named, or else to the next one.
+
+        Raises:
+            OSError: its name does not resolve.
+        """
+        leader, self._leader = self._leader, None
+        await self.channel.renew(deadline - time.monotonic(), leader)
 
     async def _write(self, call: SessionStream) -> None:
         while True:
@@ -247,7 +309,7 @@ class ControlStream:
         interval = self.registered.heartbeat_interval.ToTimedelta().total_seconds()
         while True:
             await asyncio.sleep(interval)
-            self.send(pb.SessionRequest(heartbeat=self._progress()))
+            self.beat()
 
     def _dispatch(self, message: pb.SessionResponse) -> None:
         kind = message.WhichOneof("event")
@@ -266,6 +328,8 @@ class ControlStream:
             assert self.registered is not None
             self.registered.door_secret = message.new_door_secret.door_secret
             self._listener.on_registered()
+        elif kind == "asked":
+            self._listener.on_asked(message.asked)
         elif kind == "left":
             self._left.set()
             if not self._leaving:
@@ -322,21 +386,27 @@ class ControlStream:
         deadline = start + self._config.rejoin_timeout
         last = "no answer"
         began = start
+        leads = not self._silent  # the coordinator that is tried leads, as far as this member knows
         for attempt in range(1 << 30):
-            pause = min(backoff(attempt + self._short), self._config.heartbeat_interval)
+            # The pauses grow from one round of all addresses to the next: the one that takes over is not there yet.
+            pause = min(backoff(attempt // len(self._addresses) + self._short), self._config.heartbeat_interval)
             await asyncio.sleep(began + pause - time.monotonic())
             began = time.monotonic()
-            patience = min(_ATTEMPT_S, self._config.failure_timeout / 3 * 2.0 ** min(attempt, 10))
+            most = 2 * _EACH_S if self._addresses.several else _ATTEMPT_S  # another one may lead meanwhile
+            patience = min(most, self._config.failure_timeout / 3 * 2.0 ** min(attempt, 10))
             give_up = min(deadline, began + patience)
             try:
                 request = await self._moved(request, give_up)
-                if attempt:  # the coordinator did not answer at once: it may be at another address when it comes back
-                    await self.channel.renew(give_up - time.monotonic())
+                if not leads:  # it may have another address when it comes back
+                    await self._turn(give_up)
+                leads = False
                 call = await self._connect(request, give_up)
             except aio.AioRpcError as error:
                 typed = error_from_status(error, f"the coordinator at {self.target}")
                 last = str(typed)
+                self._leader = leader_named_by(error)
                 final = None if is_transient(error) else self._refusals.final(typed)
+                leads = isinstance(typed, errors.SessionClosed)  # a standby does not say that
                 if final is not None and self._may_rejoin(final) and request.HasField("resume"):
                     request = self._register_again()
                 elif final is not None:
@@ -347,7 +417,7 @@ class ControlStream:
                     return None
             except TimeoutError:
                 pass  # one attempt timed out; the deadline below ends the loop
-            except _Nowhere as error:
+            except (_Nowhere, _Outdated) as error:
                 last = str(error)
             except errors.PacelineError as error:
                 self._end(error)
@@ -372,11 +442,11 @@ class ControlStream:
 
         A coordinator announces its address only after it listens there, so a refusal never means that it is too early.
         """
-        return not self._returns and await is_refused(parse_endpoint(self.target), _KNOCK_S)
+        return not self._returns and await is_refused(self._addresses.current, _KNOCK_S)
 
     @property
     def _gone(self) -> str:
-        return f"the coordinator at {self.target} is gone: connections to it are refused, and it does not come back"
+        return f"the coordinator at {self.target} is gone: connections to it are refused, and it will not come back"
 
     async def _moved(self, request: pb.SessionRequest, deadline: float) -> pb.SessionRequest:
         """Returns the request that introduces this member: a new registration if its address has changed.
@@ -407,8 +477,39 @@ class ControlStream:
             self._listener.on_ended(error)
 
 
+async def _next(call: SessionStream, silence: float | None) -> pb.SessionResponse | None:
+    """Returns the next message of a stream; None at its end.
+
+    It looks twice before it believes that nothing has come: after a stall of this process the time is up before the
+    loop has taken in what has arrived meanwhile.
+
+    Args:
+        call: the stream.
+        silence: seconds that the coordinator may be silent; None: without limit.
+
+    Raises:
+        TimeoutError: it was silent for longer.
+        AioRpcError: as `SessionStream.read`.
+    """
+    if silence is None:
+        return await call.read()
+    read = asyncio.create_task(call.read())
+    try:
+        for patience in (silence, _LOOK_AGAIN_S):
+            await asyncio.wait({read}, timeout=patience)
+            if read.done():
+                return read.result()
+        raise TimeoutError
+    finally:
+        read.cancel()
+
+
 class _Nowhere(Exception):
     """Peers cannot reach this worker at any address yet, but an address may come."""
+
+
+class _Outdated(Exception):
+    """A coordinator answers that no longer leads."""
 
 
 class _Refusals:
@@ -430,15 +531,35 @@ class _Refusals:
         return self._first if self._count >= _BELIEVED else None
 
 
-def heartbeat(operation: int, since: float, inside: bool, step: int, step_at: float) -> pb.Heartbeat:
-    """Makes a heartbeat of a group's progress and the last step word (times are `time.monotonic()` values)."""
+def heartbeat(progress: Progress, doing: str, step: int, step_at: float, counters: Counters) -> pb.Heartbeat:
+    """Makes a heartbeat.
+
+    Args:
+        progress: of the group.
+        doing: kind of the operation that it is in.
+        step: of the last step word, which completed at `step_at`, a `time.monotonic()` value.
+        step_at: see `step`.
+        counters: what this member has counted.
+    """
     now = time.monotonic()
     return pb.Heartbeat(
-        operation=operation,
-        since=duration(max(0.0, now - since)),
-        inside=inside,
+        operation=progress.operation,
+        since=duration(max(0.0, now - progress.since)),
+        inside=progress.inside,
         step=step,
         step_since=duration(max(0.0, now - step_at)),
+        committed=counters.committed,
+        undone=counters.undone,
+        samples=counters.samples,
+        sent_bytes=dict(sorted(counters.sent_bytes.items(), key=lambda sent: -sent[1])[:MOST_KINDS]),
+        in_collectives=duration(counters.in_collectives),
+        doing=doing,
+        checkpoint_step=counters.checkpoint_step,
+        checkpoints=counters.checkpoints,
+        checkpoint_failures=counters.checkpoint_failures,
+        checkpoint_time=duration(counters.checkpoint_time),
+        state_bytes=counters.state_bytes,
+        state_time=duration(counters.state_time),
     )
 
 
@@ -488,5 +609,8 @@ class ControlListener(Protocol):
             CoordinatorUnreachable, LinkUnavailable: there is no address yet.
         """
 
+    def on_asked(self, asked: pb.Asked) -> None:
+        """Is called when an operator asks this member something."""
+
     def on_line(self, message: pb.SessionResponse) -> None:
-        """A message about the line arrived: running, summons, catch_up, misfit, drain, dismissed or finished."""
+        """A message about the line arrived: running, summons, catch_up, mismatch, drain, dismissed or finished."""

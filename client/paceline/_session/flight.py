@@ -1,4 +1,4 @@
-"""When and where the flight recorder is dumped: on SIGUSR2, and on an abort.
+"""Dumps the flight recorder to a file: on SIGUSR2, and on an abort.
 
 This module owns the directory, the files and the signal. A dump is one JSON file for each process and rank, and each
 new dump replaces it; of one rank of a job the latest ten files are kept. A dump holds the records of `_recorder.py`,
@@ -25,16 +25,18 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from paceline._recorder import FlightRecorder, error_text
+from paceline._session.launcher_pipe import tell_once
 from paceline._user_folder import make_private, user_folder
 
-__all__ = ["FLIGHT_DIR", "FlightLog", "flight_directory"]
+__all__ = ["FLIGHT_DIR", "FlightLog", "flight_directory", "flight_head"]
 
 FLIGHT_DIR = "PACELINE_FLIGHT_DIR"
 
 KEPT = 10
 """Dumps kept of one rank of a job, so that a worker which fails and restarts all night does not fill the disk."""
 
-_FIELDS = ("job", "rank", "size", "generation", "host", "member_id")
+_FIELDS = ("job", "rank", "size", "generation", "host", "member_id", "links")
+_OTHERS = " (each rank of this host has such a file)"
 _SIGNAL: int | None = getattr(signal, "SIGUSR2", None)  # Windows has none
 
 _log = logging.getLogger("paceline.flight")
@@ -55,12 +57,29 @@ def flight_directory(environ: Mapping[str, str]) -> Path | None:
     return Path(text).absolute() if text not in ("", "off") else None  # absolute: the script may change its directory
 
 
+def flight_head(described: Mapping[str, Any], pid: int, reason: str) -> dict[str, Any]:
+    """Returns what a record says of its member, beside the operations.
+
+    Args:
+        described: the member, as `FlightLog` gets it; keys that are not listed here are left out.
+        pid: its process.
+        reason: why the record was made.
+    """
+    return {
+        "host": socket.gethostname(),
+        **{name: described.get(name) for name in _FIELDS if name in described},
+        "pid": pid,
+        "time": datetime.now(UTC).isoformat(timespec="microseconds"),
+        "reason": reason,
+    }
+
+
 class FlightLog:
     """Writes the dumps of one session. Thread-safe; a forked child writes nothing.
 
     Args:
         recorder: what to dump.
-        describe: gives job, rank, size, generation, host and member_id; other keys are left out.
+        describe: gives job, rank, size, generation, host, member_id and links; other keys are left out.
         directory: where dumps go; None writes nothing and watches no signal.
     """
 
@@ -75,11 +94,12 @@ class FlightLog:
         self._aborted: Any = None
         self._once = threading.RLock()  # reentrant: a user's signal handler may leave the session, which aborts
 
-    def dump(self, reason: str) -> Path | None:
+    def dump(self, reason: str, *, is_abort: bool = False) -> Path | None:
         """Writes the recorded operations, and logs the file's name. Raises nothing.
 
         Args:
             reason: why, for the reader.
+            is_abort: the generation has failed, so other members write their records too.
 
         Returns:
             The file; None if dumps are off, or if it could not be written. The first such failure is logged.
@@ -95,7 +115,11 @@ class FlightLog:
                     self._warned = True
                     _log.warning("the flight recorder could not be written (%.200s): %s", reason, error_text(error))
             else:
-                _log.warning("the last %d operations are in %s", number, path)
+                last = "the last operation is" if number == 1 else f"the last {number} operations are"
+                if is_abort:  # every member of the generation writes one
+                    tell_once(_log, f"{last} in {path}{_OTHERS}", key=f"flight {self._aborted}")
+                else:
+                    _log.warning("%s in %s", last, path)
         return path
 
     def on_abort(self, error: BaseException) -> None:
@@ -108,7 +132,7 @@ class FlightLog:
                 if self._aborted is not None and self._aborted == generation:
                     return
                 self._aborted = generation
-        self.dump(f"abort: {error_text(error)}")
+        self.dump(f"abort: {error_text(error)}", is_abort=True)
 
     def watch_signal(self) -> None:
         """Dumps on SIGUSR2 from now on.
@@ -138,17 +162,13 @@ class FlightLog:
 
     def _write(self, directory: Path, reason: str) -> tuple[Path, int]:
         described = self._describe()
-        operations = self._recorder.snapshot()
-        head = {
-            "host": socket.gethostname(),
-            **{name: described.get(name) for name in _FIELDS if name in described},
-            "pid": self._pid,
-            "time": datetime.now(UTC).isoformat(timespec="microseconds"),
-            "reason": reason,
-        }
+        record = self._recorder.record()
+        operations = record.pop("operations")
+        head = json.dumps(flight_head(described, self._pid, reason), indent=2, default=str)[:-2]
+        rest = "".join(f',\n  "{name}": {json.dumps(value)}' for name, value in record.items())
         # One operation a line, so that grep and diff work too.
         lines = ",\n".join(f"    {json.dumps(operation)}" for operation in operations)
-        text = json.dumps(head, indent=2, default=str)[:-2] + f',\n  "operations": [\n{lines}\n  ]\n}}\n'
+        text = f'{head}{rest},\n  "operations": [\n{lines}\n  ]\n}}\n'
         make_private(directory, f"set {FLIGHT_DIR} to another directory")
         stem = f"{_plain(described.get('job'))}.rank{_plain(described.get('rank'))}.pid"
         path = directory / f"{stem}{self._pid}.json"

@@ -7,13 +7,14 @@ unless the worker asks to wait for room.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import select
 import stat
 import time
 from typing import Any
 
-__all__ = ["LAUNCHER_FD", "tell_launcher"]
+__all__ = ["LAUNCHER_FD", "notify_launcher", "tell_launcher", "tell_once"]
 
 LAUNCHER_FD = "PACELINE_LAUNCHER_FD"
 """Variable that names the descriptor of the pipe."""
@@ -41,7 +42,7 @@ def tell_launcher(kind: str, record: dict[str, Any], *, wait_s: float = 0.0) -> 
         return False
     line = json.dumps({"kind": kind, **record}).encode() + b"\n"
     if len(line) > _MAX_RECORD_BYTES:
-        raise ValueError(f"a record for the launcher has {len(line)} bytes, {_MAX_RECORD_BYTES} at most")
+        raise ValueError(f"a record for the launcher has {len(line)} bytes; at most {_MAX_RECORD_BYTES} are allowed")
     deadline = time.monotonic() + wait_s
     while True:
         try:
@@ -54,6 +55,34 @@ def tell_launcher(kind: str, record: dict[str, Any], *, wait_s: float = 0.0) -> 
             return False
         else:
             return True
+
+
+def notify_launcher(text: str, key: str = "") -> bool:
+    """Sends the launcher a sentence that all workers of a job say alike, which it shows once.
+
+    Args:
+        text: the sentence, which is cut if it is too long for a record.
+        key: texts with the same key count as the same; the text itself if left out.
+
+    Returns:
+        True if the sentence is on its way, False if there is no launcher or no room.
+    """
+    most = len(text)
+    while len(json.dumps(text[:most])) + len(json.dumps(key[:most])) > _MAX_RECORD_BYTES - 100:
+        most //= 2
+    return tell_launcher("notice", {"text": text[:most], "key": key[:most]})
+
+
+def tell_once(log: logging.Logger, text: str, *, key: str = "", level: int = logging.WARNING) -> None:
+    """Says what all workers of a job say alike: the launcher shows it once; without a launcher it is logged here.
+
+    Args:
+        log: the caller's log.
+        text: a sentence.
+        key: see `notify_launcher`.
+        level: of the log, without a launcher. With one it is DEBUG, because the user has the sentence already.
+    """
+    log.log(logging.DEBUG if notify_launcher(text, key) else level, "%s", text, stacklevel=2)
 
 
 def _is_pipe(fd: str) -> bool:

@@ -37,7 +37,7 @@ __all__ = [
     "Lost",
     "MemberInbox",
     "MayGo",
-    "Misfits",
+    "ManifestMismatch",
     "NoSeat",
     "Runs",
     "StateGone",
@@ -89,7 +89,7 @@ class CatchUpAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class Misfits:
+class ManifestMismatch:
     """Says that this member trains something else than the line; `donor` has the line's manifest."""
 
     donor: Peer
@@ -142,7 +142,7 @@ class Runs:
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class ReachResult:
     """The result of testing whether this worker and the members of a line can connect.
 
     Attributes:
@@ -168,11 +168,11 @@ class Lost:
     error: BaseException
 
 
-News: TypeAlias = Runs | Tried | Waits
+News: TypeAlias = Runs | ReachResult | Waits
 """Messages that only inform, and ask this member for nothing."""
 
 LineMessage: TypeAlias = (
-    ViewCame | CatchUpAsked | Misfits | MayGo | NoSeat | StateGone | JobDone | CaughtOut | Lost | News
+    ViewCame | CatchUpAsked | ManifestMismatch | MayGo | NoSeat | StateGone | JobDone | CaughtOut | Lost | News
 )
 
 
@@ -232,6 +232,7 @@ class LineClient:
         step: the last step whose word has completed in this generation, for heartbeats; 0 for none.
         step_at: monotonic time at which it completed.
         went_on: True if this member went on without a meeting, and does not yet know whether the others did.
+        on_first_commit: called on the training thread when a generation has committed its first step.
     """
 
     control: ControlStream
@@ -248,6 +249,8 @@ class LineClient:
         self.members = MemberLists()
         self.step, self.step_at = 0, 0.0
         self.went_on = False
+        self._words = 0  # of this generation
+        self.on_first_commit: Callable[[], None] = lambda: None
         self._job = job
         self._config = config
         self._thread = thread
@@ -270,7 +273,9 @@ class LineClient:
                 self.control.send(request)
             else:
                 # The worker is another member now, or has been given a later view: a message says so.
-                text = "not told the coordinator of the stop in generation %d: this worker is in generation %d now"
+                text = (
+                    "did not report the stop in generation %d to the coordinator: this worker is in generation %d now"
+                )
                 _log.info(text, meet.generation, self.control.generation)
 
         self._thread.loop.call_soon_threadsafe(send)
@@ -295,10 +300,13 @@ class LineClient:
         self.step_at = time.monotonic()
         self.step = step
         self.went_on = False  # all others have entered it too
+        self._words += 1
+        if self._words == 2:
+            self.on_first_commit()
 
     def generation_began(self) -> None:
         """Resets the step at the beginning of a generation, in which no word has completed yet."""
-        self.step = 0
+        self.step = self._words = 0
         self.went_on = False
 
     # On the loop.
@@ -317,7 +325,7 @@ class LineClient:
             case "running":
                 text = (
                     f"this worker is in no view yet: job {self._job!r} is running with {message.running.world_size} "
-                    "members, and it enters at its first step of session.steps()"
+                    "members, and this worker enters at its first step of session.steps()"
                 )
                 self._running = message.running
                 self._start(self._learn_members(message.running))
@@ -330,10 +338,10 @@ class LineClient:
                 holders = [(read_peer(each.member), tuple(map(_share, each.shares))) for each in order.holders]
                 share = _share(order.share) if order.HasField("share") else WHOLE
                 self._inbox.put(CatchUpAsked(order.generation, base, holders, share, order.fingerprint))
-            case "misfit":
-                self._inbox.put(Misfits(read_peer(message.misfit.donor)))
+            case "mismatch":
+                self._inbox.put(ManifestMismatch(read_peer(message.mismatch.donor)))
             case "drain":
-                self._inbox.draining = message.drain.reason or "somebody asked for it"
+                self._inbox.draining = message.drain.reason or "it was drained on request"
             case "dismissed":
                 self._inbox.put(MayGo(message.dismissed.last))
             case "spare":
@@ -352,13 +360,13 @@ class LineClient:
     async def _report_gone(self, processes: list[pb.ProcessIdentity]) -> None:
         """Reports silent members whose processes on this host have ended, so that nobody waits for them."""
         for process in processes:
-            _log.info("the worker with pid %d of job %r is gone from this host", process.pid, self._job)
+            _log.info("the worker with pid %d of job %r no longer runs on this host", process.pid, self._job)
             request = pb.ReportExitRequest(job=self._job, process=process, found_gone=True)
             report = functools.partial(_report_exit, request, self._config.call_timeout)
             try:
                 await self.control.channel.call(report)
             except aio.AioRpcError as error:  # the coordinator asks again when this worker comes back
-                _log.warning("the coordinator could not be told that pid %d is gone: %s", process.pid, error.details())
+                _log.warning("could not tell the coordinator that pid %d has ended: %s", process.pid, error.details())
 
     async def _learn_members(self, running: pb.Running) -> None:
         """Tells the training thread which members of the line it must reach: those that have not ended."""

@@ -16,7 +16,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from paceline import errors
-from paceline._address import Endpoint, parse_endpoint
+from paceline._address import CoordinatorAddresses, parse_endpoint
+from paceline._counters import counted_since
 from paceline._door_key import DoorKey
 from paceline._exhausted import is_exhausted
 from paceline._group import Group
@@ -27,6 +28,7 @@ from paceline._links.grpc_mesh import GrpcMesh
 from paceline._links.grpc_state import StateSource
 from paceline._links.nowhere import NoMesh
 from paceline._loop import LoopThread
+from paceline._session.answers import answer_question, whole_record
 from paceline._session.barrier import Barriers
 from paceline._session.control import ControlStream, heartbeat
 from paceline._session.flight import FlightLog, flight_directory
@@ -34,12 +36,13 @@ from paceline._session.generations import Generations
 from paceline._session.identity import JoinRequest
 from paceline._session.launcher_pipe import tell_launcher
 from paceline._session.line_messages import CaughtOut, LineClient, Lost, MemberInbox, ViewCame, Waits
+from paceline._session.stack_file import keep_stack_file
 from paceline._session.store import CoordinatorStore
 from paceline._session.whereabouts import Sockets, Whereabouts
 from paceline._wait import Outcome
 from paceline.config import Config, checked_timeout
 from paceline.credentials import Credentials
-from paceline_protocol import Tag
+from paceline_protocol import Counters, Tag
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1 import store_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -68,7 +71,7 @@ class MemberConnection:
     """One member of one job.
 
     Args:
-        coordinator: its address.
+        coordinators: the addresses of the job's coordinators.
         wanted: the job, and the wanted place in it.
         advertise: host or host:port at which peers reach this worker; None to find it.
         config: timeouts.
@@ -89,7 +92,7 @@ class MemberConnection:
 
     def __init__(
         self,
-        coordinator: Endpoint,
+        coordinators: CoordinatorAddresses,
         wanted: JoinRequest,
         advertise: str | None,
         config: Config,
@@ -100,7 +103,7 @@ class MemberConnection:
         self.job = wanted.job
         self._door_key = DoorKey()
         self.credentials = replace(credentials.for_worker(), door_key=self._door_key)
-        self._coordinator = coordinator
+        self._coordinators = coordinators
         self._coordinator_returns = coordinator_returns
         self._wanted = wanted
         self._config = config
@@ -109,19 +112,21 @@ class MemberConnection:
         self._door.on_exhausted(self.on_broken)
         self._barriers = Barriers()
         self._joined: Outcome[None] = Outcome()
-        self._reason = f"no coordinator answers at {coordinator} yet"
-        self._opened = time.monotonic()
+        self._reason = f"no coordinator answers at {coordinators} yet"
+        self._opened = self._give_up_at = time.monotonic()
         self._control: ControlStream | None = None
         self._registering: asyncio.Task[Any] | None = None
         self._closed = self._broken = False
         self._tasks: set[asyncio.Task[Any]] = set()  # they must have ended before the links that they make are closed
         self._flight: FlightLog | None = None
         self._sockets = Sockets(self._start)
-        self._whereabouts = Whereabouts(coordinator, advertise, self._door, self._sockets)
+        self._whereabouts = Whereabouts(coordinators, advertise, self._door, self._sockets)
         self.inbox = MemberInbox()
         self.line = LineClient(wanted.job, config, thread, self.inbox, self._start, self._stand_by)
+        self.line.on_first_commit = self._tell_first_commit
         self._generations = Generations(wanted.job, config, thread, self.credentials, self._door.kinds)
         self._caller = store_pb2.Caller(job=wanted.job)
+        self._counted_before = Counters()  # as an earlier member
 
     @property
     def mesh(self) -> GrpcMesh | NoMesh:
@@ -158,12 +163,13 @@ class MemberConnection:
                     raise
             left = max(0.0, deadline - time.monotonic())
             if not self._joined.wait(left):
-                text = f"job {self.job!r} at {self._coordinator}: no view in {timeout:.1f} s: {self._reason}"
+                text = f"job {self.job!r} at {self._coordinators}: no view in {timeout:.1f} s: {self._reason}"
                 raise errors.OperationTimeout(text)
             self._joined.result()
             self._flight = FlightLog(self.group.recorder, self._describe, flight_directory(os.environ))
             self.group.on_abort = self._flight.on_abort
             self._flight.watch_signal()
+            keep_stack_file()
         except BaseException:
             try:
                 self.close()
@@ -234,6 +240,11 @@ class MemberConnection:
         self.group.move(mesh)
         self._thread.loop.call_soon_threadsafe(self._end_mesh, old)
 
+    def _tell_first_commit(self) -> None:
+        """Sends a heartbeat at once, so that the coordinator knows to a millisecond how long a recovery took."""
+        if self.mesh.rank == 0 and self._control is not None:
+            self._thread.loop.call_soon_threadsafe(self._control.beat)
+
     def _end_mesh(self, mesh: GrpcMesh | NoMesh) -> None:
         self._start(mesh.end())
 
@@ -252,20 +263,24 @@ class MemberConnection:
             return {"job": self.job, "rank": mesh.rank, "size": 0, "generation": 0, "host": "", "member_id": ""}
         me = mesh.peers[mesh.rank]
         facts = {"job": self.job, "rank": mesh.rank, "size": mesh.size, "generation": mesh.generation}
-        return {**facts, "host": me.host, "member_id": me.member_id}
+        return {**facts, "host": me.host, "member_id": me.member_id, "links": sorted(mesh.sent_bytes)}
 
     # On the loop.
 
-    def _tell_waiting(self) -> None:
-        """Tells the launcher what this worker waits for, so that it can show the user."""
+    def _tell_waiting(self) -> bool:
+        """Tells the launcher what this worker waits for, so that it can show the user; True if it is told."""
         if not self._joined.done():
-            tell_launcher("waiting", {"job": self.job, "reason": f"job {self.job!r}: {self._reason}"})
+            left = self._give_up_at - time.monotonic()
+            unanswered = self._control is None or self._control.registered is None
+            how_long = f"; trying for another {left:.0f} s" if unanswered and left >= 1.0 else ""
+            return tell_launcher("waiting", {"job": self.job, "reason": f"job {self.job!r}: {self._reason}{how_long}"})
+        return False
 
     def _on_trouble(self, text: str) -> None:
         """Reports at once that a name does not resolve or has no route, since that is mostly a typing error."""
         self._reason = text
-        _log.warning("job %r: %s", self.job, text)
-        self._tell_waiting()
+        if not self._tell_waiting():
+            _log.warning("job %r: %s", self.job, text)
 
     async def _register(self, timeout: float) -> None:
         if self._joined.done():  # given up already
@@ -273,14 +288,15 @@ class MemberConnection:
         self._registering = asyncio.current_task()
         self._tasks.update(filter(None, [self._registering]))  # an interrupted `open` does not wait for it to end
         self._opened = time.monotonic()
+        self._give_up_at = self._opened + timeout
         asyncio.get_running_loop().call_later(_PATIENT, self._tell_waiting)
         unanswered = self._reason
         await self._whereabouts.open_door(timeout, self._on_trouble)
         self._reason = unanswered
-        self._sockets.dial([self._coordinator])
+        self._sockets.dial(self._coordinators)
         register = self._wanted.register(str(self._whereabouts.address), self._config.failure_timeout)
         self._control = ControlStream(
-            str(self._coordinator),
+            self._coordinators,
             register,
             self._config,
             self,
@@ -296,6 +312,8 @@ class MemberConnection:
         assert self._control is not None
         registered = self._control.registered
         assert registered is not None
+        if registered.member_id != self.member_id and self._generations.mesh is not None:
+            self._counted_before = self._counted()  # a new member begins to count at 0
         self._door_key.learn(registered.door_secret, registered.member_id)
         self._door.window.member_id = registered.member_id
         self._caller.member_id, self._caller.session_token = registered.member_id, registered.session_token
@@ -346,20 +364,20 @@ class MemberConnection:
         elif isinstance(error, errors.OrphanedError):
             self._generations.coordinator_gone()
             level = logging.ERROR if self._coordinator_returns else logging.INFO  # links report its member's fate
-            _log.log(level, "%s; collectives go on without it for as long as all members live", error)
+            _log.log(level, "%s; collectives continue without it as long as all members live", error)
         else:  # probably evicted while it was cut off: other members refuse its messages
             self._generations.session_ended(str(error))
 
     def on_closed(self) -> None:
         """See `ControlListener`: the group continues along its links; calls that need the coordinator are refused."""
-        text = f"the coordinator at {self._coordinator} has ended for good, with the process that it was in"
+        text = f"the coordinator at {self._coordinators} has ended for good, with the process that ran it"
         error = errors.OrphanedError(text if self._joined.done() else f"{text}; before that: {self._reason}")
         self._barriers.fail(error)
         self.inbox.put(Lost(error))
         self._fail_join(error)
         if self._generations.mesh is not None:
             self.store.close()
-            _log.info("job %r: %s; collectives go on without it", self.job, text)
+            _log.info("job %r: %s; collectives continue without it", self.job, text)
 
     def on_broken(self, error: BaseException) -> None:
         """See `ControlListener`: tells the others, and ends every wait of this member with the error."""
@@ -380,7 +398,7 @@ class MemberConnection:
         self.line.say_again()
         if self.line.went_on and self.mesh.peers:
             # Others may still wait in the meeting, and this member for them in its step: now all of them can meet.
-            text = f"{self.mesh.peers[self.mesh.rank]} went on without the coordinator, which is back"
+            text = f"{self.mesh.peers[self.mesh.rank]} continued without the coordinator, which is back now"
             raised = ErrorReason.ERROR_REASON_PEER_RAISED
             self.mesh.fault.suspect(Suspicion(raised, None, self.group.progress().operation, text))
         for entry in self._barriers.in_flight():
@@ -396,7 +414,7 @@ class MemberConnection:
         """See `ControlListener`: other members refuse what this member sends in its old generation."""
         self.line.forget_meeting()
         if self._generations.mesh is not None:
-            text = "the session has ended: this member was taken for lost while it could not be reached"
+            text = "the session has ended: this member was declared lost while it could not be reached"
             self._generations.outdate(text)
             self.inbox.put(CaughtOut())
 
@@ -404,6 +422,16 @@ class MemberConnection:
         """See `ControlListener`: breaks links to an address that has gone, since waits on them would not end."""
         moved = await self._whereabouts.renew(timeout, self._generations.cut_off)
         return str(self._whereabouts.address) if moved else ""
+
+    def on_asked(self, asked: pb.Asked) -> None:
+        """See `ControlListener`."""
+        assert self._control is not None
+        self._start(answer_question(asked, self._control, self.job, self._record))
+
+    def _record(self) -> dict[str, Any]:
+        if self._generations.mesh is None:
+            return whole_record(None, {"job": self.job, "member_id": self.member_id})
+        return whole_record(self.group.recorder, self._describe())
 
     def on_line(self, message: pb.SessionResponse) -> None:
         """See `ControlListener`."""
@@ -440,13 +468,13 @@ class MemberConnection:
         member_id, mesh = self.member_id, None
         try:
             peers = await self.line.members.fetch(self._control.channel, self.job, view, self._config.call_timeout)
-            self._sockets.dial([self._coordinator, *(parse_endpoint(peer.address) for peer in peers)])
+            self._sockets.dial([*self._coordinators, *(parse_endpoint(peer.address) for peer in peers)])
         except Exception as error:  # `join` must raise it, whatever it is
             if is_exhausted(error):
                 raise
             _log.info("could not fetch the members of generation %d: %s", view.generation, error)
             self._fail_join(error)
-            text = f"rank {view.rank} ({socket.gethostname()}) could not learn who its members are: {error}"
+            text = f"rank {view.rank} ({socket.gethostname()}) could not fetch the list of its members: {error}"
             reason = ErrorReason.ERROR_REASON_PEER_RAISED
             report = pb.Report(generation=view.generation, reason=reason, text=text[:2000])
             if view.generation == self._control.generation:  # the other members wait for this one
@@ -489,4 +517,12 @@ class MemberConnection:
     def _progress(self) -> pb.Heartbeat:
         if self._generations.mesh is None:
             return pb.Heartbeat()
-        return heartbeat(*self.group.progress(), self.line.step, self.line.step_at)
+        progress, doing = self.group.progress(), ""
+        if progress.inside:
+            signature = self.group.recorder.find(self.group.generation, "", progress.operation)
+            doing = signature.partition(b" ")[0].decode("ascii", "replace")[:64] if signature else ""
+        counters = counted_since(self._counted_before, self._counted())
+        return heartbeat(progress, doing, self.line.step, self.line.step_at, counters)
+
+    def _counted(self) -> Counters:
+        return self.group.counters.read(self.group.mesh.sent_bytes)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import errno
 import logging
 import socket
+import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-from paceline._address import Endpoint, listening_host, reachable_endpoint
+from paceline._address import CoordinatorAddresses, Endpoint, listening_host, reachable_endpoint
 from paceline._fork import protect
 from paceline._links.grpc_door import Door
 from paceline._lookup import look_up_all
@@ -23,19 +24,22 @@ __all__ = ["is_here", "Sockets", "Whereabouts"]
 
 _log = logging.getLogger("paceline.session")
 
+_EACH_S = 0.5
+"""Seconds for a route to one of several coordinators to be found, before the next one is tried."""
+
 
 class Whereabouts:
     """The address of one member; used on the loop.
 
     Args:
-        coordinator: the coordinator's address.
+        coordinators: the addresses of the job's coordinators.
         advertise: host or host:port at which peers reach this worker; None to find it.
         door: the door that is opened at the address.
         sockets: the session's sockets, which are told the door's port.
     """
 
-    def __init__(self, coordinator: Endpoint, advertise: str | None, door: Door, sockets: Sockets) -> None:
-        self._coordinator = coordinator
+    def __init__(self, coordinators: CoordinatorAddresses, advertise: str | None, door: Door, sockets: Sockets) -> None:
+        self._coordinators = coordinators
         self._advertise = advertise
         self._door = door
         self._sockets = sockets
@@ -53,7 +57,7 @@ class Whereabouts:
         Raises:
             LinkUnavailable: the address cannot be bound.
         """
-        where = await reachable_endpoint(self._coordinator, self._advertise, timeout, say)
+        where = await self._find(self._advertise, timeout, say)
         port = await self._door.start(listening_host(where, self._advertise), where.port)
         self._moved_in(where, port)
 
@@ -77,15 +81,31 @@ class Whereabouts:
         if self._advertise or is_here(self.address.host):
             return False
         try:
-            where = await reachable_endpoint(self._coordinator, None, timeout)
+            where = await self._find(None, timeout)
         except ValueError as error:  # the only address is link-local; another may still come
-            raise CoordinatorUnreachable(f"no way to the coordinator at {self._coordinator}: {error}") from error
+            raise CoordinatorUnreachable(f"cannot reach the coordinator at {self._coordinators}: {error}") from error
         if where.host == self.address.host:  # the old address has just come back
             return False
-        text = f"this worker's address was {self.address.host}, and is {where.host} now"
+        text = f"this worker's address was {self.address.host} and is {where.host} now"
         _log.warning("%s", text)
         self._moved_in(where, await self._door.move(where.host, where.port, lambda: leave(text)))
         return True
+
+    async def _find(
+        self, advertise: str | None, timeout: float, say: Callable[[str], None] = lambda _: None
+    ) -> Endpoint:
+        """Finds the address by the first coordinator to which a route leads; see `reachable_endpoint`."""
+        if not self._coordinators.several:
+            return await reachable_endpoint(self._coordinators.current, advertise, timeout, say)
+        deadline = time.monotonic() + timeout
+        while True:
+            for coordinator in self._coordinators:
+                left = max(0.0, min(_EACH_S, deadline - time.monotonic()))
+                try:
+                    return await reachable_endpoint(coordinator, advertise, left, say)
+                except CoordinatorUnreachable:
+                    if time.monotonic() >= deadline:
+                        raise
 
     def _moved_in(self, where: Endpoint, port: int) -> None:
         self._address = Endpoint(where.host, where.port or port)

@@ -56,8 +56,7 @@ _START_WRITE = 2
 
 MANIFEST = "manifest.json"
 ON_ONE_DISK = (
-    "the directory must lie on a disk that all ranks share, or else the ranks of each host must save a whole state "
-    "among themselves"
+    "the directory must be on a disk that all ranks share, unless the ranks of each host together save a whole state"
 )
 """Advice for a rank that does not see the files of another."""
 
@@ -123,7 +122,7 @@ _sync_file_range = _find_sync_file_range()
 
 
 class Manifest(NamedTuple):
-    """What a checkpoint says about itself.
+    """The description that a checkpoint holds of itself.
 
     Attributes:
         tag: the tag of the state.
@@ -149,7 +148,7 @@ def hidden_folder(directory: Path, tag: Tag, attempt: str) -> Path:
     """
     name = f".writing-{tag}-{attempt}"
     if not _HIDDEN.fullmatch(name):
-        raise ValueError(f"no name of an attempt: {attempt!r:.80}")
+        raise ValueError(f"not the name of an attempt: {attempt!r:.80}")
     return directory / name
 
 
@@ -199,7 +198,7 @@ def publish(directory: Path, tag: Tag, attempt: str, parts: Sequence[Part], skel
     if len(manifest) > MAX_MANIFEST_BYTES:
         raise CheckpointFailed(
             f"checkpoint {tag} was not written: its values other than arrays, and the names of its arrays, take "
-            f"{len(manifest):,} bytes as JSON, above {MAX_MANIFEST_BYTES:,}: keep large data in arrays"
+            f"{len(manifest):,} bytes as JSON, more than {MAX_MANIFEST_BYTES:,}: keep large data in arrays"
         )
     write_file(hidden / MANIFEST, [memoryview(manifest)])
     sync_folder(hidden)
@@ -234,17 +233,17 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError("its checksum is wrong")
         body = json.loads(text)
         if body["format"] != _FORMAT:
-            raise ValueError(f"it is of format {body['format']!r:.20}, not {_FORMAT}")
+            raise ValueError(f"its format is {body['format']!r:.20}, not {_FORMAT}")
         generation, step = body["tag"]
         if type(generation) is not int or type(step) is not int:
-            raise ValueError(f"no tag: {body['tag']!r:.80}")
+            raise ValueError(f"not a tag: {body['tag']!r:.80}")
         return Manifest(Tag(generation, step), tuple(map(Part.from_tree, body["parts"])), body["state"])
     except FileNotFoundError:
         raise CheckpointDamaged(f"{path} is missing") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointDamaged(f"{path} is damaged: {error}") from error
     except MemoryError:
-        raise CheckpointDamaged(f"{path} cannot be read: what it says takes more memory than there is") from None
+        raise CheckpointDamaged(f"{path} cannot be read: it needs more memory than is available") from None
 
 
 def check_sizes(folder: Path, parts: Sequence[Part]) -> None:
@@ -256,7 +255,7 @@ def check_sizes(folder: Path, parts: Sequence[Part]) -> None:
     for part in parts:
         size = _size(folder / part.name)
         if size != part.nbytes:
-            found = "is missing, or no plain file" if size is None else f"has {size} bytes, not {part.nbytes}"
+            found = "is missing, or not a regular file" if size is None else f"has {size} bytes, not {part.nbytes}"
             raise CheckpointDamaged(f"{folder / part.name} {found}")
 
 
@@ -301,7 +300,7 @@ def _read_plain(path: Path, most: int) -> bytes:
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError("it is no plain file")
+        raise ValueError("it is not a regular file")
     if status.st_size > most:
         raise ValueError(f"it has {status.st_size:,} bytes; a manifest has at most {most:,}")
     # It may have become a FIFO, so do not wait for a writer.

@@ -86,7 +86,7 @@ def save(directory: str | os.PathLike[str], state: Any, tag: tuple[int, int], *,
     return folder
 
 
-def save_once(directory: str | os.PathLike[str], state: Any, tag: Tag, attempt: str, *, keep: int = 2) -> None:
+def save_once(directory: str | os.PathLike[str], state: Any, tag: Tag, attempt: str, *, keep: int = 2) -> bool:
     """Saves like `save`, for processes that may share the directory: the first to use the name of an attempt writes.
 
     The others return at once, perhaps before the checkpoint exists.
@@ -98,6 +98,9 @@ def save_once(directory: str | os.PathLike[str], state: Any, tag: Tag, attempt: 
         keep: as for `save`.
         attempt: a name that only processes with the same state use; 1 to 64 of a to z and 0 to 9.
 
+    Returns:
+        True if this process has written it.
+
     Raises:
         UnsupportedOp, OSError: as for `save`.
     """
@@ -108,12 +111,13 @@ def save_once(directory: str | os.PathLike[str], state: Any, tag: Tag, attempt: 
     except FileExistsError:
         if not path.is_dir():
             raise
-        return  # another process is writing it
+        return False  # another process is writing it
     if is_there(path / str(tag)):  # another process has written it
         discard(path, tag, attempt)
-        return
+        return False
     _write(path, content, tag, attempt)
     remove(set_aside(path, keep, tag))
+    return True
 
 
 def load(directory: str | os.PathLike[str], tag: tuple[int, int] | None = None) -> Checkpoint | None:
@@ -140,7 +144,7 @@ def load(directory: str | os.PathLike[str], tag: tuple[int, int] | None = None) 
             _log.error("checkpoint %s is left out: %s", found, damage)
             damages.append(str(damage))
     if damages:
-        raise CheckpointDamaged(f"no checkpoint in {path} is whole: " + "; ".join(damages))
+        raise CheckpointDamaged(f"no checkpoint in {path} is intact: " + "; ".join(damages))
     return None
 
 
@@ -161,7 +165,7 @@ def checked_tag(tag: tuple[int, int], keep: int) -> Tag:
     """
     tag = Tag(*tag)
     if keep < 1 or min(tag) < 0:
-        raise ValueError(f"want keep >= 1 and a tag of numbers that are not negative, not {keep} and {tuple(tag)}")
+        raise ValueError(f"want keep >= 1 and a tag without negative numbers, not {keep} and {tuple(tag)}")
     return tag
 
 
@@ -217,5 +221,5 @@ def _hide(directory: Path, tag: Tag) -> Path:
 def _load(folder: Path, tag: Tag) -> Checkpoint:
     reader = Reader(folder)
     if reader.tag != tag:
-        raise CheckpointDamaged(f"{folder} is damaged: its manifest says {reader.tag}")
+        raise CheckpointDamaged(f"{folder} is damaged: its manifest has the tag {reader.tag}")
     return Checkpoint(tag, reader.state(), folder)

@@ -126,7 +126,7 @@ class Part:
             part = cls(number, parts, _whole(tree["header"]), entries, str(tree["crc32"]))
             size = _whole(tree["bytes"])
         except (KeyError, TypeError) as error:
-            raise ValueError(f"no part of a checkpoint: {type(error).__name__}: {error!s:.200}") from error
+            raise ValueError(f"not a part of a checkpoint: {type(error).__name__}: {error!s:.200}") from error
         if number >= parts or part.nbytes != size:
             raise ValueError(f"part {number} of {parts} has pieces of {part.nbytes} bytes in a file of {size}")
         if len({entry.path for entry in entries}) < len(entries):
@@ -170,14 +170,14 @@ def header_of(entries: Sequence[PieceEntry], number: int, parts: int) -> bytes:
 def _entry_from(entry: Any) -> PieceEntry:
     path, dtype, shape, start, elements = entry
     if type(path) is not str or type(dtype) is not str or type(shape) is not list or len(shape) > MAX_DIMENSIONS:
-        raise ValueError(f"no piece of an array: {entry!r:.200}")
+        raise ValueError(f"not a piece of an array: {entry!r:.200}")
     dims = tuple(_whole(n) for n in shape)
     # NumPy has limits for the other dimensions of an empty array too.
     if prod(filter(None, dims)) * dtype_named(dtype).itemsize > MAX_ARRAY_BYTES:
-        raise ValueError(f"no array is that large: {path!r:.80} {list(dims)}")
+        raise ValueError(f"array {path!r:.80} {list(dims)} is too large")
     found = PieceEntry(path, dtype, dims, _whole(start), _whole(elements))
     if found.start + found.elements > prod(dims):
-        raise ValueError(f"elements {start} to {start + elements} do not lie in {path!r:.80} {list(dims)}")
+        raise ValueError(f"elements {start} to {start + elements} lie outside of {path!r:.80} {list(dims)}")
     return found
 
 
@@ -188,7 +188,7 @@ def _whole(value: Any, most: int = MAX_ARRAY_BYTES) -> int:
         ValueError: it is not.
     """
     if type(value) is not int or not 0 <= value <= most:
-        raise ValueError(f"no number up to {most}: {value!r:.80}")
+        raise ValueError(f"not a number from 0 to {most}: {value!r:.80}")
     return value
 
 
@@ -244,7 +244,7 @@ def index_of(parts: Sequence[Part]) -> dict[str, Stored]:
     for part in parts:
         for entry, offset in part.places():
             if kinds.setdefault(entry.path, (entry.dtype, entry.shape)) != (entry.dtype, entry.shape):
-                raise ValueError(f"the parts disagree on dtype or shape of {entry.path!r:.80}")
+                raise ValueError(f"the parts disagree on the dtype or shape of {entry.path!r:.80}")
             runs.setdefault(entry.path, []).append(Run(entry.start, entry.elements, part.number, offset))
     index: dict[str, Stored] = {}
     for path, (dtype, shape) in kinds.items():

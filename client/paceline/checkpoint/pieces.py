@@ -41,9 +41,9 @@ class Shard:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= prod(self.shape) - self.values.size:
-            raise ValueError(f"{self.values.size} elements from {self.start} do not lie in an array of {self.shape}")
+            raise ValueError(f"{self.values.size} elements from {self.start} on do not fit an array of {self.shape}")
         if not 0 <= self.holder < self.holders:
-            raise ValueError(f"holder {self.holder} is none of {self.holders}")
+            raise ValueError(f"holder {self.holder} is not one of {self.holders} holders")
 
 
 class Piece(NamedTuple):

@@ -70,7 +70,7 @@ class Reader:
             CheckpointDamaged: the bytes read are not the bytes written, or an array is larger than memory.
         """
         wanted = wanted or {}
-        odd = [f"{path!r} is not there" for path in wanted if path not in self.arrays]
+        odd = [f"{path!r} is missing" for path in wanted if path not in self.arrays]
         odd += [
             f"{path!r} has shape {list(self.arrays[path].shape)}, not {list(shard.shape)}"
             for path, shard in wanted.items()
@@ -124,7 +124,7 @@ class Reader:
         except MemoryError:
             size = math.prod(shape) * dtype.itemsize
             raise CheckpointDamaged(
-                f"{self.folder} cannot be read: its array {path!r:.80} has {size:,} bytes, more memory than there is"
+                f"{self.folder} cannot be read: its array {path!r:.80} has {size:,} bytes, more than the free memory"
             ) from None
 
     def verify(self) -> None:
@@ -181,7 +181,8 @@ class Reader:
                     for number, start in enumerate(range(0, block.size, CHUNK_BYTES), chunk):
                         if zlib.crc32(block[start : start + CHUNK_BYTES].data) != part.checksum(number):
                             raise CheckpointDamaged(
-                                f"{path} has other bytes than were written, in the {CHUNK_BYTES} from {low + start}"
+                                f"{path} has other bytes than were written, in the "
+                                f"{CHUNK_BYTES} bytes from {low + start} on"
                             )
                     yield low, block
         finally:
@@ -192,5 +193,5 @@ def _read_all(descriptor: int, block: NDArray[np.uint8], offset: int, path: Path
     while block.size:
         count = os.preadv(descriptor, [block.data], offset)
         if not count:
-            raise CheckpointDamaged(f"{path} ends at {offset}")
+            raise CheckpointDamaged(f"{path} ends too early, at byte {offset}")
         block, offset = block[count:], offset + count

@@ -300,7 +300,7 @@ def load_sharded(
         _log.error("checkpoint %s is left out: %s", found, troubles[0][1])
         damages.append(troubles[0][1])
     if damages:
-        raise CheckpointDamaged(f"no checkpoint in {path} is whole: " + "; ".join(damages))
+        raise CheckpointDamaged(f"no checkpoint in {path} is intact: " + "; ".join(damages))
     return None
 
 
@@ -309,7 +309,7 @@ def _try(folder: Path, tag: Tag, shards: dict[str, Shard]) -> tuple[Checkpoint |
     try:
         reader = Reader(folder)
         if reader.tag != tag:
-            raise CheckpointDamaged(f"{folder} is damaged: its manifest says {reader.tag}")
+            raise CheckpointDamaged(f"{folder} is damaged: its manifest has the tag {reader.tag}")
         return Checkpoint(tag, reader.state(shards), folder), None
     except SizeMismatch as error:
         return None, ["misfit", str(error)]

@@ -40,7 +40,9 @@ def split(state: Any) -> tuple[Skeleton, dict[str, NDArray[Any]]]:
     skeleton, leaves = split_shards(state)
     arrays = {name: leaf for name, leaf in leaves.items() if not isinstance(leaf, Shard)}
     if odd := leaves.keys() - arrays.keys():
-        raise UnsupportedOp(f"{min(odd)} is spread over the ranks: they save and load it together (save_sharded)")
+        raise UnsupportedOp(
+            f"{min(odd)} is sharded over the ranks, which must save and load it together: use save_sharded"
+        )
     return skeleton, arrays
 
 
@@ -90,7 +92,7 @@ def _split(value: Any, path: str, arrays: dict[str, Leaf], depth: int) -> Skelet
         name = path or "state"
         while name in arrays:
             if isinstance(value, Shard) or isinstance(arrays[name], Shard):
-                raise UnsupportedOp(f"{name} is the path of two arrays, and one of them is spread over the ranks")
+                raise UnsupportedOp(f"{name} is the path of two arrays, and one of them is sharded over the ranks")
             name += "'"
         arrays[name] = value if isinstance(value, Shard) else array
         return {"$scalar" if isinstance(value, np.generic) else "$array": name}
@@ -103,7 +105,9 @@ def _split(value: Any, path: str, arrays: dict[str, Leaf], depth: int) -> Skelet
         if all(type(key) is str and not key.startswith("$") for key, _ in pairs):
             return dict(pairs)
         return {"$dict": [[_split(key, f"{path} (a key)", arrays, depth - 1), item] for key, item in pairs]}
-    raise UnsupportedOp(f"{path or 'the state'} is a {kind.__name__}: a checkpoint keeps plain values and arrays")
+    raise UnsupportedOp(
+        f"{path or 'the state'} is a {kind.__name__}: a checkpoint can keep only plain values and arrays"
+    )
 
 
 def _join(value: Skeleton, arrays: Mapping[str, Any], depth: int) -> Any:

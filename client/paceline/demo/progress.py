@@ -9,13 +9,14 @@ Times are of the monotonic clock, which all processes of one machine share.
 
 from __future__ import annotations
 
+import enum
 import math
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Ledger", "DemoProgress", "Recoveries", "Recovery", "WorkerRow", "sparkline"]
+__all__ = ["DemoProgress", "Ledger", "Recoveries", "Recovery", "Stage", "WorkerRow", "sparkline"]
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _ASCII_BLOCKS = "_.-~=+*#"
@@ -273,11 +274,24 @@ class WorkerRow:
         self.bytes_sent = self._sent_before + count
 
 
+class Stage(enum.Enum):
+    """How far the run is."""
+
+    COORDINATOR = enum.auto()
+    """The coordinator starts."""
+    IMPORTS = enum.auto()
+    """The workers start, and import what they need."""
+    JOINS = enum.auto()
+    """The workers meet at the coordinator."""
+    TRAINS = enum.auto()
+
+
 @dataclass(slots=True)
 class DemoProgress:
     """The state of the run.
 
     Attributes:
+        expected: how many workers start, 0 until the coordinator is there.
         rows: the workers by their pids; a killed worker stays beside its replacement.
         total: steps of the whole run, 0 while unknown.
         samples: training samples, 0 while unknown.
@@ -290,6 +304,7 @@ class DemoProgress:
         result: what rank 0 reported at the end.
     """
 
+    expected: int = 0
     rows: dict[int, WorkerRow] = field(default_factory=dict)
     total: int = 0
     samples: int = 0
@@ -324,6 +339,33 @@ class DemoProgress:
         """True if every training sample was used exactly once in every epoch, computed from the reports."""
         return self.ledger.samples_once(samples=self.samples, steps_per_epoch=self.steps_per_epoch, total=self.total)
 
+    @property
+    def stage(self) -> Stage:
+        """How far the run is; it trains, and does not go back, once a worker has applied a step."""
+        if self.step:
+            return Stage.TRAINS
+        if not self.expected:
+            return Stage.COORDINATOR
+        return Stage.JOINS if len(self.rows) - self._count("starting") >= self.expected else Stage.IMPORTS
+
+    @property
+    def waits_for(self) -> str:
+        """What is waited for before the first step, in a sentence; empty afterwards."""
+        of = f"of {self.expected} worker{'s'[: self.expected != 1]}"
+        match self.stage:
+            case Stage.COORDINATOR:
+                return "starting the coordinator"
+            case Stage.IMPORTS:
+                ready = len(self.rows) - self._count("starting")
+                return f"the workers import NumPy and scikit-learn: {ready} {of} have done so"
+            case Stage.JOINS:
+                return f"waiting for all to join: {self._count('joined')} {of} are there"
+            case Stage.TRAINS:
+                return ""
+
+    def _count(self, state: str) -> int:
+        return sum(row.state == state for row in self.rows.values())
+
     def told(self, index: int, pid: int, record: dict[str, Any]) -> list[str]:
         """Takes a worker's report; ignores a report that the demo does not make.
 
@@ -332,9 +374,11 @@ class DemoProgress:
         """
         row = self._row(index, pid)
         match record:
+            case {"kind": "ready"} if row.state == "starting":
+                row.state = "ready"
             case {"kind": "view", "rank": rank} if _are_counts(rank):
                 row.rank = rank
-                if row.state == "starting":
+                if row.state in ("starting", "ready"):
                     row.state = "joined"
             case {"kind": "plan", "samples": samples, "steps_per_epoch": each, "total": total} if _are_counts(
                 samples, each, total
@@ -362,7 +406,9 @@ class DemoProgress:
             case {"kind": "epoch", "epoch": epoch, "accuracy": float(accuracy)} if _are_counts(epoch):
                 self._epoch_ended(epoch, accuracy)
             case {"kind": "pauses", "pause_ms": pause} if _are_counts(pause):
-                return [f"nearly done before the new worker is there: each step waits {pause} ms until it is"]
+                return [
+                    f"training is nearly done, but the new worker is not ready: each step waits {pause} ms until it is"
+                ]
             case {"kind": "result", "accuracy": float(), "steps": steps, "seconds": float(seconds), "world_size": size}:
                 if _are_counts(steps, size) and seconds > 0:
                     self.result = record

@@ -1,7 +1,8 @@
-"""A worker of `paceline demo`: python -m paceline.demo.training WORKERS KILL_AT_STEP.
+"""A worker of `paceline demo`: python -m paceline.demo.training WORKERS KILL_AT_STEP PARTS.
 
 `train` looks like a user's own script, plus reports for the view. Every rank holds the whole model (DDP) and takes its
-share of each global batch, so the run is the same for any number of workers, even if some die or join.
+share of each global batch, so the run is the same for any number of workers, even if some die or join: but for
+rounding, or with parts (`paceline demo --same-bits`) bit for bit.
 The digits are scikit-learn's: 1797 images of 8 x 8 pixels.
 """
 
@@ -81,6 +82,7 @@ class DemoPlan:
         lr: learning rate.
         momentum: of SGD.
         seed: seed of the initial weights and the order of samples.
+        parts: V, parts of a step; 0 for none.
     """
 
     workers: int
@@ -90,6 +92,7 @@ class DemoPlan:
     lr: float = 0.05
     momentum: float = 0.9
     seed: int = 0
+    parts: int = 0
 
     def epochs(self, steps_per_epoch: int) -> int:
         """Returns the number of passes over the training samples, so many that enough of them follow the kill."""
@@ -105,12 +108,14 @@ class DemoResult:
         steps: number of optimizer steps.
         world_size: members at the end.
         seconds: seconds from the first step to the last evaluation.
+        digest: SHA-256 of the training state after the last step.
     """
 
     accuracy: float
     steps: int
     world_size: int
     seconds: float
+    digest: str
 
 
 def build_model(plan: DemoPlan) -> nn.Sequential:
@@ -133,7 +138,7 @@ def train(session: paceline.Session, digits: Digits, plan: DemoPlan, tell: Tell)
     model = build_model(plan)
     ddp = paceline.DDP(model, session.group)
     optimizer = optim.SGD(ddp, lr=plan.lr, momentum=plan.momentum)
-    sampler = paceline.ElasticSampler(len(digits.train_t), plan.global_batch, plan.seed)
+    sampler = paceline.ElasticSampler(len(digits.train_t), plan.global_batch, plan.seed, parts=plan.parts)
     state = paceline.TrainState(model=model, optimizer=optimizer, sampler=sampler)
     per_epoch = sampler.steps_per_epoch
     total = plan.epochs(per_epoch) * per_epoch
@@ -146,24 +151,49 @@ def train(session: paceline.Session, digits: Digits, plan: DemoPlan, tell: Tell)
     for step in session.steps(state, total=total):
         where = {"generation": step.generation, "step": step.number}
         with step:
-            samples = len(step.indices) if step.weight else 0  # a rank without a sample gets one of weight 0
-            tell("share", {**where, "samples": step.indices[:samples].tolist()})
-            loss, dy = nn.softmax_cross_entropy(ddp(digits.train_x[step.indices]), digits.train_t[step.indices])
+            samples = _samples(step, plan)
+            tell("share", {**where, "samples": samples})
             optimizer.zero_grad()
-            killer.may_kill(step)
-            ddp.backward(dy, step.weight)
+            loss = _in_parts(step, ddp, digits, killer) if plan.parts else _at_once(step, ddp, digits, killer)
             optimizer.step()
         if not step.applied:
             tell("undone", where)
             continue
-        tell("applied", {**where, "loss": float(loss), "samples": samples, "bytes_sent": session.group.bytes_sent})
+        tell("applied", {**where, "loss": loss, "samples": len(samples), "bytes_sent": session.group.bytes_sent})
         if step.rank == 0 and step.number % per_epoch == 0:
             tell("epoch", {"epoch": step.number // per_epoch, "accuracy": _accuracy(model, digits)})
         patience.between_steps(step)
 
     # All ranks hold the same weights, so each can evaluate alone.
     accuracy = _accuracy(model, digits)
-    return DemoResult(accuracy, total, session.size, time.perf_counter() - start)
+    return DemoResult(accuracy, total, session.size, time.perf_counter() - start, state.fingerprint().hex())
+
+
+def _samples(step: paceline.Step, plan: DemoPlan) -> list[int]:
+    """Returns the samples of this rank in the step; a rank or part without one gets one of weight 0."""
+    if plan.parts:
+        return [int(index) for part in step.parts for index in part.indices[: part.samples]]
+    return step.indices.tolist() if step.weight else []
+
+
+def _at_once(step: paceline.Step, ddp: paceline.DDP, digits: Digits, killer: _Killer) -> float:
+    """Computes this rank's share of the batch; returns the loss."""
+    loss, dy = nn.softmax_cross_entropy(ddp(digits.train_x[step.indices]), digits.train_t[step.indices])
+    killer.may_kill(step)
+    ddp.backward(dy, step.weight)
+    return float(loss)
+
+
+def _in_parts(step: paceline.Step, ddp: paceline.DDP, digits: Digits, killer: _Killer) -> float:
+    """Computes this rank's parts of the batch, which have the same bits on any worker; returns their mean loss."""
+    total = weight = 0.0
+    for part in step.parts:
+        with part:
+            loss, dy = nn.softmax_cross_entropy(ddp(digits.train_x[part.indices]), digits.train_t[part.indices])
+            killer.may_kill(step)
+            ddp.backward(dy)
+        total, weight = total + float(loss) * part.weight, weight + part.weight
+    return total / weight if weight else 0.0
 
 
 def _accuracy(model: nn.Sequential, digits: Digits) -> float:
@@ -218,11 +248,12 @@ def main() -> None:
     """Joins, trains, and reports to the launcher."""
     began = _began()
     os.environ.setdefault("PACELINE_FLIGHT_DIR", "off")  # the demo kills its workers itself
-    workers, kill_at_step = (int(argument) for argument in sys.argv[1:])
+    workers, kill_at_step, parts = (int(argument) for argument in sys.argv[1:])
     digits = load_digits()
+    _tell("ready", {})
     with paceline.join() as session:
         _tell("joined", {"began": began})
-        outcome = train(session, digits, DemoPlan(workers, kill_at_step), _tell)
+        outcome = train(session, digits, DemoPlan(workers, kill_at_step, parts=parts), _tell)
         if session.rank == 0:
             _tell("result", asdict(outcome))
 

@@ -74,7 +74,7 @@ MARKS_AT = 128
 """Offset of the ring of the writer's last `_links.base.MARKS` marks: 8 bytes each, in native order."""
 
 FRAME, MARK = 1, 1 << 32
-"""What a frame and a mark add to the bell's count."""
+"""The numbers that a frame and a mark add to the bell's count."""
 
 SLOTS_AT = PAGE
 STAGING_AT = SLOTS_AT + SLOTS * SLOT_BYTES

@@ -203,11 +203,11 @@ class ShmHost:
     def _make(self, stranger: socket.socket, data: bytes, descriptors: list[int]) -> tuple[_Expected, ShmIncoming]:
         """Makes the half that a message asks for. The half then owns the socket and the descriptors."""
         if len(data) < _OPENING.size:
-            raise _Refused("that is no opening")
+            raise _Refused("that is not an opening message")
         magic, layout, length, size = _OPENING.unpack_from(data)
         ticket = data[_OPENING.size :]
         if magic != _MAGIC or length != len(ticket):
-            raise _Refused("that is no opening")
+            raise _Refused("that is not an opening message")
         if (layout, size) != (LAYOUT, CONTROL_BYTES):
             raise _Refused(f"this side has layout {LAYOUT} of {CONTROL_BYTES} bytes")
         expected = self._expected.get(ticket)
@@ -215,7 +215,7 @@ class ShmHost:
             raise _Refused("the ticket is unknown or has expired")
         self.forget(ticket)
         if len(descriptors) != 3:
-            raise _Refused(f"{len(descriptors)} descriptors arrived where 3 are due")
+            raise _Refused(f"{len(descriptors)} descriptors arrived, but 3 are needed")
         memory, bell, room = descriptors
         try:
             control = attach(memory, size)
@@ -227,9 +227,9 @@ class ShmHost:
                 expected.fault, expected.peer, self._loop, stranger, control, bell, room, expected.neighbours
             )
         except SegmentError as error:
-            raise _Refused(f"the control segment: {error}") from error
+            raise _Refused(f"the control segment is unusable: {error}") from error
         except OSError as error:  # no descriptors or no address space are left, or there is no /proc
-            raise _Refused(f"this side: {error}") from error
+            raise _Refused(f"the reading side failed: {error}") from error
         os.close(memory)
         return expected, half
 
@@ -267,7 +267,7 @@ async def connect(
         async with asyncio.timeout(timeout):
             await _reach(sock, name)
         if _uid(sock) != os.geteuid():
-            raise LinkUnavailable(f"no shared memory with {peer}: it is another user's")
+            raise LinkUnavailable(f"no shared memory with {peer}: that process belongs to another user")
         segment = Segment(CONTROL_BYTES)
         segment.back(STAGING_AT)
         for _ in range(2):

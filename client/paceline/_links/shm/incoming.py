@@ -204,7 +204,7 @@ class ShmIncoming(Incoming):
         try:
             os.eventfd_write(self._room, held)
         except BlockingIOError:
-            breach(self._fault, self._peer, "its count of what was released is more than can be")
+            breach(self._fault, self._peer, "its counter of released frames overflowed")
 
     def on_readable(self, notify: Callable[[], None]) -> None:
         """See `Incoming.on_readable`."""
@@ -272,7 +272,7 @@ class ShmIncoming(Incoming):
     def _raise_end(self, error: LinkEnded, frames: int | None) -> None:
         if frames is not None and frames != self._frames:
             # The peer rang its bell before it said that, so no other frame is in transit.
-            breach(self._fault, self._peer, f"it said that it had sent {frames} frames, and had sent {self._frames}")
+            breach(self._fault, self._peer, f"it said that it had sent {frames} frames, but had sent {self._frames}")
         raise again(error)
 
     def _locate(self, found: Descriptor) -> memoryview:
@@ -300,7 +300,7 @@ class ShmIncoming(Incoming):
             raise self._void()
 
     def _void(self) -> LinkEnded:
-        return LinkEnded(f"{self._peer} took back what it had lent: its operation failed")
+        return LinkEnded(f"{self._peer} took back the arrays that it had lent: its operation failed")
 
     def _on_socket(self, events: int) -> None:
         if events & (select.POLLHUP | select.POLLERR):
@@ -380,7 +380,7 @@ class LentSegments:
             self._segments.pop(number, None)
             return
         if not descriptors:  # the kernel drops descriptors for which the table has no room
-            raise LimitExceeded(f"no descriptor was left in this process for the memory of {self._peer}")
+            raise LimitExceeded(f"this process has no file descriptor left for the memory of {self._peer}")
         if len(self._segments) >= MAX_SEGMENTS or number in self._segments:
             breach(self._fault, self._peer, f"segment {number} twice, or more than {MAX_SEGMENTS} segments")
         try:

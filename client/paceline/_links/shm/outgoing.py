@@ -133,7 +133,7 @@ class ShmOutgoing(Outgoing):
     def await_release(self, deadline: float) -> None:
         """See `Outgoing.await_release`."""
         while self._released < self._lent_until:
-            self._await_release(deadline, "still reads what it was lent")
+            self._await_release(deadline, "has not finished reading the arrays that it was lent")
 
     def recall(self) -> None:
         """See `Outgoing.recall`. The peer detects this when it releases what it read."""
@@ -203,13 +203,13 @@ class ShmOutgoing(Outgoing):
         try:
             os.eventfd_write(self._bell, count)
         except BlockingIOError:
-            breach(self._fault, self._peer, "its bell counts more than can be")
+            breach(self._fault, self._peer, "the counter of its bell overflowed")
 
     def _await_slot(self, deadline: float) -> None:
         if self._fault.failed or self._ended is not None:
             self._check()
         while self.frames - self._released >= SLOTS:
-            self._await_release(deadline, "takes nothing in")
+            self._await_release(deadline, "receives nothing")
 
     def _check(self) -> None:
         self._fault.check()
@@ -244,7 +244,7 @@ class ShmOutgoing(Outgoing):
             raise FrameError(f"a payload of {size} bytes is above the limit of {MAX_PAYLOAD_BYTES}")
         self._take_room(0.0)
         while (at := self._fit(size)) is None:
-            self._await_release(deadline, "takes nothing in")
+            self._await_release(deadline, "receives nothing")
         end = at % self._ring + size
         try:
             self._segment.back(STAGING_AT + min(STAGING_BYTES, -(-end // _STEP) * _STEP))

@@ -137,7 +137,7 @@ def attach(fd: int, size: int) -> Attached:
     except OSError:
         raise SegmentError("the descriptor is not one of sealed memory") from None
     if not (seals & _SHRINK and seals & _GROW and seals & (_FUTURE_WRITE | _WRITE)):
-        raise SegmentError(f"the memory has the seals {seals:#x} only: it could be cut short while it is read")
+        raise SegmentError(f"the memory has only the seals {seals:#x}: it could be cut short while it is read")
     status = os.fstat(fd)
     if not 0 < size <= MAX_SEGMENT_BYTES or status.st_size != size:
         raise SegmentError(f"the memory has {status.st_size} bytes, not {size}")

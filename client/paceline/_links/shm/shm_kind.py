@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline._links.kind import HalfContext, Incoming, Kind, Outgoing
+from paceline._links.kind import Incoming, Kind, LinkContext, Outgoing
 from paceline._links.shm import handover
 from paceline._links.shm.arena import arena
 from paceline.config import Config
@@ -48,25 +48,25 @@ class ShmKind(Kind):
             except LinkUnavailable as error:
                 _log.info("no shared memory for links to members of this host; they use another kind: %s", error)
 
-    def is_for(self, context: HalfContext) -> bool:
-        """See `Kind.is_for`."""
-        return self.host is not None and bool(context.node) and context.node == context.peer.node
+    def offer(self, context: LinkContext, hello: peer_pb2.HelloRequest) -> bool:
+        """See `Kind.offer`."""
+        return self.host is not None and _shares_memory(context)
 
     def expect(
         self,
         hello: peer_pb2.HelloRequest,
-        context: HalfContext,
+        context: LinkContext,
         ticket: bytes,
-        came: Callable[[Incoming], None],
+        on_open: Callable[[Incoming], None],
     ) -> peer_pb2.HelloResponse | None:
         """See `Kind.expect`."""
-        if self.host is None or not self.is_for(context):
+        if self.host is None or not _shares_memory(context):
             return None
-        self.host.expect(ticket, came, context.fault, context.peer, context.neighbours)
+        self.host.expect(ticket, on_open, context.fault, context.peer, context.neighbours)
         return peer_pb2.HelloResponse(shm_name=self.host.name)
 
     async def open(
-        self, answer: peer_pb2.HelloResponse, context: HalfContext, stream: object, timeout: float
+        self, answer: peer_pb2.HelloResponse, context: LinkContext, stream: object, timeout: float
     ) -> Outgoing:
         """See `Kind.open`."""
         loop = asyncio.get_running_loop()
@@ -82,3 +82,7 @@ class ShmKind(Kind):
         """See `Kind.close`."""
         if self.host is not None:
             self.host.close()
+
+
+def _shares_memory(context: LinkContext) -> bool:
+    return bool(context.node) and context.node == context.peer.node

@@ -23,7 +23,7 @@ import numpy as np
 from paceline._links.base import LinkEnded, LinkTimeout
 from paceline._links.fault import Fault
 from paceline._links.frame import MAX_SIGNATURE_BYTES, Frame, FrameDamaged, FrameError
-from paceline._links.kind import Breach, Incoming
+from paceline._links.kind import Incoming, ProtocolError
 from paceline._links.tcp._tcp_sockets import SocketBell, Stream, Waker, make_bell, wait_ready
 from paceline._links.tcp._tcp_wire import HEAD_BYTES, Head, checksum_of, cut, decode_head
 from paceline._wait import SLICE
@@ -317,11 +317,11 @@ class TcpIncoming(Incoming):
     def _damaged(self, what: str) -> NoReturn:
         """Ends the half as a broken connection would, because the start of the next frame is unknown."""
         text = f"bytes from {self._peer} have changed on the way: {what}"
-        _log.warning("%s; the link is given up", text)
+        _log.warning("%s; the link is closed", text)
         self._end_with(LinkEnded(text))
 
     def _breach(self, what: str) -> NoReturn:
-        self._end_with(Breach(what))
+        self._end_with(ProtocolError(what))
 
     def _end_with(self, error: LinkEnded) -> NoReturn:
         """Ends the half after the frames that were read, whatever the other side says."""

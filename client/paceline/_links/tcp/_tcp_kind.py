@@ -25,7 +25,7 @@ from functools import partial
 from paceline._address import parse_endpoint
 from paceline._links.fault import Fault
 from paceline._links.frame import FrameError
-from paceline._links.kind import TICKET_BYTES, TICKET_LIFETIME, HalfContext, Incoming, Kind, Outgoing
+from paceline._links.kind import TICKET_BYTES, TICKET_LIFETIME, Incoming, Kind, LinkContext, Outgoing
 from paceline._links.tcp._tcp_incoming import TcpIncoming
 from paceline._links.tcp._tcp_outgoing import TcpOutgoing
 from paceline._links.tcp._tcp_sockets import make_stream, retry, tune
@@ -89,30 +89,27 @@ class TcpKind(Kind):
         else:
             self.host = listening
 
-    def is_for(self, context: HalfContext) -> bool:
-        """See `Kind.is_for`. The peer's door knows whether the peer listens."""
-        return True
-
-    def introduce(self, hello: peer_pb2.HelloRequest) -> None:
-        """See `Kind.introduce`."""
+    def offer(self, context: LinkContext, hello: peer_pb2.HelloRequest) -> bool:
+        """See `Kind.offer`. The peer's door knows whether the peer listens."""
         hello.tcp_streams = self._streams
+        return True
 
     def expect(
         self,
         hello: peer_pb2.HelloRequest,
-        context: HalfContext,
+        context: LinkContext,
         ticket: bytes,
-        came: Callable[[Incoming], None],
+        on_open: Callable[[Incoming], None],
     ) -> peer_pb2.HelloResponse | None:
         """See `Kind.expect`."""
         streams = hello.tcp_streams or 1
         if self.host is None or streams > MAX_STREAMS:
             return None
-        self.host.expect(ticket, streams, came, context.fault, str(context.peer))
+        self.host.expect(ticket, streams, on_open, context.fault, str(context.peer))
         return peer_pb2.HelloResponse(tcp_port=self.host.port)
 
     async def open(
-        self, answer: peer_pb2.HelloResponse, context: HalfContext, stream: object, timeout: float
+        self, answer: peer_pb2.HelloResponse, context: LinkContext, stream: object, timeout: float
     ) -> Outgoing:
         """See `Kind.open`."""
         peer = context.peer
@@ -122,7 +119,7 @@ class TcpKind(Kind):
             async with asyncio.timeout(timeout):
                 (_, target), *_ = await look_up(parse_endpoint(peer.address).host)
         except OSError as error:  # TimeoutError is a subclass
-            raise LinkUnavailable(f"the host of {peer} is not found: {error}") from None
+            raise LinkUnavailable(f"cannot find the host of {peer}: {error}") from None
         tls = client_context(self._credentials)
         return await connect(
             str(target[0]),
@@ -222,7 +219,7 @@ class TcpHost:
             peer: the member that connects, for errors.
         """
         if len(ticket) != TICKET_BYTES or not 1 <= streams <= MAX_STREAMS or ticket in self._expected:
-            raise ValueError(f"a ticket of {len(ticket)} bytes for {streams} streams, or one for the second time")
+            raise ValueError(f"a ticket of {len(ticket)} bytes for {streams} streams, or a ticket for the second time")
         expiry = self._loop.call_later(self._patience, self.forget, ticket)
         self._expected[ticket] = _Expected(streams, on_half, fault, peer, expiry)
 
@@ -275,7 +272,7 @@ class TcpHost:
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                 raise
-            _log.warning("no data connection can be accepted: %s", error.strerror)
+            _log.warning("cannot accept data connections: %s", error.strerror)
             self._go_on_in(_RECOVER)
             return
         task = self._loop.create_task(self._welcome(sock))
@@ -306,11 +303,11 @@ class TcpHost:
                         await retry(self._loop, secure, secure.do_handshake)
                     hello = await self._read_hello(sock)
             except (OSError, FrameError, TimeoutError) as error:  # an ssl.SSLError is an OSError
-                _log.debug("a stranger at the port for data was turned away: %s", error)
+                _log.debug("refused an unknown caller at the data port: %s", error)
                 return
             expected = self._expected.get(hello.ticket)
             if expected is None or expected.streams != hello.streams or hello.index in expected.come:
-                _log.debug("a stranger at the port for data showed no good ticket")
+                _log.debug("refused a caller without a valid ticket at the data port")
                 return
             held.pop_all()
             expected.come[hello.index] = sock
@@ -334,7 +331,7 @@ class TcpHost:
         try:
             half = TcpIncoming(streams, self._loop, expected.fault, expected.peer)
         except OSError as error:  # no descriptor is left
-            _log.warning("no data connection can be taken: %s", error.strerror)
+            _log.warning("cannot use a data connection: %s", error.strerror)
             for stream in streams:
                 stream.close()
             return
@@ -388,7 +385,7 @@ async def connect(
         LinkUnavailable: the half cannot be opened; the link uses another kind.
     """
     if not 1 <= streams <= MAX_STREAMS or (context is not None and not server_name):
-        raise ValueError(f"{streams} streams, to be known by the name {server_name!r}")
+        raise ValueError(f"{streams} streams, with TLS for the name {server_name!r}")
     with contextlib.ExitStack() as made:
         hellos = [encode_hello(Hello(ticket, index, streams)) for index in range(streams)]
         tasks = [loop.create_task(_dial(made, loop, host, port, hello, context, server_name)) for hello in hellos]
@@ -439,7 +436,7 @@ async def _dial(
     assert sent == len(hello), "a new connection has room for a hello"
     answer = await retry(loop, sock, lambda: sock.recv(len(ACCEPTED)))
     if answer != ACCEPTED:
-        raise ConnectionError("it was not accepted" if not answer else "the answer is none")
+        raise ConnectionError("it was not accepted" if not answer else "the answer is not one of Paceline")
     return sock
 
 
@@ -472,7 +469,7 @@ def server_context(credentials: Credentials) -> ssl.SSLContext | None:
     if files is None:
         return None
     if files.cert is None:
-        raise ValueError("with TLS a worker needs a certificate: its data sockets would be in the clear")
+        raise ValueError("with TLS a worker needs a certificate: without one its data sockets would not be encrypted")
     context = make_context(files, serving=True)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.num_tickets = 0

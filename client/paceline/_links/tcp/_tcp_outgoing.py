@@ -97,7 +97,7 @@ class TcpOutgoing(Outgoing):
         """See `Outgoing.recall`. A frame that is cut off in the middle ends the connection."""
         if not self._waiting and not self._torn:  # the kernel has everything; no thread reads the caller's memory
             return
-        self._stop(LinkEnded(f"what was on its way to {self._peer} was taken back"))
+        self._stop(LinkEnded(f"the frames on their way to {self._peer} were taken back"))
         for stream in self._streams:
             stream.shut()
 
@@ -208,7 +208,7 @@ class TcpOutgoing(Outgoing):
             while not done() and self._ended is None and not self._fault.failed:
                 left = deadline - monotonic()
                 if left <= 0:
-                    raise LinkTimeout(f"{self._peer} takes nothing in before the deadline")
+                    raise LinkTimeout(f"{self._peer} received nothing before the deadline")
                 self._changed.wait(min(SLICE, left))
             if done() and self._ended is None and not self._fault.failed:
                 return

@@ -80,10 +80,10 @@ def decode_hello(data: bytes) -> Hello:
         FrameError: the bytes are no hello.
     """
     if len(data) != HELLO_BYTES:
-        raise FrameError(f"{len(data)} bytes are no hello")
+        raise FrameError(f"{len(data)} bytes are not a hello")
     magic, ticket, index, streams = _HELLO.unpack(data)
     if magic != _MAGIC or not index < streams <= MAX_STREAMS:
-        raise FrameError("the bytes are no hello")
+        raise FrameError("the bytes are not a hello")
     return Hello(ticket, index, streams)
 
 
@@ -113,7 +113,7 @@ def encode_head(frame: Frame) -> bytes:
         FrameError: it is no DATA frame, or its signature or payload is too long.
     """
     if frame.kind is not FrameKind.DATA:
-        raise FrameError(f"a frame of kind {frame.kind.name} goes by the gRPC side of a link")
+        raise FrameError(f"a frame of kind {frame.kind.name} belongs on the gRPC side of a link")
     words, size = len(frame.signature), len(frame.payload)
     if words > MAX_SIGNATURE_BYTES or words + size + HEAD_BYTES > MAX_FRAME_BYTES:
         raise FrameError(f"a frame of {words} + {size} bytes is above the limit of {MAX_FRAME_BYTES}")
@@ -139,7 +139,7 @@ def decode_head(data: memoryview) -> Head:
         raise FrameDamaged("the checksum of a header is wrong")
     mark, words, size, part, check, generation, operation = _HEAD.unpack_from(data)
     if mark != _MARK:
-        raise FrameError("the header is not that of a frame")
+        raise FrameError("the header does not belong to a frame")
     if words > MAX_SIGNATURE_BYTES or words + size + HEAD_BYTES > MAX_FRAME_BYTES:
         raise FrameError(f"a frame of {words} + {size} bytes is above the limit of {MAX_FRAME_BYTES}")
     return Head(words, size, part, generation, operation, check)

@@ -9,7 +9,7 @@ The callers decide when arrays are gathered and dropped. Only `fetch`, `gather` 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +43,7 @@ class Gradients:
         self._layout = layout
         self._empty = empty
         self._array: NDArray[Any] | None = None
+        self._spare: list[NDArray[Any]] = []
 
     @property
     def are_wanted(self) -> bool:
@@ -52,7 +53,8 @@ class Gradients:
     def open(self) -> None:
         """Allocates the array if there is none, and moves existing gradients into it."""
         if self._array is None and self.are_wanted:
-            self._array = self._empty(self._layout.padded, self._parameters[0].dtype)
+            new = self._spare.pop() if self._spare else self._empty(self._layout.padded, self._parameters[0].dtype)
+            self._array = new
             for parameter, slot in self._slots(self._array):
                 if not parameter.requires_grad:
                     continue
@@ -78,6 +80,14 @@ class Gradients:
         array[self._layout.size :] = 0
         self.drop()
         return array
+
+    def reuse(self, arrays: Iterable[NDArray[Any]]) -> None:
+        """Takes back arrays that `take` has returned, as memory for later gradients."""
+        self._spare.extend(arrays)
+
+    def free(self) -> None:
+        """Frees the memory that was taken back."""
+        self._spare.clear()
 
     def drop(self) -> None:
         """Drops the gradients."""
@@ -317,6 +327,31 @@ class Flat:
         if self._is_narrowed:
             self._forget()
         self.expire()
+
+    @property
+    def rounds_on_the_way(self) -> bool:
+        """True if values are rounded only where they travel."""
+        return self.wire is not None and not self._is_narrowed
+
+    def gathered_gradients(self, ranks: ShardRankGroup | None) -> list[NDArray[Any]] | None:
+        """Gathers the reduced gradients of whole parameters, zeros for those without; None if none has one.
+
+        Args:
+            ranks: the ranks that hold the other shards.
+        """
+        gradients = [piece.grad for piece in self.pieces]
+        if all(gradient is None for gradient in gradients):
+            return None
+        if ranks is None or not self.is_spread:
+            return [np.zeros(0, self.dtype) if gradient is None else gradient for gradient in gradients]
+        fresh: NDArray[Any] = ranks.empty(self.layout.padded, self.dtype)
+        own = fresh[self._own]
+        own.fill(0)
+        for gradient, place in zip(gradients, self._places, strict=True):
+            if gradient is not None:
+                own[place] = gradient.reshape(-1)
+        ranks.all_gather(own, out=fresh, label=self.label)
+        return list(self.views(fresh))
 
     @property
     def is_summoned(self) -> bool:

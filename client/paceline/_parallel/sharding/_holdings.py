@@ -63,7 +63,9 @@ def holding(models: Sequence[ShardedModel], optimizers: Sequence[OptimizerState]
     units = _units(models)
     cuts = {(unit.placement.shard, len(unit.placement.shards)) for _, unit in units if _is_cut(unit)}
     if len(cuts) > 1:
-        raise UnsupportedOp(f"parts of the training state are spread in different ways: {sorted(cuts)} (shard, of)")
+        raise UnsupportedOp(
+            f"parts of the training state are sharded in different ways: {sorted(cuts)}, as (shard, number of shards)"
+        )
     whole = not cuts or (
         not to_write
         and all(unit.is_fresh for _, unit in units if _is_cut(unit))
@@ -105,7 +107,7 @@ class ShardMove:
     ) -> None:
         shard, shards = share
         for model in models:
-            model.check_not_summoned("the view changed inside unshard(): what is whole there would be lost")
+            model.check_not_summoned("the view changed inside unshard(): the whole parameters there would be lost")
         self._models = models
         self._optimizers = optimizers
         self._units = [(unit, model.place_of(shard, shards)) for model, unit in _units(models)]
@@ -175,7 +177,7 @@ def _piece(optimizer: OptimizerState, key: str) -> Parameter:
 def _state_shard(key: str, array: NDArray[Any], optimizer: OptimizerState, values: dict[int, Shard]) -> Shard:
     piece = _piece(optimizer, key)
     if array.shape != piece.data.shape:
-        raise UnsupportedOp(f"the state {key!r} of this {type(optimizer).__name__} has not its parameter's shape")
+        raise UnsupportedOp(f"the state {key!r} of this {type(optimizer).__name__} does not have its parameter's shape")
     like = values[id(piece)]
     if like.values.size != array.size:  # the parameter is cut, but not yet this array, which is blank
         array = np.broadcast_to(np.zeros((), array.dtype), like.shape)
@@ -259,12 +261,12 @@ def optimizer_shards(optimizer: OptimizerState, model: Mapping[str, Leaf]) -> di
         UnsupportedOp: it is not an optimizer of this package, and no adapter stands for it.
     """
     if not isinstance(optimizer, OptimizerState):
-        raise UnsupportedOp(f"a {type(optimizer).__name__} does not train the pieces of a model that FSDP has wrapped")
+        raise UnsupportedOp(f"a {type(optimizer).__name__} cannot train the shards of a model that FSDP has wrapped")
     state: dict[str, dict[str, Any]] = {path: dict(numbers) for path, numbers in optimizer.numbers().items()}
     for key, array in optimizer.live_arrays().items():
         path, _, name = key.rpartition("/")
         if path not in model:
-            raise SizeMismatch(f"the optimizer trains {path!r}, which the model has not")
+            raise SizeMismatch(f"the optimizer trains {path!r}, which the model does not have")
         like = model[path]
         if isinstance(like, Shard):
             state[path][name] = Shard(array, like.start, like.shape, like.holder, like.holders)
@@ -301,7 +303,7 @@ def _values(leaf: Any) -> Any:
 
 def _load_whole(model: HasParameters, saved: Mapping[str, Any]) -> None:
     here = {path: parameter.data for path, parameter in parameters_of(model).items()} | buffers_of(model)
-    odd = [f"{path!r} is on one side only" for path in sorted(here.keys() ^ saved.keys())]
+    odd = [f"{path!r} is in only one of them" for path in sorted(here.keys() ^ saved.keys())]
     odd += [
         f"{path!r} has shape {list(np.shape(saved[path]))}, not {list(here[path].shape)}"
         for path in sorted(here.keys() & saved.keys())

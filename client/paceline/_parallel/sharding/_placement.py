@@ -27,7 +27,7 @@ __all__ = ["FlatLayout", "Placement", "ShardingStrategy", "place"]
 
 
 class ShardingStrategy(Enum):
-    """What is sharded over the ranks. All strategies train the same model."""
+    """Names the parts of the training state that are sharded over the ranks. All strategies train the same model."""
 
     FULL_SHARD = "full_shard"
     """Shards parameters, gradients and optimizer state (ZeRO-3). A unit's parameters are whole only while it runs."""
@@ -93,8 +93,8 @@ def _blocks(world: int, size: int) -> tuple[tuple[int, ...], ...]:
     size = index(size)
     if size < 1 or world % size:
         raise InvalidWorldSize(
-            f"HYBRID_SHARD: world_size={world} must be a positive multiple of intra_node_size={size}; where workers "
-            "come and go (max_workers above min_workers), session.steps trains with the largest multiple that is there"
+            f"HYBRID_SHARD: world_size={world} must be a positive multiple of intra_node_size={size}; if workers "
+            "may come and go (max_workers above min_workers), session.steps trains with the largest available multiple"
         )
     return tuple(tuple(range(start, start + size)) for start in range(0, world, size))
 
@@ -106,7 +106,8 @@ def _as_they_share_memory(members: Sequence[Peer]) -> tuple[tuple[int, ...], ...
     if len({len(ranks) for ranks in nodes.values()}) > 1:
         counts = ", ".join(f"{members[ranks[0]].host}: {len(ranks)}" for ranks in nodes.values())
         raise InvalidWorldSize(
-            f"HYBRID_SHARD needs as many ranks on each host; there are {counts}. intra_node_size= cuts them otherwise"
+            f"HYBRID_SHARD needs the same number of ranks on each host, but there are {counts}. Set intra_node_size= "
+            "to divide the ranks otherwise"
         )
     return tuple(tuple(ranks) for ranks in nodes.values())
 

@@ -15,14 +15,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline._collectives.part_tree import Node
+from paceline._group.group_core import PartTurn
 from paceline._parallel._parameter import Parameter
 from paceline._parallel._ranks import PendingWork, RankGroup
+from paceline._parallel._synchronizer import check_follows, own_collectives
 from paceline._parallel.sharding._flat import Flat
+from paceline._parallel.sharding._part_sums import PartScattering, PartSums, check_parts
 from paceline._parallel.sharding._unit import Unit
 from paceline.errors import StepOrderError
 
@@ -170,12 +175,41 @@ class UnitReduction:
     def __init__(self, units: Sequence[Unit], group: RankGroup) -> None:
         self._flats = [(unit, flat) for unit in units for flat in unit.flats]
         self._group = group
-        self._going: deque[Scattering] = deque()
+        self._going: deque[Scattering | PartScattering] = deque()
         self._announced: PendingWork | None = None
+        self._turn: PartTurn | None = None
+        """The part whose gradients are reduced, or set aside; None if the step has no parts."""
+        self._weights = PartSums(0)
+        self._sums: dict[int, PartSums] = {}
+        """Sums of gradients of finished parts, by the identity of the flat array."""
+        self._used: dict[int, list[bool]] = {}
+        """For each parameter, whether it had a gradient in a finished part, by the identity of the flat array."""
+
+    def begin_part(self, turn: PartTurn | None) -> None:
+        """Prepares for the gradients of a part; None if the step has none."""
+        if self._turn is not None and (turn is None or turn.is_first):
+            self._drop_parts()
+        self._turn = turn
+        if turn is not None and turn.is_first:
+            self._weights = PartSums(turn.parts)
+            self._sums = {id(flat): PartSums(turn.parts) for _, flat in self._flats}
+
+    def keep_part(self, weight: float) -> None:
+        """Adds the gradients of a finished part, and its weight, to those of the parts before it."""
+        self._add_weight(weight)
+        for _, flat in self._flats:
+            if flat.gradients.are_wanted:
+                self._add_gradients(flat)
 
     def announce(self, weight: float) -> None:
         """Sums the weights of all ranks before the gradients, so that these can be divided while they are summed."""
-        if self._group.size > 1:
+        if self._turn is not None:
+            self._add_weight(weight)
+            terms = self._weights.terms
+            if self._group.size > 1:
+                parts, out = self._turn.parts, terms[-1]
+                self._announced = self._group.all_reduce_parts(terms, parts=parts, out=out, async_op=True)
+        elif self._group.size > 1:
             table = np.array([weight], np.float64)
             self._announced = self._group.all_reduce(table, out=table, async_op=True)
 
@@ -183,7 +217,44 @@ class UnitReduction:
         """Sends a unit's complete gradients."""
         announced = self._announced
         divisor = None if announced is None else lambda: float(announced.wait()[0])
-        self._going.extend(Scattering(unit, flat, divisor) for flat in unit.flats if flat.gradients.are_wanted)
+        self._going.extend(self._scattering(unit, flat, divisor) for flat in unit.flats if flat.gradients.are_wanted)
+
+    def _scattering(
+        self, unit: Unit, flat: Flat, divisor: Callable[[], float] | None = None
+    ) -> Scattering | PartScattering:
+        if self._turn is None:
+            return Scattering(unit, flat, divisor)
+        self._add_gradients(flat)
+        terms = self._sums[id(flat)].terms
+        return PartScattering(unit, flat, terms, self._used[id(flat)], self._turn.parts, self._total_of_parts)
+
+    def _add_gradients(self, flat: Flat) -> None:
+        flags = flat.gradients.used_flags()
+        before = self._used.get(id(flat), flags)
+        self._used[id(flat)] = [now or then for now, then in zip(flags, before, strict=True)]
+        flat.gradients.reuse(self._sums[id(flat)].add(self._leaf, flat.gradients.take()))
+
+    def _add_weight(self, weight: float) -> None:
+        # As DDP does, in the dtype of the gradients.
+        dtype = next((flat.dtype for _, flat in self._flats if flat.gradients.are_wanted), np.dtype(np.float64))
+        self._weights.add(self._leaf, np.array([weight], dtype))
+
+    @property
+    def _leaf(self) -> Node:
+        assert self._turn is not None, "no part runs"
+        return self._turn.number, self._turn.number + 1
+
+    def _total_of_parts(self) -> float:
+        """Returns the total weight of all parts, once it is known."""
+        return float((self._weights.terms[0] if self._announced is None else self._announced.wait())[0])
+
+    def _drop_parts(self) -> None:
+        """Forgets the sums of finished parts."""
+        self._turn = None
+        self._sums.clear()
+        self._used.clear()
+        for _, flat in self._flats:
+            flat.gradients.free()
 
     def make_room(self) -> None:
         """Waits, before a unit's gradients take memory, until those of all but the last units have been sent.
@@ -212,24 +283,29 @@ class UnitReduction:
             if (path := scattering.flat.path_with_gradient()) is not None:
                 raise StepOrderError(f"parameter {path!r} got a gradient after its unit's backward pass had ended")
         total, used, everywhere = self._totals(weight, facts)
+        if self._turn is not None:
+            total = self._total_of_parts()
         if not total > 0:
-            raise StepOrderError("the weights of all ranks add up to 0: there is no sample to take the mean over")
-        self._announced = None
+            raise StepOrderError("the weights of all ranks add up to 0, so there are no samples to average")
         sent = {id(scattering.flat) for scattering in self._going}
         for unit, flat in self._flats:
             if id(flat) not in sent and used[id(flat)].any():
-                self._going.append(Scattering(unit, flat))
+                self._going.append(self._scattering(unit, flat))
         for scattering in self._going:
             scattering.advance()
         while self._going:
             scattering = self._going.popleft()
             scattering.finish(total, used[id(scattering.flat)])
+        self._announced = None
+        if self._turn is not None:
+            self._drop_parts()
         return everywhere
 
     def give_up(self) -> None:
         """Drops all gradients, and abandons running collectives."""
         self._going.clear()
         self._announced = None
+        self._drop_parts()
         for _, flat in self._flats:
             flat.gradients.drop()
             for piece in flat.pieces:
@@ -237,8 +313,8 @@ class UnitReduction:
 
     def _totals(self, weight: float, facts: Sequence[bool]) -> tuple[float, dict[int, NDArray[np.bool_]], list[bool]]:
         """Returns the total weight, use of parameters by any rank (by identity of the array), and facts true on all."""
-        sent: dict[int, Scattering] = {id(scattering.flat): scattering for scattering in self._going}
-        flags = [sent[id(flat)].used if id(flat) in sent else flat.gradients.used_flags() for _, flat in self._flats]
+        sent = {id(scattering.flat): scattering.used for scattering in self._going}
+        flags = [sent.get(id(flat)) or self._used_here(flat) for _, flat in self._flats]
         table = np.array([weight, *facts, *(flag for of_flat in flags for flag in of_flat)], np.float64)
         if self._group.size > 1:
             self._group.all_reduce(table, out=table)
@@ -249,6 +325,17 @@ class UnitReduction:
             used[id(flat)] = table[start : start + len(of_flat)] > 0
             start += len(of_flat)
         return float(table[0]), used, everywhere
+
+    def _used_here(self, flat: Flat) -> list[bool]:
+        """Returns for each parameter of an array that was not sent whether this rank has used it."""
+        now = flat.gradients.used_flags()
+        return [a or b for a, b in zip(now, self._used.get(id(flat), now), strict=True)]
+
+
+_OTHER_UNITS = (
+    "part {} does not run the same units as part {}: a rank gathers its units in its first part of a step, and sends "
+    "their gradients in its last, so all parts must run the same ones"
+)
 
 
 class UnitRunner:
@@ -269,6 +356,14 @@ class UnitRunner:
         self._number = {id(unit): n for n, unit in enumerate(self._all)}
         self._pairs = [(paths[id(piece)], p, piece) for unit in self._all for p, piece in unit.pairs()]
         self._group = group
+        self._turn: PartTurn | None = None
+        """The part of the last backward pass; None if its step has no parts."""
+        self._began: PartTurn | None = None
+        """The part of the last forward pass; None if its step has no parts."""
+        self._ran: set[int] = set()
+        """Numbers of the units that ran forward in that part."""
+        self._ran_first: set[int] = set()
+        """Numbers of those in this rank's first part of the step."""
         self._reduction = UnitReduction(self._all, group)
         self._order: UnitOrder | None = None
         """The order of the running pass; None between passes."""
@@ -281,6 +376,31 @@ class UnitRunner:
 
     def __iter__(self) -> Iterator[Unit]:
         return iter(self._all)
+
+    def begin_part(self, turn: PartTurn | None) -> None:
+        """See `GradientReducer`.
+
+        Raises:
+            StepOrderError: as there; or other units ran forward than in this rank's first part.
+            UnsupportedOp: the bits would depend on the number of ranks.
+        """
+        before, self._turn = self._turn, turn
+        if turn is not None:
+            if self._ran != self._ran_first:
+                raise StepOrderError(_OTHER_UNITS.format(turn.number, turn.first))
+            check_parts(self._all, self._group.size)
+            check_follows(before, turn, chain(self.parameters.items(), self.sources.items()))
+        self._reduction.begin_part(turn)
+
+    def keep_part(self, *, weight: float) -> None:
+        """See `GradientReducer`."""
+        self._reduction.keep_part(weight)
+
+    @property
+    def _keeps_whole(self) -> bool:
+        """True if units stay whole after they have run, because this rank's later parts of the step need them."""
+        turn = self._group.part
+        return turn is not None and not (turn.is_last and self._backwards)
 
     def fits(self) -> bool:
         """False once a parameter was frozen or unfrozen, in the module or through its piece."""
@@ -296,7 +416,17 @@ class UnitRunner:
 
     @contextmanager
     def running_forward(self, unit: Unit) -> Iterator[None]:
-        """Keeps a unit whole while it runs forward inside the block. A module's backward may run it again."""
+        """Keeps a unit whole while it runs forward inside the block. A module's backward may run it again.
+
+        Raises:
+            StepOrderError: it did not run in this rank's first part of the step.
+        """
+        turn = self._group.part
+        if turn is not None and not self._backwards:
+            number = self._number[id(unit)]
+            if not turn.is_first and number not in self._ran_first:
+                raise StepOrderError(_OTHER_UNITS.format(turn.number, turn.first))
+            self._ran.add(number)
         with self._whole(unit):
             yield
         if not self._backwards:
@@ -315,27 +445,38 @@ class UnitRunner:
     @contextmanager
     def _whole(self, unit: Unit) -> Iterator[None]:
         if self._order is None:
-            raise StepOrderError("this FSDP wraps a part of a model that is wrapped as a whole: call that one")
+            raise StepOrderError("this FSDP wraps a part of a model that another FSDP wraps as a whole: call that one")
         if unit.flats:
             coming = self._order.enter(self._number[id(unit)], self._ahead)
-            unit.wait()
-            for number in coming:
-                self._all[number].fetch()
+            with own_collectives(self._group):
+                unit.wait()
+                for number in coming:
+                    self._all[number].fetch()
         unit.inside += 1
         try:
             yield
         finally:
             unit.inside -= 1
-            if not unit.inside:
+            if not unit.inside and not self._keeps_whole:
                 unit.release()
 
     @contextmanager
     def forward_pass(self) -> Iterator[None]:
         """Surrounds a forward pass of the whole model."""
+        turn = self._group.part
+        begins = turn is None or turn is not self._began
+        gathers = begins and (turn is None or turn.is_first)
+        self._began = turn
+        if begins:
+            self._ran = set()
+            if gathers:
+                self._ran_first = self._ran
         for unit in self._all:
             unit.runs = 0
-            if unit.placement.keeps_full:
+            if gathers and unit.placement.keeps_full:
                 unit.expire()  # any rank may have changed its shard in place
+            elif gathers:
+                unit.release()  # it may be whole here only, if an attempt at the step ended in the middle
         with self._passing(self._forward):
             yield
 
@@ -372,7 +513,8 @@ class UnitRunner:
     @contextmanager
     def _passing(self, order: UnitOrder) -> Iterator[None]:
         try:
-            self._refresh()
+            with own_collectives(self._group):
+                self._refresh()
             self._order = order
             order.start()
             yield
@@ -380,8 +522,9 @@ class UnitRunner:
         finally:
             self._order = None
             self.prefetched = self._fetched = False
-            for unit in self._all:  # units that were gathered and not used
-                unit.drop()
+            if not self._keeps_whole:
+                for unit in self._all:  # units that were gathered and not used
+                    unit.drop()
 
     def prefetch(self) -> None:
         """Starts to gather the units that the next forward pass begins with."""
@@ -458,13 +601,16 @@ class UnitRunner:
 
     def give_up(self) -> None:
         """Drops all gradients, and abandons running collectives, since other ranks may never send their part."""
+        self._turn = None
         self._reduction.give_up()
         for unit in self._all:
             unit.drop()
 
     def _check_not_summoned(self) -> None:
         if self.are_summoned:
-            raise StepOrderError("gradients inside unshard(): an update would not change the whole parameters there")
+            raise StepOrderError(
+                "unshard() allows no backward pass: an update would not change the whole parameters there"
+            )
 
 
 def _backward_guess(units: Sequence[Unit]) -> list[int]:

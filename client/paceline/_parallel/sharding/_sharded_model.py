@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from paceline._parallel._accumulation import Accumulation
 from paceline._parallel._agreement import ModelManifest
-from paceline._parallel._parameter import HasParameters, Parameter, buffers_of, parameters_of
+from paceline._parallel._parameter import HasParameters, Parameter, buffers_of, parameters_of, power_of
 from paceline._parallel._ranks import ShardRankGroup
 from paceline._parallel._synchronizer import GradientSynchronizer, SpreadParameters
 from paceline._parallel.sharding._placement import Placement, ShardingStrategy, place
@@ -89,7 +89,7 @@ class ShardedModel:
         self.synchronizer = GradientSynchronizer(self, group, accumulation=accumulation, agreed=agreed)
         ahead = index(ahead)
         if ahead < 0:
-            raise ValueError(f"ahead is a number of units, not {ahead!r}")
+            raise ValueError(f"ahead must be a number of units, 0 or more, not {ahead!r}")
         self._ahead = ahead
         self._wire = wire
         self._computes = computes
@@ -145,6 +145,9 @@ class ShardedModel:
         """Returns the module's buffers, by path."""
         return buffers_of(self.module)
 
+    def buffers_given(self, buffers: Mapping[str, NDArray[Any]]) -> None:
+        """Does nothing: the arrays are those of the module."""
+
     def paths(self) -> dict[int, str]:
         """Returns the path of each piece, by identity; for a tied piece its first path."""
         paths: dict[int, str] = {}
@@ -170,6 +173,7 @@ class ShardedModel:
     def forward_pass(self, rows: int | None) -> Iterator[None]:
         """Surrounds a forward pass of the whole model; `rows` is B of its input, None if that has no first axis."""
         self.prepare()
+        self.synchronizer.begin_part()
         self.synchronizer.rows = rows
         self._ran = self._owes = True
         with self.runner().forward_pass():
@@ -197,7 +201,7 @@ class ShardedModel:
             StepOrderError: this is not the outermost wrapper, or nothing has run yet.
         """
         if self._runner is None:
-            raise StepOrderError("this FSDP wraps a part of a model that is wrapped as a whole: call that one")
+            raise StepOrderError("this FSDP wraps a part of a model that another FSDP wraps as a whole: call that one")
         return self._runner
 
     def sync_gradients(self, weight: float | None = None) -> None:
@@ -223,7 +227,21 @@ class ShardedModel:
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
         """See `paceline.FSDP.clip_grad_norm`."""
         self.check_outermost()
-        return self.synchronizer.clip_grad_norm(max_norm, norm_type)
+        return self.synchronizer.clip_grad_norm(max_norm, norm_type, self._whole_powers if self.group.parts else None)
+
+    def _whole_powers(self, p: float) -> list[float]:
+        """Returns `power_of` the gradient of each whole parameter, in the order of paths; a collective.
+
+        The powers of shards would be added up in an order that depends on the number of ranks.
+        """
+        powers: dict[int, float] = {}
+        for unit in self.units():
+            for flat in unit.flats:
+                gradients = flat.gathered_gradients(unit.shards)
+                for piece, gradient in zip(flat.pieces, gradients or (), strict=False):
+                    if piece.grad is not None:
+                        powers[id(piece)] = power_of(gradient, p)
+        return [powers[piece] for piece in self.paths() if piece in powers]
 
     def agree(self, *, may_change: bool, agreed_in: int) -> UnitRunner:
         """See `SynchronizedModel`."""
@@ -354,8 +372,8 @@ class ShardedModel:
                 raise
             if size > most:
                 raise InvalidWorldSize(
-                    f"HYBRID_SHARD: a node of intra_node_size={size} never comes together where at most {most} workers "
-                    "train: make max_workers larger, or nodes smaller"
+                    f"HYBRID_SHARD: at most {most} workers train, so a node of intra_node_size={size} can never form: "
+                    "raise max_workers or lower intra_node_size"
                 ) from None
             return place(self.strategy, self.group.rank, (), self.intra_node_size)
 
@@ -372,7 +390,7 @@ class ShardedModel:
     def check_outermost(self) -> None:
         """Raises `StepOrderError` if another wrapper is around this one."""
         if not self.is_outermost:
-            raise StepOrderError("this FSDP wraps a part of a model that is wrapped as a whole: call that one")
+            raise StepOrderError("this FSDP wraps a part of a model that another FSDP wraps as a whole: call that one")
 
     def _follow(self) -> None:
         """Takes this rank's place in the new view, if the group has moved to another one.
@@ -388,7 +406,9 @@ class ShardedModel:
 
     def _check_changeable(self) -> None:
         self.check_outermost()
-        self.check_not_summoned("parameters cannot be loaded inside unshard(): what is whole would overwrite them")
+        self.check_not_summoned(
+            "parameters cannot be loaded inside unshard(): the whole parameters there would overwrite them"
+        )
 
 
 def _owned(module: HasParameters) -> tuple[dict[str, Parameter], Sequence[ShardedModel]]:
@@ -401,7 +421,7 @@ def _owned(module: HasParameters) -> tuple[dict[str, Parameter], Sequence[Sharde
         if isinstance(owner, ShardedModel):
             if parameter.has_piece:
                 raise UnsupportedOp(
-                    f"parameter {path!r} is in another FSDP unit already: what is tied must be wrapped together"
+                    f"parameter {path!r} is already in another FSDP unit: tied parameters must be wrapped together"
                 )
             owners[id(owner)] = owner
         elif id(parameter) not in seen:

@@ -101,7 +101,9 @@ def load_shards(
     mine |= {path: _Held(0, (buffer.size,), buffer.dtype, buffer.shape) for path, buffer in buffers.items()}
     theirs = {path: _held(entry, mine.get(path)) for path, entry in saved.items()}
     _check(
-        mine, theirs, "; a sharded state fits the world, rank and strategy that made it: use state_dict() across them"
+        mine,
+        theirs,
+        "; a sharded state fits only the world, rank and strategy that made it: use state_dict() for others",
     )
     before()
     for unit in units:
@@ -190,7 +192,7 @@ def _held(entry: Any, wanted: _Held | None) -> _Held | str:
         size, dtype = _told(entry["values"], None if wanted is None else (wanted.size, wanted.dtype))
         return _Held(int(entry["start"]), size, dtype, tuple(map(int, entry["shape"])))
     except (KeyError, TypeError, ValueError, IndexError):
-        return "no entry with values, start and shape"
+        return "an entry without valid values, start and shape"
 
 
 def _check(mine: Mapping[str, Any], theirs: Mapping[str, Any], hint: str = "") -> None:

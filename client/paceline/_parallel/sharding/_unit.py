@@ -65,7 +65,7 @@ class Unit:
             if parameter.requires_grad:
                 _check_trainable(path, parameter)
             if parameter.dtype.hasobject:
-                raise UnsupportedOp(f"parameter {path!r} holds Python objects: they cannot be given to other ranks")
+                raise UnsupportedOp(f"parameter {path!r} holds Python objects, which cannot be sent to other ranks")
             kinds.setdefault((parameter.dtype, parameter.requires_grad), {})[path] = parameter
         self.placement = placement
         self.flats = [Flat(group, placement, wire, empty, computes=computes) for group in kinds.values()]
@@ -94,7 +94,7 @@ class Unit:
         if (len(placement.shards), placement.shard) != (len(before.shards), before.shard):
             raise UnsupportedOp(
                 f"this rank has shard {before.shard} of {len(before.shards)}, and would have shard {placement.shard} "
-                f"of {len(placement.shards)} in the new view: what is spread moves in session.steps alone, where "
+                f"of {len(placement.shards)} in the new view: shards move only in session.steps, and only if "
                 "the TrainState has the model and its optimizer; elsewhere use ShardingStrategy.NO_SHARD"
             )
         self._stand(placement)
@@ -215,7 +215,7 @@ def checked_wire(dtype: DTypeLike | None) -> np.dtype[Any] | None:
     wire = np.dtype(dtype)
     dtype_name(wire)
     if wire.kind != "f" and wire.name != "bfloat16":
-        raise UnsupportedOp(f"communication_dtype must be a type of floats, not {wire}")
+        raise UnsupportedOp(f"communication_dtype must be a floating-point type, not {wire}")
     return wire
 
 

@@ -1,0 +1,136 @@
+"""An array on a device, in a training state: its bytes come to the host in parcels, when somebody asks for them.
+
+NumPy cannot view this memory. Large state does not change between two updates, so a copy of a part of it is as good as
+a view, and a reader copies only the part that it needs. Imports no framework. Not run on a GPU yet: tests take tensors
+on the CPU for tensors on a device.
+"""
+
+from __future__ import annotations
+
+import sys
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import UnsupportedOp
+
+__all__ = ["DeviceArray", "DeviceBytes", "is_on_device", "memory_of", "on_host"]
+
+_PARCEL_BYTES = 32 << 20
+"""Bytes that are copied through pinned memory at a time."""
+
+
+def is_on_device(value: Any) -> bool:
+    """True for an array of a framework that does not lie in host memory."""
+    return getattr(getattr(value, "device", None), "type", "cpu") != "cpu"
+
+
+def on_host(array: Any) -> Any:
+    """Returns an array itself, or a copy of a `DeviceArray`."""
+    return array.copy() if isinstance(array, DeviceArray) else array
+
+
+def memory_of(value: Any) -> NDArray[Any]:
+    """Returns a NumPy view of the memory of a framework's array in host memory.
+
+    Raises:
+        UnsupportedOp: it cannot be read as an array.
+    """
+    if str(getattr(value, "dtype", "")).endswith(".bfloat16"):  # NumPy's comes from `ml_dtypes`, unknown to frameworks
+        import ml_dtypes  # here, because few jobs need it and it costs start-up time
+
+        module = sys.modules[type(value).__module__.partition(".")[0]]
+        return memory_of(value.view(module.int16)).view(ml_dtypes.bfloat16)
+    numpy = getattr(value, "numpy", None)
+    array = numpy() if callable(numpy) else None
+    if not isinstance(array, np.ndarray):
+        raise UnsupportedOp(f"the memory of a {type(value).__name__} cannot be read as an array")
+    return array
+
+
+class DeviceArray:
+    """An array of a framework on a device.
+
+    Args:
+        array: the framework's array, as torch has them; shared, not copied.
+
+    Attributes:
+        shape, dtype, size, nbytes: as of NumPy's arrays.
+        address: address of the memory on the device, which tells it from others.
+    """
+
+    def __init__(self, array: Any) -> None:
+        self._array = array.detach()
+        self._module = sys.modules[type(array).__module__.partition(".")[0]]
+        self.shape = tuple(array.shape)
+        self.dtype = memory_of(self._module.empty(1, dtype=array.dtype)).dtype
+        self.size = prod(self.shape)
+        self.nbytes = self.size * self.dtype.itemsize
+        self.address = int(array.data_ptr())
+
+    def parcel(self, first: int, count: int, stride: int = 1) -> NDArray[Any]:
+        """Returns a copy of every `stride`-th of some elements, in C order.
+
+        Args:
+            first: number of the first one.
+            count: number of elements from there on; fewer at the end of the array.
+            stride: as above.
+        """
+        part = self._array.reshape(-1)[first : first + count : stride]
+        return memory_of(self._pinned(part.numel()).copy_(part))
+
+    def copy(self, order: str = "C") -> NDArray[Any]:
+        """Returns a copy of the whole array in ordinary memory, in C order."""
+        del order
+        flat = np.empty(self.size, self.dtype)
+        count = max(1, _PARCEL_BYTES // self.dtype.itemsize)
+        for first in range(0, self.size, count):
+            flat[first : first + count] = self.parcel(first, count)
+        return flat.reshape(self.shape)
+
+    def write(self, values: Any) -> None:
+        """Copies values of the same shape into the array."""
+        flat = np.asarray(values, self.dtype).reshape(-1)
+        if not self._array.is_contiguous():  # as with torch.channels_last: no part of it can be named in C order
+            staged = self._pinned(self.size)
+            np.copyto(memory_of(staged), flat)
+            self._array.copy_(staged.view(self.shape))
+            return
+        target = self._array.view(-1)
+        count = max(1, _PARCEL_BYTES // self.dtype.itemsize)
+        for first in range(0, self.size, count):
+            part = flat[first : first + count]
+            staged = self._pinned(part.size)
+            np.copyto(memory_of(staged), part)
+            target[first : first + count].copy_(staged)
+
+    def finish(self) -> None:
+        """Waits until the device has done everything that was enqueued, so that other threads may read."""
+        if self._array.device.type != "cpu":
+            getattr(self._module, self._array.device.type).synchronize(self._array.device)
+
+    def _pinned(self, count: int) -> Any:
+        pins = self._array.device.type == "cuda"
+        return self._module.empty(count, dtype=self._array.dtype, pin_memory=pins)
+
+
+class DeviceBytes:
+    """The bytes of a `DeviceArray`, in C order.
+
+    Attributes:
+        size: their number.
+    """
+
+    def __init__(self, array: DeviceArray) -> None:
+        self._array = array
+        self.size = array.nbytes
+
+    def __getitem__(self, part: slice) -> NDArray[np.uint8]:
+        """Returns a copy of the bytes from `part.start` to `part.stop`."""
+        low, high, _ = part.indices(self.size)
+        itemsize = self._array.dtype.itemsize
+        first = low // itemsize
+        elements = self._array.parcel(first, -(-high // itemsize) - first)
+        return elements.view(np.uint8)[low - first * itemsize : high - first * itemsize]

@@ -1,0 +1,203 @@
+"""Computes a step again in a script that `paceline replay` has started, and compares it with its receipt.
+
+The command says in a file what to compute (`ReplayOrder`), and reads the answer from another (`ReplayResult`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline._elastic.receipts import Receipt
+from paceline._elastic.saver import Saver, warning_of_frozen
+from paceline._elastic.state import TrainState
+from paceline._elastic.step import Step
+from paceline.checkpoint.reading import Reader
+from paceline.errors import Dismissed
+from paceline_protocol import Tag
+
+__all__ = ["VARIABLE", "Replay", "ReplayOrder", "ReplayResult", "compare"]
+
+VARIABLE = "PACELINE_REPLAY"
+
+_MACHINE = frozenset(("libraries", "number of threads", "processor (digest of what it computes)", "the script"))
+"""Settings that may differ, as long as the digest does not."""
+
+
+@dataclass(frozen=True)
+class ReplayOrder:
+    """The order that `paceline replay` gives to a script.
+
+    Attributes:
+        step: the last step to compute.
+        checkpoint: folder of the checkpoint to begin with; empty for the state that the script builds.
+        receipts: the receipts to compare with, as lines, up to that step and from that of the checkpoint on; and the
+            last one before, if the checkpoint's own step has none.
+        result: where to write the result.
+    """
+
+    step: int
+    checkpoint: str
+    receipts: tuple[str, ...]
+    result: str
+
+    def write(self, path: Path) -> None:
+        """Writes the order for a script."""
+        path.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, path: Path) -> ReplayOrder:
+        """Reads an order that `write` wrote."""
+        found = json.loads(path.read_text())
+        return cls(**{**found, "receipts": tuple(found["receipts"])})
+
+
+@dataclass
+class ReplayResult:
+    """The result that a replayed script reports.
+
+    Attributes:
+        began: the step after whose state it began.
+        held: the steps whose receipts hold, the checkpoint's included.
+        wrong: a sentence about the first receipt that does not hold; empty if all do.
+    """
+
+    began: int = 0
+    held: list[int] = field(default_factory=list)
+    wrong: str = ""
+
+    def write(self, path: Path) -> None:
+        """Writes the result for the command."""
+        path.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, path: Path) -> ReplayResult:
+        """Reads a result that `write` wrote."""
+        return cls(**json.loads(path.read_text()))
+
+
+def compare(receipt: Receipt, position: tuple[int, int], state: str, words: Mapping[str, str], what: str) -> str:
+    """Compares what was found with a receipt; returns a sentence about what differs, empty if it holds.
+
+    Args:
+        receipt: the receipt.
+        position: epoch and offset of the sampler.
+        state: digest of the state, in hexadecimal.
+        words: what the step depends on here; see `Receipt.settings`.
+        what: what the state is, such as "the state after step 4".
+    """
+    differ = [
+        f"{name} is {words.get(name, 'not set')} here but {receipt.settings.get(name, 'not set')} there"
+        for name in sorted(words.keys() | receipt.settings.keys())
+        if words.get(name) != receipt.settings.get(name)
+    ]
+    inputs = [text for text in differ if not text.startswith(tuple(f"{name} is " for name in _MACHINE))]
+    if inputs:
+        return f"{what} cannot be that of the receipt: {'; '.join(inputs)}"
+    if position != (receipt.epoch, receipt.offset):
+        return (
+            f"{what}: the sampler stands at epoch {position[0]}, offset {position[1]}, but at epoch {receipt.epoch}, "
+            f"offset {receipt.offset} in the receipt"
+        )
+    if state != receipt.state:
+        why = f"; {'; '.join(differ)}" if differ else ""
+        return f"{what} has the digest {state}, but {receipt.state} in the receipt{why}"
+    return ""
+
+
+class Replay:
+    """Runs the steps of a script up to one step, and compares each with its receipt.
+
+    Args:
+        order: what to compute.
+
+    Attributes:
+        step: number of the last step.
+        saver: gives the checkpoint to begin with, and writes none.
+        words: what the steps depend on here; see `Receipt.settings`.
+    """
+
+    def __init__(self, order: ReplayOrder) -> None:
+        self.step = order.step
+        self.saver = ReplaySaver(order.checkpoint)
+        self.words: Mapping[str, str] = {}
+        self._order = order
+        self._receipts = {receipt.step: receipt for receipt in map(Receipt.from_line, order.receipts)}
+        self._result = ReplayResult()
+
+    @classmethod
+    def of_environment(cls, environment: Mapping[str, str]) -> Replay | None:
+        """Returns the replay that this process was started for; None for a usual run."""
+        path = environment.get(VARIABLE)
+        return cls(ReplayOrder.read(Path(path))) if path else None
+
+    def follow(self, steps: Iterator[Step], state: TrainState) -> Iterator[Step]:
+        """Yields steps until one does not hold, or all are done; then ends the script, so that it writes no results.
+
+        Raises:
+            Dismissed: the replay is over; the result is written.
+        """
+        self._result.began = state.step
+        try:
+            if self._begins_right(state):
+                for step in steps:
+                    yield step
+                    if step.applied and not self._holds(state, f"the state after step {state.step}"):
+                        break
+        finally:
+            steps.close()  # type: ignore[attr-defined]  # it is a generator
+        self._result.write(Path(self._order.result))
+        raise Dismissed(f"step {self.step} was computed again")
+
+    def _begins_right(self, state: TrainState) -> bool:
+        """Compares the checkpoint with the receipts."""
+        if not self._order.checkpoint:
+            return True
+        where = f"the checkpoint {self._order.checkpoint}"
+        if not self._holds(state, where):
+            return False
+        known = [receipt for number, receipt in sorted(self._receipts.items()) if number <= state.step]
+        head = Receipt.from_line(state.receipts[-1]).hash if state.receipts else ""
+        if known and known[-1].hash != head:
+            self._result.wrong = (
+                f"{where} was written behind another receipt than that of step {known[-1].step}: its hash is "
+                f"{head or 'empty'} there, but {known[-1].hash} here"
+            )
+        return not self._result.wrong
+
+    def _holds(self, state: TrainState, what: str) -> bool:
+        """Compares the state with the receipt of its step, if that has one."""
+        receipt = self._receipts.get(state.step)
+        if receipt is not None:
+            self._result.wrong = compare(receipt, state.position, state.fingerprint().hex(), self.words, what)
+            if not self._result.wrong:
+                self._result.held.append(state.step)
+        return not self._result.wrong
+
+
+class ReplaySaver(Saver):
+    """Gives one checkpoint, and writes none.
+
+    Args:
+        folder: the checkpoint's folder; empty for none.
+    """
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(None, None)
+        self._folder = folder
+
+    def load(self, state: TrainState) -> None:
+        """See `Saver.load`."""
+        if self._folder:
+            reader = Reader(Path(self._folder))
+            saved: Any = reader.state()
+            with warning_of_frozen(state, reader.tag.step):
+                state.load_state_dict(saved)
+            self.tag = reader.tag
+
+    def where(self, tag: Tag) -> str:
+        """See `Saver.where`."""
+        return self._folder
