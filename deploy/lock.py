@@ -3,10 +3,10 @@
 
     python3 deploy/lock.py
 
-It writes three files beside this one: requirements.lock for the library, requirements-demo.lock for what the examples
-need in addition, and requirements-build.lock for what builds the wheel. pip chooses the versions (`install --dry-run
---report`) for the Python of deploy/Dockerfile on both platforms. Run it with that Python, because the markers of
-dependencies depend on its version.
+It writes three files beside this one: requirements.lock for the library with its extra `http`, requirements-demo.lock
+for what the examples need in addition, and requirements-build.lock for what builds the wheel. pip chooses the versions
+(`install --dry-run --report`) for the Python of deploy/Dockerfile on both platforms. Run it with that Python, because
+the markers of dependencies depend on its version.
 """
 
 from __future__ import annotations
@@ -71,8 +71,10 @@ def main() -> None:
     """Makes all three files."""
     settings = tomllib.loads((HERE.parent / "pyproject.toml").read_text())
     project = settings["project"]
-    everything = resolve(project["dependencies"] + project["optional-dependencies"]["demo"])
-    library = resolve(project["dependencies"], within=everything)
+    extras = project["optional-dependencies"]
+    ours = project["dependencies"] + extras["http"]
+    everything = resolve(ours + extras["demo"])
+    library = resolve(ours, within=everything)
     write("requirements.lock", library)
     write("requirements-demo.lock", {name: entry for name, entry in everything.items() if name not in library})
     write("requirements-build.lock", resolve(settings["build-system"]["requires"]))

@@ -1,8 +1,8 @@
-"""Reads what workers of examples/digits_elastic.py record with --audit, while they run; needs no Paceline.
+"""Reads what workers record under `audited.py`, while they run; needs no Paceline.
 
 Each process has its own file, HOST-PID-TIME.jsonl, with a line for each event: which samples it is about to use
-(`attempt`), that it applied a step (`applied`), that a step is committed (`committed`), that a view began (`view`). All
-times are `time.time()` of one machine.
+(`attempt`), that it applied a step (`applied`), that a step is committed (`committed`), that a view began (`view`),
+that the last step is done (`ended`). All times are `time.time()` of one machine.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Records:
             if answer:
                 return answer
             if time.time() > deadline:
-                raise TimeoutError(f"not within {timeout:.0f} s: {what}")
+                raise TimeoutError(f"this did not happen within {timeout:.0f} s: {what}")
             time.sleep(_LOOK_S)
 
     # When something happened ------------------------------------------------------------------------------------------
@@ -92,9 +92,9 @@ class Records:
     # The result -------------------------------------------------------------------------------------------------------
 
     @property
-    def accuracy(self) -> float | None:
-        """The model's accuracy at the end; None before."""
-        return next((e["accuracy"] for e in self._all("accuracy")), None)
+    def ended(self) -> bool:
+        """True once a worker has made the last step."""
+        return bool(self._all("ended"))
 
     @property
     def steps(self) -> int:
@@ -105,12 +105,12 @@ class Records:
         """Says what is wrong with the samples; each epoch must use each exactly once, in the steps of the line."""
         job = next(iter(self._all("job")), None)
         if job is None:
-            return ["nobody began"]
+            return ["no worker began"]
         line: dict[int, int] = {}  # step -> the last generation that applied it, for steps that were redone
         for event in self._all("applied"):
             line[event["step"]] = max(line.get(event["step"], 0), event["generation"])
         missing = sorted(set(range(1, job["steps"] + 1)) - set(line))
-        faults = [f"steps that nobody applied: {missing[:10]}"] if missing else []
+        faults = [f"steps that no worker applied: {missing[:10]}"] if missing else []
         used: dict[int, Counter[int]] = {}
         for event in self._all("attempt"):
             if line.get(event["step"]) == event["generation"]:
