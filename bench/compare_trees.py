@@ -1,12 +1,13 @@
-"""Compares a training step of two source trees: their workers step in turn, on the same machine in the same run.
+"""Compares a training step of source trees: their workers step in turn, on the same machine in the same run.
 
-    python bench/compare_trees.py OLD NEW [--kinds numpy-ddp,torch-fsdp] [--worlds 2,4] [--pairs 30]
+    python bench/compare_trees.py OLD NEW [NEWER ...] [--kinds numpy-ddp,torch-fsdp] [--worlds 2,4] [--rounds 30]
 
-OLD and NEW are checkouts. For each kind and world both trees have a coordinator and W workers that live side by side.
-One pair is three steps of either tree, in alternating order, while the other tree's workers wait. The model has 12.6
-million parameters (12 linear layers of 1,024), the batch 128 samples, and each worker one thread. Printed are medians
-over the pairs of the step's time (of the slowest rank) and CPU time (of all ranks), and of the ratio within a pair,
-with its 95 % interval.
+OLD, NEW and so on are checkouts. For each kind and world every tree has a coordinator and W workers that live side by
+side. In one round each tree takes three steps while the workers of the others wait; every other round goes through the
+trees backwards. The model has 12.6 million parameters (12 linear layers of 1,024), the batch 128 samples, and each
+worker one thread. There is a line for each tree but the first, which compares it with the tree before it: medians over
+the rounds of the step's time (of the slowest rank) and CPU time (of all ranks), and of the ratio within a round, with
+its 95 % interval.
 """
 
 from __future__ import annotations
@@ -146,45 +147,47 @@ def tree_of(folder: Path, kind: str, world: int) -> Iterator[Tree]:
         yield Tree(workers)
 
 
-def compare(old: Path, new: Path, kind: str, world: int, pairs: int) -> str:
-    """Measures one row of the table."""
-    with tree_of(old, kind, world) as before, tree_of(new, kind, world) as after:
-        trees = before, after
+def compare(folders: list[Path], kind: str, world: int, rounds: int) -> Iterator[str]:
+    """Measures the trees; yields a row of the table for each but the first."""
+    with ExitStack() as stack:
+        trees = [stack.enter_context(tree_of(folder, kind, world)) for folder in folders]
         for tree in trees:
             tree.run(_WARM_UP)
-        found = []
-        for number in range(pairs):
-            order = (0, 1) if number % 2 else (1, 0)
-            figures = {which: trees[which].run(_STEPS) for which in order}
-            found.append((figures[0], figures[1]))
-    cells = []
-    for which in (0, 1):
-        olds, news = ([pair[tree][which] for pair in found] for tree in (0, 1))
-        ratios = sorted(after / before for before, after in zip(olds, news, strict=True))
-        margin = round(0.98 * len(ratios) ** 0.5)  # ranks of the median's 95 % interval
-        middle = len(ratios) // 2
-        low, high = ratios[max(0, middle - margin)], ratios[min(len(ratios) - 1, middle + margin)]
-        cells.append(
-            f"{statistics.median(olds):.1f} | {statistics.median(news):.1f} | "
-            f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})"
-        )
-    return f"| {kind} | {world} | {cells[0]} | {cells[1]} |"
+        found: list[dict[int, tuple[float, float]]] = []
+        for number in range(rounds):
+            order = range(len(trees)) if number % 2 else reversed(range(len(trees)))
+            found.append({which: trees[which].run(_STEPS) for which in order})
+    for new in range(1, len(folders)):
+        cells = []
+        for which in (0, 1):
+            olds, news = ([figures[tree][which] for figures in found] for tree in (new - 1, new))
+            ratios = sorted(after / before for before, after in zip(olds, news, strict=True))
+            margin = round(0.98 * len(ratios) ** 0.5)  # ranks of the median's 95 % interval
+            middle = len(ratios) // 2
+            low, high = ratios[max(0, middle - margin)], ratios[min(len(ratios) - 1, middle + margin)]
+            cells.append(
+                f"{statistics.median(olds):.1f} | {statistics.median(news):.1f} | "
+                f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})"
+            )
+        yield f"| {folders[new].name} | {kind} | {world} | {cells[0]} | {cells[1]} |"
 
 
 def main() -> None:
     """Prints a markdown table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=Path)
-    parser.add_argument("new", type=Path)
+    parser.add_argument("new", type=Path, nargs="+")
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--worlds", default="2,4")
-    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=30)
     asked = parser.parse_args()
-    print("| step | W | old, ms | new, ms | ratio | old, CPU ms | new, CPU ms | ratio |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    folders = [folder.resolve() for folder in (asked.old, *asked.new)]
+    print("| tree | step | W | before, ms | this, ms | ratio | before, CPU ms | this, CPU ms | ratio |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for kind in asked.kinds.split(","):
         for world in map(int, asked.worlds.split(",")):
-            print(compare(asked.old.resolve(), asked.new.resolve(), kind, world, asked.pairs), flush=True)
+            for row in compare(folders, kind, world, asked.rounds):
+                print(row, flush=True)
 
 
 if __name__ == "__main__":

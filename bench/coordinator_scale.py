@@ -3,6 +3,9 @@
 Run as a script it prints one JSON object. Three kinds of processes: the coordinator (whose memory is read from /proc
 and whose observer says when a stream ended), one client process that holds all sessions on raw grpc.aio stubs, and, for
 the kills, one worker process after the other. CLOCK_MONOTONIC is the same for all processes of a machine.
+
+With `--idle 20` it also measures what idle sessions cost; with `--state etcd://...` the coordinator
+shares its state. Bytes are those of the loopback interface, so run it alone there (`unshare -n`).
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
+import itertools
 import json
 import os
 import resource
@@ -23,21 +27,31 @@ from typing import IO, Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # for `support`, which a script does not find
 
+from paceline._rpc import backoff
 from paceline_server import Coordinator, ServerSettings
 from paceline_server._grpc import aio, grpc
+from paceline_server.failover import FailoverCoordinator
+from paceline_server.storage.etcd_address import EtcdAddress
 from support.coordinator import RawSession
 
 __all__ = ["measure"]
 
 
-def measure(sessions: int = 1_000, rounds: int = 20, kills: int = 20, failure_timeout: float = 3.0) -> dict[str, Any]:
+def measure(
+    sessions: int = 1_000,
+    rounds: int = 20,
+    kills: int = 20,
+    failure_timeout: float = 3.0,
+    idle: float = 0.0,
+    state: str = "",
+) -> dict[str, Any]:
     """Measures everything; times in seconds unless the name says ms."""
-    coordinator, address = _start("serve")
+    coordinator, address = _start("serve", state)
     try:
         assert coordinator.stdout is not None
         kill_ms = [_kill_once(address, coordinator.stdout) for _ in range(kills)]
         before = _rss_kib(coordinator.pid)
-        arguments = [str(sessions), str(rounds), str(failure_timeout), str(coordinator.pid)]
+        arguments = [str(sessions), str(rounds), str(failure_timeout), str(coordinator.pid), str(idle)]
         clients = subprocess.run(
             [sys.executable, __file__, "clients", address, *arguments],
             stdout=subprocess.PIPE,
@@ -65,7 +79,7 @@ def _rss_kib(pid: int) -> int:
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1])
-    raise LookupError(f"no VmRSS of process {pid}")
+    raise LookupError(f"no VmRSS for process {pid}")
 
 
 def _allow_files() -> None:
@@ -76,12 +90,13 @@ def _allow_files() -> None:
 # The coordinator's process -------------------------------------------------------------------------------------------
 
 
-async def _serve() -> None:
+async def _serve(state: str) -> None:
     def observe(what: str, member_id: str, at: float) -> None:
         if what == "stream_ended":
             print(json.dumps({"member_id": member_id, "at": at}), flush=True)
 
-    coordinator = Coordinator(ServerSettings(listen="127.0.0.1:0"), observer=observe)
+    settings = ServerSettings(listen="127.0.0.1:0", etcd=EtcdAddress.parse(state) if state else None)
+    coordinator = FailoverCoordinator(settings, observer=observe) if state else Coordinator(settings, observer=observe)
     print(await coordinator.start(), flush=True)
     await coordinator.wait_for_termination()
 
@@ -113,7 +128,9 @@ def _kill_once(address: str, events: IO[str]) -> float:
 # All clients in one process ------------------------------------------------------------------------------------------
 
 
-async def _clients(address: str, count: int, rounds: int, failure_timeout: float, coordinator: int) -> dict[str, Any]:
+async def _clients(
+    address: str, count: int, rounds: int, failure_timeout: float, coordinator: int, idle: float
+) -> dict[str, Any]:
     # Each channel needs its own pool, or gRPC would put channels with equal arguments on one connection.
     channels = [aio.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)]) for _ in range(count)]
     started = time.monotonic()
@@ -130,6 +147,7 @@ async def _clients(address: str, count: int, rounds: int, failure_timeout: float
     fetched = time.monotonic()
     assert {hashlib.sha256(page).digest() for page in pages} == {views[0].members_sha256}
     rss = _rss_kib(coordinator)
+    quiet = await _idle(idle, coordinator) if idle else {}
     totals, singles = [], []
     for round_ in range(rounds):
         begun = time.monotonic()
@@ -145,15 +163,33 @@ async def _clients(address: str, count: int, rounds: int, failure_timeout: float
         "barrier_member_s_p50": round(statistics.median(singles), 4),
         "rss_kib": rss,
         "rss_after_kib": _rss_kib(coordinator),
+        **quiet,
     }
     for task in beating:
         task.cancel()
     return figures
 
 
+async def _idle(seconds: float, coordinator: int) -> dict[str, float]:
+    """Measures the coordinator's processor time, and the traffic of the machine with itself, per second."""
+
+    def used() -> tuple[float, int]:
+        fields = Path(f"/proc/{coordinator}/stat").read_text().rpartition(")")[2].split()
+        loopback = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.split()[0] == "lo:")
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), int(loopback.split()[1])
+
+    began, (cpu, sent) = time.monotonic(), used()
+    await asyncio.sleep(seconds)
+    took, (cpu_after, sent_after) = time.monotonic() - began, used()
+    return {
+        "idle_cpu_per_s": round((cpu_after - cpu) / took, 4),
+        "idle_loopback_kib_per_s": round((sent_after - sent) / took / 1024, 1),
+    }
+
+
 async def _register(channel: aio.Channel, count: int, failure_timeout: float, pid: int) -> RawSession:
     """Registers, and like a worker reconnects if its connection was closed, as one process calls on 1,000 slowly."""
-    while True:
+    for attempt in itertools.count():
         try:
             return await RawSession.register(
                 channel, job="scale", least=count, most=count, failure_timeout=failure_timeout, pid=pid
@@ -161,6 +197,8 @@ async def _register(channel: aio.Channel, count: int, failure_timeout: float, pi
         except aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.UNAVAILABLE:
                 raise
+            await asyncio.sleep(backoff(attempt))
+    raise AssertionError  # not reached
 
 
 async def _beat(session: RawSession) -> None:
@@ -179,12 +217,12 @@ async def _timed_barrier(session: RawSession, round_: int) -> float:
 def _main() -> None:
     _allow_files()
     if len(sys.argv) > 1 and sys.argv[1] == "serve":
-        asyncio.run(_serve())
+        asyncio.run(_serve(sys.argv[2]))
     elif len(sys.argv) > 1 and sys.argv[1] == "work":
         asyncio.run(_work(sys.argv[2]))
     elif len(sys.argv) > 1 and sys.argv[1] == "clients":
-        address, count, rounds, failure_timeout, coordinator = sys.argv[2:]
-        done = _clients(address, int(count), int(rounds), float(failure_timeout), int(coordinator))
+        address, count, rounds, failure_timeout, coordinator, idle = sys.argv[2:]
+        done = _clients(address, int(count), int(rounds), float(failure_timeout), int(coordinator), float(idle))
         print(json.dumps(asyncio.run(done)), flush=True)
         os._exit(0)  # closing a thousand channels properly takes seconds, and the results are printed
     else:
@@ -193,6 +231,8 @@ def _main() -> None:
         parser.add_argument("--rounds", type=int, default=20)
         parser.add_argument("--kills", type=int, default=20)
         parser.add_argument("--failure-timeout", type=float, default=3.0)
+        parser.add_argument("--idle", type=float, default=0.0)
+        parser.add_argument("--state", default="")
         print(json.dumps(measure(**vars(parser.parse_args()))))
 
 

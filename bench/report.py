@@ -74,8 +74,8 @@ def _cell(row: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--vs", default="", help="other implementations, with commas: gloo, openmpi")
-    parser.add_argument("--seconds", type=float, default=2.0, help="to measure for each row")
+    parser.add_argument("--vs", default="", help="other implementations, separated by commas: gloo, openmpi")
+    parser.add_argument("--seconds", type=float, default=2.0, help="seconds to measure for each row")
     asked = parser.parse_args()
     print(f"{machine()}\n")
     for size in (2, 4):

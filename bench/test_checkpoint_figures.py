@@ -93,7 +93,7 @@ def test_training_stands_still_for_a_twentieth(tmp_path: Path) -> None:
             slower.append(alone / beside - 1)
     print(
         f"\nstall {statistics.median(stalls) * 1e3:.2f} ms, {statistics.median(shares):.2%} of the time of the write; "
-        f"computation beside it {statistics.median(slower):.0%} slower"
+        f"computation meanwhile {statistics.median(slower):.0%} slower"
     )
     assert statistics.median(shares) <= 0.05
 
@@ -126,7 +126,7 @@ with paceline.join() as session, tempfile.TemporaryDirectory() as own:
         before = time.perf_counter()
         saver.wait_until_copied()
         stall += time.perf_counter() - before
-        while group.all_reduce(np.array([saver.is_writing], float))[0]:  # as a step's word tells it
+        while group.all_reduce(np.array([saver.is_writing], float))[0]:  # as the step word does
             compute(0.005)
         before = time.perf_counter()
         saver.finish()

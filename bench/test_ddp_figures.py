@@ -47,7 +47,7 @@ def step(module, parameters):
     return time.perf_counter() - start, time.process_time() - cpu
 
 def compare(group, ways, rounds):
-    '''Both of each step, by way, turn and turn about, for the machine is not the same from minute to minute.'''
+    '''Both times of each step, by way. The ways take turns, because the machine's speed changes.'''
     modules = {{way: make(group) for way, make in ways.items()}}
     parameters = {{way: [p for _, p in module.named_parameters()] for way, module in modules.items()}}
     times = {{way: [] for way in ways}}
@@ -73,7 +73,7 @@ ALONE = {"alone": "paceline.DDP(model(), group.subgroup([group.rank]))"}
 """No communication, and everything else the same: gradients are written into buckets too, in memory that stays."""
 
 Times = dict[str, list[tuple[float, float]]]
-"""Milliseconds of each step by way: (wall clock of the slowest rank, for which all wait; mean CPU time of a rank)."""
+"""Milliseconds of each step by way: (wall clock of the slowest rank, which all wait for; mean CPU time of a rank)."""
 
 
 def compared(ways: dict[str, str], rounds: int = ROUNDS, world: int = WORLD) -> Times:
@@ -99,7 +99,9 @@ def over(times: Times, way: str, column: int = 0) -> float:
 
 
 def show(times: Times) -> None:
-    print(f"\nlinks: {os.environ.get('PACELINE_LINKS', 'all kinds')}; over no communication, wall clock and CPU time:")
+    print(
+        f"\nlinks: {os.environ.get('PACELINE_LINKS', 'all kinds')}; against no communication, wall clock and CPU time:"
+    )
     for way, found in times.items():
         wall, cpu = (statistics.median(column) for column in zip(*found, strict=True))
         print(f"  {way:<10} {wall:5.0f} ms {over(times, way):+5.0%}   CPU {cpu:5.0f} ms {over(times, way, 1):+5.0%}")

@@ -76,7 +76,7 @@ def _tell(process: subprocess.Popen[str]) -> dict[str, Any]:
     """Returns the next JSON line that a program prints."""
     assert process.stdout is not None
     line = process.stdout.readline()
-    assert line, f"it ended:\n{process.communicate()[1]}"
+    assert line, f"the process ended:\n{process.communicate()[1]}"
     told: dict[str, Any] = json.loads(line)
     return told
 

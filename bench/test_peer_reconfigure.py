@@ -128,7 +128,7 @@ def line(backend: str = "paceline") -> Iterator[Line]:
     except PackageNotFoundError:
         known = False
     if not known:
-        pytest.skip("torch 2.15 or newer is asked for")
+        pytest.skip("needs torch 2.15 or newer")
     with TemporaryDirectory() as folder:
         made = Line(backend, Path(folder) / "store")
         try:
@@ -146,8 +146,8 @@ def show(what: str, found: list[float]) -> float:
 @pytest.mark.parametrize("backend", ["paceline", "gloo"])
 def test_a_reconfiguration(backend: str) -> None:
     with line(backend) as members:
-        show(f"{backend}: the first", [members.reconfigure()])
-        median = show(f"{backend}: later ones", [members.reconfigure() for _ in range(ROUNDS)])
+        show(f"{backend}: first reconfiguration", [members.reconfigure()])
+        median = show(f"{backend}: later reconfigurations", [members.reconfigure() for _ in range(ROUNDS)])
     assert backend == "gloo" or median <= ASKED_S
 
 

@@ -102,7 +102,7 @@ def test_torch_s_ddp(world: int) -> None:
     told(f"torch's DDP, W={world}", times, ("alone", "paceline", "gloo"))
     mine, gloos = over(times, "paceline", "alone"), over(times, "gloo", "alone")
     floors = ", ".join(f"{way} {over(times, way, 'alone'):+.0%}" for way in ("nothing", "sums_alone"))
-    print(f"; over no communication: paceline {mine:+.0%}, gloo {gloos:+.0%}; {floors}")
+    print(f"; against no communication: paceline {mine:+.0%}, gloo {gloos:+.0%}; {floors}")
     assert mine <= (MOST_OVER_NO_COMMUNICATION if QUIET else max(MOST_OVER_NO_COMMUNICATION, 1.25 * gloos))
 
 

@@ -43,7 +43,7 @@ def recoveries(folder: Path, kind: str) -> list[float]:
             before = max(trainer.of("attempt")[-1]["generation"] for trainer in others)
             at = time.monotonic()
             victim.signal(signal.SIGKILL)
-            c.wait_until(lambda o=others, g=before: all(commit_after(t, g) for t in o), "all go on")  # type: ignore[misc]
+            c.wait_until(lambda o=others, g=before: all(commit_after(t, g) for t in o), "all survivors continue")  # type: ignore[misc]
             found.append(max(commit_after(trainer, before) for trainer in others) - at)
             c.start(1)
     return found

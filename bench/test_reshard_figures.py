@@ -43,7 +43,7 @@ def test_three_of_four_take_what_they_lack() -> None:
     moved = sum(wanted for _, wanted in told)
     took = statistics.median(seconds)
     print(
-        f"\n1 GB from W=4 to W=3, the taking alone: {took:.2f} s ({min(seconds):.2f} to {max(seconds):.2f}), "
+        f"\n1 GB from W=4 to W=3, fetching alone: {took:.2f} s ({min(seconds):.2f} to {max(seconds):.2f}), "
         f"{moved / 1e6:.0f} MB moved"
     )
     assert took <= 2.0
