@@ -1,8 +1,10 @@
 """Train an MLP on scikit-learn's handwritten digits, with the model spread over the workers.
 
-paceline run -n 4 examples/digits_fsdp.py                   each worker keeps a quarter of everything
-paceline run -n 4 examples/digits_fsdp.py hybrid_shard 2    nodes of two, each with the whole model
-python examples/digits_fsdp.py                              one, without a coordinator: the same weights, up to rounding
+    paceline run -n 4 examples/digits_fsdp.py                   each worker keeps a quarter of everything
+    paceline run -n 4 examples/digits_fsdp.py hybrid_shard 2    nodes of two, each with the whole model
+    python examples/digits_fsdp.py                              one, alone: the same weights, up to rounding
+
+You see how many parameters each worker trains: `FULL_SHARD: rank 2 of 4 trains 4307 parameters, accuracy 0.9805`.
 """
 
 import sys

@@ -1,7 +1,9 @@
 """Train an MLP on scikit-learn's handwritten digits, on any number of workers.
 
-paceline run -n 4 examples/digits_numpy.py      four workers on this machine
-python examples/digits_numpy.py                 one, without a coordinator: the same weights, up to rounding
+    paceline run -n 4 examples/digits_numpy.py      four workers on this machine
+    python examples/digits_numpy.py                 one, alone: the same weights, up to rounding
+
+You see the accuracy on held-back digits after every fifth epoch, 0.97 or more at the end.
 """
 
 import numpy as np

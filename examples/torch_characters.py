@@ -1,8 +1,10 @@
 """Learn to write like Python's own reference, a character at a time, with torch's DistributedDataParallel.
 
-paceline run -n 2 examples/torch_characters.py
-torchrun --nproc-per-node 2 examples/torch_characters.py                    started by another launcher
-torchrun --nproc-per-node 2 examples/torch_characters.py --backend gloo     on another backend
+    paceline run -n 2 examples/torch_characters.py
+    torchrun --nproc-per-node 2 examples/torch_characters.py                    started by another launcher
+    torchrun --nproc-per-node 2 examples/torch_characters.py --backend gloo     on another backend
+
+You see `epoch 1: loss 2.523, 8.1 steps/s, 2 workers on paceline`, and at the end some characters that it has written.
 """
 
 import argparse
@@ -22,7 +24,7 @@ WINDOW = 64  # characters that are learned in one go
 parser = argparse.ArgumentParser()
 parser.add_argument("--backend", default="paceline")
 parser.add_argument("--epochs", type=int, default=5)
-parser.add_argument("--batch", type=int, default=64, help="windows of each worker in a step")
+parser.add_argument("--batch", type=int, default=64, help="windows for each worker and step")
 parser.add_argument("--write", type=int, default=200, help="characters to write at the end")
 asked = parser.parse_args()
 

@@ -1,8 +1,12 @@
 """Train a CNN of torch on the digits while workers come and go: kill some, add some; each sample is used once.
 
-paceline coordinator &
-paceline run -n 2 --min 1 --max 8 --restarts 3 --coordinator localhost --job digits examples/torch_digits.py
-paceline run -n 2 --min 1 --max 8 --coordinator localhost --job digits examples/torch_digits.py     two more, any time
+    paceline coordinator &
+    paceline run -n 2 --min 1 --max 8 --restarts 3 --coordinator localhost --job digits examples/torch_digits.py
+    paceline run -n 2 --min 1 --max 8 --coordinator localhost --job digits examples/torch_digits.py    two more
+
+Each worker prints `generation 3: rank 1 of 4` when the set of workers has changed, and rank 0 at the end
+`accuracy 0.9833 after 120 steps, 4 workers at the end`. The loop is torch's; new are `paceline.torch.DDP`, the
+sampler, and `session.steps` with its `with step:`.
 """
 
 import argparse
@@ -21,7 +25,9 @@ GLOBAL_BATCH = 128
 parser = argparse.ArgumentParser()
 parser.add_argument("checkpoints", nargs="?", help="a folder that all workers share")
 parser.add_argument("--epochs", type=int, default=10)
-parser.add_argument("--pause", type=float, default=0.0, help="seconds in each step: stands for a larger model")
+parser.add_argument(
+    "--pause", type=float, default=0.0, help="seconds to sleep in each step, as a larger model would take"
+)
 asked = parser.parse_args()
 
 # 1797 real images of 8 x 8 pixels with values 0 to 16. A fixed fifth is held back to measure what was learned.

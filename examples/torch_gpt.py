@@ -1,7 +1,9 @@
 """Train a small GPT on Python's own reference while workers come and go, with all that a training run usually has.
 
-paceline run -n 2 --min 1 --max 8 --restarts 3 examples/torch_gpt.py --export gpt.pt
-paceline run -n 2 --min 1 --restarts 3 examples/torch_gpt.py --checkpoints runs        goes on from the last checkpoint
+    paceline run -n 2 --min 1 --max 8 --restarts 3 examples/torch_gpt.py --export gpt.pt
+    paceline run -n 2 --min 1 --restarts 3 examples/torch_gpt.py --checkpoints runs    goes on from the last one
+
+`torch_nanogpt.py` is the short form. Here are also a loader, accumulation, a schedule, averaged weights and an export.
 """
 
 import argparse
@@ -24,7 +26,7 @@ GLOBAL_BATCH, MICRO_BATCH = 32, 8  # windows of a step over all workers; in one 
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=300)
-parser.add_argument("--workers", type=int, default=1, help="processes that fetch samples, of each worker")
+parser.add_argument("--workers", type=int, default=1, help="processes of each worker that fetch samples")
 parser.add_argument("--data", type=pathlib.Path, default=pathlib.Path(tempfile.gettempdir(), "paceline-gpt"))
 parser.add_argument("--checkpoints", help="a folder that all workers share")
 parser.add_argument("--export", help="file for the averaged weights, as a plain state_dict")

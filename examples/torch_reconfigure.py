@@ -1,6 +1,8 @@
 """A plain torch loop that goes on when members die, by torch.distributed's own reconfiguration (torch 2.15 or newer).
 
-for rank in 0 1 2; do RANK=$rank WORLD_SIZE=3 PAUSE=0.05 python examples/torch_reconfigure.py & done; wait    kill some
+    for rank in 0 1 2; do RANK=$rank WORLD_SIZE=3 PAUSE=0.05 python examples/torch_reconfigure.py & done; wait
+
+Kill some: the others print the error, which names the lost ranks, and go on. At the end all print the same weights.
 """
 
 import os
@@ -39,7 +41,7 @@ while True:
         while step < STEPS:
             batch = torch.randn(BATCH, 8, generator=torch.Generator().manual_seed(step))
             x = batch.tensor_split(dist.get_world_size())[dist.get_rank()]
-            time.sleep(float(os.environ.get("PAUSE", "0")))  # seconds: stands for a larger model
+            time.sleep(float(os.environ.get("PAUSE", "0")))  # seconds, as a larger model would take
             optimizer.zero_grad()
             loss = torch.nn.functional.mse_loss(model(x), x.sum(1, keepdim=True).sin())
             loss.backward()
