@@ -22,8 +22,13 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+_NAMED_IN_FILE = ("alone", "browser", "containers", "root")
+"""Marks by which the Makefile chooses files: tests that get one of them elsewhere would not be run."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Gives slow tests more time before they count as hung, and makes all but one in n of `sampled` ones exhaustive."""
+    _check_marks(items)
     seen: Counter[str] = Counter()
     for item in items:
         if item.get_closest_marker("slow") is not None and item.get_closest_marker("timeout") is None:
@@ -35,3 +40,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             at, seen[test] = seen[test], seen[test] + 1
             if at % n != at // n % n:  # a diagonal: of a product each value of each argument has its turn
                 item.add_marker(pytest.mark.exhaustive)
+
+
+def _check_marks(items: list[pytest.Item]) -> None:
+    found = {
+        (item.path, name) for item in items for name in _NAMED_IN_FILE if item.get_closest_marker(name) is not None
+    }
+    for path, name in sorted(found):
+        if f"mark.{name}" not in path.read_text():
+            raise pytest.UsageError(f"{path}: its tests have the mark {name!r}: write pytest.mark.{name} in this file")

@@ -53,6 +53,42 @@ class Mutant:
 
 
 MUTANTS = (
+    # Gradients that an engine carries.
+    Mutant(
+        "a failed generation does not abort the engine",
+        "client/paceline/_group/group.py",
+        "bound.mesh.fault.on_failure(engine.abort)",
+        "pass",
+        ("unit/engines/test_carried.py",),
+    ),
+    Mutant(
+        "the engine starts before all members are in the operation",
+        "client/paceline/_collectives/carried_tasks.py",
+        "        links.body(call)\n        try:\n",
+        "        carrier.all_reduce(x)\n        links.body(call)\n        try:\n",
+        ("unit/engines/test_carried.py",),
+    ),
+    Mutant(
+        "an interrupted sum may still write to the array",
+        "client/paceline/_collectives/carried_tasks.py",
+        "            _let_go(carrier)\n",
+        "",
+        ("unit/engines/test_carried.py",),
+    ),
+    Mutant(
+        "the engine of the last generation stays open",
+        "client/paceline/_group/group_core.py",
+        "            self.carrier.close(deadline)\n",
+        "",
+        ("unit/engines/test_carried.py",),
+    ),
+    Mutant(
+        "an engine is used although the job uses TLS",
+        "client/paceline/_group/group.py",
+        "if bound.mesh.encrypted:",
+        "if False:",
+        ("unit/engines/test_carried.py",),
+    ),
     # What one job may take from the others.
     Mutant(
         "one takes all that is free",
@@ -167,11 +203,40 @@ MUTANTS = (
         "        error = written.exception()\n",
         ("unit/server/test_keeper.py",),
     ),
+    # Who leads, of several coordinators.
+    Mutant(
+        "a batch without an answer counts as refused, though it is stored",
+        f"{SERVER}/storage/etcd.py",
+        "isinstance(found, Item) and found.value == value:",
+        "isinstance(found, Item) and not value:",
+        ("unit/server/test_etcd_storage.py",),
+    ),
+    Mutant(
+        "a deposed leader believes that its batch is stored",
+        f"{SERVER}/storage/etcd.py",
+        "                raise _Deposed(_who_leads(found))\n",
+        "                pass\n",
+        ("unit/server/test_etcd_storage.py",),
+    ),
+    Mutant(
+        "a standby tries to take over from a leader that stores",
+        f"{SERVER}/election.py",
+        "        if silent >= FENCE_S:\n",
+        "        if True:\n",
+        ("unit/server/test_election.py",),
+    ),
+    Mutant(
+        "a member takes orders of a coordinator that leads no longer",
+        "client/paceline/_session/control.py",
+        "        if message.epoch < self._epoch:\n",
+        "        if message.epoch < 0:\n",
+        ("unit/session/test_epochs.py",),
+    ),
     # Who may come to a member's door.
     Mutant(
         "what was overheard opens a door again",
         "client/paceline/_door_key.py",
-        'return "this call has come before" if again else ""',
+        'return "this call was made before" if again else ""',
         'return ""',
         ("unit/test_door_key.py",),
     ),

@@ -12,20 +12,22 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import paceline
-from support.docker import BUILD, build, compose_command, engine
+from support.docker import BUILD, build, build_etcd, compose_command, engine
 
 pytestmark = [pytest.mark.containers, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
-BASE, LIBRARY, IMAGE = "python:3.11-slim", "paceline-test-library", "paceline-test"
+BASE, LIBRARY, IMAGE, ETCD = "python:3.11-slim", "paceline-test-library", "paceline-test", "paceline-test-etcd"
 PROJECT = "paceline-test"
+CAN_SERVE_HTTP = "import paceline; from paceline_server.settings import check_http; check_http()"
 SETTINGS = {**BUILD, "PACELINE_IMAGE": IMAGE, "PACELINE_TOKEN": "a-token-of-this-test-alone"}
 WORKERS = 4
 
@@ -61,7 +63,7 @@ def test_the_library_adds_little_to_its_base(image: str) -> None:
         json.loads(run("docker", "image", "inspect", "-f", "{{json .RootFS.Layers}}", n)) for n in (LIBRARY, image)
     ]
     assert layers[1][: len(layers[0])] == layers[0]  # the extras come on top, and nothing of the library twice
-    run("docker", "run", "--rm", "--entrypoint", "python3", LIBRARY, "-c", "import paceline, paceline_server")
+    run("docker", "run", "--rm", "--entrypoint", "python3", LIBRARY, "-c", CAN_SERVE_HTTP)
 
 
 def test_the_image_runs_the_command_as_nobody_in_particular(image: str) -> None:
@@ -91,7 +93,7 @@ def test_the_list_of_what_is_in_the_image_has_all_that_was_locked(image: str) ->
 def test_the_image_listens_for_others_only_with_a_token(image: str) -> None:
     done = subprocess.run(["docker", "run", "--rm", image], capture_output=True, text=True, timeout=60.0)
     assert done.returncode == 2
-    assert done.stderr.startswith("paceline: whoever reaches 0.0.0.0:7400 could join"), done.stderr
+    assert done.stderr.startswith("paceline: everyone who can reach 0.0.0.0:7400 could join"), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -164,13 +166,78 @@ def test_training_goes_on_through_every_fault(image: str, tmp_path: Path) -> Non
     assert list(found) == faults
     assert told["accuracy"] >= 0.95
     assert told["wrong"] == []
-    _check_samples(tmp_path, told["steps"])
+    events = _events(tmp_path)
+    assert next(event for event in events if event["event"] == "job")["steps"] == told["steps"]
+    _check_samples(events, told["steps"])
     assert set(told["exit_codes"].values()) == {0}
     for fault in ("pause", "disconnect", "move", "drop"):
         assert found[fault]["others"] <= SILENCE_S + LATE_S, found[fault]
         assert found[fault]["back"] <= LATE_S, found[fault]
     assert found["kill"]["others"] <= SILENCE_S + LATE_S
     assert found["coordinator"]["gap"] < SILENCE_S  # a coordinator that is away stops nothing
+
+
+def test_the_leader_of_two_coordinators_is_killed_and_training_goes_on(image: str, tmp_path: Path) -> None:
+    """The overlay compose.etcd.yaml: the other coordinator leads, from the state in etcd, whose volume survives it."""
+    build_etcd(ETCD)
+    project, services = f"{PROJECT}-etcd", {"coordinator:7400": "coordinator", "coordinator-b:7400": "coordinator-b"}
+    files = ("compose.yaml", "chaos.yaml", "compose.etcd.yaml")  # chaos.yaml has workers record what they do
+    compose = [*compose_command(), "-p", project, *(word for file in files for word in ("-f", f"deploy/{file}"))]
+    settings = {"ETCD_IMAGE": ETCD, "PACELINE_AUDIT": str(tmp_path), "PACELINE_EPOCHS": "9999"}
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o777)  # for the user of the containers
+    try:
+        run(*compose, "up", "-d", "--no-build", "--scale", "worker=2", **settings)
+        workers = _containers("worker", project)
+        first = _wait_for_status(workers[0], lambda status: _step(status) > 0)["leader"]
+
+        (killed,) = _containers(services[first["address"]], project)
+        at = time.time()
+        run("docker", "kill", killed)
+        found = _wait_for_status(workers[0], lambda status: _epoch(status) > first["epoch"])
+        second = found["leader"]
+        assert {first["address"], second["address"]} == {*services}
+        _wait_for_status(workers[0], lambda status: _step(status) > _step(found))
+        times = sorted(event["at"] for event in _events(tmp_path) if event["event"] == "committed" and event["at"] > at)
+        assert max(b - a for a, b in pairwise([at, *times])) < SILENCE_S  # no step waits for a coordinator
+
+        run("docker", "start", killed)
+        run(*compose, "up", "-d", "--no-build", "--no-deps", "--force-recreate", "etcd", **settings)
+        third = _wait_for_status(workers[0], lambda status: _step(status) > 0 and _epoch(status) > second["epoch"])
+        assert third["jobs"][0]["generation"] == found["jobs"][0]["generation"]
+        (etcd,) = _containers("etcd", project)
+        check = json.loads(run("docker", "inspect", "-f", "{{json .Config.Healthcheck.Test}}", etcd))
+        run("docker", "exec", etcd, *check[1:])
+
+        run(*compose, "stop", "-t", "30", "worker", **settings)
+        assert run("docker", "wait", *workers).split() == ["0", "0"]
+        events = _events(tmp_path)
+        _check_samples(events, max(event["step"] for event in events if event["event"] == "applied"))
+    finally:
+        run(*compose, "down", "-v", "--remove-orphans", "-t", "1", **settings)
+
+
+def _wait_for_status(worker: str, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """Returns the answer of `paceline status --json` in a worker's container, once it is the expected one."""
+    deadline = time.monotonic() + 60.0
+    while True:
+        command = ["docker", "exec", worker, "paceline", "status", "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60.0)
+        if done.returncode == 0:
+            status: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+            if status["jobs"] and wanted(status):
+                return status
+        assert time.monotonic() < deadline, f"{done.stdout}{done.stderr}\n{_logs(worker)}"
+
+
+def _epoch(status: dict[str, Any]) -> int:
+    return int(status["leader"]["epoch"])
+
+
+def _step(status: dict[str, Any]) -> int:
+    """The last committed step of a job of two workers; 0 before it has any."""
+    (job,) = status["jobs"]
+    return int(job["totals"]["step"] or 0) if job["world_size"] == 2 else 0
 
 
 def _check_confinement(container: str) -> None:
@@ -184,13 +251,14 @@ def _check_confinement(container: str) -> None:
     assert config["PidsLimit"] == 512
 
 
-def _check_samples(folder: Path, last: int) -> None:
+def _events(folder: Path) -> list[dict[str, Any]]:
+    """Returns the records of all workers (deploy/audited.py)."""
+    return [json.loads(line) for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()]
+
+
+def _check_samples(events: list[dict[str, Any]], last: int) -> None:
     """I6: the line has all steps up to that one, and each step used each sample of its batch once."""
-    events: list[dict[str, Any]] = [
-        json.loads(line) for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()
-    ]
     job = next(event for event in events if event["event"] == "job")
-    assert job["steps"] == last
     line: dict[int, int] = {}
     for event in events:
         if event["event"] == "applied":
@@ -198,16 +266,16 @@ def _check_samples(folder: Path, last: int) -> None:
     assert sorted(line) == list(range(1, last + 1))
     used: dict[int, list[int]] = {}
     for event in events:
-        if event["event"] == "attempt" and line[event["step"]] == event["generation"]:
+        if event["event"] == "attempt" and line.get(event["step"]) == event["generation"]:
             used.setdefault(event["step"], []).extend(event["indices"])
     sampler = paceline.ElasticSampler(job["samples"], global_batch=128)
     for step in line:
         assert sorted(used[step]) == sorted(sampler.batch(step - 1).tolist()), step
 
 
-def _containers(service: str) -> list[str]:
+def _containers(service: str, project: str = PROJECT) -> list[str]:
     """By label, for `ps` of Compose v2 leaves out those that have ended."""
-    labels = (f"com.docker.compose.project={PROJECT}", f"com.docker.compose.service={service}")
+    labels = (f"com.docker.compose.project={project}", f"com.docker.compose.service={service}")
     return run("docker", "ps", "-aq", *(word for label in labels for word in ("--filter", f"label={label}"))).split()
 
 

@@ -47,7 +47,7 @@ def test_without_loopback_it_does_not_claim_to_be_private() -> None:
 def test_others_are_let_in_only_with_something_to_show(host: str) -> None:
     with command("coordinator", "--listen", f"{host}:7400") as coordinator:
         assert coordinator.wait() == 2
-    assert coordinator.stderr.startswith(f"paceline: whoever reaches {host}:7400 could join")
+    assert coordinator.stderr.startswith(f"paceline: everyone who can reach {host}:7400 could join")
     assert coordinator.stderr.count("\n") == 1
     for advice in ("--token-file", "PACELINE_TOKEN", "--tls-ca", "--insecure"):
         assert advice in coordinator.stderr

@@ -8,11 +8,13 @@ import pty
 import re
 import subprocess
 import sys
+import urllib.request
 from typing import Any
 
 import pytest
 
 from support.command import command
+from support.terminal import terminal
 
 FIELDS = {"accuracy", "steps", "world_size", "generations", "recoveries", "samples_once", "seconds"}
 
@@ -27,6 +29,14 @@ def demo(*arguments: str) -> tuple[dict[str, Any], str]:
     assert result["samples_once"] is True
     assert result["seconds"] > 0
     assert "steps per second" in running.stderr
+    begins = running.stderr.splitlines()[:4]
+    waits = (
+        "starting the coordinator",
+        "the workers import NumPy and scikit-learn: 0 of",
+        "waiting for all to join: 0 of",
+    )
+    for words, line in zip(waits, [line for line in begins if "no worker will be killed" not in line], strict=False):
+        assert line.startswith(words), "the first seconds are not silent"
     assert "Traceback" not in running.stderr
     return result, running.stderr
 
@@ -52,6 +62,20 @@ def test_a_single_worker_is_not_killed() -> None:
     result, shown = demo("--workers", "1")
     assert (result["world_size"], result["recoveries"]) == (1, [])
     assert "no worker will be killed" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_one_worker_has_the_same_bits() -> None:
+    with command("demo", "--json", "--same-bits", "--workers", "3") as running:
+        assert running.wait(200) == 0, str(running)
+    result = json.loads(running.stdout.splitlines()[-1])
+    assert [recovery["cause"] for recovery in result["recoveries"]] == ["killed", "joined"]
+    many, alone = result["digests"]
+    assert re.fullmatch(r"[0-9a-f]{64}", many)
+    assert many == alone
+    assert f"{alone}  1 worker" in running.stderr
+    assert f"{many}  3 workers (1 killed, 1 joined)" in running.stderr
 
 
 @pytest.mark.exhaustive
@@ -100,3 +124,23 @@ def test_demo_on_a_terminal_shows_a_picture_and_ctrl_c_ends_it(kill_at_step: str
     assert re.search(r"stopping [23] workers", text)  # the new one may be there already
     assert "Traceback" not in text
     assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")  # the cursor is back
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "key", [pytest.param("\n", id="enter"), pytest.param("\x03", id="ctrl-c", marks=pytest.mark.exhaustive)]
+)
+@pytest.mark.sampled(1)
+def test_the_page_of_the_demo_outlives_it_on_a_terminal(key: str) -> None:
+    with terminal("demo", "-n", "2", "--kill-at-step", "0", "--http") as shown:
+        shown.wait_for("the page is served until you press Enter or Ctrl-C", 100)
+        # 80 columns: a line that is broken by the program, and not by the terminal, is no link.
+        found = re.search(r"the page is at (http://127\.0\.0\.1:\d+/)#token=(\w{64})\s", shown.text)
+        assert found is not None, shown.text
+        asked = urllib.request.Request(f"{found[1]}api/jobs", headers={"Authorization": f"Bearer {found[2]}"})
+        with urllib.request.urlopen(asked, timeout=10) as answer:
+            assert [job["name"] for job in json.load(answer)["jobs"]] == ["demo"]
+        shown.press(key)
+        assert shown.wait() == 0
+        assert "Traceback" not in shown.text

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+AUDITED = Path(__file__).parents[2] / "deploy" / "audited.py"
 
 
 def run(*command: str) -> str:
@@ -69,13 +70,38 @@ def test_digits_while_a_worker_dies_and_is_replaced(tmp_path: Path, strategy: st
     )
     (tmp_path / "train.py").write_text(dying)
     (tmp_path / "audit").mkdir()
-    arguments = [*checkpoints, "--strategy", strategy, "--audit", str(tmp_path / "audit")]
-    found = re.search(r"accuracy ([\d.]+) after (\d+) steps", run(*command, str(tmp_path / "train.py"), *arguments))
+    script_under_audit = [str(AUDITED), str(tmp_path / "audit"), str(tmp_path / "train.py")]
+    printed = run(*command, *script_under_audit, *checkpoints, "--strategy", strategy)
+    found = re.search(r"accuracy ([\d.]+) after (\d+) steps", printed)
     assert found
     assert int(found[2]) == 30 * 12
     assert float(found[1]) >= 0.95
     notes = [json.loads(line) for file in (tmp_path / "audit").iterdir() for line in file.read_text().splitlines()]
+    assert {note["event"] for note in notes} == {"job", "view", "attempt", "applied", "committed", "ended"}
     applied = {(note["step"], note["generation"]) for note in notes if note["event"] == "applied"}
     redone = sorted(step for step, times in Counter(step for step, _ in applied).items() if times > 1)
     expected = [[*range(51, 120)], [*range(101, 120)]] if parts else [[]]  # checkpoints come every 50 steps
     assert redone in expected, "steps that were applied in more than one generation"
+
+
+@pytest.mark.slow
+def test_an_evaluation_in_which_a_worker_dies(tmp_path: Path) -> None:
+    """It is measured again by the workers that are left, each with a larger share."""
+    script = (EXAMPLES / "digits_evaluation.py").read_text()
+    where = "            accuracy = int(session.group"
+    assert script.count(where) == 1
+    dying = script.replace(
+        where,
+        f"            import os\n            once = {str(tmp_path / 'died')!r}\n"
+        "            if session.rank == 1 and not os.path.exists(once):\n"
+        f"                open(once, 'x').close()\n                os.kill(os.getpid(), 9)\n{where}",
+    )
+    (tmp_path / "train.py").write_text(dying)
+    printed = run(
+        *(sys.executable, "-m", "paceline", "run", "-n", "2", "--restarts", "1"),
+        *(str(tmp_path / "train.py"), "--epochs", "10"),
+    )
+    assert (tmp_path / "died").exists()
+    found = re.findall(r"epoch (\d+): accuracy ([\d.]+), (\d) workers", printed)
+    assert [epoch for epoch, *_ in found] == ["5", "10"], printed
+    assert float(found[-1][1]) >= 0.95

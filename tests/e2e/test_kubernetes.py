@@ -16,19 +16,29 @@ from support import manifests
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 MANIFESTS = manifests.load(FOLDER)
+KINDS = {"": "Deployment", "job": "Job", "jobset": "JobSet", "trainer": "ClusterTrainingRuntime"}
+"""The folders that users apply, and what makes the workers there."""
 
 
-def test_nothing_is_wrong() -> None:
-    assert manifests.problems(MANIFESTS) == []
+@pytest.mark.parametrize("folder", KINDS)
+def test_nothing_is_wrong(folder: str) -> None:
+    found = manifests.load(FOLDER / folder)
+    assert manifests.problems(found) == []
+    assert [m["kind"] for m in found if manifests.template_of(m) is not None] == ["Deployment", KINDS[folder]]
 
 
-def test_all_files_are_in_the_kustomization() -> None:
-    kustomization = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
-    files = {path.name for path in FOLDER.iterdir()} - {"kustomization.yaml"}
-    assert files == set(kustomization["resources"])
+def test_all_files_are_in_a_kustomization() -> None:
+    applied = {FOLDER / folder for folder in KINDS}
+    for file in FOLDER.rglob("kustomization.yaml"):
+        kustomization = yaml.safe_load(file.read_text())
+        files = {path.name for path in file.parent.glob("*.yaml")} - {"kustomization.yaml", "trainjob.yaml"}
+        assert files == {name for name in kustomization["resources"] if name.endswith(".yaml")}
+        assert all((file.parent / name).exists() for name in kustomization["resources"])
+        if file.parent in applied:
+            tags = [(image["name"], image["newTag"]) for image in kustomization["images"]]
+            assert tags == [("paceline", paceline.__version__)]
     images = {c["image"] for kind in ("coordinator", "worker") for c in _pod(MANIFESTS, kind)["containers"]}
-    assert images == {image["name"] for image in kustomization["images"]}
-    assert [image["newTag"] for image in kustomization["images"]] == [paceline.__version__]
+    assert images == {f"paceline:{paceline.__version__}"}
     compose = yaml.safe_load((FOLDER.parent / "compose.yaml").read_text())
     named = {service["image"] for service in compose["services"].values()}
     assert named == {f"${{PACELINE_IMAGE:-paceline:{paceline.__version__}}}"}
@@ -39,6 +49,51 @@ def test_a_worker_has_the_time_that_its_launcher_gives_it() -> None:
     held = int(_hook(MANIFESTS)["command"][-1].rpartition(" ")[2])
     assert held >= supervision.DRAIN_S + 2.0  # killed then, its processes end and its last lines come
     assert _pod(MANIFESTS, "worker")["terminationGracePeriodSeconds"] >= held + supervision.KILL_AFTER_S
+
+
+def _spec_of_pods(folder: str) -> dict[str, Any]:
+    (template,) = [
+        template
+        for template in map(manifests.template_of, manifests.load(FOLDER / folder))
+        if template is not None and template["spec"]["containers"][0]["args"][0] == "run"
+    ]
+    return template["spec"]
+
+
+@pytest.mark.parametrize("folder", ["job", "jobset", "trainer"])
+def test_all_kinds_of_workers_are_the_same_but_for_their_job(folder: str) -> None:
+    """As the Deployment's: what was found out about one holds for all, and is changed for all."""
+    pod, known = _spec_of_pods(folder), copy.deepcopy(_pod(MANIFESTS, "worker"))
+    own, base = pod["containers"][0], known["containers"][0]
+    del own["name"], base["name"]
+    args, lifecycle, job = own.pop("args"), own.pop("lifecycle"), own["env"].pop(1)
+    assert args == [*base.pop("args"), "/checkpoints/$(PACELINE_JOB)"]
+    base["lifecycle"]["preStop"]["exec"]["command"][2] = "kill -INT 1 && sleep 35"
+    assert base.pop("lifecycle") == lifecycle
+    assert job["name"] == base["env"].pop(1)["name"] == "PACELINE_JOB"
+    label = "batch.kubernetes.io/job-name" if folder == "job" else "jobset.sigs.k8s.io/jobset-name"
+    assert job["valueFrom"] == {"fieldRef": {"fieldPath": f"metadata.labels['{label}']"}}
+    own["volumeMounts"] = [mount for mount in own["volumeMounts"] if mount["name"] != "checkpoints"]
+    pod["volumes"] = [volume for volume in pod["volumes"] if volume["name"] != "checkpoints"]
+    assert pod.pop("restartPolicy") == "Never"
+    del pod["topologySpreadConstraints"]
+    assert pod == known
+
+
+def test_a_train_job_runs_what_the_runtime_is_for() -> None:
+    (runtime,) = [m for m in manifests.load(FOLDER / "trainer") if m["kind"] == "ClusterTrainingRuntime"]
+    job = yaml.safe_load((FOLDER / "trainer" / "trainjob.yaml").read_text())
+    assert manifests.schema_problems(job) == []
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    (container,) = _spec_of_pods("trainer")["containers"]
+    assert container["name"] == "node", "Trainer changes the container of this name"
+    assert job["spec"]["trainer"]["args"] == container["args"]
+    assert job["spec"]["trainer"]["resourcesPerNode"] == container["resources"]
+    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    assert replicated["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    broken = copy.deepcopy(job)
+    broken["spec"]["trainer"]["nodes"] = 4
+    assert manifests.schema_problems(broken) == ["TrainJob.spec.trainer: 'nodes' was unexpected"]
 
 
 def test_shared_memory_is_of_a_size_and_within_the_limit() -> None:
@@ -73,7 +128,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
     ),
     "a service for nobody": (
         lambda m: _of(m, "Service")["spec"]["selector"].update({"app.kubernetes.io/name": "pace"}),
-        "matches the pods of 0 deployments",
+        "matches the pods of 0 workloads",
     ),
     "a port by another name": (
         lambda m: _of(m, "Service")["spec"]["ports"][0].update(targetPort="http"),
@@ -128,7 +183,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "no network policy": (lambda m: m.remove(_policy(m, "worker")), "Ingress is open to everybody"),
     "a policy for nobody": (
         lambda m: _policy(m, "worker")["spec"]["podSelector"]["matchLabels"].update({"app.kubernetes.io/name": "pace"}),
-        "matches the pods of 0 deployments",
+        "matches the pods of 0 workloads",
     ),
     "workers that are shut out": (
         lambda m: _policy(m, "coordinator")["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"].update(
@@ -168,6 +223,47 @@ BROKEN: dict[str, tuple[Change, str]] = {
         "keeps fewer than the 2 workers",
     ),
 }
+
+
+BROKEN_JOBS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "one number of two": (lambda job: job.update(parallelism=5), "completions and parallelism differ"),
+    "no indexes": (lambda job: job.update(completionMode="NonIndexed"), "only the completions of an indexed Job"),
+    "restarts that the Job does not see": (
+        lambda job: job["template"]["spec"].update(restartPolicy="OnFailure"),
+        "podFailurePolicy needs restartPolicy Never",
+    ),
+    "failures of drained nodes": (lambda job: job["podFailurePolicy"]["rules"].pop(0), "are moved count as failures"),
+    "failures of drained workers": (lambda job: job["podFailurePolicy"]["rules"].pop(1), "drain count as failures"),
+    "an index that is done when it drains": (
+        lambda job: job["template"]["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"].__setitem__(
+            2, "kill -TERM 1 && sleep 35"
+        ),
+        "no preStop that drains",
+    ),
+    "pods of others": (
+        lambda job: job["template"]["spec"]["topologySpreadConstraints"][0]["labelSelector"]["matchLabels"].update(
+            {"app.kubernetes.io/component": "w"}
+        ),
+        "spreads other pods than its own",
+    ),
+    "a volume for one": (lambda job: None, "a volume for one needs one replica"),
+    "a typing error": (lambda job: job.update(completion=4), "'completion' was unexpected"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("change", "text"), BROKEN_JOBS.values(), ids=BROKEN_JOBS)
+@pytest.mark.parametrize("folder", ["job", "jobset", "trainer"])
+@pytest.mark.sampled(3)
+def test_what_is_broken_in_a_job_is_found(folder: str, change: Callable[[dict[str, Any]], object], text: str) -> None:
+    found = manifests.load(FOLDER / folder)
+    for manifest in found:
+        if (job := manifests.job_of(manifest)) is not None:
+            change(job)
+        elif text.startswith("a volume") and manifest["metadata"]["name"] == "paceline-checkpoints":
+            manifest["spec"]["accessModes"] = ["ReadWriteOnce"]
+    problems = manifests.problems(found)
+    assert any(text in problem for problem in problems), problems
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from support.command import Command, command, wait_until_gone
+from support.terminal import terminal
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher ties processes with prctl")
 
@@ -89,6 +90,26 @@ def test_many_lines_none_lost_and_none_torn(script: Path) -> None:
         assert [line[len(prefix) :] for line in run.stdout.splitlines() if line.startswith(prefix)] == expected
 
 
+def test_a_bar_lives_on_a_terminal_while_its_line_has_not_ended(script: Path) -> None:
+    code = write(
+        script,
+        """
+        import signal, sys
+        sys.stderr.write("\\r 10%|#")
+        sys.stderr.flush()
+        sys.stderr.write("\\r 50%|#####")
+        sys.stderr.flush()
+        signal.pause()
+        """,
+    )
+    with terminal("run", "-n", "2", *NOWHERE, code) as shown:
+        for rank in (0, 1):
+            shown.wait_for(f"[#{rank}]  50%|#####")
+        shown.press("\x03")
+        assert shown.wait() == 130
+    assert "Traceback" not in shown.text
+
+
 @pytest.mark.slow
 def test_log_files_keep_every_line(script: Path, tmp_path: Path) -> None:
     code = write(script, "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)")
@@ -115,11 +136,24 @@ def test_a_script_s_own_error_keeps_its_traceback_and_shows_no_frame_of_the_laun
     assert "shim.py" not in run.stderr
 
 
-def test_a_paceline_error_is_one_line(script: Path) -> None:
-    code = write(script, "from paceline import PeerLost\nraise PeerLost('rank 2 (h, pid 5) died')\n")
+def test_a_paceline_error_shows_the_verdict_and_then_the_script_s_line(script: Path) -> None:
+    code = write(
+        script,
+        """
+        from paceline import PeerLost
+        def train():
+            raise PeerLost('rank 2 (h, pid 5) was killed by SIGKILL', ranks=(2,), operation=7, generation=3)
+        train()
+        """,
+    )
     with command("run", "-n", "1", *NOWHERE, code) as run:
         assert run.wait() == 1
-    assert run.stderr.splitlines()[0] == "[#0] paceline: PeerLost: rank 2 (h, pid 5) died"
+    assert run.stderr.splitlines()[:4] == [
+        "[#0] paceline: rank 2 (h, pid 5) was killed by SIGKILL",
+        f'[#0]   File "{script}", line 4, in train',
+        "[#0]     raise PeerLost('rank 2 (h, pid 5) was killed by SIGKILL', ranks=(2,), operation=7, generation=3)",
+        "[#0]   PeerLost in operation 7 of generation 3; PACELINE_TRACEBACK=1 shows the whole stack",
+    ]
     assert "Traceback" not in run.stderr
     with command("run", "-n", "1", *NOWHERE, code, PACELINE_TRACEBACK="1") as run:
         assert run.wait() == 1

@@ -142,8 +142,8 @@ def test_a_worker_that_dies_at_once_each_time_is_given_up(folder: str) -> None:
         assert run.wait() == 3, str(run)
     assert len(pids(run)) == 3
     assert run.stderr.splitlines()[-1] == (
-        "paceline: giving up worker #0: it failed 3 times in a row within 5 s, before it was in a view; "
-        f"the last one (pid {pids(run)[2]}) ended with exit code 3"
+        "paceline: giving up on worker #0: it failed 3 times in a row within 5 s, before it was in a view; "
+        f"the last process (pid {pids(run)[2]}) ended with exit code 3"
     )
 
 
@@ -154,7 +154,7 @@ def test_the_others_go_on_without_one_that_is_lost(folder: str) -> None:
     lost, through = run.stderr.splitlines()
     assert re.fullmatch(r"paceline: worker #\d \(pid \d+\) was killed by SIGKILL; the others go on", lost)
     assert re.fullmatch(
-        r"paceline: the others saw the job through without worker #\d \(pid \d+ was killed by SIGKILL\)", through
+        r"paceline: the others finished the job without worker #\d \(pid \d+ was killed by SIGKILL\)", through
     )
 
 
@@ -186,7 +186,7 @@ def test_those_who_can_never_be_enough_are_stopped(folder: str) -> None:
     again, used_up, stopping = run.stderr.splitlines()
     assert again.endswith("as a new worker in 0.1 s, 1 of 1")
     assert used_up.endswith("its only restart is used up; the job needs 2 workers and cannot get them any more")
-    assert re.fullmatch(r"paceline: stopping worker #\d, still there after the first failure", stopping)
+    assert re.fullmatch(r"paceline: stopping worker #\d, still running after the first failure", stopping)
 
 
 @pytest.mark.slow
@@ -232,7 +232,7 @@ def test_workers_of_an_elastic_job_have_time_to_leave(folder: str) -> None:
     with command("run", "-n", "2", "--min", "1", *NOWHERE, write(folder, code)) as run:
         run.wait_for("pid ", 2)
         run.signal(signal.SIGTERM)
-        assert run.wait() == 143, str(run)
+        assert run.wait() == 0, str(run)
     assert run.stdout.count("left in good order") == 2
     assert run.stderr == "paceline: stopping 2 workers\n"
 
@@ -250,7 +250,7 @@ def test_a_killed_member_and_those_who_fail_over_it_meet_again(folder: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_a_job_of_fixed_size_goes_on_with_the_replacement(folder: str, world: int) -> None:
     """What a user of torchrun tries first: all but one are killed, and no --min is given."""
     with command("run", "-n", str(world), "--restarts", str(world), write(folder, ELASTIC)) as run:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -94,11 +95,15 @@ def test_a_killed_worker_is_named_by_the_launcher_and_by_every_other_worker(loop
         assert time.monotonic() - start < 5.0
     lines = run.stderr.splitlines()
     assert f"paceline: rank 1 (pid {victim}) was killed by SIGKILL" in lines
+    script = Path(loop).read_text().splitlines()
     for rank in (0, 2):
-        record, told = sorted(line for line in lines if line.startswith(f"[{rank}]"))[::-1]
-        assert record.startswith(f"[{rank}] the last "), "where the flight record is"
-        assert told.startswith(f"[{rank}] paceline: PeerLost: ")
-        assert "rank 1" in told
+        told = [line for line in lines if line.startswith(f"[{rank}]")]
+        assert told[0].startswith(f"[{rank}] paceline: rank 1 ({socket.gethostname()}, pid {victim}) "), str(run)
+        number = script.index("        group.all_reduce(np.ones(1000))") + 1
+        assert told[1] == f'[{rank}]   File "{loop}", line {number}, in <module>'
+        assert told[2] == f"[{rank}]     group.all_reduce(np.ones(1000))"
+        assert told[3].startswith(f"[{rank}]   PeerLost in ")
+        assert len(told) == 4
     assert "Traceback" not in run.stderr
 
 

@@ -115,7 +115,7 @@ def test_two_nodes_with_numbers(script: Path) -> None:
         assert (worker["WORLD_SIZE"], worker["GROUP_WORLD_SIZE"]) == ("3", "2")
         assert (worker["MASTER_ADDR"], worker["MASTER_PORT"]) == ("127.0.0.1", str(port))
         assert worker["PACELINE_COORDINATOR"] == f"127.0.0.1:{port + 1}"
-    said = f"paceline: meeting the launchers of 2 nodes at 127.0.0.1:{port + 1}\n"
+    said = f"paceline: waiting for the launchers of 2 nodes at 127.0.0.1:{port + 1}\n"
     assert (one.stderr, two.stderr) == (said, said)
 
 
@@ -136,7 +136,8 @@ def test_nodes_that_meet_where_others_come_in_need_a_secret(role: tuple[str, ...
     with command("run", *where, *role, write(script, TELL)) as run:
         assert run.wait() == 2, str(run)
     (line,) = run.stderr.splitlines()
-    assert line.startswith("paceline: launchers meet at node1.invalid:29501, and whoever reaches that port could join")
+    meet = "paceline: launchers meet at node1.invalid:29501, and everyone who can reach that port could join"
+    assert line.startswith(meet)
     for advice in ("PACELINE_TOKEN", "--rdzv-id", "--insecure"):
         assert advice in line
 
@@ -161,7 +162,10 @@ def test_nodes_with_a_secret_let_no_stranger_in(secret: str, script: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("numbered", [False, True], ids=["as they come", "numbered"])
+@pytest.mark.parametrize(
+    "numbered",
+    [pytest.param(False, id="as they come"), pytest.param(True, id="numbered", marks=pytest.mark.exhaustive)],
+)
 def test_nodes_that_meet_on_one_machine_make_a_token(numbered: bool, script: Path, tmp_path: Path) -> None:
     """All users of the machine reach it. `paceline status` of this user finds the token, as the other launcher does."""
     port, path, own = free_port(2), write(script, WAIT), {"TMPDIR": str(tmp_path)}
@@ -171,7 +175,7 @@ def test_nodes_that_meet_on_one_machine_make_a_token(numbered: bool, script: Pat
     with command("run", *where[0], path, **own) as one, command("run", *where[1], path, **own) as two:
         for run in (one, two):
             run.wait_for("of 2 restart 0")
-            run.wait_for(f"meeting the launchers of 2 nodes at 127.0.0.1:{port + 1}")
+            run.wait_for(f"waiting for the launchers of 2 nodes at 127.0.0.1:{port + 1}")
         with command("status", "--json", **own) as status:
             assert status.wait() == 0, str(status)
         assert {job["name"]: job["phase"] for job in json.loads(status.stdout)["jobs"]}["default/nodes"] == "running"
@@ -190,7 +194,7 @@ def test_nodes_on_one_machine_do_not_join_a_stranger_who_was_first(nodes: str, s
     with command("run", "--nnodes", nodes, "--rdzv-endpoint", coordinator, write(script, TELL)) as run:
         assert run.wait() == 1, str(run)
     assert run.stdout == ""
-    assert f"{coordinator} is in use, and not by a paceline run of yours" in run.stderr
+    assert f"{coordinator} is in use, but not by a paceline run of yours" in run.stderr
 
 
 def test_one_node_joins_a_run_of_its_user_where_it_would_meet_others(script: Path, tmp_path: Path) -> None:
@@ -210,7 +214,7 @@ def test_insecure_nodes_are_warned_of_the_address(script: Path) -> None:
     where = ("--nnodes", "2", "--node-rank", "0", "--master-addr", "node1.invalid", "--master-port", str(port))
     with command("run", "--insecure", *where, write(script, TELL)) as run:
         everywhere = "[::]" if socket.has_dualstack_ipv6() else "0.0.0.0"
-        run.wait_for(f"whoever reaches {everywhere}:{port + 1} may join")
+        run.wait_for(f"everyone who can reach {everywhere}:{port + 1} can join")
 
 
 def test_one_node_needs_no_secret_wherever_it_could_meet_others(script: Path) -> None:
@@ -304,7 +308,7 @@ def test_nodes_come_and_go(script: Path, coordinator: str) -> None:
             three.signal(signal.SIGKILL)
             three.wait()
             one.wait_for("in world 0 of 1 restart 2")
-            assert re.search(r"stopping 1 worker: of the launchers, rank \d \(.*\) died", one.stderr), str(one)
+            assert re.search(r"stopping 1 worker: among the launchers, rank \d \(.*\) died", one.stderr), str(one)
         one.signal(signal.SIGINT)
         assert one.wait() == 130, str(one)
     found = [int(pid) for run in (one, two, three) for pid in re.findall(r"pid (\d+)$", run.stdout, re.MULTILINE)]
@@ -332,7 +336,7 @@ def test_lines_that_are_redirected_are_in_files_only(script: Path, tmp_path: Pat
         assert {"out", "err"} <= set((tmp_path / "logs" / f"worker-{index}.log").read_text().splitlines())
     with command("run", "-n", "1", "--tee", "3", path, TMPDIR=str(tmp_path)) as run:
         assert run.wait() == 0, str(run)
-    found = re.match(r"paceline: lines are kept in (\S+)", run.stderr)
+    found = re.match(r"paceline: the lines of the workers are kept in (\S+)", run.stderr)
     assert found is not None
     assert "out" in (Path(found[1]) / "worker-0.log").read_text()
 
@@ -343,11 +347,11 @@ def test_lines_that_are_redirected_are_in_files_only(script: Path, tmp_path: Pat
     [
         (("-n", "2", "--nnodes", "1"), "-n does not go with torchrun's --nnodes: write --nproc-per-node"),
         (("--restarts", "1", "--standalone"), "--restarts does not go with torchrun's --standalone"),
-        (("--nnodes", "x"), "--nnodes is a number from 1, or MIN:MAX, not 'x'"),
-        (("--rdzv-backend", "etcd"), "--rdzv-backend etcd: launchers meet at a Paceline coordinator"),
-        (("-r", "4"), "-r/--redirects is 0 (none), 1 (stdout)"),
-        (("--no-python", "-m"), "--no-python and --module exclude each other"),
-        (("--rdzv-endpoint", "a:1", "--coordinator", "b:1"), "name one thing"),
+        (("--nnodes", "x"), "--nnodes must be a number from 1, or MIN:MAX, not 'x'"),
+        (("--rdzv-backend", "etcd"), "--rdzv-backend etcd: launchers always meet at a Paceline coordinator"),
+        (("-r", "4"), "-r/--redirects must be 0 (none), 1 (stdout)"),
+        (("--no-python", "-m"), "give --no-python or --module, not both"),
+        (("--rdzv-endpoint", "a:1", "--coordinator", "b:1"), "both name the coordinator"),
     ],
 )
 @pytest.mark.sampled(2)
@@ -365,7 +369,7 @@ def test_a_port_that_rank_0_cannot_have_is_said_at_once(script: Path) -> None:
         port = taken.getsockname()[1]
         with command("run", "--nproc-per-node", "1", "--master-port", str(port), write(script, "")) as run:
             assert run.wait() == 1
-    assert f"rank 0 is to listen at port {port} (--master-port): Address already in use" in run.stderr
+    assert f"rank 0 cannot listen at port {port} (--master-port): Address already in use" in run.stderr
 
 
 def test_help_has_torchrun_s_flags_in_a_panel_of_their_own() -> None:

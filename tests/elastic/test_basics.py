@@ -45,4 +45,4 @@ def test_the_coordinator_dies_and_the_job_is_done_all_the_same(tmp_path: Path) -
         assert not c.redone(), str(c)
         (late,) = c.start(1)
         assert late.process.wait(30) == 0, str(c)
-        assert "its last step was 60" in late.of("dismissed")[0]["reason"], str(c)
+        assert "is done (step 60); `paceline restart" in late.of("dismissed")[0]["reason"], str(c)

@@ -39,7 +39,7 @@ def test_one_that_nobody_gives_the_state_leaves_and_the_others_go_on(tmp_path: P
         assert late.process.wait(30) == 3, str(c)
         (error,) = late.of("error")
         assert error["type"] == "LinkUnavailable"
-        assert "could not be taken" in error["text"]
+        assert "could not fetch the state" in error["text"]
         assert set(c.wait().values()) == {0, 3}, str(c)
         c.check(count=2)
         assert sum(c.redone().values()) <= 1, f"the step that began when it was to come\n{c}"
@@ -140,7 +140,7 @@ def test_a_job_that_is_done_is_done_for_whoever_comes_later(tmp_path: Path) -> N
         c.start_coordinator()
         (late,) = c.start(1)
         assert late.process.wait(30) == 0, str(c)
-        assert "its last step was 5" in late.of("dismissed")[0]["reason"], str(c)
+        assert "is done (step 5); `paceline restart" in late.of("dismissed")[0]["reason"], str(c)
         assert not late.of("attempt")
 
 

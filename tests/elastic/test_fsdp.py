@@ -55,7 +55,7 @@ def test_who_did_not_see_the_second_word_complete_finishes_the_step(tmp_path: Pa
         (applied,) = [t for t in c.trainers if any((e["step"], e["generation"]) == (3, 2) for e in t.of("applied"))]
         (other,) = [t for t in c.trainers if t is not applied]
         assert [e["step"] for e in other.of("undone")] == [3], str(c)
-        assert "step 3 is finished here as it was elsewhere" in other.stderr
+        assert "finished step 3 here too" in other.stderr
         assert c.line()[3] == 2, f"step 3 was taken twice\n{c}"
 
 

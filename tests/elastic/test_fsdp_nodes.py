@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.admin import get_job
-from paceline.cli.status import members_table
+from paceline.cli.pictures import state_of
 from support.elastic.cluster import cluster
 
 pytestmark = pytest.mark.slow
@@ -19,7 +19,7 @@ def test_three_workers_and_nodes_of_two(tmp_path: Path) -> None:
         c.wait_for_step(5)
         status = get_job(c.address, "job", 5.0)
         assert sorted(member.standing for member in status.members) == ["spare", "training", "training"]
-        assert "spare" in [str(cell) for cell in members_table(status).columns[5].cells]
+        assert "spare: waits for a seat" in [state_of(member, status)[0] for member in status.members]
         (spare,) = [trainer for trainer in trainers if not trainer.of("applied")]
         c.start(1)
         c.wait_until(lambda: bool(spare.of("applied")), "the spare comes in")

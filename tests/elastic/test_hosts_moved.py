@@ -79,7 +79,7 @@ def test_a_newcomer_that_nobody_reaches_is_not_let_in_and_told_why(tmp_path: Pat
         net.lose("10.77.0.99")
         c.environment["PACELINE_ADVERTISE"] = "10.77.0.99"
         (newcomer,) = c.start(1, host=net.hosts[3])
-        c.wait_until(lambda: newcomer.stderr.count("cannot come in") >= 2, "it has tried twice", 30)
+        c.wait_until(lambda: newcomer.stderr.count("cannot join the other members") >= 2, "it has tried twice", 30)
         assert max(map(_generation, c.trainers)) == generation, str(c)
         newcomer.close()
         c.wait(60)

@@ -65,7 +65,7 @@ def test_who_writes_elsewhere_is_named(tmp_path: Path) -> None:
             (error,) = trainer.of("error")
             assert error["type"] == "CheckpointFailed"
             assert "rank 1 on" in error["text"]
-            assert "must lie on a disk that all ranks share" in error["text"]
+            assert "must be on a disk that all ranks share" in error["text"]
 
 
 def test_who_reads_elsewhere_is_told(tmp_path: Path) -> None:

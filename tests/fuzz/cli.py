@@ -1,7 +1,8 @@
-"""Text from outside the program: addresses, sizes, and what workers write to the pipe to their launcher."""
+"""Text from outside the program: addresses, sizes, what workers write to the pipe to their launcher, their answers."""
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -13,13 +14,22 @@ from typing import Any
 from rich.console import Console as RichConsole
 
 from paceline._address import parse_endpoint
+from paceline._recorder import FlightRecorder
+from paceline._session.answers import record_answer, whole_record
+from paceline._session.stack_file import own_stacks
 from paceline.cli.bench.jobs import parse_sizes
+from paceline.cli.debug.chrome_trace import make_trace
+from paceline.cli.debug.folding import Process, fold, read_stacks
+from paceline.cli.debug.records import read_record
+from paceline.cli.debug.stuck import find_stuck
 from paceline.cli.demo import picture
 from paceline.cli.launcher.console import Console, LogFiles
-from paceline.cli.launcher.worker import LineSplitter, Worker
+from paceline.cli.launcher.printed import LineSplitter
+from paceline.cli.launcher.worker import Worker
 from paceline.demo.progress import DemoProgress
+from support.chrome_format import check_trace
 
-__all__ = ["SEEDS", "address", "news", "progress", "sizes"]
+__all__ = ["SEEDS", "address", "news", "progress", "record", "sizes", "stacks"]
 
 _PID = 4711
 
@@ -65,21 +75,24 @@ def news(data: bytes) -> None:
     worker, splitter = _worker(), LineSplitter(max_line_bytes=4096)
     terminal = _Terminal()
     logs = object.__new__(LogFiles)
-    logs._folder, logs._files = Path(os.devnull), {worker.index: io.BytesIO()}
+    logs._folder, logs._files, logs._unended = Path(os.devnull), {worker.index: (kept := io.BytesIO())}, {}
     console = Console(logs, terminal, terminal)
     try:
         cut = data[0] + 1 if data else 1
-        lines = [line for at in range(1, len(data), cut) for line in splitter.feed(data[at : at + cut])]
-        lines += splitter.finish()
-        assert sum(map(len, lines)) <= len(data)
-        for line in lines:
-            record = worker.heard(line)
+        parts = [part for at in range(1, len(data), cut) for part in splitter.feed(data[at : at + cut])]
+        parts += splitter.finish()
+        assert b"".join(part.raw for part in parts) == data[1:]
+        for part in parts:
+            console.line(worker, "stdout", part)
+        assert kept.getvalue().endswith(data[1:])
+        for part in parts:
+            record = worker.heard(part.text)
             if record is None:
                 continue
             assert isinstance(record, dict)
             assert worker.rank is None or type(worker.rank) is int
             console.record(worker, record)
-            console.line(worker, "stdout", line)
+            console.line(worker, "stdout", part)
             console.ended(worker, worker.end(), False)
     finally:
         console.close()
@@ -139,6 +152,50 @@ def _progress_seeds() -> Sequence[bytes]:
     ]
 
 
+def record(data: bytes) -> None:
+    """A record that is accepted can be compared with others and drawn; two members may say the same."""
+    try:
+        found = read_record(data)
+    except ValueError:
+        return
+    both = [found, dataclasses.replace(found, rank=None if found.rank is None else found.rank + 1, member_id="other")]
+    report = find_stuck(both, {})
+    assert report.findings
+    json.dumps([each.as_dict() for each in report.findings])
+    check_trace(make_trace(both))
+
+
+def stacks(data: bytes) -> None:
+    """Whatever a worker's file holds, there is at most one main thread, and nothing is longer than the text."""
+    text = data.decode("utf-8", "replace")
+    found = read_stacks(text)
+    assert sum(each.is_main for each in found) == bool(found)
+    assert sum(len(frame) for each in found for frame in each.frames) <= len(text)
+    fold([Process("a", 0, found), Process("b", 1, found)])
+
+
+def _record_seeds() -> list[bytes]:
+    recorder = FlightRecorder(8)
+    recorder.know_group("", (0, 1))
+    recorder.step(3, 7)
+    recorder.issue("", 1, b"broadcast root=0 float32[4,2]", 3).begin()
+    recorder.issue("split1", 2, b"all_reduce op=sum float32[1024]", 3, 1)
+    message = recorder.issue("", 0, b"send to=1 tag=7 int64[]", 3)
+    message.begin()
+    message.end(ValueError("text"))
+    described = {
+        "job": "digits",
+        "rank": 0,
+        "size": 2,
+        "generation": 3,
+        "host": "h",
+        "member_id": "m",
+        "links": ["shm"],
+    }
+    whole = whole_record(recorder, described)
+    return [record_answer(whole, 1.5), record_answer(whole_record(None, {}), 2.5)]
+
+
 SEEDS: dict[str, Callable[[], Sequence[bytes]]] = {
     "address": lambda: [
         b"\x00localhost:7400",
@@ -151,4 +208,10 @@ SEEDS: dict[str, Callable[[], Sequence[bytes]]] = {
     "sizes": lambda: [b"1KiB,16MiB,4096", b" 4 kb , 1GiB", b"0", "\u0664KiB".encode()],
     "news": _news_seeds,
     "progress": _progress_seeds,
+    "record": _record_seeds,
+    "stacks": lambda: [
+        b'Thread 0x00007f00 [loop] (most recent call first):\n  File "/a/paceline/x.py", line 3 in run\n\n'
+        b'Current thread 0x00007f01 (most recent call first):\n  <no Python frame>\n  File "t.py", line 12 in step\n',
+        own_stacks().encode(),
+    ],
 }

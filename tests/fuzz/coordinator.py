@@ -65,7 +65,11 @@ def _read(message: pb.SessionRequest) -> None:
         case "heartbeat":
             for now in (0.0, 1e6):
                 progress = wire.read_progress(now, message.heartbeat)
-                told = wire.write_progress(now, progress)
+                counters = wire.read_counters(message.heartbeat)
+                assert len(counters.sent_bytes) <= 8
+                assert len(progress.doing.encode()) <= 64
+                told = wire.write_progress(now, progress, counters)
+                assert (told.samples, dict(told.sent_bytes)) == (counters.samples, dict(counters.sent_bytes))
                 assert (told.operation, told.inside) == (message.heartbeat.operation, message.heartbeat.inside)
         case "report":
             report = wire.read_report(message.report, _SETTINGS)
@@ -164,7 +168,7 @@ def _messages() -> list[pb.SessionRequest]:
         generation_floor=3,
     )
     register.settings.failure_timeout.seconds = 3
-    beat = pb.Heartbeat(operation=7, inside=True)
+    beat = pb.Heartbeat(operation=7, inside=True, committed=6, samples=96, sent_bytes={"shm": 1 << 20}, doing="barrier")
     beat.since.FromMilliseconds(1500)
     far = pb.Heartbeat(operation=2**64 - 1)
     far.since.seconds = 2**63 - 1

@@ -38,6 +38,8 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "sizes": cli.sizes,
     "news": cli.news,
     "progress": cli.progress,
+    "record": cli.record,
+    "stacks": cli.stacks,
     "requests": coordinator.requests,
     "storage": coordinator.storage,
     "state_file": coordinator.state_file,

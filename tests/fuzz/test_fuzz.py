@@ -15,7 +15,7 @@ from fuzz.targets import TARGETS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
-SECONDS = 2
+SECONDS = 1
 LEAST_RUNS = 60
 """More than any target has seeds, and fewer than it makes on a machine that is ten times too busy: it did fuzz."""
 

@@ -170,7 +170,9 @@ def test_a_coordinator_whose_name_comes_later_is_waited_for_and_said(tmp_path: P
         names.write_text("127.0.0.1 localhost\n")
         here.etc["hosts"] = names
         with _workers((here, {"COORDINATOR": "coordinator:7400"})) as (worker,):
-            _wait_for(worker, "no way to the coordinator at coordinator:7400: the name 'coordinator' does not resolve")
+            _wait_for(
+                worker, "cannot reach the coordinator at coordinator:7400: the name 'coordinator' does not resolve"
+            )
             with _coordinator(there, f"{there.address}:7400"):
                 names.write_text(f"{there.address} coordinator\n")
                 named = time.monotonic()

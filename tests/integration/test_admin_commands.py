@@ -50,19 +50,20 @@ def result(ended: Command) -> dict[str, Any]:
 def test_drain_says_who_was_told() -> None:
     async def main() -> None:
         async with two_members() as (address, _, (first, second)):
-            where = ("--coordinator", address, "--job", "digits")
-            ended = await paceline("drain", "1", *where)
+            where = ("--coordinator", address)
+            ended = await paceline("drain", "digits", "1", *where)
             assert ended.stdout == "rank 1 (host-a, pid 2) was told to leave at the end of its step\n"
             await second.next("drain")
-            ended = await paceline("drain", first.member_id, *where, "--json")
+            ended = await paceline("drain", first.member_id, "--job", "digits", *where, "--json")
             told = {"member_id": first.member_id, "rank": 0, "host": "host-a", "pid": 1}
             assert result(ended) == {"job": "digits", "told": [told]}
-            ended = await paceline("drain", "--all", *where)
+            ended = await paceline("drain", "digits", "--all", *where)
             assert ended.stdout.count("was told to leave") == 2
-            ended = await paceline("drain", "7", *where, code=1)
+            assert "without checkpoint_dir its state is lost" in ended.stdout.splitlines()[-1]
+            ended = await paceline("drain", "digits", "7", *where, code=1)
             assert ended.stderr == (
-                "paceline: job 'digits' has no member 7; nobody was told anything: paceline status digits shows its "
-                "members\n"
+                "paceline: job 'digits' has no member 7; no member was asked: paceline status digits "
+                "lists the members\n"
             )
 
     run(main)
@@ -74,14 +75,14 @@ def test_restart_of_a_running_job_is_refused_unless_forced() -> None:
             where = ("--coordinator", address)
             ended = await paceline("restart", "digits", *where, code=1)
             assert "rank 0 (host-a, pid 1), rank 1 (host-a, pid 2) are connected" in ended.stderr
-            assert "paceline drain --all --job digits" in ended.stderr
+            assert "paceline drain digits --all" in ended.stderr
             ended = await paceline("restart", "digits", "--force", *where, "--json")
             dead = ["rank 0 (host-a, pid 1)", "rank 1 (host-a, pid 2)"]
             assert result(ended) == {"job": "digits", "taken_for_dead": dead, "was_finished": False}
             ended = await paceline("restart", "digits", *where)
             assert "nothing has changed" in ended.stdout
             ended = await paceline("restart", "none", *where, code=1)
-            assert ended.stderr == "paceline: there is no job 'none'; paceline status shows those that there are\n"
+            assert ended.stderr == "paceline: there is no job 'none'; jobs: digits\n"
 
     run(main)
 
@@ -91,13 +92,13 @@ def test_a_job_is_forgotten_when_it_is_over() -> None:
         async with two_members() as (address, _, sessions):
             where = ("--coordinator", address)
             ended = await paceline("forget", "digits", *where, code=1)
-            assert "has 2 workers: to have them leave use paceline drain --all --job digits" in ended.stderr
+            assert "has 2 workers: to make them leave, use paceline drain digits --all" in ended.stderr
             for session in sessions:
                 await session.send(leave=session_pb2.Leave())
                 await session.next("left")
             assert result(await paceline("forget", "digits", *where, "--json")) == {"job": "digits", "forgotten": True}
             ended = await paceline("forget", "digits", *where, code=1)
-            assert ended.stderr == "paceline: there is no job 'digits'; paceline status shows those that there are\n"
+            assert ended.stderr == "paceline: there is no job 'digits'; paceline status lists the jobs\n"
 
     run(main)
 

@@ -70,8 +70,8 @@ def test_a_drain_by_rank_by_id_and_of_all() -> None:
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
-        (pb.DrainMembersRequest(job="job", members=["0", "7"]), "has no member 7; nobody was told anything"),
-        (pb.DrainMembersRequest(job="none"), "there is no job 'none'; paceline status shows"),
+        (pb.DrainMembersRequest(job="job", members=["0", "7"]), "has no member 7; no member was asked"),
+        (pb.DrainMembersRequest(job="none"), "there is no job 'none'; paceline status lists"),
     ],
 )
 def test_a_drain_of_nobody_is_typed_and_says_what_to_do(request_: pb.DrainMembersRequest, words: str) -> None:
@@ -114,7 +114,7 @@ def test_restart_after_does_it_by_itself_and_says_so(caplog: pytest.LogCaptureFi
 
     with caplog.at_level(logging.WARNING, "paceline_server"):
         run(main)
-    text = "job job: no member of generation 2 has been connected for 0.2 s: all of them are taken for dead"
+    text = "job job: no member of generation 2 has been connected for 0.2 s: all of them are declared dead"
     assert [record.getMessage() for record in caplog.records if text in record.getMessage()]
 
 
@@ -255,13 +255,13 @@ def test_a_job_that_is_not_over_is_not_forgotten() -> None:
         async with running() as channel:
             admin: Any = AdminServiceStub(channel)
             first, second = await line(channel)
-            with pytest.raises(aio.AioRpcError, match="has 2 workers: to have them leave use paceline drain --all"):
+            with pytest.raises(aio.AioRpcError, match="has 2 workers: to make them leave, use paceline drain job"):
                 await admin.ForgetJob(pb.ForgetJobRequest(job="job"))
             for member in (first, second):
                 member.call.cancel()
             while any(member.attached for member in await members_of(admin)):
                 pass  # the coordinator has yet to hear of it
-            with pytest.raises(aio.AioRpcError, match="paceline restart job says so") as caught:
+            with pytest.raises(aio.AioRpcError, match="run paceline restart job first") as caught:
                 await admin.ForgetJob(pb.ForgetJobRequest(job="job"))
             assert reason_of(caught.value) == "BAD_REQUEST"
             await admin.RestartJob(pb.RestartJobRequest(job="job"))

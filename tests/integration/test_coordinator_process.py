@@ -126,7 +126,7 @@ def test_a_first_view_waits_for_more_workers_as_long_as_it_is_told(settle_time: 
         ):
             first = await RawSession.register(channel, least=1, most=2)
             if settle_time == "60":
-                assert "60 s are left for more to come" in (await first.next("waiting")).reason
+                assert "waiting up to 60 s for more" in (await first.next("waiting")).reason
                 await RawSession.register(channel, least=1, most=2)
             assert (await first.view()).world_size == (2 if settle_time == "60" else 1)
 

@@ -272,6 +272,20 @@ def test_a_launcher_reports_an_exit() -> None:
     run(main)
 
 
+def test_what_is_known_of_a_job_at_rest_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with running() as channel:
+            first, second = await pair(channel)
+            for _ in range(3):
+                for pid, host in ((first, "host-a"), (second, "host-b")):
+                    process = session_pb2.ProcessIdentity(host=host, pid=7)
+                    await pid.stub.ReportExit(session_pb2.ReportExitRequest(job="job", process=process, exit_code=1))
+
+    with caplog.at_level("INFO", "paceline_server"):
+        run(main)
+    assert sum("there is no worker" in record.getMessage() for record in caplog.records) == 1, caplog.text
+
+
 def test_a_barrier_that_times_out_lists_who_is_missing() -> None:
     async def main() -> None:
         async with running() as channel:

@@ -11,6 +11,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from paceline import errors
+from paceline._address import CoordinatorAddresses
 from paceline._session.control import ControlStream
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
@@ -82,7 +83,9 @@ class Scripted:
             heard: Any = Heard()
             config = dataclasses.replace(Config(), failure_timeout=30.0)  # a stream that ends within 5 s is short
             register = pb.Register(job="job")
-            stream = ControlStream(f"127.0.0.1:{port}", register, config, heard, pb.Heartbeat, IN_THE_CLEAR)
+            stream = ControlStream(
+                CoordinatorAddresses.parse(f"127.0.0.1:{port}"), register, config, heard, pb.Heartbeat, IN_THE_CLEAR
+            )
             try:
                 await follow(stream, heard)
             finally:

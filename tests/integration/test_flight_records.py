@@ -89,7 +89,7 @@ def test_sigusr2_to_the_launcher_shows_what_every_rank_is_in(tmp_path: Path) -> 
         run.wait_for("the last ", count=2)  # the log lines that tell where the records are
         run.signal(signal.SIGTERM)
         run.wait()
-        assert "asked 2 of 2 workers for their flight records" in run.stderr
+        assert "asked 2 of 2 workers for a flight record" in run.stderr
     zero, one = records(tmp_path / "flight")
     assert zero["reason"] == one["reason"] == "signal SIGUSR2"
     assert [(entry["operation"], entry["state"]) for entry in zero["operations"]] == [

@@ -81,5 +81,5 @@ def test_a_name_or_a_number_is_taken_once() -> None:
     for kind in (ThreadsKind, Other):
         with pytest.raises(ValueError, match="is taken by ThreadsKind"):
             register(kind)
-    with pytest.raises(ValueError, match="there is no 'other'"):
+    with pytest.raises(ValueError, match="there is no kind of link 'other'"):
         Config(links=("other",))

@@ -54,6 +54,7 @@ with paceline.join() as session:
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize(
     ("strategy", "node"),

@@ -18,17 +18,17 @@ def test_peak_of_parameter_memory_under_full_shard() -> None:
 import inspect, tracemalloc
 from paceline._parallel.sharding._flat import Gradients
 held, looks = [], False
-files = ("/sharding/_flat.py", "/_links/registry.py", "<string>")
-of_parameters = [tracemalloc.Filter(True, f"*{file}") for file in files]
+of_parameters = ("/sharding/_flat.py", "/_links/registry.py", "<string>")
 lines, first = inspect.getsourcelines(Gradients)  # their memory comes from the same place, and is no parameter's
-of_gradients = [
-    tracemalloc.Filter(False, "*/sharding/_flat.py", number, all_frames=True)
-    for number in range(first, first + len(lines))
-]
+of_gradients = range(first, first + len(lines))
+def is_of_parameters(frames):  # the latest call last
+    return frames[-1].filename.endswith(of_parameters) and not any(
+        frame.lineno in of_gradients and frame.filename.endswith("/sharding/_flat.py") for frame in frames
+    )
 def act():
     if looks:
-        found = tracemalloc.take_snapshot().filter_traces([*of_parameters, *of_gradients]).statistics("lineno")
-        held.append(sum(line.size for line in found))
+        traces = tracemalloc.take_snapshot().traces
+        held.append(sum(trace.size for trace in traces if is_of_parameters(trace.traceback)))
 
 with paceline.join() as session:
     n = 1 << 20

@@ -134,7 +134,7 @@ def test_an_address_that_does_not_answer_says_what_was_tried() -> None:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
         start = time.monotonic()
-        with pytest.raises(paceline.CoordinatorUnreachable, match=r"tried \d+ times in 0\.\d s") as caught:
+        with pytest.raises(paceline.CoordinatorUnreachable, match=r"tried for \d s; Connection refused") as caught:
             paceline.join(address, timeout=0.6)
     assert address in str(caught.value)
     assert time.monotonic() - start < 3.0
@@ -171,7 +171,7 @@ def test_whoever_is_no_coordinator_is_found_out() -> None:
 def test_a_worker_that_is_mistaken_for_the_coordinator_says_so() -> None:
     with coordinator() as address:
         (session,) = joined(address, 1, job="mistaken")
-        with pytest.raises(paceline.CoordinatorUnreachable, match="no Paceline coordinator"):
+        with pytest.raises(paceline.CoordinatorUnreachable, match="not a Paceline coordinator"):
             paceline.join(session.members[0].address, timeout=3.0)
         session.leave()
 

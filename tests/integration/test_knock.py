@@ -99,7 +99,7 @@ def test_a_certificate_that_the_member_does_not_take_is_found(tmp_path: Path) ->
         (JOB, "a guess", NOBODY, grpc.StatusCode.NOT_FOUND),
         (JOB, "", NOBODY, grpc.StatusCode.NOT_FOUND),
         ("a guess", "b", NOBODY, grpc.StatusCode.NOT_FOUND),
-        (JOB, "b", "no address", grpc.StatusCode.INVALID_ARGUMENT),
+        (JOB, "b", "not the address", grpc.StatusCode.INVALID_ARGUMENT),
         (JOB, "b", "127.0.0.1:0", grpc.StatusCode.INVALID_ARGUMENT),
         (JOB, "b", "x" * 600 + ":1", grpc.StatusCode.INVALID_ARGUMENT),
     ],
@@ -180,7 +180,7 @@ def test_a_door_that_is_crowded_is_knocked_at_again(monkeypatch: pytest.MonkeyPa
         assert _tried([_peer(0, "b", there)], Knocker("a", here)) == []
         door._knocks._under_way = grpc_knock.MAX_AT_ONCE
         (trouble,) = _tried([_peer(0, "b", there)], Knocker("a", here))
-    assert f"at {there} answers, but refuses for now: this worker knocks at 64 doors already" in trouble
+    assert f"at {there} answers, but refuses for now: this worker is knocking at 64 doors already" in trouble
 
 
 @pytest.mark.parametrize(("left", "seconds"), [(None, 10.0), (100.0, 10.0), (3.0, 1.8), (0.3, 0.2), (0.0, 0.2)])
@@ -196,4 +196,4 @@ def test_a_door_that_answers_is_not_said_to_be_silent(monkeypatch: pytest.Monkey
         own = Knocker("a", f"127.0.0.1:{silent.getsockname()[1]}")
         first, _ = loop_thread().run(out_of_reach(JOB, [_peer(0, "b", there)], own, 0.1, IN_THE_CLEAR))
     assert "cannot connect to this worker" in first
-    assert first.endswith("it has not said within 0.1 s that it does")
+    assert first.endswith("it did not confirm within 0.1 s that it can")

@@ -6,13 +6,17 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
+from unit.elastic.solo import Training
 
 import paceline
 from paceline.config import Config
 from paceline.testing import coordinator
+from pacelinepb.v1 import admin_pb2, admin_pb2_grpc
 from support.processes import workers
 
 
@@ -163,3 +167,26 @@ def test_any_other_uncaught_error_keeps_its_trace() -> None:
         worker.close()
         assert "Traceback" in worker.stderr
         assert "KeyError: 'mine'" in worker.stderr
+
+
+def test_an_uncaught_error_of_paceline_shows_the_script_s_line_and_no_stack() -> None:
+    code = "s = paceline.join()\ns.group.send(np.ones(1), 7)"
+    with coordinator() as address, workers(1, code, COORDINATOR=address) as (worker,):
+        assert worker.wait() == 1
+        worker.close()
+        first, second, *rest = worker.stderr.splitlines()
+        assert first.startswith("paceline: ")
+        assert "7" in first
+        assert second.startswith("  File ")
+        assert rest[-1].startswith("  InvalidRank")
+        assert "Traceback" not in worker.stderr
+
+
+def test_the_last_checkpoint_of_a_member_that_leaves_is_told(tmp_path: Path) -> None:
+    with coordinator() as address, grpc.insecure_channel(address) as channel:
+        with paceline.join(address, job="leaving") as session:
+            Training().run(session, 3, checkpoint_dir=tmp_path)  # written when all steps are done
+        request = admin_pb2.ListEventsRequest(job="leaving", most=100)
+        events = admin_pb2_grpc.AdminServiceStub(channel).ListEvents(request, timeout=10.0).events
+        (text,) = [event.text for event in events if event.kind == "checkpoint"]
+        assert text.startswith("checkpoint of step 3 is complete, in ")

@@ -55,7 +55,7 @@ def test_more_connections_than_a_worker_may_have_files(beginning: str, tmp_path:
         with grpc.insecure_channel(targets.door) as channel:
             with pytest.raises(grpc.RpcError) as caught:
                 PeerServiceStub(channel).Knock(peer_pb2.KnockRequest(job="another"), timeout=60, wait_for_ready=True)
-            assert "does not prove that it is of this job" in str(caught.value)  # it has been heard
+            assert "does not prove that it belongs to this job" in str(caught.value)  # it has been heard
         targets.check()
 
 

@@ -177,9 +177,12 @@ def test_a_worker_ends_with_its_own_error_and_the_others_go_on(what: str, tmp_pa
 
 def test_a_view_whose_links_cannot_be_made_goes_on_without_that_worker() -> None:
     plant = "step == 3 and fail_once(grpc_mesh.GrpcMesh, '__init__', MemoryError('planted'))"
-    leave = "if step.number == 4 and session.rank == 3:\n                    raise ValueError('enough')\n"
+    leave = """if step.number == 4:
+                    session.group.barrier()  # all are in this step
+                    if session.rank == 3: raise ValueError('enough')
+                """
     code = TRAIN.replace("{plant}", plant).replace("{waits}", "False").replace("{rank}", "2")
-    code = code.replace("loss, dy =", f"{leave}                loss, dy =", 1)
+    code = code.replace("loss, dy =", f"{leave}loss, dy =", 1)
     environment = {"MIN_WORKERS": "2", "MAX_WORKERS": "4"}
     with coordinator(settle_time=5.0) as address, workers(4, code, COORDINATOR=address, **environment) as started:
         *others, culprit, leaver = by_rank(started)

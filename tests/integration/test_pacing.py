@@ -100,7 +100,7 @@ def test_a_request_that_stops_on_its_way_may_be_made_again() -> None:
     async def main() -> None:
         async with running(first_message_time=0.2) as channel:
             call: Any = channel.stream_unary("/pacelinepb.v1.StoreService/Set")()
-            with pytest.raises(aio.AioRpcError, match="the request did not come in") as caught:
+            with pytest.raises(aio.AioRpcError, match="the request did not arrive") as caught:
                 await call
             assert (caught.value.code().name, reason_of(caught.value)) == ("UNAVAILABLE", "LIMIT")
 
@@ -112,7 +112,7 @@ def test_one_job_does_not_take_the_places_of_all_others() -> None:
         async with running(max_job_sessions=2, max_sessions=4) as channel:
             for _ in range(2):
                 await RawSession.register(channel, "greedy", least=3, most=3)
-            with pytest.raises(aio.AioRpcError, match="2 sessions, as many as one job may have"):
+            with pytest.raises(aio.AioRpcError, match="2 sessions, the most that one job may have"):
                 await RawSession.register(channel, "greedy", least=3, most=3)
             await RawSession.register(channel, "other", least=1, most=1)
 
@@ -134,7 +134,7 @@ def test_who_comes_back_as_a_new_member_needs_no_second_place(proved: bool) -> N
                 assert (await again).member_id != first.member_id
                 assert "came back as a new member" in str((await refused(first)).details())
                 return
-            with pytest.raises(aio.AioRpcError, match="2 sessions, as many as it takes"):
+            with pytest.raises(aio.AioRpcError, match="2 sessions, the most that it takes"):
                 await again
             await first.heartbeat()
             job = await AdminServiceStub(channel).GetJob(admin_pb2.GetJobRequest(job="full"))

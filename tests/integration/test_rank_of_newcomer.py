@@ -40,7 +40,7 @@ def test_a_newcomer_is_told_what_to_do_without_and_the_first_workers_are_warned(
             for name in ("rank", "size"):
                 told = late.expect("has")
                 assert told["text"].startswith(f"session.{name} is not known: this worker is in no view yet: job")
-                assert "it enters at its first step" in told["text"]
+                assert "this worker enters at its first step" in told["text"]
                 assert "paceline.once_per_host" in told["text"]
                 assert (told["members"], told["generation"]) == (0, 0)
             late.expect("warned")

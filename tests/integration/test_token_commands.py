@@ -23,7 +23,7 @@ ALL, TWO = "the-token-for-all-0123456789", "the-token-for-two-0123456789"
     [
         ((), {"PACELINE_TOKEN": ""}, "PACELINE_TOKEN is set, but empty"),
         ((), {"PACELINE_TOKEN_FILE": ""}, "PACELINE_TOKEN_FILE is set, but empty"),
-        ((), {"PACELINE_TOKEN": "short"}, "the token has 5 characters, 16 at least"),
+        ((), {"PACELINE_TOKEN": "short"}, "the token has 5 characters, but needs at least 16"),
         ((), {"PACELINE_TOKEN_FILE": "/no/such/file"}, "cannot read the token file /no/such/file"),
         (("--token-file", "/no/such/file"), {}, "cannot read the token file /no/such/file"),
         (("--restart-after", "0"), {}, "must be above 0, not 0"),
@@ -62,7 +62,7 @@ def test_health_needs_no_token_file(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_launcher_whose_own_coordinator_cannot_take_the_token_says_so() -> None:
     result = CliRunner().invoke(app, ["run", __file__], env={"PACELINE_TOKEN": "short"})
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert "the token has 5 characters, 16 at least" in result.stderr
+    assert "the token has 5 characters, but needs at least 16" in result.stderr
 
 
 @pytest.mark.slow

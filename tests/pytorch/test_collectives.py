@@ -11,7 +11,7 @@ from support.torch_ranks import finish
 pytestmark = [pytest.mark.torch, pytest.mark.newest, pytest.mark.timeout(180)]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_single_and_coalesced_forms(world: int) -> None:
     code = """
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions

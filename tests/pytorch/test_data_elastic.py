@@ -30,7 +30,9 @@ def test_one_of_three_is_killed_in_the_middle_of_an_epoch(phase: str, loader: di
         c.check(count=2)
 
 
-@pytest.mark.parametrize("loader", [{"data_workers": 2}, {"stream_workers": 1}])
+@pytest.mark.parametrize(
+    "loader", [{"data_workers": 2}, pytest.param({"stream_workers": 1}, marks=pytest.mark.exhaustive)]
+)
 def test_one_freezes_one_joins_and_one_is_drained(loader: dict[str, int], tmp_path: Path) -> None:
     with cluster(tmp_path, least=2, total=60, pace=0.02, failure_timeout=2.0, wrapper="torch", **loader) as c:
         brake = Brake(tmp_path / "brake")

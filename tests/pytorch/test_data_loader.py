@@ -259,7 +259,7 @@ def test_misuse() -> None:
     with pytest.raises(UnsupportedOp, match="Stream is an IterableDataset"):
         ElasticDataLoader(Stream())
     sampler = paceline.ElasticSampler(N, BATCH)
-    with pytest.raises(SizeMismatch, match="23 samples, and the dataset has 24"):
+    with pytest.raises(SizeMismatch, match="23 samples, but the dataset has 24"):
         ElasticDataLoader(Numbers(24)).batch(at(sampler))
     with paceline.join() as session:
         state, loader = paceline.TrainState(sampler=sampler), ElasticDataLoader(Numbers())

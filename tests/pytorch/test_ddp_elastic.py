@@ -13,7 +13,14 @@ from support.elastic.faults import kill
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("phase", [pytest.param("in_word", marks=pytest.mark.newest), "late_all_reduce", "behind_gate"])
+@pytest.mark.parametrize(
+    "phase",
+    [
+        pytest.param("in_word", marks=pytest.mark.newest),
+        pytest.param("late_all_reduce", marks=pytest.mark.exhaustive),  # test_data_elastic has it too
+        "behind_gate",
+    ],
+)
 def test_one_of_three_is_killed(phase: str, tmp_path: Path) -> None:
     with cluster(tmp_path, total=12, wrapper="torch", bucket_mb=1e-4) as c:
         c.start(3, [kill(phase, rank=1, step=4)])

@@ -68,9 +68,55 @@ def test_digits_while_a_worker_is_killed_and_a_new_one_comes(tmp_path: Path) -> 
     assert float(found[1]) > 0.9
 
 
+def with_a_kill(name: str, before: str, condition: str, folder: Path) -> str:
+    """Writes the example with one change: the worker for which a condition holds is killed, once, before a line.
+
+    Args:
+        name: the example's file.
+        before: the line, with its indentation.
+        condition: of `step`, `attempt`, `session`.
+        folder: where the changed script is written, and the file `died`.
+    """
+    script = (EXAMPLES / name).read_text()
+    assert script.count(f"\n{before}") == 1
+    indent = before[: len(before) - len(before.lstrip())]
+    died = str(folder / "died")
+    kill = (
+        f"{indent}import os\n{indent}if {condition} and not os.path.exists({died!r}):\n"
+        f"{indent}    open({died!r}, 'x').close()\n{indent}    os.kill(os.getpid(), 9)\n"
+    )
+    (folder / "train.py").write_text(script.replace(f"\n{before}", f"\n{kill}{before}"))
+    return str(folder / "train.py")
+
+
+def test_nanogpt_goes_on_when_a_worker_is_killed_as_it_evaluates(tmp_path: Path) -> None:
+    where = "                    total = session.group.all_reduce("
+    script = with_a_kill("torch_nanogpt.py", where, "session.rank == 1", tmp_path)
+    printed = run([*PACELINE_RUN, "--restarts", "1"], script, "--steps", "50")
+    assert (tmp_path / "died").exists()
+    (loss,) = losses(r"step 50: held-back loss ([\d.]+), \d workers", printed)
+    assert loss < 3.0  # 2.63 with the text of Python 3.11; 4.6 is what knows nothing
+    assert len(printed) > 300, "it writes at the end"
+
+
+def test_diloco_redoes_the_round_in_which_a_worker_is_killed(tmp_path: Path) -> None:
+    need("sklearn")
+    script = with_a_kill(
+        "torch_diloco.py", "            model.outer_step(", "step.number == 4 and step.rank == 1", tmp_path
+    )
+    printed = run([*PACELINE_RUN, "--restarts", "1"], script, "--rounds", "10", "--compression", "int8")
+    assert (tmp_path / "died").exists()
+    (accuracy,) = losses(r"round 10: accuracy ([\d.]+), \d workers", printed)
+    assert accuracy > 0.8  # 0.92
+
+
 @pytest.mark.parametrize(
     ("launcher", "backend"),
-    [(PACELINE_RUN, "paceline"), (TORCHRUN, "paceline"), pytest.param(TORCHRUN, "gloo", marks=pytest.mark.exhaustive)],
+    [
+        pytest.param(PACELINE_RUN, "paceline", marks=pytest.mark.exhaustive),  # MiniLM's test starts its script so
+        (TORCHRUN, "paceline"),
+        pytest.param(TORCHRUN, "gloo", marks=pytest.mark.exhaustive),
+    ],
     ids=["paceline run", "torchrun", "torchrun, gloo"],
 )
 def test_characters_under_both_launchers_on_both_backends(launcher: list[str], backend: str) -> None:

@@ -48,15 +48,17 @@ with paceline.join() as session:
 """
 
 
+KILL, RAISE = "os.kill(os.getpid(), signal.SIGKILL)", "raise KeyError('x')"
+
+
 @pytest.mark.parametrize("where", [pytest.param("forward", marks=pytest.mark.exhaustive), "backward"])
 @pytest.mark.parametrize(
-    ("strategy", "node"), [("FULL_SHARD", None), pytest.param("HYBRID_SHARD", 2, marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize(
-    ("end", "error"),
+    ("strategy", "node", "end", "error"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", "PeerLost"),
-        pytest.param("raise KeyError('x')", "PeerRaised", marks=pytest.mark.slow),
+        pytest.param("FULL_SHARD", None, KILL, "PeerLost", marks=pytest.mark.exhaustive),
+        pytest.param("HYBRID_SHARD", 2, KILL, "PeerLost", marks=pytest.mark.slow),
+        pytest.param("FULL_SHARD", None, RAISE, "PeerRaised", marks=pytest.mark.slow),
+        pytest.param("HYBRID_SHARD", 2, RAISE, "PeerRaised", marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_others_hear_of_it(where: str, strategy: str, node: int | None, end: str, error: str) -> None:

@@ -132,7 +132,9 @@ def test_an_address_where_nobody_listens_is_said_within_about_a_second(address: 
     store = dist.HashStore()
     store.set(KEY, address)
     began = time.monotonic()
-    with pytest.raises(CoordinatorUnreachable, match=f"(?s)that rank 0 has: .* at {address} is gone.*refused"):
+    with pytest.raises(
+        CoordinatorUnreachable, match=f"(?s)the coordinator of rank 0: .* at {address} is gone.*refused"
+    ):
         backend.create(options(store))
     assert time.monotonic() - began < 1.0 + AT_ONCE_S
 

@@ -1,20 +1,17 @@
-"""The README's way to metrics over all workers, where there is no torch.distributed, runs as it stands."""
+"""The documented way to metrics over all workers, where there is no torch.distributed, runs as it stands."""
 
 from __future__ import annotations
-
-import re
-from pathlib import Path
 
 import pytest
 
 from paceline.testing import coordinator
+from support.blocks import ROOT, blocks
 from support.processes import workers
 
 pytestmark = pytest.mark.torch
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
-CODE = re.findall(r"^```\w*\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
-(SNIPPET,) = (code for code in CODE if "dist_sync_fn" in code)
+PAGE = ROOT / "docs/how-to/torch-training-run.md"
+(SNIPPET,) = (block.code for block in blocks(PAGE) if "fragment" in block.flags)
 
 METRIC = """
 import torch

@@ -484,9 +484,9 @@ def test_a_uuid_is_used_once_and_mistakes_are_said_before_anything_changes() -> 
             (1, handles, "StaleGeneration", "already used"),
             (2, [b.handle], "InvalidRank", "must be given once"),
             (2, [a.handle, a.handle], "InvalidRank", "must be given once"),
-            (2, [a.handle, "nonsense"], "ValueError", "no handle of this backend"),
+            (2, [a.handle, "nonsense"], "ValueError", "not a handle of this backend"),
             (2, [a.handle, "paceline://127.0.0.1:99999999/1/0123456789abcdef"], "ValueError", "port"),
-            (2, [a.handle, "paceline://127.0.0.1:1/99999999/0123456789abcdef"], "ValueError", "no handle of this"),
+            (2, [a.handle, "paceline://127.0.0.1:1/99999999/0123456789abcdef"], "ValueError", "not a handle of this"),
             (2, [a.handle, "paceline://192.0.2.1:1/1/0123456789abcdef"], "LinkUnavailable", "MASTER_ADDR"),
         ]
         for uuid, given, kind, words in wrong:

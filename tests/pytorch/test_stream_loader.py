@@ -361,7 +361,7 @@ def test_misuse() -> None:
         def __iter__(self) -> Iterator[int]:
             return iter(range(N))
 
-    with pytest.raises(UnsupportedOp, match=r"take paceline\.torch\.ElasticStreamLoader"):
+    with pytest.raises(UnsupportedOp, match=r"use paceline\.torch\.ElasticStreamLoader"):
         ElasticDataLoader(Mute())
     with pytest.raises(UnsupportedOp, match="Mute has no state_dict and no load_state_dict"):
         ElasticStreamLoader(Mute(), BATCH)
@@ -374,7 +374,7 @@ def test_misuse() -> None:
 
     loader = ElasticStreamLoader(Stuck(), BATCH)
     loader.batch(at())
-    with pytest.raises(UnsupportedOp, match=r"Stuck.state_dict\(\) is what it was 6 samples before"):
+    with pytest.raises(UnsupportedOp, match=r"Stuck.state_dict\(\) has not changed in 6 samples"):
         loader.batch(at())
 
     late = ElasticStreamLoader(Stream(), BATCH)
@@ -401,7 +401,7 @@ def test_a_step_has_one_batch_of_a_part_of_its_state() -> None:
         for step in session.steps(paceline.TrainState(data=loader), total=1):
             with step:
                 loader.batch(step)
-                with pytest.raises(StepOrderError, match="step 1 has its batch"):
+                with pytest.raises(StepOrderError, match="step 1 already has its batch"):
                     loader.batch(step)
             with pytest.raises(StepOrderError, match="step 1 is over"):
                 loader.batch(step)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -123,3 +126,31 @@ assert found == pytest.approx(expected, rel=1e-4)
 assert trainer.evaluate()["eval_loss"] == pytest.approx(loss_of(plain, range(12)).item(), rel=1e-5)
 """
     finish(2, ON_PACELINE + code, 120, HF_HUB_OFFLINE="1")
+
+
+def test_the_example_with_a_model_of_transformers(tmp_path: Path) -> None:
+    """examples/torch_huggingface.py as its first lines say to run it; its folder is a model of transformers."""
+    from safetensors.torch import load_file
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    script = Path(__file__).parents[2] / "examples" / "torch_huggingface.py"
+    command = [
+        sys.executable,
+        "-m",
+        "paceline",
+        "run",
+        "-n",
+        "2",
+        str(script),
+        "--steps",
+        "20",
+        "--save",
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(r"step 20: loss ([\d.]+), 2 workers", done.stdout)
+    assert found, done.stdout
+    assert float(found[1]) < 4.0  # 3.2 with the text of Python 3.11; 5.5 is what knows nothing
+    net = GPT2LMHeadModel(GPT2Config.from_pretrained(tmp_path))  # `from_pretrained` of a model leaves a thread of tqdm
+    assert load_file(tmp_path / "model.safetensors").keys() <= net.state_dict().keys()

@@ -126,7 +126,7 @@ def test_more_wait_than_there_is_room_for() -> None:
                 ends = [asyncio.ensure_future(outcome(call)) for call in calls]
                 await next(asyncio.as_completed(ends))
                 waits = asyncio.create_task(asyncio.to_thread(session.store.get, "k", timeout=20.0))
-                with pytest.raises(errors.LimitExceeded, match="as much as they may; give it more memory"):
+                with pytest.raises(errors.LimitExceeded, match="no room is left; give the coordinator more memory"):
                     await asyncio.to_thread(paceline.join, address, job="three", min_workers=1, timeout=0.5)
                 joins = asyncio.create_task(asyncio.to_thread(paceline.join, address, job="three", min_workers=1))
                 await asyncio.to_thread(session.store.set, "k", bytes(1 << 20))

@@ -126,7 +126,7 @@ def refused(error: aio.AioRpcError | None, words: str) -> None:
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 def test_member_ids_open_nothing(place: Place, method: Any) -> None:
     """Without the job's secret, with one of another job at the same coordinator, and with what was overheard."""
-    words = "the caller does not prove that it is of this job"
+    words = "the caller does not prove that it belongs to this job"
     request, first = place.request(method), place.members[0].member_id
     refused(place.call(method, None), words)
     for secret in (bytes(32), place.secret_of("another")):
@@ -139,7 +139,7 @@ def test_member_ids_open_nothing(place: Place, method: Any) -> None:
     for proof in (None, member.prove(request)):
         error = place.call(method, proof, IN_THE_CLEAR if proof else credentials)
         assert error is None or error.code() is grpc.StatusCode.FAILED_PRECONDITION, error  # "it has no state yet"
-    refused(place.call(method, proof), "this call has come before")
+    refused(place.call(method, proof), "this call was made before")
 
 
 def test_a_secret_of_an_old_line_opens_nothing() -> None:
@@ -171,7 +171,10 @@ def test_a_secret_of_an_old_line_opens_nothing() -> None:
         await asyncio.to_thread(first.leave)
         second = await joins
         there, new = second._connection.mesh.peers[0], second._connection._door_key._secret
-        refused(await knock(there, old), "the caller does not prove that it is of this job, or not as it is now")
+        refused(
+            await knock(there, old),
+            "the caller does not prove that it belongs to this job, or its proof is out of date",
+        )
         assert await knock(there, new) is None
         await asyncio.to_thread(second.leave)
         await coordinator.stop(grace=0.2)

@@ -77,7 +77,7 @@ def test_what_is_no_plain_file_is_not_opened(two: Path, name: str) -> None:
         (bad / name).unlink()
         make(bad / name)
         assert not is_there(bad)
-        falls_back(two, "no plain file")
+        falls_back(two, "not a regular file")
 
 
 def test_the_size_of_a_manifest_is_bounded(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_the_size_of_a_manifest_is_bounded(two: Path, monkeypatch: pytest.Monkey
         file.truncate(HUGE)
     falls_back(two, "68,719,476,736 bytes; a manifest has at most 268,435,456")
     monkeypatch.setattr(folders, "MAX_MANIFEST_BYTES", 2_000)
-    with pytest.raises(CheckpointFailed, match="bytes as JSON, above 2,000: keep large data in arrays"):
+    with pytest.raises(CheckpointFailed, match="bytes as JSON, more than 2,000: keep large data in arrays"):
         checkpoint.save(two, {**STATE, "text": "x" * 2_000}, (1, 3))
     assert [str(tag) for tag in checkpoint.tags(two)] == [str(Tag(*GOOD)), str(Tag(*BAD))]
 
@@ -124,7 +124,7 @@ def little_memory() -> Any:
 @pytest.mark.usefixtures("little_memory")
 def test_more_than_the_memory_holds_is_damage(hole: Path) -> None:
     assert "68,719,476,736 bytes" in inspect(hole)  # which allocates nothing for it
-    with pytest.raises(CheckpointDamaged, match="'w' has 68,719,476,736 bytes, more memory than there is"):
+    with pytest.raises(CheckpointDamaged, match="'w' has 68,719,476,736 bytes, more than the free memory"):
         checkpoint.load(hole, BAD)
     loaded = checkpoint.load(hole)
     assert loaded is not None

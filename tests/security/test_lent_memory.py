@@ -65,7 +65,7 @@ wait_for_go()
     try:
         said = worker.expect("lent")
         memory = peer_pb2.LentMemory(pid=said["pid"], descriptor=said["descriptor"], size=said["size"])
-        with pytest.raises(SegmentError, match=f"names memory of process {said['pid']}"):
+        with pytest.raises(SegmentError, match=f"names memory of another process, {said['pid']}"):
             borrow(memory, 8, GIVER)
         assert opened == []
         theirs = process_identity(said["pid"])
@@ -108,7 +108,7 @@ def test_nothing_but_memory_of_ours_is_opened(tmp_path: Path, opened: list[str])
     opened.clear()
     try:
         for descriptor in made:
-            with pytest.raises(SegmentError, match="no memory of Paceline"):
+            with pytest.raises(SegmentError, match="not Paceline's shared memory"):
                 borrow(peer_pb2.LentMemory(pid=HERE.pid, descriptor=descriptor, size=4096), 1, GIVER)
         with pytest.raises(OSError, match="No such file"):
             borrow(peer_pb2.LentMemory(pid=HERE.pid, descriptor=1 << 30, size=4096), 1, GIVER)

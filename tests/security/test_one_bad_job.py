@@ -88,14 +88,14 @@ def test_the_others_go_on(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCap
                 for session in bad:
                     error = await refused(session)
                     assert reason_of(error) == "SESSION_ENDED"
-                    assert "the coordinator failed over job 'bad'" in (error.details() or "")
-                with pytest.raises(aio.AioRpcError, match="failed over job 'bad'"):
+                    assert "the coordinator failed while it handled job 'bad'" in (error.details() or "")
+                with pytest.raises(aio.AioRpcError, match="failed while it handled job 'bad'"):
                     await waiting
                 for again in (
                     lambda: RawSession.register(channel, "bad", host="host-e"),
                     lambda: RawSession.resume(channel, bad[0], 1),
                 ):  # nothing is decided on what may be half changed
-                    with pytest.raises(aio.AioRpcError, match="failed over job 'bad'") as caught:
+                    with pytest.raises(aio.AioRpcError, match="failed while it handled job 'bad'") as caught:
                         await again()
                     assert reason_of(caught.value) == "SESSION_ENDED"
                 for session in good:
@@ -104,7 +104,7 @@ def test_the_others_go_on(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCap
                     await session.barrier_passed()
             said = [record for record in caplog.records if record.levelno >= logging.ERROR]
             assert [record.getMessage() for record in said] == [
-                "job bad: the coordinator failed at Ticked, and ends its sessions"
+                "job bad: the coordinator failed at Ticked, and ends the job's sessions"
             ]
             assert said[0].exc_info is not None
             assert said[0].exc_info[0] is Bug

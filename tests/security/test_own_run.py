@@ -130,7 +130,7 @@ def test_only_who_has_the_token_is_let_in(run: Run, tmp_path: Path) -> None:
     assert joined.process.returncode == 0, str(joined)
     restart = run.asks("restart", "default")
     assert "job 'default' is running" in restart.stderr
-    drain = run.asks("drain", "--all")
+    drain = run.asks("drain", "default", "--all")
     assert drain.stdout.count("was told to leave") == 2
 
     children = Path(f"/proc/{run.command.process.pid}/task/{run.command.process.pid}/children").read_text().split()

@@ -172,7 +172,7 @@ class Checks:
         self._let_go[member_id] = tag, last
         if view is None or view.generation != session.generation or self._world.shape.node_size == 1:
             return
-        others = [self._world.by_id[each.member_id] for each in [*state.present(), *state.bringing()]]
+        others = [self._world.by_id[each.member_id] for each in [*state.present(), *state.met_candidates()]]
         all_ = [*others, self._world.by_id[member_id]]
         if tag is None or tag == (0, 0) or tag <= self._world.files.greatest():
             return
@@ -232,7 +232,7 @@ class Checks:
 
     def pushed(self, view: View) -> None:
         """A member is told of a view: it is stored, and no other has its number."""
-        stored = self._world.coordinator.disk.load().generation
+        stored = self._world.coordinator.stored.generation
         if stored < view.generation and self._strict:
             raise Broken(f"I3: generation {view.generation} is announced, and generation {stored} is stored")
         known = self._pushed.setdefault(view.generation, view)

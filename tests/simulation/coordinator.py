@@ -32,17 +32,23 @@ from paceline_server.errors import Refused
 from paceline_server.keeper import Job
 from paceline_server.services.session import SessionHandlers
 from paceline_server.settings import ServerSettings
+from paceline_server.storage.base import Storage, StoredJob
+from paceline_server.tally import Tally
 
 if TYPE_CHECKING:
     from simulation.world import World
 
-__all__ = ["Coordinator"]
+__all__ = ["SETTINGS", "Coordinator", "SimulatedDispatcher"]
 
-_SETTINGS = ServerSettings(message_rate=1e9, message_burst=1_000_000)
+SETTINGS = ServerSettings(message_rate=1e9, message_burst=1_000_000)
 
 
 class Coordinator:
     """One coordinator process after the other.
+
+    Args:
+        world: where.
+        name: its host.
 
     Attributes:
         up: it runs.
@@ -50,14 +56,17 @@ class Coordinator:
         dispatcher: of the last process if none runs.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, name: str = COORDINATOR) -> None:
         self._world = world
+        self.name = name
         self.disk = Disk(world)
         self.up = self.stalled = False
         self.life = 0
         self.loops: list[Loop] = []
         self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.membership: Membership | None = None
+        self.serves = True  # its dispatcher is not drained; a standby has none
+        self.rules = True  # what it decides counts: of several, only the one does that leads in truth
 
     @property
     def reason(self) -> str:
@@ -71,11 +80,12 @@ class Coordinator:
         self.up = True
         self.life += 1
         life = self.life
-        self._world.note(COORDINATOR, "starts")
+        self._world.note(self.name, "starts")
         self.loop = Loop(self._world.clock, lambda call, *args: self.hear(life, call, *args))
         self.loops.append(self.loop)
         storage = DiskStorage(self.disk, lambda call, *args: self.hear(life, self.loop.call_soon, call, *args))
-        self.dispatcher = _Dispatcher(self._world, storage)
+        self._world.starting = self
+        self.dispatcher = SimulatedDispatcher(self._world, self, storage)
         self._handlers = SessionHandlers(self.dispatcher)
         self.loop.call_soon(self.loop.create_task, self.dispatcher.start())
 
@@ -83,24 +93,34 @@ class Coordinator:
         """The process dies."""
         self.up = self.stalled = False
         self.life += 1
-        self._world.note(COORDINATOR, "is killed")
+        self._world.note(self.name, "is killed")
         self.disk.crash()
         self._backlog.clear()
+        self.reset_streams()
+
+    def reset_streams(self) -> None:
+        """All connections to it break."""
         for stream in self._world.network.streams:
-            stream.reset()
+            if stream.coordinator is self:
+                stream.reset()
+
+    @property
+    def stored(self) -> StoredJob:
+        """The job as it is stored."""
+        return self.disk.load()
 
     def stall(self, seconds: float) -> None:
         """It does nothing for a while."""
         if self.up and not self.stalled:
             self.stalled = True
-            self._world.note(COORDINATOR, f"stands still for {seconds:.2f} s")
+            self._world.note(self.name, f"stands still for {seconds:.2f} s")
             self._world.clock.after(seconds, self._wake, self.life)
 
     def _wake(self, life: int) -> None:
         if life != self.life or not self.up:
             return
         self.stalled = False
-        self._world.note(COORDINATOR, "goes on")
+        self._world.note(self.name, "goes on")
         backlog, self._backlog = self._backlog, []
         for call, args in backlog:
             call(*args)
@@ -135,26 +155,28 @@ class Coordinator:
 
     def call(self, name: str, *args: Any) -> None:
         """A call of its own to the dispatcher, that nobody waits for; a job that is not there is told nothing."""
-        if self.up:
+        if self.up and self.serves:
             self.loop.call_soon(getattr(self.dispatcher, name), *args)
 
     def tell(self, event: Event) -> None:
         """An operator's word to the job."""
-        job = self.dispatcher.jobs.get(JOB) if self.up else None
+        job = self.dispatcher.jobs.get(JOB) if self.up and self.serves else None
         if job is not None:
             self.loop.call_soon(self.dispatcher.apply, job, event)
 
 
-class _Dispatcher(Dispatcher):
+class SimulatedDispatcher(Dispatcher):
     """Has the checks look at what it does."""
 
-    def __init__(self, world: World, storage: DiskStorage) -> None:
-        super().__init__(_SETTINGS, storage)
+    def __init__(self, world: World, owner: Coordinator, storage: Storage, epoch: int = 0) -> None:
+        super().__init__(SETTINGS, storage, epoch=epoch)
         self._world = world
+        self._owner = owner
+        self._counted: dict[Tally, list[float]] = {}
 
     def _make_job(self, *of: Any) -> Job:
         job = super()._make_job(*of)
-        self._world.coordinator.membership = job.membership
+        self._owner.membership = job.membership
         return job
 
     def _fail(self, job: Job) -> None:
@@ -163,33 +185,53 @@ class _Dispatcher(Dispatcher):
         assert error is not None
         raise error
 
+    def _handle(self, job: Job, event: Event) -> list[Effect]:
+        """No counter falls, and counting goes on."""
+        effects = super()._handle(job, event)
+        now = self._loop.time()
+        assert not self.observatory.miscounted
+        if (tally := self.observatory.tally(now, job.membership.state.name)) is not None:
+            counters = [
+                tally.committed,
+                tally.undone,
+                tally.samples,
+                tally.checkpoint_failures,
+                *tally.seconds(now).values(),
+            ]
+            before = self._counted.get(tally, counters)
+            assert all(new >= old for new, old in zip(counters, before, strict=True)), (counters, before, event)
+            self._counted[tally] = counters
+        return effects
+
     def _perform(self, job: Job, effect: Effect) -> None:
-        world, state = self._world, job.membership.state
+        world, state, owner = self._world, job.membership.state, self._owner
         if world.over:
             return
         match effect:
             case Welcome(member_id):
                 world.registered(member_id, state.sessions[member_id].process.pid)
             case StoreView(view):
-                world.checks.forming(state, view)
-                world.note(COORDINATOR, f"stores {_words(view)}")
+                if owner.rules:
+                    world.checks.forming(state, view)
+                world.note(owner.name, f"stores {_words(view)}")
                 world.moment("store")
             case ForgetView(generation):
-                world.note(COORDINATOR, f"forgets generation {generation}")
-                world.checks.forgot(generation)
+                world.note(owner.name, f"forgets generation {generation}")
+                if owner.rules:
+                    world.checks.forgot(generation)
             case StoreVerdict(verdict):
-                world.note(COORDINATOR, f"generation {verdict.generation} is void: {verdict.text}")
+                world.note(owner.name, f"generation {verdict.generation} is void: {verdict.text}")
             case StoreEnding(generation, rank, ending):
-                world.note(COORDINATOR, f"rank {rank} of generation {generation} {ending.how} (sure: {ending.sure})")
+                world.note(owner.name, f"rank {rank} of generation {generation} {ending.how} (sure: {ending.sure})")
             case StoreFinished(step):
-                world.note(COORDINATOR, f"stores that the line is finished: {step}")
+                world.note(owner.name, f"stores that the line is finished: {step}")
             case PushFinished():
                 world.checks.told_finished()
-            case PushStateLost():
+            case PushStateLost() if owner.rules:
                 world.checks.lost(state, effect)
             case PushDismissed(member_id, last):
                 world.checks.let_go(state, member_id, last=last)
-            case PushCatchUp():
+            case PushCatchUp() if owner.rules:
                 world.checks.ordered(state, effect)
             case PushView(_, view):
                 world.checks.pushed(view)

@@ -59,12 +59,12 @@ class Disk:
 
     def load(self) -> StoredJob:
         """The job as it is stored."""
-        return copy.deepcopy(self._storage._jobs.get(JOB) or StoredJob(JOB))
+        return copy.deepcopy(self._storage.jobs.get(JOB) or StoredJob(JOB))
 
     def _put_back(self, done: list[Change]) -> None:
         self._storage, self._done = MemoryStorage(), list(done)
         for change in done:
-            self._storage._apply(change)
+            self._storage.take(change)
 
     def _apply(self, life: int, changes: Sequence[Change], then: Callable[[OSError | None], None]) -> None:
         if life != self._life:
@@ -74,7 +74,7 @@ class Disk:
             world.clock.after(world.delay(0.0, 0.01), self._say, life, then, OSError("the disk is full"))
             return
         for change in changes:
-            self._storage._apply(change)
+            self._storage.take(change)
             self._done.append(change)
         world.clock.after(world.delay(0.0, 0.01), self._say, life, then, None)
 

@@ -6,11 +6,13 @@ import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from simulation.failover import ETCD, NAMES, FailoverProcess
 from simulation.network import COORDINATOR
 
 from paceline_protocol.coordinator import DrainAsked
 
 if TYPE_CHECKING:
+    from simulation.coordinator import Coordinator
     from simulation.process import Process
     from simulation.world import World
 
@@ -43,6 +45,17 @@ class _Faults:
             (1, self.spoil),
             (3, self.join),
         ]
+        if world.shape.coordinators > 1:
+            self.kinds += [
+                (12, self.stall_coordinator),
+                (5, self.restart_coordinator),
+                (4, self.resign),
+                (60 if world.shape.unfenced else 5, self.overlap),
+                (6, self.cut_from_etcd),
+                (3, self.cut_coordinators),
+                (8, self.cut_coordinator),
+                (6, self.reset_streams),
+            ]
         if world.shape.loses_disk:
             self.kinds += [(2, self.lose_disk), (4, self.put_back_older_copy)]
         if world.shape.loses_disk and world.shape.directory:
@@ -103,8 +116,57 @@ class _Faults:
             member.reset_stream()
         return 1.0
 
-    def restart_coordinator(self) -> float:
+    @property
+    def hosts(self) -> list[str]:
+        """The hosts of all coordinators."""
+        return [each.name for each in self.world.coordinators]
+
+    def one_coordinator(self) -> Coordinator:
+        """The coordinator; of several mostly the one that leads."""
+        several = self.world.coordinators
+        return self.world.coordinator if len(several) == 1 or self.rng.random() < 0.7 else self.rng.choice(several)
+
+    def resign(self) -> float:
+        """The leader is stopped in good order, and started again."""
         coordinator = self.world.coordinator
+        if isinstance(coordinator, FailoverProcess) and coordinator.up and not coordinator.stalled:
+            coordinator.resign()
+            self.world.clock.after(self.world.delay(1.0, 4.0), self._start_again, coordinator)
+        return 4.0
+
+    def _start_again(self, coordinator: Coordinator) -> None:
+        if coordinator.up:  # it was frozen, and has not ended
+            coordinator.crash()
+        coordinator.start()
+
+    def overlap(self) -> float:
+        """The leader stands still until another one leads, and goes on without etcd; some members come back to it."""
+        old, seconds = self.world.coordinator, self.world.delay(1.3, 5.0)
+        if old.up and not old.stalled:
+            old.stall(seconds)
+            self.world.clock.after(seconds - 0.001, self._send_back, old)
+        return seconds + 3.0
+
+    def _send_back(self, old: Coordinator) -> None:
+        unaware = self.world.delay(1.0, 5.0)
+        self.world.restless_until = max(self.world.restless_until, self.world.clock.now + unaware + 3.0)
+        self.cut([(old.name, ETCD)], unaware)
+        members = self.some() if self.rng.random() < 0.4 else self.world.living()
+        away = [(member.name, host) for member in members for host in self.hosts if host != old.name]
+        if away:
+            self.world.network.cut(away, self.world.delay(0.3, unaware))
+            for name, host in away:
+                self.world.note("net", f"{name} is sent back from {host} to {old.name}")
+                self._lose_stream(name, host)
+
+    def cut_from_etcd(self) -> float:
+        return self.cut([(self.one_coordinator().name, ETCD)])
+
+    def cut_coordinators(self) -> float:
+        return self.cut(list(itertools.combinations(self.hosts, 2)))
+
+    def restart_coordinator(self) -> float:
+        coordinator = self.one_coordinator()
         if not coordinator.up:
             return 0.0
         seconds = self.world.delay(0.01, 1.0) if self.rng.random() < 0.6 else self.world.delay(1.0, 6.0)
@@ -176,7 +238,7 @@ class _Faults:
 
     def stall_coordinator(self) -> float:
         seconds = self.short_or_long()
-        self.world.coordinator.stall(seconds)
+        self.one_coordinator().stall(seconds)
         return seconds
 
     def cut_members(self) -> float:
@@ -186,13 +248,18 @@ class _Faults:
         return self.cut(list(itertools.product(sorted(side), others)))
 
     def cut_coordinator(self) -> float:
-        pairs = [(member.name, COORDINATOR) for member in self.some()]
-        return self.cut(pairs)
+        name = self.one_coordinator().name
+        return self.cut([(member.name, name) for member in self.some()])
 
     def cut_old_from_coordinator(self) -> float:
         """Only newcomers reach the coordinator."""
         return self.cut(
-            [(m.name, COORDINATOR) for m in self.world.living() if m.place is not None and m.place.generation]
+            [
+                (m.name, host)
+                for m in self.world.living()
+                if m.place is not None and m.place.generation
+                for host in self.hosts
+            ]
         )
 
     def cut_one(self) -> float:
@@ -200,7 +267,7 @@ class _Faults:
         if member is None:
             return 0.0
         others = [other.name for other in self.world.living() if other is not member]
-        return self.cut([(member.name, other) for other in [*others, COORDINATOR]])
+        return self.cut([(member.name, other) for other in [*others, *self.hosts]])
 
     def cut_one_way(self) -> float:
         """What some send to others does not arrive; the other way is open."""
@@ -215,13 +282,13 @@ class _Faults:
         self.world.note("net", f"{' '.join('-'.join(pair) for pair in pairs)} cut for {seconds:.2f} s")
         self.world.network.cut(pairs, seconds, one_way=one_way)
         for name, other in pairs:
-            if other == COORDINATOR and self.rng.random() < 0.8:
-                self.world.clock.after(self.world.delay(0.0, min(1.0, seconds)), self._lose_stream, name)
+            if other in NAMES and self.rng.random() < 0.8:
+                self.world.clock.after(self.world.delay(0.0, min(1.0, seconds)), self._lose_stream, name, other)
         return seconds
 
-    def _lose_stream(self, name: str) -> None:
+    def _lose_stream(self, name: str, coordinator: str) -> None:
         for member in self.world.living():
-            if member.name == name:
+            if member.name == name and member.stream is not None and member.stream.coordinator.name == coordinator:
                 member.reset_stream()
 
     def drain(self) -> float:
@@ -231,7 +298,9 @@ class _Faults:
         elif self.rng.random() < 0.8:
             members = members[:1]
         if members and self.world.coordinator.up:
-            self.world.note(COORDINATOR, f"drains {', '.join(self.world.by_id[each].name for each in members)}")
+            self.world.note(
+                self.world.coordinator.name, f"drains {', '.join(self.world.by_id[each].name for each in members)}"
+            )
             self.world.coordinator.tell(DrainAsked(tuple(members), "scale down"))
             for _ in members:
                 self.world.clock.after(self.world.delay(0.1, 3.0), self.world.spawn)
@@ -255,13 +324,13 @@ class _Faults:
         if member is None:
             return 0.0
         others = [other.name for other in self.world.living() if other is not member]
-        return self.cut([(member.name, other) for other in [*others, COORDINATOR]], self.world.delay(3.1, 7.0))
+        return self.cut([(member.name, other) for other in [*others, *self.hosts]], self.world.delay(3.1, 7.0))
 
     def leave_alone(self) -> float:
         """The coordinator is away for longer than members wait for it."""
         if self.rng.random() < 0.5:
             away = self.holders() if self.rng.random() < 0.5 else self.world.living()
-            return self.cut([(member.name, COORDINATOR) for member in away], self.world.delay(3.1, 7.0))
+            return self.cut([(member.name, host) for member in away for host in self.hosts], self.world.delay(3.1, 7.0))
         coordinator = self.world.coordinator
         if coordinator.up:
             coordinator.crash()
@@ -294,6 +363,8 @@ def plan(world: World) -> None:
         for count in (1, 3, 5):
             world.when("applied", count + 2 * rng.randint(0, 1), lambda: faults.strike(faults.cut_off))
     moments = _MOMENTS if world.shape.node_size == 1 else _MORE_MOMENTS
+    if world.shape.coordinators > 1:
+        moments = (*moments, "leads", "leads", "meet", "meet", "store")
     if world.shape.directory:
         moments = (*moments, "write", "write", "write")
     if world.shape.late:

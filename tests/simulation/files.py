@@ -52,12 +52,14 @@ class Files:
         self.put(directory, state, Tag(*tag))
         return Path(directory) / str(Tag(*tag))
 
-    def save_once(self, directory: str, state: Any, tag: Tag, attempt: str) -> None:
+    def save_once(self, directory: str, state: Any, tag: Tag, attempt: str) -> bool:
         """Writes a checkpoint, if no other writes under the same name."""
         if (str(directory), tag, attempt) not in self._attempts:
             self._attempts.add((str(directory), tag, attempt))
             if not self.is_there(Path(directory) / str(tag)):
                 self.save(directory, state, tag)
+                return True
+        return False
 
     def fingerprint(self, folder: Path) -> bytes:
         """What tells a checkpoint from others of its tag."""

@@ -15,6 +15,7 @@ import numpy as np
 from simulation.broken import Broken
 from simulation.threads import Waiters
 
+from paceline._counters import MemberCounters
 from paceline._group.group_core import Piggyback
 from paceline._links.base import Peer
 from paceline._links.fault import Fault, Suspicion
@@ -58,6 +59,7 @@ class Mesh:
         self.member_id = self.peers[rank].member_id
         self.key = (generation, *(peer.member_id for peer in peers))
         self.left: set[int] = set()
+        self.sent_bytes: dict[str, int] = {}
         self._closed = self._retired = self.ended = False
         fault.on_suspicion(self._pass_on)
         self.process.meshes.append(self)
@@ -113,7 +115,7 @@ class Mesh:
                 elif there is not None and there.fault.failed and not there._retired:
                     self.suspect(_LOST, None, f"rank {peer.rank} has stopped", relayed=True)
 
-    def look_around(self) -> None:
+    def poll(self) -> None:
         """It has waited long: is a link dead?"""
         for peer, process, _ in self._others():
             reached = self.process.world.network.reaches(self.process.name, process.name)
@@ -272,6 +274,7 @@ class Group:
         self.process.group = self
         self.mesh = mesh
         self.recorder = FlightRecorder(1)
+        self.counters = MemberCounters()
         self.on_abort = None
         self._config = config
         self.ban_reason = ""
@@ -288,8 +291,20 @@ class Group:
         return self.mesh.size  # type: ignore[no-any-return]
 
     @property
+    def most_members(self) -> int:
+        return self.process.world.settings.max_workers
+
+    @property
     def generation(self) -> int:
         return self.mesh.generation  # type: ignore[no-any-return]
+
+    part = None
+
+    def set_part(self, parts: int, turn: object = None) -> None:
+        """Its steps have no parts."""
+
+    def check_renewable(self) -> None:
+        """Links carry its gradients."""
 
     @property
     def members(self) -> Sequence[Peer]:
@@ -425,7 +440,7 @@ class Group:
 
     def _look_around(self, operation: Operation) -> None:
         if self.running is operation and not operation.mesh.fault.failed:
-            operation.mesh.look_around()
+            operation.mesh.poll()
             self.process.later(0.5, self._look_around, operation)
 
     def _time_out(self, operation: Operation) -> None:

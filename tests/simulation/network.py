@@ -16,11 +16,12 @@ from google.rpc.error_details_pb2 import ErrorInfo
 from google.rpc.status_pb2 import Status
 
 from paceline._grpc import EOF, aio, grpc
-from paceline_server.errors import STATUS, Refused
+from paceline_server.errors import STATUS, NotLeader, Refused
 from pacelinepb import ERROR_DOMAIN
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 if TYPE_CHECKING:
+    from simulation.coordinator import Coordinator
     from simulation.process import Process
     from simulation.world import World
 
@@ -67,7 +68,10 @@ def refusal(refused: Refused) -> aio.AioRpcError:
     """What a caller gets whom the coordinator refuses; as `services.refusals` makes it."""
     detail = AnyMessage()
     reason = ErrorReason.Name(refused.reason).removeprefix("ERROR_REASON_")
-    detail.Pack(ErrorInfo(reason=reason, domain=ERROR_DOMAIN))
+    info = ErrorInfo(reason=reason, domain=ERROR_DOMAIN)
+    if isinstance(refused, NotLeader):
+        info.metadata["leader"] = refused.leader
+    detail.Pack(info)
     code, text = STATUS[type(refused)], str(refused)
     status = Status(code=code.value[0], message=text, details=[detail])
     trailing = aio.Metadata(("grpc-status-details-bin", status.SerializeToString()))
@@ -120,17 +124,19 @@ class Stream:
     Args:
         world: where.
         process: whose end it is.
+        coordinator: the other end.
     """
 
-    def __init__(self, world: World, process: Process) -> None:
+    def __init__(self, world: World, process: Process, coordinator: Coordinator) -> None:
         self._world = world
         self.process = process
+        self.coordinator = coordinator
         self.open = True
         self.member_id = ""
         self.inbox = _Inbox()
         self._last = [0.0, 0.0]
         self._held: tuple[list[Any], list[Any]] = ([], [])
-        self._life = world.coordinator.life
+        self._life = coordinator.life
         self._arrived = False
         self.context: Context | None = None
         world.network.streams.append(self)
@@ -169,7 +175,7 @@ class Stream:
             self.open = False
             delay, clock = self._world.delay, self._world.clock
             if self.context is not None:
-                clock.after(delay(0.001, 0.05), self._world.coordinator.hear, self._life, self.context.end)
+                clock.after(delay(0.001, 0.05), self.coordinator.hear, self._life, self.context.end)
             error = unavailable("the connection is lost")
             clock.after(delay(0.001, 0.05), self.process.hear, self.inbox.end, error)
 
@@ -186,7 +192,7 @@ class Stream:
                     self.send(way, message)
 
     def _gets_through(self, way: int) -> bool:
-        ends = (self.process.name, COORDINATOR)
+        ends = (self.process.name, self.coordinator.name)
         return self._world.network.gets_through(ends[way], ends[1 - way])
 
     def _arrive(self, way: int, message: Any) -> None:
@@ -195,7 +201,7 @@ class Stream:
         if self._held[way] or not self._gets_through(way):
             self._held[way].append(message)
         elif way == 0:
-            self._world.coordinator.hear(self._life, self._take_up, message)
+            self.coordinator.hear(self._life, self._take_up, message)
         elif isinstance(message, _End):
             self.open = False
             self.process.hear(self.inbox.end, message.error)
@@ -207,7 +213,7 @@ class Stream:
             if message is EOF:
                 return
             self.context = Context(self)
-            self._world.coordinator.serve(self.context)
+            self.coordinator.serve(self.context)
         if message is EOF:
             self.open = False
             self.context.end()

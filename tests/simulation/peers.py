@@ -30,7 +30,7 @@ class Peers:
         self._world = world
 
     async def take_state(
-        self, job: str, tag: Tag, donors: Sequence[Peer], own: Any, patience: float, credentials: Any
+        self, job: str, tag: Tag, donors: Sequence[Peer], own: Any, patience: float, credentials: Any, *, received: Any
     ) -> Copy:
         """See `peer_calls.take_state`."""
         taker = self._asker()
@@ -47,10 +47,18 @@ class Peers:
                 continue
             self._world.note(taker.name, f"takes {tuple(tag)} from {self._world.by_id[peer.member_id].name}")
             return Copy(rest)
-        raise LinkUnavailable(f"nobody gave the state {tag}: " + "; ".join(failures))
+        raise LinkUnavailable(f"no member sent the state {tag}: " + "; ".join(failures))
 
     async def take_shards(
-        self, job: str, tag: Tag, holders: Sequence[Holder], plan: Plan, patience: float, credentials: Any
+        self,
+        job: str,
+        tag: Tag,
+        holders: Sequence[Holder],
+        plan: Plan,
+        patience: float,
+        credentials: Any,
+        *,
+        received: Any,
     ) -> None:
         """See `peer_calls.take_shards`."""
         if not plan.wanted:
@@ -74,7 +82,7 @@ class Peers:
             except PacelineError as error:
                 failures.append(f"{peer}: {error}")
         if not plan.fill(given):
-            raise LinkUnavailable(f"nobody gave some of {tag}: " + "; ".join(failures))
+            raise LinkUnavailable(f"no member sent some of {tag}: " + "; ".join(failures))
         self._world.note(taker.name, f"takes {tuple(plan.share)} of {tuple(tag)} from {' '.join(names)}")
 
     async def out_of_reach(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import queue
 from collections.abc import Iterator
@@ -15,20 +16,23 @@ from typing import TYPE_CHECKING, Any
 
 from simulation import files as simulated_files
 from simulation.group import Group, Mesh
-from simulation.network import COORDINATOR, Stream, refusal, unavailable
+from simulation.network import Stream, refusal, unavailable
 from simulation.process import _Door, _Flight, _Sockets, _Store, _Whereabouts
 from simulation.threads import SimulatedQueue, SimulatedTime, Waiters, current
 
 from paceline import _rpc, _wait
+from paceline._address import CoordinatorAddresses
 from paceline._elastic import coordination, recovery, saver, session, steps, waiting
 from paceline._links import fault
 from paceline._session import control, generations, identity, line_messages, member, view
 from paceline_protocol import Process as Identity
-from paceline_server import dispatcher, timers
+from paceline_server import dispatcher, failover, timers
 from paceline_server.errors import Refused
+from paceline_server.storage import etcd
 from pacelinepb.v1 import session_pb2 as pb
 
 if TYPE_CHECKING:
+    from simulation.coordinator import Coordinator
     from simulation.process import Process
     from simulation.world import World
 
@@ -68,11 +72,16 @@ class _Thread:
 class _Channel:
     """`CoordinatorChannel`."""
 
-    def __init__(self, target: str, failure_timeout: float, credentials: Any) -> None:
+    def __init__(self, addresses: CoordinatorAddresses, failure_timeout: float, credentials: Any) -> None:
+        self._addresses = addresses
         self.newest = self
 
-    async def renew(self, timeout: float) -> None:
-        pass
+    @property
+    def host(self) -> str:
+        return self._addresses.current.host
+
+    async def renew(self, timeout: float, leader: str | None = None) -> None:
+        self._addresses.turn(leader)
 
     async def call(self, make: Any) -> Any:
         return await make(self)
@@ -94,8 +103,9 @@ class _Calls:
         process = _process()
         await asyncio.sleep(self._world.delay(0.001, 0.02))
         async with asyncio.timeout(max(0.1, timeout)):
-            await self._reach(process)
-            stream = process.stream = Stream(self._world, process)
+            coordinator = self._world.coordinator_at(channel.host)
+            await self._reach(process, coordinator)
+            stream = process.stream = Stream(self._world, process, coordinator)
             try:
                 await stream.write(pb.SessionRequest.FromString(first.SerializeToString()))
                 answer = await stream.read()
@@ -116,37 +126,41 @@ class _Calls:
             await asyncio.sleep(world.latency())
             try:
                 async with asyncio.timeout(max(0.1, deadline - world.clock.now)):
-                    await self._reach(process, wait=True)
-                    while world.coordinator.stalled:  # noqa: ASYNC110  of simulated time
+                    coordinator = world.coordinator_at(channel.host)
+                    await self._reach(process, coordinator, wait=True)
+                    while coordinator.stalled:  # noqa: ASYNC110  of simulated time
                         await asyncio.sleep(0.1)
             except TimeoutError:
                 raise unavailable("no answer") from None
-            if not world.coordinator.up:
-                continue
+            if not coordinator.up or not coordinator.serves:
+                if not coordinator.up:
+                    continue
+                raise unavailable("a standby")
             known = known_sha256 if not pages else b""
             try:
-                pages.append(world.coordinator.dispatcher.page(job, formed.generation, len(pages), known))
+                pages.append(coordinator.dispatcher.page(job, formed.generation, len(pages), known))
             except Refused as refused:
                 raise refusal(refused) from None
             prompt, longest = (0.6, 9.0) if world.shape.late else (0.9, 2.5)
             await asyncio.sleep(world.latency() if world.rng.random() < prompt else world.delay(0.1, longest))
         return pages
 
-    async def report_exit(self, request: pb.ReportExitRequest, **_: Any) -> None:
+    async def report_exit(self, channel: Any, request: pb.ReportExitRequest, **_: Any) -> None:
         """ReportExit of SessionService."""
         await asyncio.sleep(self._world.latency())
-        await self._reach(_process(), wait=True)
+        coordinator = self._world.coordinator_at(channel.host)
+        await self._reach(_process(), coordinator, wait=True)
         told = request.process
         gone = Identity(told.host, told.pid, told.boot_id, told.start_ticks, told.pid_namespace, told.node)
-        self._world.coordinator.call("report_exit", request.job, gone, request.exit_code, request.found_gone)
+        coordinator.call("report_exit", request.job, gone, request.exit_code, request.found_gone)
 
-    async def _reach(self, process: Process, *, wait: bool = False) -> None:
+    async def _reach(self, process: Process, coordinator: Coordinator, *, wait: bool = False) -> None:
         """Returns when the coordinator is there; waits if it is cut off, or if asked to."""
         world = self._world
         while True:
-            if not world.network.reaches(process.name, COORDINATOR):
+            if not world.network.reaches(process.name, coordinator.name):
                 await asyncio.sleep(0.2)
-            elif world.coordinator.up:
+            elif coordinator.up:
                 return
             elif wait:
                 await asyncio.sleep(0.2)
@@ -165,16 +179,17 @@ class _Knocks:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._owner = world.starting  # whose dispatcher is made
 
     def at(self, address: str, refused: Any) -> None:
         name = address.partition(":")[0]
 
         def look() -> None:
             there = [process for process in self._world.members if process.name == name]
-            if self._world.network.reaches(name, COORDINATOR) and not any(process.alive for process in there):
+            if self._world.network.reaches(name, self._owner.name) and not any(process.alive for process in there):
                 refused()
 
-        self._world.coordinator.loop.call_later(self._world.delay(0.001, 0.02), look)
+        self._owner.loop.call_later(self._world.delay(0.001, 0.02), look)
 
     def close(self) -> None:
         pass
@@ -188,7 +203,6 @@ async def _nothing(*_: Any) -> None:
 def installed(world: World) -> Iterator[None]:
     """The names that this world's processes find."""
     time, calls, peers = SimulatedTime(world), _Calls(world), world.peers
-    stub = SimpleNamespace(ReportExit=calls.report_exit)
     chance = SimpleNamespace(Random=lambda: world.rng, uniform=world.rng.uniform)
     names: list[tuple[Any, str, Any]] = [
         *(
@@ -221,7 +235,11 @@ def installed(world: World) -> Iterator[None]:
         (member, "tell_launcher", lambda *_: None),
         (view, "_fetch_pages", calls.fetch_pages),
         (view, "time", time),
-        (line_messages, "SessionServiceStub", lambda _: stub),
+        (
+            line_messages,
+            "SessionServiceStub",
+            lambda channel: SimpleNamespace(ReportExit=functools.partial(calls.report_exit, channel)),
+        ),
         (line_messages, "is_gone", calls.is_gone),
         (identity, "process_identity", lambda: _process().identity()),
         (generations, "GrpcMesh", Mesh),
@@ -241,6 +259,8 @@ def installed(world: World) -> Iterator[None]:
             ),
         ),
         (dispatcher, "AddressProbes", lambda: _Knocks(world)),
+        (etcd, "FENCE_S", 1e9 if world.shape.unfenced else etcd.FENCE_S),
+        (failover, "secrets", SimpleNamespace(token_hex=lambda _: f"k{world.number()}")),
         (timers, "_PULSE", _PULSE),
     ]
     before = [(where, name, getattr(where, name)) for where, name, _ in names]

@@ -43,6 +43,9 @@ class Content:
         """A copy of all that is not spread."""
         return self._state.state_dict()
 
+    def finish(self) -> None:
+        """Nothing of it is on a device."""
+
 
 class Copy:
     """What was taken of a state, all but what is spread."""
@@ -52,6 +55,9 @@ class Copy:
 
     def tree(self) -> dict[str, Any]:
         return self._rest
+
+    def finish(self) -> None:
+        """See `Content.finish`."""
 
 
 class Plan:
@@ -123,7 +129,7 @@ class State:
     def run_optimizer(self, generation: int, *, half: bool = False) -> None:
         """`optimizer.step()` of the user's code; the first of two, or the only or last one."""
         self._ran_in = generation  # its gradients are of that generation
-        self._gate.open()
+        self._gate.open(self)
         if self.spoil_next:
             self.spoil_next = False
             self.bits, self.parts = ("spoiled", self.process.name), {}
@@ -162,7 +168,7 @@ class State:
     def manifest(self, **settings: object) -> bytes:
         return b"{}"
 
-    def fingerprint(self) -> bytes:
+    def fingerprint_of_origin(self) -> bytes:
         return b"alike"
 
     def large(self) -> list[Any]:

@@ -18,10 +18,11 @@ import greenlet
 from simulation.checks import Checks
 from simulation.clock import Clock
 from simulation.coordinator import Coordinator
+from simulation.failover import NAMES, FailoverProcess, SharedNode
 from simulation.files import Files
 from simulation.group import Rounds
 from simulation.loop import Loop
-from simulation.network import COORDINATOR, Network
+from simulation.network import Network
 from simulation.peers import Peers
 from simulation.process import Process, settings_of
 from simulation.state import is_all
@@ -54,6 +55,8 @@ class Shape:
         late: answers to calls often come late, behind what was said afterwards.
         twice: every other step has two updates, with collectives between and behind them.
         step_timeout: of all members, in seconds. A long one shows who waits for it without need.
+        coordinators: how many share a state in etcd; 1: the one has it for itself, on a disk.
+        unfenced: a leader that cannot store anything never gives up by itself: nothing may rest on its clock.
     """
 
     members: tuple[int, int] = (3, 4)
@@ -74,6 +77,8 @@ class Shape:
     late: bool = False
     twice: bool = False
     step_timeout: float = 8.0
+    coordinators: int = 1
+    unfenced: bool = False
 
 
 class World:
@@ -121,18 +126,37 @@ class World:
             least = most = self.most
         self.settings = JobSettings(least, most, 3.0)
         self.config = settings_of(3.0, shape.step_timeout)
-        self.coordinator = Coordinator(self)
+        self.coordinators: list[Coordinator] = [Coordinator(self)]
+        self.node = SharedNode(self)
+        if shape.coordinators > 1:
+            self.coordinators = [FailoverProcess(self, name) for name in NAMES[: shape.coordinators]]
+        self.starting = self.coordinators[0]
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """The coordinator; of several the one that leads, or has led last."""
+        if self.shape.coordinators == 1:
+            return self.coordinators[0]
+        return self.node.leader() or self.coordinators[0]
+
+    def coordinator_at(self, name: str) -> Coordinator:
+        """The coordinator on that host."""
+        return next(each for each in self.coordinators if each.name == name)
 
     def begin(self) -> None:
         """The coordinator and the first workers start."""
-        self.coordinator.start()
+        for coordinator in self.coordinators:
+            coordinator.start()
         for _ in range(self.most):
             self.clock.after(self.delay(0.0, 0.2), self.spawn)
 
     def end(self) -> None:
         """Takes down what still runs."""
         self.over = True
-        loops: list[Loop] = [*self.coordinator.loops, *(process.loop for process in self.members)]
+        loops: list[Loop] = [
+            *(loop for each in self.coordinators for loop in each.loops),
+            *(process.loop for process in self.members),
+        ]
         for process in self.members:
             process.alive = process.frozen = False
             for thread in process.threads:
@@ -236,7 +260,7 @@ class World:
             self.clock.after(self.delay(0.001, 0.05), self._report_exit, process)
 
     def _report_exit(self, process: Process) -> None:
-        if self.coordinator.up and self.network.reaches(process.name, COORDINATOR):
+        if self.coordinator.up and self.network.reaches(process.name, self.coordinator.name):
             self.coordinator.call("report_exit", "job", process.process, -9)
         else:
             self.clock.after(0.5, self._report_exit, process)

@@ -209,7 +209,7 @@ class RawSession:
                 found = message.WhichOneof("event")
                 if found == kind:
                     return getattr(message, kind)
-                assert found == "waiting", f"wanted {kind}, got {message}"
+                assert found in ("waiting", "alive"), f"wanted {kind}, got {message}"
 
     async def view(self) -> pb.ViewFormed:
         """Waits for the view."""

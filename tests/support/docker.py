@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["BUILD", "build", "compose_command", "engine"]
+__all__ = ["BUILD", "build", "build_etcd", "compose_command", "engine"]
 
 BUILD = {"DOCKER_BUILDKIT": "0"}
 """Not every engine has BuildKit: the Dockerfile promises to work with both."""
@@ -63,6 +63,34 @@ def build(image: str, *, target: str | None = None) -> None:
     root = _HERE.parents[1]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=_UP_TIMEOUT_S)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-8000:]}{done.stderr[-8000:]}"
+
+
+def build_etcd(image: str) -> None:
+    """Makes an image of this machine's etcd (Debian's etcd-server and etcd-client).
+
+    It is laid out as etcd's own image is: it has no shell and no user, the commands are in /usr/local/bin, and
+    /var/lib/etcd is empty.
+    """
+    commands = [shutil.which(name) for name in ("etcd", "etcdctl")]
+    if None in commands:
+        if os.environ.get("REQUIRE_CONTAINERS") == "1":
+            pytest.fail("etcd is not installed (etcd-server and etcd-client)")
+        pytest.skip("etcd is not installed (etcd-server and etcd-client)")
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        (root / "var/lib/etcd").mkdir(parents=True)
+        (root / "usr/local/bin").mkdir(parents=True)
+        for command in filter(None, commands):
+            shutil.copy(command, root / "usr/local/bin")
+            linked = subprocess.run(["ldd", command], capture_output=True, text=True, check=True).stdout
+            for library in (word for word in linked.split() if word.startswith("/")):
+                (root / library.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(library, root / library.lstrip("/"))
+        changes = ("ENV PATH=/usr/local/bin", "WORKDIR /var/lib/etcd", 'CMD ["/usr/local/bin/etcd"]')
+        tar = subprocess.run(["tar", "-C", root, "-c", "."], capture_output=True, check=True).stdout
+        words = ["docker", "import", *(word for change in changes for word in ("-c", change)), "-", image]
+        done = subprocess.run(words, input=tar, capture_output=True, timeout=_UP_TIMEOUT_S)
+    assert done.returncode == 0, done.stderr.decode()
 
 
 def compose_command() -> list[str]:

@@ -9,6 +9,7 @@ with a pidfd. This process has no thread, opens no channel and ends when the oth
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -31,6 +32,7 @@ def main(fd: int, modules: list[str]) -> dict[str, Any]:
     before = set(os.environ)
     for module in modules:
         importlib.import_module(module)
+    gc.freeze()  # children neither copy what is loaded nor go through it when they end
     loaded = {name: value for name, value in os.environ.items() if name not in before}  # grpc's settings, by Paceline
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests; children are as new processes are
     sock = socket.socket(fileno=fd)

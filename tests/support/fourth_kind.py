@@ -12,7 +12,7 @@ from typing import Any
 from paceline._links.base import LinkEnded
 from paceline._links.fault import Fault
 from paceline._links.frame import Frame
-from paceline._links.kind import HalfContext, Incoming, Kind, Outgoing
+from paceline._links.kind import Incoming, Kind, LinkContext, Outgoing
 from paceline._links.local import Pipe
 from paceline.config import Config
 from paceline.credentials import Credentials
@@ -107,21 +107,21 @@ class ThreadsKind(Kind):
     def __init__(self, config: Config, credentials: Credentials) -> None:
         pass
 
-    def is_for(self, context: HalfContext) -> bool:
+    def offer(self, context: LinkContext, hello: peer_pb2.HelloRequest) -> bool:
         return context.node == context.peer.node
 
     def expect(
-        self, hello: peer_pb2.HelloRequest, context: HalfContext, ticket: bytes, came: Callable[[Incoming], None]
+        self, hello: peer_pb2.HelloRequest, context: LinkContext, ticket: bytes, on_open: Callable[[Incoming], None]
     ) -> peer_pb2.HelloResponse | None:
-        self._expected[ticket] = context.fault, came
+        self._expected[ticket] = context.fault, on_open
         return peer_pb2.HelloResponse()
 
     async def open(
-        self, answer: peer_pb2.HelloResponse, context: HalfContext, stream: object, timeout: float
+        self, answer: peer_pb2.HelloResponse, context: LinkContext, stream: object, timeout: float
     ) -> Outgoing:
         if answer.ticket not in self._expected:
             raise LinkUnavailable(f"{context.peer} is no thread of this process")
-        fault, came = self._expected.pop(answer.ticket)
+        fault, on_open = self._expected.pop(answer.ticket)
         pipe = Pipe()
-        came(_ThreadsIncoming(pipe, fault))
+        on_open(_ThreadsIncoming(pipe, fault))
         return _ThreadsOutgoing(pipe, context.fault)

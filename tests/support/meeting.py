@@ -10,7 +10,7 @@ from paceline_protocol.coordinator import JobState, Session, Standing
 __all__ = ["BASE", "SILENT", "SURE", "job", "names"]
 
 BASE = Tag(6, 4)
-SURE = Ending("was killed by signal 9 (SIGKILL)", orderly=False)
+SURE = Ending("was killed by SIGKILL", orderly=False)
 SILENT = Ending("was silent for 3.0 s", orderly=False, sure=False)
 
 
@@ -36,7 +36,7 @@ def job(
         of_view = seat.rank < len(members)
         state.sessions[seat.member_id] = Session(
             seat.member_id, b"", seat.process, "", settings, None, 0, seat.rank, 1, 0.0, 0.0,
-            standing=Standing.IN_VIEW if of_view else Standing.WAITING,
+            standing=Standing.IN_VIEW if of_view else Standing.CANDIDATE,
             generation=7 if of_view else 0,
             last_generation=7 if of_view else 0,
             rank=seat.rank if of_view else None,

@@ -39,8 +39,8 @@ _MODULES = (
     "paceline.checkpoint",
     "paceline_server.app",
 )
-_TORCH_MODULES = ("paceline.torch.backend", "paceline.torch.ddp", "paceline.torch.fsdp")
-"""Besides, where the tests have torch."""
+_TORCH_MODULES = ("paceline.torch.backend", "paceline.torch.ddp", "paceline.torch.fsdp", "torch._dynamo")
+"""Besides, where the tests have torch. Its first optimizer loads the last: 1.5 s of a processor for each worker."""
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 

@@ -48,11 +48,11 @@ _COORDINATOR = """
 import json, sys
 from pathlib import Path
 from paceline_server import ServerSettings
-from paceline_server.app import serve
+from paceline_server.serving import serve
 
 settings = json.loads(sys.argv[1])
 settings |= {name: Path(text) for name, text in settings.items() if isinstance(text, str)}
-serve(ServerSettings(listen="127.0.0.1:0", **settings), lambda address: print(address, flush=True))
+serve(ServerSettings(listen="127.0.0.1:0", **settings), lambda address, _: print(address, flush=True))
 """
 
 _NEIGHBOUR = """

@@ -56,7 +56,7 @@ from paceline_protocol.coordinator import (
     PushDismissed,
     PushDrain,
     PushFinished,
-    PushMisfit,
+    PushMismatch,
     PushMissing,
     PushRunning,
     PushSpare,
@@ -245,7 +245,7 @@ class _Story:
             alike = list(same)
             if text is not None:
                 to = [self.by_id[effect.member_id].host for effect in alike]  # type: ignore[union-attr]
-                if isinstance(alike[0], PushRunning | PushSummons | PushCatchUp | PushMisfit | PushMissing):
+                if isinstance(alike[0], PushRunning | PushSummons | PushCatchUp | PushMismatch | PushMissing):
                     self._write_decision()  # it is the reason for these
                 self.write(f"coordinator -> {', '.join(to)}: {text}")
                 self._queue += [functools.partial(self._receive, effect) for effect in alike]
@@ -341,7 +341,7 @@ class _Story:
                     self._leave(worker)
                 else:
                     self._say(worker, worker.state.lost(self.checkpoint))
-            case PushMisfit():
+            case PushMismatch():
                 self.write(f"{worker.host} compares the two, and leaves with the difference as its error")
                 self._leave(worker)
 
@@ -619,8 +619,8 @@ def _describe(effect: Effect) -> str | None:
             what = f"part {share.part} of {share.parts} of {_name(base)}" if share is not None else _name(base)
             whence = " or ".join(seat.process.host for seat, _ in donors) or "the checkpoint"
             return f"catch up: take {what} from {whence}"
-        case PushMisfit(_, donor):
-            return f"misfit: your script or state differs from that of {donor.process.host}"
+        case PushMismatch(_, donor):
+            return f"mismatch: your script or state differs from that of {donor.process.host}"
         case PushMissing(_, processes):
             return f"missing: is pid {processes[0].pid} still there?"
         case PushDrain(_, reason):

@@ -118,7 +118,7 @@ def test_a_name_that_does_not_resolve_is_said_and_named(resolver: Resolver) -> N
     with pytest.raises(CoordinatorUnreachable, match="'coord' does not resolve"):
         _find("coord:7400", "10.1.1.1")
     resolver.names["coord"] = ["127.0.0.1"]
-    with pytest.raises(LinkUnavailable, match=r"this worker at 'node7' .*'node7' does not resolve"):
+    with pytest.raises(LinkUnavailable, match=r"reach it at 'node7' .*'node7' does not resolve"):
         _find("coord:7400", "node7:5000")
 
 
@@ -134,7 +134,7 @@ def test_a_name_that_appears_later_is_waited_for(resolver: Resolver, trouble: in
     said: list[str] = []
     found = asyncio.run(reachable_endpoint(Endpoint("coord", 7400), None, 10.0, say))
     assert found.is_loopback
-    assert said == ["no way to the coordinator at coord:7400: the name 'coord' does not resolve: not yet"]
+    assert said == ["cannot reach the coordinator at coord:7400: the name 'coord' does not resolve: not yet"]
 
 
 def test_trouble_that_stays_is_said_once_and_ends_with_the_time(resolver: Resolver) -> None:
@@ -163,7 +163,7 @@ def test_a_resolver_that_does_not_answer_is_said_and_not_waited_for(monkeypatch:
     try:
         with pytest.raises(CoordinatorUnreachable, match="'coord' does not resolve: the resolver does not answer"):
             asyncio.run(reachable_endpoint(Endpoint("coord", 7400), None, 0.05, said.append))
-        assert said[0] == "the name 'coord' is being looked up: the resolver has not answered yet"
+        assert said[0] == "still looking up the name 'coord': the resolver has not answered yet"
         assert time.monotonic() - start < 5  # asyncio's own pool would be waited for at the end of the loop
     finally:
         release.set()
@@ -182,7 +182,9 @@ def test_an_address_that_no_route_leads_to_is_passed_over(resolver: Resolver, mo
     monkeypatch.setattr(address, "_source", source)
     assert _find("coord:7400", None) == (Endpoint("10.0.0.7", 0), [])
     ways.clear()
-    with pytest.raises(CoordinatorUnreachable, match="no way to the coordinator at coord:7400: Network is unreachable"):
+    with pytest.raises(
+        CoordinatorUnreachable, match="cannot reach the coordinator at coord:7400: Network is unreachable"
+    ):
         _find("coord:7400", None)
 
 
@@ -263,7 +265,7 @@ def test_what_a_knock_at_all_addresses_of_a_host_says(
     monkeypatch.setattr(address, "look_up", look_up)
     monkeypatch.setattr(address, "_KNOCK", 0.01)
     monkeypatch.setattr(asyncio, "open_connection", connect)
-    assert asyncio.run(address.knock(Endpoint("node", 1), 60.0)) is said
+    assert asyncio.run(address.probe(Endpoint("node", 1), 60.0)) is said
     assert asyncio.run(address.is_refused(Endpoint("node", 1), 60.0)) is (said is False)
 
 
@@ -272,4 +274,4 @@ def test_a_knock_waits_for_a_name_no_longer_than_it_may(monkeypatch: pytest.Monk
         await asyncio.Event().wait()
 
     monkeypatch.setattr(address, "look_up", stalled)
-    assert asyncio.run(address.knock(Endpoint("node", 1), 0.01)) is None
+    assert asyncio.run(address.probe(Endpoint("node", 1), 0.01)) is None

@@ -56,12 +56,12 @@ def test_what_is_lost_twice_or_missing_is_said(tmp_path: Path, records: Any) -> 
     write(tmp_path, "a", job(4), *step(1, 1, 0), *step(2, 1, 2, 2), *step(3, 1, 0, 1, 2, 3))
     records.refresh()
     missing, first = records.wrong()
-    assert missing == "steps that nobody applied: [4]"
+    assert missing == "steps that no worker applied: [4]"
     assert first == "epoch 1: 2 samples not used, 1 used more than once"
 
 
 def test_without_a_job_nothing_is_right(records: Any) -> None:
-    assert records.wrong() == ["nobody began"]
+    assert records.wrong() == ["no worker began"]
 
 
 def test_half_a_line_waits_for_its_end(tmp_path: Path, records: Any) -> None:
@@ -104,6 +104,6 @@ def test_gaps_and_an_answer_that_does_not_come(tmp_path: Path, records: Any) -> 
     records.refresh()
     assert records.longest_gap(0.5, 6.0) == 3.0
     assert records.longest_gap(0.0, 9.0) == 4.0
-    assert records.accuracy is None
-    with pytest.raises(TimeoutError, match="not within 0 s: an end"):
-        records.wait(lambda: records.accuracy, "an end", timeout=0.0)
+    assert not records.ended
+    with pytest.raises(TimeoutError, match="did not happen within 0 s: an end"):
+        records.wait(lambda: records.ended, "an end", timeout=0.0)

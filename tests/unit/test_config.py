@@ -36,7 +36,7 @@ def test_how_members_talk_to_each_other() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("PACELINE_LINKS", "tcp,udp", "there is no 'udp'"),
+        ("PACELINE_LINKS", "tcp,udp", "there is no kind of link 'udp'"),
         ("PACELINE_TCP_STREAMS", "many", "PACELINE_TCP_STREAMS must be a number from 1 to 16, not 'many'"),
         ("PACELINE_TCP_STREAMS", "17", "tcp_streams must be 1 to 16, not 17"),
         ("PACELINE_TCP_STREAMS", "0", "tcp_streams must be 1 to 16, not 0"),

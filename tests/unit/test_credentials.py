@@ -78,9 +78,9 @@ def test_a_file_that_cannot_be_read_is_named(good: CertificateFolder, tmp_path: 
 @pytest.mark.parametrize(
     ("name", "file", "words"),
     [
-        ("CA", "member.key", r"the authority \(ca\) is no certificate"),
-        ("KEY", "coordinator.key", "the key is not that of the certificate"),
-        ("KEY", "ca.pem", "they are no PEM"),
+        ("CA", "member.key", r"the authority \(ca\) is not a certificate"),
+        ("KEY", "coordinator.key", "the key does not belong to the certificate"),
+        ("KEY", "ca.pem", "they are not in PEM"),
     ],
 )
 def test_files_that_are_something_else(
@@ -223,7 +223,7 @@ def test_a_token_file_that_hangs_from_the_start(tmp_path: Path, monkeypatch: pyt
     path = tmp_path / "token"
     path.touch(0o600)
     path.write_text(TOKEN)
-    with hanging(path), pytest.raises(ValueError, match=f"cannot read the token file {path}: nothing came of it"):
+    with hanging(path), pytest.raises(ValueError, match=f"cannot read the token file {path}: no answer in"):
         Credentials.from_environment({"PACELINE_TOKEN_FILE": str(path)})
 
 

@@ -25,7 +25,7 @@ def test_a_proof_opens_once() -> None:
     caller, door = key("a"), key("b")
     proof = caller.prove(REQUEST)
     assert door.check(NAME, DATA, proof) == ""
-    assert door.check(NAME, DATA, proof) == "this call has come before"
+    assert door.check(NAME, DATA, proof) == "this call was made before"
     assert door.check(NAME, DATA, caller.prove(REQUEST)) == ""
 
 
@@ -43,7 +43,7 @@ def test_only_whoever_has_the_secret_is_believed() -> None:
         (NAME, other, proof),  # to another door
         ("GetStateRequest", DATA, proof),  # for another purpose
     ]:
-        assert door.check(name, data, shown).startswith("the caller does not prove that it is of this job")
+        assert door.check(name, data, shown).startswith("the caller does not prove that it belongs to this job")
     assert door.check(NAME, DATA, proof) == ""  # which none of that has used up
 
 
@@ -95,4 +95,4 @@ def test_a_call_stays_used_though_the_secret_changes_and_changes_back() -> None:
     assert door.check(NAME, DATA, proof) == ""
     door.learn(bytes(32), "b")
     door.learn(SECRET, "b")
-    assert door.check(NAME, DATA, proof) == "this call has come before"
+    assert door.check(NAME, DATA, proof) == "this call was made before"

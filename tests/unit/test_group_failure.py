@@ -295,7 +295,7 @@ def test_who_announces_what_no_memory_holds_is_named(call: Any, monkeypatch: pyt
     monkeypatch.setattr("paceline._arrays.np.empty", empty)
     groups = local_groups(2, CONFIG)
     call(groups[1])
-    with pytest.raises(CollectiveMismatch, match=r"rank 1 .* announces .* no memory") as caught:
+    with pytest.raises(CollectiveMismatch, match=r"rank 1 .* announces .* not enough memory") as caught:
         call(groups[0])
     assert 1 in caught.value.ranks
     for group in groups:

@@ -297,11 +297,11 @@ def test_what_was_called_in_an_earlier_generation_proves_nothing_in_this_one() -
         exchange = groups[1]._bound.engine._exchange
         look = exchange._look_around
 
-        def look_around(awaited: int | None = None) -> None:
+        def poll(awaited: int | None = None) -> None:
             look(awaited)
             if awaited == 2 and 0 in exchange._early:
                 looked.set()
 
-        with mock.patch.object(exchange, "_look_around", look_around):
+        with mock.patch.object(exchange, "_look_around", poll):
             found = at_once([lambda group=group: rank(group) for group in groups])
         assert found == [(None, [2.0] * 3), ([1.0] * 3, [2.0] * 3), (None, [2.0] * 3)]

@@ -295,7 +295,7 @@ def test_user_mistakes_are_errors_at_the_call_and_cost_nothing(world: int) -> No
         with pytest.raises(UnsupportedOp, match="cannot be sent"):
             group.all_reduce(np.array([object()]))
         with pytest.raises(UnsupportedOp, match="unknown op"):
-            group.all_reduce(x, op="avg")
+            group.all_reduce(x, op="average")
         with pytest.raises(UnsupportedOp, match="whole numbers"):
             group.average({"n": np.ones(2, int)})
         with pytest.raises(SizeMismatch):

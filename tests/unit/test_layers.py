@@ -18,12 +18,13 @@ import paceline_server
 
 LAYERS = (
     {
-        *("_address", "_allocator", "_arrays", "_door_key", "_embedded", "_exhausted", "_fork", "_grpc"),
-        *("_lookup", "_loop", "_once", "_recorder", "_rpc", "_signature", "_tls", "_token_source", "_user_folder"),
-        *("_version", "_wait", "_work", "config", "credentials", "errors"),
+        *("_address", "_allocator", "_arrays", "_counters", "_door_key", "_embedded", "_exhausted", "_fork", "_grpc"),
+        *("_lookup", "_loop", "_once", "_recorder", "_rpc", "_signature", "_tls", "_token_source", "_uncaught"),
+        *("_user_folder", "_version", "_wait", "_work", "config", "credentials", "errors"),
     },
     {"compression"},
     {"_links"},
+    {"_engines"},
     {"_collectives"},
     {"_group"},
     {"_session"},
@@ -35,6 +36,7 @@ LAYERS = (
     {"paceline"},  # what `import paceline` offers
     {"demo"},
     {"cli"},
+    {"ray"},  # its driver decides as the launcher does
     {"__main__"},
 )
 """Packages and modules of paceline, low to high. Those of one layer may not import each other, but for the first."""

@@ -12,7 +12,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
-LIBRARY = SETTINGS["project"]["dependencies"]
+LIBRARY = SETTINGS["project"]["dependencies"] + SETTINGS["project"]["optional-dependencies"]["http"]
 LOCKS = {
     "requirements.lock": LIBRARY,
     "requirements-demo.lock": SETTINGS["project"]["optional-dependencies"]["demo"],

@@ -197,7 +197,7 @@ def test_where_no_thread_is_left_it_is_said_unless_another_asks(
             stall.release.set()
             assert await asking
         else:
-            with pytest.raises(OSError, match="no thread is left to ask"):
+            with pytest.raises(OSError, match="cannot start a thread"):
                 await asking
 
     asyncio.run(ask())

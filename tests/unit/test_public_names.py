@@ -6,7 +6,6 @@ import ast
 import importlib
 import importlib.util
 import pkgutil
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import pytest
 
 import paceline
 from paceline import errors
+from support.blocks import PAGES, blocks
 
 
 def test_every_public_name_is_there() -> None:
@@ -63,7 +63,7 @@ def test_importing_the_package_loads_neither_grpc_nor_the_command_line() -> None
 
 ROOT = Path(__file__).parents[2]
 
-_MODULES = ("checkpoint", "compression", "nn", "optim", "testing", "torch")
+_MODULES = ("checkpoint", "compression", "nn", "optim", "ray", "testing", "torch")
 FOR_USERS = ("paceline", *(f"paceline.{name}" for name in _MODULES))
 """Where the names for users are; everything else is internal."""
 
@@ -93,9 +93,9 @@ def offered_by(module: str) -> set[str]:
 
 
 def shown_to_users() -> Iterator[tuple[str, ast.Module]]:
-    """The Python code of README.md and the examples."""
-    for number, block in enumerate(re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)):
-        yield f"README.md, block {number}", ast.parse(block)
+    """The Python code of README.md, docs/ and the examples."""
+    for block in (block for page in PAGES for block in blocks(page) if block.language == "python"):
+        yield block.where, ast.parse(block.code)
     for file in sorted((ROOT / "examples").rglob("*.py")):
         yield file.name, ast.parse(file.read_text())
 

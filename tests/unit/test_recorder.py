@@ -51,6 +51,7 @@ def test_an_operation_that_is_done(recorder: FlightRecorder, clock: Clock) -> No
         {
             "number": 7,
             "group": "model",
+            "first_rank": 0,
             "generation": 0,
             "operation": "all_reduce",
             "detail": "op=sum",
@@ -222,3 +223,18 @@ def test_threads_may_record_while_others_look() -> None:
     for index in range(threads):
         own = [entry["number"] for entry in recorder.snapshot() if entry["group"] == str(index)]
         assert own == sorted(own)
+
+
+def test_steps_and_groups_are_remembered_the_latest_of_each(clock: Clock) -> None:
+    recorder = FlightRecorder(4, clock, lambda: clock.now + 1_700_000_000.0 - 100.0)
+    recorder.know_group("", (0, 1))
+    for number in range(300):
+        recorder.step(2, number)
+        recorder.know_group(f"part{number}", (0,))
+    recorder.know_group("part299", (0, 1))
+    found = recorder.record()
+    assert [step["number"] for step in found["steps"]] == list(range(44, 300))
+    assert found["steps"][0] == {"generation": 2, "number": 44, "at": "2023-11-14T22:13:20.000000+00:00"}
+    assert len(found["groups"]) == 64
+    assert (found["groups"][""], found["groups"]["part299"]) == ([0, 1], [0, 1])
+    json.dumps(found)

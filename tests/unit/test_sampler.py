@@ -81,7 +81,7 @@ def test_order_is_the_same_in_every_version() -> None:
 
 def test_bad_arguments() -> None:
     for arguments in [(0, 1, 0), (1, 0, 0), (1, 1, -1)]:
-        with pytest.raises(ValueError, match="want n >= 1"):
+        with pytest.raises(ValueError, match="n and the batch must be at least 1"):
             ElasticSampler(*arguments)
     sampler = ElasticSampler(4, 2)
     with pytest.raises(ValueError, match="negative"):

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,7 +119,9 @@ class Cluster:
         failure_timeout, step_timeout: seconds.
         witness: whether exits are told to the coordinator, as a launcher would.
         host: where the coordinator runs; None for this one. From here a host cannot be reached: `witness` is to be off.
+        coordinators: addresses of coordinators that somebody else starts and ends; empty for one of the cluster's own.
         certificates: for TLS everywhere; None for none.
+        variables: more for the environment of every trainer.
         plan: more for every trainer (see trainer.py).
     """
 
@@ -134,7 +136,9 @@ class Cluster:
         step_timeout: float = 600.0,
         witness: bool = True,
         host: Host | None = None,
+        coordinators: str = "",
         certificates: CertificateFolder | None = None,
+        variables: Mapping[str, str] | None = None,
         **plan: Any,
     ) -> None:
         self.folder = folder
@@ -144,7 +148,7 @@ class Cluster:
         self._plan = {"total": total, "wrapper": "ddp", "join_timeout": 30.0, "model_seed": 5, **plan}
         self._plan["brake"] = str(folder / "brake")
         self._scheduled = self._plan["wrapper"] == "torch"
-        self.address = f"{'127.0.0.1' if host is None else host.address}:{free_port()}"
+        self.address = coordinators or f"{'127.0.0.1' if host is None else host.address}:{free_port()}"
         self._host = host
         self.environment = {
             "PACELINE_COORDINATOR": self.address,
@@ -155,6 +159,7 @@ class Cluster:
             "PACELINE_STEP_TIMEOUT": str(step_timeout),
             "PACELINE_FLIGHT_DIR": "off",
             **({} if certificates is None else certificates.environment),
+            **(variables or {}),
         }
         self._changed = threading.Condition()
         self._witness = witness
@@ -162,7 +167,8 @@ class Cluster:
         self._reports = ExitReports(self.address, "job", credentials)
         self._watchers: list[threading.Thread] = []
         self.coordinator: Process | None = None
-        self.start_coordinator()
+        if not coordinators:
+            self.start_coordinator()
 
     # What a test does -------------------------------------------------------------------------------------------------
 
@@ -334,7 +340,8 @@ class Cluster:
                 facts = {k: v for k, v in event.items() if k not in ("at", "event", "weights", "indices", "net")}
                 lines.append(f"  {event['at']:.3f} {event['event']} {facts}")
             lines.append(trainer.stderr[-3000:])
-        lines += ["--- coordinator", (self.folder / "coordinator.log").read_text()[-4000:]]
+        for log in sorted(self.folder.glob("coordinator*.log")):
+            lines += [f"--- {log.stem}", log.read_text()[-4000:]]
         return "\n".join(lines)
 
 

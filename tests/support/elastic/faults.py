@@ -1,8 +1,8 @@
 """Faults in words: kill(rank=1, at="mid_all_reduce", step=3). Declared by the test, inflicted by the worker on itself.
 
 Phases: joining (a candidate), forward, in_word, mid_all_reduce (first half of the ring), late_all_reduce (second half),
-before_gate, second_word (of a state that is spread), behind_gate, between_steps, giving and taking state, giving_share,
-taking_share, meeting, closing, keeping (the last checkpoint).
+in_engine (an engine has begun a sum), before_gate, second_word (of a state that is spread), behind_gate, between_steps,
+giving and taking state, giving_share, taking_share, meeting, closing, keeping (the last checkpoint).
 Of an FSDP unit: mid_all_gather (of its values), mid_reduce_scatter (of its gradients),
 mid_replicas (the sum of those over the nodes). A fault is inflicted once.
 """
@@ -143,6 +143,7 @@ def inflict(faults: Sequence[Fault], emit: Callable[..., None]) -> None:
     from paceline._elastic.saver import Saver
     from paceline._elastic.state import TrainState
     from paceline._elastic.training_loop import TrainingLoop
+    from paceline._group import group
     from paceline._group.group_core import GroupCore
     from paceline._links.fault import Suspicion
     from paceline._session.member import MemberConnection
@@ -195,6 +196,14 @@ def inflict(faults: Sequence[Fault], emit: Callable[..., None]) -> None:
 
     Exchange.begin, Exchange.recv = beginning, receiving  # type: ignore[method-assign]
     _after(GroupCore, "take_piggyback", lambda group, piggyback: piggyback and strike("in_word", current[0]))
+    make = group.make_engine
+
+    def making(name: str) -> Any:
+        engine = make(name)
+        _after(engine, "all_reduce", lambda *_: strike("in_engine", current[0]))
+        return engine
+
+    group.make_engine = making
     _before(OfferedState, "read", lambda *_: strike("giving"))
     _before(OfferedState, "pack", lambda *_: strike("giving_share"))
     _before(Content, "write", lambda *_: strike("taking"))
@@ -216,7 +225,7 @@ def take_nothing() -> None:
     from paceline.errors import LinkUnavailable
 
     def refuse(*_: Any) -> Any:
-        raise LinkUnavailable("nobody gave it, for a test")
+        raise LinkUnavailable("no member sent it, for a test")
 
     RemoteCoordinator.take = RemoteCoordinator.take_shards = refuse  # type: ignore[method-assign]
 

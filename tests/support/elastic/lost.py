@@ -16,7 +16,7 @@ def resumed_from(cluster: Cluster) -> int:
         AssertionError: nothing was lost, or whoever had a place in the line went on somewhere else.
     """
     said = "".join(trainer.stderr for trainer in cluster.finishers)
-    steps = {int(step) for step in re.findall(r"is lost: .*; going on from the checkpoint of step (\d+)", said)}
+    steps = {int(step) for step in re.findall(r"is lost: .*; continuing from step (\d+) of checkpoint", said)}
     assert len(steps) == 1, f"checkpoints from which the line went on: {steps}\n{cluster}"
     (step,) = steps
     killed = [trainer for trainer in cluster.trainers if trainer.process.returncode == -9]

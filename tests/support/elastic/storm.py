@@ -11,6 +11,7 @@ import itertools
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -43,21 +44,37 @@ class Storm:
         seed: of the choices.
         say: where a line for each fault goes.
         kills: whether workers are killed too.
+        gaps: least and greatest time in seconds between two faults.
+        stall: seconds without any step applied after which the job counts as stuck.
 
     Attributes:
         done: the lines.
+        counts: how often each fault has happened.
         harm: how many steps the faults may cost, one each at most.
+        undone: generations of which somebody has undone a step.
         longest: the longest time in seconds in which no step was applied.
     """
 
-    def __init__(self, cluster: Cluster, seed: int, say: Callable[[str], None], *, kills: bool = True) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        seed: int,
+        say: Callable[[str], None],
+        *,
+        kills: bool = True,
+        gaps: tuple[float, float] = (0.5, 2.0),
+        stall: float = STALL,
+    ) -> None:
         self.done: list[str] = []
+        self.counts: Counter[str] = Counter()
         self.harm = 0
+        self.undone: set[int] = set()
         self.longest = 0.0
         self._cluster = cluster
         self._random = random.Random(seed)
         self._say = say
         self._kills = kills
+        self._gaps, self._stall = gaps, stall
         self._start = time.monotonic()
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -72,7 +89,7 @@ class Storm:
         """Faults for so long; then everything is mended and the job is to go on."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            self._wait(self._random.uniform(0.5, 2.0))
+            self._wait(self._random.uniform(*self._gaps))
             self._strike()
         while self._later:
             heapq.heappop(self._later)[2]()
@@ -89,8 +106,8 @@ class Storm:
 
     def _strike(self) -> None:
         running = self._staying()
-        names = list(_FAULTS)
-        fault = self._random.choices(names, weights=list(_FAULTS.values()))[0]
+        kinds = list(_FAULTS)
+        fault = self._random.choices(kinds, weights=list(_FAULTS.values()))[0]
         if len(running) < LEAST:
             fault = "start"
         victims = [trainer for trainer in running if trainer not in self._frozen]
@@ -100,27 +117,28 @@ class Storm:
         match fault:
             case "start" if len(running) < MOST:
                 (new,) = self._cluster.start(1)
-                self._tell(f"started {new.pid}")
+                self._tell("joins", f"started {new.pid}")
             case "kill one" | "kill two" if self._kills and safe and len(victims) >= wanted:
                 self.harm += wanted
                 for trainer in victims[:wanted]:
                     trainer.signal(signal.SIGKILL)
                 for trainer in victims[:wanted]:
                     trainer.process.wait()
-                self._tell(f"killed {' and '.join(str(trainer.pid) for trainer in victims[:wanted])}")
+                names = " and ".join(str(trainer.pid) for trainer in victims[:wanted])
+                self._tell("kills", f"killed {names}", wanted)
             case "freeze shortly" | "freeze long" if safe and victims:
                 span = (0.2, 0.7) if fault == "freeze shortly" else (1.5, 3.0)
                 self._freeze(victims[0], self._random.uniform(*span) * FAILURE_TIMEOUT)
             case "drain" if safe and victims:
                 self._draining.add(victims[0])
                 victims[0].signal(signal.SIGTERM)
-                self._tell(f"drained {victims[0].pid}")
+                self._tell("drains", f"drained {victims[0].pid}")
             case "coordinator" if not self._away:
                 seconds = self._random.uniform(0.0, 2.5)
                 self._cluster.kill_coordinator()
                 self._away = True
                 self._after(seconds, self._bring_back)
-                self._tell(f"killed the coordinator, for {seconds:.1f} s")
+                self._tell("coordinator restarts", f"killed the coordinator, for {seconds:.1f} s")
 
     def _freeze(self, trainer: Trainer, seconds: float) -> None:
         self.harm += 1
@@ -133,7 +151,7 @@ class Storm:
                 trainer.signal(signal.SIGCONT)
 
         self._after(seconds, thaw)
-        self._tell(f"froze {trainer.pid} for {seconds:.1f} s")
+        self._tell("freezes", f"froze {trainer.pid} for {seconds:.1f} s")
 
     def _bring_back(self) -> None:
         self._cluster.start_coordinator()
@@ -151,7 +169,7 @@ class Storm:
             self._look()
             stalled = time.monotonic() - self._applied_at
             self.longest = max(self.longest, stalled)
-            assert stalled < STALL, f"no step was applied for {stalled:.0f} s"
+            assert stalled < self._stall, f"no step was applied for {stalled:.0f} s"
             failed = [trainer for trainer in self._cluster.trainers if trainer.of("error")]
             assert not failed, f"{failed[0].pid} failed: {failed[0].of('error')}"
             time.sleep(0.02)
@@ -166,6 +184,8 @@ class Storm:
                 if event["event"] == "applied":
                     self._last[trainer] = event["generation"], event["step"]
                     self._applied_at = max(self._applied_at, event["at"])
+                elif event["event"] == "undone":
+                    self.undone.add(event["generation"])
 
     def _holders(self, without: list[Trainer]) -> list[Trainer]:
         """Who trains in the newest generation, will go on, and so holds the state of the line."""
@@ -187,7 +207,8 @@ class Storm:
         self._look()
         return max((step for _, step in self._last.values()), default=0)
 
-    def _tell(self, what: str) -> None:
+    def _tell(self, kind: str, what: str, count: int = 1) -> None:
+        self.counts[kind] += count
         newest = max(self._last.values(), default=(0, 0))
         line = (
             f"{time.monotonic() - self._start:7.2f} s ({time.monotonic():.2f}) {what}; "

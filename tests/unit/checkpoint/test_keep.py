@@ -113,7 +113,7 @@ def test_the_last_good_one_is_never_removed(tmp_path: Path) -> None:
 def test_if_all_are_damaged_nothing_is_made_up(tmp_path: Path) -> None:
     for step in (1, 2):
         cut(checkpoint.save(tmp_path, state(step), (1, step)) / "arrays.safetensors")
-    with pytest.raises(CheckpointDamaged, match=r"no checkpoint in .* is whole: .*0001/arrays"):
+    with pytest.raises(CheckpointDamaged, match=r"no checkpoint in .* is intact: .*0001/arrays"):
         checkpoint.load(tmp_path)
 
 

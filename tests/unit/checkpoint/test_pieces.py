@@ -85,7 +85,7 @@ def test_layouts_are_those_of_the_file() -> None:
 
 @pytest.mark.parametrize(("start", "holder", "holders"), [(-1, 0, 1), (3, 0, 1), (0, 1, 1), (0, -1, 1), (0, 0, 0)])
 def test_a_shard_lies_in_its_array(start: int, holder: int, holders: int) -> None:
-    with pytest.raises(ValueError, match=r"do not lie|is none of"):
+    with pytest.raises(ValueError, match=r"do not fit|is not one of"):
         Shard(np.zeros(2), start, (2, 2), holder, holders)
 
 

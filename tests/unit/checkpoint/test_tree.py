@@ -147,7 +147,7 @@ def test_shards_stand_for_arrays_where_ranks_save_together() -> None:
     skeleton, leaves = split_shards({"a": [shard, np.zeros(3)]})
     assert skeleton == {"a": [{"$array": "a.0"}, {"$array": "a.1"}]}
     assert leaves["a.0"] is shard
-    with pytest.raises(UnsupportedOp, match=r"^a\.0 is spread"):
+    with pytest.raises(UnsupportedOp, match=r"^a\.0 is sharded"):
         split({"a": [shard]})
     for state in ({"a.0": np.ones(1), "a": [shard]}, {"a": [shard], "a.0": np.ones(1)}):
         with pytest.raises(UnsupportedOp, match="path of two arrays"):

@@ -214,7 +214,7 @@ def test_a_wrong_result_is_an_error() -> None:
         call.result[1] += group.rank
         check_result(call.result, result_parts("all_reduce", group.rank, 2, in_place=True))
 
-    with pytest.raises(ArithmeticError, match=r"between 0.0 and 1.0, and should be 0.0"):
+    with pytest.raises(ArithmeticError, match=r"between 0.0 and 1.0, but should be 0.0"):
         run_ranks(2, rank)
 
 

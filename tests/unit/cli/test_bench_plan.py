@@ -13,6 +13,7 @@ from paceline.cli.bench.jobs import COLLECTIVES, Job, plan
 from paceline.cli.bench.measure import paceline_recipe
 from paceline.cli.bench.peers import check_peer, mpirun_command, peer_recipe
 from paceline.cli.output import UsageError
+from pacelinepb import install_command
 
 runner = CliRunner()
 
@@ -52,13 +53,13 @@ def test_every_schedule_of_all_collectives_that_have_some() -> None:
         (["all-to-none"], "choose one of all-reduce, reduce, reduce-scatter, broadcast, scatter, all-gather, gather"),
         (
             ["all-reduce", "--links", "grpc,rdma"],
-            "no link 'rdma': this version measures shm, tcp, grpc, local",
+            "there is no kind of link 'rdma': choose from shm, tcp, grpc, local",
         ),
-        (["all-reduce", "--links", ""], "--links names no link"),
-        (["all-reduce", "--vs", "nccl"], "there is no 'nccl' to compare with: choose of gloo, openmpi"),
-        (["all-reduce", "--memory", "mine"], "there is no memory 'mine': choose one of any, group"),
-        (["all-reduce", "--place", "elsewhere"], "there is no place 'elsewhere': choose one of usual, in, out"),
-        (["all-reduce", "--plot", "picture.gif"], "--plot makes .png, .svg or .pdf, not picture.gif"),
+        (["all-reduce", "--links", ""], "--links is empty"),
+        (["all-reduce", "--vs", "nccl"], "there is no 'nccl' to compare with: choose from gloo, openmpi"),
+        (["all-reduce", "--memory", "mine"], "--memory must be one of any, group, not 'mine'"),
+        (["all-reduce", "--place", "elsewhere"], "--place must be one of usual, in, out, not 'elsewhere'"),
+        (["all-reduce", "--plot", "picture.gif"], "--plot writes .png, .svg or .pdf, not picture.gif"),
         (["all-reduce", "--plot", "/no/such/folder/a.png"], "there is no folder /no/such/folder for --plot"),
         (["all-reduce", "--tune-out", "/no/such/folder/a.json"], "there is no folder /no/such/folder for --tune-out"),
         (["all-reduce", "--tune", "--schedule", "ring"], "--tune measures all schedules over one kind of link"),
@@ -66,10 +67,16 @@ def test_every_schedule_of_all_collectives_that_have_some() -> None:
         (["all-reduce", "--tune", "--links", "grpc,local"], "--tune measures all schedules over one kind of link"),
         (["send-recv", "--tune"], "send-recv has no schedules"),
         (["all", "--sizes", "3MiBs"], "is not a size"),
-        (["all", "--sizes", "4", "--schedule", "ring"], "--schedule is for one collective"),
+        (["all", "--sizes", "4", "--schedule", "ring"], "--schedule needs one collective"),
         (["send-recv", "--schedule", "ring"], "send-recv has no schedules"),
-        (["all-gather", "--schedule", "ring,star"], "no schedule 'star' for all_gather: there are direct, bruck, ring"),
-        (["all-reduce", "--schedule", ""], "there is no schedule '' for all_reduce: there are star, direct, ring"),
+        (
+            ["all-gather", "--schedule", "ring,star"],
+            "no schedule 'star' for all_gather; the schedules are direct, bruck, ring",
+        ),
+        (
+            ["all-reduce", "--schedule", ""],
+            "there is no schedule '' for all_reduce; the schedules are star, direct, ring",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_one_line_and_exit_code_2(
@@ -89,7 +96,7 @@ def test_what_cannot_be_measured_is_one_line_and_exit_code_2(
     [
         (["--vs", "gloo"], "pip install torch"),
         (["--vs", "openmpi"], "pip install mpi4py"),
-        (["--plot", "a.png"], "pip install 'paceline[bench]'"),
+        (["--plot", "a.png"], install_command("bench")),
     ],
 )
 def test_what_is_not_installed_is_named(arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,8 +88,8 @@ def test_a_row_says_what_the_links_were_and_a_note_if_they_are_others_than_asked
     table.add(job, Measured(Somebody(), None, lacks="there is no such thing"))
     assert [row.link for row in table.rows] == ["shm", "shm+grpc", "shm+grpc"]
     assert table.notes == [
-        "paceline was asked to use shm links, and used shm+grpc",
-        "all_reduce is not in paceline: there is no such thing",
+        "paceline was asked to use shm links, but used shm+grpc",
+        "paceline cannot do all_reduce: there is no such thing",
     ]
     for note in table.notes:
         assert out.getvalue().count(note) == 1

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from paceline.cli.app import app
 from paceline.credentials import MEMBER_NAME, Credentials
+from pacelinepb import install_command
 
 FILES = ("ca", "coordinator", "member")
 
@@ -84,7 +85,8 @@ def test_half_an_authority_is_not_written_over(tmp_path: Path) -> None:
     certs(str(tmp_path))
     (tmp_path / "ca.key").unlink()
     cert = (tmp_path / "ca.pem").read_bytes()
-    assert "there is ca.pem without ca.key: bring it here, or choose another directory" in certs(str(tmp_path), code=2)
+    advice = "there is ca.pem without ca.key: copy ca.key here, or choose another directory"
+    assert advice in certs(str(tmp_path), code=2)
     assert (tmp_path / "ca.pem").read_bytes() == cert
     assert not (tmp_path / "ca.key").exists()
 
@@ -94,12 +96,12 @@ def test_an_authority_of_another_key(tmp_path: Path) -> None:
     (tmp_path / "ca.key").write_bytes((tmp_path / "member.key").read_bytes())
     assert "ca.key is not the key of ca.pem" in certs(str(tmp_path), code=2)
     (tmp_path / "ca.key").write_text("nonsense")
-    assert "no certificate and key in PEM" in certs(str(tmp_path), code=2)
+    assert "not a certificate and a key in PEM" in certs(str(tmp_path), code=2)
 
 
 def test_no_certificate_outlives_its_authority(tmp_path: Path) -> None:
     certs(str(tmp_path))
-    assert "3649 days are the most" in certs(str(tmp_path), "--days", "4000", code=2)
+    assert "--days can be at most 3649" in certs(str(tmp_path), "--days", "4000", code=2)
     certs(str(tmp_path / "long"), "--days", "4000")
 
 
@@ -126,5 +128,5 @@ def test_without_the_package_it_says_what_to_install(tmp_path: Path, monkeypatch
 
     monkeypatch.delitem(sys.modules, "paceline.cli.authority", raising=False)
     monkeypatch.setattr(builtins, "__import__", no_cryptography)
-    assert "pip install 'paceline[tls]'" in certs(str(tmp_path / "d"), code=2)
+    assert install_command("tls") in certs(str(tmp_path / "d"), code=2)
     assert not (tmp_path / "d").exists()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import logging
+import os
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -11,6 +14,7 @@ from typer.testing import CliRunner
 from paceline._version import __version__
 from paceline.cli.app import app
 from paceline_server.settings import ServerSettings
+from pacelinepb import install_command
 
 runner = CliRunner()
 
@@ -23,7 +27,29 @@ def test_version() -> None:
 def test_every_command_has_help() -> None:
     plain = ("coordinator", "certs", "run", "demo", "status", "drain", "restart", "forget", "bench", "schedules")
     for command in (*plain, "checkpoint"):
-        assert runner.invoke(app, [command, "--help"]).exit_code == 0
+        for word in ("--help", "-h"):
+            result = runner.invoke(app, [command, word])
+            assert result.exit_code == 0
+            assert "Usage" in result.stdout
+    assert runner.invoke(app, ["-h"]).exit_code == 0
+    assert runner.invoke(app, ["checkpoint", "inspect", "-h"]).exit_code == 0
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("command", [command.callback.__name__ for command in app.registered_commands])
+def test_a_line_of_help_ends_where_the_terminal_does(command: str, width: int) -> None:
+    shown = runner.invoke(app, [command, "--help"], env={"COLUMNS": str(width), "TERMINAL_WIDTH": str(width)}).stdout
+    about = re.split(r"^[╭+]", shown, maxsplit=1, flags=re.MULTILINE)[0]
+    for line, following in itertools.pairwise(line.strip() for line in about.splitlines()):
+        assert not line or not following or len(line) + 1 + len(following.split()[0]) > width - 2, (line, following)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_there_is_a_completion_for_each_shell(shell: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    result = runner.invoke(app, ["--show-completion", shell], prog_name="paceline")
+    assert result.exit_code == 0
+    assert "_PACELINE_COMPLETE" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -31,17 +57,21 @@ def test_every_command_has_help() -> None:
     [
         (["run", "-n", "2", "/no/such/script.py"], "there is no script /no/such/script.py"),
         (["run", "-n", "0", __file__], "-n must be 1 or more"),
-        (["run", "-n", "2", "--min", "4", __file__], "give all of them one coordinator"),
+        (["run", "-n", "2", "--min", "4", __file__], "give all of them the same coordinator"),
         (["run", "-n", "2", "--coordinator", "host:port", __file__], "not an address of the form host:port"),
         (["run", "-n", "2", "--restarts", "-1", __file__], "--restarts must be 0 or more, not -1"),
+        (["run", "--engine", "glue", __file__], "there is no engine 'glue' (--engine): the engines are links, gloo"),
         (["run", "-n", "2", "--advertise", "h:1", __file__], "--advertise h:1 names one port for 2 workers"),
         (["coordinator", "--restart-after", "0"], "--restart-after must be above 0, not 0"),
         (["coordinator", "--settle-time", "0"], "--settle-time must be above 0, not 0"),
-        (["drain", "--coordinator", "host:1"], "name the members that shall leave (ranks or member ids), or say --all"),
-        (["drain", "--coordinator", "host:1", "--all", "2"], "name members, or say --all, but not both"),
+        (["drain", "--coordinator", "host:1"], "name the job: paceline drain JOB RANK..., or paceline drain JOB --all"),
+        (["drain", "--coordinator", "host:1", "digits"], "name the members of 'digits' to drain"),
+        (["drain", "--coordinator", "host:1", "--all", "digits", "2"], "name members, or say --all, but not both"),
+        (["status", "--watch", "--json"], "--watch and --json exclude each other"),
+        (["run", "--nnodes", "1", "--job", "a", "--rdzv-id", "b", __file__], "--job and --rdzv-id both name the job"),
         (["coordinator", "--listen", "host:99999"], "not an address of the form host:port"),
         (["status", "--coordinator", "::1:70"], "write an IPv6 address in brackets"),
-        (["bench", "all-reduce", "--links", "grpc,rdma"], "there is no link 'rdma'"),
+        (["bench", "all-reduce", "--links", "grpc,rdma"], "there is no kind of link 'rdma'"),
         (["bench", "all-reduce", "--sizes", "3MiBs"], "is not a size"),
         (["bench", "all-to-none"], "choose one of all-reduce, reduce, reduce-scatter"),
     ],
@@ -57,7 +87,7 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(arguments: list[str], words:
 def test_a_coordinator_is_told_how_long_to_wait_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[ServerSettings] = []
     monkeypatch.setattr(
-        importlib.import_module("paceline_server.app"), "serve", lambda settings, announce: served.append(settings)
+        importlib.import_module("paceline_server.serving"), "serve", lambda settings, announce: served.append(settings)
     )
     monkeypatch.setattr(logging.getLogger("paceline_server.app"), "setLevel", lambda level: None)
     for arguments in ([], ["--settle-time", "7.5"]):
@@ -75,4 +105,44 @@ def test_the_demo_says_how_to_get_its_data(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     result = runner.invoke(app, ["demo"])
     assert result.exit_code == 2
-    assert "pip install 'paceline[demo]'" in result.stderr
+    assert install_command("demo") in result.stderr
+
+
+def test_an_engine_without_its_package_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = runner.invoke(app, ["run", "--engine", "gloo", __file__])
+    assert result.exit_code == 2
+    assert "the engine gloo (--engine) needs torch, which is not installed: pip install torch" in result.stderr
+
+
+def test_workers_are_told_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str | None] = []
+
+    def look(*_: object, **__: object) -> int:
+        found.append(os.environ.get("PACELINE_ENGINE"))
+        return 0
+
+    monkeypatch.delenv("PACELINE_ENGINE", raising=False)
+    monkeypatch.setattr("paceline.cli.run.run_workers", look)
+    monkeypatch.setattr("paceline.cli.run.package_of", lambda name: "")
+    for arguments in (["run", "--engine", "gloo", __file__], ["run", __file__]):
+        assert runner.invoke(app, arguments).exit_code == 0
+    assert found == ["gloo", None]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [(["--engine", "mpi"], "--engine mpi"), (["--nnodes", "1"], "torchrun's --nnodes")],
+)
+def test_notices_that_have_no_effect_are_named(
+    arguments: list[str], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_NOTICE", "aws")
+    monkeypatch.setattr("paceline.cli.run.run_nodes", lambda *args, **options: 0)
+    monkeypatch.setattr("paceline.cli.run.package_of", lambda name: None)  # MPI need not be installed
+    monkeypatch.setattr("paceline.cli.run_rank.become_mpirun", lambda *args, **options: None)
+    monkeypatch.setattr("paceline.cli.run.run_workers", lambda *args, **options: 0)
+    result = runner.invoke(app, ["run", *arguments, "train.py"])
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.stderr.split())
+    assert said == f"paceline: PACELINE_NOTICE=aws has no effect with {reason}: no cloud is asked"

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from paceline.cli.demo import as_result, faults, picture
-from paceline.demo.progress import DemoProgress, sparkline
+from paceline.demo.progress import DemoProgress, Stage, sparkline
 
 
 def view(rank: int) -> dict[str, Any]:
@@ -176,3 +176,32 @@ def test_the_picture_shows_every_worker() -> None:
 def test_the_picture_of_nothing_yet() -> None:
     console = Console(width=100, file=io.StringIO())
     console.print(picture(DemoProgress(), console))
+
+
+def test_before_the_first_step_it_says_what_is_waited_for() -> None:
+    progress = DemoProgress()
+    seen = [progress.waits_for]
+    progress.expected = 2
+    seen.append(progress.waits_for)
+    for index in (0, 1):
+        progress.told(index, 100 + index, {"kind": "ready", "at": 1.0})
+        seen.append(progress.waits_for)
+    progress.told(0, 100, {"kind": "view", "rank": 0, "pid": 100})
+    seen.append(progress.waits_for)
+    assert seen == [
+        "starting the coordinator",
+        "the workers import NumPy and scikit-learn: 0 of 2 workers have done so",
+        "the workers import NumPy and scikit-learn: 1 of 2 workers have done so",
+        "waiting for all to join: 0 of 2 workers are there",
+        "waiting for all to join: 1 of 2 workers are there",
+    ]
+    where = {"step": 1, "generation": 1}
+    progress.told(0, 100, {"kind": "applied", **where, "loss": 1.0, "samples": 1, "bytes_sent": 0, "at": 2.0})
+    assert (progress.stage, progress.waits_for) == (Stage.TRAINS, "")
+
+
+def test_the_picture_of_the_beginning_says_so_too() -> None:
+    progress = DemoProgress(expected=4)
+    console = Console(file=io.StringIO(), width=80)
+    console.print(picture(progress, console))
+    assert "0 of 4 workers have done so" in console.file.getvalue()  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from paceline.cli.launcher.supervision import DRAIN_S, KILL_AFTER_S, Exit, Supervision, Terms
+from paceline.cli.launcher.supervision import DRAIN_S, KILL_AFTER_S, SAME_S, Exit, Supervision, Terms
 
 
 def supervise(
@@ -107,6 +107,29 @@ def test_an_interrupt_starts_nobody_and_leaves_time_to_drain(signum: signal.Sign
     assert supervision.exit_code == 128 + signum
 
 
+@pytest.mark.parametrize(
+    ("signum", "elastic", "codes", "code"),
+    [
+        (signal.SIGTERM, True, (0, 0, 0, 0), 0),
+        (signal.SIGINT, True, (0, 0, 0, 0), 130),  # a shell must not go on with the next command
+        (signal.SIGHUP, True, (0, 0, 0, 0), 129),
+        (signal.SIGTERM, False, (0, 0, 0, 0), 143),
+        (signal.SIGTERM, True, (0, 0, -15, 0), 143),  # one was not in a step yet
+        (signal.SIGTERM, True, (0, 0, 0, -9), 143),
+        (signal.SIGTERM, True, (), 143),
+    ],
+)
+def test_a_launcher_that_is_drained_ends_with_0(
+    signum: signal.Signals, elastic: bool, codes: tuple[int, ...], code: int
+) -> None:
+    supervision = supervise(elastic=elastic)
+    supervision.interrupt(signum, 10.0)
+    supervision.due(10.0)
+    for slot, returncode in enumerate(codes):
+        supervision.ended(end(slot, returncode), 11.0)
+    assert supervision.exit_code == code
+
+
 def test_a_job_of_fixed_size_is_not_given_time_to_drain() -> None:
     supervision = supervise(elastic=False)
     supervision.interrupt(signal.SIGTERM, 10.0)
@@ -151,6 +174,68 @@ def test_the_last_line_names_those_who_were_lost() -> None:
     assert supervision.summary == ""
     supervision.ended(end(0, 0), 2.0)
     assert supervision.summary == (
-        "the others saw the job through without rank 1 (pid 101 was killed by SIGKILL) "
+        "the others finished the job without rank 1 (pid 101 was killed by SIGKILL) "
         "and rank 3 (pid 103 ended with exit code 2)"
     )
+
+
+def test_a_signal_after_an_order_to_drain_is_the_same_order() -> None:
+    supervision = supervise()
+    supervision.drain(10.0, 100.0)
+    assert supervision.due(10.0) is signal.SIGTERM
+    supervision.interrupt(signal.SIGTERM, 40.0)  # the first signal: the scheduler says what the source has said
+    assert supervision.due(40.0) is None
+    assert supervision.deadline == 110.0
+    for slot in range(4):
+        supervision.ended(end(slot, 0), 41.0)
+    assert supervision.exit_code == 0
+
+
+def test_a_second_signal_after_an_order_to_drain_kills() -> None:
+    supervision = supervise()
+    supervision.drain(10.0)
+    assert supervision.due(10.0) is signal.SIGTERM
+    supervision.interrupt(signal.SIGTERM, 12.0)
+    supervision.interrupt(signal.SIGTERM, 14.0)
+    assert supervision.due(14.0) is signal.SIGKILL
+
+
+def test_ctrl_c_after_an_order_to_drain_never_gives_0() -> None:
+    supervision = supervise()
+    supervision.drain(10.0)
+    supervision.due(10.0)
+    supervision.interrupt(signal.SIGINT, 11.0)
+    assert supervision.due(11.0) is None
+    for slot in range(4):
+        supervision.ended(end(slot, 0), 12.0)
+    assert supervision.exit_code == 130
+
+
+def test_an_order_to_drain_after_a_signal_changes_nothing() -> None:
+    supervision = supervise()
+    supervision.interrupt(signal.SIGTERM, 10.0)
+    assert supervision.due(10.0) is signal.SIGTERM
+    supervision.drain(11.0, 100.0)
+    assert supervision.due(11.0) is None
+    assert supervision.deadline == 10.0 + DRAIN_S
+
+
+def test_two_sigterms_within_a_second_are_one() -> None:
+    supervision = supervise()
+    supervision.interrupt(signal.SIGTERM, 10.0)
+    assert supervision.due(10.0) is signal.SIGTERM
+    supervision.interrupt(signal.SIGTERM, 10.0 + SAME_S)
+    assert supervision.due(11.0) is None
+    supervision.interrupt(signal.SIGTERM, 11.5)
+    assert supervision.due(11.5) is signal.SIGKILL
+
+
+def test_workers_that_were_lost_before_do_not_change_the_code_of_those_that_are_drained() -> None:
+    terms = Terms(workers=8, minimum=1, elastic=True, drained_code=75)
+    supervision = Supervision(8.0, terms)
+    supervision.ended(end(3, -9), 10.0)
+    supervision.interrupt(signal.SIGTERM, 1000.0)
+    supervision.due(1000.0)
+    for slot in {*range(8)} - {3}:
+        supervision.ended(end(slot, 0), 1001.0)
+    assert supervision.exit_code == 75

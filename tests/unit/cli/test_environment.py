@@ -44,7 +44,7 @@ def test_bounds(asked: tuple[int, int | None, int | None], bounds: tuple[int, in
         ((0, None, None), "-n must be 1 or more, not 0"),
         ((2, 0, None), "--min must be 1 or more, not 0"),
         ((2, 4, 3), "--max 3 is below the minimum of 4 workers"),
-        ((4, 1, 2), "-n 4 workers do not fit a job of at most 2"),
+        ((4, 1, 2), "-n 4 workers do not fit into a job of at most 2"),
     ],
 )
 def test_bounds_that_cannot_be(asked: tuple[int, int | None, int | None], words: str) -> None:
@@ -119,7 +119,15 @@ def test_a_worker_alone_on_its_node_has_all_cores() -> None:
 
 
 def test_without_torchrun_s_flags_nothing_of_torch_s_is_set() -> None:
-    assert "RANK" not in worker_environment({}, SETTINGS, 7)
+    environment = worker_environment({}, SETTINGS, 7)
+    assert "RANK" not in environment
+    assert "LOCAL_RANK" not in environment, "libraries of torch would wait for a world of torchrun"
+
+
+def test_each_worker_knows_its_number_on_the_host() -> None:
+    base = {"PACELINE_LOCAL_RANK": "9"}  # of a launcher further out
+    assert worker_environment(base, SETTINGS, 7, 3)["PACELINE_LOCAL_RANK"] == "3"
+    assert worker_environment(base, at_place(PLACE), 7, 1)["PACELINE_LOCAL_RANK"] == "1"
 
 
 def at_place(place: Place) -> WorkerSettings:

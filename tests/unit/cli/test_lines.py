@@ -1,36 +1,45 @@
-"""Bytes into lines."""
+"""Bytes into lines, and into present states of lines that have not ended."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
-from paceline.cli.launcher.worker import LineSplitter
+from paceline.cli.launcher.printed import LineSplitter, Printed
+
+
+def lines_of(parts: Sequence[Printed]) -> list[bytes]:
+    return [part.text for part in parts if part.ended]
+
+
+def states_of(parts: Sequence[Printed]) -> list[bytes]:
+    return [part.text for part in parts if not part.ended]
 
 
 def test_whole_lines_come_out_at_once_and_the_rest_waits() -> None:
     lines = LineSplitter()
-    assert lines.feed(b"one\ntwo\nthr") == [b"one", b"two"]
-    assert lines.feed(b"ee\n") == [b"three"]
+    assert lines_of(lines.feed(b"one\ntwo\nthr")) == [b"one", b"two"]
+    assert lines.feed(b"ee\n") == [Printed(b"three", raw=b"three\n")]
     assert lines.finish() == []
 
 
 def test_a_last_line_without_an_end_is_not_lost() -> None:
     lines = LineSplitter()
     assert lines.feed(b"no end") == []
-    assert lines.finish() == [b"no end"]
+    assert lines.finish() == [Printed(b"no end", raw=b"no end")]
     assert lines.finish() == []
 
 
 def test_empty_lines_and_dos_ends() -> None:
-    assert LineSplitter().feed(b"\n\r\na\r\nb\rc\n") == [b"", b"", b"a", b"b\rc"]
+    assert lines_of(LineSplitter().feed(b"\n\r\na\r\nb\rc\n")) == [b"", b"", b"a", b"c"]
 
 
 def test_a_line_that_never_ends_comes_in_pieces() -> None:
     lines = LineSplitter(max_line_bytes=10)
     assert lines.feed(b"0123456789") == []
-    assert lines.feed(b"x") == [b"0123456789x"]
+    assert lines.feed(b"x") == [Printed(b"0123456789x", raw=b"0123456789x")]
     assert lines.finish() == []
 
 
@@ -38,9 +47,62 @@ def test_a_line_that_never_ends_comes_in_pieces() -> None:
 def test_it_does_not_matter_where_the_stream_is_cut(seed: int) -> None:
     rng = random.Random(seed)
     data = bytes(rng.choice(b"ab\n\xff") for _ in range(500)) + b"end"
-    lines, found, start = LineSplitter(), [], 0
+    assert lines_of(cut(data, rng)) == data.split(b"\n")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_bytes_for_the_log_are_those_that_came(seed: int) -> None:
+    rng = random.Random(seed)
+    data = b"".join(rng.choice([b"a", b"\r", b"\n", b"\r\n", b"\x1b[A", b"  ", b"long" * 5]) for _ in range(300))
+    assert b"".join(part.raw for part in cut(data, rng, max_line_bytes=40)) == data
+
+
+def cut(data: bytes, rng: random.Random, **options: int) -> list[Printed]:
+    lines, found, start = LineSplitter(**options), [], 0
     while start < len(data):
         stop = start + rng.randint(1, 40)
         found += lines.feed(data[start:stop])
         start = stop
-    assert found + lines.finish() == data.split(b"\n")
+    return found + lines.finish()
+
+
+def test_a_bar_s_states_are_seen_as_they_come_and_its_last_one_is_the_line() -> None:
+    lines = LineSplitter()
+    assert lines.feed(b"\r 10%|#") == [Printed(b" 10%|#", ended=False)]
+    assert states_of(lines.feed(b"\r 20%|##")) == [b" 20%|##"]
+    (last,) = lines.feed(b"\r100%|##########\n")
+    assert (last.text, last.ended) == (b"100%|##########", True)
+    assert last.raw == b"\r 10%|#\r 20%|##\r100%|##########\n"
+
+
+def test_a_bar_that_is_wiped_leaves_nothing() -> None:
+    lines = LineSplitter()
+    lines.feed(b"\r 99%")
+    assert states_of(lines.feed(b"\r    \r")) == [b""]
+    assert lines_of(lines.feed(b"loss 0.5\n")) == [b"loss 0.5"]
+    lines.feed(b"\r 99%\r    \r")
+    assert lines_of(lines.finish()) == []
+
+
+def test_a_bar_may_have_more_states_than_a_line_has_bytes() -> None:
+    lines = LineSplitter(max_line_bytes=100)
+    parts = [part for step in range(1000) for part in lines.feed(b"\r%4d/1000" % step)]
+    assert lines_of(parts) == []
+    assert states_of(parts)[-1] == b" 999/1000"
+    parts += lines.feed(b"\n")
+    assert lines_of(parts) == [b" 999/1000"]
+    assert len(b"".join(part.raw for part in parts)) == 1000 * 10 + 1
+
+
+def test_nested_bars_are_two_rows_of_one_state() -> None:
+    """The bytes of tqdm with an outer and an inner bar, whose `leave` is False."""
+    lines = LineSplitter()
+    assert states_of(lines.feed(b"\router 0%")) == [b"outer 0%"]
+    first = lines.feed(b"\n\rinner 0%\x1b[A")  # its newline may as well end a line: that is known only later
+    assert lines_of(first) == [b"outer 0%"]
+    assert lines_of(lines.feed(b"\n\rinner 50%\x1b[A")) == []
+    assert states_of(lines.feed(b"\router 50%")) == [b"outer 50%\ninner 50%"]
+    parts = lines.feed(b"\n\rinner 99%\x1b[A\n\r         \r\x1b[A\router 100%\n")
+    assert lines_of(parts) == []
+    assert states_of(parts)[-1] == b"outer 100%"
+    assert lines_of(lines.feed(b"done\n")) == [b"outer 100%", b"done"]

@@ -12,9 +12,10 @@ import pytest
 
 from paceline._session.flight import flight_directory
 from paceline._token_source import TokenSource
-from paceline.cli import access
+from paceline.cli import access, admin
 from paceline.cli.access import coordinator_address, own_addresses, own_credentials, own_token, published
 from paceline.cli.output import UsageError
+from pacelinepb.v1.admin_pb2 import JobSummary
 
 ADDRESS, OTHER = "127.0.0.1:40001", "127.0.0.1:40002"
 
@@ -76,9 +77,21 @@ def test_an_operator_need_not_name_the_only_one() -> None:
         coordinator_address(None)
     with published(OTHER, "two"):
         assert coordinator_address(None) == OTHER
-        with published(ADDRESS, "one"), pytest.raises(UsageError, match=f"commands have {ADDRESS}, {OTHER}$"):
+        with published(ADDRESS, "one"), pytest.raises(UsageError, match=f"commands serve {ADDRESS}, {OTHER}$"):
             coordinator_address(None)
     assert coordinator_address("host") == "host:7400"
+
+
+def test_of_several_the_one_that_has_the_job_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = {ADDRESS: ["a", "both"], OTHER: ["b", "both"]}
+    monkeypatch.setattr(admin, "list_jobs", lambda address, _: [JobSummary(name=name) for name in jobs[address]])
+    with published(ADDRESS, "one"), published(OTHER, "two"):
+        assert admin.coordinator_of("b", None, 1.0) == OTHER
+        assert admin.coordinator_of("b", "host", 1.0) == "host:7400"
+        for job in ("both", "neither"):
+            with pytest.raises(UsageError) as caught:
+                admin.coordinator_of(job, None, 1.0)
+            assert str(caught.value).endswith(f"serve {ADDRESS} (jobs: a, both), {OTHER} (jobs: b, both)")
 
 
 def test_localhost_is_where_this_users_run_serves() -> None:
@@ -113,7 +126,7 @@ def test_a_file_that_somebody_else_may_have_made_is_not_used(
     finally:
         os.close(held)
     said = capsys.readouterr().err
-    assert ("is looked for" if planted == "link" else "is not used") in said
+    assert ("cannot look for" if planted == "link" else "cannot use") in said
 
 
 def test_a_folder_of_somebody_else_stops_no_training(
@@ -123,7 +136,7 @@ def test_a_folder_of_somebody_else_stops_no_training(
     (tmp_path / "coordinators").write_text("a file")
     with published(ADDRESS, "token"):
         assert own_token(ADDRESS) is None
-    assert "paceline status, drain and other launchers cannot ask this run" in capsys.readouterr().err
+    assert "paceline status, drain and other launchers cannot reach this run" in capsys.readouterr().err
 
 
 def test_without_a_place_for_temporary_files_no_token_is_kept_and_none_is_found(
@@ -135,5 +148,5 @@ def test_without_a_place_for_temporary_files_no_token_is_kept_and_none_is_found(
     with published(ADDRESS, "token"):
         assert (own_token(ADDRESS), own_addresses()) == (None, [])
         assert own_credentials(ADDRESS).token is None
-    assert "paceline status, drain and other launchers cannot ask this run" in capsys.readouterr().err
+    assert "paceline status, drain and other launchers cannot reach this run" in capsys.readouterr().err
     assert flight_directory({}) is None

@@ -74,6 +74,6 @@ def test_giving_up_names_the_worker_the_exit_and_how_often() -> None:
         restarts.began(2, now)
         last = restarts.failed(AT_ONCE, now + 0.5)
     assert last.text == (
-        "giving up worker #2: it failed 3 times in a row within 5 s, before it was in a view; "
-        "the last one (pid 4711) ended with exit code 1"
+        "giving up on worker #2: it failed 3 times in a row within 5 s, before it was in a view; "
+        "the last process (pid 4711) ended with exit code 1"
     )

@@ -55,6 +55,28 @@ def test_a_root_and_ranks_that_do_nothing() -> None:
     assert run("barrier").startswith("barrier among 4 ranks: ")
 
 
+def test_parts_of_a_step() -> None:
+    text = run("all-reduce", "-n", "3", "--parts", "8", "--size", "8MiB")
+    assert "all_reduce of 8 MiB among 3 ranks: direct" in text
+    assert "each chunk is summed in a tree over 8 parts" in text
+    assert "rank 0: 1 array a frame, the sum of 0-1" in text
+    assert "rank 1: 2 arrays a frame, the sums of 2-3, 4-4" in text
+    assert "rank 2: 2 arrays a frame, the sums of 5-5, 6-7" in text
+    found = json.loads(run("all-reduce", "-n", "2", "--parts", "8", "--json"))
+    assert found["subtrees"] == [[[0, 4]], [[4, 8]]]
+    for arguments, words in (
+        (("broadcast", "--parts", "8"), "--parts is for all-reduce"),
+        (("all-reduce", "-n", "9", "--parts", "8"), "not 8 for 9 ranks"),
+        (
+            ("all-reduce", "--parts", "8", "--schedule", "ring"),
+            "ring does not sum an element at one rank",
+        ),
+    ):
+        result = runner.invoke(app, ["schedules", *arguments])
+        assert result.exit_code == 2
+        assert words in result.stderr.replace("\n", " ")
+
+
 def test_json() -> None:
     found = json.loads(run("reduce", "-n", "3", "--size", "1KiB", "--rank", "1", "--schedule", "tree", "--json"))
     row = {"step": 1, "send_to": 0, "send_chunk": 0, "recv_from": None, "recv_chunk": None, "action": None, "span": 1}
@@ -65,6 +87,7 @@ def test_json() -> None:
         "schedule": "tree",
         "reason": "asked for",
         "chosen": choose("reduce", 1024, 3).schedule,
+        "nodes": [],
         "rank": 1,
         "chunks": 1,
         "rows": [row],
@@ -85,11 +108,11 @@ def test_every_schedule_can_be_shown(collective: str, schedule: str, world: int)
     [
         (["all-to-none"], "choose one of all-reduce, reduce, reduce-scatter"),
         (["send-recv"], "there are no schedules of 'send-recv'"),
-        (["all-reduce", "--schedule", "spiral"], "there are star, direct, ring"),
+        (["all-reduce", "--schedule", "spiral"], "the schedules are star, direct, ring"),
         (["all-reduce", "-n", "2", "--rank", "2"], "rank 2 lies outside the world of 2: choose one from 0 to 1"),
         (["all-reduce", "--rank", "-1"], "rank -1 lies outside the world of 4"),
-        (["all-reduce", "--size", "6"], "is not a number of float32 elements"),
-        (["--rank", "1"], "are about one collective: name one of all-reduce"),
+        (["all-reduce", "--size", "6"], "is not a whole number of float32 elements"),
+        (["--rank", "1"], "need a collective: name one of all-reduce"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_exit_code_2(arguments: list[str], words: str) -> None:
@@ -98,3 +121,28 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(arguments: list[str], words:
     assert words in result.stderr
     assert result.stderr.startswith("paceline: ")
     assert result.stderr.count("\n") == 1
+
+
+def test_ranks_on_hosts_choose_by_them_and_have_other_rows() -> None:
+    nodes = (0, 0, 0, 0, 1, 1, 1, 1)
+    first, *rest = run("all-reduce", "-n", "8", "--hosts", "2", "--size", "16M", "--rank", "5").splitlines()
+    assert first.startswith(
+        "all_reduce of 16 MiB among 8 ranks on 2 hosts (rank 5's has ranks 4 to 7): hierarchical (one sum per node"
+    )
+    assert "\n".join(rest).endswith(format_schedule(rows_of("all_reduce", "hierarchical", 5, 8, nodes=nodes)))
+    found = json.loads(run("all-reduce", "-n", "8", "--hosts", "2", "--size", "16M", "--json"))
+    assert (found["chosen"], found["chunks"], found["nodes"]) == ("hierarchical", 8, list(nodes))
+    assert "hierarchical (" not in run("all-reduce", "-n", "8", "--size", "16M")
+    assert "8 ranks on 1 host: direct (" in run("all-reduce", "-n", "8", "--hosts", "1", "--size", "16M")
+    assert "star (all but one rank wait once" in run("barrier", "-n", "8", "--hosts", "1")
+
+
+def test_hosts_have_almost_equal_shares() -> None:
+    assert json.loads(run("barrier", "-n", "5", "--hosts", "2", "--json"))["nodes"] == [0, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("hosts", ["0", "5"])
+def test_there_is_a_rank_on_each_host(hosts: str) -> None:
+    result = runner.invoke(app, ["schedules", "all-reduce", "-n", "4", "--hosts", hosts])
+    assert result.exit_code == 2
+    assert result.stderr == f"paceline: --hosts must be 1 to 4, the number of ranks, not {hosts}\n"

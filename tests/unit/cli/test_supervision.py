@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from paceline.cli.launcher.supervision import KILL_AFTER_S, Exit, Supervision, in_order_of_blame, shell_code
+from paceline.cli.launcher.supervision import KILL_AFTER_S, Exit, Supervision, Terms, in_order_of_blame, shell_code
 
 
 @pytest.mark.parametrize(
@@ -104,3 +104,15 @@ def test_the_failure_that_the_exit_code_is_of() -> None:
     first = Exit("rank 1", 2, 5)
     supervision.ended(first, now=100.1)
     assert supervision.failure == first
+
+
+def test_drained_workers_give_the_code_that_was_asked_for() -> None:
+    terms = Terms(workers=1, elastic=True, drained_code=75)
+    for returncode, code in ((0, 75), (-15, 143)):
+        supervision = Supervision(grace=8.0, terms=terms)
+        supervision.interrupt(signal.SIGTERM, now=5.0)
+        supervision.ended(Exit("rank 0", 1, returncode), now=5.5)
+        assert supervision.exit_code == code
+    done = Supervision(grace=8.0, terms=terms)
+    done.ended(Exit("rank 0", 1, 0), now=5.5)
+    assert done.exit_code == 0, "a job that is done is not requeued"

@@ -25,7 +25,7 @@ def test_nodes(text: str | None, nodes: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("text", ["0", "two", "4:1", "1:", ":4", "1:2:3", "-1"])
 def test_nodes_that_cannot_be(text: str) -> None:
-    with pytest.raises(ValueError, match="--nnodes is a number from 1, or MIN:MAX"):
+    with pytest.raises(ValueError, match="--nnodes must be a number from 1, or MIN:MAX"):
         plan(nnodes=text)
 
 
@@ -36,7 +36,7 @@ def test_workers(text: str | None, workers: int) -> None:
 
 @pytest.mark.parametrize("text", ["0", "-1", "many", ""])
 def test_workers_that_cannot_be(text: str) -> None:
-    with pytest.raises(ValueError, match="--nproc-per-node is a number from 1, cpu or auto"):
+    with pytest.raises(ValueError, match="--nproc-per-node must be a number from 1, cpu or auto"):
         plan(nproc_per_node=text)
 
 
@@ -49,17 +49,17 @@ def test_devices_are_not_guessed(text: str) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"rdzv_backend": "etcd-v2"}, "--rdzv-backend etcd-v2: launchers meet at a Paceline coordinator"),
-        ({"standalone": True, "nnodes": "2"}, "--standalone is one node alone, and --nnodes 2 are more"),
-        ({"nnodes": "1:4", "node_rank": 0}, "--node-rank goes with a fixed number of nodes"),
+        ({"rdzv_backend": "etcd-v2"}, "--rdzv-backend etcd-v2: launchers always meet at a Paceline coordinator"),
+        ({"standalone": True, "nnodes": "2"}, "--standalone means one node, but --nnodes 2 means more"),
+        ({"nnodes": "1:4", "node_rank": 0}, "--node-rank needs a fixed number of nodes"),
         ({"nnodes": "2", "node_rank": 2}, "--node-rank 2 is outside of 2 nodes"),
         ({"node_rank": 1}, "--node-rank 1 is outside of 1 node "),
         ({"master_port": 0}, "--master-port must be 1 to 65535, not 0"),
         ({"master_port": 65535, "nnodes": "2"}, "say where with --rdzv-endpoint"),
         ({"max_restarts": -1}, "--max-restarts must be 0 or more, not -1"),
-        ({"rdzv_id": "x" * 121}, "--rdzv-id has at most 120 bytes"),
+        ({"rdzv_id": "x" * 121}, "--rdzv-id can have at most 120 bytes"),
         ({"rdzv_endpoint": "host:port"}, "not an address of the form host:port"),
-        ({"rdzv_endpoint": "localhost:0", "nnodes": "2"}, "other nodes need to know the port"),
+        ({"rdzv_endpoint": "localhost:0", "nnodes": "2"}, "other nodes need to know it"),
     ],
 )
 def test_what_cannot_be(given: dict[str, Any], words: str) -> None:
@@ -152,5 +152,5 @@ def test_streams_that_are_kept_and_hidden() -> None:
 
 @pytest.mark.parametrize("text", ["4", "x", "0:4", "1:", ":1", "a:1", "1,2"])
 def test_streams_that_cannot_be(text: str) -> None:
-    with pytest.raises(ValueError, match="-t/--tee is 0"):
+    with pytest.raises(ValueError, match="-t/--tee must be 0"):
         read_streams(None, text, 2)

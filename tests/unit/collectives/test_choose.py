@@ -55,7 +55,7 @@ def test_in_rank_order_leaves_those_schedules_only() -> None:
 
 def test_one_schedule_can_be_asked_for() -> None:
     assert choose("all_reduce", 4, 2, rules=only("all_reduce", "ring")).schedule == "ring"
-    with pytest.raises(ValueError, match="there are star, direct, ring"):
+    with pytest.raises(ValueError, match="the schedules are star, direct, ring"):
         only("all_reduce", "spiral")
 
 

@@ -190,7 +190,7 @@ def test_what_cannot_travel_is_named_with_its_place(o: Any, name: str) -> None:
 
 def test_the_text_of_a_refusal() -> None:
     with pytest.raises(
-        UnsupportedOp, match=r"^cannot send a set \(at \['a'\]\[1\]\): supported are None, bool, int, .*"
+        UnsupportedOp, match=r"^cannot send a set \(at \['a'\]\[1\]\): the supported types are None, bool, int, .*"
     ):
         encode_object({"a": [0, set()]})
     with pytest.raises(UnsupportedOp, match=r"numpy\.ndarray \(at \[0\]\): arrays of dtype object cannot be sent"):
@@ -228,7 +228,7 @@ def test_depth_is_limited(wrap: Callable[[Any], Any]) -> None:
     assert same(decode_object(encode_object(o)), o)
     for _ in range(sys.getrecursionlimit()):
         o = wrap(o)
-        with pytest.raises(LimitExceeded, match=f"more than {MAX_DEPTH} containers"):
+        with pytest.raises(LimitExceeded, match=f"more than {MAX_DEPTH} nested containers"):
             encode_object(o)
 
 
@@ -252,7 +252,7 @@ def test_depth_is_limited_where_it_arrives(wrap: Callable[[bytes], bytes]) -> No
     data = encode_object(1)
     for _ in range(2000):
         data = wrap(data)
-    with pytest.raises(ValueError, match=f"more than {MAX_DEPTH} containers"):
+    with pytest.raises(ValueError, match=f"more than {MAX_DEPTH} nested containers"):
         decode_object(data)
 
 
@@ -303,6 +303,9 @@ def test_garbage_is_a_value_error(data: Any) -> None:
 M61 = 2**61 - 1  # the modulus of Python's hash of numbers: these keys fall into one slot, and are compared
 
 
+NUMPY_2 = pytest.mark.skipif(int(np.__version__.partition(".")[0]) < 2, reason="NumPy 1 can compare these keys")
+
+
 @pytest.mark.parametrize(
     ("keys", "why"),
     [
@@ -314,8 +317,8 @@ M61 = 2**61 - 1  # the modulus of Python's hash of numbers: these keys fall into
         ([1, True], "same key twice"),
         ([0.0, -0.0], "same key twice"),
         ([np.float32(2), 2], "same key twice"),
-        ([np.float64(3), 3 + M61 * 10**400], "impossible key"),
-        ([np.True_, 1 + M61 * 10**400], "impossible key"),
+        pytest.param([np.float64(3), 3 + M61 * 10**400], "impossible key", marks=NUMPY_2),
+        pytest.param([np.True_, 1 + M61 * 10**400], "impossible key", marks=NUMPY_2),
     ],
     ids=str,
 )

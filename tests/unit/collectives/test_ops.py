@@ -49,6 +49,13 @@ def test_what_makes_no_sense_is_refused_with_a_reason(op: str, dtype: Any, why: 
         reduction(op, np.dtype(dtype))
 
 
+def test_avg_is_torchs_name_of_mean_and_not_another_op() -> None:
+    for dtype in ("f2", "f4", BF16, "c8"):
+        assert reduction("avg", np.dtype(dtype)) == reduction("mean", np.dtype(dtype))
+    with pytest.raises(UnsupportedOp, match="op 'mean' is not defined for dtype int32: the mean of whole numbers"):
+        reduction("avg", np.dtype("i4"))
+
+
 @pytest.mark.parametrize(
     ("op", "result"), [("sum", True), ("prod", False), ("max", True), ("min", False), ("bxor", True)]
 )

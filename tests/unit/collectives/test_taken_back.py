@@ -35,7 +35,7 @@ class Lender(Link):
     def release(self) -> None:
         self.released += 1
         if self.taken_back:
-            raise LinkEnded(f"{self.peer} took back what it had lent")
+            raise LinkEnded(f"{self.peer} took back the arrays that it had lent")
 
     def on_readable(self, notify: object) -> None:
         raise AssertionError("nobody asks")

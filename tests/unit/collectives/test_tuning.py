@@ -69,14 +69,14 @@ def test_the_digest_tells_tables_apart_but_not_their_reasons() -> None:
     [
         ([], "not of the form"),
         ({"rules": []}, "not of the form"),
-        ({"rules": {"all_sing": []}}, "no collective"),
-        ({"rules": {"barrier": []}}, "no rules"),
+        ({"rules": {"all_sing": []}}, "is not a collective"),
+        ({"rules": {"barrier": []}}, "has no rules"),
         ({"rules": {"barrier": [{"schedule": "tree"}]}}, "rule 1 of barrier: there is no schedule 'tree'"),
-        ({"rules": {"barrier": [{"schedule": "ring", "size": 1}]}}, "something else than"),
-        ({"rules": {"barrier": [{"schedule": "ring", "max_world": True}]}}, "max_world must be a number"),
-        ({"rules": {"barrier": [{"schedule": "ring", "max_bytes": -1}]}}, "max_bytes must be a number"),
-        ({"rules": {"barrier": [{"schedule": "ring", "where": "here"}]}}, "where is one of any, one_node"),
-        ({"rules": {"barrier": ["ring"]}}, "something else than"),
+        ({"rules": {"barrier": [{"schedule": "ring", "size": 1}]}}, "no keys but"),
+        ({"rules": {"barrier": [{"schedule": "ring", "max_world": True}]}}, "max_world must be null or an integer"),
+        ({"rules": {"barrier": [{"schedule": "ring", "max_bytes": -1}]}}, "max_bytes must be null or an integer"),
+        ({"rules": {"barrier": [{"schedule": "ring", "where": "here"}]}}, "where must be one of any, one_node"),
+        ({"rules": {"barrier": ["ring"]}}, "no keys but"),
     ],
 )
 def test_what_is_no_table_is_said(tmp_path: Path, table: object, text: str) -> None:

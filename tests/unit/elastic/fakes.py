@@ -128,7 +128,7 @@ class Gate:
         self.opened = self.spoiled = 0
         self.refuse = refuse
 
-    def open(self) -> None:
+    def open(self, optimizer: object) -> None:
         self.refuse()
         self.opened += 1
 

@@ -40,7 +40,7 @@ def freeze(training: Training) -> None:
         ([average], "they differ in optimizer 'weight/mean'"),
         ([schedule, shift], "they differ in model 'bias', optimizer"),
         ([freeze], "they differ in model"),
-        ([], "optimizer.step() ran in the step before at some of them only"),
+        ([], "optimizer.step() ran in the previous step on only some of them"),
     ],
 )
 def test_the_error_names_what_differs(change: list[Any], where: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import paceline
+from paceline._counters import MemberCounters
 from paceline._elastic.saver import Saver
 from paceline._elastic.state import TrainState
 from paceline._elastic.training_loop import TrainingLoop
@@ -22,7 +23,8 @@ def member(step: int, generation: int = 3, total: int = 10, peers: int = 1) -> t
     """
     state, place = TrainState(), MemberState(Tag(2, step - 1))
     state.step = step
-    port: Any = SimpleNamespace(job="job", group=SimpleNamespace(mesh=SimpleNamespace(peers=[None] * peers)))
+    group = SimpleNamespace(mesh=SimpleNamespace(peers=[None] * peers), counters=MemberCounters())
+    port: Any = SimpleNamespace(job="job", group=group)
     line = TrainingLoop(port, state, total, 0, b"", Saver(None, None), place)
     place.held, place.generation = Tag(generation, step), generation
     heard: list[int] = []

@@ -26,7 +26,7 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_workers_of_torchrun_that_cannot_import_torch_do_not_train_alone(without_torch: pytest.MonkeyPatch) -> None:
     without_torch.setenv("WORLD_SIZE", "2")
     with pytest.raises(
-        InvalidWorldSize, match=r"started 2 workers .*Install paceline\[torch\]; .*PACELINE_COORDINATOR"
+        InvalidWorldSize, match=r"started 2 workers .*Install it \(pip install .*\); .*PACELINE_COORDINATOR"
     ):
         paceline.join()
     with paceline.join(rank=0, world_size=1) as session:  # as the text advises

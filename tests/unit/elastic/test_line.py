@@ -15,7 +15,7 @@ from paceline._group import Group
 from paceline._links.base import Peer
 from paceline._links.fault import Suspicion
 from paceline._links.local import local_meshes
-from paceline._session.line_messages import CaughtOut, Tried, ViewCame
+from paceline._session.line_messages import CaughtOut, ReachResult, ViewCame
 from paceline.config import Config
 from paceline_protocol import Meet, MemberState, Phase, Tag
 from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -38,7 +38,7 @@ class TwoPort(NullCoordinator):
         self.said.append(meet)
 
     def try_to_reach(self, members: Sequence[Peer]) -> None:
-        self.inbox.put(Tried(members, []))
+        self.inbox.put(ReachResult(members, []))
 
     def finish(self, step: int) -> None:
         raise AssertionError("nothing is done here")

@@ -181,7 +181,7 @@ def test_hostile_descriptions_are_refused_and_take_little_memory(data: bytes) ->
 def test_description_of_more_than_is_believed_or_of_other_hashes() -> None:
     sent = Description.of(Content.of({"a": np.zeros(100)}))
     assert len(sent.hashes) == 13 * HASH_BYTES
-    with pytest.raises(ValueError, match="not to be believed"):
+    with pytest.raises(ValueError, match="implausible for this model"):
         Description.from_json(sent.to_json(), sent.hashes, 799)
     with pytest.raises(ValueError, match="bytes of hashes"):
         Description.from_json(sent.to_json(), sent.hashes[1:], 800)

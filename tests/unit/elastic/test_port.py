@@ -12,7 +12,7 @@ import pytest
 from paceline._elastic import coordination
 from paceline._elastic.coordination import RemoteCoordinator
 from paceline._links.base import Peer
-from paceline._session.line_messages import MemberInbox, Tried
+from paceline._session.line_messages import MemberInbox, ReachResult
 from paceline.config import Config
 from paceline_protocol import Meet, Tag
 from pacelinepb.v1 import session_pb2 as pb
@@ -66,5 +66,5 @@ def test_a_try_is_given_up_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> 
         return connection.inbox
 
     inbox = asyncio.run(try_both())
-    assert inbox.get(0) == Tried([ONE], [])
+    assert inbox.get(0) == ReachResult([ONE], [])
     assert inbox.get(0) is None

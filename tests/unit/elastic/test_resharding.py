@@ -104,10 +104,10 @@ def test_any_world_goes_on_as_any_other(name: str, world: int, next_world: int) 
 def test_before_the_first_step_everybody_has_all_of_it(name: str) -> None:
     here = trainees(name, 4)
     assert {trainee.state.shares() for trainee in here} == {(WHOLE,)}
-    assert len({trainee.state.fingerprint() for trainee in here}) == 1
+    assert len({trainee.state.fingerprint_of_origin() for trainee in here}) == 1
     alone = candidate(name)
     assert alone.state.shares() == (WHOLE,)
-    assert alone.state.fingerprint() != here[0].state.fingerprint(), "it has other values"
+    assert alone.state.fingerprint_of_origin() != here[0].state.fingerprint_of_origin(), "it has other values"
     after = [here[3], alone]
     reshard(here, after)  # from one of those who are not cut yet
     form(after, 2)
@@ -124,7 +124,7 @@ def test_what_was_cut_before_the_first_step_is_known_by_what_it_was_cut_from(nam
         outcomes = each([trainee.group for trainee in here], lambda group: here[group.rank].model.prepare())
         assert outcomes == [None, None]
         assert [trainee.state.shares() for trainee in here] == [(Share(0, 2),), (Share(1, 2),)]
-        return {trainee.state.fingerprint() for trainee in here}
+        return {trainee.state.fingerprint_of_origin() for trainee in here}
 
     (one,), (same,), (other,) = prepared(0), prepared(0), prepared(1)
     assert one == same != other
@@ -133,9 +133,9 @@ def test_what_was_cut_before_the_first_step_is_known_by_what_it_was_cut_from(nam
 def test_what_is_whole_is_known_by_its_values_agreed_on_or_not() -> None:
     here = [Trainee("none", Group(mesh, SOON)) for mesh in local_meshes(2)]
     made.extend(here)
-    before = here[0].state.fingerprint()
+    before = here[0].state.fingerprint_of_origin()
     assert each([trainee.group for trainee in here], lambda group: here[group.rank].model.prepare()) == [None, None]
-    assert {trainee.state.fingerprint() for trainee in here} == {before}
+    assert {trainee.state.fingerprint_of_origin() for trainee in here} == {before}
 
 
 def test_what_was_loaded_before_the_first_use_stays() -> None:
@@ -199,17 +199,17 @@ def test_rest_that_does_not_fit_changes_nothing() -> None:
     plan = newcomer.state.resharding(Share(0, 2), own=False)
     fill_from(plan, here)
     rest = here[0].state.offered().tree()
-    before = newcomer.state.fingerprint()
+    before = newcomer.state.fingerprint_of_origin()
     with pytest.raises(SizeMismatch):
         newcomer.state.switch(plan, {**rest, "parts": {**rest["parts"], "more": {}}})
-    assert newcomer.state.fingerprint() == before
+    assert newcomer.state.fingerprint_of_origin() == before
     assert newcomer.state.shares() == (WHOLE,)
 
 
 @pytest.mark.parametrize("name", ["full", "grad", "hybrid2"])
 def test_update_that_the_gate_did_not_let_through(name: str) -> None:
     class Closed:
-        def open(self) -> None:
+        def open(self, optimizer: object) -> None:
             raise PacelineError("the second word did not come")
 
         def changed(self) -> None:
@@ -283,9 +283,9 @@ def test_manifest_and_digest_do_not_tell_shares_apart() -> None:
 def test_what_cannot_move_is_refused() -> None:
     (one, _) = trainees("full", 2)
     one.state.check_round_trip()
-    with pytest.raises(UnsupportedOp, match="optimizer is of a sharded model: give the FSDP wrapper"):
+    with pytest.raises(UnsupportedOp, match="optimizer belongs to a sharded model: give the FSDP wrapper"):
         TrainState(optimizer=one.optimizer).check_round_trip()
-    with pytest.raises(UnsupportedOp, match="model is of a sharded model"):
+    with pytest.raises(UnsupportedOp, match="model belongs to a sharded model"):
         TrainState(model=one.model.module).check_round_trip()
 
     class Foreign:

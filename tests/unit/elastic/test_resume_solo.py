@@ -55,7 +55,7 @@ def test_a_checkpoint_that_freezes_what_the_script_trains(
     later.run(session, 3, checkpoint_dir=tmp_path)
     (told,) = [record for record in caplog.records if "requires_grad" in record.message]
     assert told.levelname == "WARNING"
-    assert "step 2 has frozen 1 parameters that the script trains, and trains 0 that it froze" in told.message
+    assert "step 2 has frozen 1 parameter that the script trains, and trains 0 that it froze" in told.message
     assert "(the first: model 'bias')" in told.message
     assert not later.model.bias.requires_grad
 

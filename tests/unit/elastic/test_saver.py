@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from paceline import checkpoint
+from paceline._counters import MemberCounters
 from paceline._elastic import saver as saver_module
 from paceline._elastic.saver import Saver
 from paceline._elastic.state import TrainState
@@ -211,10 +212,17 @@ def test_slow_disk_leaves_one_out(tmp_path: Path, alone: Group, monkeypatch: Any
     monkeypatch.setattr(checkpoint, "save", slow)
     saver = Saver(tmp_path, 1)
     steps(saver, TrainState(), alone, 1, 3)
-    assert "no checkpoint of step 2: the one before is still being written" in caplog.text
+    assert "no checkpoint of step 2: the previous one is still being written" in caplog.text
     go_on.set()
     saver.wait()
     assert checkpoint.tags(tmp_path) == [Tag(1, 1)]
+
+
+def test_a_checkpoint_that_is_there_already_is_not_counted(tmp_path: Path, alone: Group) -> None:
+    counters = MemberCounters()
+    for _ in range(2):
+        Saver(tmp_path, None, counters).keep(Tag(1, 5), TrainState(), alone)
+    assert (counters.read({}).checkpoints, counters.read({}).checkpoint_step) == (1, 5)
 
 
 def test_disk_that_refuses(tmp_path: Path, alone: Group, monkeypatch: Any) -> None:
@@ -222,13 +230,16 @@ def test_disk_that_refuses(tmp_path: Path, alone: Group, monkeypatch: Any) -> No
         raise OSError("no space")
 
     monkeypatch.setattr(checkpoint, "save", full)
-    saver = Saver(tmp_path, 1)
+    counters = MemberCounters()
+    saver = Saver(tmp_path, 1, counters)
     steps(saver, TrainState(), alone, 1, 2)
     with pytest.raises(OSError, match="no space"):
         saver.wait()
     saver.wait()  # told once
     with pytest.raises(OSError, match="no space"):
         saver.keep(Tag(1, 5), TrainState(), alone)
+    counted = counters.read({})
+    assert (counted.checkpoints, counted.checkpoint_failures) == (0, 2)
 
 
 def test_nobody_is_through_before_the_last_checkpoint_is_durable(tmp_path: Path) -> None:

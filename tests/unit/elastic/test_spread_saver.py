@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from paceline import checkpoint
+from paceline._counters import MemberCounters
 from paceline._elastic import saver as saver_module
 from paceline._elastic.saver import JointSaver
 from paceline._group import Group
@@ -18,7 +19,7 @@ from paceline._links.fault import Suspicion
 from paceline._links.local import local_meshes
 from paceline.checkpoint import sharded, writing
 from paceline.errors import CheckpointDamaged, CheckpointFailed, PacelineError, PeerLost, SizeMismatch
-from paceline_protocol import Share, Tag
+from paceline_protocol import Counters, Share, Tag
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.parts import SOON, each
 from support.resharding import Trainee, form, one_process, reshard, together
@@ -115,6 +116,31 @@ def test_what_is_published_any_world_goes_on_with(
     assert all(member.seen == EXPECTED[2] for member in after.members)
 
 
+def test_rank_0_counts_what_is_published(world_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = world_of("full", 2, tmp_path, 2)
+    counters = [MemberCounters() for _ in world.savers]
+    for saver, each_counters in zip(world.savers, counters, strict=True):
+        saver._counters = each_counters
+    world.train(3)
+    world.write()
+    assert counters[0].read({}).checkpoints == 0
+    no_error(world.begin())
+    counted = counters[0].read({})
+    assert (counted.checkpoint_step, counted.checkpoints) == (2, 1)
+    assert counted.checkpoint_time > 0.0
+    no_error(world.all_do(lambda saver, member: saver.keep(Tag(1, 2), member.state, member.group)))
+    assert counters[0].read({}) == counted, "it was there already"
+
+    def full(*_: Any) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr(sharded, "publish", full)
+    refused = world.all_do(lambda saver, member: saver.keep(Tag(1, 3), member.state, member.group))
+    assert all(isinstance(outcome, CheckpointFailed) for outcome in refused)
+    assert (counters[0].read({}).checkpoints, counters[0].read({}).checkpoint_failures) == (1, 1)
+    assert counters[1].read({}) == Counters()
+
+
 def test_nothing_is_due(world_of: Any, tmp_path: Path) -> None:
     for directory, every in ((None, None), (tmp_path, None), (tmp_path, 5)):
         world = world_of("full", 2, directory, every)
@@ -139,7 +165,7 @@ def test_slow_disk_holds_up_nobody(world_of: Any, tmp_path: Path, monkeypatch: A
     world = world_of("full", 2, tmp_path, 1)
     world.train(4)  # rank 0 has written its part of the state of step 1 long since, and waits for nobody
     assert checkpoint.tags(tmp_path) == []
-    assert caplog.text.count("no checkpoint of step 2: the one before is still being written") == 1
+    assert caplog.text.count("no checkpoint of step 2: the previous one is still being written") == 1
     go_on.set()
     world.write()
     world.begin()
@@ -216,7 +242,7 @@ def test_disk_that_is_not_shared(world_of: Any, tmp_path: Path) -> None:
         assert isinstance(error, CheckpointFailed)
         assert "rank 1 on" in str(error)
         assert "does not see" in str(error)
-        assert "must lie on a disk that all ranks share" in str(error)
+        assert "must be on a disk that all ranks share" in str(error)
 
 
 def test_the_last_state_is_kept_behind_what_was_begun(world_of: Any, tmp_path: Path) -> None:
@@ -284,6 +310,6 @@ def test_what_is_read(world_of: Any, tmp_path: Path, caplog: Any, monkeypatch: p
         away.read(Tag(1, 2), state.resharding(Share(0, 2), own=False))
     assert sum(slept) == pytest.approx(70.0, abs=0.1), "since it was first found missing"
     checkpoint.save(tmp_path, {"step": 3, "parts": {}}, (2, 3))
-    with pytest.raises(SizeMismatch, match="not there"):
+    with pytest.raises(SizeMismatch, match="is missing"):
         saver.read(Tag(2, 3), state.resharding(Share(0, 2), own=False))
     assert JointSaver(None, None).latest() == Tag(0, 0)

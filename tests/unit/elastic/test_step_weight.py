@@ -32,7 +32,9 @@ def test_the_step_has_the_weight_and_so_has_the_group_while_it_lasts() -> None:
                     _ = step.weight
                 step.count(0.25, of=feed)
                 assert (step.weight, session.group.gradient_weight) == (0.25, 0.25)
-                with pytest.raises(StepOrderError, match=f"step {step.number} has its batch: this Feed gives one"):
+                with pytest.raises(
+                    StepOrderError, match=f"step {step.number} already has its batch: this Feed gives one"
+                ):
                     step.count(0.25, of=feed)
             assert session.group.gradient_weight == 1.0
             with pytest.raises(StepOrderError, match=f"step {step.number} is over"):

@@ -82,10 +82,11 @@ def donors(count: int, tree: Any = None) -> Iterator[list[Donor]]:
         yield made
 
 
-def take(givers: list[Donor], own: Any = None, patience: float = PATIENCE) -> Any:
+def take(givers: list[Donor], own: Any = None, patience: float = PATIENCE, **more: Any) -> Any:
     content = Content.of(state(7) if own is None else own)
     peers = [giver.peer for giver in givers]
-    taken = loop_thread().run(asyncio.wait_for(take_state(JOB, TAG, peers, content, patience, IN_THE_CLEAR), 10))
+    taking = take_state(JOB, TAG, peers, content, patience, IN_THE_CLEAR, **more)
+    taken = loop_thread().run(asyncio.wait_for(taking, 10))
     return taken.tree()
 
 
@@ -93,9 +94,11 @@ def test_all_give_some_of_it() -> None:
     with donors(3) as givers:
         own = state(7)
         kept = own["w"].copy()
-        np.testing.assert_equal(take(givers, own), state())
+        sizes: list[int] = []
+        np.testing.assert_equal(take(givers, own, received=sizes.append), state())
         assert sorted(chunk for giver in givers for chunk in giver.asked) == list(range(CHUNKS))
         assert all(giver.asked for giver in givers)
+        assert sum(sizes) == state()["w"].nbytes
         np.testing.assert_array_equal(own["w"], kept)
 
 
@@ -295,7 +298,7 @@ def test_all_refuse() -> None:
         with pytest.raises(LinkUnavailable) as caught:
             take(givers)
         text = str(caught.value)
-        assert f"nobody gave the state {TAG}" in text
+        assert f"no member sent the state {TAG}" in text
         assert all(str(giver.peer) in text for giver in givers), text
         assert text.count("does not hold the state") == 2
 
@@ -304,20 +307,20 @@ def test_all_stop_midway() -> None:
     with donors(2) as givers:
         for giver in givers:
             giver.befalls = lambda count: bytes(3) if count > 2 else None
-        with pytest.raises(LinkUnavailable, match="nobody gave the rest") as caught:
+        with pytest.raises(LinkUnavailable, match="no member sent the rest") as caught:
             take(givers)
         assert all(str(giver.peer) in str(caught.value) for giver in givers)
 
 
 def test_nobody_to_ask() -> None:
-    with pytest.raises(LinkUnavailable, match="nobody gave"):
+    with pytest.raises(LinkUnavailable, match="no member sent"):
         take([])
 
 
 def test_state_larger_than_this_models_could_be(monkeypatch: pytest.MonkeyPatch) -> None:
     with donors(1) as givers:
         monkeypatch.setattr(givers[0], "describe", lambda tag: Huge())
-        with pytest.raises(LinkUnavailable, match="not to be believed"):
+        with pytest.raises(LinkUnavailable, match="implausible for this model"):
             take(givers)
 
 

@@ -123,9 +123,10 @@ def _back() -> None:
     return
 
 
-def take(plan: ReshardPlan, holders: Sequence[Giver], patience: float = PATIENCE) -> None:
+def take(plan: ReshardPlan, holders: Sequence[Giver], patience: float = PATIENCE, **more: Any) -> None:
     named = [Holder(giver.peer, [giver.share]) for giver in holders]
-    loop_thread().run(asyncio.wait_for(take_shards(JOB, TAG, named, plan, patience, IN_THE_CLEAR), 20))
+    taking = take_shards(JOB, TAG, named, plan, patience, IN_THE_CLEAR, **more)
+    loop_thread().run(asyncio.wait_for(taking, 20))
 
 
 def check(plan: ReshardPlan) -> None:
@@ -140,10 +141,12 @@ def check(plan: ReshardPlan) -> None:
 
 def test_each_gives_what_it_has(givers: Any, way: str) -> None:
     holders = givers(*(Share(part, 4) for part in range(4)))
+    sizes: list[int] = []
     for part in range(3):
         plan = plan_for(Share(part, 3))
-        take(plan, holders)
+        take(plan, holders, received=sizes.append)
         check(plan)
+    assert sum(sizes) == sum(values.nbytes for values in VALUES.values())
     assert all(giver.asked for giver in holders)
     start, count = part_of(holders[3].share, "large")
     assert all(start <= run.start < run.start + run.count <= start + count
@@ -244,7 +247,7 @@ def test_what_nobody_gives_is_named(givers: Any, way: str, trouble: Any) -> None
     trouble(holders[1])
     plan = plan_for(Share(1, 3))
     with pytest.raises(
-        LinkUnavailable, match=r"nobody gave elements \d+ to \d+ of (large|small) of the state"
+        LinkUnavailable, match=r"no member sent elements \d+ to \d+ of (large|small) of the state"
     ) as caught:
         take(plan, holders, SHORT)
     assert str(holders[1].peer) in str(caught.value)
@@ -252,7 +255,7 @@ def test_what_nobody_gives_is_named(givers: Any, way: str, trouble: Any) -> None
 
 
 def test_nobody_was_named_for_it(givers: Any) -> None:
-    with pytest.raises(LinkUnavailable, match="none of the members that were named has it"):
+    with pytest.raises(LinkUnavailable, match="none of the members named by the coordinator has it"):
         take(plan_for(WHOLE), givers(Share(1, 2)))
 
 
@@ -322,7 +325,7 @@ def test_parcel_with_other_bytes() -> None:
     unpack(parcel.data, parcel.crc, into)
     assert into[0].tolist() == [0, 1, 2, 3, 4]
     assert into[1].tolist() == [0, 1, 2]
-    with pytest.raises(PacelineError, match="other bytes"):
+    with pytest.raises(PacelineError, match="wrong checksum"):
         unpack(parcel.data, parcel.crc ^ 1, into)
 
 

@@ -12,7 +12,7 @@ from paceline._elastic.peer_calls import Holder
 from paceline.errors import LinkUnavailable, OrphanedError
 from paceline_protocol import Meet, MemberState, MemberView, Share, Tag
 
-NOBODY = LinkUnavailable("nobody gave it")
+NOBODY = LinkUnavailable("no member sent it")
 FIRST = Share(0, 2)
 
 
@@ -57,6 +57,7 @@ class Scene:
             tag=Tag(0, 0),
             fingerprint=b"",
             latest=lambda: self.latest,
+            where=lambda tag: f"folder/{tag}",
             has=lambda tag: self.has,
             read=lambda tag, plan, interrupted: self._note(f"read {tag.step}", "the disk's"),
         )
@@ -126,7 +127,7 @@ def test_what_nobody_gives_is_read_from_a_checkpoint(scene: Scene, caplog: pytes
     assert scene.order(Tag(2, 4)).tag == Tag(2, 4)
     assert scene.did == ["plan", "read 4", "withdraw", "switch the disk's"]
     assert scene.taking.read_a_checkpoint
-    assert "the checkpoint of step 4 has frozen 1 parameters" in caplog.text
+    assert "the checkpoint of step 4 has frozen 1 parameter" in caplog.text
 
 
 def test_who_is_given_nothing_again_and_again_leaves(scene: Scene) -> None:
@@ -134,7 +135,9 @@ def test_who_is_given_nothing_again_and_again_leaves(scene: Scene) -> None:
     scene.fails, scene.takes = 9, 10.0
     for _ in range(4):  # 30 s after the first failure
         scene.order(Tag(2, 4))
-    with pytest.raises(LinkUnavailable, match=r"s0000000004 could.* 5 times in 40 s.*leaves.*nobody gave it"):
+    with pytest.raises(
+        LinkUnavailable, match=r"could not fetch .*s0000000004, 5 times in 40 s.*leaves.*no member sent it"
+    ):
         scene.order(Tag(2, 4))
 
 

@@ -111,7 +111,7 @@ def test_what_does_not_fit_changes_nothing() -> None:
     for change, error, says in (
         (wrong_shape, SizeMismatch, "optimizer: .*bias/mean is"),
         (wrong_buffer, SizeMismatch, "mean is"),
-        (wrong_place, ValueError, "no position in 20 samples"),
+        (wrong_place, ValueError, "not a position in 20 samples"),
         (wrong_name, SizeMismatch, "Adam"),
         (refused_by_its_own, RuntimeError, "not that one"),
         (one_part_less, SizeMismatch, "last on one side only"),
@@ -135,7 +135,7 @@ def test_round_trip_refuses_what_comes_back_as_another_by_name() -> None:
             self.value = np.zeros(2)
 
     state, _, _ = make(extra=Forgetful(np.ones(2)))
-    with pytest.raises(UnsupportedOp, match=r"state of extra does not come back as it was given at state\.value"):
+    with pytest.raises(UnsupportedOp, match=r"state of extra differs at state\.value after it was saved"):
         state.check_round_trip()
 
 

@@ -38,8 +38,8 @@ def member(draining: str = "", generation: int = 1, said: list[Meet] | None = No
 def test_a_member_that_is_to_leave_says_so_once(clock: SimpleNamespace) -> None:
     said: list[Meet] = []
     waits = member("SIGTERM", 3, said)
-    waits.look_around()
-    waits.look_around()
+    waits.poll()
+    waits.poll()
     assert [meet.leaving for meet in said] == [True]
 
 
@@ -50,7 +50,7 @@ def test_a_candidate_that_brings_nothing_leaves_at_once(has_come_in: bool, clock
     if not has_come_in:
         waits.as_candidate()
     with pytest.raises(Dismissed, match="SIGTERM"):
-        waits.look_around()
+        waits.poll()
     assert said == []
 
 
@@ -65,8 +65,8 @@ def test_a_candidate_that_brings_a_state_says_what_it_holds_and_that_it_leaves(
     waits._member.cast_out()
     if not has_come_in:
         waits.as_candidate()
-    waits.look_around()
-    waits.look_around()
+    waits.poll()
+    waits.poll()
     assert [(meet.generation, meet.tag, meet.leaving, meet.unproven) for meet in said] == [
         (0, Tag(2, 5), True, not has_come_in)
     ]
@@ -81,9 +81,9 @@ def test_a_candidate_does_not_wait_for_the_answer_of_a_member_that_has_ended(clo
     waits.as_candidate()
     one, two = (Peer(rank, f"m{rank}", f"host-{rank}") for rank in range(2))
     waits.line_runs([one, two])
-    waits.look_around()
+    waits.poll()
     waits.line_runs([one])
-    waits.look_around()
+    waits.poll()
     assert tried == [[one, two], [one]]
     waits.tried(tried[0], ["rank 1 does not answer"])
     assert said == []
@@ -97,7 +97,7 @@ def test_what_is_waited_for_is_said_once_it_lasts(clock: SimpleNamespace, caplog
     waits.waits_for("waiting for rank 1 to stop")
     for _ in range(8):
         clock.now += 0.5
-        waits.look_around()
+        waits.poll()
     assert caplog.messages == ["waiting for rank 1 to stop; for 2 s now"]
 
 
@@ -108,11 +108,11 @@ def test_without_a_word_from_the_coordinator_that_is_what_is_said(
     clock.now += 60.0  # it trained meanwhile: that was no wait
     waits.said()
     clock.now += 2.0
-    waits.look_around()
+    waits.poll()
     assert caplog.messages == ["the coordinator has not answered yet; for 2 s now"]
     waits.waits_for("waiting for rank 1 to stop")
     clock.now += 0.5
-    waits.look_around()
+    waits.poll()
     assert caplog.messages[1:] == ["waiting for rank 1 to stop; for 0 s now"]
 
 
@@ -126,11 +126,11 @@ def test_a_planned_meeting_that_lasts_longer_than_a_step_may_is_a_timeout(clock:
     waits.said()
     waits.waits_for("waiting for rank 1 (host-b) to stop")
     clock.now += 59.0
-    waits.look_around()
+    waits.poll()
     assert not fault.failed
     clock.now += 2.0
-    waits.look_around()
-    waits.look_around()
+    waits.poll()
+    waits.poll()
     (suspicion,) = suspicions
     assert suspicion.reason == ErrorReason.ERROR_REASON_TIMEOUT
     assert suspicion.text == "the members did not meet within 60 s: waiting for rank 1 (host-b) to stop"
@@ -142,7 +142,7 @@ def test_a_member_of_a_view_has_nobody_to_reach_any_more(clock: SimpleNamespace)
     waits.as_candidate()
     waits.line_runs([])
     waits.view_came()
-    waits.look_around()
+    waits.poll()
     assert waits._reach is None
 
 
@@ -160,7 +160,7 @@ def test_without_a_coordinator_a_member_goes_on_in_a_generation_that_is_whole(
     waits.planned, waits._member.holds_base = True, True
     port.inbox.connected = False
     for _ in range(8):
-        waits.look_around()
+        waits.poll()
         clock.now += 0.5
     assert went_on == ([] if failed else [103.5])
     assert (waits._member.phase is Phase.READY) == (not failed)

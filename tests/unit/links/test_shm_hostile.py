@@ -244,7 +244,7 @@ def test_surplus_descriptors_are_closed(writer: Writer) -> None:
 def test_a_descriptor_for_which_there_is_no_room_ends_the_link_typed(writer: Writer) -> None:
     writer.announce(ANNOUNCEMENT.pack(7, 4096))  # as the kernel delivers it when the table is full
     writer.describe(PLACE=ARENA, SEGMENT=7, SIZE=10)
-    with pytest.raises(LimitExceeded, match="no descriptor was left"):
+    with pytest.raises(LimitExceeded, match="no file descriptor left"):
         writer.incoming.recv(0.0)
 
 
@@ -281,7 +281,7 @@ def test_counts_that_are_full_to_the_brim_are_a_breach() -> None:
     with halves() as both:
         both.outgoing.send(Frame(FrameKind.DATA, 1, 1, 0, b"", bytes(100_000)), monotonic() + 5.0)
         os.eventfd_write(both.incoming._room, 2**64 - 2)
-        with pytest.raises(PeerBrokeProtocol, match="count of what was released"):
+        with pytest.raises(PeerBrokeProtocol, match="counter of released frames"):
             both.incoming.recv(0.0)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from paceline._links.base import LinkEnded, LinkTimeout
 from paceline._links.frame import MAX_FRAME_BYTES, MAX_SIGNATURE_BYTES
-from paceline._links.kind import Breach
+from paceline._links.kind import ProtocolError
 from paceline._links.tcp._tcp_wire import HEAD_BYTES, cut, encode_head
 from support.tcp_pair import data, on_loop, one_way, raw_writer, soon
 
@@ -110,7 +110,7 @@ def test_a_bad_header_is_the_peers_breach(head: bytes) -> None:
     with raw_writer() as raw:
         raw.socks[0].sendall(head + b"abc")
         for _ in range(2):
-            with pytest.raises(Breach) as info:
+            with pytest.raises(ProtocolError) as info:
                 raw.into.recv(soon(), memoryview(bytearray(3)))
             assert not info.value.orderly
 
@@ -126,7 +126,7 @@ def test_whichever_byte_has_changed_the_link_breaks() -> None:
                 with pytest.raises(LinkEnded, match="changed on the way") as info:
                     raw.into.recv(soon())
                 assert not info.value.orderly
-                assert not isinstance(info.value, Breach), "the peer is not to blame"
+                assert not isinstance(info.value, ProtocolError), "the peer is not to blame"
 
 
 @pytest.mark.parametrize("streams", [1, 3])

@@ -166,6 +166,9 @@ class RecordingGroup:
     has_same_state: bool = False
     members: tuple[Peer, ...] = ()
     ban_reason: str = ""
+    engine_name: str = "links"
+    parts: int = 0
+    part: None = None
     take_piggyback: Callable[[], None] = lambda: None
     _reductions: int = 0
 

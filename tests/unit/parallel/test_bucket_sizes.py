@@ -65,6 +65,22 @@ def test_buckets_are_laid_out_anew_when_hosts_come_or_go() -> None:
     assert len(set(map(id, reducers[1:]))) == 3
 
 
+def test_hosts_do_not_decide_the_dtype_of_the_weight() -> None:
+    """With parts, the total weight has the same bits in every layout of the hosts, also for models of two dtypes."""
+    found = []
+    for nodes in ("aa", "ab"):
+        sizes = {"a": (30 << 20, "f4"), "b": (1 << 10, "f8"), "c": (1 << 19, "f4")}
+        parameters = {
+            name: Parameter(np.empty(size // np.dtype(of).itemsize, of)) for name, (size, of) in sizes.items()
+        }
+        ddp = DDP(Branches("", **parameters), RecordingGroup(members=_peers(nodes), has_same_state=True))
+        ddp.prepare()
+        assert ddp._model.reducer is not None
+        found.append([(bucket.dtype.name, bucket.nbytes) for bucket in ddp._model.reducer.buckets])
+    assert found[0] == found[1]
+    assert len({dtype for dtype, _ in found[0]}) == 2
+
+
 def _peers(nodes: str | list[str]) -> tuple[Peer, ...]:
     return tuple(Peer(rank, f"member-{rank}", "host", node=node) for rank, node in enumerate(nodes))
 

@@ -116,7 +116,7 @@ def test_in_a_static_graph_nobody_waits_for_a_parameter_that_is_not_used() -> No
     clear(ddp)
     module.use = "abc"
     ddp(X)
-    with pytest.raises(StepOrderError, match=r"'b'.*uses it more often than any before"):
+    with pytest.raises(StepOrderError, match=r"'b'.*uses the parameter more often than any before"):
         ddp.backward(X)
 
 
@@ -144,7 +144,7 @@ def test_gradient_after_its_bucket_was_sent_is_refused_and_learned() -> None:
             ddp.backward(X)
             assert all(p.grad is not None for p in module.scales.values())
         else:
-            with pytest.raises(StepOrderError, match="'c' got one more gradient after its bucket was sent"):
+            with pytest.raises(StepOrderError, match="'c' got another gradient after its bucket was sent"):
                 ddp.backward(X)
             assert all(p.grad is None for p in module.scales.values())
     np.testing.assert_array_equal(module.scales["c"].grad, [1, 1, 1])

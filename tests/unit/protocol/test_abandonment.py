@@ -1,4 +1,4 @@
-"""When the members of a generation are taken for dead. Time is an argument."""
+"""When the members of a generation are declared dead. Time is an argument."""
 
 from __future__ import annotations
 
@@ -110,6 +110,6 @@ def test_it_is_said_once(job: PureJob) -> None:
     wait_in(job)
     abandonment.due_at(100.0, job.state)
     assert abandonment.done(job.state) == (
-        "no member of generation 1 has been connected for 60 s: all of them are taken for dead (--restart-after)"
+        "no member of generation 1 has been connected for 60 s: all of them are declared dead (--restart-after)"
     )
     assert abandonment.due_at(160.0, job.state) == 220.0

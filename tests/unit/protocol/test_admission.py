@@ -98,20 +98,20 @@ def test_a_rank_claimed_twice_names_both_hosts() -> None:
 
 def test_a_candidate_that_lost_its_stream_gives_its_rank_up() -> None:
     job = PureJob()
-    ghost = job.join(2, 2, rank=0)
-    job.cut(ghost)
+    stale = job.join(2, 2, rank=0)
+    job.cut(stale)
     job.join(2, 2, rank=0)
-    assert [effect.member_id for effect in job.effects if isinstance(effect, EndSession)] == [ghost]
+    assert [effect.member_id for effect in job.effects if isinstance(effect, EndSession)] == [stale]
     job.join(2, 2, rank=1)
     assert len(job.state.view.seats) == 2
 
 
 def test_a_candidate_that_lost_its_stream_does_not_hold_others_to_its_settings() -> None:
     job = PureJob()
-    ghost = job.join(3, 3)
-    job.cut(ghost)
+    stale = job.join(3, 3)
+    job.cut(stale)
     job.join(1, 1)
-    assert [effect.member_id for effect in job.effects if isinstance(effect, EndSession)] == [ghost]
+    assert [effect.member_id for effect in job.effects if isinstance(effect, EndSession)] == [stale]
     assert len(job.state.view.seats) == 1
 
 
@@ -121,7 +121,7 @@ def test_who_comes_for_the_rank_of_a_suspect_waits() -> None:
     job.join(2, 2, rank=1)
     job.cut(dead)
     again = job.join(2, 2, rank=0)
-    assert job.state.sessions[again].standing is Standing.WAITING
+    assert job.state.sessions[again].standing is Standing.CANDIDATE
     with pytest.raises(RankTaken):
         job.join(2, 2, rank=0)
 
@@ -163,7 +163,7 @@ def test_a_loopback_address_beside_another_host_is_refused_to_whoever_comes_seco
     for member in (local, far):
         assert f"{member['host']} (pid " in str(caught.value)
         assert member["address"] in str(caught.value)
-    assert ", a loopback address, which the one at" in str(caught.value)
+    assert ", a loopback address, which the worker at" in str(caught.value)
     assert list(job.state.sessions) == ["m1"]
 
 
@@ -194,7 +194,7 @@ def test_a_newcomer_to_a_live_view_is_refused_too() -> None:
 
 def test_a_candidate_that_lost_its_stream_gives_way_with_its_loopback_address() -> None:
     job = PureJob()
-    ghost = job.join(2, 2, **HERE, address="127.0.0.1:5")
-    job.cut(ghost)
+    stale = job.join(2, 2, **HERE, address="127.0.0.1:5")
+    job.cut(stale)
     job.join(2, 2, **THERE, address="10.0.0.2:6")
-    assert [effect.member_id for effect in job.effects if isinstance(effect, EndSession)] == [ghost]
+    assert [effect.member_id for effect in job.effects if isinstance(effect, EndSession)] == [stale]

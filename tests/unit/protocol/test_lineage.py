@@ -21,6 +21,7 @@ from paceline_protocol.coordinator import (
     PushSummons,
     PushVerdict,
     PushView,
+    RestartAsked,
     StoreFinished,
     StoreReached,
     ViewStored,
@@ -91,7 +92,7 @@ def test_a_line_is_kept_until_a_member_that_came_back_says_what_it_holds() -> No
     job.cut(first)
     job.do(AddressRefused(first))
     again = job.join(1, 2, former=first, former_token=b"token-1")
-    assert job.reason == "waiting for members that came back to say what they hold"
+    assert job.reason == "waiting for members that came back to report what they hold"
     job.do(MetOthers(again, Meet(0, Tag(2, 5), False)))
     assert job.state.live is not None
     seated = {seat.member_id for seat in job.state.live.seats}
@@ -183,7 +184,7 @@ def test_a_meet_from_before_the_latest_view_is_of_no_use() -> None:
 
 # A line that all have died of -----------------------------------------------------------------------------------------
 
-LOST = "nobody held the state of the job any more, and no checkpoint was found: training began at step 1 again"
+LOST = "no worker held the state of the job any more, and no checkpoint was found: training began at step 1 again"
 
 
 @pytest.mark.parametrize(
@@ -244,6 +245,18 @@ def test_a_line_that_begins_again_tells_all_its_members_what_is_lost() -> None:
 def test_a_coordinator_that_was_started_again_knows_what_is_lost() -> None:
     job = PureJob(restore(0.0, "job", generation=2, reached=57))
     assert _begin(job, Tag(2, 40)) == [what_is_lost(57, Tag(2, 40))] * 2
+
+
+def test_a_job_that_was_done_has_lost_nothing_when_it_starts_again() -> None:
+    job, members = elastic(2)
+    for member in members:
+        job.do(Heard(member, Progress(step=9, step_at=job.now)))
+    job.do(FinishedLine(members[0], 2, 9))
+    for member in members:
+        job.do(ExitReported(job.state.sessions[member].process, 0))
+    assert job.reason == "the job is done: its last step was 9"
+    assert job.do(RestartAsked()) == [StoreFinished(None), StoreReached(None)]
+    assert _begin(job, Tag(0, 0)) == ["", ""]
 
 
 def test_the_first_line_of_a_job_has_lost_nothing() -> None:

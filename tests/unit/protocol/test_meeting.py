@@ -60,8 +60,8 @@ def test_who_is_silent_may_hold_the_state() -> None:
     meeting = convene(job([met(Tag(0, 0), holds_base=False), SILENT], newcomers=(0,)))
     assert not meeting.over
     assert meeting.reason == (
-        "generation 7 cannot go on: rank 1 (host-1, pid 1) is silent and may hold its state; "
-        "if you know that it has ended: paceline restart job"
+        "generation 7 cannot go on: rank 1 (host-1, pid 1) is silent and may hold the job's state; "
+        "if you know that it has ended, run: paceline restart job"
     )
 
 
@@ -74,7 +74,7 @@ def test_who_was_told_to_take_the_base_may_have_it() -> None:
     state.sessions["m0"].catching_up = True
     meeting = convene(state)
     assert not meeting.over
-    assert meeting.reason == "waiting for rank 0 (host-0) to say if the state of the line was taken in time"
+    assert meeting.reason == "waiting for rank 0 (host-0) to report whether the line's state arrived in time"
 
 
 @pytest.mark.parametrize(
@@ -246,8 +246,8 @@ def test_if_nobody_of_the_line_is_heard_the_sentence_says_the_way_out() -> None:
     job.cut(second)
     job.join(1, 9)
     assert job.reason.endswith(
-        "rank 0 (host-1, pid 1001), rank 1 (host-2, pid 1002) are silent and may hold its state; "
-        "if you know that they have ended: paceline restart job"
+        "rank 0 (host-1, pid 1001), rank 1 (host-2, pid 1002) are silent and may hold the job's state; "
+        "if you know that they have ended, run: paceline restart job"
     )
 
 

@@ -313,7 +313,7 @@ def test_a_reported_exit_is_a_sure_witness() -> None:
     job = PureJob()
     first, second = job.form(2)
     effects = job.do(ExitReported(Process("host-2", 1002), -9))
-    assert verdicts(effects)[first] == "rank 1 (host-2, pid 1002) was killed by signal 9 (SIGKILL)"
+    assert verdicts(effects)[first] == "rank 1 (host-2, pid 1002) was killed by SIGKILL"
     assert second not in job.state.sessions
 
 

@@ -30,7 +30,7 @@ def test_a_newcomer_is_asked_for_processes_of_its_own_host_that_are_silent() -> 
     assert {process.pid for process in asked.processes} == {11, 12}
     job.do(ExitReported(replace(HERE, pid=11), 0, found_gone=True))
     assert not [effect for effect in job.effects if isinstance(effect, PushMissing)], "asked once"
-    assert "is gone, as a worker on its host found" in str(job.state.endings)
+    assert "is gone, as a worker on its host reported" in str(job.state.endings)
     job.do(ExitReported(replace(HERE, pid=12), 0, found_gone=True))
     assert job.state.view is None, "all are known to have ended: the line is over"
 

@@ -54,8 +54,8 @@ def test_a_greater_tag_of_which_a_part_is_missing_waits_for_who_may_have_it() ->
     meeting = convene(job([part("0/3", NEXT), part("1/3", NEXT), SILENT]))
     assert not meeting.over
     assert meeting.reason == (
-        "generation 7 cannot go on: part 2 of 3 is not there; rank 2 (host-2, pid 1) is silent and may hold its state; "
-        "if you know that it has ended: paceline restart job"
+        "generation 7 cannot go on: part 2 of 3 is missing; rank 2 (host-2, pid 1) is silent and may hold the job's "
+        "state; if you know that it has ended, run: paceline restart job"
     )
 
 
@@ -63,7 +63,7 @@ def test_it_is_lost_when_all_who_had_a_part_have_ended() -> None:
     meeting = convene(job([part("0/3"), part("1/3"), SURE]))
     assert (meeting.over, names(meeting.lost)) == (True, "m0 m1")
     assert meeting.reason == (
-        "part 2 of 3 of the state of step 4 is lost with rank 2 (host-2), which was killed by signal 9 (SIGKILL)"
+        "part 2 of 3 of the state of step 4 is lost with rank 2 (host-2), which was killed by SIGKILL"
     )
 
 
@@ -73,7 +73,7 @@ def test_one_that_was_a_member_and_is_on_its_way_back_is_waited_for() -> None:
     meeting = convene(state)
     assert not meeting.over
     assert meeting.reason.endswith(
-        "part 1 of 2 is not there; waiting for new to say what it holds; if it hangs, end its process (pid 1 on new)"
+        "part 1 of 2 is missing; waiting for new to report what it holds; if it hangs, end its process (pid 1 on new)"
     )
 
 
@@ -147,7 +147,8 @@ def test_a_node_that_is_not_full_waits() -> None:
 def test_too_few_let_nobody_go_who_has_what_they_lack() -> None:
     meeting = convene(job([part("0/2"), part("1/2", leaving=True)], least=2))
     assert names(meeting.dismissed) == ""
-    assert meeting.reason == "waiting for 1 more worker (1 of at least 2), who are to take what rank 1 (host-1) hold"
+    awaited = "1 more worker (1 of at least 2), which must take over the state of rank 1 (host-1)"
+    assert meeting.reason == f"waiting for {awaited}"
     meeting = convene(job([part("0/2 1/2"), part("1/2", leaving=True)], least=2))
     assert names(meeting.dismissed) == "m1"
 
@@ -276,7 +277,7 @@ def test_a_spare_that_is_silent_may_come_back_with_its_part(node_size: int, wait
     members = [line.join(2, 4) for _ in range(3)]
     line.pass_time(0.3)
     spare = line.state.sessions[members[2]]
-    spare.standing, spare.rank = Standing.WAITING, None
+    spare.standing, spare.rank = Standing.CANDIDATE, None
     spare.met = replace(part("1/2", node_size=node_size), generation=0)
     line.cut(members[2])
     line.pass_time(60.0, beating=members[:2])

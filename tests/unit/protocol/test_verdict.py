@@ -103,7 +103,7 @@ def test_a_timeout_blames_those_who_have_not_entered() -> None:
     assert verdict.text == (
         "all_reduce 17 took 10 s; not in operation 17 yet: "
         "rank 2 (host-c, pid 4713) has been out of operation 16 for 12.0 s; "
-        "rank 3 (host-d, pid 4714) has entered none so far"
+        "rank 3 (host-d, pid 4714) has entered no operation so far"
     )
 
 
@@ -117,7 +117,7 @@ def test_a_timeout_in_which_all_have_entered_blames_the_accused() -> None:
     ("code", "how"),
     [
         (1, "exited with code 1"),
-        (-9, "was killed by signal 9 (SIGKILL)"),
+        (-9, "was killed by SIGKILL"),
         (-200, "was killed by signal 200"),
     ],
 )

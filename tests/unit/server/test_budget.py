@@ -71,7 +71,7 @@ def test_a_jobs_calls_count_together_whatever_they_come_by() -> None:
 
 @pytest.mark.parametrize("shown", ["Bearer an-unknown-token", None])
 def test_strangers_take_nothing_from_others_at_their_address(shown: str | None) -> None:
-    assert payer(TOKENS, shown, "ipv4:10.0.0.5:1") == "strangers at 10.0.0.5"
+    assert payer(TOKENS, shown, "ipv4:10.0.0.5:1") == "unknown callers at 10.0.0.5"
 
 
 @pytest.mark.parametrize(

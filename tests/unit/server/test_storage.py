@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline_protocol import Ending, JobSettings, Process, Seat, Tag, Verdict, View
+from paceline_protocol import Ending, JobSettings, Tag, Verdict
 from paceline_server.storage import schema
 from paceline_server.storage.base import (
     Change,
@@ -28,26 +28,34 @@ from paceline_server.storage.base import (
     ViewForgotten,
     ViewFormed,
 )
+from paceline_server.storage.etcd import EtcdStorage, leader_key
 from paceline_server.storage.memory import MemoryStorage
+from paceline_server.storage.shared_keys import LeaderRecord
 from paceline_server.storage.sqlite import SqliteStorage
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.coordinator import run
+from support.shared_keys import MemoryKeys, Node
+from support.views import view
 
 Reopen = Callable[[], Storage]
 
 
-@pytest.fixture(params=["memory", "sqlite"])
+@pytest.fixture(params=["memory", "sqlite", "etcd"])
 def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Reopen:
-    memory = MemoryStorage()
+    memory, node = MemoryStorage(), Node()
+    if request.param == "etcd":
+        return lambda: next_leader(node)
     return (lambda: memory) if request.param == "memory" else lambda: SqliteStorage(tmp_path / "state.db")
 
 
-def view(generation: int, world: int = 2) -> View:
-    seats = tuple(
-        Seat(rank, f"m{rank}", bytes([rank]) * 32, Process("h", rank + 1, "boot", 5, 7, "node"), "h:1", rank + 1)
-        for rank in range(world)
-    )
-    return View(generation, JobSettings(1, 4, 2.5, "0123456789abcdef"), False, seats)
+def next_leader(node: Node) -> EtcdStorage:
+    """The storage of a coordinator that takes over."""
+    found = node.items.get(leader_key("p"))
+    epoch = 1 if found is None else LeaderRecord.from_bytes(found.value).epoch + 1
+    record = LeaderRecord(epoch, f"k{epoch}", "k:7400")
+    revision = node.swap(leader_key("p"), 0 if found is None else found.revision, record.to_bytes(), {}, ())
+    assert isinstance(revision, int)
+    return EtcdStorage(MemoryKeys(node), "p", record, revision)
 
 
 VERDICT = Verdict(1, ErrorReason.ERROR_REASON_PEER_LOST, (0, 1), 9, "rank 0 died")
@@ -105,6 +113,7 @@ def test_how_far_a_line_had_come_is_known_until_another_begins(reopen: Reopen) -
     assert stored(reopen, ViewFormed("a", view(1)), ViewFormed("a", begun))["a"].reached == 40
     over = [ReachedStored("a", 57), ViewForgotten("a", 2), ViewFormed("a", view(3))]
     assert stored(reopen, *over)["a"] == StoredJob("a", 3, view(3), reached=57)
+    assert stored(reopen, ReachedStored("a", None))["a"].reached is None, "the line was done"
     anew = replace(view(4), base=Tag(0, 0), lost="57 steps")
     assert stored(reopen, ViewFormed("a", anew))["a"] == StoredJob("a", 4, anew, reached=0)
 

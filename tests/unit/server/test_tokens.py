@@ -70,10 +70,10 @@ def test_each_role_may_do_what_those_before_it_may(role: Role) -> None:
 
 def test_what_needs_which_role() -> None:
     assert {method for method in METHODS if role_for(method) is Role.READ} == {
-        f"/pacelinepb.v1.AdminService/{name}" for name in ("ListJobs", "GetJob")
+        f"/pacelinepb.v1.AdminService/{name}" for name in ("ListJobs", "GetJob", "ListEvents")
     }
     assert {method for method in METHODS if role_for(method) is Role.OPERATOR} == {
-        f"/pacelinepb.v1.AdminService/{name}" for name in ("DrainMembers", "RestartJob", "ForgetJob")
+        f"/pacelinepb.v1.AdminService/{name}" for name in ("AskMembers", "DrainMembers", "RestartJob", "ForgetJob")
     }
 
 
@@ -94,13 +94,13 @@ def test_only_digests_are_kept() -> None:
     ("text", "words"),
     [
         ("", "there is no token in it"),
-        (f"{ALL} role=root one", "line 1 has a role that there is not: role= is followed by one of read, worker, op"),
-        (f"{ALL} role=", "line 1 has a role that there is not"),
+        (f"{ALL} role=root one", "line 1 has an unknown role: role= must be followed by one of read, worker, op"),
+        (f"{ALL} role=", "line 1 has an unknown role"),
         (f"{ALL} one\n{ALL} role=read two", "the token in line 2 has another role in a line above"),
         ("# nothing\n\n", "there is no token in it"),
-        (f"{ALL}\nshort", "the token in line 2 has 5 characters, 16 at least"),
+        (f"{ALL}\nshort", "the token in line 2 has 5 characters, but needs at least 16"),
         ("ü" * 20, "the token in line 1 has characters other than printable ASCII"),
-        ("\n".join(f"{number:020}" for number in range(MAX_TOKENS + 1)), f"{MAX_TOKENS} at most"),
+        ("\n".join(f"{number:020}" for number in range(MAX_TOKENS + 1)), f"at most {MAX_TOKENS} are allowed"),
     ],
 )
 def test_files_that_cannot_be_used(text: str, words: str) -> None:
@@ -125,7 +125,7 @@ def test_no_token(shown: str | None) -> None:
 
 @pytest.mark.parametrize("shown", [ALL[:-1], ALL + "x", ALL.upper(), "\udcff" * 20])
 def test_an_unknown_token_is_not_repeated(shown: str) -> None:
-    with pytest.raises(Unauthenticated, match="it does not know the token") as caught:
+    with pytest.raises(Unauthenticated, match="it does not know this token") as caught:
         Tokens.parse(FILE).grant(f"Bearer {shown}")
     assert shown not in str(caught.value)
 
@@ -133,7 +133,7 @@ def test_an_unknown_token_is_not_repeated(shown: str) -> None:
 def test_another_jobs_token() -> None:
     grant = Tokens.parse(FILE).grant(f"Bearer {ONE}")
     grant.check("one")
-    with pytest.raises(PermissionDenied, match="good for another job"):
+    with pytest.raises(PermissionDenied, match="valid for another job"):
         grant.check("two")
     with pytest.raises(PermissionDenied):
         grant.check("")
@@ -159,7 +159,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
             read_tokens(path)
     (tmp_path / "t").touch(0o600)
     (tmp_path / "t").write_bytes(b"\xff" * 20)
-    with pytest.raises(TokensUnusable, match="is no text in UTF-8"):
+    with pytest.raises(TokensUnusable, match="is not UTF-8 text"):
         read_tokens(tmp_path / "t")
     (tmp_path / "t").write_bytes(b"x" * (token_file.MAX_FILE_BYTES + 1))
     with pytest.raises(TokensUnusable, match="bytes"):
@@ -301,7 +301,7 @@ def test_the_settings_of_tokens(tmp_path: Path) -> None:
     [
         ({"tls_cert": Path("c")}, "tls_cert and tls_key go together"),
         ({"tls_ca": Path("c")}, "tls_ca asks callers for certificates, which needs TLS"),
-        ({"token": ALL, "token_file": Path("f")}, "give one of them"),
+        ({"token": ALL, "token_file": Path("f")}, "give token or token_file, not both"),
     ],
 )
 def test_settings_that_do_not_go_together(settings: dict[str, Any], words: str) -> None:
@@ -318,8 +318,11 @@ TLS = {"tls_cert": Path("c"), "tls_key": Path("k")}
         ({"listen": "127.0.0.1:1"}, None),
         ({"listen": "[::1]:1"}, None),
         ({"listen": "localhost:1"}, None),
-        ({"listen": "0.0.0.0:1"}, "nobody is authenticated"),
-        ({"listen": "host:1", **TLS}, "nobody is authenticated"),
+        ({"listen": "0.0.0.0:1"}, "callers are not authenticated"),
+        ({"listen": "host:1", **TLS}, "callers are not authenticated"),
+        ({"http": "127.0.0.1:1"}, None),
+        ({"http": "0.0.0.0:1"}, "everyone who can reach 0.0.0.0:1 can"),
+        ({"http": "0.0.0.0:1", "token": ALL}, "can be read on the wire to 0.0.0.0:1"),
         ({"listen": "[::]:1", "token": ALL}, "can be read on the wire"),
         ({"listen": "0.0.0.0:1", "token": ALL, **TLS}, None),
         ({"listen": "0.0.0.0:1", "tls_ca": Path("a"), **TLS}, None),

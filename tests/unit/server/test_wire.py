@@ -3,7 +3,7 @@
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
-from paceline_protocol import WHOLE, Share
+from paceline_protocol import WHOLE, Counters, Share
 from paceline_server import ServerSettings, wire
 from paceline_server.errors import BadRequest
 from pacelinepb.v1 import session_pb2 as pb
@@ -14,6 +14,46 @@ def test_what_goes_to_terminals_and_logs_is_printable() -> None:
     assert len(wire.cut("\u00fc" * 5_000, 2_000).encode()) <= 2_000
     with pytest.raises(BadRequest, match="printable"):
         wire.read_address("10.0.0.1:1\x1b]0;x\x07", ServerSettings())
+
+
+def test_counters_are_read() -> None:
+    beat = pb.Heartbeat(committed=3, undone=1, samples=64, sent_bytes={"shm": 7, "tcp": 0}, operation=1, inside=True)
+    beat.in_collectives.FromMilliseconds(1500)
+    beat.MergeFrom(pb.Heartbeat(checkpoint_step=100, checkpoints=2, checkpoint_failures=1))
+    beat.checkpoint_time.FromMilliseconds(800)
+    beat.state_bytes = 4096
+    beat.state_time.FromMilliseconds(250)
+    beat.doing = "all_reduce\x1b[2J" + "x" * 100
+    counters = wire.read_counters(beat)
+    assert counters == Counters(3, 1, 64, {"shm": 7, "tcp": 0}, 1.5, 100, 2, 1, 0.8, 4096, 0.25)
+    progress = wire.read_progress(0.0, beat)
+    assert progress.doing.startswith("all_reduce [2J")
+    assert len(progress.doing) == 64
+    told = wire.write_progress(0.0, progress, counters)
+    assert (told.samples, dict(told.sent_bytes), told.doing) == (64, {"shm": 7, "tcp": 0}, progress.doing)
+    assert (told.checkpoint_step, told.checkpoints, told.checkpoint_failures) == (100, 2, 1)
+    assert told.checkpoint_time == beat.checkpoint_time
+    assert (told.state_bytes, told.state_time) == (4096, beat.state_time)
+
+
+@pytest.mark.parametrize(
+    "beat",
+    [
+        pb.Heartbeat(samples=1 << 63),
+        pb.Heartbeat(checkpoint_step=1 << 63),
+        pb.Heartbeat(state_bytes=1 << 63),
+        pb.Heartbeat(checkpoints=1 << 63),
+        pb.Heartbeat(checkpoint_failures=1 << 63),
+        pb.Heartbeat(sent_bytes={"shm": 1 << 63}),
+        pb.Heartbeat(sent_bytes={"": 1}),
+        pb.Heartbeat(sent_bytes={'shm",job="x': 1}),
+        pb.Heartbeat(sent_bytes={"k" * 17: 1}),
+        pb.Heartbeat(sent_bytes={f"kind{number}": 1 for number in range(9)}),
+    ],
+)
+def test_counters_that_no_member_has_are_refused(beat: pb.Heartbeat) -> None:
+    with pytest.raises(BadRequest):
+        wire.read_counters(beat)
 
 
 def meet(*shares: tuple[int, int]) -> pb.Meet:

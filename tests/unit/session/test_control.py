@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from paceline._address import CoordinatorAddresses
 from paceline._session.control import ControlStream
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
@@ -15,7 +16,9 @@ def test_a_member_that_comes_back_as_a_new_one_proves_who_it_was() -> None:
     nothing: Any = None
 
     async def main() -> None:
-        stream = ControlStream("127.0.0.1:9", pb.Register(job="job"), Config(), nothing, nothing, IN_THE_CLEAR)
+        stream = ControlStream(
+            CoordinatorAddresses.parse("127.0.0.1:9"), pb.Register(job="job"), Config(), nothing, nothing, IN_THE_CLEAR
+        )
         stream.generation = 7
         for number in (1, 2):
             stream.registered = pb.Registered(member_id=f"m{number}", session_token=b"token-%d" % number)

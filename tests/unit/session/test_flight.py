@@ -67,6 +67,8 @@ def test_the_file_says_who_and_what(tmp_path: Path, caplog: pytest.LogCaptureFix
         "pid": os.getpid(),
         "member_id": "m-1",
         "reason": "signal SIGUSR2",
+        "groups": {},
+        "steps": [],
     }
     (record,) = caplog.records
     assert (record.name, record.levelno) == ("paceline.flight", logging.WARNING)

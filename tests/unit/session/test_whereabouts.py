@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline._address import Endpoint
+from paceline._address import CoordinatorAddresses, Endpoint
 from paceline._session import whereabouts
 from paceline._session.whereabouts import Whereabouts, is_here
 from paceline.errors import CoordinatorUnreachable, LinkUnavailable
@@ -60,7 +60,7 @@ class _World:
         self.way: str | Exception = "10.0.0.1"
         self.door, self.sockets = _Door(), _Sockets()
         self.left: list[str] = []
-        self.member: Any = Whereabouts(COORDINATOR, advertise, self.door, self.sockets)  # type: ignore[arg-type]
+        self.member: Any = Whereabouts(CoordinatorAddresses([COORDINATOR]), advertise, self.door, self.sockets)  # type: ignore[arg-type]
 
         async def reachable(coordinator: Endpoint, advertise: str | None, *_: Any) -> Endpoint:
             assert coordinator is COORDINATOR
@@ -100,7 +100,7 @@ def test_one_that_has_gone_is_exchanged_for_the_one_that_leads_to_the_coordinato
     assert str(world.member.address) == "10.0.0.2:5002"
     assert world.door.at[1:] == [("move", "10.0.0.2", 0)]
     assert world.sockets.ports == [5001, 5002]
-    assert world.left == ["this worker's address was 10.0.0.1, and is 10.0.0.2 now"]
+    assert world.left == ["this worker's address was 10.0.0.1 and is 10.0.0.2 now"]
     assert not world.renew(), "once"
 
 

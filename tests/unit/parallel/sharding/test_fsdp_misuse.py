@@ -248,7 +248,7 @@ def test_a_unit_runs_only_inside_its_model(name: str) -> None:
                 lambda: unit.unshard().__enter__(),
             ]
             for call in calls:
-                with pytest.raises(StepOrderError, match="wrapped as a whole"):
+                with pytest.raises(StepOrderError, match="wraps as a whole"):
                     call()
             fsdp(ONE)
             fsdp.backward(ONE)
@@ -279,9 +279,9 @@ def test_values_of_what_is_spread_are_refused() -> None:
         module = Branches("a", a=scale(1, 1))
         fsdp = FSDP(module, g)
         fsdp(ONE)
-        with pytest.raises(StepOrderError, match="spread over the ranks"):
+        with pytest.raises(StepOrderError, match="sharded over the ranks"):
             module.scales["a"].data  # noqa: B018
-        with pytest.raises(StepOrderError, match="spread over the ranks"):
+        with pytest.raises(StepOrderError, match="sharded over the ranks"):
             module.forward(ONE)
         with pytest.raises(SizeMismatch):
             fsdp.update_shards(np.zeros(5))
@@ -296,7 +296,7 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "nodes too large": (InvalidWorldSize, "multiple of intra_node_size", chosen("hybrid3")),
     "no nodes": (InvalidWorldSize, "multiple of intra_node_size", chosen("hybrid0")),
     "negative nodes": (InvalidWorldSize, "multiple of intra_node_size", chosen("hybrid-1")),
-    "integer wire": (UnsupportedOp, "floats", {"communication_dtype": np.int32}),
+    "integer wire": (UnsupportedOp, "floating-point type", {"communication_dtype": np.int32}),
     "complex wire": (UnsupportedOp, ".", {"communication_dtype": np.complex64}),
     "text wire": (UnsupportedOp, ".", {"communication_dtype": "U3"}),
     "float8 wire": (UnsupportedOp, ".", {"communication_dtype": ml_dtypes.float8_e4m3fn}),

@@ -216,7 +216,7 @@ def test_hosts_of_unequal_size_are_refused(hosts: list[str]) -> None:
     if len(counts) == 1:
         assert len(placed(Strategy.HYBRID_SHARD, hosts)) == len(hosts)
     else:
-        with pytest.raises(InvalidWorldSize, match="as many ranks on each host"):
+        with pytest.raises(InvalidWorldSize, match="the same number of ranks on each host"):
             placed(Strategy.HYBRID_SHARD, hosts)
 
 

@@ -74,7 +74,7 @@ def test_state_of_another_shape_cannot_be_cut(alone: Any) -> None:
             return {"momentum": np.zeros(5)}
 
     model, _ = make(alone)
-    with pytest.raises(UnsupportedOp, match="'weight/momentum' of this Odd has not its parameter's shape"):
+    with pytest.raises(UnsupportedOp, match="'weight/momentum' of this Odd does not have its parameter's shape"):
         holding([model._sharded], [Odd(model, lr=1.0, momentum=0.5)])
 
 
@@ -82,7 +82,7 @@ def test_units_that_are_cut_differently() -> None:
     def rank(group: Any) -> None:
         linear = paceline.nn.Linear(3, 4, rng=np.random.default_rng(0), dtype=np.float64)
         pairs = paceline.FSDP(linear, group, paceline.ShardingStrategy.HYBRID_SHARD, 2)
-        with pytest.raises(UnsupportedOp, match="spread in different ways"):
+        with pytest.raises(UnsupportedOp, match="sharded in different ways"):
             holding([make(group)[0]._sharded, pairs._sharded], [])
 
     run_ranks(4, rank)

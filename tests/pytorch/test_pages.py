@@ -1,4 +1,4 @@
-"""The README's examples for PyTorch run as they stand, alone and among workers."""
+"""What README.md and docs/ tell users of PyTorch to type runs as it stands, alone and among workers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,17 @@ import pytest
 
 import paceline
 from paceline import checkpoint
+from support.blocks import PAGES, ROOT, Terminal, as_program, blocks, scripts
+from support.ports import free_port
 
-pytestmark = [pytest.mark.torch, pytest.mark.newest, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(120)]
 
-README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
-LOOP, REST = re.findall(r"```python torch\n(.*?)```", README, re.DOTALL)
+(LOOP,) = (block.code for block in scripts(ROOT / "docs/tutorials/elastic-torch.md", torch=True))
+(REST,) = (block.code for block in scripts(ROOT / "docs/how-to/torch-training-run.md", torch=True))
+OTHERS = [block for page in PAGES for block in scripts(page, torch=True) if block.code not in (LOOP, REST)]
+TYPED = [
+    page for page in PAGES if any(block.language == "console" and "torch" in block.flags for block in blocks(page))
+]
 LAUNCHERS = {
     "paceline run": ["-m", "paceline", "run", "-n", "2"],
     "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],  # a port of its own
@@ -72,6 +78,21 @@ def test_under_torchrun_a_world_of_one_needs_no_store(monkeypatch: pytest.Monkey
     monkeypatch.setenv("WORLD_SIZE", "2")
     with paceline.join(min_workers=1) as session:  # whoever says so is alone all the same
         assert session.size == 1
+
+
+def test_other_scripts_alone_and_in_two_workers(tmp_path: Path) -> None:
+    program = as_program(OTHERS)
+    run(program, tmp_path)
+    run(program, tmp_path, "paceline run")
+
+
+@pytest.mark.parametrize("page", TYPED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_is_typed(page: Path, tmp_path: Path) -> None:
+    """From the top of the page to its end, in one folder."""
+    with Terminal(tmp_path, {"7400": str(free_port())}) as terminal:
+        for block in blocks(page):
+            if "torch" in block.flags:
+                terminal.show(block)
 
 
 def check_the_rest(printed: str, directory: Path) -> None:

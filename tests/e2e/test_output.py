@@ -1,0 +1,68 @@
+"""What commands do when nobody reads their output, or nobody answers."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.command import command
+
+NOWHERE = "127.0.0.1:1"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("schedules", "all-reduce", "-n", "20000"),
+        ("schedules", "--json"),
+        ("--help",),
+        ("run", "-n", "2", "--coordinator", NOWHERE, "SCRIPT"),
+    ],
+)
+def test_a_reader_that_goes_is_no_error(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("for n in range(50_000): print('line', n)\n")
+    words = [str(script) if word == "SCRIPT" else word for word in arguments]
+    reads, writes = os.pipe()
+    os.close(reads)  # as if `head` had ended at once
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", "paceline", *words], stdout=writes, stderr=subprocess.PIPE, text=True, timeout=45
+        )
+    finally:
+        os.close(writes)
+    assert ended.stderr == ""
+    if arguments[0] == "run":
+        assert ended.returncode == 0, "training goes on, and its exit code is the workers'"
+    elif arguments[0] == "--help":
+        assert ended.returncode == 141, "as if SIGPIPE had ended it"
+
+
+def test_it_says_for_how_long_it_will_try() -> None:
+    with command("status", "--coordinator", NOWHERE, "--timeout", "3") as ended:
+        assert ended.wait() == 1
+    told, last = ended.stderr.splitlines()
+    assert told == f"paceline: no coordinator answers at {NOWHERE}; trying for another 2 s"
+    assert last.startswith(f"paceline: no coordinator answers at {NOWHERE} (tried for ")
+
+
+def test_a_launcher_says_for_how_long_its_workers_will_try(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import paceline; paceline.join(timeout=4.0)\n")
+    with command("run", "-n", "2", "--coordinator", NOWHERE, "--job", "digits", str(script)) as run:
+        run.wait_for(f"paceline: job 'digits': no coordinator answers at {NOWHERE} yet; trying for another 3 s\n")
+        assert run.wait() == 1
+    assert run.stderr.count("trying for another") == 1, "once, not once for each worker"
+    said = [line for line in run.stderr.splitlines() if " (tried for " in line]
+    assert len(said) == 1, f"once, too\n{run.stderr}"
+    assert re.fullmatch(
+        rf"paceline: no coordinator answers at {NOWHERE} \(tried for 4 s; .*[Cc]onnection refused.*\): run "
+        rf"`paceline coordinator --listen {NOWHERE}` there, or correct the address .*",
+        said[0],
+    )
+    assert "script.py" not in run.stderr, "the worker's own line says nothing about it"

@@ -1,0 +1,51 @@
+"""Trains in parts in a storm of faults, seed after seed: `make soak-bits SEEDS=200 MODEL=mlp`.
+
+    python tests/elastic/soak_bits.py --seeds 200 --seconds 6 --model mlp
+
+Each applied step of each run must have the digest of one process without faults. Each seed kills, freezes, adds and
+drains workers, kills and restarts the coordinator, ends all workers, and goes on from a checkpoint with another number
+of workers, in more faults. What has happened is counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # tests/, for `support`
+
+from support.elastic.parts_problem import MODELS, problem_of
+from support.elastic.same_bits import BitsSoak
+
+
+def main() -> None:
+    """Reads the arguments and runs."""
+    parser = argparse.ArgumentParser(description="the same bits in a storm of faults")
+    parser.add_argument("--seeds", type=int, default=200)
+    parser.add_argument("--first", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=6.0, help="of storms, for each seed")
+    parser.add_argument("--model", choices=MODELS, default="mlp")
+    wanted = parser.parse_args()
+    problem_of(wanted.model)  # loads torch for a model of torch, so that workers are forked with it
+    soak = BitsSoak(wanted.model, wanted.seconds, say)
+    for done, seed in enumerate(range(wanted.first, wanted.first + wanted.seeds), 1):
+        folder = Path(tempfile.mkdtemp(prefix="paceline-bits-"))
+        try:
+            soak.run(seed, folder)
+        except AssertionError as error:
+            raise SystemExit(str(error)[-20_000:]) from None
+        shutil.rmtree(folder)
+        told = ", ".join(f"{count} {what}" for what, count in soak.counts.items())
+        say(f"{wanted.model}, {done} seeds so far, {min(soak.worlds)} to {max(soak.worlds)} workers: {told}")
+
+
+def say(line: str) -> None:
+    """A line at once."""
+    print(line, flush=True)  # noqa: T201  its task
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Parts through FSDP: through kills, joins, leaves and restarts the last state has the bits of one process with DDP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.elastic.same_bits import check_bits, come_and_go, in_parts
+
+pytestmark = pytest.mark.slow
+
+
+def saving(folder: Path) -> dict[str, Any]:
+    return {"checkpoint_dir": str(folder / "runs"), "checkpoint_every": 1}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_workers_are_killed_join_and_leave(strategy: str, tmp_path: Path) -> None:
+    """Where the dead one's shard is lost, the others go on from a checkpoint."""
+    come_and_go(f"mlp/{strategy}", tmp_path, reference="mlp", total=26, **saving(tmp_path))
+
+
+def test_nodes_come_and_go(tmp_path: Path) -> None:
+    """The world has 4, 2, 4 and 2 members."""
+    come_and_go(
+        "mlp/hybrid_shard",
+        tmp_path,
+        begin=4,
+        join=1,
+        least=2,
+        worlds=(2, 4),
+        reference="mlp",
+        total=26,
+        **saving(tmp_path),
+    )
+
+
+def test_other_worlds_go_on_from_a_sharded_checkpoint(tmp_path: Path) -> None:
+    first = 0
+    for world, stop_at in ((4, 4), (1, 8), (3, 0)):
+        (tmp_path / f"{world}").mkdir()
+        with in_parts(tmp_path / f"{world}", "mlp/full_shard", total=12, **saving(tmp_path)) as c:
+            c.start(world, stop_at=stop_at)
+            assert set(c.wait().values()) == {0}, str(c)
+            assert check_bits(c, tmp_path, "mlp") == (stop_at or 12)
+            before, first = first, min(event["step"] for trainer in c.trainers for event in trainer.of("applied"))
+            assert first > before, f"it began anew\n{c}"

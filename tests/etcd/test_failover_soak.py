@@ -1,0 +1,18 @@
+"""A few rounds of faults of coordinators, etcd and networks; `make soak-failover` plays as many as one likes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.elastic.soak import soak_failover
+from support.etcd import needs_etcd
+
+
+@pytest.mark.etcd
+@pytest.mark.root
+@needs_etcd
+@pytest.mark.timeout(180)
+def test_three_rounds(tmp_path: Path) -> None:
+    soak_failover(3, 3, tmp_path, print)

@@ -1,0 +1,81 @@
+"""The engine "gloo": it keeps the contract of engines, and says why it cannot open."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from paceline._engines.data_engine import DataEngine, EngineFailed
+from paceline._engines.engine_check import ENGINE_RULES, MakeEngines, check_engine, open_engines
+from paceline._links.base import Peer
+from support.engines import engines_of
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+else:
+    dist = pytest.importorskip("torch.distributed")
+
+pytestmark = [pytest.mark.torch, pytest.mark.newest]
+
+
+def make() -> DataEngine:
+    from paceline.torch._gloo_engine import GlooEngine
+
+    return GlooEngine()
+
+
+@pytest.mark.parametrize("rule", ENGINE_RULES, ids=lambda rule: rule.__name__)
+def test_gloo_keeps_the_rules(rule: Callable[[MakeEngines], None]) -> None:
+    check_engine(partial(engines_of, make), [rule])
+
+
+def test_a_host_that_is_not_this_one_is_refused_by_name() -> None:
+    with engines_of(make, 1) as (engine,):
+        engine.open(0, [Peer(0, "0", "far", "192.0.2.1:7400"), Peer(1, "1", "near", "127.0.0.1:7400")])
+        with pytest.raises(EngineFailed, match=r"Gloo could not connect at 192\.0\.2\.1"):
+            engine.contact(monotonic() + 10)
+
+
+@pytest.mark.parametrize("contact", [b"", b"[]", b'{"keys": {"0/1": "zz"}, "listeners": []}', b'{"keys": 3}'])
+def test_a_contact_that_cannot_be_read_ends_the_opening(contact: bytes) -> None:
+    with engines_of(make, 1) as (engine,):
+        engine.open(0, [Peer(rank, str(rank), "localhost", "127.0.0.1:1") for rank in range(2)])
+        engine.connect([engine.contact(monotonic() + 10), contact])
+        with pytest.raises(EngineFailed, match="a contact cannot be read"):
+            engine.await_ready(monotonic() + 10)
+
+
+def test_without_all_sockets_the_engine_does_not_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.torch import _gloo_engine
+
+    monkeypatch.setattr(_gloo_engine._GlooStore, "sockets", lambda store: iter(()))
+    with engines_of(make, 2) as engines, pytest.raises(EngineFailed, match="found 0 of the 1 sockets"):
+        open_engines(engines)
+
+
+def test_nothing_is_left_open() -> None:
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def cycle(end: Callable[[DataEngine], Any]) -> None:
+        with engines_of(make, 3) as engines:
+            open_engines(engines)
+            for engine in engines:
+                end(engine)
+
+    cycle(lambda engine: engine.abort())  # whatever is loaded once
+    before = count()
+    for end in (lambda engine: engine.abort(), lambda engine: engine.close(monotonic() + 10)):
+        cycle(end)
+    assert count() <= before
+
+
+def test_the_default_group_is_not_touched() -> None:
+    with engines_of(make, 2) as engines:
+        open_engines(engines)
+        assert not dist.is_initialized()

@@ -1,0 +1,202 @@
+"""Parts with torch: the same bits in every world, samples by way of a loader, and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import paceline
+import paceline.torch
+from paceline._collectives.part_tree import part_range
+from paceline._group import Group
+from paceline._group.group_core import PartRecord, PartTurn
+from paceline.errors import StepOrderError, UnsupportedOp
+from paceline.testing import run_ranks
+
+pytestmark = [pytest.mark.torch]
+
+V, N, BATCH = 8, 90, 29
+
+
+_seeding = threading.Lock()
+"""Ranks are threads, which share torch's generator."""
+
+
+class Net(nn.Module):
+    """Convolutions, running statistics, and a parameter that not every part uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv1d(1, 5, 3), nn.BatchNorm1d(5), nn.ReLU(), nn.Flatten(), nn.Linear(50, 4))
+        self.gate = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Any) -> Any:
+        y = self.body(x)
+        return y * self.gate if x[0, 0, 0] > 0 else y
+
+
+def train(group: Group, dtype: Any) -> str:
+    """What `session.steps` does with parts, without a coordinator; returns a digest of everything."""
+    rng = np.random.default_rng(5)
+    x, t = torch.from_numpy(rng.standard_normal((N, 1, 12))).to(dtype), torch.from_numpy(rng.integers(0, 4, N))
+    with _seeding, torch.random.fork_rng():
+        torch.manual_seed(1)
+        net = Net().to(dtype)
+    ddp = paceline.torch.DDP(net, group, bucket_mb=1e-3)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    sampler = paceline.ElasticSampler(N, global_batch=BATCH, parts=V)
+    first, end = part_range(group.rank, group.size, V)
+    for _ in range(7):
+        optimizer.zero_grad()
+        record = PartRecord()
+        for number in range(first, end):
+            indices, weight = sampler.current_part(number)
+            group.set_part(V, PartTurn(number, V, first, end, record))
+            group.set_gradient_weight(weight)
+            nn.functional.cross_entropy(ddp(x[indices]), t[indices]).backward()
+        group.set_part(0)
+        ddp.clip_grad_norm(0.7)
+        optimizer.step()
+        sampler.advance(group.size)
+    digest = hashlib.sha256()
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    for tensor in [*net.state_dict().values(), *moments]:
+        digest.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_every_world_has_the_bits_of_one_process(dtype: Any) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found = {world: set(run_ranks(world, lambda group: train(group, dtype), timeout=60)) for world in (1, 2, 3, 4)}
+    finally:
+        torch.set_num_threads(before)
+    assert len(set.union(*found.values())) == 1, found
+
+
+class Run:
+    """One process that trains in parts."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.session = paceline.join()
+        self.net = Net()
+        self.ddp = paceline.torch.DDP(self.net, self.session.group, **settings)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        self.sampler = paceline.ElasticSampler(N, global_batch=BATCH, parts=4)
+        self.state = paceline.TrainState(model=self.ddp, optimizer=self.optimizer, sampler=self.sampler)
+
+    def steps(self, inside: Any, total: int = 1) -> None:
+        with self.session:
+            for step in self.session.steps(self.state, total=total):
+                with step:
+                    self.optimizer.zero_grad()
+                    inside(step)
+
+
+def test_dropout_follows_the_part() -> None:
+    run, drawn = Run(), []
+
+    def inside(step: Any) -> None:
+        for part in step.parts:
+            with part:
+                drawn.append(torch.rand(1).item())
+                run.ddp(torch.rand(3, 1, 12)).sum().backward()
+        drawn.append(torch.rand(1).item())
+        run.optimizer.step()
+
+    run.steps(inside)
+    first = list(drawn)
+    drawn.clear()
+    run = Run()
+    run.steps(inside)
+    assert drawn == first
+    assert len(set(first)) == 5
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_gives_the_samples_of_a_part(workers: int) -> None:
+    run, seen = Run(), []
+
+    def inside(step: Any) -> None:
+        for part in step.parts:
+            with part:
+                (rows,) = loader.batch(part)
+                assert rows.tolist() == part.indices.tolist()
+                seen.extend(rows.tolist()[: part.samples])
+                run.ddp(torch.rand(len(rows), 1, 12)).sum().backward()
+        run.optimizer.step()
+
+    dataset = torch.utils.data.TensorDataset(torch.arange(N))
+    with paceline.torch.ElasticDataLoader(dataset, num_workers=workers) as loader:
+        run.steps(inside, total=5)
+    assert len(seen) == N + BATCH
+    assert sorted(seen[:N]) == list(range(N))
+
+
+def test_a_loader_gives_no_share_of_a_step_with_parts() -> None:
+    dataset = torch.utils.data.TensorDataset(torch.arange(N))
+    with (
+        paceline.torch.ElasticDataLoader(dataset) as loader,
+        pytest.raises(UnsupportedOp, match="would depend on the number of workers"),
+    ):
+        Run().steps(loader.batch)
+
+
+def test_what_is_refused() -> None:
+    def once(step: Any, run: Run, x: Any) -> None:
+        with step.parts[0]:
+            run.ddp(x).sum().backward()
+
+    x = torch.rand(3, 1, 12)
+    run = Run()
+    with pytest.raises(StepOrderError, match="belong to none of them"):
+        run.steps(lambda step: run.ddp(x).sum().backward())
+
+    def twice(step: Any) -> None:
+        with step.parts[0]:
+            run.ddp(x).sum().backward()
+            run.ddp(x).sum().backward()
+
+    run = Run()
+    with pytest.raises(StepOrderError, match="a second backward pass in part 0"):
+        run.steps(twice)
+
+    def bare(step: Any) -> None:
+        first, second, *_ = step.parts
+        with first:
+            run.ddp(x).sum().backward()
+        with second:
+            run.net(x).sum().backward()
+
+    run = Run()
+    with pytest.raises(StepOrderError, match="did not go through the wrapper"):
+        run.steps(bare)
+
+    def joined(step: Any) -> None:
+        with step.parts[0], run.ddp.join():
+            pass
+
+    run = Run()
+    with pytest.raises(StepOrderError, match=r"join\(\) in a step whose sampler has parts"):
+        run.steps(joined)
+    run = Run(compression="bf16")
+    with pytest.raises(UnsupportedOp, match="neither compression nor an engine keeps"):
+        run.steps(lambda step: once(step, run, x))
+
+
+def test_rounds_of_local_training_are_refused() -> None:
+    with paceline.join() as session:
+        net = nn.Linear(3, 2)
+        local = paceline.torch.LocalSGD(net, torch.optim.SGD(net.parameters(), lr=0.1), session.group)
+        state = paceline.TrainState(model=local, sampler=paceline.ElasticSampler(N, global_batch=BATCH, parts=4))
+        for step in session.steps(state, total=1):
+            with step, pytest.raises(UnsupportedOp, match="LocalSGD cannot sum the parts of a step yet"):
+                local.outer_step(1.0)

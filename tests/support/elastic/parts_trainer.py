@@ -1,0 +1,99 @@
+"""A worker that trains in parts, run as a script; tells the digest of its whole state.
+
+    python parts_trainer.py '{"model": "mlp", "total": 8, ...}'
+
+Lines: as those of trainer.py; "done" has the digest, and so has "applied" unless the state is sharded.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))  # tests/, for `support`
+
+import paceline
+from paceline._elastic import machine_bits
+from support.elastic.brake import Brake
+from support.elastic.faults import Fault, inflict
+from support.elastic.parts_problem import problem_of
+
+
+def emit(event: str, **facts: Any) -> None:
+    """One line; whole even if the process is killed right after."""
+    os.write(1, (json.dumps({"event": event, "at": time.monotonic(), **facts}) + "\n").encode())
+
+
+def main() -> None:
+    """Joins and trains."""
+    plan = json.loads(sys.argv[1])
+    if plan.get("log"):
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s.%(msecs)03d %(name)s %(message)s")
+    faults = [Fault(**fault) for fault in plan["faults"]]
+    inflict(faults, emit)
+    brake = Brake(Path(plan["brake"]))
+    problem: Any = problem_of(plan["model"])
+    if "threads" in plan:
+        os.environ["OPENBLAS_NUM_THREADS"] = plan["threads"]
+    if plan.get("other_processor"):
+        machine_bits.numpy_probe = lambda: b"other bits"
+    emit("ready")
+    sys.stdin.readline()  # all that are started together knock together
+    with paceline.join(timeout=plan["join_timeout"]) as session:
+        emit("joined", rank=session.group.rank, size=session.group.size, pid=os.getpid())
+        kinds = {"parts": 8, "same_bits": True, "check_every": 0}
+        state = problem.build(session.group, **{name: plan.get(name, usual) for name, usual in kinds.items()})
+        session.on_view(lambda: emit("view", generation=session.generation, rank=session.rank, size=session.size))
+        session.on_commit(lambda number: emit("committed", step=number))
+        try:
+            for step in session.steps(
+                state,
+                total=plan["total"],
+                checkpoint_dir=plan.get("checkpoint_dir"),
+                checkpoint_every=plan.get("checkpoint_every"),
+            ):
+                with step:
+                    parts = step.parts
+                    problem.flips = step.number >= plan.get("flips_from", step.number + 1)
+                    used = [int(i) for part in parts if not part.is_check for i in part.indices[: part.samples]]
+                    emit("attempt", generation=step.generation, step=step.number, rank=step.rank, indices=used)
+                    problem.optimizer.zero_grad()
+                    for part in parts:
+                        with part:
+                            if part.number == plan.get("fault_in_part", parts[-1].number):
+                                for fault in faults:
+                                    fault.in_step(step, "forward")
+                            if plan.get("pace"):
+                                brake.compute(plan["pace"] / len(parts))
+                            problem.compute(part)
+                    for fault in faults:
+                        fault.in_step(step, "before_gate")
+                    problem.update()
+                    for fault in faults:
+                        fault.in_step(step, "behind_gate")
+                if step.applied:
+                    digest = "" if state.is_sharded else state.fingerprint().hex()  # a collective
+                    emit("applied", generation=step.generation, step=step.number, digest=digest, world=step.world)
+                else:
+                    emit("undone", generation=step.generation, step=step.number, cause=str(step.cause))
+                if plan.get("stop_at") == step.number and step.applied:
+                    break
+        except paceline.Dismissed as end:
+            emit("dismissed", reason=end.reason, step=state.step)
+            raise
+        emit("done", step=state.step, digest=state.fingerprint().hex())
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        main()
+    except (paceline.PacelineError, ValueError) as error:
+        emit("error", type=type(error).__name__, text=str(error), ranks=list(getattr(error, "ranks", ())))
+        raise SystemExit(3) from error

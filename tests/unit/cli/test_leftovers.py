@@ -1,0 +1,80 @@
+"""A launcher removes old files of processes that are gone, and nothing else."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from paceline._user_folder import user_folder
+from paceline.cli.launcher.leftovers import OLD_S, remove_leftovers
+
+GONE = 1 << 22
+"""The pid of no process: Linux gives out smaller ones only."""
+
+
+def later() -> float:
+    """A time at which what is written now is old."""
+    return time.time() + OLD_S + 60.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    made = user_folder("flight").parent
+    for name in ("flight", "coordinators", "stacks"):
+        (made / name).mkdir(parents=True, mode=0o700)
+    return made
+
+
+def written(path: Path) -> Path:
+    path.write_text("x")
+    return path
+
+
+def test_old_files_of_processes_that_are_gone_go(folder: Path) -> None:
+    left = [
+        written(folder / "flight" / f"digits.rank0.pid{GONE}.json"),
+        written(folder / "flight" / f"digits.rank0.pid{GONE}.json.ab_1.tmp"),
+        written(folder / "coordinators" / "127.0.0.1:7400"),
+    ]
+    remove_leftovers()
+    assert all(path.exists() for path in left), "they are not a day old"
+    remove_leftovers(later())
+    assert not any(path.exists() for path in left)
+
+
+def test_what_somebody_uses_stays(folder: Path) -> None:
+    kept = [
+        written(folder / "flight" / f"digits.rank0.pid{os.getpid()}.json"),
+        written(folder / "flight" / f"a-note-about-pid{GONE}.txt"),
+        written(folder / "stacks" / f"1.{GONE}.12"),
+        written(folder / "coordinators" / "127.0.0.1:7400"),
+    ]
+    with kept[-1].open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        remove_leftovers(later())
+    assert all(path.exists() for path in kept)
+
+
+def test_no_link_is_followed(folder: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    record = written(elsewhere / f"digits.rank0.pid{GONE}.json")
+    link = folder / "flight" / f"digits.rank1.pid{GONE}.json"
+    link.symlink_to(record)
+    remove_leftovers(later())
+    assert link.is_symlink()
+    link.unlink()
+    (folder / "flight").rmdir()
+    (folder / "flight").symlink_to(elsewhere)
+    remove_leftovers(later())
+    assert record.exists()
+
+
+def test_without_a_folder_there_is_nothing_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    remove_leftovers(later())

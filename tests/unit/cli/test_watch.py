@@ -1,0 +1,201 @@
+"""What `paceline status JOB` draws, once or again and again (--watch)."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console, RenderableType
+
+from paceline._rpc import duration
+from paceline.cli.pictures import job_picture, jobs_picture, state_of, step_of
+from paceline.cli.watch import Sight, fitting
+from pacelinepb.v1 import admin_pb2, session_pb2
+
+LONG_HOST = "ip-10-0-17-231.eu-central-1.compute.internal"
+
+
+def member(
+    rank: int | None,
+    *,
+    host: str = "host-a",
+    silent: float = 0.1,
+    attached: bool = True,
+    standing: str = "training",
+    **progress: Any,
+) -> admin_pb2.MemberStatus:
+    since = progress.pop("since", 0.0)
+    return admin_pb2.MemberStatus(
+        member=session_pb2.Member(
+            member_id=f"m{rank}", rank=rank or 0, process=session_pb2.ProcessIdentity(host=host, pid=4_194_304)
+        ),
+        in_view=rank is not None,
+        attached=attached,
+        silent=duration(silent),
+        standing=standing,
+        progress=session_pb2.Heartbeat(since=duration(since), **progress),
+    )
+
+
+def job(*members: admin_pb2.MemberStatus, **fields: Any) -> admin_pb2.GetJobResponse:
+    totals = admin_pb2.JobTotals(step=123_456, steps_per_second=12.34, members_lost=2, undone=3, goodput=0.982)
+    return admin_pb2.GetJobResponse(
+        summary=admin_pb2.JobSummary(
+            name="digits",
+            phase=admin_pb2.JOB_PHASE_RUNNING,
+            generation=7,
+            world_size=len(members),
+            min_workers=2,
+            max_workers=8,
+            reason="4 of at most 8 workers are in the view, and nobody waits to come in; more may come at any time",
+            totals=totals,
+        ),
+        settings=session_pb2.JobSettings(min_workers=2, max_workers=8, failure_timeout=duration(3.0)),
+        members=members,
+        totals=totals,
+        **fields,
+    )
+
+
+def drawn(picture: RenderableType, width: int = 80, height: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width, height=height, color_system=None)
+    console.print(picture)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text
+
+
+GONE = admin_pb2.GoneMember(
+    member=session_pb2.Member(rank=3, process=session_pb2.ProcessIdentity(host=LONG_HOST, pid=4_194_303)),
+    ago=duration(12.0),
+    how="was killed by SIGKILL",
+    in_view=True,
+)
+
+
+def event(number: int, text: str) -> admin_pb2.JobEvent:
+    return admin_pb2.JobEvent(number=number, job="digits", kind="view", text=text)
+
+
+def test_nothing_is_cut_at_80_columns() -> None:
+    said = "rank 3 (ip-10-0-17-231.eu-central-1.compute.internal, pid 4194303) was killed by SIGKILL"
+    detail = job(
+        member(0, host=LONG_HOST, operation=40, inside=True, since=3.24, doing="reduce_scatter", step=123_456),
+        member(1, host=LONG_HOST, operation=39, step=123_455),
+        gone=[GONE],
+        events=[event(1, "generation 7 has 4 workers"), event(2, said)],
+        verdict=session_pb2.Verdict(generation=6, text=said),
+    )
+    text = drawn(job_picture(detail))
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert "…" not in text
+    joined = "".join(text.split())  # a cell's text may go on in the next row, beside the other cells
+    for whole in (
+        *("digits", "running", "generation 7", "2 (2 to 8)", "step 123456", "12.3", "lost 2", "undone 3", "98.2%"),
+        "more may come at any time",
+        "generation 6 ended: rank 3",
+        "generation 7 has 4 workers",
+    ):
+        assert "".join(whole.split()) in joined, f"{whole}\n{text}"
+    for piece in (
+        "ip-10-0-17-231.eu-central-",
+        "1.compute.internal",
+        "waits in reduce_scatter 40",
+        "for 3.2 s, for rank 1",
+    ):
+        assert piece in text, f"{piece}\n{text}"
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (member(0), "training"),
+        (member(0, silent=1.2), "silent for 1.2 s"),
+        (member(0, silent=4.0, attached=False, standing="silent"), "silent for 4.0 s, and its connection is lost"),
+        (member(0, operation=9, inside=True, since=0.2, doing="all_reduce"), "training"),
+        (
+            member(0, operation=9, inside=True, since=3.21, doing="all_reduce"),
+            "waits in all_reduce 9 for 3.2 s, for rank 1",
+        ),
+        (member(0, operation=8, inside=True, since=3.21, doing="all_reduce"), "waits in all_reduce 8 for 3.2 s"),
+        (member(0, operation=8, inside=True, since=3.21), "waits in operation 8 for 3.2 s"),
+        (member(None, standing="ready to join"), "waits for the others to end their step"),
+        (member(None, standing="spare"), "spare: waits for a seat"),
+        (member(0, standing="leaving"), "leaves after its step"),
+        (member(0, standing="met at step 12"), "met at step 12"),
+    ],
+)
+def test_each_member_says_what_it_does_or_waits_for(status: admin_pb2.MemberStatus, words: str) -> None:
+    detail = job(status, member(1, operation=8))
+    assert state_of(status, detail)[0] == words
+
+
+def test_what_holds_the_others_up_is_said_of_the_one_that_does() -> None:
+    late = member(1, operation=8)
+    detail = job(member(0, operation=9, inside=True, since=3.0), late)
+    assert "straggler: 0.0 s out of operation 8, others are in 9" in drawn(job_picture(detail), width=120)
+
+
+def test_members_are_in_the_step_of_their_job_unless_they_lag() -> None:
+    """Their last heartbeats are of different moments."""
+    alike, late = member(0, operation=9, inside=True, since=3.0, step=123_455), member(1, operation=8, step=7)
+    detail = job(alike, late)
+    assert step_of(alike, detail) == "123456"
+    assert step_of(late, detail, "straggler: ...") == "7"
+    assert step_of(member(0, silent=5.0, step=7), detail) == "7"
+    assert step_of(member(None, standing="spare"), detail) == "-"
+    rows = [line.split() for line in drawn(job_picture(detail), width=120).splitlines() if "host-a" in line]
+    assert [row[3] for row in rows] == ["123456", "7"]
+
+
+def test_heartbeats_that_are_rare_are_not_silence() -> None:
+    detail = job(member(0, silent=2.0))
+    detail.settings.failure_timeout.CopyFrom(duration(60.0))
+    assert state_of(detail.members[0], detail)[0] == "training"
+
+
+def test_a_killed_member_stays_with_its_verdict() -> None:
+    lines = drawn(job_picture(job(member(0), gone=[GONE])), width=120).splitlines()
+    row = next(line for line in lines if "4194303" in line)
+    assert row.split()[0] == "3"
+    assert row.rstrip().endswith("was killed by SIGKILL, 12 s ago")
+
+
+def test_the_last_event_comes_first_and_few_are_shown() -> None:
+    events = [event(number, f"event {number}") for number in range(1, 21)]
+    text = drawn(job_picture(job(member(0), events=events)))
+    assert [line.split()[-1] for line in text.splitlines() if "event" in line] == ["20", "19", "18", "17", "16", "15"]
+
+
+def test_it_fits_into_the_terminal_and_shows_those_that_need_attention() -> None:
+    members = [member(rank, silent=5.0 if rank == 77 else 0.1) for rank in range(100)]
+    detail = job(*members, gone=[GONE], events=[event(n, f"event {n}") for n in range(20)])
+    console = Console(file=io.StringIO(), width=80, height=24)
+    text = drawn(fitting(Sight(detail=detail), console))
+    assert len(text.splitlines()) < 24
+    assert "silent for 5.0 s" in text
+    assert "was killed by SIGKILL" in text.replace("\n", " ")
+    assert "more" in text
+
+
+def test_a_coordinator_that_is_away_is_said_above_the_last_sight() -> None:
+    text = drawn(job_picture(job(member(0)), trouble="no coordinator answers at h:1, for 3 s now; still trying"))
+    assert text.splitlines()[0].startswith("no coordinator answers")
+    assert "training" in text
+    assert drawn(jobs_picture((), "no coordinator answers")) == "no coordinator answers\n"
+
+
+def test_all_jobs_have_a_row_each() -> None:
+    summary = job(member(0)).summary
+    text = drawn(jobs_picture((summary, summary)))
+    assert text.count("digits") == 2
+    assert "…" not in text
+    assert "no job yet" in drawn(jobs_picture(()))
+
+
+def test_names_cannot_move_the_cursor() -> None:
+    detail = job(member(0, host="evil\x1b[2J"))
+    detail.summary.name = "[bold]\x1b[2J"
+    text = drawn(job_picture(detail))
+    assert "\x1b" not in text
+    assert "[bold]" in text

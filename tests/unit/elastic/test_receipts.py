@@ -1,0 +1,210 @@
+"""Receipts: a chain in which a changed or missing line is found, and which goes on whoever writes it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import paceline
+from paceline import ElasticSampler, TrainState
+from paceline._elastic.receipts import Receipt, ReceiptBook, ReceiptDamaged, due, read_chain
+from paceline._elastic.replay import compare
+from paceline.cli.output import UsageError
+from paceline.cli.replay_command import plan
+from paceline.errors import SizeMismatch, UnsupportedOp
+
+WORDS = {"seed": "0", "sampler parts": "8", "libraries": "numpy 2"}
+
+
+def new_state() -> TrainState:
+    return TrainState(values={"n": np.zeros(3)}, sampler=ElasticSampler(64, global_batch=16, parts=8))
+
+
+def take_step(state: TrainState, book: ReceiptBook, *, writes: int = 0) -> None:
+    """One step of a state; as rank 0 of generation `writes`, if that is not 0."""
+    state._given["values"]["n"] += 1
+    state.advance(1)
+    book.applied(state)
+    if writes:
+        book.committed(state, writes)
+
+
+def new_book(path: Path, *, every: int = 1, total: int = 100) -> ReceiptBook:
+    return ReceiptBook(path, WORDS, total=total, every=every, checkpoint_every=None)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "runs" / "receipts.jsonl"
+
+
+def written(path: Path, steps: int) -> list[str]:
+    state, book = new_state(), new_book(path)
+    for _ in range(steps):
+        take_step(state, book, writes=1)
+    return path.read_text().splitlines()
+
+
+def test_a_step_that_is_due_leaves_one_line_that_follows_the_one_before(path: Path) -> None:
+    state, book = new_state(), new_book(path, every=3, total=10)
+    digests = {}
+    for _ in range(10):
+        take_step(state, book, writes=1)
+        digests[state.step] = state.fingerprint().hex()
+    chain = read_chain(path)
+    assert [(receipt.step, receipt.state) for receipt in chain] == [(step, digests[step]) for step in (3, 6, 9, 10)]
+    assert [receipt.previous for receipt in chain] == ["", *(receipt.hash for receipt in chain[:-1])]
+    assert (chain[1].epoch, chain[1].offset) == (1, 32)
+    assert len(path.read_text().splitlines()) == 4
+
+
+def test_a_step_with_a_checkpoint_has_a_receipt() -> None:
+    assert [step for step in range(1, 13) if due(step, 12, 5, 4)] == [4, 5, 8, 10, 12]
+
+
+def test_the_digest_of_a_state_does_not_depend_on_its_receipts(path: Path) -> None:
+    one, other = new_state(), new_state()
+    take_step(one, new_book(path))
+    take_step(other, new_book(path, every=50))
+    assert one.receipts
+    assert not other.receipts
+    assert one.fingerprint() == other.fingerprint()
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_new_rank_0_writes_what_the_old_one_had_not_written(path: Path, lost: int) -> None:
+    states = [new_state(), new_state()]
+    books = [new_book(path), new_book(path)]
+    for number in range(1, 6):
+        for rank in (0, 1):
+            take_step(states[rank], books[rank], writes=int(rank == 0 and number <= 5 - lost))
+    books[1].committed(states[1], 2)
+    take_step(states[1], books[1], writes=2)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
+    assert len(read_chain(path)) == 6
+
+
+def test_a_line_that_a_crash_has_cut_is_written_again(path: Path) -> None:
+    lines = written(path, 3)
+    path.write_text("\n".join(lines)[:-40])
+    state, book = new_state(), new_book(path)
+    for _ in range(4):
+        take_step(state, book)
+    state_before = new_state()
+    state_before.load_state_dict(state.state_dict())
+    new_book(path).committed(state_before, 2)
+    assert [receipt.step for receipt in read_chain(path)] == [1, 2, 3, 4]
+
+
+def test_a_chain_goes_on_from_the_receipts_of_a_checkpoint(path: Path) -> None:
+    state, book = new_state(), new_book(path)
+    for _ in range(4):
+        take_step(state, book, writes=1)
+    saved = state.state_dict()
+    for _ in range(2):
+        take_step(state, book, writes=1)
+    again, other_words = new_state(), ReceiptBook(path, WORDS | {"seed": "1"}, total=9, every=1, checkpoint_every=None)
+    again.load_state_dict(saved)
+    for _ in range(2):
+        take_step(again, other_words, writes=1)
+    chain = read_chain(path)
+    assert [receipt.step for receipt in chain] == [1, 2, 3, 4, 5, 6]
+    assert [receipt.settings["seed"] for receipt in chain] == ["0"] * 4 + ["1"] * 2
+    assert len(path.read_text().splitlines()) == 8
+
+
+@pytest.mark.parametrize("field", ["step", "offset", "settings", "state", "previous"])
+def test_a_changed_receipt_is_named(path: Path, field: str) -> None:
+    lines = written(path, 4)
+    read = json.loads(lines[1])
+    changed = {"step": 9, "offset": 1, "settings": {"seed": "7"}, "state": "0" * 64, "previous": "1" * 64}
+    lines[1] = json.dumps(read | {field: changed[field]})
+    path.write_text("\n".join(lines))
+    with pytest.raises(ReceiptDamaged, match=rf"line 2: the receipt of step {9 if field == 'step' else 2} was changed"):
+        read_chain(path)
+
+
+@pytest.mark.parametrize("how", ["new hash", "left out", "no JSON"])
+def test_a_receipt_that_is_replaced_or_missing_breaks_the_chain(path: Path, how: str) -> None:
+    lines = written(path, 4)
+    if how == "new hash":
+        lines[1] = replace(Receipt.from_line(lines[1]), state="0" * 64).to_line()
+    elif how == "left out":
+        del lines[1]
+    else:
+        lines[1] = lines[1][:50]
+    path.write_text("\n".join(lines))
+    with pytest.raises(ReceiptDamaged, match="the receipt of step 3 follows one that is not there"):
+        read_chain(path)
+
+
+@pytest.mark.parametrize(
+    "odd", [7, ["no json"], ["{}"], ["[]"], [3], ["x" * 70000], ['{"hash":"","step":"1"}'], ["[" * 5000]]
+)
+def test_receipts_of_a_peer_or_checkpoint_are_checked(path: Path, odd: object) -> None:
+    state, saved = new_state(), new_state().state_dict()
+    with pytest.raises(SizeMismatch, match="the state does not fit"):
+        state.load_state_dict(saved | {"receipts": odd})
+
+
+def test_receipts_that_cannot_be_written_do_not_end_training(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path.mkdir(parents=True)
+    state, book = new_state(), new_book(path)
+    take_step(state, book, writes=1)
+    assert "receipts cannot be written to" in caplog.text
+    path.rmdir()
+    take_step(state, book, writes=1)
+    assert [receipt.step for receipt in read_chain(path)] == [1, 2]
+
+
+def test_what_differs_from_a_receipt_is_said() -> None:
+    receipt = Receipt(4, 0, 64, WORDS, "a" * 64, "")
+    assert compare(receipt, (0, 64), "a" * 64, WORDS, "it") == ""
+    assert compare(receipt, (0, 64), "a" * 64, WORDS | {"libraries": "numpy 3"}, "it") == ""
+    assert "libraries is numpy 3 here but numpy 2 there" in compare(
+        receipt, (0, 64), "b" * 64, WORDS | {"libraries": "numpy 3"}, "it"
+    )
+    assert "seed is 1 here but 0 there" in compare(receipt, (0, 64), "a" * 64, WORDS | {"seed": "1"}, "it")
+    assert "epoch 1, offset 0, but at epoch 0, offset 64" in compare(receipt, (1, 0), "a" * 64, WORDS, "it")
+
+
+def test_a_replay_begins_with_the_latest_checkpoint_before_its_step() -> None:
+    chain = [Receipt(step, 0, 0, WORDS, "a" * 64, "") for step in (4, 8, 10, 12)]
+    found = plan(chain, [4, 9], 12)
+    assert (found.start, [receipt.step for receipt in found.receipts]) == (9, [8, 10, 12])
+    found = plan(chain, [], 8)
+    assert (found.start, [receipt.step for receipt in found.receipts]) == (0, [4, 8])
+    with pytest.raises(UsageError, match="step 9 has no receipt; the nearest that have one: 8 and 10"):
+        plan(chain, [], 9)
+
+
+def test_a_line_is_a_receipt_and_its_hash() -> None:
+    receipt = Receipt(4, 0, 64, WORDS, "a" * 64, "")
+    assert json.loads(receipt.to_line()) == asdict(receipt) | {"hash": receipt.hash}
+    assert Receipt.from_line(receipt.to_line()) == receipt
+
+
+def in_a_session(path: Path, **sampler: int) -> TrainState:
+    state = TrainState(values={"n": np.zeros(3)}, sampler=ElasticSampler(64, global_batch=16, **sampler))
+    with paceline.join() as session:
+        for step in session.steps(state, total=5, receipts=path, receipts_every=2):
+            with step:
+                pass
+    return state
+
+
+def test_a_worker_that_is_alone_writes_receipts_up_to_the_last_step(path: Path) -> None:
+    state = in_a_session(path, parts=8)
+    chain = read_chain(path)
+    assert [receipt.step for receipt in chain] == [2, 4, 5]
+    assert chain[-1].state == state.fingerprint().hex()
+    assert chain[-1].settings["sampler parts"] == "8"
+
+
+def test_a_state_that_follows_from_the_workers_has_no_receipts(path: Path) -> None:
+    with pytest.raises(UnsupportedOp, match="receipts need steps whose result does not depend on the workers"):
+        in_a_session(path)

@@ -1,0 +1,91 @@
+"""Parts that are computed twice: which, by whom, who is named, and that they leave no trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import paceline
+from paceline._elastic.twice import odd_ones, twice_part
+from paceline.errors import DivergenceError, StepOrderError
+from paceline.nn import Linear, softmax_cross_entropy
+
+X = np.random.default_rng(1).standard_normal((30, 5)).astype("f4")
+T = np.arange(30) % 3
+
+
+@given(seed=st.integers(0, 99), step=st.integers(1, 99), world=st.integers(1, 9), more=st.integers(0, 9))
+def test_a_part_has_its_owner_and_two_other_ranks_if_there_are_any(seed: int, step: int, world: int, more: int) -> None:
+    found = twice_part(seed, step, world, world + more, 1)
+    assert found is not None
+    assert found.number * world // (world + more) <= found.owner <= found.number
+    assert len(found.checkers) == max(1, min(2, world - 1))
+    assert world == 1 or len({found.owner, *found.checkers}) == len(found.checkers) + 1
+    same = twice_part(seed, step, 1, world + more, 1)
+    assert same is not None
+    assert same.number == found.number
+
+
+def test_all_parts_get_their_turn() -> None:
+    found = [twice_part(0, step, 2, 8, 5) for step in range(1, 401)]
+    assert [number for number, part in enumerate(found, 1) if part is not None] == list(range(5, 401, 5))
+    assert {part.number for part in found if part is not None} == set(range(8))
+    assert twice_part(0, 5, 2, 8, 0) is None
+
+
+def test_who_differs_from_a_majority_is_odd() -> None:
+    assert odd_ones([(0, b"a"), (1, b"a"), (2, b"a")]) == []
+    assert odd_ones([(2, b"b"), (0, b"a"), (1, b"a")]) == [2]
+    assert odd_ones([(0, b"a"), (1, b"b")]) == [0, 1]
+    assert odd_ones([(0, b"a"), (1, b"b"), (2, b"c")]) == [0, 1, 2]
+    assert odd_ones([(0, b"a"), (0, b"b")]) == [0]
+    assert odd_ones([(0, b"a"), (0, b"a")]) == []
+
+
+def train(every: int, *, wrong_in: int = 0, leaves_out: bool = False) -> tuple[bytes, int]:
+    """Four steps of one process; returns the digest, and how many parts were computed."""
+    session = paceline.join()
+    ddp = paceline.DDP(Linear(5, 3, rng=np.random.default_rng(0)), session.group)
+    optimizer = paceline.optim.Adam(ddp, lr=0.1)
+    sampler = paceline.ElasticSampler(30, global_batch=11, parts=4, check_every=every)
+    state = paceline.TrainState(model=ddp, optimizer=optimizer, sampler=sampler)
+    computed = 0
+    with session:
+        for step in session.steps(state, total=4):
+            with step:
+                optimizer.zero_grad()
+                for part in step.parts:
+                    if leaves_out and part.is_check:
+                        continue
+                    with part:
+                        _, dy = softmax_cross_entropy(ddp(X[part.indices]), T[part.indices])
+                        ddp.backward(dy * (1 + (part.is_check and step.number == wrong_in)))
+                        computed += 1
+                optimizer.step()
+    return state.fingerprint(), computed
+
+
+def test_a_part_that_is_computed_twice_changes_nothing() -> None:
+    plain, checked = train(0), train(2)
+    assert (plain[1], checked[1]) == (16, 18)
+    assert plain[0] == checked[0]
+
+
+def test_a_worker_that_is_alone_finds_that_it_differs_from_itself() -> None:
+    with pytest.raises(DivergenceError, match=r"rank 0 .* computed different gradients of part \d in step 4 in two"):
+        train(2, wrong_in=4)
+
+
+def test_a_check_that_is_left_out_is_an_error() -> None:
+    with pytest.raises(StepOrderError, match="is checked here in step 2, but was left out"):
+        train(2, leaves_out=True)
+
+
+@pytest.mark.parametrize("settings", [{"check_every": 2}, {"check_every": -1, "parts": 4}])
+def test_checks_need_parts(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="check_every="):
+        paceline.ElasticSampler(30, global_batch=11, **settings)

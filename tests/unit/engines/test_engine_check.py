@@ -1,0 +1,88 @@
+"""The conformance check of engines passes for engines that keep the rules, and fails for those that do not."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from time import monotonic
+
+import pytest
+
+from paceline._arrays import Array
+from paceline._engines.data_engine import DataEngine, EngineTimeout, Ticket
+from paceline._engines.engine_check import ENDING_RULES, ENGINE_RULES, MakeEngines, check_engine
+from support.engines import FakeEngine, HangingEngine, _FakeTicket, _Hub, engines_of, link_engines
+
+WORLDS: dict[str, MakeEngines] = {"fake": partial(engines_of, FakeEngine), "links": link_engines}
+
+
+@pytest.mark.parametrize("rule", ENGINE_RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("kind", WORLDS)
+def test_an_engine_keeps_the_rules(kind: str, rule: Callable[[MakeEngines], None]) -> None:
+    check_engine(WORLDS[kind], [rule])
+
+
+def test_one_that_completes_only_when_aborted_keeps_the_rules_about_abort() -> None:
+    check_engine(partial(engines_of, HangingEngine), ENDING_RULES)
+
+
+class _Deaf(FakeEngine):
+    """Its sums cannot be aborted."""
+
+    def abort(self) -> None:
+        self.ready.set()
+
+    def drained(self, deadline: float) -> bool:
+        return False
+
+
+class _Blocking(FakeEngine):
+    """Waits for the sum, for a while, before it returns the ticket."""
+
+    def all_reduce(self, x: Array) -> Ticket:
+        ticket = super().all_reduce(x)
+        with contextlib.suppress(EngineTimeout):
+            ticket.wait(monotonic() + 0.4)
+        return ticket
+
+
+class _Hasty(FakeEngine):
+    """Ends a wait at abort, and adds up later all the same."""
+
+    def begin(self, hub: _Hub, number: int, ticket: _FakeTicket) -> None:
+        with hub.lock:
+            of_all = hub.started.setdefault(number, {})
+            of_all[self.rank] = ticket
+            if len(of_all) == hub.size:
+                total = sum(each.x for each in of_all.values())
+                for each in of_all.values():
+                    each.x[:] = total
+                    each.over.set()
+
+
+class _Careless(FakeEngine):
+    """Closes without waiting for the sums under way."""
+
+    def close(self, deadline: float) -> None:
+        for ticket in self._tickets:
+            ticket.over = type(ticket.over)()  # as if the engine had forgotten them
+        self._end("closed")
+
+
+@pytest.mark.parametrize(
+    ("make", "rule"),
+    [
+        (_Deaf, "rule_4_abort"),
+        (_Blocking, "rule_3_deadlines"),
+        (_Hasty, "rule_5_arrays"),
+        (_Careless, "rule_6_close"),
+        (HangingEngine, "rule_3_deadlines"),
+    ],
+)
+def test_the_check_notices(make: Callable[[], DataEngine], rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline._engines.engine_check._LONG", 0.5)
+    monkeypatch.setattr("paceline._engines.engine_check._AT_ONCE", 0.3)
+    chosen = next(each for each in ENGINE_RULES if each.__name__ == rule)
+    with pytest.raises(AssertionError, match=rule):
+        check_engine(partial(engines_of, make), [chosen])

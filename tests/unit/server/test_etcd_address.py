@@ -1,0 +1,69 @@
+"""Values of `--state` that name an etcd cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline_server.settings import ServerSettings, state_settings
+from paceline_server.storage.etcd_address import EtcdAddress
+
+
+def test_a_file_is_a_file() -> None:
+    assert state_settings(None) == {}
+    assert state_settings("state.db") == {"state_path": Path("state.db")}
+
+
+def test_nodes_prefix_and_files() -> None:
+    assert EtcdAddress.parse("etcd://a:2379,b:2379/x/y") == EtcdAddress(("a:2379", "b:2379"), "x/y")
+    found = EtcdAddress.parse("etcd://a:2379/x?ca=/ca.pem&cert=c.pem&key=c.key")
+    assert (found.ca, found.cert, found.key) == (Path("/ca.pem"), Path("c.pem"), Path("c.key"))
+    assert str(found) == "etcd://a:2379/x"
+
+
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [
+        ("etcd://a:2379", "the prefix is missing"),
+        ("etcd://a:2379/", "the prefix is missing"),
+        ("etcd://a/x", "is not host:port"),
+        ("etcd:///x", "is not host:port"),
+        ("etcd:a:2379/x", "is not host:port"),
+        ("etcd://a:0/x", "is not host:port"),
+        ("etcd://a:2379/x?user=me", "the files of TLS"),
+        ("etcd://a:2379/x?ca=", "the files of TLS"),
+        ("etcd://a:2379/x?cert=c", "needs its key"),
+        ("etcd://a:2379/x?cert=c&key=k", "and the authority"),
+    ],
+)
+def test_what_is_malformed_is_refused(state: str, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        EtcdAddress.parse(state)
+
+
+def test_a_password_is_refused_and_not_repeated() -> None:
+    with pytest.raises(ValueError, match="passwords are not supported") as refused:
+        EtcdAddress.parse("etcd://me:hunter2@a:2379/x")
+    assert "hunter2" not in str(refused.value)
+
+
+def test_others_may_not_read_the_key(tmp_path: Path) -> None:
+    for name in ("ca", "cert", "key"):
+        (tmp_path / name).write_text("x")
+        (tmp_path / name).chmod(0o644)
+    address = EtcdAddress.parse(f"etcd://a:1/x?ca={tmp_path}/ca&cert={tmp_path}/cert&key={tmp_path}/key")
+    with pytest.raises(ValueError, match="key"):
+        address.credentials()
+
+
+def test_the_state_is_in_one_place() -> None:
+    with pytest.raises(ValueError, match="not in both"):
+        ServerSettings(state_path=Path("s.db"), etcd=EtcdAddress(("a:1",), "x"))
+
+
+def test_where_a_coordinator_is_reached() -> None:
+    assert ServerSettings(listen="127.0.0.1:1").reached_at == "127.0.0.1:1"
+    assert ServerSettings(listen="0.0.0.0:1", advertise="a:2").reached_at == "a:2"
+    assert ServerSettings(listen="0.0.0.0:1").reached_at.endswith(":1")
+    assert not ServerSettings(listen="[::]:1").reached_at.startswith("[")

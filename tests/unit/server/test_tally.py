@@ -1,0 +1,494 @@
+"""What is counted of a job, and which events are told, after stories that the test tells."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline_protocol import Counters, Meet, Process, Progress, Tag
+from paceline_protocol.coordinator import (
+    AddressRefused,
+    DrainAsked,
+    Event,
+    ExitReported,
+    FinishedLine,
+    Heard,
+    JobState,
+    MetOthers,
+    RestartAsked,
+)
+from paceline_server.observatory import MOST_EVENTS, SHOWN_EVENTS, Observatory
+from paceline_server.tally import Happening, Tally
+from pacelinepb.v1.errors_pb2 import ErrorReason
+from support.coordinator import PureJob
+
+PEER_LOST = ErrorReason.ERROR_REASON_PEER_LOST
+
+
+class WatchedJob(PureJob):
+    """A job with its tally. Begins with a view of workers that have compared their states, at step `base`."""
+
+    def __init__(self, world: int, *, least: int = 1, most: int = 9, base: int = 0) -> None:
+        super().__init__()
+        self.tally = Tally(self.now, self.state)
+        self.events: list[tuple[str, str]] = []
+        self._falls: dict[str, float] = {}
+        decide = self.membership.handle
+
+        def handle(now: float, event: Event) -> list[Any]:
+            effects = decide(now, event)
+            for happening in self.tally.saw(now, event, effects, self.state):
+                self.events.append((happening.kind, happening.text))
+            self._check()
+            return effects
+
+        self.membership.handle = handle  # type: ignore[method-assign]
+        self.members = [self.join(least, most) for _ in range(world)]
+        self.pass_time(0.3)
+        for member in self.members:  # 0.02 s ago their first view has formed
+            self.do(MetOthers(member, Meet(1, Tag(bool(base), base), False)))
+        assert self.state.live is not None
+        assert self.state.live.base is not None
+        self.base = self.state.live.base.step
+
+    def _check(self) -> None:
+        """No counter falls."""
+        tally = self.tally
+        counters = {**tally.seconds(self.now), "committed steps": tally.committed, "samples": tally.samples}
+        counters |= {"checkpoints": tally.checkpoint.total, "checkpoint failures": tally.checkpoint_failures}
+        counters |= tally.losses(self.now) | {"lost": tally.members_lost}
+        counters |= {f"sent {kind}": size for kind, size in tally.sent_bytes.items()}
+        assert {
+            name: counters[name] for name, value in self._falls.items() if counters.get(name, 0) < value - 1e-9
+        } == {}
+        self._falls = counters
+
+    def step(self, member: str, number: int, after: float = 1.0, **counters: Any) -> None:
+        """The word of a step completes after some seconds, and a heartbeat says so at once."""
+        self.now += after
+        self.do(Heard(member, Progress(1, self.now, False, number, self.now), Counters(**counters)))
+
+    def stop(self, members: list[str], step: int, **meet: Any) -> None:
+        """Members have stopped after a step."""
+        generation = self.state.view.generation if self.state.view is not None else 0
+        for member in members:
+            self.do(MetOthers(member, Meet(generation, Tag(generation, step), True, **meet)))
+
+    def kill(self, number: int) -> None:
+        """The worker that came as this one is killed, and its launcher says so."""
+        self.do(ExitReported(Process(f"host-{number}", 1000 + number), -9))
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The seconds so far, without uses that have none."""
+        return {use: round(seconds, 6) for use, seconds in self.tally.seconds(self.now).items() if seconds}
+
+    def told(self, kind: str) -> list[str]:
+        """The sentences of the events of a kind."""
+        return [text for each, text in self.events if each == kind]
+
+
+def test_seconds_between_step_words_are_committed() -> None:
+    job = WatchedJob(2)
+    before = job.seconds
+    job.step(job.members[0], 1, 0.48)
+    assert job.seconds == before | {"reforming": 0.5}, "up to its first word the generation was forming"
+    job.step(job.members[0], 2, 1.0)
+    job.step(job.members[1], 2, 0.0)
+    job.step(job.members[0], 5, 3.0)
+    assert job.seconds == before | {"reforming": 0.5, "committed": 4.0}
+    assert job.tally.committed == 4, "the fifth step is under way"
+    assert job.tally.step == 4
+    assert job.tally.goodput(job.now) == pytest.approx(4.0 / sum(job.seconds.values()))
+
+
+def test_steps_between_two_heartbeats_are_spread_evenly() -> None:
+    job = WatchedJob(2)
+    before = job.seconds
+    job.step(job.members[0], 4, 2.0)  # four words: the first ended the forming
+    assert job.seconds == before | {"reforming": 0.52, "committed": 1.5}
+
+
+def test_a_killed_member() -> None:
+    job = WatchedJob(3)
+    start = job.seconds
+    for number in (1, 2, 3):
+        job.step(job.members[0], number, 1.0, samples=10 * number, sent_bytes={"shm": 100 * number})
+    job.step(job.members[2], 3, 0.0, samples=9, sent_bytes={"tcp": 7})
+    job.now += 0.4
+    job.cut(job.members[2])
+    job.now += 0.1
+    job.kill(3)
+    assert job.told("lost") == ["rank 2 (host-3, pid 1003) was killed by SIGKILL"]
+    assert job.told("verdict") == ["rank 2 (host-3, pid 1003) was killed by SIGKILL"]
+    job.now += 0.05
+    job.stop(job.members[:2], 2)
+    job.step(job.members[0], 3, 0.2, samples=30, undone=1, sent_bytes={"shm": 300})
+    job.step(job.members[1], 3, 0.0, undone=1)
+    assert job.tally.recovery.total == 0, "its first step is under way"
+    job.step(job.members[0], 4, 1.0, samples=40, undone=1, sent_bytes={"shm": 300})
+    seconds = {use: round(value - start.get(use, 0.0), 6) for use, value in job.seconds.items()}
+    assert seconds == {"reforming": 1.25, "committed": 3.0, "undone": 0.5, "waiting": 0.0}
+    tally = job.tally
+    assert (tally.committed, tally.undone, tally.step) == (3, 1, 3)
+    assert dict(tally.losses(job.now)) == {"exited": 1}
+    assert dict(tally.generations) == {"began": 2, "lost": 1}
+    assert tally.detection.total == pytest.approx(0.1), "from the end of its stream to the verdict"
+    assert tally.recovery.total == pytest.approx(0.1 + 0.05 + 0.2 + 1.0)
+    assert tally.samples == 49
+    assert dict(tally.sent_bytes) == {"shm": 300, "tcp": 7}
+    (gone,) = tally.gone_lately(job.now)
+    assert (gone.member_id, gone.session.rank) == (job.members[2], 2)
+    assert tally.gone_lately(job.now + 61) == []
+
+
+def test_a_member_that_joins() -> None:
+    job = WatchedJob(2)
+    job.step(job.members[0], 1)
+    job.step(job.members[0], 2)
+    seconds = job.seconds
+    newcomer = job.join(1, 9)
+    job.now += 0.75
+    job.do(MetOthers(newcomer, Meet(0, Tag(0, 0), False)))
+    job.stop(job.members, 2)
+    assert job.state.live is not None
+    assert len(job.state.live.seats) == 3
+    assert job.seconds["committed"] == seconds["committed"] + 0.75
+    assert dict(job.tally.generations) == {"began": 2, "joined": 1}
+    assert job.tally.undone == 0
+    assert job.tally.committed == 2
+    assert (sum(job.tally.join.counts), job.tally.join.total) == (1, pytest.approx(0.75))
+    assert job.told("joined")[-1] == "rank 2 (host-3, pid 1003) joined"
+    assert job.told("view")[-1] == "generation 3 has begun with 3 members, from step 2"
+
+
+def test_a_drained_member_has_not_been_lost() -> None:
+    job = WatchedJob(2)
+    job.step(job.members[0], 1)
+    job.do(DrainAsked((job.members[1],), "an operator asked for it"))
+    job.stop(job.members[:1], 1)
+    job.stop(job.members[1:], 1, leaving=True)
+    job.leave(job.members[1])
+    assert job.told("drained") == ["rank 1 (host-2, pid 1002) is to leave: an operator asked for it"]
+    assert job.told("left") == ["rank 1 (host-2, pid 1002) left after a drain"]
+    assert not job.tally.members_lost
+    assert job.tally.generations["drained"] == 1
+
+
+def test_a_member_that_came_back_before_its_address_was_tried_is_not_suspected() -> None:
+    job = WatchedJob(2)
+    job.cut(job.members[0])
+    job.resume(job.members[0], 1)
+    job.do(AddressRefused(job.members[0]))
+    job.pass_time(100.0, job.members)
+    job.kill(1)
+    assert sum(job.tally.detection.counts) == 1
+    assert job.tally.detection.total < 1.0
+
+
+def test_how_members_are_lost() -> None:
+    job = WatchedJob(4)
+    job.do(AddressRefused(job.members[0]))  # its stream is there: nothing follows
+    job.cut(job.members[0])
+    job.do(AddressRefused(job.members[0]))
+    job.leave(job.members[1], "ValueError: no")
+    job.pass_time(2.9, job.members[3:])
+    job.pass_time(0.5, job.members[3:])
+    assert dict(job.tally.losses(job.now + 6)) == {"refused": 1, "raised": 1, "silent": 1}
+    assert job.told("lost")[1] == "rank 1 (host-2, pid 1002) raised ValueError: no"
+
+
+def test_silence_is_detected_since_the_last_sign_of_life() -> None:
+    job = WatchedJob(2)
+    job.pass_time(2.9, job.members[:1])
+    job.pass_time(0.5, job.members[:1])
+    assert job.tally.losses(job.now + 6)["silent"] == 1
+    assert 3.0 < job.tally.detection.total < 4.0
+
+
+def test_a_silent_member_that_was_killed_is_shown_as_killed() -> None:
+    job = WatchedJob(2)
+    job.pass_time(2.9, job.members[:1])
+    job.pass_time(0.5, job.members[:1])
+    (gone,) = job.tally.gone_lately(job.now)
+    assert gone.how.startswith("was silent for")
+    assert not job.tally.losses(job.now)
+    job.kill(2)
+    assert gone.how == "was killed by SIGKILL"
+    assert dict(job.tally.losses(job.now)) == {"exited": 1}
+
+
+def test_a_member_whose_links_ended_before_its_launcher_told_is_shown_as_killed() -> None:
+    job = WatchedJob(3)
+    job.step(job.members[0], 1)
+    job.cut(job.members[2])
+    for reporter in job.members[:2]:
+        job.report(reporter, PEER_LOST, 2)
+    job.stop(job.members[:2], 0)
+    assert job.state.live is not None, "the others train on"
+    assert job.told("lost") == ["rank 2 (host-3, pid 1003) was cut off from others"]
+    assert (job.tally.members_lost, dict(job.tally.losses(job.now))) == (1, {})
+    job.kill(3)
+    assert job.told("lost")[1:] == ["rank 2 (host-3, pid 1003) was killed by SIGKILL"]
+    assert (job.tally.members_lost, dict(job.tally.losses(job.now + 60))) == (1, {"exited": 1})
+
+
+def test_a_member_that_another_found_gone_before_its_launcher_told_is_shown_as_killed() -> None:
+    job = WatchedJob(3)
+    job.do(ExitReported(Process("host-3", 1003), 0, found_gone=True))
+    (gone,) = job.tally.gone_lately(job.now)
+    assert gone.how == "is gone, as a worker on its host reported"
+    job.kill(3)
+    assert gone.how == "was killed by SIGKILL"
+    job.do(ExitReported(Process("host-3", 1003), 0, found_gone=True))
+    assert gone.how == "was killed by SIGKILL"
+    assert dict(job.tally.losses(job.now)) == {"exited": 1}
+    assert len(job.told("lost")) == 2
+
+
+def test_too_few_workers_are_waited_for() -> None:
+    job = WatchedJob(2, least=2)
+    job.step(job.members[0], 1)
+    job.step(job.members[0], 2)
+    job.kill(2)
+    before = job.seconds
+    job.pass_time(100.0, job.members[:1])
+    assert job.seconds["waiting"] - before.get("waiting", 0.0) == pytest.approx(100.02)
+    assert job.seconds["reforming"] == before["reforming"]
+
+
+def test_a_job_that_is_done_counts_no_seconds() -> None:
+    job = WatchedJob(1)
+    (member,) = job.members
+    job.step(member, 1)
+    job.step(member, 2)
+    job.now += 0.5
+    job.do(FinishedLine(member, job.state.generation, 2))
+    seconds = job.seconds
+    job.now += 100.0
+    job.leave(member)
+    assert job.seconds == seconds
+    assert job.tally.committed == job.tally.step == 2
+    assert job.events[-1] == ("finished", "the job is done: its last step was 2")
+    assert not job.tally.members_lost
+
+
+def test_a_job_that_begins_at_a_checkpoint_has_not_committed_its_steps() -> None:
+    job = WatchedJob(2, base=100)
+    assert job.base == 100
+    assert (job.tally.committed, job.tally.step) == (0, 100)
+    job.step(job.members[0], 101)
+    job.step(job.members[0], 103)
+    assert (job.tally.committed, job.tally.step) == (2, 102)
+
+
+def test_a_restored_job_counts_what_comes_after() -> None:
+    job = WatchedJob(2)
+    job.step(job.members[0], 50)
+    later = Tally(job.now, job.state)
+    for number in (60, 62):
+        job.now += 1.0
+        later.saw(job.now, Heard(job.members[0], Progress(1, job.now, False, number, job.now)), [], job.state)
+    assert (later.committed, later.step) == (2, 61)
+    assert later.seconds(job.now) == {"committed": 1.0, "undone": 0.0, "reforming": 0.0, "waiting": 0.0}
+
+
+def test_what_members_of_a_restored_job_did_before_is_not_counted_again() -> None:
+    job = WatchedJob(2)
+    past = {"samples": 10_000_000, "undone": 2, "sent_bytes": {"tcp": 5000}, "in_collectives": 70.0}
+    job.step(job.members[0], 50, **past, checkpoint_failures=3)
+    tally = job.tally = Tally(job.now, job.state)
+    job._falls = {}
+    job.step(job.members[0], 51, **past, checkpoint_failures=3)
+    assert (tally.samples, tally.undone, tally.waited, tally.checkpoint_failures) == (0, 0, 0.0, 0)
+    assert dict(tally.sent_bytes) == {"tcp": 0}
+    now = {"samples": 10_000_064, "undone": 3, "sent_bytes": {"tcp": 5600, "shm": 7}, "in_collectives": 72.5}
+    job.step(job.members[0], 52, **now, checkpoint_failures=4)
+    for _ in range(2):  # then it goes
+        assert (tally.samples, tally.undone, tally.waited, tally.checkpoint_failures) == (64, 1, 2.5, 1)
+        assert dict(tally.sent_bytes) == {"tcp": 600, "shm": 7}
+        job.kill(1)
+
+
+def kept(step: int, checkpoints: int, seconds: float, failures: int = 0) -> dict[str, Any]:
+    """What a member has counted of checkpoints."""
+    return {
+        "checkpoint_step": step,
+        "checkpoints": checkpoints,
+        "checkpoint_time": seconds,
+        "checkpoint_failures": failures,
+    }
+
+
+def test_a_checkpoint_counts_once_whoever_has_written_it() -> None:
+    job = WatchedJob(3)
+    job.step(job.members[0], 12, **kept(10, 1, 0.4))
+    job.step(job.members[1], 12, **kept(10, 1, 2.0))  # another host has its own disk
+    assert job.told("checkpoint") == ["checkpoint of step 10 is complete, in 0.4 s"]
+    job.step(job.members[0], 13, **kept(10, 1, 0.4))
+    job.step(job.members[1], 22, **kept(20, 2, 3.0))
+    job.step(job.members[0], 22, **kept(20, 2, 0.9))
+    tally = job.tally
+    assert (sum(tally.checkpoint.counts), tally.checkpoint.total) == (2, pytest.approx(1.4))
+    assert (tally.checkpoint_step, tally.checkpoint_failures) == (20, 0)
+    assert job.told("checkpoint")[1:] == ["checkpoint of step 20 is complete, in 1.0 s"]
+
+
+def test_failures_of_checkpoints_stay_counted_when_their_members_have_gone() -> None:
+    job = WatchedJob(2)
+    job.step(job.members[0], 12, **kept(0, 0, 0.0, failures=2))
+    job.step(job.members[1], 12, **kept(10, 1, 1.0, failures=1))
+    job.kill(1)
+    assert job.tally.checkpoint_failures == 3
+    job.stop(job.members[1:], 12)
+    job.step(job.members[1], 13, **kept(10, 1, 1.0, failures=2))
+    assert job.tally.checkpoint_failures == 4
+
+
+def test_the_next_writer_counts_from_nothing() -> None:
+    job = WatchedJob(2)
+    job.step(job.members[0], 12, **kept(10, 5, 4.0))
+    job.kill(1)
+    job.stop(job.members[1:], 12)
+    job.step(job.members[1], 22, **kept(20, 1, 0.5))
+    assert (sum(job.tally.checkpoint.counts), job.tally.checkpoint_step) == (2, 20)
+
+
+def test_checkpoints_of_a_line_that_began_again_further_back_count() -> None:
+    job = WatchedJob(1)
+    job.step(job.members[0], 30, **kept(20, 1, 1.0))
+    job.kill(1)
+    (member,) = job.members = [job.join(1, 9)]
+    job.pass_time(0.3)
+    generation = job.state.view.generation if job.state.view is not None else 0
+    job.do(MetOthers(member, Meet(generation, Tag(1, 10), False)))  # the checkpoint of step 20 was damaged
+    assert job.state.live is not None
+    assert job.state.live.base == Tag(1, 10)
+    job.step(member, 22, **kept(20, 1, 1.0))
+    assert (sum(job.tally.checkpoint.counts), job.tally.checkpoint_step) == (2, 20)
+
+
+def test_a_restored_job_counts_no_checkpoint_again() -> None:
+    job = WatchedJob(1)
+    (member,) = job.members
+    job.step(member, 12, **kept(10, 3, 3.0))
+    later = Tally(job.now, job.state)
+
+    def told(number: int, **counters: Any) -> list[str]:
+        heard = Heard(member, Progress(1, job.now, False, number, job.now), Counters(**counters))
+        return [happening.text for happening in later.saw(job.now, heard, [], job.state)]
+
+    assert told(13, **kept(10, 3, 3.0)) == []
+    assert (sum(later.checkpoint.counts), later.checkpoint_step) == (0, 10)
+    assert told(22, **kept(20, 4, 3.5)) == ["checkpoint of step 20 is complete, in 0.5 s"]
+
+
+def test_a_restart_is_told() -> None:
+    job = WatchedJob(1)
+    job.do(RestartAsked())
+    assert job.told("restarted") == ["the job is started anew: its last members are taken for dead"]
+
+
+def test_members_cannot_invent_labels_without_end() -> None:
+    job = WatchedJob(20, most=20)
+    for number, member in enumerate(job.members):
+        job.step(member, 1, sent_bytes={f"kind{each}": 1 for each in range(number, number + 8)})
+    assert len(job.tally.sent_bytes) == 9
+    assert job.tally.sent_bytes["other"] == 160 - sum(range(1, 9))
+
+
+def test_reasons_are_told_once_a_second() -> None:
+    tally = Tally(0.0, JobState("job"))
+    told = [each.text for now in range(30) for each in tally.reason(now / 10, f"reason {now}")]
+    assert told == ["reason 0", "reason 10", "reason 20"]
+    assert [each.text for each in tally.reason(3.0, "reason 29")] == ["reason 29"]
+    assert tally.reason(9.0, "reason 29") == []
+
+
+def test_steps_per_second_are_of_the_last_ten() -> None:
+    job = WatchedJob(1)
+    for number in range(1, 60):
+        job.step(job.members[0], number, 0.5)
+    assert job.tally.steps_per_second(job.now) == pytest.approx(2.0, rel=0.1)
+    assert job.tally.steps_per_second(job.now + 60) == 0.0
+
+
+def test_a_tally_takes_bounded_memory() -> None:
+    job = WatchedJob(2)
+    for number in range(1, 500):
+        job.step(job.members[0], number)
+    assert len(job.tally._speed) == 64
+    for _ in range(150):
+        job.kill(len(job.members))
+        job.members.append(job.join(1, 9))
+    assert len(job.tally.gone) == 100
+    assert len(job.tally._members) < 10
+
+
+# All jobs -------------------------------------------------------------------------------------------------------------
+
+
+def observe(observatory: Observatory, now: float, job: str, reasons: int) -> None:
+    """So many seconds pass, each with another reason."""
+    state = JobState(job)
+    observatory.begin(now, state)
+    for second in range(reasons):
+        observatory.saw(now + 2.0 * second, RestartAsked(), [], state, "")
+
+
+def test_events_are_numbered_over_all_jobs_and_dropped_in_order() -> None:
+    observatory = Observatory(epoch=1_000.0)
+    observe(observatory, 0.0, "a", 3)
+    observe(observatory, 0.0, "b", 3)
+    found, looked = observatory.events("b", 2, 2)
+    assert [(event.number, event.job, event.at) for event in found] == [(4, "b", 1000.0), (5, "b", 1002.0)]
+    assert looked == 5
+    assert [event.number for event in observatory.events("", 0, 100)[0]] == [1, 2, 3, 4, 5, 6]
+    assert observatory.events("", 6, 100) == ([], 6)
+    assert len(observatory.events("", 99, 100)[0]) == 6, "the caller knows another coordinator's numbers"
+    observe(observatory, 0.0, "a", MOST_EVENTS)
+    found, looked = observatory.events("", 0, 10)
+    assert [event.number for event in found] == list(range(7, 17))
+    assert looked == 16
+    assert len(observatory.recent("a")) == SHOWN_EVENTS
+    assert [event.number for event in observatory.recent("b")] == [4, 5, 6], "another job's events push none out"
+
+
+def test_checkpoints_push_out_no_other_events() -> None:
+    observatory = Observatory(0.0)
+    observatory.begin(0.0, JobState("a"))
+    for kind in ("restarted", *["checkpoint"] * 30):
+        observatory._add(0.0, "a", Happening(kind, 1, "text"))
+    assert [(event.kind, event.number) for event in observatory.recent("a")] == [("restarted", 1), ("checkpoint", 31)]
+    assert len(observatory.events("a", 0, 100)[0]) == 31, "none is lost to who reads them in order"
+
+
+def test_a_job_at_rest_is_counted_for_five_minutes() -> None:
+    observatory = Observatory(0.0)
+    for number in range(3):
+        observatory.begin(0.0, JobState(f"job{number}"))
+    observatory.rest(10.0, "job1")
+    assert observatory.counted(300.0) == ["job0", "job2", "job1"]
+    assert observatory.counted(311.0) == ["job0", "job2"]
+    assert observatory.tally(311.0, "job1") is None
+    observatory.begin(312.0, JobState("job1"))
+    assert observatory.tally(313.0, "job1") is not None, "it has come back"
+
+
+def test_jobs_at_rest_take_bounded_memory() -> None:
+    observatory = Observatory(0.0)
+    for number in range(1_100):
+        observatory.begin(0.0, JobState(f"job{number}"))
+        observatory.rest(1.0, f"job{number}")
+    assert len(observatory.counted(2.0)) == 1_000
+    assert observatory.tally(2.0, "job0") is None
+
+
+def test_a_tally_that_fails_ends_no_job(caplog: pytest.LogCaptureFixture) -> None:
+    observatory = Observatory(0.0)
+    state = JobState("job")
+    observatory.begin(0.0, state)
+    for _ in range(2):
+        observatory.saw(0.0, RestartAsked(), None, state, "")  # type: ignore[arg-type]
+    assert sum("may be wrong" in record.message for record in caplog.records) == 1

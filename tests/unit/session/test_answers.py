@@ -1,0 +1,106 @@
+"""What a member answers to an operator, and that nothing of it can end training."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import threading
+from typing import Any, cast
+
+import pytest
+
+from paceline._recorder import FlightRecorder
+from paceline._session import answers
+from paceline._session.answers import MAX_ANSWER_BYTES, answer_question, record_answer, stacks_answer, whole_record
+from paceline._session.control import ControlStream
+from paceline.cli.debug.records import read_record
+from pacelinepb import MOST_PIDS
+from pacelinepb.v1 import session_pb2 as pb
+
+LONGEST = b"all_reduce op=sum float64[" + b",".join([b"1"] * 32) + b"]"
+
+
+def test_a_record_is_read_as_it_was_answered() -> None:
+    recorder = FlightRecorder()
+    recorder.know_group("", (0, 1, 2))
+    recorder.step(4, 7)
+    recorder.issue("split1", 3, b"all_reduce op=sum float32[8]", 4, 1).begin()
+    described = {
+        "job": "digits",
+        "rank": 1,
+        "size": 3,
+        "generation": 4,
+        "host": "h",
+        "member_id": "m",
+        "links": ["shm"],
+    }
+    found = read_record(record_answer(whole_record(recorder, described), 5.0))
+    assert (found.job, found.rank, found.size, found.generation, found.host) == ("digits", 1, 3, 4, "h")
+    assert (found.pid, found.member_id, found.links, found.read_at) == (os.getpid(), "m", ("shm",), 5.0)
+    assert found.groups == {"": (0, 1, 2)}
+    assert [(step.generation, step.number) for step in found.steps] == [(4, 7)]
+    (operation,) = found.operations
+    assert (operation.group, operation.number, operation.state) == (("split1", 1), 3, "running")
+    assert found.sent_at is not None
+    assert found.sent_at >= found.at
+
+
+def test_a_record_that_is_too_long_loses_its_oldest_operations() -> None:
+    recorder = FlightRecorder()
+    for number in range(1, 1001):
+        recorder.issue("g" * 250, number, LONGEST, 1).end(ValueError("x" * 1000))
+    answer = record_answer(whole_record(recorder, {}), 0.0)
+    found = read_record(answer)
+    assert MAX_ANSWER_BYTES - 5000 < len(answer) <= MAX_ANSWER_BYTES
+    assert found.left_out == 1000 - len(found.operations) > 0
+    assert [each.number for each in found.operations] == list(range(found.left_out + 1, 1001))
+
+
+def test_a_worker_in_no_view_answers_too() -> None:
+    found = read_record(record_answer(whole_record(None, {"job": "digits", "member_id": "m"}), 0.0))
+    assert (found.rank, found.generation, found.operations) == (None, 0, ())
+
+
+def test_stacks_of_the_member_itself() -> None:
+    found = json.loads(asyncio.run(stacks_answer((), 1.0)))
+    (own,) = found["stacks"]
+    assert own["pid"] == os.getpid()
+    assert "test_stacks_of_the_member_itself" in own["text"]
+
+
+def test_stacks_of_a_process_that_is_not_there_have_a_reason() -> None:
+    found = json.loads(asyncio.run(stacks_answer((1 << 30,), 1.0)))
+    assert found["stacks"] == [{"pid": 1 << 30, "text": "", "trouble": "the process has ended"}]
+
+
+def test_processes_that_hang_are_signalled_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: one after another, or as many at a time as asyncio has threads, they take longer than is waited for."""
+    all_signalled = threading.Barrier(MOST_PIDS)
+
+    def hanging(pid: int) -> str:
+        all_signalled.wait(10.0)
+        raise OSError(errno.ETIMEDOUT, f"{pid} hangs")
+
+    monkeypatch.setattr(answers, "stacks_by_signal", hanging)
+    pids = tuple(range((1 << 30) + 1, (1 << 30) + 1 + MOST_PIDS))
+    found = json.loads(asyncio.run(stacks_answer(pids, 1.0)))
+    assert [each["trouble"] for each in found["stacks"]] == [f"{pid} hangs" for pid in pids]
+
+
+def test_a_failure_is_logged_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Planted: an exception of this task would end the member (`MemberConnection._ended`)."""
+
+    def broken() -> dict[str, Any]:
+        raise ZeroDivisionError("a bug")
+
+    asked = pb.Asked(ask=1, what=pb.QUESTION_RECORDS)
+    asyncio.run(answer_question(asked, cast(ControlStream, None), "digits", broken))
+    (record,) = caplog.records
+    assert record.getMessage() == "job 'digits': a question of an operator could not be answered"
+
+
+def test_a_question_of_a_newer_coordinator_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    asyncio.run(answer_question(pb.Asked(ask=1, what=77), cast(ControlStream, None), "digits", dict))  # type: ignore[arg-type]
+    assert not caplog.records

@@ -1,0 +1,72 @@
+"""README's picture, the diagrams and the generated pages of the site (docs/scripts)."""
+
+from __future__ import annotations
+
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from rich.segment import Segment
+from rich.style import Style
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs/scripts"))
+    for name in ("picture", "reference", "sequence"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def test_the_picture_is_drawn_by_itself_alone() -> None:
+    text = (ROOT / "docs/images/demo.svg").read_text()
+    picture = ElementTree.fromstring(text)
+    assert len(text) < 200_000
+    assert not [node.tag for node in picture.iter() if node.tag.endswith(("script", "image", "foreignObject"))]
+    assert "url(" not in text
+    assert "@import" not in text
+    assert text.count("http") == 1, "the name of the format"
+    shown = " ".join("".join(node.itertext()) for node in picture.iter() if node.tag.endswith("text"))
+    for what in ("was killed in step 40; 3 workers went on after", "a new worker joined", "exactly once"):
+        assert what in shown
+
+
+def test_frames_take_turns() -> None:
+    from picture import Frame, as_svg
+
+    frames = [Frame(((Segment("│ "), Segment(f"step <{n}>", Style.parse("bold red"))),), 2.0) for n in range(2)]
+    text = as_svg(frames)
+    assert ElementTree.fromstring(text).tag.endswith("svg")
+    assert "0.000%{opacity:1}50.000%{opacity:0}100.000%{opacity:0}}#f0{opacity:0}" in text
+    assert "0.000%{opacity:0}50.000%{opacity:1}100.000%{opacity:1}100.000%{opacity:1}}#f1{opacity:1}" in text
+    assert "4.00s step-end infinite" in text
+    assert 'class="c1 b">step &lt;0&gt;</text>' in text
+
+
+def test_a_diagram_has_its_parts_messages_and_notes() -> None:
+    from sequence import as_svg
+
+    lines = ["sequenceDiagram", "participant A as rank 0", "participant C as coordinator", "A->>C: report: <lost>"]
+    text = as_svg("\n".join([*lines, "Note over A,C: step 40", "A--xA: SIGKILL", "C-->>A: verdict"]))
+    ElementTree.fromstring(text)
+    for part in ("rank 0", "coordinator", "report: &lt;lost&gt;", "step 40", "SIGKILL", "verdict"):
+        assert f">{part}</text>" in text
+    with pytest.raises(ValueError, match="loop"):
+        as_svg("participant A as a\nloop every second")
+
+
+def test_the_pages_of_commands_and_settings_are_complete() -> None:
+    import typer.main
+    from reference import command_line, settings
+
+    from paceline.cli.app import app
+    from paceline.config import ENVIRONMENT
+
+    page, top = command_line(), typer.main.get_command(app)
+    for name, command in top.commands.items():  # type: ignore[attr-defined]  # it is a group
+        assert f"\n## paceline {name}" in page
+        for option in command.params:
+            assert all(f"`{each}`" in page for each in option.opts if each.startswith("-")), option.opts
+    assert all(f"| `{name}` |" in settings() for name in ENVIRONMENT)

@@ -1,0 +1,156 @@
+"""Sums of parts have the bits of one fixed tree, for any world, size, schedule and length of frames."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline._collectives.part_tree import maximal_subtrees, part_range, split_of, subtrees_by_rank
+from paceline._group import Group
+from paceline.errors import SizeMismatch, UnsupportedOp
+from paceline.testing import run_groups
+from support.collective_calls import BF16, bits, groups_by, quick, random_values, segments_of
+
+F4, F8 = np.dtype("f4"), np.dtype("f8")
+
+
+def tree(leaves: list[Any], lo: int = 0, hi: int | None = None) -> Any:
+    """What the sum must be, bit for bit."""
+    hi = len(leaves) if hi is None else hi
+    if hi - lo == 1:
+        return leaves[lo]
+    middle = split_of((lo, hi))
+    with np.errstate(all="ignore"):
+        return tree(leaves, lo, middle) + tree(leaves, middle, hi)
+
+
+def terms_of(leaves: list[Any], rank: int, world: int) -> list[Any]:
+    parts = len(leaves)
+    return [tree(leaves, *node).copy() for node in maximal_subtrees(*part_range(rank, world, parts), parts)]
+
+
+@pytest.mark.parametrize("schedule", ["star", "direct"])
+@quick(max_examples=40)
+@given(data=st.data(), world=st.integers(1, 6), dtype=st.sampled_from([F4, F8]))
+def test_the_bits_are_those_of_the_tree_in_every_world(schedule: str, data: Any, world: int, dtype: Any) -> None:
+    parts = data.draw(st.integers(world, 16))
+    n = data.draw(st.sampled_from([0, 1, 5, 53, 700]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 999)))
+    leaves = [random_values(rng, n, dtype) for _ in range(parts)]
+    divisor = data.draw(st.sampled_from([None, 3.0]))
+    with np.errstate(all="ignore"):
+        expected = tree(leaves)
+        expected = expected if divisor is None else expected / dtype.type(divisor)
+
+    def rank(group: Group) -> bytes:
+        terms = terms_of(leaves, group.rank, world)
+        kept = [term.copy() for term in terms[:-1]]
+        out = terms[-1] if data_in_place else np.empty(n, dtype)
+        ask = None if divisor is None else (lambda: divisor)
+        result = group.all_reduce_parts(terms, parts=parts, out=out, divisor=ask)
+        assert result is out
+        assert [bits(term) for term in terms[:-1]] == [bits(term) for term in kept]
+        return bits(result)
+
+    data_in_place = data.draw(st.booleans())
+    with segments_of(data.draw(st.sampled_from([64, 1 << 20]))):
+        results = run_groups(groups_by(world, "all_reduce", schedule), rank, timeout=20)
+    assert set(results) == {bits(expected)}
+
+
+def test_a_long_array_is_summed_piece_by_piece_with_the_same_bits() -> None:
+    rng = np.random.default_rng(3)
+    leaves = [rng.standard_normal(100_003).astype("f4") for _ in range(8)]
+    for world in (3, 4):
+        results = run_groups(
+            groups_by(world, "all_reduce", "direct"),
+            lambda group, world=world: bits(
+                group.all_reduce_parts(terms := terms_of(leaves, group.rank, world), parts=8, out=terms[-1])
+            ),
+        )
+        assert set(results) == {bits(tree(leaves))}
+
+
+@pytest.mark.parametrize("dtype", [F4, F8, np.dtype("f2"), BF16, np.dtype("i4")], ids=str)
+@pytest.mark.parametrize("world", [2, 3, 4, 7])
+def test_order_tree_is_a_tree_over_the_ranks(world: int, dtype: Any) -> None:
+    rng = np.random.default_rng(world)
+    xs = [(rng.standard_normal(91) * 50).astype(dtype) for _ in range(world)]
+    wide = [x.astype("f4") if dtype.itemsize == 2 else x for x in xs]
+    expected = tree(wide).astype(dtype)
+    results = run_groups(
+        groups_by(world, "all_reduce", "ring"), lambda group: bits(group.all_reduce(xs[group.rank], order="tree"))
+    )
+    assert set(results) == {bits(expected)}
+
+
+@pytest.mark.parametrize("collective", ["reduce", "reduce_scatter"])
+def test_other_reductions_know_the_order_too(collective: str) -> None:
+    rng = np.random.default_rng(0)
+    xs = [rng.standard_normal(30).astype("f4") for _ in range(5)]
+    results = run_groups(
+        groups_by(5, "all_reduce", "ring"), lambda group: getattr(group, collective)(xs[group.rank], order="tree")
+    )
+    found = results[0] if collective == "reduce" else np.concatenate(results)
+    assert bits(found) == bits(tree(xs))
+
+
+@pytest.mark.parametrize(("world", "parts"), [(1, 8), (2, 8), (3, 8), (4, 4), (5, 16)])
+@pytest.mark.parametrize("divisor", [None, 3.0])
+def test_a_shard_has_the_bits_of_its_place_in_the_tree(world: int, parts: int, divisor: float | None) -> None:
+    rng = np.random.default_rng(world)
+    leaves = [rng.standard_normal(world * 53).astype("f4") for _ in range(parts)]
+    expected = tree(leaves) if divisor is None else tree(leaves) / np.float32(divisor)
+
+    def rank(group: Group) -> bytes:
+        terms = terms_of(leaves, group.rank, world)
+        kept = [term.copy() for term in terms]
+        ask = None if divisor is None else (lambda: divisor)
+        result = group.reduce_scatter_parts(terms, parts=parts, divisor=ask)
+        assert [bits(term) for term in terms] == [bits(term) for term in kept]
+        return bits(result)
+
+    with segments_of(64):
+        results = run_groups(groups_by(world, "reduce_scatter", "ring"), rank, timeout=20)
+    assert results == [bits(expected[r * 53 : (r + 1) * 53].copy()) for r in range(world)]
+
+
+@pytest.mark.parametrize(("world", "parts"), [(2, 8), (4, 8), (8, 8), (3, 8), (5, 16)])
+def test_bytes_are_those_of_rank_order_times_the_subtrees(world: int, parts: int) -> None:
+    """Nothing more where each rank's range is one subtree; else each subtree goes once to each owner of a chunk."""
+    n = world * 200
+
+    def rank(group: Group, *, in_parts: bool) -> int:
+        before = group.bytes_sent
+        if in_parts:
+            terms = [np.ones(n, "f4") for _ in subtrees_by_rank(world, parts)[group.rank]]
+            group.all_reduce_parts(terms, parts=parts, out=terms[-1])
+        else:
+            group.all_reduce(np.ones(n, "f4"), order="rank")
+        return group.bytes_sent - before
+
+    def measured(*, in_parts: bool) -> list[int]:
+        groups = groups_by(world, "all_reduce", "direct")
+        return run_groups(groups, lambda group: rank(group, in_parts=in_parts))
+
+    chunk = (world - 1) * 200 * 4
+    plain, tree_of_parts = measured(in_parts=False), measured(in_parts=True)
+    for rank_, nodes in enumerate(subtrees_by_rank(world, parts)):
+        assert tree_of_parts[rank_] - plain[rank_] == (len(nodes) - 1) * chunk
+
+
+def test_what_a_rank_may_not_give() -> None:
+    (group,) = groups_by(1, "all_reduce", "direct")
+    x = np.ones(4, "f4")
+    with pytest.raises(UnsupportedOp, match="rank 0 of 1 has 1 subtrees of 8 parts, but gave 2 arrays"):
+        group.all_reduce_parts([x, x], parts=8, out=x)
+    with pytest.raises(UnsupportedOp, match="0 parts for 1 ranks"):
+        group.all_reduce_parts([x], parts=0, out=x)
+    with pytest.raises(UnsupportedOp, match="not int32"):
+        group.all_reduce_parts([x.astype("i4")], parts=8, out=x)
+    with pytest.raises(SizeMismatch):
+        group.all_reduce_parts([x], parts=8, out=np.ones(5, "f4"))
