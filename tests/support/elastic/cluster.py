@@ -18,6 +18,7 @@ import grpc
 import numpy as np
 
 import paceline
+from paceline._session.stack_file import stacks_by_signal
 from paceline.cli.launcher.reports import ExitReports
 from paceline.credentials import IN_THE_CLEAR
 from pacelinepb.v1.admin_pb2 import RestartJobRequest
@@ -248,7 +249,7 @@ class Cluster:
             try:
                 codes[trainer.pid] = trainer.process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                raise AssertionError(f"{trainer.pid} is still there after {timeout} s\n{self}") from None
+                raise AssertionError(f"{_stands(trainer.pid)} after {timeout} s\n{self}") from None
         for trainer in self.trainers:
             for thread in trainer._threads:
                 thread.join(10)
@@ -343,6 +344,17 @@ class Cluster:
         for log in sorted(self.folder.glob("coordinator*.log")):
             lines += [f"--- {log.stem}", log.read_text()[-4000:]]
         return "\n".join(lines)
+
+
+def _stands(pid: int) -> str:
+    """Says that a process has not ended: its state, and the stacks of its threads."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    state = next(line for line in status.splitlines() if line.startswith("State:"))
+    try:
+        stacks = stacks_by_signal(pid)
+    except OSError as error:  # it is stopped, or has not joined yet
+        stacks = f"no stacks: {error}"
+    return f"{pid} is still there ({state}; {stacks})"
 
 
 def _start_ticks(pid: int) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -51,12 +52,13 @@ class Fault:
     once: str = ""
     stored: str = ""
     done: bool = False
+    thawing: subprocess.Popen[bytes] | None = field(default=None, repr=False)
     emit: Callable[..., None] = field(default=print, repr=False)
     fail: Callable[[], None] = field(default=lambda: None, repr=False)
 
     def plan(self) -> dict[str, Any]:
         """As JSON."""
-        return {name: value for name, value in asdict(self).items() if name not in ("done", "emit", "fail")}
+        return {name: value for name, value in asdict(self).items() if name not in ("done", "thawing", "emit", "fail")}
 
     def in_step(self, step: Any, phase: str) -> None:
         """Inflicted if this is the place."""
@@ -82,11 +84,10 @@ class Fault:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "freeze":
-                # A helper outside of this process thaws it: a stopped process cannot.
-                if os.fork() == 0:
-                    time.sleep(self.seconds)
-                    os.kill(os.getppid(), signal.SIGCONT)
-                    os._exit(0)
+                # Another program thaws it. A mere fork may hang: it has copies of locks whose holders it lacks.
+                thaw = ["sh", "-c", f"sleep {self.seconds}; kill -CONT {os.getpid()}"]
+                silent = {name: subprocess.DEVNULL for name in ("stdin", "stdout", "stderr")}
+                self.thawing = subprocess.Popen(thaw, **silent)
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "hold_gil":
                 _hold_gil(self.seconds)
