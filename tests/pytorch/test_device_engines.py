@@ -299,7 +299,7 @@ def half_open() -> Iterator[DataEngine]:
     FakeNccl.early.set()
     with engines_of(FakeNcclEngine, 2) as engines:
         for rank, engine in enumerate(engines):
-            engine.open(rank, [Peer(each, str(each), "localhost", "127.0.0.1:1") for each in range(2)])
+            engine.open(rank, [Peer(each, str(each), "localhost", "127.0.0.1:1") for each in range(2)], 10.0)
         engines[0].connect([engines[0].contact(monotonic() + 10), b'{"keys": {}}'])
         yield engines[0]
 
@@ -336,7 +336,7 @@ def test_an_abort_waits_for_none_that_is_under_way() -> None:
         FakeNccl.abort(group)
 
     with engines_of(FakeNcclEngine, 2) as engines:
-        engines[0].open(0, [Peer(each, str(each), "localhost", "127.0.0.1:1") for each in range(2)])
+        engines[0].open(0, [Peer(each, str(each), "localhost", "127.0.0.1:1") for each in range(2)], 10.0)
         engines[0].contact(monotonic() + 10)
         (group,) = FakeNccl.made
         group.abort = abort  # type: ignore[method-assign]

@@ -37,7 +37,7 @@ def test_one_is_killed(phase: str, world: int, tmp_path: Path) -> None:
 
 
 def test_one_freezes_in_the_middle_and_comes_back(tmp_path: Path) -> None:
-    with cluster(tmp_path, least=2, total=120, pace=0.05, wrapper="torch") as c:
+    with cluster(tmp_path, least=2, total=160, pace=0.05, wrapper="torch") as c:
         over_gloo(c)
         c.start(3, [freeze("in_engine", seconds=5.0, rank=1, step=3)])
         assert set(c.wait().values()) == {0}, str(c)

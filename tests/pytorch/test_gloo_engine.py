@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
+from paceline._arrays import Array
 from paceline._engines.data_engine import DataEngine, EngineFailed
 from paceline._engines.engine_check import ENGINE_RULES, MakeEngines, check_engine, open_engines
 from paceline._links.base import Peer
@@ -36,7 +44,7 @@ def test_gloo_keeps_the_rules(rule: Callable[[MakeEngines], None]) -> None:
 
 def test_a_host_that_is_not_this_one_is_refused_by_name() -> None:
     with engines_of(make, 1) as (engine,):
-        engine.open(0, [Peer(0, "0", "far", "192.0.2.1:7400"), Peer(1, "1", "near", "127.0.0.1:7400")])
+        engine.open(0, [Peer(0, "0", "far", "192.0.2.1:7400"), Peer(1, "1", "near", "127.0.0.1:7400")], 10.0)
         with pytest.raises(EngineFailed, match=r"Gloo could not connect at 192\.0\.2\.1"):
             engine.contact(monotonic() + 10)
 
@@ -44,7 +52,7 @@ def test_a_host_that_is_not_this_one_is_refused_by_name() -> None:
 @pytest.mark.parametrize("contact", [b"", b"[]", b'{"keys": {"0/1": "zz"}, "listeners": []}', b'{"keys": 3}'])
 def test_a_contact_that_cannot_be_read_ends_the_opening(contact: bytes) -> None:
     with engines_of(make, 1) as (engine,):
-        engine.open(0, [Peer(rank, str(rank), "localhost", "127.0.0.1:1") for rank in range(2)])
+        engine.open(0, [Peer(rank, str(rank), "localhost", "127.0.0.1:1") for rank in range(2)], 10.0)
         engine.connect([engine.contact(monotonic() + 10), contact])
         with pytest.raises(EngineFailed, match="a contact cannot be read"):
             engine.await_ready(monotonic() + 10)
@@ -73,6 +81,43 @@ def test_nothing_is_left_open() -> None:
     for end in (lambda engine: engine.abort(), lambda engine: engine.close(monotonic() + 10)):
         cycle(end)
     assert count() <= before
+
+
+def test_aborted_sums_end_at_once_but_for_a_few_whose_error_gloo_loses() -> None:
+    late, count, patience = 0, 30, 0.5
+    x = [np.ones(16, np.float32) for _ in range(2)]
+    for number in range(count):
+        with engines_of(make, 2) as engines:
+            open_engines(engines, patience)
+            training = [threading.Thread(target=sum_on, args=(engine, x[rank])) for rank, engine in enumerate(engines)]
+            for thread in training:
+                thread.start()
+            threading.Event().wait(0.01 + number * 1e-4)  # somewhere in a sum
+            began = monotonic()
+            for engine in engines:
+                engine.abort()
+            assert all([engine.drained(began + 10) for engine in engines])
+            late += monotonic() - began > 0.8 * patience
+            for thread in training:
+                thread.join()
+    assert late <= 4, f"Gloo lost the errors of {late} of {count} aborted sums"
+
+
+def sum_on(engine: DataEngine, x: Array) -> None:
+    with suppress(EngineFailed):
+        while True:
+            engine.all_reduce(x).wait(monotonic() + 10)
+
+
+def test_a_file_stays_locked(tmp_path: Path) -> None:
+    path = tmp_path / "database"
+    with path.open("w") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        with engines_of(make, 2) as engines:
+            open_engines(engines)
+        other = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'w'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+        done = subprocess.run([sys.executable, "-c", other, str(path)], capture_output=True, text=True, check=False)
+    assert "BlockingIOError" in done.stderr, "closing a duplicate has ended this process's lock"
 
 
 def test_the_default_group_is_not_touched() -> None:

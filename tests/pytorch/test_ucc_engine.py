@@ -255,7 +255,7 @@ def test_an_error_of_ucc_ends_the_engine(two: list[Any]) -> None:
 def test_an_abort_ends_the_thread_that_opens_while_a_rank_is_missing() -> None:
     with engines_of(UccEngine, 2) as engines:
         for rank, engine in enumerate(engines):
-            engine.open(rank, [Peer(each, str(each), "localhost", "127.0.0.1:1") for each in range(2)])
+            engine.open(rank, [Peer(each, str(each), "localhost", "127.0.0.1:1") for each in range(2)], 10.0)
         engines[0].contact(monotonic() + 10)
         opening = engines[0]._maker
         engines[0].abort()

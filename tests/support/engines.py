@@ -81,7 +81,7 @@ class FakeEngine(DataEngine):
         self._tickets: list[_FakeTicket] = []
         self._hub: _Hub | None = None
 
-    def open(self, rank: int, peers: Sequence[Peer]) -> None:
+    def open(self, rank: int, peers: Sequence[Peer], patience: float) -> None:
         self.rank = rank
         self._name = f"hub {next(_names)}"
         if not rank:
@@ -183,7 +183,7 @@ class LinkEngine(DataEngine):
         self._open = Latch()
         self._why = ""
 
-    def open(self, rank: int, peers: Sequence[Peer]) -> None:
+    def open(self, rank: int, peers: Sequence[Peer], patience: float) -> None:
         """The links are there."""
 
     def contact(self, deadline: float) -> bytes:

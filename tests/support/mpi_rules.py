@@ -43,7 +43,7 @@ class _Far(DataEngine):
         self._number = next(_names)
         self._call("make")
 
-    def open(self, rank: int, peers: Sequence[Peer]) -> None:
+    def open(self, rank: int, peers: Sequence[Peer], patience: float) -> None:
         self._call("open", rank, len(peers))
 
     def contact(self, deadline: float) -> bytes:
@@ -110,7 +110,7 @@ class _Rank:
         engine = self.engines[number]
         match name, *arguments:
             case "open", rank, size:
-                engine.open(rank, [Peer(each, str(each), "localhost", "127.0.0.1:1") for each in range(size)])
+                engine.open(rank, [Peer(each, str(each), "localhost", "127.0.0.1:1") for each in range(size)], 10.0)
             case "contact", deadline:
                 return engine.contact(deadline).decode(), b""
             case "connect", contacts:

@@ -115,12 +115,14 @@ class DataEngine(abc.ABC):
     device: Any = None
 
     @abc.abstractmethod
-    def open(self, rank: int, peers: Sequence[Peer]) -> None:
+    def open(self, rank: int, peers: Sequence[Peer], patience: float) -> None:
         """Begins to open the engine; called once.
 
         Args:
             rank: this member's place among `peers`.
             peers: the group's members, in the order of their ranks in the group.
+            patience: seconds after which an engine may fail a sum that makes no progress. Engines whose `abort` ends
+                every sum ignore it.
         """
 
     @abc.abstractmethod

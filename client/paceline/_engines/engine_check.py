@@ -53,11 +53,11 @@ def check_engine(make_engines: MakeEngines, rules: Sequence[Callable[[MakeEngine
             raise AssertionError(f"{rule.__name__}: {rule.__doc__}\n{type(error).__name__}: {error}") from error
 
 
-def open_engines(engines: Sequence[DataEngine]) -> None:
+def open_engines(engines: Sequence[DataEngine], patience: float = _LONG) -> None:
     """Opens the engines of a world whose ranks are all in this process."""
     peers = [Peer(rank, str(rank), "localhost", "127.0.0.1:1") for rank in range(len(engines))]
     for rank, engine in enumerate(engines):
-        _at_once("open", lambda engine=engine, rank=rank: engine.open(rank, peers))  # type: ignore[misc]
+        _at_once("open", lambda engine=engine, rank=rank: engine.open(rank, peers, patience))  # type: ignore[misc]
     contacts = [engine.contact(_soon()) for engine in engines]
     for contact in contacts:
         assert len(contact) <= MAX_CONTACT_BYTES, f"a contact has {len(contact)} bytes"
@@ -71,7 +71,7 @@ def rule_1_opening(make: MakeEngines) -> None:
     """`open` and `connect` return at once, and an `await_ready` without the others ends at its deadline."""
     with make(2) as engines:
         peers = [Peer(rank, str(rank), "localhost", "127.0.0.1:1") for rank in range(2)]
-        _at_once("open", lambda: engines[0].open(0, peers))
+        _at_once("open", lambda: engines[0].open(0, peers, _LONG))
         engines[0].contact(_soon())
         late = _Call(lambda: engines[0].await_ready(monotonic() + 0.05))
         assert late.over.wait(_LONG), "await_ready blocked past its deadline"
@@ -148,7 +148,7 @@ def rule_4_abort_while_opening(make: MakeEngines) -> None:
     """`abort` ends the wait for an engine that does not open."""
     with make(2) as engines:
         peers = [Peer(rank, str(rank), "localhost", "127.0.0.1:1") for rank in range(2)]
-        engines[0].open(0, peers)
+        engines[0].open(0, peers, _LONG)
         engines[0].contact(_soon())
         waiting = _Call(lambda: engines[0].await_ready(_soon()))
         sleep(0.02)  # lets the call block; if it does not block yet, the check is only weaker

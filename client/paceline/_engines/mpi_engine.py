@@ -127,7 +127,7 @@ class MpiEngine(DataEngine):
         self._contact = b""
         self._rank = 0
 
-    def open(self, rank: int, peers: Sequence[Peer]) -> None:
+    def open(self, rank: int, peers: Sequence[Peer], patience: float) -> None:
         """See `DataEngine`."""
         self._rank = rank
         mine = {

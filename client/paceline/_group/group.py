@@ -115,7 +115,7 @@ class Group(Collectives):
         engine = make_engine(self.engine_name)
         if not engine.traits.same_bits:
             raise UnsupportedOp(f"the engine {engine.name!r}: training needs the same bits at all ranks (I5)")
-        engine.open(self.rank, self.members)
+        engine.open(self.rank, self.members, self._config.failure_timeout)
         bound.mesh.fault.on_failure(engine.abort)
         bound.carrier = engine
         try:

@@ -39,7 +39,7 @@ CONNECT_SECONDS = 10.0
 """Seconds in which all ranks must connect once they have each other's contacts."""
 
 EVER = timedelta(days=365)
-"""c10d's own timeout of a sum: none in practice, because the generation's fault and the caller's deadline decide."""
+"""A timeout that never ends a sum: the generation's fault and the caller's deadline decide."""
 
 _environment = threading.Lock()
 
@@ -57,6 +57,9 @@ class C10dEngine(DataEngine, Generic[StoreT]):
     """
 
     title: str
+
+    _sum_timeout = EVER
+    """c10d's own timeout of a sum."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -95,7 +98,7 @@ class C10dEngine(DataEngine, Generic[StoreT]):
     def _release(self, deadline: float) -> None:
         """Gives back what the subclass holds beside the group, when the engine is closed."""
 
-    def open(self, rank: int, peers: Sequence[Peer]) -> None:
+    def open(self, rank: int, peers: Sequence[Peer], patience: float) -> None:
         """See `DataEngine`."""
         self._size = len(peers)
         self._store = self._make_store(rank)
@@ -129,7 +132,7 @@ class C10dEngine(DataEngine, Generic[StoreT]):
                 if self._ended:
                     raise EngineFailed(self._ended)
                 self._works = works
-            ticket.start(group, sum_options())
+            ticket.start(group, sum_options(self._sum_timeout))
         except RuntimeError as error:
             raise EngineFailed(self._ended or f"{self.title}: {str(error).splitlines()[0][:500]}") from error
         finally:
@@ -212,11 +215,11 @@ class C10dTicket(Ticket):
         """Starts the sum."""
 
 
-def sum_options() -> Any:
+def sum_options(timeout: timedelta = EVER) -> Any:
     """Returns c10d's options of a sum."""
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.SUM
-    options.timeout = EVER
+    options.timeout = timeout
     return options
 
 

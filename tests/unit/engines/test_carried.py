@@ -251,7 +251,7 @@ def test_interrupts_at_any_time_let_go_of_the_array(engine: Any) -> None:
     groups = local_groups(1, engine(_InterruptedTwice))
     (group,) = groups
     carrier = _InterruptedTwice()
-    carrier.open(0, group.members)
+    carrier.open(0, group.members, 10.0)
     carrier.connect([carrier.contact(0.0)])
     group._bound.carrier = carrier
     with pytest.raises(KeyboardInterrupt):
