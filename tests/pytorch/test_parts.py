@@ -101,6 +101,35 @@ class Run:
                     inside(step)
 
 
+def test_one_loss_of_two_wrappers() -> None:
+    """Their backward passes overlap: torch ends that which began first before the other. Rank 1 has one part."""
+
+    def train(group: Group) -> bytes:
+        x = torch.linspace(-1, 1, 18).reshape(6, 3)
+        with _seeding, torch.random.fork_rng():
+            torch.manual_seed(1)
+            nets = [nn.Linear(3, 2) for _ in range(2)]
+        first, second = (paceline.torch.DDP(net, group) for net in nets)
+        first.prepare()
+        second.prepare()
+        begin, end = part_range(group.rank, group.size, 3)
+        record = PartRecord()
+        for number in range(begin, end):
+            turn = PartTurn(number, 3, begin, end, record)
+            group.set_part(3, turn)
+            group.set_gradient_weight(1 / 3)
+            part = x[2 * number : 2 * number + 2]
+            (first(part).sum() + second(part).square().mean()).backward()
+            with pytest.raises(StepOrderError, match="a collective in part"):
+                group.all_reduce(np.ones(1))
+        group.set_part(0)
+        gradients = [p.grad.numpy().tobytes() for net in nets for p in net.parameters()]
+        return b"".join(gradients)
+
+    found = [of for world in (1, 2, 3) for of in run_ranks(world, train)]
+    assert len(set(found)) == 1
+
+
 def test_dropout_follows_the_part() -> None:
     run, drawn = Run(), []
 
@@ -179,6 +208,23 @@ def test_what_is_refused() -> None:
     run = Run()
     with pytest.raises(StepOrderError, match="did not go through the wrapper"):
         run.steps(bare)
+
+    def zeros(step: Any) -> None:
+        for parameter in run.net.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        once(step, run, x)
+
+    run = Run()
+    with pytest.raises(StepOrderError, match=r"set gradients to None before the first part"):
+        run.steps(zeros)
+
+    def waiting(step: Any) -> None:
+        with step.parts[0]:
+            run.session.barrier("here")
+
+    run = Run()
+    with pytest.raises(StepOrderError, match="a barrier in part 0 of a step"):
+        run.steps(waiting)
 
     def joined(step: Any) -> None:
         with step.parts[0], run.ddp.join():

@@ -282,7 +282,15 @@ class Session(abc.ABC):
         Raises:
             OperationTimeout: some members did not arrive; the text lists them (rank, host, since when).
             PeerLost: a member was lost; the text names it.
+            StepOrderError: it was called in a part of a step.
         """
+
+    def _refuse_in_part(self) -> None:
+        if (turn := self.group.part) is not None:
+            raise errors.StepOrderError(
+                f"a barrier in part {turn.number} of a step: ranks have different numbers of parts, so they would not "
+                "call it equally often. Call it after the loop over step.parts"
+            )
 
     @abc.abstractmethod
     def leave(self, cause: BaseException | None = None) -> None:
@@ -335,6 +343,7 @@ class SoloSession(Session):
 
     def barrier(self, name: str, *, timeout: float | None = None) -> None:
         """See `Session.barrier`: returns at once, since there are no other members."""
+        self._refuse_in_part()
         if self._left:
             raise errors.SessionClosed("the session has ended")
 
@@ -374,6 +383,7 @@ class CoordinatedSession(Session):
     def barrier(self, name: str, *, timeout: float | None = None) -> None:
         """See `Session.barrier`."""
         check_process()
+        self._refuse_in_part()
         if not 0 < len(name.encode()) <= MAX_NAME_BYTES:
             raise ValueError(f"a barrier's name has 1 to {MAX_NAME_BYTES} bytes, not {len(name.encode())}")
         if self._left:

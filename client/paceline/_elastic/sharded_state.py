@@ -35,6 +35,11 @@ class ShardedState:
         self._optimizers = [thing for thing in things.values() if isinstance(thing, OptimizerState)]
 
     @property
+    def has_models(self) -> bool:
+        """True if FSDP wraps a model of the state."""
+        return bool(self._models)
+
+    @property
     def node_size(self) -> int:
         """The number of ranks that hold one copy between them: 1 if each holds all, 0 for all ranks.
 

@@ -335,6 +335,11 @@ class TrainState:
         return self._spread.node_size != 1
 
     @property
+    def uses_fsdp(self) -> bool:
+        """True if FSDP wraps a model of the state, with whatever strategy."""
+        return self._spread.has_models
+
+    @property
     def node_size(self) -> int:
         """Number of ranks that hold one copy between them: 1 if each holds a whole copy, 0 for all ranks."""
         return self._spread.node_size

@@ -120,8 +120,8 @@ def _check_parts(state: TrainState, group: Group) -> None:
         raise ValueError(
             f"ElasticSampler(..., parts={parts}) has too few parts for a job of at most {most} workers: each needs one"
         )
-    if state.is_sharded and state.sampler is not None and state.sampler.check_every:
-        raise UnsupportedOp("check_every with FSDP: no worker has the gradients of a part whole. Leave it out")
+    if state.uses_fsdp and state.sampler is not None and state.sampler.check_every:
+        raise UnsupportedOp("check_every with FSDP, which has no gradients of a single part to compare: leave it out")
 
 
 def _check_receipts(state: TrainState) -> None:

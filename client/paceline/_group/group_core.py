@@ -131,7 +131,8 @@ class PartRecord:
         summed: True once a wrapper has summed the parts of all ranks.
         updated: ids of the optimizers that have run since then.
         begun: True once a wrapper computes the parts: from then on ranks may be at different parts of the step.
-        in_wrapper: True while a wrapper calls collectives, which alone may do so in a part.
+        in_wrappers: number of wrappers that call collectives now, which alone may do so in a part. Passes of several
+            wrappers may overlap: torch ends that which began first before the others.
         digested: the part whose gradients are digested, because several ranks compute it; None if there is none.
         digests: SHA-256 of its gradients of each wrapper in turn; of the turn that only checks, if that is True.
     """
@@ -140,7 +141,7 @@ class PartRecord:
     summed: bool = False
     updated: set[int] = field(default_factory=set)
     begun: bool = False
-    in_wrapper: bool = False
+    in_wrappers: int = 0
     digested: int | None = None
     digests: dict[bool, Any] = field(default_factory=lambda: {True: hashlib.sha256(), False: hashlib.sha256()})
 
@@ -411,7 +412,7 @@ class GroupCore:
             raise StaleGeneration(text, generation=bound.mesh.generation)
         if self._owner.ban_reason and calls:
             raise StepOrderError(self._owner.ban_reason)
-        if (turn := self._owner.part) is not None and calls and not turn.record.in_wrapper:
+        if (turn := self._owner.part) is not None and calls and not turn.record.in_wrappers:
             raise StepOrderError(
                 f"a collective in part {turn.number} of a step: ranks have different numbers of parts, so they would "
                 "not call it equally often. Call it after the loop over step.parts"

@@ -161,6 +161,7 @@ class Bucket:
     def renew(self) -> None:
         """Allocates new memory, because an abandoned collective may still read and write the old."""
         self._allocate()
+        self._spare.clear()
         self.memory = self.memory.successor()
 
     def reclaim(self) -> None:

@@ -351,11 +351,7 @@ class GradientSynchronizer:
     @contextmanager
     def _check_pass(self, reducer: GradientReducer, turn: PartTurn, weight: float) -> Iterator[None]:
         """Surrounds the backward pass of another rank's part, whose gradients are digested and dropped."""
-        if (written := next((path for path, p in reducer.sources.items() if p.grad is not None), None)) is not None:
-            raise StepOrderError(
-                f"parameter {written!r} has a gradient when part {turn.number} begins: clear the gradients before the "
-                "first part of the step, and leave them alone until the last"
-            )
+        _check_cleared(turn, reducer.sources.items())
         with self._all_or_nothing():
             watching = reducer.watching if weight else reducer.ignoring
             with watching(weight=weight, early=False):
@@ -417,11 +413,11 @@ def own_collectives(group: RankGroup) -> Iterator[None]:
     if turn is None:
         yield
         return
-    before, turn.record.in_wrapper = turn.record.in_wrapper, True
+    turn.record.in_wrappers += 1
     try:
         yield
     finally:
-        turn.record.in_wrapper = before
+        turn.record.in_wrappers -= 1
 
 
 def check_follows(before: PartTurn | None, turn: PartTurn, parameters: Iterable[tuple[str, Parameter]]) -> None:
@@ -442,10 +438,14 @@ def check_follows(before: PartTurn | None, turn: PartTurn, parameters: Iterable[
     follows = before is not None and before.record is turn.record and before.number == turn.number - 1
     if not turn.is_first and not follows:
         raise StepOrderError(f"part {turn.number - 1} had no backward pass, but part {turn.number} has one")
+    _check_cleared(turn, parameters)
+
+
+def _check_cleared(turn: PartTurn, parameters: Iterable[tuple[str, Parameter]]) -> None:
     if (written := next((path for path, p in parameters if p.grad is not None), None)) is not None:
         raise StepOrderError(
-            f"parameter {written!r} has a gradient when part {turn.number} begins: clear the gradients before the "
-            "first part of the step, and leave them alone until the last"
+            f"parameter {written!r} has a gradient when part {turn.number} begins: set gradients to None before the "
+            "first part of the step (zero_grad() without set_to_none=False), and leave them alone until the last"
         )
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import paceline
 from paceline._elastic.twice import odd_ones, twice_part
-from paceline.errors import DivergenceError, StepOrderError
+from paceline.errors import DivergenceError, StepOrderError, UnsupportedOp
 from paceline.nn import Linear, softmax_cross_entropy
 
 X = np.random.default_rng(1).standard_normal((30, 5)).astype("f4")
@@ -89,3 +89,15 @@ def test_a_check_that_is_left_out_is_an_error() -> None:
 def test_checks_need_parts(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="check_every="):
         paceline.ElasticSampler(30, global_batch=11, **settings)
+
+
+@pytest.mark.parametrize("strategy", list(paceline.ShardingStrategy))
+def test_fsdp_refuses_checks(strategy: paceline.ShardingStrategy) -> None:
+    nodes = {"intra_node_size": 1} if strategy is paceline.ShardingStrategy.HYBRID_SHARD else {}
+    with paceline.join() as session:
+        fsdp = paceline.FSDP(Linear(5, 3, rng=np.random.default_rng(0)), session.group, strategy, **nodes)
+        sampler = paceline.ElasticSampler(30, global_batch=11, parts=4, check_every=2)
+        optimizer = paceline.optim.Adam(fsdp, lr=0.1)
+        state = paceline.TrainState(model=fsdp, optimizer=optimizer, sampler=sampler)
+        with pytest.raises(UnsupportedOp, match="check_every with FSDP"):
+            next(iter(session.steps(state, total=1)))
