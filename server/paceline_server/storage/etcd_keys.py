@@ -17,9 +17,12 @@ _CALL_S = 0.4
 """Seconds for a call: a node that is frozen or cut off must leave time for another one before the leader gives up."""
 
 _PAGE = 64
-"""Keys in one answer. Most are small, but a view of thousands of members takes hundreds of kilobytes."""
+"""Keys in the first answer. Most are small, but a view of thousands of members takes hundreds of kilobytes, and a value
+of a job's store up to 1 MiB."""
 
-_PAGE_TRIES = 5
+_PAGE_TRIES = 7
+"""Each asks for half as many keys as the one before; the last one asks for a single key."""
+
 _PAGE_PAUSE_S = 0.05
 
 _OPTIONS = [
@@ -65,16 +68,20 @@ class EtcdKeys:
     async def read(self, prefix: bytes) -> list[Item]:
         """See `SharedKeys.read`."""
         items: list[Item] = []
-        first, end = prefix, _end_of(prefix)
+        request = pb.EtcdRange(key=prefix, range_end=_end_of(prefix), limit=_PAGE)
         while True:
-            found = await self._page(pb.EtcdRange(key=first, range_end=end, limit=_PAGE))
+            found = await self._page(request)
             items += map(_item, found.kvs)
             if not found.more:
                 return items
-            first = items[-1].key + b"\0"
+            request.key = items[-1].key + b"\0"
 
     async def _page(self, request: pb.EtcdRange) -> pb.EtcdRangeResult:
-        """Reads a page, and asks again if the answer is lost: a read of many pages must not begin anew."""
+        """Reads a page, and asks again if no answer comes: a read of many pages must not begin anew.
+
+        Large values may take longer than a call may take. So each further try asks for half as many keys, and
+        `request` keeps the smaller limit for the pages that follow.
+        """
         tries = 0
         while True:
             try:
@@ -83,6 +90,7 @@ class EtcdKeys:
                 tries += 1
                 if tries == _PAGE_TRIES:
                     raise
+                request.limit = max(1, request.limit // 2)
                 await asyncio.sleep(_PAGE_PAUSE_S)
             else:
                 return found
