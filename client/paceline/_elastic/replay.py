@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline._elastic.machine_bits import MACHINE_SETTINGS
 from paceline._elastic.receipts import Receipt
 from paceline._elastic.saver import Saver, warning_of_frozen
 from paceline._elastic.state import TrainState
@@ -19,12 +20,15 @@ from paceline.checkpoint.reading import Reader
 from paceline.errors import Dismissed
 from paceline_protocol import Tag
 
-__all__ = ["VARIABLE", "Replay", "ReplayOrder", "ReplayResult", "compare"]
+__all__ = ["SCRIPT", "VARIABLE", "Replay", "ReplayOrder", "ReplayResult", "compare"]
 
 VARIABLE = "PACELINE_REPLAY"
 
-_MACHINE = frozenset(("libraries", "number of threads", "processor (digest of what it computes)", "the script"))
-"""Settings that may differ, as long as the digest does not."""
+SCRIPT = "the script"
+"""Name of the setting that has the digest of the script."""
+
+_MAY_DIFFER = frozenset((*MACHINE_SETTINGS, SCRIPT))
+"""Settings that may differ, as long as the digest of the state does not."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +93,12 @@ def compare(receipt: Receipt, position: tuple[int, int], state: str, words: Mapp
         words: what the step depends on here; see `Receipt.settings`.
         what: what the state is, such as "the state after step 4".
     """
-    differ = [
-        f"{name} is {words.get(name, 'not set')} here but {receipt.settings.get(name, 'not set')} there"
+    differ = {
+        name: f"{name} is {words.get(name, 'not set')} here but {receipt.settings.get(name, 'not set')} there"
         for name in sorted(words.keys() | receipt.settings.keys())
         if words.get(name) != receipt.settings.get(name)
-    ]
-    inputs = [text for text in differ if not text.startswith(tuple(f"{name} is " for name in _MACHINE))]
+    }
+    inputs = [text for name, text in differ.items() if name not in _MAY_DIFFER]
     if inputs:
         return f"{what} cannot be that of the receipt: {'; '.join(inputs)}"
     if position != (receipt.epoch, receipt.offset):
@@ -103,7 +107,7 @@ def compare(receipt: Receipt, position: tuple[int, int], state: str, words: Mapp
             f"offset {receipt.offset} in the receipt"
         )
     if state != receipt.state:
-        why = f"; {'; '.join(differ)}" if differ else ""
+        why = f"; {'; '.join(differ.values())}" if differ else ""
         return f"{what} has the digest {state}, but {receipt.state} in the receipt{why}"
     return ""
 

@@ -16,7 +16,7 @@ from types import FrameType
 from paceline._elastic.coordination import JobCoordinator
 from paceline._elastic.machine_bits import machine_words
 from paceline._elastic.receipts import EVERY, ReceiptBook
-from paceline._elastic.replay import Replay
+from paceline._elastic.replay import SCRIPT, Replay
 from paceline._elastic.rules import check_complete, no_other_optimizer
 from paceline._elastic.saver import JointSaver, Saver
 from paceline._elastic.state import TrainState
@@ -76,7 +76,7 @@ def make_loop(
     elif held is None:
         saver.load(state)
         held = saver.tag
-    settings: dict[str, object] = {"total": total, "seed": seed, "the script": _script(), "node_size": state.node_size}
+    settings: dict[str, object] = {"total": total, "seed": seed, SCRIPT: _script(), "node_size": state.node_size}
     if state.sampler is not None and state.sampler.same_bits:
         settings |= machine_words()
     book = None

@@ -11,8 +11,9 @@ import pytest
 
 import paceline
 from paceline import ElasticSampler, TrainState
+from paceline._elastic.machine_bits import machine_words
 from paceline._elastic.receipts import Receipt, ReceiptBook, ReceiptDamaged, due, read_chain
-from paceline._elastic.replay import compare
+from paceline._elastic.replay import SCRIPT, compare
 from paceline.cli.output import UsageError
 from paceline.cli.replay_command import plan
 from paceline.errors import SizeMismatch, UnsupportedOp
@@ -170,6 +171,13 @@ def test_what_differs_from_a_receipt_is_said() -> None:
     )
     assert "seed is 1 here but 0 there" in compare(receipt, (0, 64), "a" * 64, WORDS | {"seed": "1"}, "it")
     assert "epoch 1, offset 0, but at epoch 0, offset 64" in compare(receipt, (1, 0), "a" * 64, WORDS, "it")
+
+
+def test_only_a_machine_and_its_script_may_differ() -> None:
+    receipt = Receipt(4, 0, 64, WORDS, "a" * 64, "")
+    for name in (*machine_words(), SCRIPT):
+        assert compare(receipt, (0, 64), "a" * 64, WORDS | {name: "another"}, "it") == "", name
+        assert compare(receipt, (0, 64), "a" * 64, WORDS | {f"{name} is old": "another"}, "it"), name
 
 
 def test_a_replay_begins_with_the_latest_checkpoint_before_its_step() -> None:
