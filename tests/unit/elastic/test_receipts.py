@@ -213,6 +213,12 @@ def test_a_worker_that_is_alone_writes_receipts_up_to_the_last_step(path: Path) 
     assert chain[-1].settings["sampler parts"] == "8"
 
 
+def test_receipts_do_not_depend_on_whether_workers_check_each_other(tmp_path: Path) -> None:
+    for name, every in (("with", 9), ("without", 0)):
+        in_a_session(tmp_path / name, parts=8, check_every=every)
+    assert (tmp_path / "with").read_text() == (tmp_path / "without").read_text()
+
+
 def test_a_state_that_follows_from_the_workers_has_no_receipts(path: Path) -> None:
     with pytest.raises(UnsupportedOp, match="receipts need steps whose result does not depend on the workers"):
         in_a_session(path)
