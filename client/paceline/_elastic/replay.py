@@ -20,7 +20,7 @@ from paceline.checkpoint.reading import Reader
 from paceline.errors import Dismissed
 from paceline_protocol import Tag
 
-__all__ = ["SCRIPT", "VARIABLE", "Replay", "ReplayOrder", "ReplayResult", "compare"]
+__all__ = ["SCRIPT", "VARIABLE", "Replay", "ReplayOrder", "ReplayResult", "compare", "compare_inputs"]
 
 VARIABLE = "PACELINE_REPLAY"
 
@@ -93,23 +93,39 @@ def compare(receipt: Receipt, position: tuple[int, int], state: str, words: Mapp
         words: what the step depends on here; see `Receipt.settings`.
         what: what the state is, such as "the state after step 4".
     """
-    differ = {
-        name: f"{name} is {words.get(name, 'not set')} here but {receipt.settings.get(name, 'not set')} there"
-        for name in sorted(words.keys() | receipt.settings.keys())
-        if words.get(name) != receipt.settings.get(name)
-    }
-    inputs = [text for name, text in differ.items() if name not in _MAY_DIFFER]
-    if inputs:
-        return f"{what} cannot be that of the receipt: {'; '.join(inputs)}"
     if position != (receipt.epoch, receipt.offset):
         return (
             f"{what}: the sampler stands at epoch {position[0]}, offset {position[1]}, but at epoch {receipt.epoch}, "
             f"offset {receipt.offset} in the receipt"
         )
     if state != receipt.state:
+        differ = _differences(receipt, words)
         why = f"; {'; '.join(differ.values())}" if differ else ""
         return f"{what} has the digest {state}, but {receipt.state} in the receipt{why}"
     return ""
+
+
+def compare_inputs(receipt: Receipt, words: Mapping[str, str]) -> str:
+    """Compares what a step depends on with its receipt, before the step is computed.
+
+    Args:
+        receipt: the receipt.
+        words: what the step depends on here; see `Receipt.settings`.
+
+    Returns:
+        A sentence about what differs, beside the machine and the script; empty if nothing does.
+    """
+    differ = [text for name, text in _differences(receipt, words).items() if name not in _MAY_DIFFER]
+    return f"the run of step {receipt.step} had other settings: {'; '.join(differ)}" if differ else ""
+
+
+def _differences(receipt: Receipt, words: Mapping[str, str]) -> dict[str, str]:
+    """Returns a sentence for each setting that differs."""
+    return {
+        name: f"{name} is {words.get(name, 'not set')} here but {receipt.settings.get(name, 'not set')} there"
+        for name in sorted(words.keys() | receipt.settings.keys())
+        if words.get(name) != receipt.settings.get(name)
+    }
 
 
 class Replay:
@@ -157,7 +173,11 @@ class Replay:
         raise Dismissed(f"step {self.step} was computed again")
 
     def _begins_right(self, state: TrainState) -> bool:
-        """Compares the checkpoint with the receipts."""
+        """Compares the settings of the steps to compute, and the checkpoint, with the receipts."""
+        for number, receipt in sorted(self._receipts.items()):
+            if number > state.step and (differs := compare_inputs(receipt, self.words)):
+                self._result.wrong = differs
+                return False
         if not self._order.checkpoint:
             return True
         where = f"the checkpoint {self._order.checkpoint}"

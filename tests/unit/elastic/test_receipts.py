@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -13,10 +14,11 @@ import paceline
 from paceline import ElasticSampler, TrainState
 from paceline._elastic.machine_bits import machine_words
 from paceline._elastic.receipts import Receipt, ReceiptBook, ReceiptDamaged, due, read_chain
-from paceline._elastic.replay import SCRIPT, compare
+from paceline._elastic.replay import SCRIPT, Replay, ReplayOrder, ReplayResult, compare, compare_inputs
+from paceline._elastic.step import Step
 from paceline.cli.output import UsageError
 from paceline.cli.replay_command import plan
-from paceline.errors import SizeMismatch, UnsupportedOp
+from paceline.errors import Dismissed, SizeMismatch, UnsupportedOp
 
 WORDS = {"seed": "0", "sampler parts": "8", "libraries": "numpy 2"}
 
@@ -169,15 +171,35 @@ def test_what_differs_from_a_receipt_is_said() -> None:
     assert "libraries is numpy 3 here but numpy 2 there" in compare(
         receipt, (0, 64), "b" * 64, WORDS | {"libraries": "numpy 3"}, "it"
     )
-    assert "seed is 1 here but 0 there" in compare(receipt, (0, 64), "a" * 64, WORDS | {"seed": "1"}, "it")
     assert "epoch 1, offset 0, but at epoch 0, offset 64" in compare(receipt, (1, 0), "a" * 64, WORDS, "it")
 
 
 def test_only_a_machine_and_its_script_may_differ() -> None:
     receipt = Receipt(4, 0, 64, WORDS, "a" * 64, "")
     for name in (*machine_words(), SCRIPT):
-        assert compare(receipt, (0, 64), "a" * 64, WORDS | {name: "another"}, "it") == "", name
-        assert compare(receipt, (0, 64), "a" * 64, WORDS | {f"{name} is old": "another"}, "it"), name
+        assert compare_inputs(receipt, WORDS | {name: "another"}) == "", name
+        assert compare_inputs(receipt, WORDS | {f"{name} is old": "another"}), name
+
+
+@pytest.mark.parametrize("began", [0, 2])
+def test_another_seed_is_named_before_a_step_is_computed(tmp_path: Path, began: int) -> None:
+    """Also without a checkpoint, and with one whose step has no receipt."""
+    lines = tuple(Receipt(step, 0, 16 * step, WORDS, "a" * 64, "").to_line() for step in (3, 4))
+    replay = Replay(ReplayOrder(4, "runs/checkpoint" if began else "", lines, str(tmp_path / "result")))
+    replay.words = WORDS | {"seed": "1"}
+    state = new_state()
+    for _ in range(began):
+        state.advance(1)
+
+    def steps() -> Iterator[Step]:
+        pytest.fail("a step was computed")
+        yield
+
+    with pytest.raises(Dismissed):
+        next(replay.follow(steps(), state))
+    assert ReplayResult.read(tmp_path / "result").wrong == (
+        "the run of step 3 had other settings: seed is 1 here but 0 there"
+    )
 
 
 def test_a_replay_begins_with_the_latest_checkpoint_before_its_step() -> None:
