@@ -20,6 +20,9 @@ __all__ = ["RECEIPTS", "gap_before", "plan", "replay_step"]
 RECEIPTS = "receipts.jsonl"
 """Name of the receipts' file beside the checkpoints, by default."""
 
+_ENDED = 3
+"""Exit code if the script ends before the step. 1 means that a receipt does not hold, 2 that the step has none."""
+
 
 class ReplayPlan(NamedTuple):
     """The step of the checkpoint to begin at (0 for none), and the receipts to compare with."""
@@ -41,7 +44,7 @@ def replay_step(
         as_json: print the result as one JSON object on the last line, too.
 
     Returns:
-        0 if all receipts hold, 1 if one does not, or the script's code if it fails.
+        0 if all receipts hold, 1 if one does not, 3 if the script ends before the step, with whatever code.
 
     Raises:
         UsageError: there is no such step, receipt or checkpoint; or no such script.
@@ -81,8 +84,11 @@ def replay_step(
         finally:
             del os.environ[VARIABLE]
         if not result.exists():
-            say(f"the script has ended before step {step}, with code {code}")
-            return code or 1
+            ended = f"the script has ended before step {step}, with code {code}"
+            say(ended)
+            if as_json:
+                print_json({"step": step, "holds": None, "error": ended})
+            return _ENDED
         return _answer(ReplayResult.read(result), gap_before(chain), step, as_json=as_json)
 
 
