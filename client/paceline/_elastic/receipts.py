@@ -84,7 +84,7 @@ class Receipt:
         """Reads a line.
 
         Raises:
-            ReceiptDamaged: it is none, or was changed.
+            ReceiptDamaged: the line is not a receipt, or was changed.
         """
         try:
             read = json.loads(line)
@@ -92,7 +92,7 @@ class Receipt:
             receipt = cls(**read)
             receipt._check()
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ReceiptDamaged(f"it is no receipt: {error!s:.200}") from None
+            raise ReceiptDamaged(f"not a receipt: {error!s:.200}") from None
         if told != receipt.hash:
             raise ReceiptDamaged(f"the receipt of step {receipt.step} was changed: it does not have its hash")
         return receipt
@@ -102,22 +102,22 @@ class Receipt:
         if any(type(number) is not int or number < 0 for number in numbers):
             raise ValueError(f"step, epoch and offset are {numbers!r:.80}")
         if not isinstance(self.settings, dict) or not all(isinstance(word, str) for word in self.settings.values()):
-            raise ValueError("its settings are no words")
+            raise ValueError("the settings are not text")
         if not _HASH.fullmatch(self.state) or not (self.previous == "" or _HASH.fullmatch(self.previous)):
-            raise ValueError("state or previous is no SHA-256")
+            raise ValueError("state or previous is not a SHA-256")
 
 
 def checked_lines(found: object) -> tuple[str, ...]:
     """Returns the receipts that another member or a checkpoint has sent, once they are checked.
 
     Raises:
-        ReceiptDamaged: they are none.
+        ReceiptDamaged: they are not receipts, or too many.
     """
     if not isinstance(found, list | tuple) or len(found) > KEPT:
-        raise ReceiptDamaged(f"the state has no list of at most {KEPT} receipts")
+        raise ReceiptDamaged(f"the receipts of the state are not a list of at most {KEPT}")
     for line in found:
         if not isinstance(line, str) or len(line) > _MOST_BYTES:
-            raise ReceiptDamaged("the state has a receipt that is no line")
+            raise ReceiptDamaged("a receipt of the state is not a line of text, or is too long")
         Receipt.from_line(line)
     return tuple(found)
 
