@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import chdir
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,11 +69,21 @@ def folder(ran: Path, tmp_path: Path) -> Iterator[Path]:
 
 
 def replay(folder: Path, step: int) -> tuple[int, str]:
+    code, said, _ = run_replay(folder, step)
+    return code, said
+
+
+def replay_with_json(folder: Path, step: int) -> tuple[int, str, dict[str, Any]]:
+    code, said, printed = run_replay(folder, step, "--json")
+    return code, said, json.loads(printed.splitlines()[-1])
+
+
+def run_replay(folder: Path, step: int, *options: str) -> tuple[int, str, str]:
     before = {path: path.stat().st_mtime_ns for path in (folder / "runs").rglob("*")}
-    with chdir(folder), command("replay", "--step", str(step), "--checkpoint", "runs", "train.py") as run:
+    with chdir(folder), command("replay", *options, "--step", str(step), "--checkpoint", "runs", "train.py") as run:
         code = run.wait()
     assert {path: path.stat().st_mtime_ns for path in (folder / "runs").rglob("*")} == before, "a file was written"
-    return code, run.stderr
+    return code, run.stderr, run.stdout
 
 
 def test_one_worker_computes_what_three_computed(folder: Path) -> None:
@@ -121,8 +132,23 @@ def test_a_changed_receipt_is_named(folder: Path) -> None:
     assert "line 8: the receipt of step 17 was changed" in said, said
 
 
-def test_a_script_that_does_not_reach_the_step_is_told_so(folder: Path) -> None:
-    (folder / "train.py").write_text("raise SystemExit(0)")
-    code, said = replay(folder, 24)
-    assert code == 1
+@pytest.mark.parametrize("end", ["raise SystemExit(0)", "raise SystemExit(2)", "raise ValueError"])
+def test_a_script_that_does_not_reach_the_step_is_told_so(folder: Path, end: str) -> None:
+    (folder / "train.py").write_text(end)
+    code, said, result = replay_with_json(folder, 24)
+    assert code == 3
     assert "the script has ended before step 24" in said, said
+    assert (result["step"], result["holds"]) == (24, None)
+    assert "the script has ended before step 24" in result["error"]
+
+
+def test_a_step_behind_a_gap_is_computed_again(folder: Path) -> None:
+    path = folder / "runs" / "receipts.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if '"step":9,' not in line))
+    code, said, result = replay_with_json(folder, 24)
+    assert (code, "The chain begins at step 12" in said) == (0, True), said
+    assert (result["holds"], result["held"]) == (True, [16, 18, 21, 24])
+    assert "The chain begins at step 12" in result["gap"]
+    code, said = replay(folder, 8)
+    assert (code, "step 8 has no receipt" in said, "The chain begins at step 12" in said) == (2, True, True), said

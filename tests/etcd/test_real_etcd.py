@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from paceline_server.storage.etcd import EtcdStorage, leader_key
 from paceline_server.storage.etcd_address import EtcdAddress
 from paceline_server.storage.etcd_keys import EtcdKeys
 from paceline_server.storage.shared_keys import Item, KeysRefused, KeysUnavailable, LeaderRecord
-from support.certificates import make_folder
+from support.certificates import make_folder, renew
 from support.coordinator import run
 from support.etcd import Cluster, cluster, needs_etcd
 from support.views import view
@@ -113,4 +114,30 @@ def test_etcd_with_certificates(tmp_path: Path) -> None:
         await without.close()
 
     with cluster(tmp_path, tls=make_folder(tmp_path / "tls")) as etcd:
+        run(lambda: main(etcd))
+
+
+def test_a_certificate_that_was_renewed_is_used_without_a_restart(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "tls")
+
+    async def main(etcd: Cluster) -> None:
+        renew(folder, "member", days=-1)
+        keys = keys_of(etcd)
+        for _ in range(3):
+            with pytest.raises(KeysUnavailable):
+                await keys.get(b"a")
+        renew(folder, "member", days=1)
+        assert await answered(keys) is None
+        await keys.close()
+
+    async def answered(keys: EtcdKeys) -> Item | None:
+        """What etcd says, once a connection with the new certificate is there."""
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    return await keys.get(b"a")
+                except KeysUnavailable:
+                    await asyncio.sleep(0.02)
+
+    with cluster(tmp_path, tls=folder) as etcd:
         run(lambda: main(etcd))

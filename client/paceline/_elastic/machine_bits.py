@@ -13,7 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["machine_words", "numpy_probe", "torch_probe"]
+__all__ = ["MACHINE_SETTINGS", "machine_words", "numpy_probe", "torch_probe"]
+
+MACHINE_SETTINGS = ("libraries", "number of threads", "processor (digest of what it computes)")
+"""Names of the settings of a machine. Members are told the first that differs, in this order, which is alphabetical."""
 
 _THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
 
@@ -26,12 +29,7 @@ def machine_words() -> dict[str, str]:
     if torch is not None:
         digest.update(torch_probe(torch))
         libraries += f", torch {torch.__version__}"
-    # Members are told the first difference in this order, which is that of the names.
-    return {
-        "libraries": libraries,
-        "number of threads": _threads(torch),
-        "processor (digest of what it computes)": digest.hexdigest()[:16],
-    }
+    return dict(zip(MACHINE_SETTINGS, (libraries, _threads(torch), digest.hexdigest()[:16]), strict=True))
 
 
 def numpy_probe() -> bytes:

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -47,7 +48,7 @@ _MOST_BYTES = 64 << 10
 
 
 class ReceiptDamaged(ValueError):
-    """A receipt is not what was written, or the chain is broken; the text names the step."""
+    """A receipt is not what was written; the text names the step."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Receipt:
         """Reads a line.
 
         Raises:
-            ReceiptDamaged: it is none, or was changed.
+            ReceiptDamaged: the line is not a receipt, or was changed.
         """
         try:
             read = json.loads(line)
@@ -91,7 +92,7 @@ class Receipt:
             receipt = cls(**read)
             receipt._check()
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ReceiptDamaged(f"it is no receipt: {error!s:.200}") from None
+            raise ReceiptDamaged(f"not a receipt: {error!s:.200}") from None
         if told != receipt.hash:
             raise ReceiptDamaged(f"the receipt of step {receipt.step} was changed: it does not have its hash")
         return receipt
@@ -101,22 +102,22 @@ class Receipt:
         if any(type(number) is not int or number < 0 for number in numbers):
             raise ValueError(f"step, epoch and offset are {numbers!r:.80}")
         if not isinstance(self.settings, dict) or not all(isinstance(word, str) for word in self.settings.values()):
-            raise ValueError("its settings are no words")
+            raise ValueError("the settings are not text")
         if not _HASH.fullmatch(self.state) or not (self.previous == "" or _HASH.fullmatch(self.previous)):
-            raise ValueError("state or previous is no SHA-256")
+            raise ValueError("state or previous is not a SHA-256")
 
 
 def checked_lines(found: object) -> tuple[str, ...]:
     """Returns the receipts that another member or a checkpoint has sent, once they are checked.
 
     Raises:
-        ReceiptDamaged: they are none.
+        ReceiptDamaged: they are not receipts, or too many.
     """
     if not isinstance(found, list | tuple) or len(found) > KEPT:
-        raise ReceiptDamaged(f"the state has no list of at most {KEPT} receipts")
+        raise ReceiptDamaged(f"the receipts of the state are not a list of at most {KEPT}")
     for line in found:
         if not isinstance(line, str) or len(line) > _MOST_BYTES:
-            raise ReceiptDamaged("the state has a receipt that is no line")
+            raise ReceiptDamaged("a receipt of the state is not a line of text, or is too long")
         Receipt.from_line(line)
     return tuple(found)
 
@@ -127,42 +128,37 @@ def due(step: int, total: int, every: int, checkpoint_every: int | None) -> bool
 
 
 def read_chain(path: Path) -> list[Receipt]:
-    """Returns the chain of the last receipt in a file, in order.
+    """Returns the chain that the last receipt in a file belongs to, in order: what it follows, and what follows it.
 
-    A run that went on from a checkpoint may have left other lines behind, or written lines again. A line that a crash
-    has cut is left out.
+    The lines may stand in any order, and more than once. If a run went on from a checkpoint with something changed, two
+    receipts follow one: the chain goes on to the one that stands behind the other. A line that a crash has cut is left
+    out. If a receipt is missing, the chain begins behind it: then its first receipt has a `previous`.
 
     Raises:
-        ReceiptDamaged: a receipt was changed, or one is missing.
+        ReceiptDamaged: a receipt was changed.
         OSError: the file cannot be read.
     """
     found: dict[str, Receipt] = {}
-    cut: list[int] = []
-    first = last = None
+    following: dict[str, Receipt] = {}
+    last = None
     for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
         try:
             json.loads(line)
         except (ValueError, RecursionError):
-            cut.append(number)
             continue
         try:
-            receipt = Receipt.from_line(line)
+            last = Receipt.from_line(line)
         except ReceiptDamaged as error:
             raise ReceiptDamaged(f"{path}, line {number}: {error}") from None
-        first, last = first or receipt, receipt
-        found.setdefault(receipt.hash, receipt)
-    chain: list[Receipt] = []
-    while last is not None:
-        chain.append(last)
-        before = found.get(last.previous)
-        if before is None and last.previous and last is not first:
-            lines = f"; no JSON: line {', '.join(map(str, cut))}" if cut else ""
-            raise ReceiptDamaged(
-                f"{path}: the receipt of step {last.step} follows one that is not there: it is missing, or was "
-                f"changed{lines}"
-            )
-        last = before
-    return chain[::-1]
+        found[last.hash] = following[last.previous] = last
+    if last is None:
+        return []
+    chain = deque([last])
+    while (before := found.get(chain[0].previous)) is not None:
+        chain.appendleft(before)
+    while (after := following.get(chain[-1].hash)) is not None:
+        chain.append(after)
+    return list(chain)
 
 
 class ReceiptedState(Protocol):

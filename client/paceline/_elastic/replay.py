@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline._elastic.machine_bits import MACHINE_SETTINGS
 from paceline._elastic.receipts import Receipt
 from paceline._elastic.saver import Saver, warning_of_frozen
 from paceline._elastic.state import TrainState
@@ -19,12 +20,15 @@ from paceline.checkpoint.reading import Reader
 from paceline.errors import Dismissed
 from paceline_protocol import Tag
 
-__all__ = ["VARIABLE", "Replay", "ReplayOrder", "ReplayResult", "compare"]
+__all__ = ["SCRIPT", "VARIABLE", "Replay", "ReplayOrder", "ReplayResult", "compare", "compare_inputs"]
 
 VARIABLE = "PACELINE_REPLAY"
 
-_MACHINE = frozenset(("libraries", "number of threads", "processor (digest of what it computes)", "the script"))
-"""Settings that may differ, as long as the digest does not."""
+SCRIPT = "the script"
+"""Name of the setting that has the digest of the script."""
+
+_MAY_DIFFER = frozenset((*MACHINE_SETTINGS, SCRIPT))
+"""Settings that may differ, as long as the digest of the state does not."""
 
 
 @dataclass(frozen=True)
@@ -89,23 +93,39 @@ def compare(receipt: Receipt, position: tuple[int, int], state: str, words: Mapp
         words: what the step depends on here; see `Receipt.settings`.
         what: what the state is, such as "the state after step 4".
     """
-    differ = [
-        f"{name} is {words.get(name, 'not set')} here but {receipt.settings.get(name, 'not set')} there"
-        for name in sorted(words.keys() | receipt.settings.keys())
-        if words.get(name) != receipt.settings.get(name)
-    ]
-    inputs = [text for text in differ if not text.startswith(tuple(f"{name} is " for name in _MACHINE))]
-    if inputs:
-        return f"{what} cannot be that of the receipt: {'; '.join(inputs)}"
     if position != (receipt.epoch, receipt.offset):
         return (
             f"{what}: the sampler stands at epoch {position[0]}, offset {position[1]}, but at epoch {receipt.epoch}, "
             f"offset {receipt.offset} in the receipt"
         )
     if state != receipt.state:
-        why = f"; {'; '.join(differ)}" if differ else ""
+        differ = _differences(receipt, words)
+        why = f"; {'; '.join(differ.values())}" if differ else ""
         return f"{what} has the digest {state}, but {receipt.state} in the receipt{why}"
     return ""
+
+
+def compare_inputs(receipt: Receipt, words: Mapping[str, str]) -> str:
+    """Compares what a step depends on with its receipt, before the step is computed.
+
+    Args:
+        receipt: the receipt.
+        words: what the step depends on here; see `Receipt.settings`.
+
+    Returns:
+        A sentence about what differs, beside the machine and the script; empty if nothing does.
+    """
+    differ = [text for name, text in _differences(receipt, words).items() if name not in _MAY_DIFFER]
+    return f"the run of step {receipt.step} had other settings: {'; '.join(differ)}" if differ else ""
+
+
+def _differences(receipt: Receipt, words: Mapping[str, str]) -> dict[str, str]:
+    """Returns a sentence for each setting that differs."""
+    return {
+        name: f"{name} is {words.get(name, 'not set')} here but {receipt.settings.get(name, 'not set')} there"
+        for name in sorted(words.keys() | receipt.settings.keys())
+        if words.get(name) != receipt.settings.get(name)
+    }
 
 
 class Replay:
@@ -153,7 +173,11 @@ class Replay:
         raise Dismissed(f"step {self.step} was computed again")
 
     def _begins_right(self, state: TrainState) -> bool:
-        """Compares the checkpoint with the receipts."""
+        """Compares the settings of the steps to compute, and the checkpoint, with the receipts."""
+        for number, receipt in sorted(self._receipts.items()):
+            if number > state.step and (differs := compare_inputs(receipt, self.words)):
+                self._result.wrong = differs
+                return False
         if not self._order.checkpoint:
             return True
         where = f"the checkpoint {self._order.checkpoint}"

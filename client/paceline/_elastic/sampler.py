@@ -19,7 +19,10 @@ from numpy.typing import NDArray
 
 from paceline.errors import InvalidRank, InvalidWorldSize
 
-__all__ = ["ElasticSampler", "Planned", "share_out"]
+__all__ = ["CHECK_EVERY", "ElasticSampler", "Planned", "share_out"]
+
+CHECK_EVERY = "sampler check_every"
+"""Name of the setting that must be the same on every rank, but does not change what they compute."""
 
 
 class Planned(NamedTuple):
@@ -120,7 +123,7 @@ class ElasticSampler:
         batch = "per_rank_batch" if self._per_rank else "global_batch"
         parts = {"sampler parts": self.parts, "sampler same_bits": self.same_bits} if self.parts else {}
         if self.check_every:
-            parts["sampler check_every"] = self.check_every
+            parts[CHECK_EVERY] = self.check_every
         return {"sampler n": self.n, f"sampler {batch}": self._size, "sampler seed": self.seed, **parts}
 
     def lr_scale(self, world: int) -> float:

@@ -16,8 +16,9 @@ from types import FrameType
 from paceline._elastic.coordination import JobCoordinator
 from paceline._elastic.machine_bits import machine_words
 from paceline._elastic.receipts import EVERY, ReceiptBook
-from paceline._elastic.replay import Replay
+from paceline._elastic.replay import SCRIPT, Replay
 from paceline._elastic.rules import check_complete, no_other_optimizer
+from paceline._elastic.sampler import CHECK_EVERY
 from paceline._elastic.saver import JointSaver, Saver
 from paceline._elastic.state import TrainState
 from paceline._elastic.step import Step
@@ -76,7 +77,7 @@ def make_loop(
     elif held is None:
         saver.load(state)
         held = saver.tag
-    settings: dict[str, object] = {"total": total, "seed": seed, "the script": _script(), "node_size": state.node_size}
+    settings: dict[str, object] = {"total": total, "seed": seed, SCRIPT: _script(), "node_size": state.node_size}
     if state.sampler is not None and state.sampler.same_bits:
         settings |= machine_words()
     book = None
@@ -84,7 +85,8 @@ def make_loop(
         _check_receipts(state)
         assert state.sampler is not None
         depends_on = {**settings, **state.sampler.settings}
-        words = {name: str(value) for name, value in depends_on.items() if name not in ("total", "node_size")}
+        changes_nothing = ("total", "node_size", CHECK_EVERY)
+        words = {name: str(value) for name, value in depends_on.items() if name not in changes_nothing}
         if replay is not None:
             replay.words = words
         elif receipts is not None:

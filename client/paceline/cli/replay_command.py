@@ -15,10 +15,13 @@ from paceline.checkpoint.reading import Reader
 from paceline.cli.output import UsageError, print_json, say
 from paceline.cli.run import check_command, run_workers
 
-__all__ = ["RECEIPTS", "plan", "replay_step"]
+__all__ = ["RECEIPTS", "gap_before", "plan", "replay_step"]
 
 RECEIPTS = "receipts.jsonl"
 """Name of the receipts' file beside the checkpoints, by default."""
+
+_ENDED = 3
+"""Exit code if the script ends before the step. 1 means that a receipt does not hold, 2 that the step has none."""
 
 
 class ReplayPlan(NamedTuple):
@@ -41,7 +44,7 @@ def replay_step(
         as_json: print the result as one JSON object on the last line, too.
 
     Returns:
-        0 if all receipts hold, 1 if one does not, or the script's code if it fails.
+        0 if all receipts hold, 1 if one does not, 3 if the script ends before the step, with whatever code.
 
     Raises:
         UsageError: there is no such step, receipt or checkpoint; or no such script.
@@ -54,9 +57,10 @@ def replay_step(
         raise UsageError(f"there are no receipts in {path}: session.steps(..., receipts=FILE) writes them")
     tags = [tag for tag in checkpoint.tags(directory) if tag.step < step]
     try:
-        start, wanted = plan(read_chain(path), [tag.step for tag in tags], step)
+        chain = read_chain(path)
     except ReceiptDamaged as error:
-        return _answer(ReplayResult(wrong=str(error)), step, as_json=as_json)
+        return _answer(ReplayResult(wrong=str(error)), "", step, as_json=as_json)
+    start, wanted = plan(chain, [tag.step for tag in tags], step)
     folder = str(next(directory / str(tag) for tag in reversed(tags) if tag.step == start)) if start else ""
     if folder:
         Reader(Path(folder)).verify()
@@ -80,9 +84,12 @@ def replay_step(
         finally:
             del os.environ[VARIABLE]
         if not result.exists():
-            say(f"the script has ended before step {step}, with code {code}")
-            return code or 1
-        return _answer(ReplayResult.read(result), step, as_json=as_json)
+            ended = f"the script has ended before step {step}, with code {code}"
+            say(ended)
+            if as_json:
+                print_json({"step": step, "holds": None, "error": ended})
+            return _ENDED
+        return _answer(ReplayResult.read(result), gap_before(chain), step, as_json=as_json)
 
 
 def plan(chain: Sequence[Receipt], checkpoints: Sequence[int], step: int) -> ReplayPlan:
@@ -100,19 +107,29 @@ def plan(chain: Sequence[Receipt], checkpoints: Sequence[int], step: int) -> Rep
     if step not in steps:
         near = sorted(sorted(set(steps), key=lambda other: abs(other - step))[:2])
         which = f"the nearest that have one: {' and '.join(map(str, near))}" if near else "there are none"
-        raise UsageError(f"step {step} has no receipt; {which}")
+        gap = f". {gap_before(chain)}" if step < min(steps, default=0) and gap_before(chain) else ""
+        raise UsageError(f"step {step} has no receipt; {which}{gap}")
     start = max(checkpoints, default=0)
     before = [receipt for receipt in chain if receipt.step <= start]
     return ReplayPlan(start, (*before[-1:], *(receipt for receipt in chain if start < receipt.step <= step)))
 
 
-def _answer(result: ReplayResult, step: int, *, as_json: bool) -> int:
+def gap_before(chain: Sequence[Receipt]) -> str:
+    """Returns a sentence if the first receipt of a chain follows one that is not in the file; else an empty text."""
+    if not chain or not chain[0].previous:
+        return ""
+    return f"The chain begins at step {chain[0].step}: the receipt before it is missing, or was changed"
+
+
+def _answer(result: ReplayResult, gap: str, step: int, *, as_json: bool) -> int:
     if result.wrong:
         say(f"step {step} does not hold: {result.wrong}")
     else:
         count = len(result.held)
         origin = f"from the checkpoint of step {result.began}" if result.began else "from the start of the script"
         say(f"step {step} holds: computed again {origin}, {count} receipt{'s'[: count != 1]} compared")
+    if gap:
+        say(gap)
     if as_json:
-        print_json({"step": step, "holds": not result.wrong, "wrong": result.wrong, "held": result.held})
+        print_json({"step": step, "holds": not result.wrong, "wrong": result.wrong, "held": result.held, "gap": gap})
     return 1 if result.wrong else 0

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from paceline_server._grpc import aio, grpc
-from paceline_server.errors import Refused
+from paceline_server.errors import PermissionDenied, Refused, Unauthenticated
 from paceline_server.services.refusals import OURS
 from paceline_server.storage.base import Storage
 
@@ -20,6 +20,9 @@ __all__ = ["ConfirmingInterceptor"]
 
 class ConfirmingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
     """Confirms each refusal, and each answer to a call that has one. Messages of sessions carry an epoch instead.
+
+    A refusal of the caller's token rests on no state, so it is not confirmed: callers without a token must not make the
+    leader write.
 
     Args:
         storage: the state.
@@ -48,6 +51,8 @@ class ConfirmingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  #
         async def answer(request: Any, context: Any) -> Any:
             try:
                 answered = await inner(request, context)
+            except (Unauthenticated, PermissionDenied):
+                raise
             except Refused:
                 await self._storage.confirm()
                 raise

@@ -32,7 +32,7 @@ __all__ = [
 
 
 class StateUnusable(OSError):
-    """The state file cannot be opened, is damaged or none of ours, or another coordinator has it; the text names it."""
+    """The state file cannot be opened, is damaged, or belongs to another program or coordinator; the text names it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,7 @@ class EtcdStorage:
         """Reads all jobs. They are of one moment only if `confirm` returns afterwards.
 
         Raises:
-            StateUnusable: the store does not answer, or holds what is none of ours.
+            StateUnusable: the store does not answer, or holds data of another program.
         """
         self.begin()
         try:
@@ -228,7 +228,7 @@ class EtcdStorage:
         self._record = replace(self._record, batch=self._record.batch + 1)  # no two batches have one number
         try:
             await self._repeat(self._read)
-        except (_Deposed, OSError, ValueError) as read_error:  # etcd may refuse us now, or hold what is none of ours
+        except (_Deposed, OSError, ValueError) as read_error:  # etcd may refuse us now, or hold data of another program
             self._depose(batch, str(read_error))
             return
         if len(batch) == 1:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from paceline_server._grpc import grpc
 from pacelinepb.private_files import read_private
 
-__all__ = ["EtcdAddress", "is_etcd"]
+__all__ = ["EtcdAddress", "TlsFiles", "is_etcd"]
 
 _SCHEME = "etcd://"
 _FILES = ("ca", "cert", "key")
@@ -18,6 +18,14 @@ _FILES = ("ca", "cert", "key")
 def is_etcd(state: str) -> bool:
     """Returns True if a value of `--state` names an etcd cluster, and not a file."""
     return state.startswith("etcd:")
+
+
+class TlsFiles(NamedTuple):
+    """The contents of the files of TLS (PEM), in the order of `grpc.ssl_channel_credentials`."""
+
+    ca: bytes
+    key: bytes | None
+    cert: bytes | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +73,20 @@ class EtcdAddress:
             raise ValueError(f"{form}; a certificate needs its key and the authority: ca=FILE&cert=FILE&key=FILE")
         return cls(endpoints, prefix, **files)
 
-    def credentials(self) -> grpc.ChannelCredentials | None:
-        """Returns the credentials of connections; None without TLS.
+    def read_files(self) -> TlsFiles | None:
+        """Reads the files; returns None without TLS. Blocks.
 
         Raises:
-            OSError: a file cannot be read, or others can read the key.
+            OSError: a file cannot be read.
+            ValueError: a file is empty, or others can read the key.
         """
         if self.ca is None:
             return None
-        chain = None if self.cert is None else self.cert.read_bytes()
         key = None if self.key is None else read_private(self.key, _MOST_BYTES)
-        return grpc.ssl_channel_credentials(self.ca.read_bytes(), key, chain)
+        cert = None if self.cert is None else self.cert.read_bytes()
+        if b"" in (key, cert):  # grpc would abort the process
+            raise ValueError(f"{self.cert} or {self.key} is empty")
+        return TlsFiles(self.ca.read_bytes(), key, cert)
 
     def __str__(self) -> str:
         return f"{_SCHEME}{','.join(self.endpoints)}/{self.prefix}"

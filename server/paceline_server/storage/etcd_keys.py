@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from paceline_server._grpc import aio, grpc
-from paceline_server.storage.etcd_address import EtcdAddress
+from paceline_server.blocking_calls import start_apart
+from paceline_server.storage.etcd_address import EtcdAddress, TlsFiles
 from paceline_server.storage.shared_keys import Item, KeysRefused, KeysUnavailable
 from pacelinepb.v1 import etcd_pb2 as pb
 
@@ -17,9 +19,12 @@ _CALL_S = 0.4
 """Seconds for a call: a node that is frozen or cut off must leave time for another one before the leader gives up."""
 
 _PAGE = 64
-"""Keys in one answer. Most are small, but a view of thousands of members takes hundreds of kilobytes."""
+"""Keys in the first answer. Most are small, but a view of thousands of members takes hundreds of kilobytes, and a value
+of a job's store up to 1 MiB."""
 
-_PAGE_TRIES = 5
+_PAGE_TRIES = 7
+"""Each asks for half as many keys as the one before; the last one asks for a single key."""
+
 _PAGE_PAUSE_S = 0.05
 
 _OPTIONS = [
@@ -48,6 +53,9 @@ _TOO_BUSY = "too many requests"
 class EtcdKeys:
     """A client of one cluster, used on one event loop.
 
+    The files of TLS are read again after each call without an answer. If one has changed, all connections are made
+    anew, because the old certificate may have expired.
+
     Args:
         address: the cluster.
     """
@@ -56,6 +64,8 @@ class EtcdKeys:
         self._address = address
         self._channels: list[aio.Channel] = []
         self._chosen = 0
+        self._files: TlsFiles | None = None  # what the channels were made with
+        self._reading: Future[TlsFiles | None] | None = None
 
     async def get(self, key: bytes) -> Item | None:
         """See `SharedKeys.get`."""
@@ -65,16 +75,20 @@ class EtcdKeys:
     async def read(self, prefix: bytes) -> list[Item]:
         """See `SharedKeys.read`."""
         items: list[Item] = []
-        first, end = prefix, _end_of(prefix)
+        request = pb.EtcdRange(key=prefix, range_end=_end_of(prefix), limit=_PAGE)
         while True:
-            found = await self._page(pb.EtcdRange(key=first, range_end=end, limit=_PAGE))
+            found = await self._page(request)
             items += map(_item, found.kvs)
             if not found.more:
                 return items
-            first = items[-1].key + b"\0"
+            request.key = items[-1].key + b"\0"
 
     async def _page(self, request: pb.EtcdRange) -> pb.EtcdRangeResult:
-        """Reads a page, and asks again if the answer is lost: a read of many pages must not begin anew."""
+        """Reads a page, and asks again if no answer comes: a read of many pages must not begin anew.
+
+        Large values may take longer than a call may take. So each further try asks for half as many keys, and
+        `request` keeps the smaller limit for the pages that follow.
+        """
         tries = 0
         while True:
             try:
@@ -83,6 +97,7 @@ class EtcdKeys:
                 tries += 1
                 if tries == _PAGE_TRIES:
                     raise
+                request.limit = max(1, request.limit // 2)
                 await asyncio.sleep(_PAGE_PAUSE_S)
             else:
                 return found
@@ -126,11 +141,9 @@ class EtcdKeys:
     async def _call(self, method: str, request: Any, answer: Any) -> Any:
         """Makes one call, once, at the node that answered last; the next call goes to another one if this fails."""
         if not self._channels:
-            secured = self._address.credentials()
-            self._channels = [
-                aio.insecure_channel(each, _OPTIONS) if secured is None else aio.secure_channel(each, secured, _OPTIONS)
-                for each in self._address.endpoints
-            ]
+            self._connect(self._address.read_files())
+        elif self._reading is not None and self._reading.done():
+            await self._renew(self._reading)
         channel: Any = self._channels[self._chosen]
         call = channel.unary_unary(
             f"/etcdserverpb.KV/{method}",
@@ -143,8 +156,28 @@ class EtcdKeys:
             text = f"etcd at {self._address.endpoints[self._chosen]}: {error.details() or error.code().name}"
             if error.code() in _REFUSALS and _TOO_BUSY not in text:
                 raise KeysRefused(text) from None
-            self._chosen = (self._chosen + 1) % len(self._channels)
+            self._chosen = (self._chosen + 1) % len(self._address.endpoints)
+            if self._files is not None and self._reading is None:
+                self._reading = start_apart(self._address.read_files, "paceline-etcd-certificates")
             raise KeysUnavailable(text) from None
+
+    def _connect(self, files: TlsFiles | None) -> None:
+        self._files = files
+        secured = None if files is None else grpc.ssl_channel_credentials(*files)
+        self._channels = [
+            aio.insecure_channel(each, _OPTIONS) if secured is None else aio.secure_channel(each, secured, _OPTIONS)
+            for each in self._address.endpoints
+        ]
+
+    async def _renew(self, reading: Future[TlsFiles | None]) -> None:
+        """Makes the channels anew if a file has changed; calls that use the old ones end first."""
+        self._reading = None
+        if isinstance(reading.exception(), OSError | ValueError):  # it is being replaced: the next failure looks again
+            return
+        if (files := reading.result()) != self._files:
+            old = self._channels
+            self._connect(files)
+            await asyncio.gather(*(channel.close(2 * _CALL_S) for channel in old))
 
 
 def _item(found: pb.EtcdKeyValue) -> Item:

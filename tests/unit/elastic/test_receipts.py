@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -11,11 +12,13 @@ import pytest
 
 import paceline
 from paceline import ElasticSampler, TrainState
+from paceline._elastic.machine_bits import machine_words
 from paceline._elastic.receipts import Receipt, ReceiptBook, ReceiptDamaged, due, read_chain
-from paceline._elastic.replay import compare
+from paceline._elastic.replay import SCRIPT, Replay, ReplayOrder, ReplayResult, compare, compare_inputs
+from paceline._elastic.step import Step
 from paceline.cli.output import UsageError
-from paceline.cli.replay_command import plan
-from paceline.errors import SizeMismatch, UnsupportedOp
+from paceline.cli.replay_command import gap_before, plan
+from paceline.errors import Dismissed, SizeMismatch, UnsupportedOp
 
 WORDS = {"seed": "0", "sampler parts": "8", "libraries": "numpy 2"}
 
@@ -114,7 +117,10 @@ def test_a_chain_goes_on_from_the_receipts_of_a_checkpoint(path: Path) -> None:
     chain = read_chain(path)
     assert [receipt.step for receipt in chain] == [1, 2, 3, 4, 5, 6]
     assert [receipt.settings["seed"] for receipt in chain] == ["0"] * 4 + ["1"] * 2
-    assert len(path.read_text().splitlines()) == 8
+    lines = path.read_text().splitlines()
+    assert len(lines) == 8
+    path.write_text("\n".join((*lines[4:], *lines[:4])))
+    assert read_chain(path) == chain
 
 
 @pytest.mark.parametrize("field", ["step", "offset", "settings", "state", "previous"])
@@ -129,8 +135,8 @@ def test_a_changed_receipt_is_named(path: Path, field: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["new hash", "left out", "no JSON"])
-def test_a_receipt_that_is_replaced_or_missing_breaks_the_chain(path: Path, how: str) -> None:
-    lines = written(path, 4)
+def test_the_chain_begins_behind_a_receipt_that_is_replaced_or_missing(path: Path, how: str) -> None:
+    lines = written(path, 5)
     if how == "new hash":
         lines[1] = replace(Receipt.from_line(lines[1]), state="0" * 64).to_line()
     elif how == "left out":
@@ -138,8 +144,45 @@ def test_a_receipt_that_is_replaced_or_missing_breaks_the_chain(path: Path, how:
     else:
         lines[1] = lines[1][:50]
     path.write_text("\n".join(lines))
-    with pytest.raises(ReceiptDamaged, match="the receipt of step 3 follows one that is not there"):
-        read_chain(path)
+    chain = read_chain(path)
+    assert [receipt.step for receipt in chain] == [3, 4, 5]
+    said = "The chain begins at step 3: the receipt before it is missing, or was changed"
+    assert gap_before(chain) == said
+    with pytest.raises(UsageError, match=f"step 2 has no receipt; the nearest that have one: 3 and 4. {said}"):
+        plan(chain, [], 2)
+    assert [receipt.step for receipt in plan(chain, [2], 5).receipts] == [3, 4, 5]
+
+
+def test_two_lost_rank_0s_in_a_row_leave_a_gap(path: Path) -> None:
+    """A is lost before it writes step 2, B before it writes 2 and 3; the state of C holds 3 and 4."""
+    states = {name: new_state() for name in "ABC"}
+    books = {name: new_book(path) for name in "ABC"}
+    for members in ("ABC", "ABC", "BC", "C"):
+        for name in members:
+            take_step(states[name], books[name], writes=int(name == "A" and states[name].step == 0))
+    for _ in range(2):
+        books["C"].committed(states["C"], 3)
+        take_step(states["C"], books["C"], writes=3)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 3, 4, 5, 6]
+    assert [receipt.step for receipt in read_chain(path)] == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("begins", [0, 2], ids=["at the start", "at a checkpoint"])
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_files_of_several_hosts_are_put_together_in_any_order(path: Path, order: str, begins: int) -> None:
+    lines = written(path, 8)[begins:]
+    hosts = {"a": [*lines[:3], *lines[-2:]], "b": lines[2:-1]}  # host a had rank 0 at first and at last
+    path.write_text("".join(f"{line}\n" for host in order for line in hosts[host]))
+    chain = read_chain(path)
+    assert [receipt.step for receipt in chain] == [*range(begins + 1, 9)]
+    assert bool(gap_before(chain)) == bool(begins)
+
+
+def test_lines_that_are_written_again_hide_nothing(path: Path) -> None:
+    """A run was repeated from step 3, as it was, and has come to step 5."""
+    lines = written(path, 8)
+    path.write_text("".join(f"{line}\n" for line in (*lines, *lines[3:5])))
+    assert [receipt.step for receipt in read_chain(path)] == [*range(1, 9)]
 
 
 @pytest.mark.parametrize(
@@ -168,8 +211,35 @@ def test_what_differs_from_a_receipt_is_said() -> None:
     assert "libraries is numpy 3 here but numpy 2 there" in compare(
         receipt, (0, 64), "b" * 64, WORDS | {"libraries": "numpy 3"}, "it"
     )
-    assert "seed is 1 here but 0 there" in compare(receipt, (0, 64), "a" * 64, WORDS | {"seed": "1"}, "it")
     assert "epoch 1, offset 0, but at epoch 0, offset 64" in compare(receipt, (1, 0), "a" * 64, WORDS, "it")
+
+
+def test_only_a_machine_and_its_script_may_differ() -> None:
+    receipt = Receipt(4, 0, 64, WORDS, "a" * 64, "")
+    for name in (*machine_words(), SCRIPT):
+        assert compare_inputs(receipt, WORDS | {name: "another"}) == "", name
+        assert compare_inputs(receipt, WORDS | {f"{name} is old": "another"}), name
+
+
+@pytest.mark.parametrize("began", [0, 2])
+def test_another_seed_is_named_before_a_step_is_computed(tmp_path: Path, began: int) -> None:
+    """Also without a checkpoint, and with one whose step has no receipt."""
+    lines = tuple(Receipt(step, 0, 16 * step, WORDS, "a" * 64, "").to_line() for step in (3, 4))
+    replay = Replay(ReplayOrder(4, "runs/checkpoint" if began else "", lines, str(tmp_path / "result")))
+    replay.words = WORDS | {"seed": "1"}
+    state = new_state()
+    for _ in range(began):
+        state.advance(1)
+
+    def steps() -> Iterator[Step]:
+        pytest.fail("a step was computed")
+        yield
+
+    with pytest.raises(Dismissed):
+        next(replay.follow(steps(), state))
+    assert ReplayResult.read(tmp_path / "result").wrong == (
+        "the run of step 3 had other settings: seed is 1 here but 0 there"
+    )
 
 
 def test_a_replay_begins_with_the_latest_checkpoint_before_its_step() -> None:
@@ -203,6 +273,12 @@ def test_a_worker_that_is_alone_writes_receipts_up_to_the_last_step(path: Path) 
     assert [receipt.step for receipt in chain] == [2, 4, 5]
     assert chain[-1].state == state.fingerprint().hex()
     assert chain[-1].settings["sampler parts"] == "8"
+
+
+def test_receipts_do_not_depend_on_whether_workers_check_each_other(tmp_path: Path) -> None:
+    for name, every in (("with", 9), ("without", 0)):
+        in_a_session(tmp_path / name, parts=8, check_every=every)
+    assert (tmp_path / "with").read_text() == (tmp_path / "without").read_text()
 
 
 def test_a_state_that_follows_from_the_workers_has_no_receipts(path: Path) -> None:

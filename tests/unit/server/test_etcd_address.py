@@ -54,7 +54,17 @@ def test_others_may_not_read_the_key(tmp_path: Path) -> None:
         (tmp_path / name).chmod(0o644)
     address = EtcdAddress.parse(f"etcd://a:1/x?ca={tmp_path}/ca&cert={tmp_path}/cert&key={tmp_path}/key")
     with pytest.raises(ValueError, match="key"):
-        address.credentials()
+        address.read_files()
+
+
+@pytest.mark.parametrize("empty", ["cert", "key"])
+def test_an_empty_file_is_refused(tmp_path: Path, empty: str) -> None:
+    for name in ("ca", "cert", "key"):
+        (tmp_path / name).touch(0o600)
+        (tmp_path / name).write_text("" if name == empty else "x")
+    address = EtcdAddress.parse(f"etcd://a:1/x?ca={tmp_path}/ca&cert={tmp_path}/cert&key={tmp_path}/key")
+    with pytest.raises(ValueError, match="is empty"):
+        address.read_files()
 
 
 def test_the_state_is_in_one_place() -> None:

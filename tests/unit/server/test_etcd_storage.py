@@ -118,7 +118,7 @@ def test_a_leader_that_can_store_nothing_gives_up(monkeypatch: pytest.MonkeyPatc
     run(main)
 
 
-@pytest.mark.parametrize("error", [KeysRefused("permission denied"), ValueError("none of ours"), RuntimeError("a bug")])
+@pytest.mark.parametrize("error", [KeysRefused("permission denied"), ValueError("not ours"), RuntimeError("a bug")])
 def test_a_leader_whose_state_cannot_be_read_after_a_refusal_leads_no_longer(error: Exception) -> None:
     async def main() -> None:
         leader = Leader(Node())

@@ -178,6 +178,26 @@ def test_a_page_without_an_answer_is_asked_for_again(monkeypatch: pytest.MonkeyP
     run(main)
 
 
+@pytest.mark.parametrize(("fits", "asked"), [(8, [64, 32, 16, 8, 8, 8]), (1, [64, 32, 16, 8, 4, 2, 1, 1, 1])])
+def test_a_page_whose_values_take_too_long_is_asked_for_in_smaller_pages(
+    fits: int, asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        limits: list[int] = []
+
+        async def call(_: object, method: str, request: pb.EtcdRange, __: object) -> pb.EtcdRangeResult:
+            limits.append(request.limit)
+            if request.limit > fits:
+                raise KeysUnavailable("Deadline Exceeded")
+            return pb.EtcdRangeResult(kvs=[pb.EtcdKeyValue(key=request.key + b"1")], more=limits.count(fits) < 3)
+
+        monkeypatch.setattr(EtcdKeys, "_call", call)
+        assert len(await EtcdKeys(EtcdAddress(("nowhere:1",), "p")).read(b"p/")) == 3
+        assert limits == asked
+
+    run(main)
+
+
 def test_an_epoch_is_higher_than_all_that_were_seen_also_when_the_record_was_lost() -> None:
     async def main() -> None:
         node = Node()
