@@ -38,7 +38,7 @@ def test_every_command_has_help() -> None:
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("command", [command.callback.__name__ for command in app.registered_commands])
 def test_a_line_of_help_ends_where_the_terminal_does(command: str, width: int) -> None:
-    shown = runner.invoke(app, [command, "--help"], env={"COLUMNS": str(width), "TERMINAL_WIDTH": str(width)}).stdout
+    shown = runner.invoke(app, [command, "--help"], env={"COLUMNS": str(width)}).stdout
     about = re.split(r"^[╭+]", shown, maxsplit=1, flags=re.MULTILINE)[0]
     for line, following in itertools.pairwise(line.strip() for line in about.splitlines()):
         assert not line or not following or len(line) + 1 + len(following.split()[0]) > width - 2, (line, following)
