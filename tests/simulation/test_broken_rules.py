@@ -183,7 +183,7 @@ def test_there_is_no_second_word(monkeypatch: pytest.MonkeyPatch) -> None:
         return x if label.startswith("gate-") else honest(group, x, label=label, **how)
 
     monkeypatch.setattr(Group, "all_reduce", all_reduce)
-    assert found(3000, NODES).startswith(("I1", "I2", "I5", "two lines", "liveness"))
+    assert found(3000, NODES, first=180).startswith(("I1", "I2", "I5", "two lines", "liveness"))
 
 
 def test_who_did_not_see_the_second_word_complete_undoes_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
