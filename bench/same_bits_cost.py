@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 import paceline
-from paceline._collectives.part_tree import part_range
+from paceline._collectives.part_plan import even_share
 from paceline._group.group_core import PartRecord, PartTurn
 
 KINDS = ("plain", "slices", "parts")
@@ -114,18 +114,18 @@ CASES: dict[str, Callable[[Any], Any]] = {"mlp": NumpyCase, "cnn": Cnn, "lm": Lm
 
 def step(kind: str, case: Any, group: Any, parts: int) -> None:
     """One step of one kind."""
-    batch, (first, end) = case.batch, part_range(group.rank, group.size, parts)
+    batch, share = case.batch, even_share(group.rank, group.size, parts)
     record = PartRecord()
     case.optimizer.zero_grad()
     if kind == "plain":
         lo, hi = group.rank * batch // group.size, (group.rank + 1) * batch // group.size
         case.backward(slice(lo, hi), (hi - lo) / batch)
-    for number in range(first, end) if kind != "plain" else ():
+    for number in share.numbers if kind != "plain" else ():
         lo, hi = number * batch // parts, (number + 1) * batch // parts
         if kind == "parts":
-            group.set_part(parts, PartTurn(number, parts, first, end, record))
+            group.set_part(parts, PartTurn(number, share, record))
             case.backward(slice(lo, hi), (hi - lo) / batch)
-        elif number < end - 1:
+        elif number < share.numbers[-1]:
             with case.ddp.no_sync():
                 case.backward(slice(lo, hi), (hi - lo) / batch)
         else:

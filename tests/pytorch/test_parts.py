@@ -13,7 +13,7 @@ from torch import nn
 
 import paceline
 import paceline.torch
-from paceline._collectives.part_tree import part_range
+from paceline._collectives.part_plan import even_share
 from paceline._group import Group
 from paceline._group.group_core import PartRecord, PartTurn
 from paceline.errors import StepOrderError, UnsupportedOp
@@ -51,13 +51,13 @@ def train(group: Group, dtype: Any) -> str:
     ddp = paceline.torch.DDP(net, group, bucket_mb=1e-3)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     sampler = paceline.ElasticSampler(N, global_batch=BATCH, parts=V)
-    first, end = part_range(group.rank, group.size, V)
+    share = even_share(group.rank, group.size, V)
     for _ in range(7):
         optimizer.zero_grad()
         record = PartRecord()
-        for number in range(first, end):
+        for number in share.numbers:
             indices, weight = sampler.current_part(number)
-            group.set_part(V, PartTurn(number, V, first, end, record))
+            group.set_part(V, PartTurn(number, share, record))
             group.set_gradient_weight(weight)
             nn.functional.cross_entropy(ddp(x[indices]), t[indices]).backward()
         group.set_part(0)
@@ -112,11 +112,10 @@ def test_one_loss_of_two_wrappers() -> None:
         first, second = (paceline.torch.DDP(net, group) for net in nets)
         first.prepare()
         second.prepare()
-        begin, end = part_range(group.rank, group.size, 3)
+        share = even_share(group.rank, group.size, 3)
         record = PartRecord()
-        for number in range(begin, end):
-            turn = PartTurn(number, 3, begin, end, record)
-            group.set_part(3, turn)
+        for number in share.numbers:
+            group.set_part(3, PartTurn(number, share, record))
             group.set_gradient_weight(1 / 3)
             part = x[2 * number : 2 * number + 2]
             (first(part).sum() + second(part).square().mean()).backward()

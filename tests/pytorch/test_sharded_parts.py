@@ -14,7 +14,7 @@ from torch import nn
 import paceline
 import paceline.torch
 from paceline import ShardingStrategy
-from paceline._collectives.part_tree import part_range
+from paceline._collectives.part_plan import even_share
 from paceline._group import Group
 from paceline._group.group_core import PartRecord, PartTurn
 from paceline.testing import run_ranks
@@ -76,13 +76,13 @@ def train(group: Group, how: Any, node: int | None, kind: str, optimizer_of: Any
     optimizer = optimizer_of(model.parameters())
     sampler = paceline.ElasticSampler(N, global_batch=BATCH, parts=V)
     state = paceline.TrainState(model=model, optimizer=optimizer, sampler=sampler)
-    first, end = part_range(group.rank, group.size, V)
+    share = even_share(group.rank, group.size, V)
     for _ in range(3):
         optimizer.zero_grad()
         record = PartRecord()
-        for number in range(first, end):
+        for number in share.numbers:
             indices, weight = sampler.current_part(number)
-            group.set_part(V, PartTurn(number, V, first, end, record))
+            group.set_part(V, PartTurn(number, share, record))
             group.set_gradient_weight(weight)
             nn.functional.cross_entropy(model(x[indices]), t[indices]).backward()
         group.set_part(V)

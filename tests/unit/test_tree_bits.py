@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline._collectives.part_tree import maximal_subtrees, part_range, split_of, subtrees_by_rank
+from paceline._collectives.part_tree import joined, maximal_subtrees, part_range, split_of, subtrees_by_rank
 from paceline._group import Group
-from paceline.errors import SizeMismatch, UnsupportedOp
+from paceline.errors import CollectiveMismatch, SizeMismatch, UnsupportedOp
 from paceline.testing import run_groups
 from support.collective_calls import BF16, bits, groups_by, quick, random_values, segments_of
 
@@ -143,6 +143,39 @@ def test_bytes_are_those_of_rank_order_times_the_subtrees(world: int, parts: int
         assert tree_of_parts[rank_] - plain[rank_] == (len(nodes) - 1) * chunk
 
 
+@pytest.mark.parametrize("schedule", ["star", "direct"])
+@quick(max_examples=60)
+@given(data=st.data(), world=st.integers(1, 5))
+def test_nodes_that_are_no_ranges_give_the_same_bits(schedule: str, data: Any, world: int) -> None:
+    """In a repaired step ranks have any nodes, some of them none; a rank without any sends values that do not count."""
+    parts = data.draw(st.integers(world, 16))
+    n = data.draw(st.sampled_from([1, 53, 700]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 999)))
+    leaves = [random_values(rng, n, F4) for _ in range(parts)]
+    owner = data.draw(st.lists(st.integers(0, world - 1), min_size=parts, max_size=parts))
+    nodes = tuple(joined([(v, v + 1) for v in range(parts) if owner[v] == rank], parts) for rank in range(world))
+
+    def rank(group: Group) -> bytes:
+        terms = [tree(leaves, *node).copy() for node in nodes[group.rank]] or [np.full(n, np.nan, F4)]
+        return bits(group.all_reduce_parts(terms, parts=parts, out=np.empty(n, F4), nodes=nodes))
+
+    with segments_of(data.draw(st.sampled_from([64, 1 << 20]))):
+        results = run_groups(groups_by(world, "all_reduce", schedule), rank, timeout=20)
+    assert set(results) == {bits(tree(leaves))}
+
+
+def test_ranks_whose_plans_differ_are_told() -> None:
+    plans = [(((0, 2),), ((2, 4),)), (((0, 1),), ((1, 2), (2, 4)))]
+
+    def rank(group: Group) -> None:
+        plan = plans[group.rank]
+        terms = [np.ones(4, "f4") for _ in plan[group.rank]]
+        group.all_reduce_parts(terms, parts=4, out=terms[-1], nodes=plan)
+
+    with pytest.raises(CollectiveMismatch, match="nodes="):
+        run_groups(groups_by(2, "all_reduce", "direct"), rank, timeout=20)
+
+
 def test_what_a_rank_may_not_give() -> None:
     (group,) = groups_by(1, "all_reduce", "direct")
     x = np.ones(4, "f4")
@@ -150,6 +183,8 @@ def test_what_a_rank_may_not_give() -> None:
         group.all_reduce_parts([x, x], parts=8, out=x)
     with pytest.raises(UnsupportedOp, match="0 parts for 1 ranks"):
         group.all_reduce_parts([x], parts=0, out=x)
+    with pytest.raises(UnsupportedOp, match="are not those of 8 parts at 1 ranks"):
+        group.all_reduce_parts([x], parts=8, out=x, nodes=(((0, 4),),))
     with pytest.raises(UnsupportedOp, match="not int32"):
         group.all_reduce_parts([x.astype("i4")], parts=8, out=x)
     with pytest.raises(SizeMismatch):

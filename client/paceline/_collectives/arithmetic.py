@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paceline._arrays import Array
-from paceline._collectives.part_tree import merges, subtrees_by_rank
+from paceline._collectives.part_tree import Node, merges
 from paceline._collectives.rows import SumOrder
 from paceline.errors import UnsupportedOp
 
@@ -200,31 +200,35 @@ class Arithmetic:
 
 
 class TreeArithmetic(Arithmetic):
-    """Sums in the fixed tree over the parts of a step (`part_tree`), of which each rank has a contiguous range.
+    """Sums in the fixed tree over the parts of a step (`part_tree`), of which the ranks have nodes.
 
     Args:
         reduction: the reduction.
-        world: number of ranks.
+        nodes: for each rank, the nodes whose sums it has, from left to right; all together are the whole tree.
         parts: V, number of parts.
         divisor: as for `Arithmetic`.
     """
 
-    def __init__(self, reduction: Reduction, world: int, parts: int, divisor: float | None = None) -> None:
-        super().__init__(reduction, world, divisor)
-        self._by_rank = subtrees_by_rank(world, parts)
-        self._merges = merges(tuple(node for nodes in self._by_rank for node in nodes), parts)
+    def __init__(
+        self, reduction: Reduction, nodes: tuple[tuple[Node, ...], ...], parts: int, divisor: float | None = None
+    ) -> None:
+        super().__init__(reduction, len(nodes), divisor)
+        self._counts = [len(of_rank) for of_rank in nodes]
+        from_the_left = sorted((node, rank, i) for rank, of_rank in enumerate(nodes) for i, node in enumerate(of_rank))
+        self._places = [(rank, i) for _, rank, i in from_the_left]
+        self._merges = merges(tuple(node for node, _, _ in from_the_left), parts)
 
     def terms_of(self, rank: int) -> int:
-        """See `Arithmetic`: a rank contributes its maximal subtrees."""
-        return len(self._by_rank[rank])
+        """See `Arithmetic`: a rank contributes its nodes; one without any sends an array that counts for nothing."""
+        return max(1, self._counts[rank])
 
     def fold(self, terms: Mapping[int, Array], target: Array) -> None:
         """Adds up the terms of all ranks in the tree and finishes; writes to the target, which may be a term.
 
-        A rank's term has its subtrees one after the other.
+        A rank's term has its nodes one after the other.
         """
         n = target.size
-        rows = [terms[rank][i * n : (i + 1) * n] for rank in sorted(terms) for i in range(self.terms_of(rank))]
+        rows = [terms[rank][i * n : (i + 1) * n] for rank, i in self._places]
         for lo in range(0, n, _PIECE):
             piece = slice(lo, lo + _PIECE)
             self._sum([row[piece] for row in rows], target[piece])
@@ -249,15 +253,19 @@ class TreeArithmetic(Arithmetic):
                 self.combine(left, right, into)
                 waiting.append((into, True))
         ((total, _),) = waiting
+        if len(rows) == 1 and self._wide is None:  # one rank has the sum of all parts
+            target[...] = total
         if self._wide is not None:
             with np.errstate(all="ignore"):
                 target[...] = total if self._divisor == 1.0 else total / self._wide.type(self._divisor)
 
 
 @lru_cache(maxsize=64)
-def tree_arithmetic(reduction: Reduction, world: int, parts: int, divisor: float | None = None) -> TreeArithmetic:
+def tree_arithmetic(
+    reduction: Reduction, nodes: tuple[tuple[Node, ...], ...], parts: int, divisor: float | None = None
+) -> TreeArithmetic:
     """Returns the cached arithmetic of a sum in a tree; arguments as for `TreeArithmetic`."""
-    return TreeArithmetic(reduction, world, parts, divisor)
+    return TreeArithmetic(reduction, nodes, parts, divisor)
 
 
 @lru_cache(maxsize=64)

@@ -4,20 +4,21 @@ The tree has the parts 0 to V-1 as leaves, and its nodes are ranges [lo, hi) of 
 splits after the greatest power of two below its size, so all left children are whole powers of two. A node's sum is the
 sum of its left child plus that of its right one.
 
-A rank has contiguous parts, [r V // W, (r + 1) V // W). It adds up the *maximal subtrees* of this range: the greatest
-nodes that lie within it, one after the other. All ranks' maximal subtrees together cover the tree from left to right,
-so any rank that has their sums can finish it: each addition is a node of the same tree, and gives the same bits.
+A rank has contiguous parts, [r V // W, (r + 1) V // W), unless a step is repaired (`part_plan`). It adds up the
+*maximal subtrees* of this range: the greatest nodes that lie within it, one after the other. All ranks' maximal
+subtrees together cover the tree from left to right, so any rank that has their sums can finish it: each addition is a
+node of the same tree, and gives the same bits.
 
 Letters: V parts, v one of them, W world size, r rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import TypeAlias
 
-__all__ = ["Node", "closes", "maximal_subtrees", "merges", "part_range", "split_of", "subtrees_by_rank"]
+__all__ = ["Node", "closes", "joined", "maximal_subtrees", "merges", "part_range", "split_of", "subtrees_by_rank"]
 
 Node: TypeAlias = tuple[int, int]
 """The parts lo to hi - 1, as (lo, hi)."""
@@ -70,6 +71,16 @@ def closes(left: Node, right: Node, parts: int) -> bool:
         else:
             return False
     return False
+
+
+def joined(nodes: Iterable[Node], parts: int) -> tuple[Node, ...]:
+    """Returns what is left of disjoint nodes if siblings are summed wherever both are there, from left to right."""
+    waiting: list[Node] = []
+    for lo, hi in sorted(nodes):
+        while waiting and closes(waiting[-1], (lo, hi), parts):
+            lo, _ = waiting.pop()
+        waiting.append((lo, hi))
+    return tuple(waiting)
 
 
 @lru_cache(maxsize=256)

@@ -9,6 +9,7 @@ Letters: N elements, W world size.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
@@ -27,7 +28,7 @@ from paceline._collectives.arithmetic import (
 )
 from paceline._collectives.choose import Choice, where_of
 from paceline._collectives.engine import CollectiveCall, Engine
-from paceline._collectives.part_tree import subtrees_by_rank
+from paceline._collectives.part_tree import Node, joined, subtrees_by_rank
 from paceline._collectives.program import (
     SEGMENT_BYTES,
     Program,
@@ -97,8 +98,11 @@ def segment(dtype: np.dtype[Any], engine: Engine) -> int:
 
 ORDERS = ("fastest", "rank", "tree")
 
-_Key: TypeAlias = tuple[str, str, np.dtype[Any], tuple[int, ...], str, int, str, Chooser]
-"""Collective, op, dtype, shape, order, parts, detail, chooser."""
+_Nodes: TypeAlias = tuple[tuple[Node, ...], ...]
+"""For each rank, the nodes of the tree over parts whose sums it gives."""
+
+_Key: TypeAlias = tuple[str, str, np.dtype[Any], tuple[int, ...], str, int, _Nodes | None, str, Chooser]
+"""Collective, op, dtype, shape, order, parts, nodes, detail, chooser."""
 
 _MOST_PLANS = 256
 """Most plans that are kept: more than the operations that a step repeats."""
@@ -116,6 +120,7 @@ def reducing_task(
     divisor: Callable[[], float] | None = None,
     terms: Sequence[Array] = (),
     parts: int = 0,
+    nodes: _Nodes | None = None,
 ) -> Task[Array]:
     """Makes the task of `Group.all_reduce` or `Group.reduce_scatter`; ranks must also agree on `detail`.
 
@@ -129,27 +134,32 @@ def reducing_task(
         order: as for the group's methods.
         detail: a part of the signature.
         divisor: as for the group's methods.
-        terms: the sums of this rank's maximal subtrees (`part_tree`), contiguous, each like `x`; empty for `x` alone.
+        terms: the sums of this rank's nodes (`part_tree`), contiguous, each like `x`; empty for `x` alone.
         parts: V, the number of parts of the whole tree; 0 for one from each rank.
+        nodes: for each rank the nodes that it has; None for the maximal subtrees of its range.
     """
     op = name_of_op(op)  # a key must be hashable; `reduction` refuses an invalid op
     if divisor is not None:
         detail += _divided(op, x)
-    key = (collective, op, x.dtype, x.shape, order, parts, detail, choose)
+    key = (collective, op, x.dtype, x.shape, order, parts, nodes, detail, choose)
     plan: _ReductionPlan = engine.plans.get(key) or _plan(engine, key, x)
     if out is not None:
         check_out(out, plan.dtype, plan.shape)
 
     def body(call: CollectiveCall) -> Array:
         result = landing(out, x, plan.dtype, plan.shape, in_place=collective == "all_reduce")
-        how = plan.how if divisor is None else _arithmetic(plan.reduce, engine.mesh.size, order, parts, divisor())
+        how = (
+            plan.how if divisor is None else _arithmetic(plan.reduce, engine.mesh.size, order, parts, nodes, divisor())
+        )
         _reduce(engine, call, plan.program, x, result, how, [term.reshape(-1) for term in terms])
         return deliver(result, out)
 
     return Task(plan.signature, body)
 
 
-def check_terms(terms: Sequence[Array], rank: int, world: int, parts: int) -> tuple[Array, ...]:
+def check_terms(
+    terms: Sequence[Array], rank: int, world: int, parts: int, nodes: _Nodes | None = None
+) -> tuple[Array, ...]:
     """Returns the terms of `Group.all_reduce_parts`, if they are what a rank may give.
 
     Raises:
@@ -157,7 +167,11 @@ def check_terms(terms: Sequence[Array], rank: int, world: int, parts: int) -> tu
     """
     if parts < world:
         raise UnsupportedOp(f"{parts} parts for {world} ranks: each rank needs at least one, so take more parts")
-    wanted = len(subtrees_by_rank(world, parts)[rank])
+    if nodes is None:
+        nodes = subtrees_by_rank(world, parts)
+    elif len(nodes) != world or joined((node for of_rank in nodes for node in of_rank), parts) != ((0, parts),):
+        raise UnsupportedOp(f"nodes={nodes} are not those of {parts} parts at {world} ranks")
+    wanted = max(1, len(nodes[rank]))
     if len(terms) != wanted:
         raise UnsupportedOp(
             f"rank {rank} of {world} has {wanted} subtrees of {parts} parts, but gave {len(terms)} arrays"
@@ -184,15 +198,15 @@ class _ReductionPlan(NamedTuple):
 
 def _plan(engine: Engine, key: _Key, x: Array) -> _ReductionPlan:
     """Returns the plan of an operation, made once, because training repeats a few operations."""
-    collective, op, _, shape, order, parts, detail, choose = key
+    collective, op, _, shape, order, parts, nodes, detail, choose = key
     mesh, dtype = engine.mesh, native(x.dtype)
     reduce = reduction(op, dtype)
     if collective == "reduce_scatter":
         shape = _part(x, mesh.rank, mesh.size)
-    words = f"op={op}{_order(order)}{f' parts={parts}' if parts else ''}{detail}"
+    words = f"op={op}{_order(order)}{f' parts={parts}' if parts else ''}{_held(nodes)}{detail}"
     signature = engine.sign(collective, words, dtype, x.shape).encode()
     choice = choose(collective, x.nbytes, mesh.size, sums=_sums(reduce, order), nodes=engine.nodes)
-    how = _arithmetic(reduce, mesh.size, order, parts)
+    how = _arithmetic(reduce, mesh.size, order, parts, nodes)
     most = max(how.terms_of(rank) for rank in range(mesh.size))  # they share a frame
     at = choice.schedule, mesh.rank, mesh.size, x.size, max(1, segment(dtype, engine) // most)
     program = all_reduce_program(*at, engine.nodes) if collective == "all_reduce" else reduce_scatter_program(*at)
@@ -238,10 +252,23 @@ def reduce_task(
     return Task(signature, body)
 
 
-def _arithmetic(reduce: Reduction, world: int, order: str, parts: int = 0, divisor: float | None = None) -> Arithmetic:
+def _arithmetic(
+    reduce: Reduction,
+    world: int,
+    order: str,
+    parts: int = 0,
+    nodes: _Nodes | None = None,
+    divisor: float | None = None,
+) -> Arithmetic:
     if order == "tree":
-        return tree_arithmetic(reduce, world, parts or world, divisor)
+        parts = parts or world
+        return tree_arithmetic(reduce, nodes or subtrees_by_rank(world, parts), parts, divisor)
     return arithmetic(reduce, world, divisor)
+
+
+def _held(nodes: _Nodes | None) -> str:
+    """Returns the words for nodes that are no ranges: a checksum, since there may be many."""
+    return "" if nodes is None else f" nodes={zlib.crc32(repr(nodes).encode()):08x}"
 
 
 def _reduce(

@@ -11,7 +11,7 @@ With V *parts*, the batch is divided into V parts by the same rule, whatever W i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -152,21 +152,20 @@ class ElasticSampler:
         """
         return self._walk(self.epoch, self.offset, rank, world)
 
-    def parts_ahead(self, number: int, first: int, end: int) -> Iterator[Planned]:
-        """Yields parts of the present batch from `number` on, then those of all later ones. Never ends.
+    def parts_ahead(self, numbers: Sequence[int], usual: Sequence[int]) -> Iterator[Planned]:
+        """Yields parts of the present batch, then those of all later ones. Never ends.
 
         Args:
-            number: the part to begin with.
-            first: the rank's first part of a batch.
-            end: the part after its last one.
+            numbers: the parts of the present batch.
+            usual: the parts of each later one.
         """
         epoch, offset = self.epoch, self.offset
         while True:
             batch = self._batch(epoch, offset, 1)
-            for part in range(number, end):
+            for part in numbers:
                 yield Planned(epoch, offset, *share_out(batch, part, self.parts))
             epoch, offset = self._after(epoch, offset + len(batch))
-            number = first
+            numbers = usual
 
     def advance(self, world: int) -> None:
         """Moves past the present batch, which was used in a world of that size."""

@@ -11,15 +11,16 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline._collectives.part_tree import part_range
+from paceline._collectives.part_plan import even_share, held_by_ranks, plan_parts, row_of_held
 from paceline._elastic.differences import find_minority
 from paceline._elastic.foreign import seed_frameworks
+from paceline._elastic.kept_parts import KeptParts, PartProgress
 from paceline._elastic.sampler import ElasticSampler
 from paceline._elastic.state import TrainState
 from paceline._elastic.step_parts import StepPart, part_seed
 from paceline._elastic.twice import TwicePart, odd_ones, twice_part
 from paceline._group import Group
-from paceline._group.group_core import PartRecord, PartTurn
+from paceline._group.group_core import PartTurn
 from paceline._links.fault import Suspicion
 from paceline._parallel._agreement import NewcomerDiffers
 from paceline._work import Work
@@ -31,7 +32,7 @@ from paceline.errors import (
     StepOrderError,
     UnsupportedOp,
 )
-from paceline_protocol import StepFlag, agrees, flags_of
+from paceline_protocol import StepFlag, Tag, agrees, flags_of
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["BETWEEN_STEPS", "PendingStepWord", "Step", "StepRunner"]
@@ -117,6 +118,7 @@ class Step:
         word: PendingStepWord,
         digest: int,
         seed: int,
+        kept: KeptParts | None = None,
     ) -> None:
         self.number = number
         self.attempt = attempt
@@ -150,10 +152,12 @@ class Step:
         """This rank's weight as given to `count`; None if `count` was not called."""
         self._parts = 0 if state.sampler is None else state.sampler.parts
         """V; 0 if the sampler has no parts."""
-        self._my_parts = range(*part_range(self.rank, self.world, self._parts)) if self._parts else range(0)
-        self._next_part = self._my_parts.start
+        self._progress = PartProgress(even_share(self.rank, self.world, self._parts)) if self._parts else None
+        self._kept = kept
+        """What this rank has from an attempt that was undone; None if nothing is kept, on any rank."""
+        if self._progress is not None and kept is not None:
+            self._progress.divided = not kept.due
         self._samples_of_parts = 0
-        self._part_record = PartRecord()
         self._twice = self._twice_part()
         self._checked = False
         """Whether this rank has computed the other rank's part that it checks."""
@@ -173,35 +177,67 @@ class Step:
 
         Each takes one forward and one backward pass through the wrapped model. Gradients are set aside after each, and
         are those of the whole batch after the last: clear them before the first, and update after the last. A step with
-        several updates goes through its parts once for each.
+        several updates goes through its parts once for each, and reads them anew each time: after a failure the first
+        loop has only the parts that were lost.
+
+        In the first step of a generation the first reading is a collective: ranks tell each other what they have kept.
 
         Raises:
             UnsupportedOp: the training state has no sampler, or its sampler has no parts.
+            StepOrderError: they are read outside of the block.
+            PacelineError: the generation has failed.
         """
-        if not self._parts:
+        progress = self._progress
+        if progress is None:
             raise UnsupportedOp(f"{self.sampler} has no parts: make it with ElasticSampler(..., parts=8)")
-        shares = {number: self.sampler.current_part(number) for number in self._my_parts}
-        self._samples_of_parts = sum(len(indices) for indices, weight in shares.values() if weight)
-        turns = [self._part_turn(number) for number in self._my_parts]
+        if not progress.divided:
+            self._divide(progress)
+        share = progress.share
+        batch = {number: self.sampler.current_part(number) for number in range(self._parts)}
+        mine = [number for node in share.nodes[self.rank] for number in range(*node)]
+        self._samples_of_parts = sum(len(indices) for indices, weight in map(batch.__getitem__, mine) if weight)
+        turns = [PartTurn(number, share, progress.record) for number in share.numbers]
         if self._checks and not self._open:
             assert self._twice is not None
-            shares[self._twice.number] = self.sampler.current_part(self._twice.number)
-            turns.insert(0, self._part_turn(self._twice.number, is_check=True))
+            turns.insert(0, PartTurn(self._twice.number, share, progress.record, is_check=True))
         return tuple(
-            StepPart(self, turn, shares[turn.number], part_seed(self._seed, self.number, turn.number)) for turn in turns
+            StepPart(self, turn, batch[turn.number], part_seed(self._seed, self.number, turn.number)) for turn in turns
         )
 
-    def _part_turn(self, number: int, *, is_check: bool = False) -> PartTurn:
-        first, end = self._my_parts.start, self._my_parts.stop
-        return PartTurn(number, self._parts, first, end, self._part_record, is_check)
+    @property
+    def kept_parts(self) -> tuple[int, ...]:
+        """The parts whose gradients this rank has kept from an undone attempt, so that they are not in `parts`."""
+        kept = () if self._progress is None else self._progress.kept
+        return tuple(number for node in kept for number in range(*node))
+
+    def _divide(self, progress: PartProgress) -> None:
+        """Divides the parts that no rank has kept among all."""
+        if not self.entered or self.left:
+            raise StepOrderError("step.parts belongs inside `with step:`")
+        assert self._kept is not None
+        mine = row_of_held(self._kept.nodes(), self._parts)
+        rows: Any = self._group.all_gather(mine[None], label=f"parts-{self.number}")
+        progress.repair(plan_parts(held_by_ranks(rows), self._parts)[self.rank])
+        if rows.any():
+            mine_now = progress.share.numbers
+            _log.info("step %d is repaired: this rank computes part %s", self.number, ", ".join(map(str, mine_now)))
+
+    def keep_parts(self, kept: KeptParts, base: Tag | None) -> None:
+        """Keeps what the wrappers hold of this attempt, which was undone, for the next one."""
+        if self._progress is None:
+            return
+        if self._open or self.spoiled or self._twice is not None:  # a part that is computed twice is digested whole
+            kept.drop()
+        else:
+            kept.keep(base, self._progress)
 
     def _twice_part(self) -> TwicePart | None:
         """Returns the part of this step that several ranks compute, if there is one."""
         if self._state.sampler is None or not self._parts:
             return None
         found = twice_part(self._seed, self.number, self.world, self._parts, self._state.sampler.check_every)
-        if found is not None and found.owner == self.rank:
-            self._part_record.digested = found.number
+        if found is not None and found.owner == self.rank and self._progress is not None:
+            self._progress.record.digested = found.number
         return found
 
     @property
@@ -362,24 +398,23 @@ class Step:
 
     def _check_parts(self, optimizer: object) -> None:
         """Refuses an update with gradients that are not the sum of all parts."""
-        if not self._parts:
+        progress = self._progress
+        if progress is None:
             return
         if (turn := self._group.part) is not None:
             raise StepOrderError(
                 f"optimizer.step() in part {turn.number}: the gradients are complete after the last part, so call it "
                 "after the loop over step.parts"
             )
-        if self._next_part != self._my_parts.start:
-            mine = f"part {self._my_parts.start} to part {self._my_parts.stop - 1}"
+        record, numbers = progress.record, progress.share.numbers
+        if progress.next != progress.first:
+            ended = numbers[numbers.index(progress.next) - 1]
             raise StepOrderError(
-                f"step {self.number} ends after part {self._next_part - 1}, but this rank has {mine}: go through all "
-                "of step.parts"
+                f"step {self.number} ends after part {ended}, but this rank has part {numbers[0]} to part "
+                f"{numbers[-1]}: go through all of step.parts"
             )
-        if self._part_record.waiting:
-            raise StepOrderError(
-                f"part {self._my_parts.stop - 1} had no backward pass, but the parts before it had one"
-            )
-        record = self._part_record
+        if record.waiting:
+            raise StepOrderError(f"part {numbers[-1]} had no backward pass, but the parts before it had one")
         if self.updates and not record.summed:
             raise StepOrderError(
                 "no wrapper has summed the parts of this step, so its gradients would depend on the number of workers: "
@@ -400,14 +435,14 @@ class Step:
             DivergenceError: this rank has computed other bits than the others; or no majority is right.
             PacelineError: another rank has; or the generation has failed.
         """
-        if self._twice is None or not self._part_record.summed:
+        if self._twice is None or self._progress is None or not self._progress.record.summed:
             return
         if self._checks and not self._checked:
             raise StepOrderError(
                 f"part {self._twice.number} of rank {self._twice.owner} is checked here in step {self.number}, but was "
                 "left out: go through all of step.parts"
             )
-        digests = self._part_record.digests
+        digests = self._progress.record.digests
         mine = np.frombuffer(digests[False].digest() + digests[True].digest(), np.uint8)
         rows: Any = self._group.all_gather(mine[None], label=f"twice-{self.number}")
         found = [(self._twice.owner, rows[self._twice.owner, :32].tobytes())]
@@ -439,11 +474,11 @@ class Step:
         """See `PartRunner`."""
         if not self.entered or self.left or self._group.part is not None:
             raise StepOrderError("`with part:` belongs inside `with step:`, one part after the other")
-        if (self._my_parts.start if turn.is_check else turn.number) != self._next_part:
-            raise StepOrderError(f"part {turn.number} begins, but it is the turn of part {self._next_part}")
+        assert self._progress is not None
         self._mesh.fault.check()  # do not compute a part of a step that will be undone
+        self._progress.begin(turn)
         if turn.is_first or turn.is_check:  # later, the ranks are at different parts, so they would not meet
-            self._part_record.begun = False
+            turn.record.begun = False
             self._state.prepare()
         self._group.set_part(self._parts, turn)
         self._group.set_gradient_weight(weight)
@@ -453,10 +488,11 @@ class Step:
         self._group.set_part(self._parts)
         self._group.set_gradient_weight(1.0)
         seed_frameworks(self._seed, self.number)  # what is drawn after the parts does not depend on how many they were
-        if whole and turn.is_check:
-            self._checked = True
-        elif whole:
-            self._next_part = self._my_parts.start if turn.is_last else turn.number + 1
+        if whole and self._progress is not None:
+            self._progress.end(turn)
+            self._checked = self._checked or turn.is_check
+            if self._kept is not None and not turn.is_check:
+                self._kept.part_ended(turn.record)
 
     def _refuse_with_parts(self, what: str, instead: str) -> None:
         if self._parts:

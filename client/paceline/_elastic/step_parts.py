@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain, islice
 from types import TracebackType
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline._collectives.part_tree import part_range
 from paceline._elastic.foreign import seed_frameworks
 from paceline._elastic.sampler import ElasticSampler, Planned
 from paceline._group.group_core import PartTurn
@@ -64,8 +64,9 @@ class StepPart:
         number: v, from 0.
         indices: indices of its samples, shape [b_v]; a single one of weight 0 if the part has none.
         weight: weight of its mean loss, b_v / b; `DDP.backward` and torch's wrapper take it by default.
-        is_check: True if the part is another worker's, and its gradients are only compared with that worker's
-            (`ElasticSampler(..., check_every=100)`). Compute it like the others, but leave it out of sums of your own.
+        is_check: True if its gradients are not added to those of the step: it is another worker's part, and they are
+            only compared (`ElasticSampler(..., check_every=100)`); or the step is repaired after a failure, and nothing
+            else is left for this worker. Compute it like the others, but leave it out of sums of your own.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class StepPart:
         seed: list[int],
     ) -> None:
         self.number = turn.number
-        self.is_check = turn.is_check
+        self.is_check = turn.is_check or turn.share.repeats
         self.indices, self.weight = share
         self._runner = runner
         self._turn = turn
@@ -102,10 +103,11 @@ class StepPart:
 
     def ahead(self) -> Iterator[Planned]:
         """Yields this part, and what the rank computes after it if the world stays as it is; never ends."""
-        ahead, first, end = self._runner.sampler.parts_ahead, self._turn.first, self._turn.end
-        if self.is_check:
-            return chain(islice(ahead(self.number, 0, self._turn.parts), 1), ahead(first, first, end))
-        return ahead(self.number, first, end)
+        ahead, share = self._runner.sampler.parts_ahead, self._turn.share
+        usual = range(*part_range(share.rank, len(share.nodes), share.parts))
+        if self._turn.is_check:
+            return ahead([self.number, *share.numbers], usual)
+        return ahead(share.numbers[share.numbers.index(self.number) :], usual)
 
     def __enter__(self) -> StepPart:
         self._runner.enter_part(self._turn, self.weight)

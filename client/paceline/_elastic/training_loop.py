@@ -20,6 +20,7 @@ from paceline._elastic.attempts import BlockOutcome, FailedAttempts, FinishedBlo
 from paceline._elastic.coordination import JobCoordinator
 from paceline._elastic.differences import difference, partial_digest
 from paceline._elastic.guard import StateGuard
+from paceline._elastic.kept_parts import KeptParts
 from paceline._elastic.peer_calls import Holder
 from paceline._elastic.recovery import StateRecovery
 from paceline._elastic.saver import Saver
@@ -90,6 +91,7 @@ class TrainingLoop:
         self._last_update = 0
         self._large: list[NDArray[Any]] = []
         self._told_lost = ""
+        self._kept_parts = None if state.is_sharded else KeptParts()
         self.guard = StateGuard(coordinator, state, member, saver, self._recovery, self._blocks, self._tell_committed)
 
     def held_of(self, state: TrainState) -> Tag | None:
@@ -160,7 +162,11 @@ class TrainingLoop:
         except PacelineError as error:
             self._failed(error)
             return None
-        step = self.guard.step = Step(number, attempt, group, self._state, self.guard, pending, digest, self._seed)
+        step = self.guard.step = Step(
+            number, attempt, group, self._state, self.guard, pending, digest, self._seed, self._kept_parts
+        )
+        if self._kept_parts is not None:
+            self._kept_parts.due = False
         group.ban_collectives(BETWEEN_STEPS)
         return step
 
@@ -185,6 +191,11 @@ class TrainingLoop:
             self._counters.step_applied(step.number, step.samples)
         else:
             self._counters.step_undone()
+        if self._kept_parts is not None:
+            if step.applied or over:
+                self._kept_parts.drop()
+            else:
+                step.keep_parts(self._kept_parts, self._member.held)
         if not step.applied:
             self._failed(step.cause, meet=not over)
         elif step.flags & (StepFlag.JOIN | StepFlag.LEAVE) and not over:
@@ -317,6 +328,8 @@ class TrainingLoop:
         self._large = self._state.large()
         self.guard.forget()
         self._last_update = 0
+        if self._kept_parts is not None:
+            self._kept_parts.enter(None if view.rank in view.newcomers else view.base)
         if view.base is not None:
             self._recovery.has_a_base()
             self._coordinator.group.confirm_same_state()

@@ -16,6 +16,7 @@ from paceline._collectives import blame
 from paceline._collectives.compressed_tasks import all_reduce_compressed_task
 from paceline._collectives.gather_tasks import all_gather_task, all_to_all_task, gather_task
 from paceline._collectives.objects import decode_object, encode_object
+from paceline._collectives.part_tree import Node, subtrees_by_rank
 from paceline._collectives.tasks import broadcast_task, check_terms, reduce_task, reducing_task, scatter_task
 from paceline._collectives.trees import Fusion
 from paceline._group.group_core import GroupCore, labelled
@@ -145,6 +146,7 @@ class Collectives(GroupCore):
         *,
         parts: int,
         out: Array,
+        nodes: tuple[tuple[Node, ...], ...] | None = None,
         label: str = "",
         divisor: Callable[[], float] | None = None,
         timeout: float | None = None,
@@ -153,24 +155,30 @@ class Collectives(GroupCore):
         """Sums the parts of a step in one fixed binary tree, so that the bits do not depend on the world.
 
         Rank r has the parts from r V // W to (r + 1) V // W - 1, and gives the sums of the greatest subtrees within
-        this range: one if V / W is a power of two, at most 2 log2 V otherwise.
+        this range: one if V / W is a power of two, at most 2 log2 V otherwise. With `nodes` ranks give other sums of
+        the same tree, and the result has the same bits.
 
         Args:
             terms: these sums, from left to right: contiguous arrays of float32 or float64, of one shape. Dtype and
-                shape must agree.
+                shape must agree. With `nodes`, a rank that has no node gives one array, whose values do not count.
             parts: V, at least W; must agree.
             out: receives the result; may be the last of `terms`.
+            nodes: for each rank the nodes (lo, hi) whose sums it gives, from left to right; must agree. Together they
+                are the tree over all parts.
             label: as for `all_reduce`.
             divisor: likewise.
             timeout: seconds.
             async_op: return a `Work`.
 
         Raises:
-            UnsupportedOp: there are fewer parts than ranks, or not the terms of this rank's range, or another dtype.
+            UnsupportedOp: there are fewer parts than ranks, or not the terms of this rank's nodes, or another dtype; or
+                `nodes` are not the tree.
             SizeMismatch: the terms or `out` differ in shape.
             PacelineError: the generation has failed; see `paceline.errors` for how.
         """
-        arrays = check_terms(terms, self.rank, self.size, parts)
+        if nodes is not None and nodes == subtrees_by_rank(self.size, parts):
+            nodes = None
+        arrays = check_terms(terms, self.rank, self.size, parts, nodes)
         return self._issue(
             lambda bound: reducing_task(
                 bound.engine,
@@ -184,6 +192,7 @@ class Collectives(GroupCore):
                 divisor,
                 terms=arrays,
                 parts=parts,
+                nodes=nodes,
             ),
             timeout,
             async_op,

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from time import monotonic
 from typing import Any, Literal, Protocol, TypeVar, overload
 
@@ -19,6 +20,8 @@ from paceline._arrays import Array
 from paceline._collectives.choose import choose as choose_by_rules
 from paceline._collectives.engine import CollectiveCall, Engine
 from paceline._collectives.mailbox import Mailbox
+from paceline._collectives.part_plan import PartShare
+from paceline._collectives.part_tree import Node
 from paceline._collectives.tasks import Chooser, Task, barrier_task
 from paceline._counters import MemberCounters
 from paceline._engines.data_engine import DataEngine
@@ -28,7 +31,7 @@ from paceline._work import Lane, Progress, Work
 from paceline.config import Config, checked_timeout
 from paceline.errors import ConcurrentUse, InvalidRank, PacelineError, StaleGeneration, StepOrderError, UnsupportedOp
 
-__all__ = ["Binding", "GroupCore", "PIGGYBACK_SIZE", "PartRecord", "PartTurn", "Piggyback", "labelled"]
+__all__ = ["Binding", "GroupCore", "PIGGYBACK_SIZE", "PartHolder", "PartRecord", "PartTurn", "Piggyback", "labelled"]
 
 PIGGYBACK_SIZE = 25
 """Most numbers in a piggyback."""
@@ -122,11 +125,25 @@ class _OwnerState:
         self.part: PartTurn | None = None
 
 
-@dataclass(slots=True)
+class PartHolder(Protocol):
+    """A wrapper, as far as it holds sums of parts."""
+
+    def held_parts(self) -> tuple[PartRecord, tuple[Node, ...]] | None:
+        """Returns the record of the attempt in which it has got or kept sums, and their nodes, from left to right.
+
+        None if it holds no sums, or cannot keep them.
+        """
+
+    def recover_parts(self) -> None:
+        """Takes back memory that an abandoned collective has used; forgets sums that one may still read."""
+
+
+@dataclass(eq=False, slots=True)
 class PartRecord:
-    """Records what wrappers have done with the parts of one step.
+    """Records what wrappers have done with the parts in one attempt at a step; each is an object of its own.
 
     Attributes:
+        wrappers: those that have begun a backward pass of a part, in this order.
         waiting: ids of the wrappers that hold gradients of some of the rank's parts, but not of all.
         summed: True once a wrapper has summed the parts of all ranks.
         updated: ids of the optimizers that have run since then.
@@ -137,6 +154,7 @@ class PartRecord:
         digests: SHA-256 of its gradients of each wrapper in turn; of the turn that only checks, if that is True.
     """
 
+    wrappers: list[PartHolder] = field(default_factory=list)
     waiting: set[int] = field(default_factory=set)
     summed: bool = False
     updated: set[int] = field(default_factory=set)
@@ -152,29 +170,35 @@ class PartTurn:
 
     Attributes:
         number: the part, v.
-        parts: V.
-        first: the first part of this member.
-        end: the part after its last one.
+        share: what this member does with the parts of the step.
         record: what wrappers do with the parts of the step.
         is_check: True if the part is another rank's, and only computed to compare its gradients.
     """
 
     number: int
-    parts: int
-    first: int
-    end: int
+    share: PartShare
     record: PartRecord = field(default_factory=PartRecord)
     is_check: bool = False
 
     @property
+    def parts(self) -> int:
+        """V."""
+        return self.share.parts
+
+    @property
     def is_first(self) -> bool:
-        """True if it is the first part of this member that counts."""
-        return self.number == self.first and not self.is_check
+        """True if this member begins its share with it."""
+        return self.number == self.share.numbers[0] and not self.is_check
 
     @property
     def is_last(self) -> bool:
-        """True if it is the last part of this member that counts."""
-        return self.number == self.end - 1 and not self.is_check
+        """True if this member ends its share with it."""
+        return self.number == self.share.numbers[-1] and not self.is_check
+
+    def follows(self, before: PartTurn) -> bool:
+        """True if it is the turn after `before` in the same attempt."""
+        numbers = self.share.numbers
+        return before.record is self.record and (before.number, self.number) in pairwise(numbers)
 
     @property
     def is_digested(self) -> bool:

@@ -17,13 +17,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 
-from paceline._group.group_core import PIGGYBACK_SIZE, PartTurn, Piggyback
+from paceline._collectives.part_tree import Node
+from paceline._group.group_core import PIGGYBACK_SIZE, PartRecord, PartTurn, Piggyback
 from paceline._parallel._buckets import FIRST_BYTES, plan_buckets
 from paceline._parallel._parameter import Parameter, ignoring_gradients
 from paceline._parallel._ranks import PendingWork
 from paceline._parallel._synchronizer import check_follows
 from paceline._parallel._transport import GradientBucket, GradientTransport
-from paceline.errors import StepOrderError, UnsupportedOp
+from paceline.errors import PacelineError, StepOrderError, UnsupportedOp
 
 __all__ = ["BucketReducer", "Readiness"]
 
@@ -143,6 +144,12 @@ class BucketReducer:
         self._weight = 0.0
         self._turn: PartTurn | None = None
         """The part that this pass computes; None if the step has no parts."""
+        self._record: PartRecord | None = None
+        """Of the attempt in which the buckets got the sums of parts that they hold, or kept them."""
+        self._passing = False
+        """True from the beginning of a pass until all its gradients are there."""
+        self._failure: PacelineError | None = None
+        """Why no bucket of this pass is sent any more, though its part goes on: its sums may be kept."""
 
     @property
     def buckets(self) -> Sequence[GradientBucket]:
@@ -174,8 +181,16 @@ class BucketReducer:
         if turn is not None and (refusal := self._transport.parts_refusal):
             raise UnsupportedOp(refusal)
         before, self._turn = self._turn, turn
-        if before is not None and (turn is None or turn.is_first):
-            self._drop_parts()
+        if turn is None or turn.is_first:
+            self._recover()
+            self._record, kept = (None, ()) if turn is None else (turn.record, turn.share.kept)
+            for bucket in self._buckets:
+                bucket.keep_nodes(kept)
+            if any(bucket.nodes != kept for bucket in self._buckets):
+                raise StepOrderError(
+                    "a wrapper has none of the sums of parts that were kept when the step was undone: each attempt at "
+                    "a step must use the same wrappers"
+                )
         if turn is not None:
             check_follows(before, turn, self.parameters.items())
 
@@ -184,7 +199,18 @@ class BucketReducer:
         assert self._turn is not None, "no part runs"
         for bucket in self._buckets:
             bucket.pack(weight, alone=self._transport.size == 1)
+            bucket.piggyback.fill(0)
             bucket.close_part(self._turn)
+
+    def recover_parts(self) -> None:
+        """See `PartHolder`."""
+        self._recover()
+
+    def held_parts(self) -> tuple[PartRecord, tuple[Node, ...]] | None:
+        """See `PartHolder`: None if a pass was interrupted: then buckets may hold the sums of different parts."""
+        held = {bucket.nodes for bucket in self._buckets}
+        whole = len(held) == 1 and not self._passing
+        return (self._record, held.pop()) if self._record is not None and whole else None
 
     @contextmanager
     def watching(self, *, weight: float, early: bool) -> Iterator[None]:
@@ -195,7 +221,7 @@ class BucketReducer:
             early: whether buckets may be sent inside the block. False while gradients are only accumulated.
         """
         self._recover()
-        self._weight = weight
+        self._weight, self._failure, self._passing = weight, None, True
         self._readiness.start(early=early and self._overlaps)
         try:
             for parameter in self.parameters.values():
@@ -205,6 +231,7 @@ class BucketReducer:
             for parameter in self.parameters.values():
                 parameter._unwatch(self)
         self._readiness.end()
+        self._passing = False
 
     @contextmanager
     def ignoring(self, *, weight: float, early: bool) -> Iterator[None]:
@@ -213,8 +240,10 @@ class BucketReducer:
         All buckets are sent at the end, since they contain no gradients of this rank. The arguments are those of
         `watching`, and are ignored.
         """
+        self._failure, self._passing = None, True
         with ignoring_gradients(self.parameters.values()):
             yield
+        self._passing = False
 
     def before_gradient(self, parameter: Parameter) -> None:
         """Refuses a gradient whose bucket has been sent."""
@@ -248,6 +277,8 @@ class BucketReducer:
         self._recover()
         self._weight = weight
         self._send(self._readiness.rest(), waiting=True)
+        if self._failure is not None:
+            raise self._failure
         alone = self._transport.size == 1
         for bucket, work in zip(self._buckets, self._works, strict=True):
             if work is not None:
@@ -269,13 +300,15 @@ class BucketReducer:
         """Drops all gradients, and abandons running collectives.
 
         It does not wait, because other ranks may never send their part. A collective that still runs when the next
-        attempt begins keeps its memory and cannot touch that of the new attempt.
+        attempt begins keeps its memory and cannot touch that of the new attempt. Sums of finished parts stay, because
+        the next attempt may keep them (`PartShare.kept`).
         """
         for parameter in self.parameters.values():
             parameter._hold(None)
-        if self._turn is not None:
-            self._drop_parts()
-        self._turn = self._piggyback = None
+        if self._passing:  # its part may be in some buckets, without all of its gradients
+            self._record = None
+        self._turn = self._piggyback = self._failure = None
+        self._passing = False
         running = [work for work in self._works if work is not None and not work.done()]
         for bucket, work in zip_longest(self._buckets, self._works):
             # Collectives of other buckets read the total weight from the first bucket.
@@ -288,10 +321,6 @@ class BucketReducer:
         self._works.clear()
         self._readiness.start(early=False)
 
-    def _drop_parts(self) -> None:
-        for bucket in self._buckets:
-            bucket.drop_parts()
-
     def _recover(self) -> None:
         """Gives abandoned buckets their memory back, or new memory if a collective still uses it."""
         abandoned, self._abandoned = self._abandoned, []
@@ -302,25 +331,37 @@ class BucketReducer:
                 bucket.renew()
 
     def _send(self, numbers: Iterable[int], *, waiting: bool = False) -> None:
-        """Sends buckets; with `waiting`, the caller has nothing else to do, so its thread reduces the last one."""
+        """Sends buckets; with `waiting`, the caller has nothing else to do, so its thread reduces the last one.
+
+        Raises:
+            PacelineError: a collective failed. In a part it is kept in `_failure` instead: the backward pass goes on,
+                so that the part is finished and can be kept.
+        """
         for number in numbers:
             bucket = self._buckets[number]
             alone = self._transport.size == 1
             bucket.pack(self._weight, alone=alone)
+            bucket.piggyback.fill(0)
+            if number == 0 and not alone:
+                self._piggyback = self._transport.take_piggyback()
+                if self._piggyback is not None:
+                    bucket.piggyback[: len(self._piggyback.values)] = self._piggyback.values
             if self._turn is not None:
                 bucket.close_part(self._turn)
             if alone:
                 self._works.append(None)
                 continue
-            if not self._works:
-                self._piggyback = self._transport.take_piggyback()
-                bucket.piggyback.fill(0)
-                if self._piggyback is not None:
-                    bucket.piggyback[: len(self._piggyback.values)] = self._piggyback.values
+            if self._failure is not None:
+                continue
             # Buckets are reduced in order, so the first is complete when the divisor of another is asked for.
             divisor = self._buckets[0].total.item if self._divides(bucket) else None
             in_background = not (waiting and bucket is self._buckets[-1])
-            self._works.append(self._transport.start(bucket, divisor=divisor, in_background=in_background))
+            try:
+                self._works.append(self._transport.start(bucket, divisor=divisor, in_background=in_background))
+            except PacelineError as error:
+                if self._turn is None:
+                    raise
+                self._failure = error
 
     def _divides(self, bucket: GradientBucket) -> bool:
         """Returns True if a bucket's sums are divided while they are reduced."""

@@ -117,8 +117,10 @@ class Bucket:
         flat: the array that `all_reduce` reduces in place.
         exact: number of elements at the end of `flat` that are not gradients and must not be compressed.
         memory: rounding errors of the bucket's compressed reductions.
-        parts: V if the bucket holds sums of parts (`close_part`), else 0.
-        terms: with parts, the sums of this rank's maximal subtrees, once its last part is closed; the last is `flat`.
+        parts: V if `terms` wait to be summed over the ranks (`close_part`), else 0.
+        terms: with parts, what this rank gives, once its last part is closed: the sums of its nodes. They are not
+            written to while they are summed, so they are still there if that fails.
+        nodes_by_rank: for each rank, the nodes whose sums it gives.
     """
 
     codec: Codec | None = None
@@ -143,8 +145,9 @@ class Bucket:
         self._has_homes = apart or self.dtype.itemsize == 2
         self.parts = 0
         self.terms: list[NDArray[Any]] = []
-        self._waiting: list[tuple[Node, _Memory]] = []
-        """Sums of finished parts that wait for their right sibling in the tree: a binary counter."""
+        self.nodes_by_rank: tuple[tuple[Node, ...], ...] = ()
+        self._sums: list[tuple[Node, _Memory]] = []
+        """Sums of finished parts, from left to right; siblings in the tree are added up as soon as both are there."""
         self._spare: list[_Memory] = []
         self._allocate()
 
@@ -159,7 +162,8 @@ class Bucket:
         return self.flat.nbytes
 
     def renew(self) -> None:
-        """Allocates new memory, because an abandoned collective may still read and write the old."""
+        """Allocates new memory, because an abandoned collective may still read and write the old, sums of parts too."""
+        self._sums.clear()
         self._allocate()
         self._spare.clear()
         self.memory = self.memory.successor()
@@ -202,13 +206,18 @@ class Bucket:
 
     def _take_home(self) -> None:
         """Makes this bucket the home of the gradients, and moves existing ones here."""
-        for slot in self._slots:
-            slot.flags.writeable = True
-        for parameter, slot in zip(self._parameters, self._slots, strict=True):
-            gradient, parameter._home = parameter.grad, slot
+        gradients = [parameter.grad for parameter in self._parameters]
+        self._offer_home()
+        for parameter, gradient, slot in zip(self._parameters, gradients, self._slots, strict=True):
             if gradient is not None and gradient is not slot:
                 np.copyto(slot, gradient)
                 parameter._hold(slot)
+
+    def _offer_home(self) -> None:
+        """Makes this bucket the home of gradients that come from now on."""
+        for parameter, slot in zip(self._parameters, self._slots, strict=True):
+            slot.flags.writeable = True
+            parameter._home = slot
 
     def pack(self, weight: float, *, alone: bool = False) -> None:
         """Completes the flat array with this rank's weight; from here to `unpack` its gradients are read-only.
@@ -230,33 +239,67 @@ class Bucket:
         self._encode(alone=alone)
 
     def close_part(self, turn: PartTurn) -> None:
-        """Adds the packed gradients of a finished part to those before it, in the tree over parts (`part_tree`).
+        """Adds the packed gradients of a finished part to others, in the tree over parts (`part_tree`).
 
-        After a rank's last part `terms` are ready to be summed over the ranks. After any other part the gradients may
-        be written again.
+        After a rank's last part `terms` are ready to be summed over the ranks, into `flat`, which is other memory then.
+        After any other part the gradients may be written again.
         """
-        self.piggyback.fill(0)
-        node = (turn.number, turn.number + 1)
-        with np.errstate(all="ignore"):  # infinities are valid here
-            while self._waiting and closes(self._waiting[-1][0], node, turn.parts):
-                left, sums = self._waiting.pop()
-                np.add(sums.flat, self.flat, out=self.flat)
-                node = (left[0], node[1])
-                self._spare.append(sums)
-        if turn.is_last:
-            self.parts, self.terms = turn.parts, [*(sums.flat for _, sums in self._waiting), self.flat]
+        share = turn.share
+        if not share.repeats:
+            self._add((turn.number, turn.number + 1), turn.parts)
+        if not turn.is_last:
+            self._move()
+            for parameter in self._parameters:
+                parameter._hold(None)
             return
-        self._waiting.append((node, self._memory))  # not copied: the next part gets other memory
-        self._use(self._spare.pop() if self._spare else self._new_memory())
-        for parameter in self._parameters:
-            parameter._hold(None)
-        self._take_home()
+        self.parts, self.nodes_by_rank = turn.parts, share.nodes
+        self.terms = [sums.flat for _, sums in self._sums] or [self.flat]
+        if len(share.nodes) == 1:  # nothing travels: the sum of all parts is divided where it lies
+            ((_, whole),) = self._sums
+            if whole is not self._memory:
+                self._spare.append(self._memory)
+                self._use(whole)
+                self._offer_home()
+            self._sums.clear()
+        elif not share.repeats:
+            self._move()
 
-    def drop_parts(self) -> None:
-        """Forgets the sums of finished parts."""
-        self._spare += [sums for _, sums in self._waiting]
-        self._waiting.clear()
-        self.parts, self.terms = 0, []
+    def _add(self, node: Node, parts: int) -> None:
+        """Takes the memory of the bucket as the sum of a node, and adds up siblings."""
+        place = sum(other < node for other, _ in self._sums)
+        with np.errstate(all="ignore"):  # infinities are valid here
+            while True:
+                if place and closes(self._sums[place - 1][0], node, parts):
+                    place -= 1
+                    left, sums = self._sums.pop(place)
+                    np.add(sums.flat, self.flat, out=self.flat)
+                    node = (left[0], node[1])
+                elif place < len(self._sums) and closes(node, self._sums[place][0], parts):
+                    right, sums = self._sums.pop(place)
+                    np.add(self.flat, sums.flat, out=self.flat)
+                    node = (node[0], right[1])
+                else:
+                    break
+                self._spare.append(sums)
+        self._sums.insert(place, (node, self._memory))
+
+    def _move(self) -> None:
+        """Uses other memory from now on: nothing is copied, and gradients that are there now stay where they are."""
+        self._use(self._spare.pop() if self._spare else self._new_memory())
+        self._offer_home()
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The nodes of whose parts the bucket holds the sums, from left to right."""
+        return tuple(node for node, _ in self._sums)
+
+    def keep_nodes(self, nodes: Sequence[Node]) -> None:
+        """Forgets the sums of finished parts, except those of these nodes."""
+        self._spare += [sums for node, sums in self._sums if node not in nodes]
+        self._sums = [(node, sums) for node, sums in self._sums if node in nodes]
+        for _, sums in self._sums:
+            sums.flat[self._weight_at + 1 + len(self._parameters) :] = 0  # the step word of the undone attempt
+        self.parts, self.terms, self.nodes_by_rank = 0, [], ()
 
     def unpack(self, total: float, *, divided: bool = False) -> None:
         """Divides the reduced sums, and gives each parameter that any rank used its mean gradient.

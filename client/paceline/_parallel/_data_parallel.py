@@ -305,7 +305,7 @@ class ReplicatedModel:
         carrying = cast(CarryingGroup, self._group) if engine != "links" else None
         if carrying is not None:
             carrying.open_engine()  # it connects while the model computes
-        cap_bytes = (self._usual_mb(parameters) if self._bucket_mb is None else self._bucket_mb) * 2**20
+        cap_bytes = self._cap_bytes(parameters)
         if self.reducer is not None and self.reducer.serves(parameters, cap_bytes):
             self.reducer.new_generation()  # keeps the memory, and the errors for feedback
             return self.reducer
@@ -321,12 +321,20 @@ class ReplicatedModel:
         self.reducer.stepwise = self._stepwise
         return self.reducer
 
+    def keeps_reducer(self) -> bool:
+        """See `SynchronizedModel`."""
+        parameters = parameters_of(self.module)
+        return self.reducer is not None and self.reducer.serves(parameters, self._cap_bytes(parameters))
+
     def begin_step(self) -> None:
         """See `DDP.begin_step`."""
         self._stepwise = True
         if self.reducer is not None:
             self.reducer.stepwise = True
             self.reducer.begin_step()
+
+    def _cap_bytes(self, parameters: Mapping[str, Parameter]) -> float:
+        return (self._usual_mb(parameters) if self._bucket_mb is None else self._bucket_mb) * 2**20
 
     def _usual_mb(self, parameters: Mapping[str, Parameter]) -> float:
         """The default of `bucket_mb`, the same on all ranks of a view; in two cases the same in all views.

@@ -80,9 +80,20 @@ class RankGroup(Protocol):
         """
 
     def all_reduce_parts(
-        self, terms: Any, *, parts: int, out: Any, label: Any = "", divisor: Any = None, async_op: Any = False
+        self,
+        terms: Any,
+        *,
+        parts: int,
+        out: Any,
+        nodes: Any = None,
+        label: Any = "",
+        divisor: Any = None,
+        async_op: Any = False,
     ) -> Any:
-        """Sums the parts of a step in one fixed tree, of which `terms` are this rank's subtrees; see `all_reduce`."""
+        """Sums the parts of a step in one fixed tree, of which `terms` are this rank's subtrees; see `all_reduce`.
+
+        With `nodes` they are the sums of other nodes, given for each rank.
+        """
 
     def all_reduce_compressed(
         self, x: Any, codec: Codec, *, exact: int = 0, memory: Memory | None = None, out: Any = None, async_op: Any

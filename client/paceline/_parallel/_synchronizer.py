@@ -37,7 +37,8 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline._group.group_core import PartTurn
+from paceline._collectives.part_tree import Node
+from paceline._group.group_core import PartRecord, PartTurn
 from paceline._parallel._accumulation import Accumulation
 from paceline._parallel._agreement import give
 from paceline._parallel._parameter import Parameter
@@ -92,6 +93,12 @@ class GradientReducer(Protocol):
     def keep_part(self, *, weight: float) -> None:
         """Sets the gradients of a finished part aside, until those of this rank's last part are reduced."""
 
+    def held_parts(self) -> tuple[PartRecord, tuple[Node, ...]] | None:
+        """See `PartHolder`."""
+
+    def recover_parts(self) -> None:
+        """See `PartHolder`."""
+
     def finish(self, *, weight: float, replaces: bool = False) -> None:
         """Sends the remaining gradients, waits for all, and leaves the weighted means in the gradients.
 
@@ -124,6 +131,9 @@ class SynchronizedModel(Protocol):
             may_change: False if gradients have been computed from this rank's own values.
             agreed_in: the last generation in which this rank has agreed on the same model; 0 for none.
         """
+
+    def keeps_reducer(self) -> bool:
+        """True if the next agreement will keep the reducer of the last one, with the sums of parts in it."""
 
     def spread_parameters(self) -> Sequence[SpreadParameters]:
         """Returns this rank's parameters, with the ranks that have the rest of them; in the same order on all ranks."""
@@ -238,6 +248,8 @@ class GradientSynchronizer:
         turn = self._turn(reduces=reduces)
         if turn is not None:
             turn.record.begun = True
+            if self not in turn.record.wrappers:
+                turn.record.wrappers.append(self)
             if turn.is_check:
                 with self._check_pass(reducer, turn, weight):
                     yield weight
@@ -249,6 +261,7 @@ class GradientSynchronizer:
         reduces = reduces and (turn is None or turn.is_last)
         with self._all_or_nothing(), own_collectives(self._group):
             root = self._before_reduction() if reduces else 0
+            root = root if turn is None else turn.share.root
             watching = reducer.watching if factor else reducer.ignoring
             digested = turn is not None and turn.is_digested
             with watching(weight=self.accumulation.rank_weight, early=reduces and not digested):
@@ -340,6 +353,16 @@ class GradientSynchronizer:
         for _, parameter in self._model.named_parameters():
             parameter.grad = None
         self.accumulation.mark()
+
+    def held_parts(self) -> tuple[PartRecord, tuple[Node, ...]] | None:
+        """See `PartHolder`: None also if the next agreement on the model will make another reducer."""
+        kept = self.reducer is not None and self._model.keeps_reducer()
+        return self.reducer.held_parts() if kept and self.reducer is not None else None
+
+    def recover_parts(self) -> None:
+        """See `PartHolder`."""
+        if self.reducer is not None:
+            self.reducer.recover_parts()
 
     def abandon(self) -> None:
         """Drops all gradients and micro-batches of an attempt that failed, because some may be reduced and some not."""
@@ -435,9 +458,9 @@ def check_follows(before: PartTurn | None, turn: PartTurn, parameters: Iterable[
         raise StepOrderError(
             f"a second backward pass in part {turn.number}: each part of a step has one. Add up the losses first"
         )
-    follows = before is not None and before.record is turn.record and before.number == turn.number - 1
-    if not turn.is_first and not follows:
-        raise StepOrderError(f"part {turn.number - 1} had no backward pass, but part {turn.number} has one")
+    if not turn.is_first and (before is None or not turn.follows(before)):
+        left_out = turn.share.numbers[turn.share.numbers.index(turn.number) - 1]
+        raise StepOrderError(f"part {left_out} had no backward pass, but part {turn.number} has one")
     _check_cleared(turn, parameters)
 
 
@@ -452,8 +475,9 @@ def _check_cleared(turn: PartTurn, parameters: Iterable[tuple[str, Parameter]]) 
 class _PartBuffers:
     """Makes a module's buffers independent of how many parts a rank computes.
 
-    Each part begins with the buffers that the step began with. After the step they are those of part 0, which rank 0
-    has in every world, and whose buffers all ranks take.
+    Each part begins with the buffers that the step began with. After the step they are those of part 0: all ranks take
+    them from the rank that gives the sum with part 0. It has computed that part, in this attempt or in the one that it
+    kept the sum from. So the buffers are kept like the sum.
 
     Attributes:
         turn: the last part that has begun.
@@ -478,9 +502,9 @@ class _PartBuffers:
 
     def end(self, turn: PartTurn, buffers: Mapping[str, NDArray[Any]]) -> None:
         """Ends a part, after its backward pass."""
-        if turn.number == 0:
+        if turn.number == 0 and not turn.share.repeats:
             self._of_part_0 = [buffer.copy() for buffer in buffers.values()]
-        if turn.first == 0 and turn.is_last:
+        if turn.share.root == turn.share.rank and turn.is_last:
             _write(self._of_part_0, buffers)
 
 

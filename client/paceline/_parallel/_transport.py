@@ -12,11 +12,12 @@ over the same memory, so it serves both frameworks. `EngineTransport` has the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
+from paceline._collectives.part_tree import Node
 from paceline._group.group_core import PartTurn, Piggyback
 from paceline._parallel._buckets import Bucket
 from paceline._parallel._low_rank import LowRankBucket, shrinks
@@ -63,10 +64,14 @@ class GradientBucket(Protocol):
         """The weight, shape [1]: before the reduction this rank's, after it the sum over all ranks."""
 
     def close_part(self, turn: PartTurn) -> None:
-        """Adds the packed gradients of a finished part to those of the parts before it; see `Bucket.close_part`."""
+        """Adds the packed gradients of a finished part to those of other parts; see `Bucket.close_part`."""
 
-    def drop_parts(self) -> None:
-        """Forgets the gradients of finished parts."""
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The nodes of the tree over parts of which it holds the sums."""
+
+    def keep_nodes(self, nodes: Sequence[Node]) -> None:
+        """Forgets the gradients of finished parts, except the sums of these nodes."""
 
     def pack(self, weight: float, *, alone: bool) -> None:
         """Completes the message with this rank's weight; until `unpack` its gradients must not be written.
@@ -197,7 +202,12 @@ class HostTransport(GroupTransport):
         flat = bucket.flat
         if bucket.parts:
             work = self._group.all_reduce_parts(
-                bucket.terms, parts=bucket.parts, out=flat, divisor=divisor, async_op=in_background
+                bucket.terms,
+                parts=bucket.parts,
+                out=flat,
+                nodes=bucket.nodes_by_rank,
+                divisor=divisor,
+                async_op=in_background,
             )
         elif bucket.codec is None:
             work = self._group.all_reduce(flat, op="sum", out=flat, divisor=divisor, async_op=in_background)

@@ -170,10 +170,16 @@ def train(session: paceline.Session, digits: Digits, plan: DemoPlan, tell: Tell)
 
 
 def _samples(step: paceline.Step, plan: DemoPlan) -> list[int]:
-    """Returns the samples of this rank in the step; a rank or part without one gets one of weight 0."""
+    """Returns the samples whose gradients this rank gives; a rank or part without one gets one of weight 0."""
     if plan.parts:
-        return [int(index) for part in step.parts for index in part.indices[: part.samples]]
+        own = [part.number for part in step.parts if not part.is_check]
+        return [int(i) for number in sorted([*own, *step.kept_parts]) for i in _of_part(step.sampler, number)]
     return step.indices.tolist() if step.weight else []
+
+
+def _of_part(sampler: paceline.ElasticSampler, number: int) -> list[int]:
+    indices, weight = sampler.current_part(number)
+    return indices.tolist() if weight else []
 
 
 def _at_once(step: paceline.Step, ddp: paceline.DDP, digits: Digits, killer: _Killer) -> float:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from paceline._collectives.part_tree import Node
 from paceline._engines.data_engine import DataEngine, OnDevice
 from paceline._group.group_core import PartTurn
 from paceline._parallel._parameter import Parameter
@@ -123,7 +124,12 @@ class TensorBucket:
         """Is never called: `TensorTransport` refuses parts."""
         raise AssertionError(f"part {turn.number} of a step in a bucket of tensors")
 
-    def drop_parts(self) -> None:
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """Empty: there are no parts."""
+        return ()
+
+    def keep_nodes(self, nodes: Sequence[Node]) -> None:
         """Does nothing: there are none."""
 
     def vacate(self) -> None:

@@ -33,8 +33,9 @@ def _sharding(strategy: paceline.ShardingStrategy) -> tuple[paceline.ShardingStr
 
 
 class Mlp:
-    """A NumPy model with dropout and clipping."""
+    """A NumPy model with dropout and clipping; the state may have the module without its wrapper."""
 
+    bare = False
     strategy: paceline.ShardingStrategy | None = None
 
     def __init__(self) -> None:
@@ -56,7 +57,8 @@ class Mlp:
             self.model = paceline.FSDP(Sequential(*layers), group, *how)
         self.optimizer = paceline.optim.Adam(self.model, lr=0.01)
         sampler = paceline.ElasticSampler(200, global_batch=_BATCH, **settings)
-        return paceline.TrainState(model=self.model, optimizer=self.optimizer, sampler=sampler)
+        model = self.model.module if self.bare else self.model
+        return paceline.TrainState(model=model, optimizer=self.optimizer, sampler=sampler)
 
     def compute(self, part: Any) -> None:
         """Forward and backward."""

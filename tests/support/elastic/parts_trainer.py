@@ -30,6 +30,12 @@ def emit(event: str, **facts: Any) -> None:
     os.write(1, (json.dumps({"event": event, "at": time.monotonic(), **facts}) + "\n").encode())
 
 
+def samples_of(sampler: Any, number: int) -> list[int]:
+    """The samples of a part."""
+    indices, weight = sampler.current_part(number)
+    return indices.tolist() if weight else []
+
+
 def main() -> None:
     """Joins and trains."""
     plan = json.loads(sys.argv[1])
@@ -39,6 +45,7 @@ def main() -> None:
     inflict(faults, emit)
     brake = Brake(Path(plan["brake"]))
     problem: Any = problem_of(plan["model"])
+    problem.bare = plan.get("bare", False)
     if "threads" in plan:
         os.environ["OPENBLAS_NUM_THREADS"] = plan["threads"]
     if plan.get("other_processor"):
@@ -62,15 +69,24 @@ def main() -> None:
                     parts = step.parts
                     problem.flips = step.number >= plan.get("flips_from", step.number + 1)
                     used = [int(i) for part in parts if not part.is_check for i in part.indices[: part.samples]]
-                    emit("attempt", generation=step.generation, step=step.number, rank=step.rank, indices=used)
+                    used += [i for number in step.kept_parts for i in samples_of(state.sampler, number)]
+                    place = {"generation": step.generation, "step": step.number, "rank": step.rank}
+                    told = [part.number for part in parts if not part.is_check]
+                    emit("attempt", **place, indices=used, parts=told, kept=list(step.kept_parts))
                     problem.optimizer.zero_grad()
                     for part in parts:
                         with part:
                             if part.number == plan.get("fault_in_part", parts[-1].number):
                                 for fault in faults:
                                     fault.in_step(step, "forward")
+                            if step.kept_parts and not part.is_check:
+                                for fault in faults:
+                                    if fault.at == "repairing" and fault.rank in (None, step.rank):
+                                        fault.strike()
                             if plan.get("pace"):
                                 brake.compute(plan["pace"] / len(parts))
+                            if plan.get("tells_parts"):
+                                emit("part", **place, part=part.number, is_check=part.is_check)
                             problem.compute(part)
                     for fault in faults:
                         fault.in_step(step, "before_gate")

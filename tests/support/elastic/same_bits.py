@@ -30,9 +30,10 @@ def in_parts(folder: Path, model: str, **plan: Any) -> AbstractContextManager[Cl
     return cluster(folder, trainer=_TRAINER, model=model, variables=_ONE_THREAD, **plan)
 
 
-def one_process_bits(folder: Path, model: str, total: int) -> dict[int, str]:
+def one_process_bits(folder: Path, model: str, total: int, parts: int = 8) -> dict[int, str]:
     """The digest after each step of a run in one process, without a coordinator."""
-    plan = {"model": model, "total": total, "faults": [], "brake": str(folder / "no-brake"), "join_timeout": 30.0}
+    brake = str(folder / "no-brake")
+    plan = {"model": model, "total": total, "parts": parts, "faults": [], "brake": brake, "join_timeout": 30.0}
     command = [sys.executable, str(Path(__file__).parent.parent.parent / _TRAINER), json.dumps(plan)]
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")} | _ONE_THREAD
     done = subprocess.run(command, input="\n", capture_output=True, text=True, env=variables, check=False)
@@ -41,16 +42,16 @@ def one_process_bits(folder: Path, model: str, total: int) -> dict[int, str]:
     return {event["step"]: event["digest"] for event in events if event["event"] in ("applied", "done")}
 
 
-def check_bits(c: Cluster, folder: Path, model: str, expected: Mapping[int, str] | None = None) -> int:
+def check_bits(c: Cluster, folder: Path, model: str, expected: Mapping[int, str] | None = None, parts: int = 8) -> int:
     """Compares each digest that any worker has told; returns the number of the last step.
 
-    `expected` are the digests of one process; None to train it here.
+    `expected` are the digests of one process; None to train it here, with so many parts.
     """
     told = [event for trainer in c.trainers for kind in ("applied", "done") for event in trainer.of(kind)]
     told = [event for event in told if event["digest"]]
     assert told, f"nobody has told a digest\n{c}"
     last = max(event["step"] for event in told)
-    known = one_process_bits(folder, model, last) if expected is None else expected
+    known = one_process_bits(folder, model, last, parts) if expected is None else expected
     odd = [event for event in told if event["digest"] != known[event["step"]]]
     first = min((event["step"] for event in odd), default=0)
     assert not odd, f"other bits than in one process, first in step {first}\n{c}"

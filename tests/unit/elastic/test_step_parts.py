@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import paceline
+from paceline._collectives.part_plan import PartShare, even_share
 from paceline._collectives.part_tree import part_range
 from paceline._elastic.differences import difference
 from paceline._elastic.machine_bits import machine_words
@@ -238,11 +239,11 @@ def test_a_first_part_that_was_left_out_after_a_step_with_other_parts() -> None:
             _, dy = softmax_cross_entropy(ddp(X[:3]), T[:3])
             ddp.backward(dy)
 
-        compute(PartTurn(1, 4, 1, 2, PartRecord()))
+        compute(PartTurn(1, PartShare(4, 0, (1,), (((0, 4),),)), PartRecord()))
         for _, parameter in ddp.named_parameters():
             parameter.grad = None
         with pytest.raises(StepOrderError, match="part 1 had no backward pass, but part 2 has one"):
-            compute(PartTurn(2, 4, 1, 3, PartRecord()))
+            compute(PartTurn(2, even_share(0, 1, 4), PartRecord()))
         session.group.set_part(0)
 
 

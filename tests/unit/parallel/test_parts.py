@@ -10,7 +10,7 @@ import pytest
 from unit.parallel.helpers import CLASSES, INPUTS, N, mlp, samples
 
 from paceline import nn, optim
-from paceline._collectives.part_tree import part_range
+from paceline._collectives.part_plan import even_share
 from paceline._elastic.sampler import ElasticSampler
 from paceline._group import Group
 from paceline._group.group_core import PartRecord, PartTurn
@@ -59,13 +59,13 @@ def train(group: Group, parts: int, *, dtype: Any, bucket_mb: float, batch: int)
     ddp = DDP(model, group, bucket_mb=bucket_mb)
     optimizer = optim.Adam(ddp, lr=0.01)
     sampler = ElasticSampler(N, global_batch=batch, parts=parts)
-    first, end = part_range(group.rank, group.size, parts)
+    share = even_share(group.rank, group.size, parts)
     for step in range(STEPS):
         optimizer.zero_grad()
         record = PartRecord()
-        for number in range(first, end):
+        for number in share.numbers:
             indices, weight = sampler.current_part(number)
-            group.set_part(parts, PartTurn(number, parts, first, end, record))
+            group.set_part(parts, PartTurn(number, share, record))
             group.set_gradient_weight(weight)
             kept = np.random.default_rng([step, number]).random((len(indices), INPUTS)) > 0.2
             _, dy = nn.softmax_cross_entropy(ddp(x[indices] * kept), t[indices])

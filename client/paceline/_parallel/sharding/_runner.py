@@ -387,7 +387,7 @@ class UnitRunner:
         before, self._turn = self._turn, turn
         if turn is not None:
             if self._ran != self._ran_first:
-                raise StepOrderError(_OTHER_UNITS.format(turn.number, turn.first))
+                raise StepOrderError(_OTHER_UNITS.format(turn.number, turn.share.numbers[0]))
             check_parts(self._all, self._group.size)
             check_follows(before, turn, chain(self.parameters.items(), self.sources.items()))
         self._reduction.begin_part(turn)
@@ -395,6 +395,12 @@ class UnitRunner:
     def keep_part(self, *, weight: float) -> None:
         """See `GradientReducer`."""
         self._reduction.keep_part(weight)
+
+    def held_parts(self) -> None:
+        """See `GradientReducer`: the sums of an undone step are not kept."""
+
+    def recover_parts(self) -> None:
+        """See `GradientReducer`: there are none."""
 
     @property
     def _keeps_whole(self) -> bool:
@@ -425,7 +431,7 @@ class UnitRunner:
         if turn is not None and not self._backwards:
             number = self._number[id(unit)]
             if not turn.is_first and number not in self._ran_first:
-                raise StepOrderError(_OTHER_UNITS.format(turn.number, turn.first))
+                raise StepOrderError(_OTHER_UNITS.format(turn.number, turn.share.numbers[0]))
             self._ran.add(number)
         with self._whole(unit):
             yield

@@ -243,6 +243,10 @@ class ShardedModel:
                         powers[id(piece)] = power_of(gradient, p)
         return [powers[piece] for piece in self.paths() if piece in powers]
 
+    def keeps_reducer(self) -> bool:
+        """See `SynchronizedModel`: sums of parts are those of the ranks of one generation."""
+        return False
+
     def agree(self, *, may_change: bool, agreed_in: int) -> UnitRunner:
         """See `SynchronizedModel`."""
         paths, units = self.paths(), self.units()

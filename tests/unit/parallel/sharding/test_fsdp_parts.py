@@ -14,6 +14,7 @@ from unit.parallel.helpers import CLASSES, INPUTS, N, mlp, samples
 
 import paceline
 from paceline import nn, optim
+from paceline._collectives.part_plan import even_share
 from paceline._collectives.part_tree import maximal_subtrees, part_range
 from paceline._elastic.sampler import ElasticSampler
 from paceline._group import Group
@@ -99,11 +100,11 @@ def wrapped(group: Group, dtype: Any, how: ShardingStrategy | str, node: int | N
 
 def in_parts(group: Group, sampler: ElasticSampler, compute: Any) -> None:
     """What a step of `session.steps` does with its parts, without a coordinator."""
-    first, end = part_range(group.rank, group.size, sampler.parts)
+    share = even_share(group.rank, group.size, sampler.parts)
     record = PartRecord()
-    for number in range(first, end):
+    for number in share.numbers:
         indices, weight = sampler.current_part(number)
-        group.set_part(sampler.parts, PartTurn(number, sampler.parts, first, end, record))
+        group.set_part(sampler.parts, PartTurn(number, share, record))
         group.set_gradient_weight(weight)
         compute(number, indices)
     group.set_part(sampler.parts)

@@ -1,0 +1,113 @@
+"""Who computes which parts of a step, and which sums of parts each rank gives to the sum over all ranks. Pure.
+
+In an undisturbed step rank r computes the parts [r V // W, (r + 1) V // W). If an attempt at the step was undone,
+ranks may still hold sums of parts from it: nodes of the tree (`part_tree`). Then these are kept, and only the missing
+parts are computed, spread evenly over the ranks (docs/decisions/064). All ranks compute the same plan from the same
+table of what each of them holds.
+
+Letters: V parts, W world size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline._collectives.part_tree import Node, joined, part_range, subtrees_by_rank
+
+__all__ = ["PartShare", "even_share", "held_by_ranks", "plan_parts", "row_of_held"]
+
+
+@dataclass(frozen=True, slots=True)
+class PartShare:
+    """What one rank does with the parts of a step.
+
+    Attributes:
+        parts: V.
+        rank: the rank.
+        numbers: the parts that it computes, from left to right; at least one.
+        nodes: for each rank, the nodes whose sums it gives, from left to right. Together they are the whole tree.
+        kept: the nodes that this rank has from an undone attempt.
+        repeats: True if nothing is left for this rank to compute. It computes one part all the same, because the
+            script's loop leads to the collectives, and drops its gradients.
+    """
+
+    parts: int
+    rank: int
+    numbers: tuple[int, ...]
+    nodes: tuple[tuple[Node, ...], ...]
+    kept: tuple[Node, ...] = ()
+    repeats: bool = False
+
+    @property
+    def root(self) -> int:
+        """The rank whose sums contain part 0."""
+        return next(rank for rank, nodes in enumerate(self.nodes) if nodes and nodes[0][0] == 0)
+
+
+def even_share(rank: int, world: int, parts: int) -> PartShare:
+    """Returns the share of a rank in an undisturbed step.
+
+    Raises:
+        ValueError: there are fewer parts than ranks.
+    """
+    return plan_parts(((),) * world, parts)[rank]
+
+
+@lru_cache(maxsize=64)
+def plan_parts(held: tuple[tuple[Node, ...], ...], parts: int) -> tuple[PartShare, ...]:
+    """Returns the share of each rank.
+
+    Of nodes that overlap the greatest is kept, of equal ones that of the lowest rank. The missing parts are divided in
+    one range for each rank, whose lengths differ by 1 at most.
+
+    Args:
+        held: for each rank, the nodes of which it has sums.
+        parts: V.
+
+    Raises:
+        ValueError: there are fewer parts than ranks.
+    """
+    world = len(held)
+    if parts < world:
+        raise ValueError(f"{parts} parts for {world} ranks: each computes at least one")
+    taken: set[int] = set()
+    kept: list[list[Node]] = [[] for _ in held]
+    for node, rank in sorted(
+        ((node, rank) for rank, nodes in enumerate(held) for node in nodes),
+        key=lambda found: (found[0][0] - found[0][1], found),
+    ):
+        if taken.isdisjoint(range(*node)):
+            taken.update(range(*node))
+            kept[rank].append(node)
+    missing = [number for number in range(parts) if number not in taken]
+    own = [missing[slice(*part_range(rank, world, len(missing)))] for rank in range(world)]
+    nodes = tuple(
+        joined([*kept[rank], *((number, number + 1) for number in own[rank])], parts) for rank in range(world)
+    )
+    if not taken:
+        nodes = subtrees_by_rank(world, parts)  # the same, and the object that others compare with
+    usual = [part_range(rank, world, parts)[0] for rank in range(world)]
+    return tuple(
+        PartShare(
+            parts, rank, tuple(own[rank]) or (usual[rank],), nodes, tuple(sorted(kept[rank])), repeats=not own[rank]
+        )
+        for rank in range(world)
+    )
+
+
+def row_of_held(nodes: Iterable[Node], parts: int) -> NDArray[np.int64]:
+    """Returns nodes as one row of numbers, shape [V]: at place lo the end of a node [lo, hi), elsewhere 0."""
+    row = np.zeros(parts, np.int64)
+    for lo, hi in nodes:
+        row[lo] = hi
+    return row
+
+
+def held_by_ranks(rows: NDArray[np.int64]) -> tuple[tuple[Node, ...], ...]:
+    """Returns the nodes of each rank from the rows of all ranks, shape [W, V]."""
+    return tuple(tuple((lo, int(hi)) for lo, hi in enumerate(row) if hi) for row in rows)

@@ -1,0 +1,111 @@
+"""Repair: after a death in the middle of a step only the lost parts are computed again, and the bits stay the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.elastic.cluster import Cluster, Trainer
+from support.elastic.faults import Fault, freeze, kill
+from support.elastic.same_bits import check_bits, in_parts
+
+pytestmark = pytest.mark.slow
+
+V, STEP = 16, 3
+
+
+def computed(trainers: Sequence[Trainer], step: int = STEP) -> Counter[int]:
+    """How often each part of a step was computed by these workers, in all attempts."""
+    told = [event for trainer in trainers for event in trainer.of("part")]
+    return Counter(event["part"] for event in told if event["step"] == step and not event["is_check"])
+
+
+def survivors(c: Cluster) -> list[Trainer]:
+    """The workers that were not killed."""
+    return [trainer for trainer in c.trainers if trainer.process.poll() == 0]
+
+
+def run(folder: Path, faults: list[Fault], *, model: str = "mlp", world: int = 4, **plan: Any) -> Cluster:
+    """Trains with faults; each step must have the bits of one process."""
+    plan = {"total": 6, "parts": V, "tells_parts": True, **plan}
+    with in_parts(folder, model, **plan) as c:
+        c.start(world, faults)
+        codes = c.wait(90)
+        kills = sum(fault.what == "kill" for fault in faults)
+        assert sorted(codes.values()) == [-9] * kills + [0] * (world - kills), str(c)
+        assert check_bits(c, folder, model, parts=plan["parts"]) == plan["total"]
+    return c
+
+
+@pytest.mark.parametrize(("part", "bare"), [(8, False), (9, True), (10, False), (11, True)])
+def test_a_kill_in_any_part_costs_the_parts_of_the_dead_one(part: int, bare: bool, tmp_path: Path) -> None:
+    """Whenever rank 2 of 4 dies: each part is computed once by those that live, so they lose nothing of their own.
+
+    The training state may have the wrapper, or the bare module.
+    """
+    c = run(tmp_path, [kill(at="forward", rank=2, step=STEP)], fault_in_part=part, pace=0.2, bare=bare)
+    assert computed(survivors(c)) == Counter(range(V)), str(c)
+
+
+@pytest.mark.parametrize(("phase", "bare"), [("in_word", False), ("early_parts", True), ("late_parts", False)])
+def test_a_kill_while_gradients_are_reduced(phase: str, bare: bool, tmp_path: Path) -> None:
+    """All are in their last part, and some have sums of all parts already."""
+    c = run(tmp_path, [kill(at=phase, rank=1, step=STEP)], bare=bare)
+    assert computed(survivors(c)) == Counter(range(V)), str(c)
+
+
+def test_a_kill_behind_the_gate_costs_nothing(tmp_path: Path) -> None:
+    c = run(tmp_path, [kill(at="behind_gate", rank=2, step=STEP)])
+    assert all(count == 1 for count in computed(survivors(c)).values()), str(c)
+
+
+def test_two_kills_in_one_step(tmp_path: Path) -> None:
+    """The second worker dies in the repaired attempt: what was kept before is kept again."""
+    second = kill(at="repairing", rank=0, once=tmp_path / "second")
+    c = run(tmp_path, [kill(at="forward", rank=3, step=STEP), second], pace=0.2)
+    assert computed(survivors(c)) == Counter(range(V)), str(c)
+
+
+def test_one_part_for_each_worker(tmp_path: Path) -> None:
+    """One of those that live computes the part of the dead one; another repeats one, which does not count."""
+    c = run(tmp_path, [kill(at="late_parts", rank=1, step=STEP)], world=3, parts=3, most=3)
+    assert computed(survivors(c)) == Counter(range(3)), str(c)
+
+
+def test_three_workers_have_subtrees_of_several_sizes(tmp_path: Path) -> None:
+    c = run(tmp_path, [kill(at="forward", rank=1, step=STEP)], world=3, parts=8, pace=0.1)
+    assert computed(survivors(c)) == Counter(range(8)), str(c)
+
+
+def test_the_last_one_that_lives_has_the_rest_alone(tmp_path: Path) -> None:
+    c = run(tmp_path, [kill(at="forward", rank=0, step=STEP)], world=2, parts=8, pace=0.1)
+    assert computed(survivors(c)) == Counter(range(8)), str(c)
+
+
+def test_a_frozen_worker_comes_back(tmp_path: Path) -> None:
+    plan = {"failure_timeout": 1.0, "pace": 0.2}
+    c = run(tmp_path, [freeze(at="forward", seconds=2.5, rank=2, step=STEP)], total=30, **plan)
+    frozen = [trainer for trainer in c.trainers if trainer.of("fault")]
+    assert frozen[0].of("applied")[-1]["step"] == 30, str(c)
+    others = [trainer for trainer in c.trainers if trainer not in frozen]
+    assert computed(others) == Counter(range(V)), str(c)
+
+
+def test_a_newcomer_in_the_repaired_step(tmp_path: Path) -> None:
+    with in_parts(tmp_path, "mlp", total=8, parts=V, tells_parts=True, pace=1.0) as c:
+        first = c.start(3, [kill(at="forward", rank=1, step=STEP)])
+        c.wait_for_step(STEP - 1)
+        c.start(2)
+        assert sorted(c.wait(90).values()) == [-9, 0, 0, 0, 0], str(c)
+        assert check_bits(c, tmp_path, "mlp", parts=V) == 8
+        assert max(computed([trainer for trainer in first if trainer.process.poll() == 0]).values()) == 1, str(c)
+
+
+def test_steps_that_are_checked_are_computed_again(tmp_path: Path) -> None:
+    """A part that is computed twice is digested whole, so nothing is kept in its step."""
+    c = run(tmp_path, [kill(at="forward", rank=2, step=STEP)], pace=0.2, check_every=1)
+    assert max(computed(survivors(c)).values()) == 2, str(c)
