@@ -122,7 +122,7 @@ def abort(device: torch.device, name: str) -> None:
         group = session.group
         for queued in QUEUED:
             engine = make_engine(name)
-            engine.open(group.rank, group.members)
+            engine.open(group.rank, group.members, 10.0)
             mine = engine.contact(monotonic() + 60)
             engine.connect(group.all_gather_object(mine))
             engine.await_ready(monotonic() + 60)
