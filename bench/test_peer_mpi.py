@@ -25,7 +25,7 @@ mpi = load_mpi()
 world = mpi.COMM_WORLD
 rank, size = world.Get_rank(), world.Get_size()
 engine = MpiEngine()
-engine.open(rank, [Peer(each, str(each), "localhost", "127.0.0.1:1") for each in range(size)])
+engine.open(rank, [Peer(each, str(each), "localhost", "127.0.0.1:1") for each in range(size)], 10.0)
 mine = np.zeros(1024, np.uint8)
 contact = engine.contact(0.0)
 mine[: len(contact)] = np.frombuffer(contact, np.uint8)

@@ -17,9 +17,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline._collectives.part_tree import Node, joined, part_range, subtrees_by_rank
+from paceline._collectives.part_tree import Node, joined, maximal_subtrees, part_range, subtrees_by_rank
 
-__all__ = ["PartShare", "even_share", "held_by_ranks", "plan_parts", "row_of_held"]
+__all__ = ["PartShare", "even_share", "held_of_row", "plan_parts", "row_of_held"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,20 @@ def row_of_held(nodes: Iterable[Node], parts: int) -> NDArray[np.int64]:
     return row
 
 
-def held_by_ranks(rows: NDArray[np.int64]) -> tuple[tuple[Node, ...], ...]:
-    """Returns the nodes of each rank from the rows of all ranks, shape [W, V]."""
-    return tuple(tuple((lo, int(hi)) for lo, hi in enumerate(row) if hi) for row in rows)
+def held_of_row(row: NDArray[np.int64]) -> tuple[Node, ...]:
+    """Returns the nodes of a row, which another rank may have sent.
+
+    Args:
+        row: as from `row_of_held`, shape [V].
+
+    Raises:
+        ValueError: they are not disjoint nodes of the tree.
+    """
+    nodes, end = [], 0
+    for lo, hi in enumerate(row.tolist()):
+        if not hi:
+            continue
+        if not end <= lo < hi <= len(row) or maximal_subtrees(lo, hi, len(row)) != ((lo, hi),):
+            raise ValueError(f"holds the parts {lo} to {hi - 1}, which are not a node of {len(row)} parts, or overlap")
+        nodes.append((lo, end := hi))
+    return tuple(nodes)

@@ -11,7 +11,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline._collectives.part_plan import even_share, held_by_ranks, plan_parts, row_of_held
+from paceline._collectives.part_plan import even_share, held_of_row, plan_parts, row_of_held
+from paceline._collectives.part_tree import Node
 from paceline._elastic.differences import find_minority
 from paceline._elastic.foreign import seed_frameworks
 from paceline._elastic.kept_parts import KeptParts, PartProgress
@@ -217,10 +218,21 @@ class Step:
         assert self._kept is not None
         mine = row_of_held(self._kept.nodes(), self._parts)
         rows: Any = self._group.all_gather(mine[None], label=f"parts-{self.number}")
-        progress.repair(plan_parts(held_by_ranks(rows), self._parts)[self.rank])
+        held = tuple(self._held_by(rank, row) for rank, row in enumerate(rows))
+        progress.repair(plan_parts(held, self._parts)[self.rank])
         if rows.any():
             mine_now = progress.share.numbers
             _log.info("step %d is repaired: this rank computes part %s", self.number, ", ".join(map(str, mine_now)))
+
+    def _held_by(self, rank: int, row: NDArray[np.int64]) -> tuple[Node, ...]:
+        """Returns what a rank has kept; ends the generation if that cannot be."""
+        try:
+            return held_of_row(row)
+        except ValueError as error:
+            text = f"step {self.number}: {self._mesh.peers[rank]} {error}"
+            operation = self._group.progress().operation
+            self._mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL, rank, operation, text))
+            raise self._mesh.fault.error() from None
 
     def keep_parts(self, kept: KeptParts, base: Tag | None) -> None:
         """Keeps what the wrappers hold of this attempt, which was undone, for the next one."""

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline._collectives.part_plan import PartShare, even_share, held_by_ranks, plan_parts, row_of_held
-from paceline._collectives.part_tree import Node, joined, part_range, subtrees_by_rank
+from paceline._collectives.part_plan import PartShare, even_share, held_of_row, plan_parts, row_of_held
+from paceline._collectives.part_tree import Node, joined, maximal_subtrees, part_range, subtrees_by_rank
 
 
 @st.composite
@@ -63,7 +63,26 @@ def test_what_is_missing_is_spread_evenly(found: tuple[tuple[tuple[Node, ...], .
 @settings(deadline=None)
 def test_a_row_of_numbers_says_what_a_rank_holds(found: tuple[tuple[tuple[Node, ...], ...], int]) -> None:
     held, parts = found
-    assert held_by_ranks(np.stack([row_of_held(nodes, parts) for nodes in held])) == held
+    assert tuple(held_of_row(row_of_held(nodes, parts)) for nodes in held) == held
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-1, 9), min_size=1, max_size=8))
+@settings(deadline=None, max_examples=300)
+def test_whatever_a_rank_sends_is_disjoint_nodes_or_an_error(row: list[int]) -> None:
+    try:
+        nodes = held_of_row(np.array(row))
+    except ValueError:
+        return
+    assert of(nodes) == sorted(set(of(nodes)))
+    assert all(maximal_subtrees(*node, len(row)) == (node,) for node in nodes)
+
+
+@pytest.mark.parametrize(
+    "row", [[0, 3, 0, 0], [5, 0, 0, 0], [4, 2, 0, 0], [0, 0, 2, 0], [0, 1, 0, 0], [-1, 0, 0, 0], [1 << 60, 0, 0, 0]]
+)
+def test_what_no_rank_can_hold_is_refused(row: list[int]) -> None:
+    with pytest.raises(ValueError, match="not a node of 4 parts, or overlap"):
+        held_of_row(np.array(row))
 
 
 @pytest.mark.parametrize(("world", "parts"), [(1, 1), (1, 8), (3, 8), (4, 16), (5, 7), (8, 8)])
