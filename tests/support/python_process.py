@@ -21,6 +21,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeAlias
 
@@ -39,8 +40,12 @@ _MODULES = (
     "paceline.checkpoint",
     "paceline_server.app",
 )
-_TORCH_MODULES = ("paceline.torch.backend", "paceline.torch.ddp", "paceline.torch.fsdp", "torch._dynamo")
-"""Besides, where the tests have torch. Its first optimizer loads the last: 1.5 s of a processor for each worker."""
+_TORCH_MODULES = ("paceline.torch.backend", "paceline.torch.ddp", "paceline.torch.fsdp")
+"""Besides, where the tests have torch."""
+
+_DYNAMO = ("torch._dynamo",) if find_spec("triton") is None else ()
+"""Torch's first optimizer loads it: 1.5 s of a processor for each worker. It loads Triton if that is installed, which
+complains of leaks when a forked process ends."""
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
@@ -174,7 +179,7 @@ def start_python(
         words, pipe = [sys.executable, *command], subprocess.PIPE
         words = words if host is None else host.command(words)
         return subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=stderr or pipe, text=True, env=whole)
-    modules = _MODULES + (_TORCH_MODULES if "torch" in sys.modules else ())
+    modules = _MODULES + (_TORCH_MODULES + _DYNAMO if "torch" in sys.modules else ())
     return next(_servers(modules)).start(command, whole, stderr)
 
 
