@@ -1,10 +1,10 @@
-"""Trains in parts in a storm of faults, seed after seed: `make soak-bits SEEDS=200 MODEL=mlp`.
+"""Trains in parts in a storm of faults, seed after seed: `make soak-bits SEEDS=200`, which needs torch.
 
     python tests/elastic/soak_bits.py --seeds 200 --seconds 6 --model mlp
 
 Each applied step of each run must have the digest of one process without faults. Each seed kills, freezes, adds and
 drains workers, kills and restarts the coordinator, ends all workers, and goes on from a checkpoint with another number
-of workers, in more faults. What has happened is counted.
+of workers, in more faults. What has happened is counted. Without a model, seeds train all of them in turn.
 """
 
 from __future__ import annotations
@@ -27,19 +27,21 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=200)
     parser.add_argument("--first", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=6.0, help="of storms, for each seed")
-    parser.add_argument("--model", choices=MODELS, default="mlp")
+    parser.add_argument("--model", choices=MODELS, action="append", help="one of several; all if left out")
     wanted = parser.parse_args()
-    problem_of(wanted.model)  # loads torch for a model of torch, so that workers are forked with it
-    soak = BitsSoak(wanted.model, wanted.seconds, say)
-    for done, seed in enumerate(range(wanted.first, wanted.first + wanted.seeds), 1):
+    models = wanted.model or MODELS
+    for model in models:
+        problem_of(model)  # loads torch for a model of torch, so that workers are forked with it
+    soaks = [BitsSoak(model, wanted.seconds, say) for model in models]
+    for seed in range(wanted.first, wanted.first + wanted.seeds):
+        soak = soaks[seed % len(soaks)]
         folder = Path(tempfile.mkdtemp(prefix="paceline-bits-"))
         try:
             soak.run(seed, folder)
         except AssertionError as error:
             raise SystemExit(str(error)[-20_000:]) from None
         shutil.rmtree(folder)
-        told = ", ".join(f"{count} {what}" for what, count in soak.counts.items())
-        say(f"{wanted.model}, {done} seeds so far, {min(soak.worlds)} to {max(soak.worlds)} workers: {told}")
+        soak.say_so_far()
 
 
 def say(line: str) -> None:

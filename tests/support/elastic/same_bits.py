@@ -148,6 +148,12 @@ class BitsSoak:
         self._say = say
         self._known: dict[int, str] = {}
 
+    def say_so_far(self) -> None:
+        """Says what has happened in all seeds."""
+        told = ", ".join(f"{count} {what}" for what, count in self.counts.items())
+        done = self.counts["restarts from a checkpoint at another W"]
+        self._say(f"{self._model}, {done} seeds so far, {min(self.worlds)} to {max(self.worlds)} workers: {told}")
+
     def run(self, seed: int, folder: Path) -> None:
         """One seed.
 
