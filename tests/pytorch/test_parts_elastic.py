@@ -32,7 +32,8 @@ def test_sharded_models_are_killed_join_and_leave(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_sharded_nodes_come_and_go(tmp_path: Path) -> None:
     saved = {"checkpoint_dir": str(tmp_path / "runs"), "checkpoint_every": 1}
-    come_and_go("cnn/hybrid_shard", tmp_path, begin=4, join=1, least=2, worlds=(2, 4), total=26, **saved)
+    nodes = {"begin": 4, "join": 1, "least": 2, "worlds": (2, 4)}
+    come_and_go("cnn/hybrid_shard", tmp_path, reference="cnn/full_shard", total=26, **nodes, **saved)
 
 
 @pytest.mark.exhaustive
