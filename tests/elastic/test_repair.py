@@ -70,10 +70,26 @@ def test_two_kills_in_one_step(tmp_path: Path) -> None:
     assert computed(survivors(c)) == Counter(range(V)), str(c)
 
 
-def test_one_part_for_each_worker(tmp_path: Path) -> None:
-    """One of those that live computes the part of the dead one; another repeats one, which does not count."""
+def test_with_one_part_for_each_worker_all_are_computed_again(tmp_path: Path) -> None:
+    """Before a worker's first part is whole it is not known which wrappers are in a part."""
     c = run(tmp_path, [kill(at="late_parts", rank=1, step=STEP)], world=3, parts=3, most=3)
-    assert computed(survivors(c)) == Counter(range(3)), str(c)
+    assert computed(survivors(c)) == Counter([0, 2, 0, 1, 2]), str(c)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_a_wrapper_that_is_in_some_steps_only(parts: int, tmp_path: Path) -> None:
+    """Its buckets still hold the sums of the step before the last."""
+    run(tmp_path, [kill(at="forward", rank=1, step=6)], model="two", world=2, parts=parts, most=2, total=8)
+
+
+def test_a_script_that_wraps_its_module_anew_takes_the_step_again_whole(tmp_path: Path) -> None:
+    c = run(tmp_path, [kill(at="forward", rank=1, step=STEP)], model="wraps-anew", world=3, parts=8, pace=0.2)
+    assert max(computed(survivors(c)).values()) == 2, str(c)
+
+
+def test_parts_may_be_looked_at_on_one_rank_only(tmp_path: Path) -> None:
+    """The exchange of what ranks have kept is no collective at the place where a script reads the parts."""
+    run(tmp_path, [kill(at="forward", rank=1, step=STEP)], world=3, parts=8, looks_early=True)
 
 
 def test_three_workers_have_subtrees_of_several_sizes(tmp_path: Path) -> None:

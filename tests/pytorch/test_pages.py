@@ -52,7 +52,7 @@ def test_both_alone_and_the_checkpoint(tmp_path: Path) -> None:
     check_the_rest(run(LOOP + REST + same_objects + load + compare, tmp_path), tmp_path)
 
 
-SAY = "print('of', session.size, flush=True)\n"
+SAY = "print(f'of {session.size}\\n', end='', flush=True)\n"  # one write: torchrun's workers share the stream
 
 
 def test_the_loop_under_paceline_run(tmp_path: Path) -> None:

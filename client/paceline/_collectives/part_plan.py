@@ -19,7 +19,10 @@ from numpy.typing import NDArray
 
 from paceline._collectives.part_tree import Node, joined, maximal_subtrees, part_range, subtrees_by_rank
 
-__all__ = ["PartShare", "even_share", "held_of_row", "plan_parts", "row_of_held"]
+__all__ = ["PartShare", "even_share", "held_of_row", "plan_parts", "row_of_held", "sums_at_once"]
+
+_REFUSES = -1
+"""In all places of a row: this rank refuses any sums that were kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +103,26 @@ def plan_parts(held: tuple[tuple[Node, ...], ...], parts: int) -> tuple[PartShar
     )
 
 
-def row_of_held(nodes: Iterable[Node], parts: int) -> NDArray[np.int64]:
-    """Returns nodes as one row of numbers, shape [V]: at place lo the end of a node [lo, hi), elsewhere 0."""
-    row = np.zeros(parts, np.int64)
-    for lo, hi in nodes:
+@lru_cache(maxsize=64)
+def sums_at_once(share: PartShare) -> int:
+    """Returns the greatest number of sums that a rank has at one time while it computes its parts."""
+    ranges = [(number, number + 1) for number in share.numbers]
+    return max(len(joined([*share.kept, *ranges[:count]], share.parts)) for count in range(1, len(ranges) + 1))
+
+
+def row_of_held(nodes: Iterable[Node] | None, parts: int) -> NDArray[np.int64]:
+    """Returns nodes as one row of numbers, shape [V]: at place lo the end of a node [lo, hi), elsewhere 0.
+
+    None becomes a row of -1: no rank may use sums that were kept.
+    """
+    row = np.full(parts, _REFUSES if nodes is None else 0, np.int64)
+    for lo, hi in nodes or ():
         row[lo] = hi
     return row
 
 
-def held_of_row(row: NDArray[np.int64]) -> tuple[Node, ...]:
-    """Returns the nodes of a row, which another rank may have sent.
+def held_of_row(row: NDArray[np.int64]) -> tuple[Node, ...] | None:
+    """Returns the nodes of a row, which another rank may have sent; None if it refuses any sums.
 
     Args:
         row: as from `row_of_held`, shape [V].
@@ -117,6 +130,8 @@ def held_of_row(row: NDArray[np.int64]) -> tuple[Node, ...]:
     Raises:
         ValueError: they are not disjoint nodes of the tree.
     """
+    if (row == _REFUSES).all():
+        return None
     nodes, end = [], 0
     for lo, hi in enumerate(row.tolist()):
         if not hi:

@@ -10,10 +10,13 @@ Sums are kept only if it is certain which parts are in them, in all wrappers ali
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from paceline._collectives.part_plan import PartShare
+from paceline._collectives.part_plan import PartShare, row_of_held
 from paceline._collectives.part_tree import Node, joined
+from paceline._group import Group
 from paceline._group.group_core import PartHolder, PartRecord, PartTurn
+from paceline._work import Work
 from paceline.errors import StepOrderError
 from paceline_protocol import Tag
 
@@ -41,6 +44,7 @@ class PartProgress:
         self.divided = True
         self.next = share.numbers[0]
         self._loops = 0
+        self._ended: set[PartTurn] = set()
         self._whole: list[Node] = []
         self._begun: Node | None = None
 
@@ -49,8 +53,9 @@ class PartProgress:
         """This member's first part."""
         return self.share.numbers[0]
 
-    def repair(self, share: PartShare) -> None:
-        """Takes what this member does in the first loop over the parts."""
+    def repair(self, share: PartShare, kept: PartRecord) -> None:
+        """Takes what this member does in the first loop over the parts, and the record of the sums that it has kept."""
+        self.record.kept = kept
         self.share, self.divided = self._usual if share == self._usual else share, True
         self.next = share.numbers[0]
         self.kept = share.kept
@@ -62,7 +67,7 @@ class PartProgress:
         Raises:
             StepOrderError: it is not its turn.
         """
-        if turn.share is not self.share:
+        if turn.share is not self.share or turn in self._ended:
             raise StepOrderError(
                 f"part {turn.number} is of an earlier loop: read step.parts again for each loop over the parts, "
                 "because after a failure the first loop of a step may have fewer"
@@ -74,6 +79,7 @@ class PartProgress:
 
     def end(self, turn: PartTurn) -> None:
         """Ends a part, of which all is done."""
+        self._ended.add(turn)
         if self._begun is not None:
             self._whole.append(self._begun)
             self._begun = None
@@ -87,9 +93,10 @@ class PartProgress:
     def finished(self) -> list[tuple[Node, ...]]:
         """Returns the nodes that a wrapper may hold: of whole parts, and with the part that an error has ended.
 
-        Empty if the parts were begun a second time in this step: then sums may be of either time.
+        Empty if the parts were begun a second time in this step: then sums may be of either time. Also before a part is
+        whole: then it is not known which wrappers are in a part.
         """
-        if self._loops > 1:
+        if self._loops > 1 or not self._whole:
             return []
         parts = self.share.parts
         broken = [] if self._begun is None else [self._begun]
@@ -100,17 +107,19 @@ class KeptParts:
     """The sums of parts that one member brings to the next attempt at a step.
 
     Attributes:
-        due: True until the first step of a generation has begun. In that step the ranks tell each other what they have.
+        record: of the attempt in which wrappers have got or kept these sums.
     """
 
     def __init__(self) -> None:
-        self.due = False
+        self._due = False
+        """True until the ranks have begun to tell each other what they have, in the first step of a generation."""
         self._holders: Sequence[PartHolder] = ()
         """The wrappers of the last part that this member has ended."""
         self._base: Tag | None = None
         """The state before the undone step."""
-        self._record = PartRecord()
+        self.record = PartRecord()
         self._nodes: tuple[Node, ...] = ()
+        self._refuses = False
 
     def enter(self, base: Tag | None) -> None:
         """Enters a generation.
@@ -118,13 +127,18 @@ class KeptParts:
         Args:
             base: the state that it begins from, if this member has held it since the last attempt; else None.
         """
-        self.due = True
+        self._due = True
         if base is None or base != self._base:
             self.drop()
 
     def drop(self) -> None:
-        """Forgets everything, because another step begins, or another state."""
+        """Forgets all sums, because another step begins, or another state."""
         self._base, self._nodes = None, ()
+
+    def refuse(self) -> None:
+        """Has all ranks take the step again whole: the script has made other wrappers, which have no sums."""
+        self.drop()
+        self._refuses = True
 
     def part_ended(self, record: PartRecord) -> None:
         """Notes which wrappers take part in the script's loop: those that were in a whole part."""
@@ -139,6 +153,7 @@ class KeptParts:
         """
         if not progress.divided:  # the attempt failed before this member used what it has
             return
+        self._refuses = False
         known = all(any(holder is other for other in self._holders) for holder in progress.record.wrappers)
         held = [holder.held_parts() for holder in self._holders]
         first, finished = next(iter(held), None), progress.finished()
@@ -146,13 +161,25 @@ class KeptParts:
         if first is None or base is None or not known or any(other != first for other in held):
             return
         record, nodes = first
-        if record in (progress.record, self._record) and joined(nodes, progress.share.parts) in finished:
-            self._base, self._record, self._nodes = base, record, nodes
+        if record in (progress.record, self.record) and joined(nodes, progress.share.parts) in finished:
+            self._base, self.record, self._nodes = base, record, nodes
 
-    def nodes(self) -> tuple[Node, ...]:
-        """Returns the nodes of which this member brings the sums, in the new generation."""
+    def tell(self, group: Group, step: int, parts: int) -> Work[Any] | None:
+        """Tells the other ranks what this one has, and hears what they have; None if they know already.
+
+        A collective of the first step of a generation, which begins before the step's block.
+        """
+        due, self._due = self._due, False
+        if not due:
+            return None
+        return group.all_gather(row_of_held(self.nodes(), parts)[None], label=f"parts-{step}", async_op=True)
+
+    def nodes(self) -> tuple[Node, ...] | None:
+        """Returns the nodes of which this member brings the sums, in the new generation; None to refuse any sums."""
+        if self._refuses:
+            return None
         for holder in self._holders:
             holder.recover_parts()
-        if any(holder.held_parts() != (self._record, self._nodes) for holder in self._holders):
+        if any(holder.held_parts() != (self.record, self._nodes) for holder in self._holders):
             self.drop()
         return self._nodes

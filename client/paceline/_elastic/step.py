@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline._collectives.part_plan import even_share, held_of_row, plan_parts, row_of_held
+from paceline._collectives.part_plan import even_share, held_of_row, plan_parts
 from paceline._collectives.part_tree import Node
 from paceline._elastic.differences import find_minority
 from paceline._elastic.foreign import seed_frameworks
@@ -21,7 +21,7 @@ from paceline._elastic.state import TrainState
 from paceline._elastic.step_parts import StepPart, part_seed
 from paceline._elastic.twice import TwicePart, odd_ones, twice_part
 from paceline._group import Group
-from paceline._group.group_core import PartTurn
+from paceline._group.group_core import PartsNotHeld, PartTurn
 from paceline._links.fault import Suspicion
 from paceline._parallel._agreement import NewcomerDiffers
 from paceline._work import Work
@@ -120,6 +120,7 @@ class Step:
         digest: int,
         seed: int,
         kept: KeptParts | None = None,
+        told: Work[Any] | None = None,
     ) -> None:
         self.number = number
         self.attempt = attempt
@@ -156,8 +157,12 @@ class Step:
         self._progress = PartProgress(even_share(self.rank, self.world, self._parts)) if self._parts else None
         self._kept = kept
         """What this rank has from an attempt that was undone; None if nothing is kept, on any rank."""
-        if self._progress is not None and kept is not None:
-            self._progress.divided = not kept.due
+        self._told = told
+        """What all ranks have kept, as rows of `row_of_held`; None if they know that there is nothing."""
+        if self._progress is not None:
+            self._progress.divided = told is None
+        self._lacks = False
+        """Whether a wrapper had none of the sums that this rank has told the others it kept."""
         self._samples_of_parts = 0
         self._twice = self._twice_part()
         self._checked = False
@@ -181,11 +186,10 @@ class Step:
         several updates goes through its parts once for each, and reads them anew each time: after a failure the first
         loop has only the parts that were lost.
 
-        In the first step of a generation the first reading is a collective: ranks tell each other what they have kept.
+        In the first step of a generation the first reading waits until ranks have told each other what they have kept.
 
         Raises:
             UnsupportedOp: the training state has no sampler, or its sampler has no parts.
-            StepOrderError: they are read outside of the block.
             PacelineError: the generation has failed.
         """
         progress = self._progress
@@ -194,8 +198,9 @@ class Step:
         if not progress.divided:
             self._divide(progress)
         share = progress.share
-        batch = {number: self.sampler.current_part(number) for number in range(self._parts)}
         mine = [number for node in share.nodes[self.rank] for number in range(*node)]
+        checked = () if self._twice is None else (self._twice.number,)
+        batch = {number: self.sampler.current_part(number) for number in {*mine, *share.numbers, *checked}}
         self._samples_of_parts = sum(len(indices) for indices, weight in map(batch.__getitem__, mine) if weight)
         turns = [PartTurn(number, share, progress.record) for number in share.numbers]
         if self._checks and not self._open:
@@ -213,19 +218,18 @@ class Step:
 
     def _divide(self, progress: PartProgress) -> None:
         """Divides the parts that no rank has kept among all."""
-        if not self.entered or self.left:
-            raise StepOrderError("step.parts belongs inside `with step:`")
+        assert self._told is not None
         assert self._kept is not None
-        mine = row_of_held(self._kept.nodes(), self._parts)
-        rows: Any = self._group.all_gather(mine[None], label=f"parts-{self.number}")
-        held = tuple(self._held_by(rank, row) for rank, row in enumerate(rows))
-        progress.repair(plan_parts(held, self._parts)[self.rank])
+        rows = self._told.wait()
+        held = [self._held_by(rank, row) for rank, row in enumerate(rows)]
+        usable = tuple(() if None in held else nodes or () for nodes in held)
+        progress.repair(plan_parts(usable, self._parts)[self.rank], self._kept.record)
         if rows.any():
             mine_now = progress.share.numbers
             _log.info("step %d is repaired: this rank computes part %s", self.number, ", ".join(map(str, mine_now)))
 
-    def _held_by(self, rank: int, row: NDArray[np.int64]) -> tuple[Node, ...]:
-        """Returns what a rank has kept; ends the generation if that cannot be."""
+    def _held_by(self, rank: int, row: NDArray[np.int64]) -> tuple[Node, ...] | None:
+        """Returns what a rank has kept, None if it refuses any sums; ends the generation if the row cannot be."""
         try:
             return held_of_row(row)
         except ValueError as error:
@@ -238,7 +242,9 @@ class Step:
         """Keeps what the wrappers hold of this attempt, which was undone, for the next one."""
         if self._progress is None:
             return
-        if self._open or self.spoiled or self._twice is not None:  # a part that is computed twice is digested whole
+        if self._lacks:
+            kept.refuse()
+        elif self._open or self.spoiled or self._twice is not None:  # a part that is computed twice is digested whole
             kept.drop()
         else:
             kept.keep(base, self._progress)
@@ -500,7 +506,7 @@ class Step:
         self._group.set_part(self._parts)
         self._group.set_gradient_weight(1.0)
         seed_frameworks(self._seed, self.number)  # what is drawn after the parts does not depend on how many they were
-        if whole and self._progress is not None:
+        if whole and self._progress is not None and not turn.record.failed:  # the script may have caught an error
             self._progress.end(turn)
             self._checked = self._checked or turn.is_check
             if self._kept is not None and not turn.is_check:
@@ -547,6 +553,9 @@ class Step:
         if self._parts:
             self._group.set_part(0)
         self._word.drop()
+        if isinstance(error, PartsNotHeld):
+            self._lacks = True
+            self._tell(error)  # ends the generation, so that all take the step again
         failed = self._mesh.fault.failed
         if self._open and not self.spoiled and not self._takes_back(error):
             self.applied = True

@@ -91,7 +91,8 @@ class TrainingLoop:
         self._last_update = 0
         self._large: list[NDArray[Any]] = []
         self._told_lost = ""
-        self._kept_parts = None if state.is_sharded else KeptParts()
+        self._parts = 0 if state.sampler is None else state.sampler.parts
+        self._kept_parts = KeptParts() if self._parts and not state.is_sharded else None
         self.guard = StateGuard(coordinator, state, member, saver, self._recovery, self._blocks, self._tell_committed)
 
     def held_of(self, state: TrainState) -> Tag | None:
@@ -159,14 +160,13 @@ class TrainingLoop:
             self._saver.begin(self._member.held, self._state, group)  # first: the word says whether it writes
             values = step_word(self._flags(), number, digest)
             pending = PendingStepWord(group, values, number, with_gradients=with_gradients)
+            told = None if self._kept_parts is None else self._kept_parts.tell(group, number, self._parts)
         except PacelineError as error:
             self._failed(error)
             return None
         step = self.guard.step = Step(
-            number, attempt, group, self._state, self.guard, pending, digest, self._seed, self._kept_parts
+            number, attempt, group, self._state, self.guard, pending, digest, self._seed, self._kept_parts, told
         )
-        if self._kept_parts is not None:
-            self._kept_parts.due = False
         group.ban_collectives(BETWEEN_STEPS)
         return step
 

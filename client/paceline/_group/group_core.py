@@ -31,7 +31,17 @@ from paceline._work import Lane, Progress, Work
 from paceline.config import Config, checked_timeout
 from paceline.errors import ConcurrentUse, InvalidRank, PacelineError, StaleGeneration, StepOrderError, UnsupportedOp
 
-__all__ = ["Binding", "GroupCore", "PIGGYBACK_SIZE", "PartHolder", "PartRecord", "PartTurn", "Piggyback", "labelled"]
+__all__ = [
+    "Binding",
+    "GroupCore",
+    "PIGGYBACK_SIZE",
+    "PartHolder",
+    "PartRecord",
+    "PartTurn",
+    "PartsNotHeld",
+    "Piggyback",
+    "labelled",
+]
 
 PIGGYBACK_SIZE = 25
 """Most numbers in a piggyback."""
@@ -138,12 +148,18 @@ class PartHolder(Protocol):
         """Takes back memory that an abandoned collective has used; forgets sums that one may still read."""
 
 
+class PartsNotHeld(PacelineError):
+    """A wrapper lacks sums of parts that this member has told the others it kept. The step is taken again whole."""
+
+
 @dataclass(eq=False, slots=True)
 class PartRecord:
     """Records what wrappers have done with the parts in one attempt at a step; each is an object of its own.
 
     Attributes:
         wrappers: those that have begun a backward pass of a part, in this order.
+        kept: the record of the attempt from which this one has kept sums; None if it has none.
+        failed: True once a wrapper's pass has raised, whether or not the script caught it.
         waiting: ids of the wrappers that hold gradients of some of the rank's parts, but not of all.
         summed: True once a wrapper has summed the parts of all ranks.
         updated: ids of the optimizers that have run since then.
@@ -155,6 +171,8 @@ class PartRecord:
     """
 
     wrappers: list[PartHolder] = field(default_factory=list)
+    kept: PartRecord | None = None
+    failed: bool = False
     waiting: set[int] = field(default_factory=set)
     summed: bool = False
     updated: set[int] = field(default_factory=set)

@@ -17,8 +17,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 
+from paceline._collectives.part_plan import sums_at_once
 from paceline._collectives.part_tree import Node
-from paceline._group.group_core import PIGGYBACK_SIZE, PartRecord, PartTurn, Piggyback
+from paceline._group.group_core import PIGGYBACK_SIZE, PartRecord, PartsNotHeld, PartTurn, Piggyback
 from paceline._parallel._buckets import FIRST_BYTES, plan_buckets
 from paceline._parallel._parameter import Parameter, ignoring_gradients
 from paceline._parallel._ranks import PendingWork
@@ -183,16 +184,19 @@ class BucketReducer:
         before, self._turn = self._turn, turn
         if turn is None or turn.is_first:
             self._recover()
-            self._record, kept = (None, ()) if turn is None else (turn.record, turn.share.kept)
+            kept = () if turn is None else turn.share.kept
+            if turn is not None and kept and not (self._record is turn.record.kept and self._holds(kept)):
+                raise PartsNotHeld("a wrapper has none of the sums that were kept when the step was undone")
+            self._record = None if turn is None else turn.record
+            usual = 0 if turn is None else sums_at_once(turn.share)
             for bucket in self._buckets:
-                bucket.keep_nodes(kept)
-            if any(bucket.nodes != kept for bucket in self._buckets):
-                raise StepOrderError(
-                    "a wrapper has none of the sums of parts that were kept when the step was undone: each attempt at "
-                    "a step must use the same wrappers"
-                )
+                bucket.keep_nodes(kept, spare=usual)
         if turn is not None:
             check_follows(before, turn, self.parameters.items())
+
+    def _holds(self, nodes: Sequence[Node]) -> bool:
+        """Returns True if all buckets have the sums of these nodes."""
+        return all(set(bucket.nodes) >= set(nodes) for bucket in self._buckets)
 
     def keep_part(self, *, weight: float) -> None:
         """See `GradientReducer`."""

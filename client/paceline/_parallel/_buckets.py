@@ -293,12 +293,14 @@ class Bucket:
         """The nodes of whose parts the bucket holds the sums, from left to right."""
         return tuple(node for node, _ in self._sums)
 
-    def keep_nodes(self, nodes: Sequence[Node]) -> None:
-        """Forgets the sums of finished parts, except those of these nodes."""
+    def keep_nodes(self, nodes: Sequence[Node], *, spare: int) -> None:
+        """See `GradientBucket`."""
         self._spare += [sums for node, sums in self._sums if node not in nodes]
         self._sums = [(node, sums) for node, sums in self._sums if node in nodes]
         for _, sums in self._sums:
             sums.flat[self._weight_at + 1 + len(self._parameters) :] = 0  # the step word of the undone attempt
+        if not nodes:  # a repair takes more memory than other steps
+            del self._spare[spare:]
         self.parts, self.terms, self.nodes_by_rank = 0, [], ()
 
     def unpack(self, total: float, *, divided: bool = False) -> None:

@@ -88,6 +88,7 @@ class GradientReducer(Protocol):
         Raises:
             UnsupportedOp: the gradients of parts cannot be summed in one fixed order here.
             StepOrderError: a part was left out, has a second pass, or began with gradients.
+            PartsNotHeld: sums that were kept of an undone attempt are missing.
         """
 
     def keep_part(self, *, weight: float) -> None:
@@ -439,6 +440,9 @@ def own_collectives(group: RankGroup) -> Iterator[None]:
     turn.record.in_wrappers += 1
     try:
         yield
+    except BaseException:
+        turn.record.failed = True
+        raise
     finally:
         turn.record.in_wrappers -= 1
 

@@ -70,8 +70,8 @@ class GradientBucket(Protocol):
     def nodes(self) -> tuple[Node, ...]:
         """The nodes of the tree over parts of which it holds the sums."""
 
-    def keep_nodes(self, nodes: Sequence[Node]) -> None:
-        """Forgets the gradients of finished parts, except the sums of these nodes."""
+    def keep_nodes(self, nodes: Sequence[Node], *, spare: int) -> None:
+        """Forgets the gradients of finished parts, except the sums of these nodes; keeps memory for `spare` others."""
 
     def pack(self, weight: float, *, alone: bool) -> None:
         """Completes the message with this rank's weight; until `unpack` its gradients must not be written.

@@ -129,7 +129,7 @@ class TensorBucket:
         """Empty: there are no parts."""
         return ()
 
-    def keep_nodes(self, nodes: Sequence[Node]) -> None:
+    def keep_nodes(self, nodes: Sequence[Node], *, spare: int) -> None:
         """Does nothing: there are none."""
 
     def vacate(self) -> None:

@@ -21,7 +21,14 @@ _BATCH, _SEED = 29, 4
 def problem_of(model: str) -> Any:
     """The problem of that name."""
     name, _, strategy = model.partition("/")
-    problem: Any = {"mlp": Mlp, "torch-mlp": TorchMlp, "cnn": Cnn, "characters": Characters}[name]()
+    problem: Any = {
+        "mlp": Mlp,
+        "torch-mlp": TorchMlp,
+        "cnn": Cnn,
+        "characters": Characters,
+        "two": Two,
+        "wraps-anew": WrapsAnew,
+    }[name]()
     if strategy:
         problem.strategy = paceline.ShardingStrategy(strategy)
     return problem
@@ -73,6 +80,59 @@ class Mlp:
         """The optimizer's step."""
         self.model.clip_grad_norm(0.5)
         self.optimizer.step()
+
+
+class WrapsAnew(Mlp):
+    """The state has the bare module, which the script wraps anew in each generation."""
+
+    bare = True
+
+    def build(self, group: Any, **settings: Any) -> Any:
+        """The training state."""
+        self._group, self._generation = group, group.generation
+        return super().build(group, **settings)
+
+    def compute(self, part: Any) -> None:
+        """Forward and backward."""
+        if self._group.generation != self._generation:
+            self._generation = self._group.generation
+            self.model = paceline.DDP(self.model.module, self._group, bucket_mb=1e-3)
+        super().compute(part)
+
+
+class Two(Mlp):
+    """Two wrappers, of which the second is in every second step only."""
+
+    def build(self, group: Any, **settings: Any) -> Any:
+        """The training state."""
+        rng = np.random.default_rng(_SEED)
+        self._wrappers = [paceline.DDP(Linear(12, 5, rng=rng), group) for _ in range(2)]
+        self._optimizers = [paceline.optim.Adam(wrapper, lr=0.01) for wrapper in self._wrappers]
+        self.optimizer = self
+        things = {
+            f"{kind}{n}": thing
+            for n in range(2)
+            for kind, thing in (("w", self._wrappers[n]), ("o", self._optimizers[n]))
+        }
+        sampler = paceline.ElasticSampler(200, global_batch=_BATCH, **settings)
+        return paceline.TrainState(sampler=sampler, **things)
+
+    def zero_grad(self) -> None:
+        """Of both."""
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+
+    def compute(self, part: Any) -> None:
+        """Forward and backward."""
+        self._used = 2 - part.step.number % 2
+        for wrapper in self._wrappers[: self._used]:
+            _, dy = softmax_cross_entropy(wrapper(self.x[part.indices]), self.t[part.indices])
+            wrapper.backward(dy)
+
+    def update(self) -> None:
+        """The optimizers' steps."""
+        for optimizer in self._optimizers[: self._used]:
+            optimizer.step()
 
 
 class _Torch:

@@ -18,6 +18,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))  # tests/, for `support`
 
+import numpy as np
+
 import paceline
 from paceline._elastic import machine_bits
 from support.elastic.brake import Brake
@@ -66,6 +68,10 @@ def main() -> None:
                 checkpoint_every=plan.get("checkpoint_every"),
             ):
                 with step:
+                    if plan.get("looks_early"):
+                        if step.rank == 0:
+                            len(step.parts)
+                        session.group.all_reduce(np.ones(1))
                     parts = step.parts
                     problem.flips = step.number >= plan.get("flips_from", step.number + 1)
                     used = [int(i) for part in parts if not part.is_check for i in part.indices[: part.samples]]

@@ -135,7 +135,7 @@ def test_what_was_kept_before_is_kept_again() -> None:
     progress.divided = False
     kept.keep(BASE, progress)  # the exchange failed
     assert kept.nodes() == ((4, 6),)
-    progress.repair(plan_parts((((4, 6),),), 8)[0])
+    progress.repair(plan_parts((((4, 6),),), 8)[0], kept.record)
     kept.keep(BASE, progress)  # it died before a part began
     assert kept.nodes() == ((4, 6),)
     wrapper.nodes = ((0, 1), (4, 6))
@@ -145,7 +145,7 @@ def test_what_was_kept_before_is_kept_again() -> None:
 
 def test_parts_of_an_earlier_loop_are_refused_after_a_repair() -> None:
     progress = PartProgress(even_share(0, 1, 8))
-    progress.repair(plan_parts((((4, 8),),), 8)[0])
+    progress.repair(plan_parts((((4, 8),),), 8)[0], PartRecord())
     turns = [PartTurn(number, progress.share, progress.record) for number in progress.share.numbers]
     for turn in turns:
         progress.begin(turn)
@@ -153,6 +153,35 @@ def test_parts_of_an_earlier_loop_are_refused_after_a_repair() -> None:
     assert progress.share == even_share(0, 1, 8)
     with pytest.raises(StepOrderError, match=r"read step\.parts again for each loop"):
         progress.begin(turns[0])
+
+
+def test_parts_of_an_earlier_loop_are_refused_in_a_quiet_step_too() -> None:
+    """Otherwise a script would learn of this rule only after a death."""
+    progress = PartProgress(even_share(0, 1, 2))
+    turns = [PartTurn(number, progress.share, progress.record) for number in progress.share.numbers]
+    for turn in turns:
+        progress.begin(turn)
+        progress.end(turn)
+    with pytest.raises(StepOrderError, match=r"read step\.parts again for each loop"):
+        progress.begin(turns[0])
+
+
+def test_before_a_part_is_whole_nothing_is_kept() -> None:
+    kept, wrapper = KeptParts(), Wrapper((4, 5))
+    attempt(kept, [wrapper], 2)
+    kept.keep(BASE, attempt(kept, [wrapper], 0, begun=1))
+    kept.enter(BASE)
+    assert kept.nodes() == ()
+
+
+def test_a_refusal_lasts_until_the_step_was_tried_again() -> None:
+    kept, wrapper = KeptParts(), Wrapper((4, 6))
+    kept.keep(BASE, attempt(kept, [wrapper], 2))
+    kept.refuse()
+    kept.enter(BASE)
+    assert kept.nodes() is None
+    kept.keep(BASE, attempt(kept, [wrapper], 2))
+    assert kept.nodes() == ((4, 6),)
 
 
 def test_a_loader_sees_the_rest_of_the_repaired_step_and_then_whole_ranges() -> None:

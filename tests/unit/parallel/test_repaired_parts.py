@@ -17,10 +17,10 @@ from paceline._collectives.part_plan import PartShare, even_share, plan_parts
 from paceline._collectives.part_tree import Node
 from paceline._elastic.sampler import ElasticSampler
 from paceline._group import Group
-from paceline._group.group_core import PartRecord, PartTurn
+from paceline._group.group_core import PartRecord, PartsNotHeld, PartTurn
 from paceline._links.fault import Suspicion
 from paceline._parallel import DDP
-from paceline.errors import PacelineError, StepOrderError
+from paceline.errors import PacelineError
 from paceline.testing import next_generation
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.collective_calls import groups_by, quick
@@ -46,7 +46,8 @@ class Rank:
         self.ddp.prepare()
         self.optimizer.zero_grad()
         before = [buffer.copy() for _, buffer in self.model.named_buffers()]
-        self.records.append(record := PartRecord())
+        held = self.ddp._synchronizer.held_parts()
+        self.records.append(record := PartRecord(kept=held[0] if held else None))
         for number in share.numbers[:count]:
             indices, weight = self.sampler.current_part(number)
             self.group.set_part(self.parts, PartTurn(number, share, record))
@@ -199,8 +200,18 @@ def test_a_pass_goes_on_after_a_failure_so_that_its_part_is_kept() -> None:
 def test_a_wrapper_without_the_sums_that_all_count_on() -> None:
     rank = alone()
     share, *_ = plan_parts((((0, 4),),), 8)
-    with pytest.raises(StepOrderError, match="has none of the sums of parts that were kept"):
+    with pytest.raises(PartsNotHeld):
         rank.attempt(share, 1)
+
+
+def test_sums_of_the_same_parts_of_another_step_are_not_taken() -> None:
+    rank = alone()
+    rank.attempt(even_share(0, 1, 8), 4, undone=True)
+    assert rank.held() == ((0, 4),)
+    share, *_ = plan_parts((((0, 4),),), 8)
+    turn = PartTurn(4, share, PartRecord(kept=PartRecord()))  # what was told is of another attempt
+    with pytest.raises(PartsNotHeld):
+        rank.ddp._synchronizer.reducer.begin_part(turn)  # type: ignore[union-attr]
 
 
 def test_kept_sums_carry_no_step_word() -> None:
@@ -210,7 +221,8 @@ def test_kept_sums_carry_no_step_word() -> None:
     assert bucket.nodes == ((0, 2),)
     ((_, memory),) = bucket._sums
     memory.flat[-1] = 7.0  # as if it had been sent with one
-    bucket.keep_nodes(((0, 2),))
+    bucket.keep_nodes(((0, 2),), spare=0)
     assert memory.flat[-1] == 0
-    bucket.keep_nodes(())
+    bucket.keep_nodes((), spare=1)
     assert bucket.nodes == ()
+    assert len(bucket._spare) == 1, "a repair takes more memory than other steps, for a while"
