@@ -237,11 +237,67 @@ def test_what_is_refused() -> None:
         run.steps(lambda step: once(step, run, x))
 
 
-def test_rounds_of_local_training_are_refused() -> None:
-    with paceline.join() as session:
-        net = nn.Linear(3, 2)
-        local = paceline.torch.LocalSGD(net, torch.optim.SGD(net.parameters(), lr=0.1), session.group)
-        state = paceline.TrainState(model=local, sampler=paceline.ElasticSampler(N, global_batch=BATCH, parts=4))
-        for step in session.steps(state, total=1):
-            with step, pytest.raises(UnsupportedOp, match="LocalSGD cannot sum the parts of a step yet"):
-                local.outer_step(1.0)
+class Rounds:
+    """One process that trains rounds in parts."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.session = paceline.join()
+        self.net = nn.Linear(3, 2)
+        self.inner = torch.optim.AdamW(self.net.parameters(), lr=0.1)
+        self.local = paceline.torch.LocalSGD(self.net, self.inner, self.session.group, **settings)
+        sampler = paceline.ElasticSampler(N, global_batch=BATCH, parts=4)
+        self.state = paceline.TrainState(model=self.local, sampler=sampler)
+
+    def rounds(self, inside: Any) -> None:
+        with self.session:
+            for step in self.session.steps(self.state, total=1):
+                with step:
+                    inside(step)
+
+    def train(self, part: Any) -> None:
+        with part:
+            for batch in self.local.part_batches(part, 2):
+                self.net(torch.ones(len(batch), 3) * part.number).square().sum().backward()
+                self.inner.step()
+                self.inner.zero_grad()
+
+
+def test_a_round_is_the_mean_of_replicas_that_begin_alike() -> None:
+    run = Rounds()
+    ends = []
+
+    def inside(step: Any) -> None:
+        for part in step.parts:
+            run.train(part)
+            ends.append((run.net.weight.detach().clone(), part.weight))
+        run.local.outer_step()
+
+    run.rounds(inside)
+    mean = sum(end * share for end, share in ends)
+    assert torch.allclose(run.net.weight, mean, rtol=1e-6)
+    assert not torch.equal(ends[0][0], ends[1][0])
+
+
+def test_what_is_refused_in_rounds() -> None:
+    run = Rounds()
+    with pytest.raises(UnsupportedOp, match="each part has its own weight"):
+        run.rounds(lambda step: run.local.outer_step(1.0))
+    run = Rounds()
+    with pytest.raises(StepOrderError, match="no wrapper has summed the parts of this step"):
+        run.rounds(lambda step: run.local.outer_step())
+    run = Rounds()
+    with pytest.raises(StepOrderError, match="belongs inside of `with part:`"):
+        run.rounds(lambda step: next(run.local.part_batches(step.parts[0], 2)))
+
+    def broken_off(step: Any) -> None:
+        for part in step.parts:
+            with part:
+                next(run.local.part_batches(part, 2))
+        run.local.outer_step()
+
+    run = Rounds()
+    with pytest.raises(StepOrderError):
+        run.rounds(broken_off)
+    run = Rounds(compression="bf16")
+    with pytest.raises(UnsupportedOp, match="neither compression nor an engine keeps"):
+        run.rounds(lambda step: run.train(step.parts[0]))

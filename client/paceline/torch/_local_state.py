@@ -54,6 +54,11 @@ class InnerOptimizers:
         for optimizer in self._optimizers:
             optimizer.zero_grad()
 
+    def forget(self) -> None:
+        """Drops the state for each parameter, such as moments."""
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the numbers in the settings of all groups (learning rates and the like), equal on all members.
 

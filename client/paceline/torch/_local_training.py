@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline._elastic.parts import StatePart
+from paceline._elastic.step_parts import StepPart
 from paceline._group import Group
 from paceline._parallel._data_parallel import DDP
 from paceline._parallel._parameter import Parameter
@@ -101,6 +102,36 @@ class LocalTraining:
             raise ValueError(f"a round must have at least one inner step, not {steps}")
         yield from np.array_split(indices, min(steps, len(indices)) or 1)
 
+    def part_batches(self, part: StepPart, steps: int) -> Iterator[NDArray[np.intp]]:
+        """Trains one part of a round: yields its batches, one for each inner step; see `batches`.
+
+        The part begins with the global parameters, the buffers of the round's beginning, and inner optimizers without
+        state. When all batches have been taken, the change of its parameters is set aside for `outer_step`.
+
+        Args:
+            part: a part of `step.parts`, inside of its block.
+            steps: H.
+
+        Yields:
+            The indices of a batch.
+
+        Raises:
+            StepOrderError: it is not inside of the part's block.
+            ValueError: H is below 1.
+            UnsupportedOp: with compression.
+            PacelineError: a collective failed; the last part of a rank ends with one.
+        """
+        turn = part.turn
+        if self.group.part is not turn:
+            raise StepOrderError("part_batches() belongs inside of `with part:`")
+        if turn.is_first or turn.is_check:
+            self.outer_optimizer.zero_grad()
+        self._wrapper._synchronizer.begin_part()
+        self._model.push()
+        self._inner.forget()
+        yield from self.batches(part.indices, steps)
+        self._wrapper.backward(np.ones(1))
+
     def outer_step(self, weight: float | None = None) -> None:
         """Ends a round: combines the local parameters of all ranks, and continues from the result; a collective.
 
@@ -111,21 +142,22 @@ class LocalTraining:
         Args:
             weight: weight of this rank's round in the mean. In `session.steps` pass `step.weight`, which is 0 for a
                 rank that only repeats another's sample because there are too few. By default the number of inner
-                steps. With 0 the rank's parameters, even NaN, are dropped.
+                steps. With 0 the rank's parameters, even NaN, are dropped. None in a round in parts, which have
+                weights of their own.
 
         Raises:
             ValueError: the weight is negative or not finite.
-            StepOrderError: the ranks began with different parameters (see `prepare`), or all weights are 0.
-            UnsupportedOp: a parameter was frozen or unfrozen since this object was made, or the sampler has parts.
+            StepOrderError: the ranks began with different parameters (see `prepare`), or all weights are 0; or a part
+                of the round was not trained with `part_batches`.
+            UnsupportedOp: a parameter was frozen or unfrozen since this object was made; or a weight in parts.
             PacelineError: a collective failed. The net then keeps its local parameters; `session.steps` undoes the
                 round.
         """
-        if self.group.parts:
-            raise UnsupportedOp(
-                f"{type(self).__name__} cannot sum the parts of a step yet: use DDP, or leave out the sampler's parts"
-            )
-        self.outer_optimizer.zero_grad()
-        self._wrapper.backward(np.ones(1), float(self._inner_steps) if weight is None else weight)
+        if not self.group.parts:
+            self.outer_optimizer.zero_grad()
+            self._wrapper.backward(np.ones(1), float(self._inner_steps) if weight is None else weight)
+        elif weight is not None:
+            raise UnsupportedOp("outer_step(weight) in a round in parts: each part has its own weight, so leave it out")
         self.outer_optimizer.step()  # inside of session.steps this is the gate
         self._model.push()
         self._end_round()
@@ -201,6 +233,21 @@ class LocalSGD(LocalTraining):
     **Memory.** Besides the net, its gradients and the inner optimizer, host memory holds the global parameters and the
     values to send, P numbers each. Error feedback takes another 2 P. In `session.steps` there is a copy of the inner
     optimizer's state, on its device: 2 P for AdamW.
+
+    **Parts.** If the sampler has parts, the bits do not depend on the number of workers: each part trains a replica of
+    the net, which takes H inner steps from the global parameters with inner optimizers that begin without state.
+
+        for step in session.steps(state, total=rounds):
+            with step:
+                for part in step.parts:
+                    with part:
+                        for batch in local.part_batches(part, H):
+                            loss(net(x[batch]), t[batch]).backward()
+                            inner.step()
+                            inner.zero_grad()
+                local.outer_step()
+
+    A rank trains V / W replicas one after the other. Change the inner learning rate between rounds only.
 
     Args:
         net: a torch module, not wrapped.

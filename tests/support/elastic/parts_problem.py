@@ -11,7 +11,7 @@ from paceline.nn import Linear, ReLU, Sequential, softmax_cross_entropy
 
 __all__ = ["MODELS", "problem_of"]
 
-MODELS = ("mlp", "torch-mlp", "cnn", "characters")
+MODELS = ("mlp", "torch-mlp", "cnn", "characters", "diloco")
 """The first is of NumPy, the others of torch. Each may be followed by a strategy of FSDP: "mlp/full_shard"."""
 
 _BATCH, _SEED = 29, 4
@@ -26,6 +26,7 @@ def problem_of(model: str) -> Any:
         "torch-mlp": TorchMlp,
         "cnn": Cnn,
         "characters": Characters,
+        "diloco": Rounds,
         "two": Two,
         "wraps-anew": WrapsAnew,
     }[name]()
@@ -224,6 +225,31 @@ class Cnn(_Torch):
             nn.Conv2d(1, 9, 3), nn.BatchNorm2d(9), nn.ReLU(), nn.Conv2d(9, 7, 3), nn.BatchNorm2d(7), nn.ReLU(),
             nn.Dropout(0.2), nn.Flatten(), nn.Linear(7 * 4 * 4, 10),
         )  # fmt: skip
+
+
+class Rounds(Cnn):
+    """Rounds of DiLoCo."""
+
+    def build(self, group: Any, **settings: Any) -> Any:
+        """The training state."""
+        torch = self.torch
+        torch.manual_seed(_SEED)
+        self._net = self.net()
+        self.optimizer = torch.optim.AdamW(self._net.parameters(), lr=3e-3)
+        self.model = paceline.torch.DiLoCo(self._net, self.optimizer, group, bucket_mb=0.005)
+        sampler = paceline.ElasticSampler(len(self.x), global_batch=_BATCH, **settings)
+        return paceline.TrainState(model=self.model, sampler=sampler)
+
+    def compute(self, part: Any) -> None:
+        """Inner steps."""
+        for batch in self.model.part_batches(part, 2):
+            self.torch.nn.functional.cross_entropy(self._net(self.x[batch]), self.t[batch]).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def update(self) -> None:
+        """The outer step."""
+        self.model.outer_step()
 
 
 class Characters(_Torch):
