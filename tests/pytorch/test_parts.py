@@ -242,7 +242,9 @@ class Rounds:
 
     def __init__(self, **settings: Any) -> None:
         self.session = paceline.join()
-        self.net = nn.Linear(3, 2)
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            self.net = nn.Linear(3, 2)
         self.inner = torch.optim.AdamW(self.net.parameters(), lr=0.1)
         self.local = paceline.torch.LocalSGD(self.net, self.inner, self.session.group, **settings)
         sampler = paceline.ElasticSampler(N, global_batch=BATCH, parts=4)
@@ -278,7 +280,40 @@ def test_a_round_is_the_mean_of_replicas_that_begin_alike() -> None:
     assert not torch.equal(ends[0][0], ends[1][0])
 
 
+def test_a_replica_begins_without_gradients_that_another_has_left() -> None:
+    """A script may have an inner step for every second batch."""
+
+    def end_of_part_2(clears: bool) -> Any:
+        run, ends = Rounds(), []
+
+        def inside(step: Any) -> None:
+            for part in step.parts:
+                if part.number == 2 and clears:
+                    run.inner.zero_grad()
+                with part:
+                    for number, batch in enumerate(run.local.part_batches(part, 3)):
+                        run.net(torch.ones(len(batch), 3) * (1 + part.number)).square().sum().backward()
+                        if number % 2:
+                            run.inner.step()
+                            run.inner.zero_grad()
+                ends.append(run.net.weight.detach().clone())
+            run.local.outer_step()
+
+        run.rounds(inside)
+        return ends[2]
+
+    assert torch.equal(end_of_part_2(False), end_of_part_2(True))
+
+
 def test_what_is_refused_in_rounds() -> None:
+    def scheduled(step: Any) -> None:
+        with step.parts[0] as part:
+            for _ in run.local.part_batches(part, 2):
+                run.inner.param_groups[0]["lr"] *= 0.5
+
+    run = Rounds()
+    with pytest.raises(StepOrderError, match="a setting of the inner optimizer, such as its learning rate, changed in"):
+        run.rounds(scheduled)
     run = Rounds()
     with pytest.raises(UnsupportedOp, match="each part has its own weight"):
         run.rounds(lambda step: run.local.outer_step(1.0))

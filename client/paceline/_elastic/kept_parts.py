@@ -135,6 +135,11 @@ class KeptParts:
         """Forgets all sums, because another step begins, or another state."""
         self._base, self._nodes = None, ()
 
+    def step_over(self) -> None:
+        """Forgets all sums and any refusal, because the step is over."""
+        self.drop()
+        self._refuses = False
+
     def refuse(self) -> None:
         """Has all ranks take the step again whole: the script has made other wrappers, which have no sums."""
         self.drop()
@@ -154,6 +159,7 @@ class KeptParts:
         if not progress.divided:  # the attempt failed before this member used what it has
             return
         self._refuses = False
+        progress.record.kept = None  # the attempt is over
         known = all(any(holder is other for other in self._holders) for holder in progress.record.wrappers)
         held = [holder.held_parts() for holder in self._holders]
         first, finished = next(iter(held), None), progress.finished()

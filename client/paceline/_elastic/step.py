@@ -224,7 +224,7 @@ class Step:
         held = [self._held_by(rank, row) for rank, row in enumerate(rows)]
         usable = tuple(() if None in held else nodes or () for nodes in held)
         progress.repair(plan_parts(usable, self._parts)[self.rank], self._kept.record)
-        if rows.any():
+        if any(usable):
             mine_now = progress.share.numbers
             _log.info("step %d is repaired: this rank computes part %s", self.number, ", ".join(map(str, mine_now)))
 
@@ -436,7 +436,7 @@ class Step:
         if self.updates and not record.summed:
             raise StepOrderError(
                 "no wrapper has summed the parts of this step, so its gradients would depend on the number of workers: "
-                "compute with DDP in `for part in step.parts: with part: ...`"
+                "compute with DDP in `for part in step.parts: with part: ...`, or in rounds with part_batches()"
             )
         if optimizer is not None:
             if id(optimizer) in record.updated:

@@ -67,7 +67,6 @@ class StepPart:
         is_check: True if its gradients are not added to those of the step: it is another worker's part, and they are
             only compared (`ElasticSampler(..., check_every=100)`); or the step is repaired after a failure, and nothing
             else is left for this worker. Compute it like the others, but leave it out of sums of your own.
-        turn: this worker's turn at it; for wrappers.
     """
 
     def __init__(
@@ -81,11 +80,11 @@ class StepPart:
         self.is_check = turn.is_check or turn.share.repeats
         self.indices, self.weight = share
         self._runner = runner
-        self.turn = turn
+        self._turn = turn
         self._seed = seed
 
     def __repr__(self) -> str:
-        return f"<StepPart {self.number} of {self.turn.parts}, {self.samples} samples>"
+        return f"<StepPart {self.number} of {self._turn.parts}, {self.samples} samples>"
 
     @property
     def samples(self) -> int:
@@ -104,18 +103,18 @@ class StepPart:
 
     def ahead(self) -> Iterator[Planned]:
         """Yields this part, and what the rank computes after it if the world stays as it is; never ends."""
-        ahead, share = self._runner.sampler.parts_ahead, self.turn.share
+        ahead, share = self._runner.sampler.parts_ahead, self._turn.share
         usual = range(*part_range(share.rank, len(share.nodes), share.parts))
-        if self.turn.is_check:
+        if self._turn.is_check:
             return ahead([self.number, *share.numbers], usual)
         return ahead(share.numbers[share.numbers.index(self.number) :], usual)
 
     def __enter__(self) -> StepPart:
-        self._runner.enter_part(self.turn, self.weight)
+        self._runner.enter_part(self._turn, self.weight)
         seed_frameworks(*self._seed)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._runner.leave_part(self.turn, whole=error is None)
+        self._runner.leave_part(self._turn, whole=error is None)

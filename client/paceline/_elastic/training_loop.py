@@ -193,7 +193,7 @@ class TrainingLoop:
             self._counters.step_undone()
         if self._kept_parts is not None:
             if step.applied or over:
-                self._kept_parts.drop()
+                self._kept_parts.step_over()
             else:
                 step.keep_parts(self._kept_parts, self._member.held)
         if not step.applied:

@@ -55,9 +55,18 @@ class InnerOptimizers:
             optimizer.zero_grad()
 
     def forget(self) -> None:
-        """Drops the state for each parameter, such as moments."""
+        """Drops gradients, and the state for each parameter, such as moments."""
+        self.zero_grad()
         for optimizer in self._optimizers:
             optimizer.state.clear()
+
+    def numbers(self) -> list[float]:
+        """Returns all numbers in the settings."""
+        found: list[float] = []
+        for group in (group for one in self._optimizers for group in one.param_groups):
+            for value in filter(_is_number, group.values()):
+                found += map(float, value) if isinstance(value, tuple) else [float(value)]
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the numbers in the settings of all groups (learning rates and the like), equal on all members.
@@ -166,6 +175,12 @@ class OuterModel:
         """Yields the net's buffers; for another device their host copies, which are valid from `backward` to `push`."""
         for path, tensor in self._net.named_buffers():  # looked up each time, as a module may replace them
             yield path, self._as_it_lies(path, tensor)
+
+    @property
+    def on_cpu(self) -> bool:
+        """True if all of the net is on the CPU."""
+        tensors = (*self._tensors.values(), *(tensor for _, tensor in self._net.named_buffers()))
+        return all(tensor.device.type == "cpu" for tensor in tensors)
 
     def forward(self, x: Any) -> Any:
         """Returns the net's output."""

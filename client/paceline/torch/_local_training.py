@@ -105,8 +105,9 @@ class LocalTraining:
     def part_batches(self, part: StepPart, steps: int) -> Iterator[NDArray[np.intp]]:
         """Trains one part of a round: yields its batches, one for each inner step; see `batches`.
 
-        The part begins with the global parameters, the buffers of the round's beginning, and inner optimizers without
-        state. When all batches have been taken, the change of its parameters is set aside for `outer_step`.
+        The part begins with the global parameters, the buffers of the round's beginning, no gradients, and inner
+        optimizers without state. When the loop over the batches ends, the change of its parameters is set aside for
+        `outer_step`. So take the inner step of a batch before you take the next batch.
 
         Args:
             part: a part of `step.parts`, inside of its block.
@@ -116,40 +117,49 @@ class LocalTraining:
             The indices of a batch.
 
         Raises:
-            StepOrderError: it is not inside of the part's block.
+            StepOrderError: it is not inside of the part's block, or a setting of the inner optimizer has changed.
             ValueError: H is below 1.
-            UnsupportedOp: with compression.
+            UnsupportedOp: with compression, or a net that is not on the CPU.
             PacelineError: a collective failed; the last part of a rank ends with one.
         """
-        turn = part.turn
-        if self.group.part is not turn:
+        turn = self.group.part
+        if turn is None or turn.number != part.number:
             raise StepOrderError("part_batches() belongs inside of `with part:`")
+        if not self._model.on_cpu:
+            raise UnsupportedOp("a round in parts needs a net on the CPU: its bits are not promised on other devices")
         if turn.is_first or turn.is_check:
             self.outer_optimizer.zero_grad()
         self._wrapper._synchronizer.begin_part()
         self._model.push()
         self._inner.forget()
+        settings = self._inner.numbers()
         yield from self.batches(part.indices, steps)
+        if self._inner.numbers() != settings:
+            raise StepOrderError(
+                f"a setting of the inner optimizer, such as its learning rate, changed in part {part.number}, so it "
+                "would depend on the number of workers: change settings between rounds"
+            )
         self._wrapper.backward(np.ones(1))
 
     def outer_step(self, weight: float | None = None) -> None:
         """Ends a round: combines the local parameters of all ranks, and continues from the result; a collective.
 
-        Afterwards all ranks hold the same bits of the parameters, and rank 0's buffers. In `session.steps` this takes
-        the place of `optimizer.step()`: it changes the global parameters only once the round is sure to commit, and no
-        other collective may come between it and the end of the block.
+        Afterwards all ranks hold the same bits of the parameters, and the buffers of rank 0 (in parts: of part 0). In
+        `session.steps` this takes the place of `optimizer.step()`: it changes the global parameters only once the round
+        is sure to commit, and no other collective may come between it and the end of the block.
 
         Args:
             weight: weight of this rank's round in the mean. In `session.steps` pass `step.weight`, which is 0 for a
                 rank that only repeats another's sample because there are too few. By default the number of inner
-                steps. With 0 the rank's parameters, even NaN, are dropped. None in a round in parts, which have
-                weights of their own.
+                steps. With 0 the rank's parameters, even NaN, are dropped. Leave it out in parts: each part has its
+                own weight.
 
         Raises:
             ValueError: the weight is negative or not finite.
             StepOrderError: the ranks began with different parameters (see `prepare`), or all weights are 0; or a part
                 of the round was not trained with `part_batches`.
-            UnsupportedOp: a parameter was frozen or unfrozen since this object was made; or a weight in parts.
+            UnsupportedOp: a parameter was frozen or unfrozen since this object was made; or a weight was given in a
+                round in parts.
             PacelineError: a collective failed. The net then keeps its local parameters; `session.steps` undoes the
                 round.
         """
@@ -195,7 +205,8 @@ class LocalTraining:
 
     def _took_inner_step(self) -> None:
         self._inner_steps += 1
-        if self._watches:
+        turn = self.group.part
+        if self._watches and (turn is None or turn.is_first):  # what comes after a rank's first part is kept
             self.group.mesh.fault.check()  # do not finish a round that will be undone
 
 

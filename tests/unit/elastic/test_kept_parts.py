@@ -182,6 +182,9 @@ def test_a_refusal_lasts_until_the_step_was_tried_again() -> None:
     assert kept.nodes() is None
     kept.keep(BASE, attempt(kept, [wrapper], 2))
     assert kept.nodes() == ((4, 6),)
+    kept.refuse()
+    kept.step_over()
+    assert kept.nodes() == ()
 
 
 def test_a_loader_sees_the_rest_of_the_repaired_step_and_then_whole_ranges() -> None:
