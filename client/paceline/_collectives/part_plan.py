@@ -1,4 +1,4 @@
-"""Who computes which parts of a step, and which sums of parts each rank gives to the sum over all ranks. Pure.
+"""Divides the parts of a step among ranks, and chooses the sums of parts that each rank gives to the total. Pure.
 
 In an undisturbed step rank r computes the parts [r V // W, (r + 1) V // W). If an attempt at the step was undone,
 ranks may still hold sums of parts from it: nodes of the tree (`part_tree`). Then these are kept, and only the missing
@@ -27,7 +27,7 @@ _REFUSES = -1
 
 @dataclass(frozen=True, slots=True)
 class PartShare:
-    """What one rank does with the parts of a step.
+    """The share of one rank in the parts of a step.
 
     Attributes:
         parts: V.

@@ -156,9 +156,9 @@ class Step:
         """V; 0 if the sampler has no parts."""
         self._progress = PartProgress(even_share(self.rank, self.world, self._parts)) if self._parts else None
         self._kept = kept
-        """What this rank has from an attempt that was undone; None if nothing is kept, on any rank."""
+        """The sums that this rank keeps from an undone attempt; None if no rank keeps any in this job."""
         self._told = told
-        """What all ranks have kept, as rows of `row_of_held`; None if they know that there is nothing."""
+        """The exchange of what each rank has kept, as rows of `row_of_held`; None after a generation's first step."""
         if self._progress is not None:
             self._progress.divided = told is None
         self._lacks = False

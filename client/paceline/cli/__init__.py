@@ -15,7 +15,7 @@ def main() -> None:
 
         app(prog_name="paceline")
     except SystemExit as end:
-        # typer prints help and usage outside of commands, and ends with 1 if whoever reads that has gone (`| head`).
+        # typer prints help and usage outside of commands, and ends with 1 if the reader has gone (`| head`).
         if isinstance(end.__context__, BrokenPipeError):
             sys.exit(128 + signal.SIGPIPE)
         raise

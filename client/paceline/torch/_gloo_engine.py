@@ -200,9 +200,8 @@ def _tcp_sockets() -> Iterator[socket.socket]:
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue
             connection = socket.socket(fileno=os.dup(int(name)))
-        except (
-            OSError
-        ):  # it was closed meanwhile; or is a file now, whose duplicate stays open for the sake of its locks
+        except OSError:
+            # It was closed meanwhile. Or it is a file now, whose duplicate stays open, for the sake of its locks.
             continue
         if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
             yield connection

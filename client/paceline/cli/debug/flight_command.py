@@ -1,4 +1,4 @@
-"""`paceline flight`: says who is stuck in what, and since when."""
+"""`paceline flight`: names the ranks that are stuck, the operation that each is stuck in, and since when."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class Entered:
 
 @dataclass(frozen=True, slots=True)
 class MemberRecord:
-    """What one member remembers.
+    """The record of one member.
 
     Attributes:
         rank, size: None and 0 while it is in no view.

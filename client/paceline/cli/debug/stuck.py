@@ -57,7 +57,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the records of one job say.
+    """A summary of the records of one job.
 
     Attributes:
         generation: the latest that a record is of; what is found is about this one.
