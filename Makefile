@@ -8,6 +8,9 @@ NEWEST := $(or $(PACELINE_CACHE),$(HOME)/.cache/paceline)/torch-newest
 WHICH  := peers
 VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' client/paceline/_version.py)
 
+# Python keeps what it has compiled: otherwise each process of pytest compiles all tests anew, and each worker all of Paceline.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Tests run side by side in at most 8 processes, three for each two cores, because some tests wait. Those marked `alone`
 # run after them, one by one.
 SIDE_BY_SIDE := -n $(shell expr 3 \* $$(nproc) / 2) --maxprocesses 8 --dist worksteal
@@ -88,8 +91,10 @@ fuzz: $(VENV)/.installed  ## fuzz one decoder: make fuzz TARGET=frame SECONDS=60
 	$(BIN)/pip install --quiet --disable-pip-version-check --group fuzz
 	$(BIN)/python tests/fuzz/run.py $(TARGET) --seconds $(or $(SECONDS),60)
 
-soak: $(VENV)/.installed  ## train while workers and the coordinator fail at random: make soak SECONDS=600 SEED=1
+soak: $(VENV)/.installed  ## train while workers and the coordinator fail at random, then kill several at one instant, then leave in all orders: make soak SECONDS=600 EXITS=1000 SEED=1
 	$(BIN)/python tests/elastic/soak.py --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1)
+	$(BIN)/python tests/elastic/soak_deaths.py --rounds 20 --seed $(or $(SEED),1)
+	$(BIN)/python tests/elastic/soak_exits.py --runs $(or $(EXITS),1000) --seed $(or $(SEED),1)
 
 soak-failover: $(VENV)/.installed  ## train while one thing after the other fails of two coordinators, three nodes of etcd and the network between all (root): make soak-failover ROUNDS=200 SEED=1
 	$(BIN)/python tests/elastic/soak.py --failover $(or $(ROUNDS),200) --seed $(or $(SEED),1)

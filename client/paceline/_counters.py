@@ -26,6 +26,8 @@ class MemberCounters:
         committed: steps that it has committed.
         undone: steps that it began and that were undone.
         samples: samples of its share in the committed steps.
+        skipped: committed steps in which no member made an update.
+        left_out: samples of its share in those.
         waited: seconds that its threads have waited in collectives.
         state_bytes: bytes of training state that it has fetched from other members.
         state_time: seconds that it has spent in fetching them.
@@ -33,6 +35,7 @@ class MemberCounters:
 
     def __init__(self) -> None:
         self.committed = self.undone = self.samples = 0
+        self.skipped = self.left_out = 0
         self.waited = 0.0
         self.state_bytes, self.state_time = 0, 0.0
         self._sent: dict[str, int] = {}  # in generations that are over
@@ -41,7 +44,7 @@ class MemberCounters:
         self._useful = 0.0
         self._since: float | None = None  # when the first step began
         self._mark: float | None = None  # when the present step began; None if none has since the last meeting
-        self._applied = (0, 0)  # the last step that was applied here, and its samples
+        self._applied = self._passed_over = (0, 0)  # the last step that was applied, or skipped, and its samples
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
@@ -62,6 +65,15 @@ class MemberCounters:
         self._useful += now - (now if self._mark is None else self._mark)
         self._mark, self._applied = now, (number, samples)
 
+    def step_skipped(self, number: int, samples: int) -> None:
+        """Takes note that all members skip the step.
+
+        Args:
+            number: of the step.
+            samples: of this member's share, which are left out.
+        """
+        self._mark, self._passed_over = monotonic(), (number, samples)
+
     def step_undone(self) -> None:
         """Takes note that the step was undone."""
         self.undone += 1
@@ -72,6 +84,9 @@ class MemberCounters:
         self.committed += 1
         if self._applied[0] == number:
             self.samples += self._applied[1]
+        elif self._passed_over[0] == number:
+            self.skipped += 1
+            self.left_out += self._passed_over[1]
 
     def stopped(self) -> None:
         """Takes note that this member waits for the next generation."""

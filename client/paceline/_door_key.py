@@ -87,6 +87,10 @@ class DoorKey:
             self._seen.popitem(last=False)
         return "this call was made before" if again else ""
 
+    def mark(self, name: str) -> str:
+        """Returns 64 hexadecimal digits for the name of a file, which only processes with the secret can compute."""
+        return hmac.digest(self._secret, b"stacks\0" + name.encode(), hashlib.sha256).hex()
+
     def _code(self, name: str, number: int, caller: bytes, data: bytes) -> bytes:
         head = name.encode() + b"\0" + number.to_bytes(8, "big") + len(caller).to_bytes(1, "big") + caller
         return hmac.digest(self._secret, head + data, hashlib.sha256)

@@ -7,10 +7,9 @@ import random
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 
 from paceline import errors
-from paceline._grpc import aio, grpc
+from paceline._grpc import aio, grpc, rpc_status
 from pacelinepb import ERROR_DOMAIN
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
@@ -22,6 +21,7 @@ __all__ = [
     "duration",
     "error_from_status",
     "error_type",
+    "is_leaving",
     "is_transient",
     "leader_named_by",
 ]
@@ -94,6 +94,8 @@ _TYPES: dict[int, type[errors.PacelineError]] = {
     ErrorReason.ERROR_REASON_PERMISSION_DENIED: errors.NotPermitted,
     ErrorReason.ERROR_REASON_DAMAGED: errors.CoordinatorUnreachable,
     ErrorReason.ERROR_REASON_NOT_LEADER: errors.CoordinatorUnreachable,
+    ErrorReason.ERROR_REASON_STEP_DIFFERS: errors.StepOrderError,
+    ErrorReason.ERROR_REASON_STEP_SKIPPED: errors.StepSkipped,
 }
 
 
@@ -132,6 +134,11 @@ def _reason(error: aio.AioRpcError) -> str | None:
     """Returns the name of Paceline's reason for a refusal; None if the status has no readable one."""
     info = _info(error)
     return None if info is None else f"ERROR_REASON_{info.reason}"
+
+
+def is_leaving(error: aio.AioRpcError) -> bool:
+    """Returns True if the other side has refused the call because it is leaving or stopping."""
+    return _reason(error) == "ERROR_REASON_DRAINING"
 
 
 def leader_named_by(error: aio.AioRpcError) -> str | None:

@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from pacelinepb.private_files import FileTooOpen, read_private
+from pacelinepb.token_lines import token_flaw, token_lines
 
 __all__ = ["TokenSource"]
 
@@ -53,7 +54,9 @@ class TokenSource:
         self._began_at = time.monotonic()
         self._trouble = ""
         if isinstance(token, str):
-            self._token = _checked(token, "the token")
+            if flaw := token_flaw(token):  # gRPC's own error would show the token
+                raise ValueError(f"the token {flaw}")
+            self._token = token
             return
         try:
             self._token = _start(token).result(FIRST_S)
@@ -124,20 +127,14 @@ def _start(path: Path) -> Future[str]:
 
 def _read(path: Path) -> str:
     try:
-        lines = read_private(path, _MAX_FILE_BYTES).decode("utf-8", "replace").splitlines()
+        text = read_private(path, _MAX_FILE_BYTES).decode("utf-8", "replace")
     except FileTooOpen as error:
         raise FileTooOpen(f"the token file {error}") from None
     except OSError as error:
         raise ValueError(f"cannot read the token file {path}: {error.strerror or error}") from None
-    for line in lines:
-        words = line.split(maxsplit=1)
-        if words and not words[0].startswith("#"):
-            return _checked(words[0], f"the token in {path}")
+    try:
+        for _, token, _ in token_lines(text):
+            return token
+    except ValueError as error:
+        raise ValueError(f"the token file {path}: {error}") from None
     raise ValueError(f"there is no token in {path}")
-
-
-def _checked(token: str, what: str) -> str:
-    """Returns the token if gRPC's metadata can carry it; checked here because gRPC's own error would show it."""
-    if not token or not all("!" <= character <= "~" for character in token):
-        raise ValueError(f"{what} is empty, or has spaces or characters other than printable ASCII")
-    return token

@@ -11,18 +11,21 @@ keep Python's traceback.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import linecache
 import os
 import sys
 import sysconfig
 from collections.abc import Callable
+from opcode import opname
 from pathlib import Path
 from traceback import walk_tb
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 
 from paceline.errors import PacelineError
 
-__all__ = ["in_short", "install_hook", "wants_whole_stack"]
+__all__ = ["in_short", "install_hook", "is_let_go", "takers", "users_place", "wants_whole_stack"]
 
 _HERE = f"{Path(__file__).parent}{os.sep}"
 _OURS = ("paceline_protocol", "paceline_server", "pacelinepb")
@@ -85,6 +88,58 @@ def _users_line(trace: TracebackType | None) -> list[str]:
     return []
 
 
+def users_place(frame: FrameType | None) -> str:
+    """Returns the innermost line of the user's own code from a running frame outwards, such as "train.py:31"."""
+    frame = _users_frame(frame)
+    return "an unknown line" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def takers(frame: FrameType | None) -> frozenset[CodeType]:
+    """Returns the user's own code that takes an iterator's items: generators around it, and the loop's function."""
+    codes = []
+    while (frame := _users_frame(frame)) is not None:
+        codes.append(frame.f_code)
+        if not frame.f_code.co_flags & inspect.CO_GENERATOR:
+            break
+        frame = frame.f_back
+    return frozenset(codes)
+
+
+def is_let_go(frame: FrameType | None, of: frozenset[CodeType]) -> bool:
+    """True if the user's own code drops an iterator, as `break` and `return` do; False if an error unwinds a frame.
+
+    An iterator that is dropped cannot see the error. But the instruction on which the frame stands is then the one that
+    raised; after `break` it is the one that drops the iterator (POP_ITER from Python 3.14 on). If a generator of the
+    user's is closed itself, it stands where it yielded, so the frame around it tells.
+
+    Args:
+        frame: the running frame, in which the iterator is closed.
+        of: the iterator's `takers`. If one of their frames has ended, its caller stands on the call. After an error it
+            does not, because the traceback keeps the frame until the error is handled.
+    """
+    frame = _users_frame(frame)
+    while frame is not None and _instruction(frame) == "YIELD_VALUE":
+        frame = _users_frame(frame.f_back)
+    if frame is None:
+        return True
+    drops = ("POP_TOP", "POP_ITER", "DELETE_", "RETURN_", "STORE_" if frame.f_code in of else "CALL")
+    return _instruction(frame).startswith(drops)
+
+
+def _instruction(frame: FrameType) -> str:
+    """Returns the name of the instruction on which a frame stands; in a call it may stand on the cache behind it."""
+    code, at = frame.f_code.co_code, frame.f_lasti
+    while at > 0 and opname[code[at]] == "CACHE":
+        at -= 2
+    return opname[code[at]]
+
+
+def _users_frame(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and (_is_ours(frame) or not _is_users(frame)):
+        frame = frame.f_back
+    return frame
+
+
 def _is_ours(frame: FrameType) -> bool:
     name = str(frame.f_globals.get("__name__", ""))
     file = frame.f_code.co_filename
@@ -105,4 +160,10 @@ def _is_installed(frame: FrameType) -> bool:
 
 
 def _lies_in(path: Path, *names: str) -> bool:
-    return any(path.is_relative_to(folder) for name in names if (folder := sysconfig.get_path(name)))
+    return any(path.is_relative_to(folder) for name in names if (folder := _folder(name)))
+
+
+@functools.cache
+def _folder(name: str) -> str | None:
+    """Returns one of the interpreter's folders; sysconfig puts it together anew each time."""
+    return sysconfig.get_path(name)

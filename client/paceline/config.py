@@ -87,8 +87,8 @@ class Config:
     """Timeouts in seconds, all above 0, and how members connect to each other.
 
     `failure_timeout` alone decides about silence: members send six heartbeats in that time, and a failure waits for the
-    coordinator's verdict for a sixth of it, half a second at most. It must be longer than any call in the process holds
-    the GIL.
+    coordinator's verdict for a sixth of it, half a second at most. A process that runs is not silent, although a call
+    into C may hold the GIL for longer.
     """
 
     failure_timeout: float = 3.0

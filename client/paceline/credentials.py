@@ -19,6 +19,7 @@ from paceline._grpc import aio, grpc, untyped
 from paceline._tls import TlsFiles, check_member, make_context
 from paceline._token_source import TokenSource
 from pacelinepb.private_files import FileTooOpen, read_private
+from pacelinepb.token_lines import token_flaw
 
 __all__ = ["IN_THE_CLEAR", "MEMBER_NAME", "Credentials"]
 
@@ -75,6 +76,8 @@ class Credentials:
         )
         if token and token_file:
             raise ValueError("PACELINE_TOKEN and PACELINE_TOKEN_FILE are both set: unset one of them")
+        if token and (flaw := token_flaw(token)):
+            raise ValueError(f"PACELINE_TOKEN {flaw}")
         return cls._from_environment(environ, Path(token_file) if token_file else token)
 
     @classmethod

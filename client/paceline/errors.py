@@ -21,7 +21,9 @@ PacelineError
     StaleGeneration                     use of a generation that is over
     DataWorkerLost (RuntimeError)       a process that fetches data for this one has died
     StepVoid                            a step whose generation was voided
-    StepOrderError                      a collective or a gradient at a moment when it cannot be valid
+        StepSkipped                     a step that a member has skipped for all
+    StepOrderError                      a collective or a gradient at a moment when it cannot be valid, or a rank that
+                                        skips a step or leaves the loop alone
     DivergenceError                     members hold different bits where they must hold the same
     OrphanedError                       cut off from the coordinator for longer than `rejoin_timeout`
     SessionClosed                       use of a session that has ended
@@ -61,6 +63,7 @@ __all__ = [
     "SizeMismatch",
     "StaleGeneration",
     "StepOrderError",
+    "StepSkipped",
     "StepVoid",
     "StoreConflict",
     "TlsFailed",
@@ -164,8 +167,15 @@ class StepVoid(PacelineError):
     """The generation of a step was voided: the step has no effect."""
 
 
+class StepSkipped(StepVoid):
+    """A member has called `Step.skip`: all members undo the step, and the loop goes on behind it.
+
+    It is raised inside the step's block, which swallows it.
+    """
+
+
 class StepOrderError(PacelineError):
-    """A collective, a gradient or a question for the rank came when it cannot be valid."""
+    """A collective, a gradient or a question for the rank came when it cannot be valid, or ranks' loops differ."""
 
 
 class DivergenceError(PacelineError):
@@ -193,7 +203,7 @@ class LinkUnavailable(PacelineError):
 
 
 class CheckpointDamaged(PacelineError, ValueError):
-    """A checkpoint is not what was written: a file is missing, cut, or has other bytes; the text names it."""
+    """A checkpoint is not what was written, or cannot be read; the text names a file and the trouble."""
 
 
 class CheckpointFailed(PacelineError, OSError):

@@ -52,6 +52,7 @@ What a member says (an event of the job: `Membership.handle` takes it)
 What happens besides (events too)
     StreamEnded     a member's stream has ended: this is only a suspicion
     AddressRefused  and nobody listens at its address either: it is dead
+    DoorAnswered    a member that had sent nothing for some time answers at its address: its process runs
     ExitReported    a launcher saw a process end, or another worker of its host found it gone
     DrainAsked      an operator wants members to leave at their next step boundary
     RestartAsked    an operator says that the last members are dead, or that a finished job must start again
@@ -75,6 +76,9 @@ What the coordinator says to a member (an effect of an event)
     PushFinished    the job is done
     PassBarrier, FailBarrier    the answer to a barrier
     EndSession      its session is over, and why
+
+What the coordinator finds out (an effect too)
+    AskDoor         whether the process of a member runs: `DoorAnswered` follows if its door answers
 
 What the coordinator has stored (effects too)
     StoreView       a view, before any member is told of it

@@ -1,4 +1,4 @@
-"""Whether a worker may register, and whether a member may report what it reports.
+"""Whether a worker may register, and whether a member may report what it reports, or hold what it says that it holds.
 
 A refusal is an exception, and nothing has changed then. Its text names the difference, so that the user can
 tell which of two command lines is wrong.
@@ -9,15 +9,12 @@ from __future__ import annotations
 import secrets
 
 from paceline_protocol._events import Registered, Reported
-from paceline_protocol._job_state import JobState, Session, Standing
+from paceline_protocol._job_state import JobState, Session, Standing, is_loopback
 from paceline_protocol._refusals import BadRequest, InvalidRank, InvalidWorldSize, RankTaken, SettingsDisagree
-from paceline_protocol._values import JobSettings, Seat
+from paceline_protocol._values import JobSettings, Meet, Seat
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["check", "check_report", "was_this_member", "is_loopback"]
-
-_LOOPBACK = ("127.", "[::1]:", "localhost:")
-"""Beginnings of addresses that only their own machine reaches. Only the text is looked at: each pair is checked."""
+__all__ = ["check", "check_meet", "check_report", "was_this_member"]
 
 _REPORTABLE = {
     ErrorReason.ERROR_REASON_PEER_LOST,
@@ -25,6 +22,8 @@ _REPORTABLE = {
     ErrorReason.ERROR_REASON_PEER_RAISED,
     ErrorReason.ERROR_REASON_COLLECTIVE_MISMATCH,
     ErrorReason.ERROR_REASON_TIMEOUT,
+    ErrorReason.ERROR_REASON_STEP_DIFFERS,
+    ErrorReason.ERROR_REASON_STEP_SKIPPED,
 }
 
 
@@ -43,6 +42,8 @@ def check(state: JobState, claim: Registered) -> list[Session]:
         RankTaken: a live member claims the same rank.
     """
     _check_alone(claim)
+    if _fits_all(state, claim):
+        return []
     stale_sessions: list[Session] = []
     others: list[Session] = []
     for other in state.concerned():
@@ -83,6 +84,20 @@ def check_report(session: Session, event: Reported) -> None:
         raise BadRequest(f"reason {event.report.reason} cannot be reported")
 
 
+def check_meet(session: Session, met: Meet) -> None:
+    """Checks that the shares of a member are of a state that its job can have cut so.
+
+    Raises:
+        BadRequest: it has more parts than the job has members at most, or another number than the member says and is
+            not whole.
+    """
+    cuts, most = {share.parts for share in met.shares}, session.settings.max_workers
+    if (parts := max(cuts | {met.node_size})) > most:
+        raise BadRequest(f"a meeting about a state in {parts} parts, in a job of at most {most} members")
+    if met.node_size and (others := cuts - {1, met.node_size}):
+        raise BadRequest(f"a meeting about a share of {min(others)} parts, where {met.node_size} members hold a state")
+
+
 def _check_alone(claim: Registered) -> None:
     least, most = claim.settings.min_workers, claim.settings.max_workers
     if least < 1:
@@ -99,17 +114,22 @@ def _check_alone(claim: Registered) -> None:
         raise InvalidRank(f"rank {claim.claimed_rank} is outside the world of {most}: ranks go from 0 to {most - 1}")
 
 
+def _fits_all(state: JobState, claim: Registered) -> bool:
+    """True if the claim surely agrees with that of each session, also of those that it need not agree with."""
+    sessions, rank = state.sessions, claim.claimed_rank
+    if not sessions.all_agree(claim.settings, explicit=rank is not None) or (
+        rank is not None and sessions.is_claimed(rank)
+    ):
+        return False
+    return sessions.are_in_reach(claim.process, claim.address)
+
+
 def _in_the_way(claim: Registered, stale: Session) -> bool:
     if claim.settings != stale.settings or (claim.claimed_rank is None) != (stale.claimed_rank is None):
         return True
     if _is_out_of_reach(claim, stale):
         return True
     return claim.claimed_rank is not None and claim.claimed_rank == stale.claimed_rank
-
-
-def is_loopback(address: str) -> bool:
-    """True if only its own machine reaches "host:port". A name other than localhost is not looked up."""
-    return address.startswith(_LOOPBACK)
 
 
 def _is_out_of_reach(one: Registered | Session, other: Registered | Session) -> bool:
@@ -119,7 +139,7 @@ def _is_out_of_reach(one: Registered | Session, other: Registered | Session) -> 
     does not, it is on a network of its own (a container beside its host, say) if its host has another name.
     """
     here, there = one.process, other.process
-    if here.host == there.host and here.boot_id == there.boot_id:  # the common case first: this is asked of each pair
+    if here.host == there.host and here.boot_id == there.boot_id:
         return False
     loops = is_loopback(one.address) + is_loopback(other.address)
     if not loops:

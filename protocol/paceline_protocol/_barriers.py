@@ -109,6 +109,7 @@ class Barriers:
                 continue
             due = [a for a in barrier.arrivals.values() if a.deadline <= now]
             missing = [seat for seat in self._view.seats if seat.rank not in barrier.arrivals]
+            ranks = tuple(seat.rank for seat in missing)
             arrived = f"{len(barrier.arrivals)} of {len(self._view.seats)} members arrived"
             listed = "; ".join(f"{seat.short_label}: {whereabouts(seat.rank)}" for seat in missing[:_NAMED])
             more = f"; and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
@@ -117,7 +118,6 @@ class Barriers:
                     f"barrier {name!r} (round {round_}) timed out after {arrival.timeout:g} s: {arrived}; "
                     f"missing {listed}{more}"
                 )
-                ranks = tuple(seat.rank for seat in missing)
                 reason = ErrorReason.ERROR_REASON_TIMEOUT
                 effects.append(FailBarrier(arrival.seat.member_id, arrival.call, reason, text, ranks))
                 del barrier.arrivals[arrival.seat.rank]

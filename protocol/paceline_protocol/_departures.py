@@ -10,6 +10,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from paceline_protocol._barriers import Barriers
+from paceline_protocol._breaches import Breaches
 from paceline_protocol._events import Effect, EndSession, PushVerdict, StoreEnding, StoreVerdict
 from paceline_protocol._job_state import JobState, Session, Standing
 from paceline_protocol._refusals import SessionEnded
@@ -31,6 +32,7 @@ class Departures:
     Attributes:
         leases: which members are silent for too long.
         evidence: what is held against members of the live view.
+        breaches: what members say of each other about breaches of the protocol.
         stragglers: which members do not stop.
         barriers: the named barriers of the view.
         gone_meanwhile: how sessions ended while a view with them was being stored, by member id.
@@ -40,9 +42,11 @@ class Departures:
         self._state = state
         self.leases = Leases(state)
         self.evidence = Evidence(state, settings)
+        self.breaches = Breaches(state)
         self.stragglers = Stragglers(state)
         self.barriers = Barriers(state.view, settings.max_open_barriers)
         self.gone_meanwhile: dict[str, Ending] = {}
+        self._unexplained: frozenset[frozenset[int]] = frozenset()  # broken links of the void view, as pairs of ranks
 
     def lose(self, now: float, lost: list[tuple[Session, Ending]]) -> list[Effect]:
         """Ends the sessions of members that are gone, each with how it went; voids the view if one was in it."""
@@ -56,7 +60,7 @@ class Departures:
             if session.standing is Standing.CANDIDATE and session.holds_a_part and not ending.sure:
                 self._state.last_arrival = now  # it may be on its way back, like those whom a restart has cut off
             effects += self.end(session, ending, SessionEnded(f"the session has ended: the member {ending.how}"))
-        return effects
+        return effects + (self.part_with_breakers() if gone else [])
 
     def _is_in_live_view(self, session: Session) -> bool:
         """True also for a member that may go: others may wait for it to write the last checkpoint with them."""
@@ -91,6 +95,32 @@ class Departures:
             # In the next generation the same link would break again. The member at its end may be well: it comes back
             # when it has links to all.
             effects += self.evict(verdict.culprits, "was cut off from others")
+        return effects + self.part_with_breakers()
+
+    def second_death(self, session: Session) -> list[Effect]:
+        """Evicts a member whose stream ends after the verdict, if a broken link of it was left unexplained.
+
+        When several die at once, news of one of them may come a little later.
+        """
+        view, rank = self._state.view, session.rank
+        if view is None or session.generation != view.generation or session.standing is not Standing.VOID:
+            return []
+        others = [self._state.session_of(end) for edge in self._unexplained if rank in edge for end in edge - {rank}]
+        if rank is None or not any(other is not None and other.stream is not None for other in others):
+            return []
+        return self.evict([rank], "was cut off from others")
+
+    def part_with_breakers(self) -> list[Effect]:
+        """Ends the sessions of members that the last view parts with over a breach of the protocol."""
+        view, verdict = self._state.view, self._state.verdict
+        if view is None or verdict is None or verdict.reason != ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL:
+            return []
+        effects: list[Effect] = []
+        for rank, how in self.breaches.due().items():
+            session = self._state.session_of(rank)
+            if session is not None and self._can_do_without([rank]):
+                barred = self.breaches.part(session.process, how)
+                effects += self._part(session, Ending(how, orderly=False, sure=barred))
         return effects
 
     def evict(self, ranks: Collection[int], how: str) -> list[Effect]:
@@ -98,21 +128,30 @@ class Departures:
 
         Each may still be alive: it finds out that its session has ended, and comes back as a newcomer.
         """
-        view = self._state.view
-        if view is None or not self._state.is_elastic:
-            return []
-        parted, newcomers = set(ranks), set(view.newcomers)
-        rest = [session for session in self._state.present() if session.rank not in parted]
-        if not any(session.stream is not None and _may_lead(view, newcomers, session) for session in rest):
+        if not self._can_do_without(ranks):
             return []
         effects: list[Effect] = []
         for rank in ranks:
             session = self._state.session_of(rank)
-            if session is not None and session.generation == view.generation:
-                ending = Ending(how, orderly=False, sure=False)
-                refusal = SessionEnded(f"the session has ended: the member {ending.how}")
-                effects += self.end(session, ending, refusal)
+            if session is not None:
+                effects += self._part(session, Ending(how, orderly=False, sure=False))
         return effects
+
+    def _can_do_without(self, ranks: Collection[int]) -> bool:
+        """True if one of the other members may hold the line's state."""
+        view = self._state.view
+        if view is None or not self._state.is_elastic:
+            return False
+        parted, newcomers = set(ranks), set(view.newcomers)
+        rest = [session for session in self._state.present() if session.rank not in parted]
+        return any(session.stream is not None and _may_lead(view, newcomers, session) for session in rest)
+
+    def _part(self, session: Session, ending: Ending) -> list[Effect]:
+        """Ends the session of a member of the last view, which may be alive."""
+        view = self._state.view
+        if view is None or session.generation != view.generation:
+            return []
+        return self.end(session, ending, SessionEnded(f"the session has ended: the member {ending.how}"))
 
     def evict_stragglers(self, now: float) -> list[Effect]:
         overdue, seconds = self.stragglers.overdue(now)
@@ -125,6 +164,9 @@ class Departures:
         self._state.verdict = verdict
         if len(self._state.endings) < len(view.seats):
             self._state.last_parting = now
+        if verdict.reason == ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL:
+            self.breaches.hear(self.evidence.breaches())
+        self._unexplained = self.evidence.unexplained(verdict)
         self.evidence.clear()
         effects: list[Effect] = [StoreVerdict(verdict)]
         effects += self.barriers.fail_all(verdict)

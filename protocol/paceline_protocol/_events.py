@@ -27,6 +27,7 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = [
     "AddressRefused",
+    "AskDoor",
     "BarrierEntered",
     "DrainAsked",
     "Effect",
@@ -159,6 +160,13 @@ class AddressRefused:
 
 
 @dataclass(frozen=True, slots=True)
+class DoorAnswered:
+    """The process of a member that had sent nothing for some time has answered at its address: it runs."""
+
+    member_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class LeftJob:
     """A member leaves the job for good."""
 
@@ -236,6 +244,7 @@ Event = (
     | Reported
     | ExitReported
     | AddressRefused
+    | DoorAnswered
     | LeftJob
     | MetOthers
     | FinishedLine
@@ -254,6 +263,14 @@ class Welcome:
 
     member_id: str
     heartbeat_interval: float
+
+
+@dataclass(frozen=True, slots=True)
+class AskDoor:
+    """Find out whether the process of a member runs: `DoorAnswered` follows if its door answers."""
+
+    member_id: str
+    address: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,6 +464,7 @@ class StoreVerdict:
 
 Effect = (
     Welcome
+    | AskDoor
     | PushWaiting
     | PushView
     | PushVerdict

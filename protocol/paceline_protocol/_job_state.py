@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 from paceline_protocol._values import Ending, JobSettings, Meet, Process, Progress, Tag, Verdict, View
 
-__all__ = ["JobState", "Session", "Standing", "restore"]
+__all__ = ["JobState", "Session", "Sessions", "Standing", "is_loopback", "restore"]
+
+_LOOPBACK = ("127.", "[::1]:", "localhost:")
+"""Beginnings of addresses that only their own machine reaches. Only the text is looked at: each pair is checked."""
 
 
 class Standing(enum.Enum):
@@ -43,8 +47,8 @@ class Session:
     heard: float
     """When the last message came."""
     lease_from: float | None
-    """Silence is counted from here: the last message, the stream's end, or the end of a stall. None: a member of a
-    stored view that has not been seen since the restart; others vouch for it."""
+    """Silence is counted from here: the last message, the last answer of its door, the stream's end, or the end of a
+    stall. None: a member of a stored view that has not been seen since the restart; others vouch for it."""
     standing: Standing = Standing.CANDIDATE
     generation: int = 0
     """Generation of the view that it is or was in, 0 for none."""
@@ -59,14 +63,14 @@ class Session:
     """When the stream ended, while it has none."""
     overdue_from: float | None = None
     """When a look at the leases first found it silent for too long; the next look decides."""
+    asked_door: float = float("-inf")
+    """When its door was last asked whether its process runs."""
     told: str = ""
     """The sentence of the last `Waiting` that it was sent."""
     met: Meet | None = None
     """Its last `Meet`, which counts while `Meet.generation` is its generation."""
     told_to_meet: object = None
     """The last order about a meeting that it was given; given once for each `Meet`."""
-    told_missing: frozenset[str] = frozenset()
-    """Members of its host that it was asked to look for."""
     catching_up: bool = False
     """True if it was told to take the base and has not answered: it may hold more than `met` says."""
     promised: tuple[Tag, int, int] | None = None
@@ -92,13 +96,78 @@ class Session:
         return self.stream is None or self.overdue_from is not None
 
 
+class Sessions(dict[str, Session]):
+    """Live sessions by member id, in order of arrival, which also counts those that are alike in something.
+
+    It also finds those of a process. A session counts as it was when it was added. Sessions are added and removed one
+    by one: `sessions[id] = session` and `del sessions[id]` keep the counts, other methods of a dict do not.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._traits: dict[str, tuple[Hashable, ...]] = {}
+        self._counts: Counter[Hashable] = Counter()
+        self._by_process: dict[tuple[str, int], list[Session]] = {}
+
+    def __setitem__(self, member_id: str, session: Session) -> None:
+        if member_id in self:
+            del self[member_id]
+        super().__setitem__(member_id, session)
+        place = (session.process.host, session.process.boot_id)
+        traits: list[Hashable] = [(session.settings, session.claimed_rank is None), session.claimed_rank, place]
+        if is_loopback(session.address):
+            traits += ["loopback", ("loopback", place)]
+        self._traits[member_id] = tuple(traits)
+        self._counts.update(traits)
+        self._by_process.setdefault((session.process.host, session.process.pid), []).append(session)
+
+    def __delitem__(self, member_id: str) -> None:
+        session = self[member_id]
+        super().__delitem__(member_id)
+        name = (session.process.host, session.process.pid)
+        self._by_process[name].remove(session)
+        if not self._by_process[name]:
+            del self._by_process[name]
+        for trait in self._traits.pop(member_id):
+            self._counts[trait] -= 1
+            if not self._counts[trait]:
+                del self._counts[trait]
+
+    def of(self, process: Process) -> list[Session]:
+        """The sessions of a process."""
+        alike = self._by_process.get((process.host, process.pid), ())
+        return [session for session in alike if session.process.is_same(process)]
+
+    def all_agree(self, settings: JobSettings, *, explicit: bool) -> bool:
+        """True if all have these settings, and have claimed a rank or not as `explicit` says."""
+        return self._counts[settings, not explicit] == len(self)
+
+    def is_claimed(self, rank: int) -> bool:
+        """True if one of them claims this rank."""
+        return self._counts[rank] > 0
+
+    def are_in_reach(self, process: Process, address: str) -> bool:
+        """True if each of them advertises no loopback address, or is on that machine, and the other way round.
+
+        Machines are told apart by name and boot id. False says little: a name may be missing, or differ in a container.
+        """
+        place = (process.host, process.boot_id)
+        if is_loopback(address):
+            return self._counts[place] == len(self)
+        return self._counts["loopback", place] == self._counts["loopback"]
+
+
+def is_loopback(address: str) -> bool:
+    """True if only its own machine reaches "host:port". A name other than localhost is not looked up."""
+    return address.startswith(_LOOPBACK)
+
+
 @dataclass(slots=True)
 class JobState:
     """Everything that decisions about a job rest on. `Membership` alone changes it."""
 
     name: str
-    sessions: dict[str, Session] = field(default_factory=dict)
-    """Live sessions by member id, in order of arrival."""
+    sessions: Sessions = field(default_factory=Sessions)
     generation: int = 0
     """The highest number given out or shown by a member; it never falls (I3)."""
     view: View | None = None

@@ -1,7 +1,8 @@
 """How the generations of a job follow each other: views form, members meet, the line is finished or begun anew.
 
 Every event that may change the policy's decision ends in `Lineage.reconsider`, which asks `_policy` again and carries
-out what it decides.
+out what it decides. To decide, it looks at all workers. So in a job of many workers it is asked only now and then while
+many events come (decision 009).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from paceline_protocol import _admission as admission
 from paceline_protocol._departures import Departures, rank_of
 from paceline_protocol._events import (
     DrainAsked,
@@ -39,6 +41,9 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 __all__ = ["Lineage"]
 
 _NEVER = float("inf")
+_SHORTEST_PAUSE = 0.002
+"""A job whose pause between two decisions would be shorter, in seconds, has none."""
+
 _STORE_RETRY = 1.0
 """Seconds before a view that could not be stored is tried again, under a new number."""
 
@@ -66,6 +71,10 @@ class Lineage:
         self._retry_at = _NEVER
         self._orders = Orders(state)
         self._awaited: Awaited | None = None  # while a meeting waits for nothing but these
+        self._paused_until = -_NEVER  # no decision before
+        self._undecided = False  # something has happened since the last decision
+        self._newcomers: dict[Session, None] = {}  # they have come since the last decision
+        self._absent = 0  # rank of a member of the stored view that was not here when last looked for
         self.decision = decide(-_NEVER, state, settings.settle_time)
         self.waits_since: float | None = None
 
@@ -80,6 +89,7 @@ class Lineage:
         met, view = event.met, self._state.view
         if met.generation > session.last_generation:
             raise BadRequest(f"a meeting after generation {met.generation}, which the member is not in")
+        admission.check_meet(session, met)
         if met.generation < session.generation:
             return []  # said before it heard of its new view
         if session.standing is not Standing.CANDIDATE and (view is None or view.generation != session.generation):
@@ -155,16 +165,36 @@ class Lineage:
 
     def next_deadline(self) -> float:
         """When time alone may change something here, infinity for never."""
+        if self._undecided:
+            return self._paused_until
         settled_at = self.decision.again_at if self.decision.again_at is not None else _NEVER
-        # While a view is being stored no waiting candidate is told anything: a round that is due waits for the disk.
-        announce_at = self._announcer.announce_at if self._state.forming is None else _NEVER
-        return min(settled_at, announce_at, self._retry_at)
+        # While a view is being stored no waiting candidate is told anything: what is due waits for the disk.
+        tell_at = min(self._announcer.announce_at, self._orders.lookouts.ask_at)
+        tell_at = tell_at if self._state.forming is None else _NEVER
+        return min(settled_at, tell_at, self._retry_at, self._stragglers.due_at)
 
     # Views ------------------------------------------------------------------------------------------------------------
 
     def reconsider(self, now: float, newcomer: Session | None = None) -> list[Effect]:
-        """Asks the policy again, and carries out its decision. Every event that may change the decision ends here."""
+        """Asks the policy again, and carries out its decision. Every event that may change the decision ends here.
+
+        If the policy has been asked a moment ago, it is asked once for all events of that moment, at `next_deadline`.
+        """
         self._awaited = None
+        if newcomer is not None:
+            self._newcomers[newcomer] = None
+        self._undecided = now < self._paused_until
+        if self._undecided:
+            return []
+        newcomers = [each for each in self._newcomers if self._state.sessions.get(each.member_id) is each]
+        self._newcomers.clear()
+        effects = self._decide(now, newcomers)
+        view, sessions = self._state.view, self._state.sessions
+        pause = self._settings.pace * max(len(sessions), len(view.seats) if view is not None else 0)
+        self._paused_until = now + pause if pause >= _SHORTEST_PAUSE else -_NEVER
+        return effects
+
+    def _decide(self, now: float, newcomers: list[Session]) -> list[Effect]:
         effects = self._departures.evict_stragglers(now)
         view = self._state.view
         if view is not None and self._line_is_over(view):
@@ -184,12 +214,12 @@ class Lineage:
             return effects + self._form(self.decision.members, meeting)
         if self._state.forming is not None:  # the view will say more
             return effects
-        effects += self._orders.give(self.decision)
+        effects += self._orders.give(now, self.decision)
         if meeting is not None and meeting.dismissed:
             effects += self._dismiss(now, meeting.dismissed)
         if view is not None and meeting is not None and meeting.wording:
             self._awaited = Awaited(view, meeting, len(self._state.present()))
-        return effects + self._announcer.announce(now, self.decision.reason, self._who_wait(), newcomer)
+        return effects + self._announcer.announce(now, self.decision.reason, self._who_wait(), newcomers)
 
     def _cross_off(self, now: float, session: Session, before: Meet | None) -> list[Effect] | None:
         """What follows if only one member less is waited for; None if the policy must be asked again."""
@@ -201,10 +231,10 @@ class Lineage:
             return None
         meeting = awaited.meeting
         self.decision = Decision(None, reason, meeting=meeting)
-        effects = self._orders.give_one(session, meeting if session in awaited else None)
+        effects = self._orders.give_one(now, session, meeting if session in awaited else None)
         if now < self._announcer.announce_at < _NEVER:  # the next round tells this, too
             return effects
-        return effects + self._announcer.announce(now, reason, self._who_wait(), None)
+        return effects + self._announcer.announce(now, reason, self._who_wait())
 
     def _line_is_over(self, view: View) -> bool:
         """True if all members have gone, and their view had no base yet or the job is done; not while another forms."""
@@ -262,9 +292,13 @@ class Lineage:
 
         A worker that shows a greater number belongs to another line then, and must not end this one.
         """
-        if self._state.restored and self._state.view is not None:
-            sessions = (self._state.sessions.get(seat.member_id) for seat in self._state.view.seats)
-            self._state.restored = any(session is None or session.stream is None for session in sessions)
+        seats = self._state.view.seats if self._state.restored and self._state.view is not None else ()
+        for _ in seats:  # from the one that was not here last time: all of them come back one by one
+            session = self._state.sessions.get(seats[self._absent].member_id)
+            if session is None or session.stream is None:
+                return
+            self._absent = (self._absent + 1) % len(seats)
+        self._state.restored = False
 
     def _start_new_line(self, now: float, meeting: Meeting) -> list[Effect]:
         """Ends the line: its last members become candidates for the next, except those that hold no state.

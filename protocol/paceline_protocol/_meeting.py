@@ -35,7 +35,7 @@ from itertools import islice
 
 from paceline_protocol._job_state import JobState, Session, Standing
 from paceline_protocol._seating import holds, seated
-from paceline_protocol._values import WHOLE, Meet, Seat, Share, Tag, View, lacking, share_of
+from paceline_protocol._values import WHOLE, Lack, Meet, Seat, Share, Tag, View, lacking, share_of
 
 __all__ = ["Awaited", "Meeting", "convene", "has_caught_up", "names", "way_out", "what_is_lost"]
 
@@ -161,7 +161,8 @@ def way_out(state: JobState, silent: Sequence[Seat]) -> str:
         state: the job.
         silent: members that may hold the line's state and are not heard of.
     """
-    names = ", ".join(seat.label for seat in silent)
+    more = f" and {len(silent) - _NAMED} more" if len(silent) > _NAMED else ""
+    names = ", ".join(seat.label for seat in silent[:_NAMED]) + more
     is_are, it_has = ("is", "it has") if len(silent) == 1 else ("are", "they have")
     known = f"if you know that {it_has} ended, run: paceline restart {state.name}"
     return f"{names} {is_are} silent and may hold the job's state; {known}"
@@ -249,7 +250,7 @@ def _too_few(state: JobState, view: View, there: Sequence[Session], needed: int,
     workers = f"{lacking_} more worker{'s'[: lacking_ != 1]} ({len(there)} of at least {needed}{of_node})"
     dismissed = set(meeting.dismissed)
     staying = [session for session in meeting.donors if session not in dismissed]
-    if meeting.dismissed and _lacks(staying, meeting.base):
+    if meeting.dismissed and _lacks(staying, meeting.base).missing:
         text = f"waiting for {workers}, which must take over the state of {names(view, meeting.dismissed)}{why}"
         return _with(meeting, text, dismissed=())
     return _with(meeting, f"waiting for {workers}{why}")
@@ -327,50 +328,86 @@ def _whole_base(
     held = [(_met(session).tag, session) for session in [*reversed(everyone), *reversed(leaders)]]
     leading = set(leaders)
     firsts = {tag: s for tag, s in held if tag is not None and (s in leading or tag in prepared)}
+    brought, absent = _Brought(everyone), _Absent(state, view, present)
     for tag, first in sorted(firsts.items(), key=lambda item: item[0], reverse=True):
         if lost and view.base is None and tag == _BEGINNING:
             break  # everyone can build it, but must not if a later state is known
-        there = [s for s in everyone if _has_some(s, tag, _met(first).fingerprint)]
-        lacks = _lacks([first, *there], tag)
-        if not lacks:
+        lacks = brought.lacks(tag, _met(first).fingerprint)
+        if not lacks.missing:
             return tag, first, not lost
-        if (text := _who_may_have(state, view, present, tag)) is not None:
+        if (text := absent.may_have(tag)) is not None:
             return Meeting(f"generation {view.generation} cannot go on: {_in_words(lacks)} is missing; {text}")
         lost = lost or f"{_in_words(lacks)} of the state of step {tag.step} is lost with {_ended(state, view)}"
-    return Meeting(lost, over=True, lost=tuple(s for s in everyone if _is_of_no_use(s, everyone)))
+    return Meeting(lost, over=True, lost=tuple(s for s in everyone if _is_of_no_use(s, brought)))
 
 
-def _is_of_no_use(session: Session, everyone: Sequence[Session]) -> bool:
+class _Brought:
+    """What workers have said that they hold, by state: each may name another one, and all are looked at once.
+
+    Args:
+        sessions: these workers.
+    """
+
+    def __init__(self, sessions: Sequence[Session]) -> None:
+        self._holders: dict[tuple[Tag | None, bytes], list[Session]] = {}
+        self._finishers: dict[Tag | None, list[Session]] = {}
+        self._lacks: dict[tuple[Tag, bytes], Lack] = {}
+        for session in sessions:
+            met = _met(session)
+            self._holders.setdefault((met.tag, met.fingerprint), []).append(session)
+            self._finishers.setdefault(met.prepared, []).append(session)
+
+    def lacks(self, tag: Tag, fingerprint: bytes) -> Lack:
+        """Returns the parts of a state that these workers neither hold nor can make by finishing a step."""
+        known = self._lacks.get((tag, fingerprint))
+        if known is None:
+            there = [*self._holders.get((tag, fingerprint), ()), *self._finishers.get(tag, ())]
+            known = self._lacks[tag, fingerprint] = _lacks(there, tag)
+        return known
+
+
+def _is_of_no_use(session: Session, brought: _Brought) -> bool:
     """True if no worker has the rest of the state that it holds or could finish. A whole state may begin a new line."""
     met = _met(session)
     states = [(met.tag, met.fingerprint), (met.prepared, b"")]
-    return all(tag is None or _lacks([s for s in everyone if _has_some(s, tag, bits)], tag) for tag, bits in states)
+    return all(tag is None or brought.lacks(tag, bits).missing for tag, bits in states)
 
 
-def _has_some(session: Session, tag: Tag, fingerprint: bytes) -> bool:
-    """True if it holds some of a state, or can finish the step that makes it."""
-    met = _met(session)
-    return (met.tag, met.fingerprint) == (tag, fingerprint) or met.prepared == tag
+class _Absent:
+    """Workers that may bring what is missing of a state, looked at once for all states that are named.
 
+    Args:
+        state: the job.
+        view: of the generation that is over.
+        present: its members that are there.
+    """
 
-def _who_may_have(state: JobState, view: View, present: Sequence[Session], tag: Tag) -> str | None:
-    """Says which workers may bring the missing part; None if none can."""
-    silent = [view.seats[rank] for rank, ending in sorted(state.endings.items()) if not ending.sure]
-    if silent:
-        return way_out(state, silent)
-    waiting = [s for s in state.sessions.values() if s.standing is Standing.CANDIDATE]
-    returning = state.returning()
-    coming = [s for s in waiting if s.stream is None and s.met is not None and tag in (s.met.tag, s.met.prepared)]
-    coming += [s for s in [*present, *state.met_candidates()] if s.catching_up]
-    coming += returning
-    if not coming:
-        return None
-    what, which = ("what it holds", "it") if len(coming) == 1 else ("what they hold", "one of them")
-    text = f"waiting for {names(view, coming)} to report {what}"
-    if not returning:
-        return text
-    processes = ", ".join(f"pid {s.process.pid} on {s.process.host}" for s in returning[:_NAMED])
-    return f"{text}; if {which} hangs, end its process ({processes})"
+    def __init__(self, state: JobState, view: View, present: Sequence[Session]) -> None:
+        self._state = state
+        self._view = view
+        self._silent = [view.seats[rank] for rank, ending in sorted(state.endings.items()) if not ending.sure]
+        self._returning = state.returning()
+        taking = [s for s in [*present, *state.met_candidates()] if s.catching_up]
+        self._unknown = [*taking, *self._returning]  # they have yet to say what they hold
+        self._detached: dict[Tag | None, list[Session]] = {}  # candidates, by what they hold or can finish
+        for session in state.sessions.values():
+            if session.standing is Standing.CANDIDATE and session.stream is None and session.met is not None:
+                for tag in {session.met.tag, session.met.prepared}:
+                    self._detached.setdefault(tag, []).append(session)
+
+    def may_have(self, tag: Tag) -> str | None:
+        """Says which workers may bring the missing part of a state; None if none can."""
+        if self._silent:
+            return way_out(self._state, self._silent)
+        coming = [*self._detached.get(tag, ()), *self._unknown]
+        if not coming:
+            return None
+        what, which = ("what it holds", "it") if len(coming) == 1 else ("what they hold", "one of them")
+        text = f"waiting for {names(self._view, coming)} to report {what}"
+        if not self._returning:
+            return text
+        processes = ", ".join(f"pid {s.process.pid} on {s.process.host}" for s in self._returning[:_NAMED])
+        return f"{text}; if {which} hangs, end its process ({processes})"
 
 
 def _bring(state: JobState, present: Sequence[Session]) -> list[Session]:
@@ -378,8 +415,8 @@ def _bring(state: JobState, present: Sequence[Session]) -> list[Session]:
     return [*present, *state.met_candidates()]
 
 
-def _lacks(sessions: Sequence[Session], tag: Tag | None) -> tuple[Share, ...]:
-    """The shares of a state that none of these holds; a checkpoint that one of them can read has all of them."""
+def _lacks(sessions: Sequence[Session], tag: Tag | None) -> Lack:
+    """What none of these holds of a state; a checkpoint that one of them can read has all of it."""
     shares: list[Share] = []
     for session in sessions:
         met = _met(session)
@@ -395,9 +432,9 @@ def _ended(state: JobState, view: View) -> str:
     return "; ".join(ended[:_NAMED]) or "members that are gone"
 
 
-def _in_words(lacks: Sequence[Share]) -> str:
-    parts = ", ".join(str(share.part) for share in lacks[:_NAMED])
-    return f"part{'s'[: len(lacks) != 1]} {parts} of {lacks[0].parts}"
+def _in_words(lacks: Lack) -> str:
+    parts = ", ".join(map(str, lacks.first))
+    return f"part{'s'[: lacks.missing != 1]} {parts} of {lacks.parts}"
 
 
 def _node_size(meeting: Meeting) -> int:

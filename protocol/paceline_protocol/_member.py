@@ -182,6 +182,11 @@ class MemberState:
         assert self.phase is Phase.READY, f"a step begins while {self.phase}"
         self.phase = Phase.STEPPING
 
+    def step_dropped(self) -> None:
+        """Drops a step that began and was not entered."""
+        assert self.phase is Phase.STEPPING
+        self.phase = Phase.READY
+
     def all_began(self) -> None:
         """Drops all shares but the live one, because all members have begun a step with their own."""
         self.shares = self.shares[:1]

@@ -20,7 +20,9 @@ from paceline_protocol import _admission as admission
 from paceline_protocol._departures import Departures, rank_of
 from paceline_protocol._events import (
     AddressRefused,
+    AskDoor,
     BarrierEntered,
+    DoorAnswered,
     DrainAsked,
     Effect,
     Event,
@@ -49,7 +51,7 @@ from paceline_protocol._job_state import JobState, Session, Standing
 from paceline_protocol._lineage import Lineage
 from paceline_protocol._policy import Decision
 from paceline_protocol._refusals import BadRequest, SessionEnded
-from paceline_protocol._values import Ending, Process, Progress, ProtocolSettings, Report
+from paceline_protocol._values import Ending, Process, Progress, ProtocolSettings, Report, Seat, View
 from paceline_protocol._verdict import describe_exit
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
@@ -74,6 +76,8 @@ class Membership:
         self._stragglers, self._barriers = departures.stragglers, departures.barriers
         self._lineage = Lineage(state, settings, departures)
         self._arrivals = max((session.arrival for session in state.sessions.values()), default=0)
+        self._seated: View | None = None
+        self._seats: dict[tuple[str, int], list[Seat]] = {}  # of that view, by host and pid
 
     @property
     def decision(self) -> Decision:
@@ -116,6 +120,8 @@ class Membership:
                 return self._exit_reported(now, event)
             case AddressRefused():
                 return self._address_refused(now, event)
+            case DoorAnswered():
+                return self._door_answered(now, event)
             case LeftJob():
                 return self._leave(now, event)
             case MetOthers():
@@ -135,17 +141,18 @@ class Membership:
 
     def next_deadline(self) -> float:
         """When the next `Ticked` is due at the latest, infinity for never."""
-        watches = (self._evidence.judge_at, self._leases.check_at, self._stragglers.due_at)
+        watches = (self._evidence.judge_at, self._leases.check_at)
         return min(*watches, self._barriers.next_deadline(), self._lineage.next_deadline())
 
     def find(self, process: Process) -> list[Session]:
         """The live sessions of a process."""
-        return [session for session in self.state.sessions.values() if session.process.is_same(process)]
+        return self.state.sessions.of(process)
 
     # Coming -----------------------------------------------------------------------------------------------------------
 
     def _register(self, now: float, event: Registered) -> list[Effect]:
         effects: list[Effect] = []
+        self._departures.breaches.check(event.process)
         for stale in admission.check(self.state, event):
             text = f"its place was taken over by {event.process.host} (pid {event.process.pid})"
             effects += self._departures.end(stale, Ending(text, orderly=False), SessionEnded(text))
@@ -182,10 +189,11 @@ class Membership:
         session = self.state.sessions.get(event.former_member_id)
         if session is not None and admission.was_this_member(event, session):
             return self._departures.lose(now, [(session, ending)])
-        for seat in view.seats if view is not None else ():
-            known = self.state.endings.get(seat.rank)
-            if known is not None and not known.sure and admission.was_this_member(event, seat):
-                return self._departures.mark(seat.rank, ending)
+        if view is None or not event.former_member_id:
+            return []
+        for rank, known in self.state.endings.items():
+            if not known.sure and admission.was_this_member(event, view.seats[rank]):
+                return self._departures.mark(rank, ending)
         return []
 
     def _resume(self, now: float, event: Resumed) -> list[Effect]:
@@ -233,17 +241,26 @@ class Membership:
         session.stream = None
         session.stream_ended = session.lease_from = now
         self._leases.began(session)
-        return self._departures.judge_if_ripe(now) + self._lineage.reconsider(now)
+        effects = self._departures.judge_if_ripe(now) + self._departures.second_death(session)
+        return effects + self._lineage.reconsider(now)
 
     def _exit_reported(self, now: float, event: ExitReported) -> list[Effect]:
         how = "is gone, as a worker on its host reported" if event.found_gone else describe_exit(event.exit_code)
         ending = Ending(how, orderly=False)
         effects = self._departures.lose(now, [(session, ending) for session in self.find(event.process)])
-        for seat in self.state.view.seats if self.state.view is not None else ():
+        for seat in self._seats_of(event.process):
             known = self.state.endings.get(seat.rank)
-            if known is not None and not known.sure and seat.process.is_same(event.process):
+            if known is not None and not known.sure:
                 effects += self._departures.mark(seat.rank, ending)  # it was only silent until now
         return effects + self._lineage.reconsider(now)
+
+    def _seats_of(self, process: Process) -> list[Seat]:
+        """The seats of a process in the last view. All processes of a job may end at once: each is looked up."""
+        if self._seated is not self.state.view:
+            self._seated, self._seats = self.state.view, {}
+            for seat in self._seated.seats if self._seated is not None else ():
+                self._seats.setdefault((seat.process.host, seat.process.pid), []).append(seat)
+        return [seat for seat in self._seats.get((process.host, process.pid), ()) if seat.process.is_same(process)]
 
     def _leave(self, now: float, event: LeftJob) -> list[Effect]:
         session = self.state.sessions.get(event.member_id)
@@ -291,7 +308,7 @@ class Membership:
             return []
         if session.verdict is not None:
             effects: list[Effect] = [PushVerdict(session.member_id, session.verdict)]
-            parted = self._second_death(session, report)
+            parted = self._second_death(session, report) + self._second_word(session, report)
             return effects + parted + (self._lineage.reconsider(now) if parted else [])
         view = self.state.live
         if view is None or view.generation != session.generation:  # it was dismissed: its view is past
@@ -317,6 +334,17 @@ class Membership:
             return []
         return self._departures.evict([report.accused], "was cut off from others")
 
+    def _second_word(self, session: Session, report: Report) -> list[Effect]:
+        """Takes the word of another witness of the breach that the verdict names."""
+        view = self.state.view
+        if view is None or view.generation != session.generation or self.state.verdict is None:
+            return []
+        broke = ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL
+        if report.reason != broke or self.state.verdict.reason != broke or (report.accused or 0) >= len(view.seats):
+            return []
+        self._departures.breaches.hear([replace(report, reporter=rank_of(session))])
+        return self._departures.part_with_breakers()
+
     def _address_refused(self, now: float, event: AddressRefused) -> list[Effect]:
         session = self.state.sessions.get(event.member_id)
         if session is None or session.stream is not None:
@@ -325,6 +353,12 @@ class Membership:
         return self._departures.lose(
             now, [(session, Ending(how, orderly=False, sure=False))]
         ) + self._lineage.reconsider(now)
+
+    def _door_answered(self, now: float, event: DoorAnswered) -> list[Effect]:
+        session = self.state.sessions.get(event.member_id)
+        if session is not None and session.stream is not None:  # else its silence is counted from the stream's end
+            session.lease_from = now
+        return []
 
     def _heard(self, now: float, event: Heard) -> list[Effect]:
         session = self.state.sessions.get(event.member_id)
@@ -356,8 +390,12 @@ class Membership:
     def _tick(self, now: float, slept: float) -> list[Effect]:
         self._leases.renew_after_stall(now, slept)
         self._stragglers.renew_after_stall(slept)
-        lapsed = [(session, Ending(how, orderly=False, sure=False)) for session, how in self._leases.lapsed(now)]
-        effects = self._departures.judge_if_ripe(now) + self._departures.lose(now, lapsed)
+        self._evidence.renew_after_stall(slept)
+        silent, unheard = self._leases.look(now)
+        lapsed = [(session, Ending(how, orderly=False, sure=False)) for session, how in silent]
+        effects: list[Effect] = [AskDoor(session.member_id, session.address) for session in unheard]
+        effects += self._departures.lose(now, lapsed)
+        effects += self._departures.judge_if_ripe(now)  # the gone explain links
         effects += self._barriers.expire(now, lambda rank: self._leases.whereabouts(now, rank))
         self._lineage.retry_storing(now)
         return effects + self._lineage.reconsider(now)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from paceline_protocol._events import (
     Effect,
     PushCatchUp,
     PushMismatch,
-    PushMissing,
     PushRunning,
     PushSummons,
     PushWaiting,
 )
 from paceline_protocol._job_state import JobState, Session
+from paceline_protocol._lookouts import Lookouts, Sight
 from paceline_protocol._meeting import Meeting
 from paceline_protocol._policy import Decision
 from paceline_protocol._values import WHOLE, Seat, Share, View
@@ -81,10 +81,6 @@ def _donor(session: Session) -> Donor:
     return seat_of(session), session.met.shares
 
 
-_Missing = dict[tuple[str, str, int] | None, list[Seat]]
-"""Members by `Process.sight`: processes with the same one can tell whether they are still there."""
-
-
 class Orders:
     """Gives orders to members, each once, and remembers which.
 
@@ -95,13 +91,16 @@ class Orders:
 
     Args:
         state: the job; `told_to_meet` of its sessions is read and written here.
+
+    Attributes:
+        lookouts: who is asked for silent members. That is no order: it is asked again and again.
     """
 
     def __init__(self, state: JobState) -> None:
+        self.lookouts = Lookouts()
         self._state = state
         self._summoned = ""  # the member that was asked to raise the flag in this generation
         self._turns: dict[str, int] = {}  # by member: which donors it is told next
-        self._missing: _Missing = {}  # members that are not heard of, by the processes that could see them
         self._donors: Donors | None = None  # of the meeting that is on
 
     def forget(self, session: Session) -> None:
@@ -117,33 +116,33 @@ class Orders:
         for session in self._state.sessions.values():
             session.told_to_meet, session.catching_up, session.promised = None, False, None
 
-    def give(self, decision: Decision) -> list[Effect]:
+    def give(self, now: float, decision: Decision) -> list[Effect]:
         """What to tell members and candidates, now that the policy has decided."""
         view = self._state.view
-        self._missing, self._donors = {}, None
+        self._donors = None
         if view is None or self._state.finished is not None:
-            return []
+            return [*self.lookouts.look(now, {}, ())]
         effects: list[Effect] = []
+        missing: dict[Sight, list[Seat]] = {}
         if self._state.is_elastic:
-            self._missing = self._not_heard_of(view)
+            missing = self._not_heard_of(view)
             effects += self._tell_candidates(view)
-            if self._missing:
-                stopped = (session for session in self._state.present() if session.has_met)
-                effects += self._ask_for_missing([*self._state.candidates(), *stopped])
+        effects += self.lookouts.look(now, missing, list(self._who_wait()) if missing else ())
         if decision.summon:
             effects += self._summon(view)
         if decision.meeting is not None:
             effects += self._tell_laggards(decision.meeting)
         return effects
 
-    def give_one(self, session: Session, meeting: Meeting | None) -> list[Effect]:
+    def give_one(self, now: float, session: Session, meeting: Meeting | None) -> list[Effect]:
         """What to tell a member that has said something by which nothing has changed for the others.
 
         Args:
+            now: the time, in seconds.
             session: the member.
             meeting: what it still has to do something for, None if it has done what it was told to.
         """
-        effects = self._ask_for_missing([session])
+        effects: list[Effect] = [*self.lookouts.look_too(now, [session])]
         return effects + (self._tell_laggard(meeting, session) if meeting is not None else [])
 
     def _tell_candidates(self, view: View) -> list[Effect]:
@@ -159,26 +158,19 @@ class Orders:
                 effects += self._mismatch(session, self._state.present())
         return effects
 
-    def _not_heard_of(self, view: View) -> _Missing:
+    def _who_wait(self) -> Iterator[Session]:
+        yield from self._state.candidates()
+        yield from (session for session in self._state.present() if session.has_met and session.stream is not None)
+
+    def _not_heard_of(self, view: View) -> dict[Sight, list[Seat]]:
         silent = [view.seats[s.rank] for s in self._state.present() if s.stream is None and s.rank is not None]
         silent += [view.seats[rank] for rank, ending in self._state.endings.items() if not ending.sure]
-        missing: _Missing = {}
+        missing: dict[Sight, list[Seat]] = {}
         for seat in sorted(silent, key=lambda seat: seat.rank):
             # Without its start time another process could be taken for it.
             if (sight := seat.process.sight) is not None and seat.process.start_ticks:
                 missing.setdefault(sight, []).append(seat)
         return missing
-
-    def _ask_for_missing(self, sessions: Iterable[Session]) -> list[Effect]:
-        """Asks workers whether silent members of their host are gone: then the line need not wait for them."""
-        effects: list[Effect] = []
-        for session in sessions:
-            visible = self._missing.get(session.process.sight, ())
-            names = frozenset(seat.member_id for seat in visible)
-            if not names <= session.told_missing:
-                session.told_missing = names
-                effects.append(PushMissing(session.member_id, tuple(seat.process for seat in visible)))
-        return effects
 
     def _summon(self, view: View) -> list[Effect]:
         asked = self._state.sessions.get(self._summoned)
@@ -254,17 +246,19 @@ class Announcer:
         self._last_round = -_NEVER
         self.announce_at = _NEVER
 
-    def announce(self, now: float, reason: str, waiting: Iterable[Session], newcomer: Session | None) -> list[Effect]:
+    def announce(
+        self, now: float, reason: str, waiting: Iterable[Session], newcomers: Iterable[Session] = ()
+    ) -> list[Effect]:
         """What to send now that the sentence is `reason`.
 
         Args:
             now: the time, in seconds.
             reason: the policy's sentence.
             waiting: the members and candidates that wait.
-            newcomer: the one among them that has just come (back).
+            newcomers: those among them that have just come (back).
         """
         effects: list[Effect] = []
-        if newcomer is not None:
+        for newcomer in newcomers:
             newcomer.told = reason
             effects.append(PushWaiting(newcomer.member_id, reason))
         due = self._last_round + self._interval

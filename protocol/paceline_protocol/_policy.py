@@ -100,7 +100,8 @@ def _with_way_out(state: JobState, view: View, text: str) -> str:
     present = state.present()
     if not present or not all(session.is_silent for session in present):
         return text
-    return f"{text}, but {way_out(state, [seat for seat in view.seats if seat.rank in {s.rank for s in present}])}"
+    ranks = {session.rank for session in present}
+    return f"{text}, but {way_out(state, [seat for seat in view.seats if seat.rank in ranks])}"
 
 
 def _running(state: JobState, live: View) -> Decision:

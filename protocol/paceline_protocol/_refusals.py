@@ -6,7 +6,16 @@ from typing import ClassVar
 
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["BadRequest", "InvalidRank", "InvalidWorldSize", "RankTaken", "Refused", "SessionEnded", "SettingsDisagree"]
+__all__ = [
+    "BadRequest",
+    "Barred",
+    "InvalidRank",
+    "InvalidWorldSize",
+    "RankTaken",
+    "Refused",
+    "SessionEnded",
+    "SettingsDisagree",
+]
 
 
 class Refused(Exception):
@@ -29,6 +38,12 @@ class SessionEnded(Refused):
     """The session has ended, was never there, or the token does not prove it."""
 
     reason = ErrorReason.ERROR_REASON_SESSION_ENDED
+
+
+class Barred(Refused):
+    """The job has parted with the worker over breaches of the protocol, and does not take it any more."""
+
+    reason = ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL
 
 
 class RankTaken(Refused):

@@ -31,6 +31,10 @@ class Leases:
     A lapse counts only at the second of two looks. Between them the shell takes in what was in its inbox, so that a
     message that had arrived is never mistaken for silence.
 
+    Heartbeats need the member's interpreter, which a call into C may hold for minutes. So when half of a lease has
+    passed without a message, the member's door is asked: gRPC answers there on threads of its own. An answer counts
+    like a heartbeat, for it shows that the process is neither stopped nor dead.
+
     Args:
         state: the job; `lease_from` and `overdue_from` of its sessions are read and written here.
     """
@@ -46,7 +50,7 @@ class Leases:
     def began(self, session: Session) -> None:
         """Notes that a lease begins anew for another reason than a heartbeat."""
         assert session.lease_from is not None
-        self.check_at = min(self.check_at, session.lease_from + _lease(session))
+        self.check_at = min(self.check_at, session.lease_from + _lease(session) / 2)
 
     def renew_after_stall(self, now: float, slept: float) -> None:
         """Begins leases anew if the coordinator did not run for longer than their heartbeat interval."""
@@ -58,12 +62,13 @@ class Leases:
                 else:
                     self._unseen_from = now
 
-    def lapsed(self, now: float) -> list[tuple[Session, str]]:
-        """The sessions to end because of silence, each with how it went; the caller ends them all."""
+    def look(self, now: float) -> tuple[list[tuple[Session, str]], list[Session]]:
+        """The sessions to end because of silence, each with how it went, and those whose doors to ask now."""
         if now < self.check_at:
-            return []
+            return [], []
         self.check_at = float("inf")
         lapsed: list[tuple[Session, str]] = []
+        asked: list[Session] = []
         unseen: list[Session] = []
         vouched = somebody = False
         for session in self._state.sessions.values():
@@ -76,12 +81,14 @@ class Leases:
             if self._has_lapsed(now, session, lease_from):
                 lapsed.append((session, _how(now, session)))
             else:
+                if self._is_to_ask(now, session, lease_from):
+                    asked.append(session)
                 vouched |= session.standing is Standing.IN_VIEW
                 recently = now - session.heard < 2 * session.settings.heartbeat_interval
                 somebody |= session.standing in _OF_VIEW and session.stream is not None and recently
         lapsed += self._lapsed_unseen(now, unseen, vouched)
         if self._state.view is None or self._state.view.base is None:
-            return lapsed
+            return lapsed, asked
         if not somebody:
             self._nobody_at = now
         # While no member of a line is heard, this coordinator may be the one that is cut off, and they train on:
@@ -89,7 +96,7 @@ class Leases:
         due = [(s, how) for s, how in lapsed if s.standing not in _OF_VIEW or now >= self._nobody_at + _timeout(s)]
         if len(due) < len(lapsed):
             self.check_at = min(self.check_at, now + lapsed[0][0].settings.heartbeat_interval)
-        return due
+        return due, asked
 
     def count_unseen(self, now: float) -> None:
         """Begins the leases of members that have not been seen since the restart: nobody vouches for them any more."""
@@ -123,6 +130,21 @@ class Leases:
             due = session.overdue_from + LOOK_AGAIN
         self.check_at = min(self.check_at, due)
         return False
+
+    def _is_to_ask(self, now: float, session: Session, lease_from: float) -> bool:
+        """True if it is time to ask the member's door; notes that, or when it will be.
+
+        A member without a stream is on its way back or gone: only its return proves anything.
+        """
+        if session.stream is None or session.overdue_from is not None:
+            return False
+        interval = session.settings.heartbeat_interval
+        due = max(lease_from + _timeout(session) / 2, session.asked_door + interval)
+        asks = now >= due
+        if asks:
+            session.asked_door, due = now, now + interval
+        self.check_at = min(self.check_at, due)
+        return asks
 
     def _lapsed_unseen(self, now: float, unseen: list[Session], vouched: bool) -> list[tuple[Session, str]]:
         """Members of a stored view that have not been seen since the restart.
@@ -195,7 +217,7 @@ class Stragglers:
         return min(self._few.at, self._all.at)
 
     def overdue(self, now: float) -> tuple[list[Session], float]:
-        """The members to evict now, and the seconds that they had. Must be asked after every event.
+        """The members to evict now, and the seconds that they had. Must be asked at every decision.
 
         Args:
             now: the time, in seconds.

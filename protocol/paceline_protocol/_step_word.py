@@ -23,7 +23,7 @@ _DIGITS = 3 + 8
 
 _SHIFTS = range(0, 4 * _DIGITS, 4)
 
-_FLAGS = 3
+_FLAGS = 4
 
 STEP_WORD_SIZE = _FLAGS + 2 * _DIGITS
 """Numbers in a word."""
@@ -38,6 +38,8 @@ class StepFlag(enum.IntFlag):
     """The member wants to leave: meet after this step."""
     WRITES = 4
     """The member still writes its part of a checkpoint."""
+    STOP = 8
+    """The loop ends after this step, on all members."""
 
 
 def step_word(flags: StepFlag, step: int, digest: int) -> list[float]:

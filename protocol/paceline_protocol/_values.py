@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -17,6 +18,7 @@ __all__ = [
     "Counters",
     "Ending",
     "JobSettings",
+    "Lack",
     "Meet",
     "Process",
     "Progress",
@@ -59,13 +61,14 @@ class Process:
         A launcher tells of a process with the pid that it has in the launcher's pid namespace, which is the worker's
         too; of a worker in a namespace of its own, as in a container, it knows no name that the worker knows.
         """
+        if (self.host, self.pid) != (other.host, other.pid):  # nearly always: the tally asks this of all that have gone
+            return False
         details = (
             (self.boot_id, other.boot_id),
             (self.start_ticks, other.start_ticks),
             (self.pid_namespace, other.pid_namespace),
         )
-        alike = all(mine == theirs or not mine or not theirs for mine, theirs in details)
-        return alike and (self.host, self.pid) == (other.host, other.pid)
+        return all(mine == theirs or not mine or not theirs for mine, theirs in details)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +137,33 @@ def share_of(rank: int, world: int, node_size: int) -> Share:
     return Share(rank % size, size)
 
 
-def lacking(shares: Iterable[Share]) -> tuple[Share, ...]:
-    """The shares that are missing of the cut of which fewest are; none if the whole state is there."""
-    there = set(shares)
-    cuts = {share.parts for share in there} or {1}
-    lacks = [tuple(Share(part, parts) for part in range(parts) if Share(part, parts) not in there) for parts in cuts]
-    return min(lacks, key=len)
+_NAMED = 8
+"""Most missing parts that are named: the sentence is for people."""
+
+
+class Lack(NamedTuple):
+    """How much of a state is missing."""
+
+    parts: int
+    """Number of parts that the state is cut into."""
+    missing: int
+    """How many of them are missing, 0 if the whole state is there."""
+    first: tuple[int, ...]
+    """The first ones that are missing, a few of them."""
+
+
+def lacking(shares: Iterable[Share]) -> Lack:
+    """What is missing of the cut of which fewest parts are missing.
+
+    The parts are counted and not listed, because members say how many there are.
+    """
+    cuts: dict[int, set[int]] = {}
+    for part, parts in shares:
+        cuts.setdefault(parts, set()).add(part)
+    least = min(cuts, key=lambda parts: parts - len(cuts[parts]), default=1)
+    there = cuts.get(least, set())
+    first = islice((part for part in range(least) if part not in there), _NAMED)
+    return Lack(least, least - len(there), tuple(first))
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +263,8 @@ class Report:
     """Rank at the other end; None when the member reports itself."""
     operation: int
     text: str
+    unopened: bool = False
+    """True for a lost link that this member could never open in this generation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,10 +349,16 @@ class ProtocolSettings:
 
     doubt_time: float = 0.1
     """Seconds before a broken link between two members that both seem well is judged: the news that one of them died
-    may be a little behind. Well below the 0.5 s (`failure_timeout` / 6) for which members wait for the verdict."""
+    may be a little behind. At most half of `JobSettings.heartbeat_interval`, because members wait for the verdict for
+    0.5 s or one interval, whichever is less. A member that lives reports the link, too, or sends a heartbeat when a
+    peer tells it of the failure."""
 
     announce_interval: float = 0.5
     """Least seconds between two rounds of `Waiting` to all candidates of a job: W arrivals would send W^2 messages."""
+
+    pace: float = 20e-6
+    """Seconds for each worker of a job between two decisions about its next view, at least: a decision looks at all of
+    them, which takes some 3 us for each. What happens meanwhile counts at the next one."""
 
     max_open_barriers: int = 1_000
     """Named barriers that wait at one time in one job; as many passed names are remembered for repeats."""

@@ -4,25 +4,41 @@
 order of cause and effect: a member that raised an error closes its links, so "the link ended" says little once "it
 raised" is known, and a timeout says least of all.
 
-A `PEER_LOST` report is an undirected edge: it says that a link ended, not at which end. To blame the accused would
-blame the three sound members that one bad network card accuses, so the blame goes to a small set of members that covers
-all edges. Members are trusted to report what they saw: there is no defence against lies.
+A `PEER_LOST` report is an undirected edge: it says that a link ended, not at which end. A member that is gone, or has
+lost its stream, explains all links to it. If there is such a member nobody else is blamed, whatever other links have
+ended: news of another death may be on its way, and a link that is broken for another reason ends the next generation as
+well. If there is none, to blame the accused would blame the three sound members that one bad network card accuses, so
+the blame goes to a small set of members that covers all edges. Of two members that explain as many, the one that has
+been quiet since goes, and not the one that has just spoken. A newcomer that could not open a link to a member that the
+others reach has only itself to blame.
 """
 
 from __future__ import annotations
 
 import signal
 from collections import defaultdict
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from paceline_protocol._job_state import JobState
+from paceline_protocol._silence import LOOK_AGAIN
 from paceline_protocol._values import Progress, ProtocolSettings, Report, Seat, Verdict, View
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["Case", "Evidence", "cover", "describe_exit", "has_second_witness", "judge"]
 
 _LOST = ErrorReason.ERROR_REASON_PEER_LOST
+_BROKE = ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL
+
+_TOLD_BY_ITSELF = (
+    ErrorReason.ERROR_REASON_PEER_RAISED,
+    ErrorReason.ERROR_REASON_STEP_DIFFERS,
+    ErrorReason.ERROR_REASON_STEP_SKIPPED,
+)
+"""The reasons that a culprit reports about itself. It knows more than those that saw calls which do not match."""
+
+_NAMED = 10
+"""So many culprits are described in words; `Verdict.culprits` has all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +51,7 @@ class Case:
         gone: ranks that are surely gone, each with how ("exited with code 1", "was silent for 3.1 s").
         left: ranks that left in good order: no failure, unless somebody still needed them.
         suspects: ranks whose session's stream has ended.
+        quiet: ranks that have said nothing since the first report.
         progress: last heartbeats by rank.
     """
 
@@ -43,6 +60,7 @@ class Case:
     gone: Mapping[int, str] | None = None
     left: Set[int] = frozenset()
     suspects: Set[int] = frozenset()
+    quiet: Set[int] = frozenset()
     progress: Mapping[int, Progress] | None = None
 
 
@@ -67,40 +85,41 @@ def judge(now: float, case: Case) -> Verdict:
     by_reason: dict[int, list[Report]] = defaultdict(list)
     for report in case.reports:
         by_reason[report.reason].append(report)
-    if raised := by_reason[ErrorReason.ERROR_REASON_PEER_RAISED]:
-        return _directly(case, raised)
+    for reason in _TOLD_BY_ITSELF:
+        if told := by_reason[reason]:
+            return _directly(case, told)
     if mismatch := by_reason[ErrorReason.ERROR_REASON_COLLECTIVE_MISMATCH]:
         first = mismatch[0]
         pair = {first.reporter} if first.accused is None else {first.reporter, first.accused}
         return _verdict(case, first, pair, first.text)
-    if broke := by_reason[ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL]:
-        return _directly(case, broke)
+    if broke := by_reason[_BROKE]:
+        return _directly(case, _strongest(broke))
     lost = by_reason[_LOST]
     if case.gone or lost:
         return _lost(case, lost)
     return _timeout(now, case, by_reason[ErrorReason.ERROR_REASON_TIMEOUT][0])
 
 
-def cover(edges: Set[frozenset[int]], suspects: Set[int], age: Mapping[int, int]) -> frozenset[int]:
+def cover(edges: Set[frozenset[int]], age: Mapping[int, int], quiet: Set[int] = frozenset()) -> frozenset[int]:
     """The members to blame for broken links: every edge has an end among them.
 
-    Suspects first; then, one by one, the member with the most broken links left; among equals the youngest, for it has
-    the least to lose. That is greedy: not always the smallest set, but exact for pairs and stars, as bad hosts make
-    them.
+    One by one, the member with the most broken links left. Among equals a quiet one, for it may be dead; then the
+    youngest, for it has the least to lose. That is greedy: not always the smallest set, but exact for pairs and stars,
+    as bad hosts make them.
 
     Args:
         edges: pairs of ranks.
-        suspects: ranks whose session's stream has ended.
         age: order of arrival by rank; the greater, the younger.
+        quiet: ranks that have said nothing since the first of the links was reported.
     """
-    blamed = {rank for edge in edges for rank in edge if rank in suspects}
-    open_edges = [edge for edge in edges if not edge & blamed]
+    blamed: set[int] = set()
+    open_edges = list(edges)
     while open_edges:
         degree: dict[int, int] = defaultdict(int)
         for edge in open_edges:
             for rank in edge:
                 degree[rank] += 1
-        worst = max(degree, key=lambda rank: (degree[rank], age[rank]))
+        worst = max(degree, key=lambda rank: (degree[rank], rank in quiet, age[rank]))
         blamed.add(worst)
         open_edges = [edge for edge in open_edges if worst not in edge]
     return frozenset(blamed)
@@ -123,22 +142,59 @@ def _directly(case: Case, reports: list[Report]) -> Verdict:
     return _verdict(case, first, {culprit}, first.text)
 
 
+def _strongest(reports: list[Report]) -> list[Report]:
+    """The reports that accuse one member: itself, or else the one that most members accuse, or else the first."""
+    by_accused: dict[int, list[Report]] = defaultdict(list)
+    for report in reports:
+        by_accused[_other_end(report)].append(report)
+    return max(
+        by_accused.values(),
+        key=lambda against: (
+            any(_other_end(report) == report.reporter for report in against),
+            len({report.reporter for report in against}),
+        ),
+    )
+
+
+def _other_end(report: Report) -> int:
+    return report.reporter if report.accused is None else report.accused
+
+
+def _edge(report: Report) -> frozenset[int]:
+    return frozenset((report.reporter, _other_end(report)))
+
+
+def _at_fault(case: Case, reports: list[Report]) -> frozenset[int]:
+    """The members to blame for broken links of which no end is known to have gone."""
+    newcomers = frozenset(case.view.newcomers)
+
+    def is_weak(report: Report) -> bool:
+        return report.unopened and report.reporter in newcomers and _other_end(report) not in newcomers
+
+    firm = {_edge(report) for report in reports if not is_weak(report)}
+    missed = {rank for edge in firm if edge.isdisjoint(newcomers) for rank in edge}  # not all members reach them
+    weak = {_edge(report): report.reporter for report in reports if is_weak(report)}
+    weak = {edge: newcomer for edge, newcomer in weak.items() if edge not in firm and edge.isdisjoint(missed)}
+    edges = {_edge(report) for report in reports} - weak.keys()
+    blamed = cover(edges, {seat.rank: seat.arrival for seat in case.view.seats}, case.quiet)
+    return blamed | {newcomer for edge, newcomer in weak.items() if not edge & blamed}
+
+
 def _lost(case: Case, reports: list[Report]) -> Verdict:
     gone = dict(case.gone or {})
-    edges: set[frozenset[int]] = set()
     neighbours: dict[int, set[int]] = defaultdict(set)
     accused_leavers: dict[int, Report] = {}
     for report in reports:
-        other = report.reporter if report.accused is None else report.accused
+        other = _other_end(report)
         if other in case.left:
             accused_leavers.setdefault(other, report)
-        edge = frozenset((report.reporter, other))
-        edges.add(edge)
         neighbours[other].add(report.reporter)
         neighbours[report.reporter].add(other)
     known = gone.keys() | accused_leavers.keys()
-    rest = {edge for edge in edges if not edge & known}
-    blamed = cover(rest, case.suspects, {seat.rank: seat.arrival for seat in case.view.seats})
+    rest = [report for report in reports if not _edge(report) & known]
+    blamed = frozenset(rank for report in rest for rank in _edge(report) if rank in case.suspects)
+    if not known and not blamed:
+        blamed = _at_fault(case, rest)
     sentences: dict[int, str] = {rank: f"{case.view.seats[rank].label} {how}" for rank, how in gone.items()}
     for rank, report in accused_leavers.items():
         sentences[rank] = f"{case.view.seats[rank].label} left the job while others needed it: {report.text}"
@@ -149,12 +205,12 @@ def _lost(case: Case, reports: list[Report]) -> Verdict:
         reason=_LOST,
         culprits=tuple(sorted(sentences)),
         operation=reports[0].operation if reports else 0,
-        text="; ".join(sentences[rank] for rank in sorted(sentences)),
+        text=_listed([sentences[rank] for rank in sorted(sentences)]),
     )
 
 
 def _broken(seat: Seat, neighbours: Set[int], suspect: bool) -> str:
-    ranks = f"rank{'s' if len(neighbours) > 1 else ''} {', '.join(map(str, sorted(neighbours)))}"
+    ranks = f"rank{'s' if len(neighbours) > 1 else ''} {_listed(sorted(neighbours), ', ')}"
     links = f"its link{'s' if len(neighbours) > 1 else ''} to {ranks}"
     if suspect and neighbours:
         return f"{seat.label} died: its session and {links} ended"
@@ -172,7 +228,7 @@ def _timeout(now: float, case: Case, report: Report) -> Verdict:
     if not late:
         blamed = set() if report.accused is None else {report.accused}
         return _verdict(case, report, blamed, report.text)
-    named = "; ".join(_late(now, case.view.seats[rank], progress[rank]) for rank in sorted(late))
+    named = _listed([_late(now, case.view.seats[rank], progress[rank]) for rank in sorted(late)])
     return _verdict(case, report, late, f"{report.text}; not in operation {report.operation} yet: {named}")
 
 
@@ -182,6 +238,12 @@ def _late(now: float, seat: Seat, progress: Progress) -> str:
         return f"{seat.label} has entered no operation so far"
     where = "has been inside" if progress.inside else "has been out of"
     return f"{seat.label} {where} operation {progress.operation} for {for_how_long}"
+
+
+def _listed(items: Sequence[object], between: str = "; ") -> str:
+    """The first of these, and how many more there are: each member gets the text, and a job may have many culprits."""
+    more = f"{between}and {len(items) - _NAMED} more" if len(items) > _NAMED else ""
+    return between.join(map(str, items[:_NAMED])) + more
 
 
 def _verdict(case: Case, report: Report, culprits: Set[int], text: str) -> Verdict:
@@ -209,7 +271,8 @@ class Evidence:
         self._state = state
         self._settings = settings
         self._reports: list[Report] = []
-        self._first_at = _NEVER
+        self._first_at = self._since = _NEVER
+        self._looked = False
         self.judge_at = _NEVER
 
     def add(self, now: float, report: Report) -> None:
@@ -220,6 +283,7 @@ class Evidence:
             return
         if not self._reports:
             self._first_at, self.judge_at = now, now + self._settings.gather_time
+            self._since = now  # as `_first_at`, but a stall does not move it
         self._reports.append(report)
 
     def is_ripe(self, now: float) -> bool:
@@ -234,11 +298,31 @@ class Evidence:
             return True
         if now < self.judge_at:
             return False
-        doubtful = all(report.reason == ErrorReason.ERROR_REASON_PEER_LOST for report in self._reports)
-        if doubtful and now < self._first_at + self._settings.doubt_time:
-            self.judge_at = self._first_at + self._settings.doubt_time
+        if not self._is_doubtful():
+            return True
+        # Members wait for the verdict for no longer than their heartbeat interval; then each believes what it saw (I8).
+        patience = min(self._settings.doubt_time, view.settings.heartbeat_interval / 2)
+        if now < self._first_at + patience:
+            self.judge_at = self._first_at + patience
+            return False
+        if not self._looked:  # what came in time may still be in the inbox
+            self._looked, self.judge_at = True, now + LOOK_AGAIN
             return False
         return True
+
+    def _is_doubtful(self) -> bool:
+        """True if more evidence is likely to come: of a death, or from a second witness of a breach."""
+        broke = [report for report in self._reports if report.reason == _BROKE]
+        if len(broke) + sum(report.reason == _LOST for report in self._reports) < len(self._reports):
+            return False
+        strongest = _strongest(broke) if broke else []
+        by = {report.reporter for report in strongest}
+        return len(by) < 2 and not any(_other_end(report) in by for report in strongest)
+
+    def renew_after_stall(self, slept: float) -> None:
+        """Adds the seconds for which the coordinator did not run: it has yet to read what members said meanwhile."""
+        if slept:
+            self._first_at, self.judge_at, self._looked = self._first_at + slept, self.judge_at + slept, False
 
     def judge(self, now: float, gone: dict[int, str]) -> Verdict:
         """The verdict on what is known now.
@@ -249,9 +333,18 @@ class Evidence:
         """
         return judge(now, self._case(gone))
 
+    def breaches(self) -> list[Report]:
+        """The reports of breaches of the protocol."""
+        return [report for report in self._reports if report.reason == _BROKE]
+
+    def unexplained(self, verdict: Verdict) -> frozenset[frozenset[int]]:
+        """The broken links, as pairs of ranks, of which neither end is a culprit."""
+        lost = (_edge(report) for report in self._reports if report.reason == _LOST)
+        return frozenset(edge for edge in lost if edge.isdisjoint(verdict.culprits))
+
     def clear(self) -> None:
         """Forgets all reports, because the view is over."""
-        self._reports = []
+        self._reports, self._looked = [], False
         self._first_at = self.judge_at = _NEVER
 
     def _case(self, gone: dict[int, str]) -> Case:
@@ -265,5 +358,6 @@ class Evidence:
             left={rank for rank, ending in self._state.endings.items() if ending.orderly},
             # A member that was not seen since a restart is suspect too: it has no stream.
             suspects={rank for rank, session in sessions if session is not None and session.stream is None},
+            quiet={rank for rank, session in sessions if session is not None and session.heard < self._since},
             progress={rank: session.progress for rank, session in sessions if session is not None},
         )

@@ -8,7 +8,9 @@ from __future__ import annotations
 from paceline_protocol._admission import was_this_member
 from paceline_protocol._events import (
     AddressRefused,
+    AskDoor,
     BarrierEntered,
+    DoorAnswered,
     DrainAsked,
     Effect,
     EndSession,
@@ -55,6 +57,7 @@ from paceline_protocol._membership import Membership
 from paceline_protocol._policy import Decision, spares
 from paceline_protocol._refusals import (
     BadRequest,
+    Barred,
     InvalidRank,
     InvalidWorldSize,
     RankTaken,
@@ -68,9 +71,12 @@ from paceline_protocol._verdict import describe_exit
 __all__ = [
     "Abandonment",
     "AddressRefused",
+    "AskDoor",
     "BadRequest",
+    "Barred",
     "BarrierEntered",
     "Decision",
+    "DoorAnswered",
     "DrainAsked",
     "Effect",
     "EndSession",

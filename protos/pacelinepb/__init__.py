@@ -2,7 +2,7 @@
 
 __all__ = ["ERROR_DOMAIN", "MOST_KINDS", "MOST_PIDS", "PROTOCOL_VERSION", "install_command"]
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """The version changes when an old worker and a new coordinator (or the reverse) could misunderstand each other."""
 
 ERROR_DOMAIN = "paceline"

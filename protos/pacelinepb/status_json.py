@@ -5,7 +5,7 @@ Times that end in `_s` are seconds; `at` is in seconds since 1970.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
@@ -20,6 +20,7 @@ __all__ = [
     "in_order",
     "job_as_dict",
     "member_as_dict",
+    "members_as_dicts",
     "phase_name",
     "seconds",
     "stragglers",
@@ -160,14 +161,25 @@ def event_as_dict(event: JobEvent) -> dict[str, Any]:
     }
 
 
-def detail_as_dict(detail: GetJobResponse) -> dict[str, Any]:
-    """Returns a job with its members, those that have ended lately, its verdict and its last events."""
+def members_as_dicts(detail: GetJobResponse) -> Iterator[dict[str, Any]]:
+    """Yields a job's members: silent ones first, each part by rank, then by arrival."""
     behind = stragglers(detail)
+    for status in in_order(detail.members):
+        yield member_as_dict(status, behind.get(status.member.member_id))
+
+
+def detail_as_dict(detail: GetJobResponse, members: Sequence[dict[str, Any]] | None = None) -> dict[str, Any]:
+    """Returns a job with its members, those that have ended lately, its verdict and its last events.
+
+    Args:
+        detail: what the coordinator reports.
+        members: its members, if they are converted already.
+    """
     return {
         "job": job_as_dict(detail.summary),
         "min_workers": detail.settings.min_workers,
         "max_workers": detail.settings.max_workers,
-        "members": [member_as_dict(each, behind.get(each.member.member_id)) for each in in_order(detail.members)],
+        "members": list(members_as_dicts(detail) if members is None else members),
         "gone": [gone_as_dict(each) for each in detail.gone],
         "verdict": detail.verdict.text if detail.HasField("verdict") else None,
         "events": [event_as_dict(each) for each in detail.events],

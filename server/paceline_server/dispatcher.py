@@ -20,6 +20,8 @@ from paceline_protocol import Process, View
 from paceline_protocol.coordinator import (
     Abandonment,
     AddressRefused,
+    AskDoor,
+    DoorAnswered,
     Effect,
     EndSession,
     Event,
@@ -135,8 +137,9 @@ class Dispatcher:
         self._streams: dict[str, SessionStream] = {}
         self._tokens: dict[str, bytes] = {}
         self._next_stream = 0
+        self._sessions = 0  # of all jobs but those that have failed
         self._emptied = asyncio.Event()  # set when we are stopping and no stream is left
-        self._address_probes = AddressProbes()
+        self._address_probes = AddressProbes(tls=settings.tls_cert is not None)
         self.questions = Questions(settings, self._push)
         self._keeper = Keeper(storage, self._apply_alone)
         self._timers: Timers | None = None
@@ -174,6 +177,7 @@ class Dispatcher:
             )
             job = self._make_job(state, self._values(stored.name, stored.keys), stored.door_secret)
             self.jobs[stored.name] = job
+            self._count_sessions(job)
             self.observatory.begin(now, state)
             if stored.view is not None:
                 self._pages(job, stored.view)  # the members of the job have this list
@@ -274,8 +278,7 @@ class Dispatcher:
         self._check_running()
         wire.check_version(message.protocol_version)
         name = wire.read_job_name(message.job, self.settings)
-        if message.generation_floor >= 1 << 62:
-            raise BadRequest("generation_floor must be below 2^62")
+        wire.check_number(message.generation_floor, "generation_floor")
         token = secrets.token_bytes(16)
         stream = self._new_stream(name, secrets.token_hex(10))
         event = Registered(
@@ -287,16 +290,13 @@ class Dispatcher:
             settings=wire.read_settings(message.settings),
             claimed_rank=message.rank if message.HasField("rank") else None,
             generation_floor=message.generation_floor,
-            former_member_id=wire.check_length(message.former_member_id, "a member id", 64),
+            former_member_id=message.former_member_id,
             former_token_sha256=wire.token_hash(message.former_session_token),
         )
         job = self.find(name)
         former = job.membership.state.sessions.get(event.former_member_id) if job is not None else None
         freed = int(former is not None and was_this_member(event, former))  # the new session replaces the former one
-        if (
-            sum(len(each.membership.state.sessions) for each in self.jobs.values() if not each.failed) - freed
-            >= self.settings.max_sessions
-        ):
+        if self._sessions - freed >= self.settings.max_sessions:
             raise LimitMet(f"the coordinator has {self.settings.max_sessions} sessions, the most that it takes")
         if name not in self.jobs:
             self._check_room()
@@ -316,6 +316,7 @@ class Dispatcher:
         """
         self._check_running()
         wire.check_version(message.protocol_version)
+        wire.check_number(message.generation, "resume.generation")
         job = self.find(message.job)
         if job is None:
             stateless = "" if self.settings.state_path or self.epoch else " without a state file (--state)"
@@ -344,7 +345,7 @@ class Dispatcher:
             self.apply(job, StreamEnded(stream.member_id, stream.number))
             if session is not None and session.stream is None:
                 gone = functools.partial(self._apply_alone, job, AddressRefused(stream.member_id))
-                self._address_probes.at(session.address, gone)
+                self._address_probes.watch(session, job.membership.state.sessions, gone)
 
     def report_exit(self, name: str, process: Process, exit_code: int, found_gone: bool = False) -> bool:
         """Handles a launcher's report that a process ended. Returns whether the process is a live member of the job."""
@@ -401,17 +402,24 @@ class Dispatcher:
         """
         _check_sound(job)
         effects = self._handle(job, event)
-        if isinstance(event, Heard):  # by far the most frequent event; it changes no deadline and no decision
+        if isinstance(event, Heard | DoorAnswered):  # the most frequent events; no deadline or decision changes
             return
         self._act(job, effects)
 
     def _handle(self, job: Job, event: Event) -> list[Effect]:
         now, membership = self._loop.time(), job.membership
         effects = membership.handle(now, event)
+        self._count_sessions(job)
         if isinstance(event, Registered | Resumed):
             self.observatory.begin(now, membership.state)
         self.observatory.saw(now, event, effects, membership.state, membership.decision.reason)
         return effects
+
+    def _count_sessions(self, job: Job) -> None:
+        """Adds the sessions that the job has now in place of those that it had."""
+        count = 0 if job.failed else len(job.membership.state.sessions)
+        self._sessions += count - job.counted
+        job.counted = count
 
     def apply_of(self, stream: SessionStream, event: Event) -> None:
         """Gives an event that came on a stream to its job, if the stream still carries its session.
@@ -423,8 +431,11 @@ class Dispatcher:
             self.apply(self.jobs[stream.job], event)
 
     def _apply_alone(self, job: Job, event: Event) -> None:
-        """Gives a job an event that no caller waits for. A bug ends the sessions of this job, and of no other."""
-        if job.failed:
+        """Gives a job an event that no caller waits for. A bug ends the sessions of this job, and of no other.
+
+        A job that is listed no more hears nothing: another may have its name by now.
+        """
+        if job.failed or self.jobs.get(job.membership.state.name) is not job:
             return
         try:
             self.apply(job, event)
@@ -441,6 +452,7 @@ class Dispatcher:
         The job keeps its name and its number until the coordinator starts again, from the stored state.
         """
         job.failed = True
+        self._count_sessions(job)
         assert self._timers is not None
         self._timers.set(job, float("inf"))
         ended = _failed(job)
@@ -486,6 +498,9 @@ class Dispatcher:
                 self._push(member_id, pb.SessionResponse(registered=registered))
             case EndSession(member_id, refusal):
                 self._end_session(job, member_id, refusal)
+            case AskDoor(member_id, address):
+                answered = functools.partial(self._apply_alone, job, DoorAnswered(member_id))
+                self._address_probes.ask(address, answered)
             case ForgetView():
                 self._keeper.keep(job, effect)
                 self._renew_door_secret(job)

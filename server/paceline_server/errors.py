@@ -5,6 +5,7 @@ Refused
     NotFound             no such job, member or key
     StaleGeneration      the generation acted upon is not the current one
     SessionEnded         the session has ended, or was never there
+    Barred               the worker broke the protocol too often, and is not taken any more
     RankTaken            two members claim one rank
     InvalidRank          the rank is outside the world
     InvalidWorldSize     the world size is impossible
@@ -27,6 +28,7 @@ from collections.abc import Mapping
 
 from paceline_protocol.coordinator import (
     BadRequest,
+    Barred,
     InvalidRank,
     InvalidWorldSize,
     RankTaken,
@@ -39,6 +41,7 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = [
     "BadRequest",
+    "Barred",
     "Damaged",
     "Draining",
     "InvalidRank",
@@ -140,6 +143,7 @@ STATUS: Mapping[type[Refused], grpc.StatusCode] = {
     NotFound: grpc.StatusCode.NOT_FOUND,
     StaleGeneration: grpc.StatusCode.FAILED_PRECONDITION,
     SessionEnded: grpc.StatusCode.FAILED_PRECONDITION,
+    Barred: grpc.StatusCode.FAILED_PRECONDITION,
     RankTaken: grpc.StatusCode.INVALID_ARGUMENT,
     InvalidRank: grpc.StatusCode.INVALID_ARGUMENT,
     InvalidWorldSize: grpc.StatusCode.INVALID_ARGUMENT,

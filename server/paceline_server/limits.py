@@ -6,7 +6,9 @@ Switches", 1998). So no memory is set aside for payers that do not use it, and n
 
 *Time.* If a payer sends faster than its rate, we read it more slowly. We refuse no caller for being fast: an honest
 burst is delayed for a moment, and a flood waits in its sender's own buffers (HTTP/2 flow control) while we serve all
-others.
+others. HTTP, where a request that waits takes a connection, refuses what would wait for long.
+
+*Places.* If all places are taken, the caller with the most of them loses its oldest, and whoever comes gets a place.
 
 *Payer.* The payer is the set of jobs that the call's token is good for, on all connections; without such a token, it is
 the caller's address. So all calls of one job count together, and opening more connections does not help. A token for
@@ -17,18 +19,22 @@ are, too; they are separate payers even at an address that they share with other
 from __future__ import annotations
 
 import ipaddress
+import math
 from collections import OrderedDict
 from collections.abc import Hashable
+from typing import Generic, TypeVar
 from urllib.parse import unquote
 
 from paceline_server.errors import Unauthenticated
 from paceline_server.security.tokens import Tokens
 
-__all__ = ["Budget", "Pacer", "Pacers", "payer"]
+__all__ = ["Budget", "Pacer", "Pacers", "Places", "Remarks", "payer", "peer_of"]
+
+T = TypeVar("T", bound=Hashable)
 
 
 class Budget:
-    """A number of bytes, and how many of them each payer holds.
+    """A number of bytes, or of other things, and how many of them each payer holds.
 
     Args:
         total: bytes for all payers together.
@@ -86,11 +92,19 @@ class Pacer:
         self._tokens = burst
         self._at = now
 
-    def delay(self, now: float) -> float:
-        """Counts one message; returns the seconds to wait before it is served, 0 in most cases."""
-        self._tokens = min(self._burst, self._tokens + (now - self._at) * self._rate) - 1.0
+    def delay(self, now: float, most: float = math.inf) -> float:
+        """Counts one message; returns the seconds to wait before it is served, 0 in most cases.
+
+        Args:
+            now: the time, in seconds.
+            most: a message that would have to wait longer is not counted, since it is refused.
+        """
+        self._tokens = min(self._burst, self._tokens + (now - self._at) * self._rate)
         self._at = now
-        return max(0.0, -self._tokens / self._rate)
+        delay = max(0.0, (1.0 - self._tokens) / self._rate)
+        if delay <= most:
+            self._tokens -= 1.0
+        return delay
 
 
 class Pacers:
@@ -110,7 +124,7 @@ class Pacers:
     def __len__(self) -> int:
         return len(self._pacers)
 
-    def delay(self, caller: Hashable, now: float) -> float:
+    def delay(self, caller: Hashable, now: float, most: float = math.inf) -> float:
         """See `Pacer.delay`."""
         pacer = self._pacers.get(caller)
         if pacer is None:
@@ -118,7 +132,68 @@ class Pacers:
             if len(self._pacers) > self._most:
                 self._pacers.popitem(last=False)
         self._pacers.move_to_end(caller)
-        return pacer.delay(now)
+        return pacer.delay(now, most)
+
+
+class Places(Generic[T]):
+    """Places that callers hold. If one too many is taken, the caller with the most loses its oldest.
+
+    So a caller with few places keeps them whatever others do, and whoever comes gets one.
+
+    Args:
+        most: the number of places.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._owners: dict[T, Hashable] = {}
+        self._held: dict[Hashable, OrderedDict[T, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def take(self, who: Hashable, place: T) -> T | None:
+        """Gives a caller a place; returns the one that has to give way, if any: it is free already."""
+        self._owners[place] = who
+        self._held.setdefault(who, OrderedDict())[place] = None
+        if len(self._owners) <= self._most:
+            return None
+        largest = max(self._held.values(), key=len)
+        oldest = next(iter(largest))
+        self.free(oldest)
+        return oldest
+
+    def free(self, place: T) -> None:
+        """Takes note that a place is held no more; it may be free already."""
+        if place in self._owners:
+            who = self._owners.pop(place)
+            del self._held[who][place]
+            if not self._held[who]:
+                del self._held[who]
+
+
+class Remarks:
+    """Says when a line of log is due about things that strangers can make happen any number of times.
+
+    Args:
+        period: seconds between two lines about one kind.
+    """
+
+    def __init__(self, period: float) -> None:
+        self._period = period
+        self._kinds: dict[Hashable, tuple[float, int]] = {}  # when the last line was due, and how many came since
+
+    def count(self, kind: Hashable, now: float) -> int:
+        """Counts one; returns how many have come since the last line if another is due, else 0.
+
+        Args:
+            kind: what has happened. There must be few kinds: all are remembered.
+            now: the time, in seconds.
+        """
+        said, unsaid = self._kinds.get(kind, (-math.inf, 0))
+        is_due = now - said >= self._period
+        self._kinds[kind] = (now, 0) if is_due else (said, unsaid + 1)
+        return unsaid + 1 if is_due else 0
 
 
 _IPV6_HOST_BITS = 64
@@ -141,6 +216,11 @@ def payer(tokens: Tokens | None, authorization: str | None, peer: str) -> str:
     except Unauthenticated:
         return f"unknown callers at {address}"
     return address if jobs is None else f"job{'s'[: len(jobs) - 1]} {', '.join(map(repr, sorted(jobs)))}"
+
+
+def peer_of(host: str) -> str:
+    """Returns a caller's IP address, as sockets have it, in the form that `payer` takes."""
+    return f"ip:[{host.partition('%')[0]}]:0"
 
 
 def _address(peer: str) -> str:

@@ -16,7 +16,9 @@ from paceline_protocol import ProtocolSettings
 from paceline_server.process_limits import usable_bytes
 from paceline_server.storage.etcd_address import EtcdAddress, is_etcd
 from pacelinepb import install_command
+from pacelinepb.bounds import MOST
 from pacelinepb.pieces import MESSAGE_BYTES
+from pacelinepb.token_lines import token_flaw
 
 __all__ = ["HttpUnusable", "ServerSettings", "check_http", "state_settings", "token_settings"]
 
@@ -90,7 +92,7 @@ class ServerSettings(ProtocolSettings):
     """Messages that may wait for one slow session; if there are more, its stream ends and the member may resume."""
 
     max_name_bytes: int = 128
-    """The most bytes of a job's name, UTF-8."""
+    """The most bytes of a job's name, UTF-8; 128 at most, because no message but the first has room for more."""
 
     max_barrier_name_bytes: int = 256
     """The most bytes of a barrier's name, UTF-8."""
@@ -145,6 +147,8 @@ class ServerSettings(ProtocolSettings):
             value = getattr(self, each.name)
             if isinstance(value, (int, float)) and not isinstance(value, bool) and not value > 0:
                 raise ValueError(f"{each.name} must be above 0, not {value!r}")
+        if self.max_name_bytes > (most := MOST["Resume.job"]):
+            raise ValueError(f"max_name_bytes must be at most {most}, as in all messages, not {self.max_name_bytes}")
         if self.memory_bytes < (least := 48 * self.longest_request):
             raise ValueError(
                 f"memory_bytes must be at least {least:,} with this max_value_bytes, not {self.memory_bytes:,}"
@@ -222,8 +226,8 @@ def token_settings(token_file: Path | None, environ: Mapping[str, str]) -> dict[
     """Returns `token` or `token_file` for the settings: `token_file`, else PACELINE_TOKEN or PACELINE_TOKEN_FILE.
 
     Raises:
-        ValueError: both variables are set, or one is empty. An empty one means that the command which should fill it
-            has failed, and no caller would be asked for a token.
+        ValueError: both variables are set, PACELINE_TOKEN can be no token, or one is empty. An empty one means that the
+            command which should fill it has failed, and no caller would be asked for a token.
     """
     if token_file is not None:
         return {"token_file": token_file}
@@ -233,6 +237,8 @@ def token_settings(token_file: Path | None, environ: Mapping[str, str]) -> dict[
             raise ValueError(f"{name} is set, but empty: unset it if callers need no token")
     if token and path:
         raise ValueError("PACELINE_TOKEN and PACELINE_TOKEN_FILE are both set: unset one of them")
+    if token and (flaw := token_flaw(token)):
+        raise ValueError(f"PACELINE_TOKEN {flaw}")
     if path:
         return {"token_file": Path(path)}
     return {"token": token} if token else {}

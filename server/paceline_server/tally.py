@@ -7,7 +7,7 @@ is counted when it is known what it was, and not before.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -48,7 +48,7 @@ USES: tuple[Use, ...] = ("committed", "undone", "reforming", "waiting")
 """What a second of a job was: training that counts, training that was undone, on the way to the next generation, or
 waiting for workers."""
 
-CHANGE_REASONS = ("began", "lost", "joined", "drained", "mismatch", "raised", "timeout", "other")
+CHANGE_REASONS = ("began", "lost", "joined", "drained", "mismatch", "raised", "skipped", "timeout", "other")
 """Why a generation has begun."""
 
 LOSSES = ("exited", "silent", "refused", "raised", "replaced", "evicted")
@@ -62,6 +62,8 @@ _REASONS: dict[int, str] = {
     ErrorReason.ERROR_REASON_PEER_LOST: "lost",
     ErrorReason.ERROR_REASON_COLLECTIVE_MISMATCH: "mismatch",
     ErrorReason.ERROR_REASON_PEER_RAISED: "raised",
+    ErrorReason.ERROR_REASON_STEP_DIFFERS: "mismatch",
+    ErrorReason.ERROR_REASON_STEP_SKIPPED: "skipped",
     ErrorReason.ERROR_REASON_TIMEOUT: "timeout",
 }
 
@@ -159,6 +161,11 @@ class Tally:
     Attributes:
         committed: steps that were committed, each once.
         undone: steps that were begun and undone.
+        samples: samples in the committed steps of all members.
+        waited: seconds that all members together have waited in collectives.
+        state_bytes: bytes of training state that members have fetched from each other.
+        state_time: seconds that all members together have spent in fetching state.
+        checkpoint_failures: checkpoints that members could not write; hosts with disks of their own write one each.
         generations: generations that have begun, by `CHANGE_REASONS`.
         step: the last step that is known to be committed, 0 for none.
         gone: members that have ended lately; the last `MOST_GONE`.
@@ -179,12 +186,12 @@ class Tally:
         self.checkpoint = Histogram()
         self.checkpoint_step = 0
         self._kept = 0  # checkpoints of steps up to this one are counted
-        self._past_checkpoint_failures = 0
         self._members = {id_: _Member(session, now, restored=True) for id_, session in state.sessions.items()}
-        self._past_samples = 0
-        self._past_waited = 0.0
-        self._past_state_bytes, self._past_state_time = 0, 0.0
-        self._past_bytes: Counter[str] = Counter()
+        # An OrderedDict finds its first member at once, however many have been removed before.
+        self._here = OrderedDict((id_, each) for id_, each in state.sessions.items() if each.stream is not None)
+        self.samples = self.state_bytes = self.checkpoint_failures = 0
+        self.waited = self.state_time = 0.0
+        self._sent_bytes: Counter[str] = Counter()
         self._kinds: set[str] = set()
         self._seconds: dict[Use, float] = dict.fromkeys(USES, 0.0)
         self._mark = now  # seconds up to here are counted
@@ -225,39 +232,9 @@ class Tally:
         return (self.committed - before) / max(span, 1.0) if since > now - 2 * _SPEED_S else 0.0
 
     @property
-    def samples(self) -> int:
-        """Samples in the committed steps of all members."""
-        return self._past_samples + sum(member.counters.samples for member in self._members.values())
-
-    @property
-    def waited(self) -> float:
-        """Seconds that all members together have waited in collectives."""
-        return self._past_waited + sum(member.counters.in_collectives for member in self._members.values())
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of training state that members have fetched from each other."""
-        return self._past_state_bytes + sum(member.counters.state_bytes for member in self._members.values())
-
-    @property
-    def state_time(self) -> float:
-        """Seconds that all members together have spent in fetching state."""
-        return self._past_state_time + sum(member.counters.state_time for member in self._members.values())
-
-    @property
-    def checkpoint_failures(self) -> int:
-        """Checkpoints that members could not write; hosts with disks of their own write one each."""
-        return self._past_checkpoint_failures + sum(
-            member.counters.checkpoint_failures for member in self._members.values()
-        )
-
-    @property
     def sent_bytes(self) -> Mapping[str, int]:
         """Bytes that members have sent to each other, by kind of link."""
-        sums = Counter(self._past_bytes)
-        for member in self._members.values():
-            self._add(sums, member.counters.sent_bytes)
-        return sums
+        return self._sent_bytes
 
     def counters_of(self, member_id: str) -> Counters:
         """Returns what a member has counted."""
@@ -311,6 +288,7 @@ class Tally:
                 case StoreVerdict(verdict):
                     found += self._voided(now, verdict)
                 case EndSession(member_id, _):
+                    self._here.pop(member_id, None)
                     found += self._ended(now, event, member_id, endings.get(member_id), state)
         view = state.view
         if isinstance(event, ViewStored) and view is not None and view.generation == event.generation:
@@ -340,7 +318,7 @@ class Tally:
         found = self._kept_by(member, before)
         if is_first:  # what it did before this coordinator started, the one before has counted
             before = event.counters
-            self._count_past(before, -1)
+        self._add_up(before, event.counters)
         self._advanced(now, event, member, before, state)
         return found
 
@@ -387,7 +365,13 @@ class Tally:
             self._recovering = None
 
     def _notice(self, now: float, event: Event, state: JobState) -> None:
-        """Takes note of arrivals and of first signs of a loss."""
+        """Takes note of who has a stream, of arrivals, and of first signs of a loss."""
+        if isinstance(event, Registered | Resumed | StreamEnded):
+            session = state.sessions.get(event.member_id)
+            if session is not None and session.stream is not None:
+                self._here[event.member_id] = session
+            else:
+                self._here.pop(event.member_id, None)
         match event:
             case Registered(member_id) if (session := state.sessions.get(member_id)) is not None:
                 self._members[member_id] = _Member(session, now, joins=state.view is not None)
@@ -398,10 +382,6 @@ class Tally:
             case Reported(_, generation):
                 if self._view is not None and self._view.generation == generation:
                     self._signs.setdefault("", now)  # whoever is to blame
-            case ExitReported(process):
-                for member_id, member in self._members.items():
-                    if member.session.process.is_same(process):
-                        self._suspect(member_id, now)
             case AddressRefused(member_id) if member_id in self._members:
                 if self._members[member_id].session.stream is None:  # else it came back while its address was tried
                     self._suspect(member_id, now)
@@ -443,7 +423,6 @@ class Tally:
             return []
         self._signs.pop(member_id, None)
         session = member.session
-        self._count_past(member.counters, 1)
         orderly = isinstance(event, LeftJob) and not event.cause
         if orderly:
             how = "left after a drain" if session.draining else "left the job"
@@ -465,14 +444,20 @@ class Tally:
         kind = "left" if orderly else "lost"
         return [self._happening(kind, f"{_label(session)} {how}", session.last_generation)]
 
-    def _count_past(self, counters: Counters, sign: int) -> None:
-        """Adds what a member that has gone has counted, or takes off what one that stays had counted before."""
-        self._past_samples += sign * counters.samples
-        self._past_waited += sign * counters.in_collectives
-        self._past_state_bytes += sign * counters.state_bytes
-        self._past_state_time += sign * counters.state_time
-        self._past_checkpoint_failures += sign * counters.checkpoint_failures
-        self._add(self._past_bytes, {kind: sign * size for kind, size in counters.sent_bytes.items()})
+    def _add_up(self, before: Counters, now: Counters) -> None:
+        """Adds to the sums what a member has counted since its last heartbeat. Members choose their numbers.
+
+        A sum that fell would be no counter, and one below 0 no message could say.
+        """
+        self.samples += max(0, now.samples - before.samples)
+        self.waited += max(0.0, now.in_collectives - before.in_collectives)
+        self.state_bytes += max(0, now.state_bytes - before.state_bytes)
+        self.state_time += max(0.0, now.state_time - before.state_time)
+        self.checkpoint_failures += max(0, now.checkpoint_failures - before.checkpoint_failures)
+        for kind, size in now.sent_bytes.items():
+            if len(self._kinds) < MOST_KINDS:
+                self._kinds.add(kind)
+            self._sent_bytes[kind if kind in self._kinds else "other"] += max(0, size - before.sent_bytes.get(kind, 0))
 
     def _count_loss(self, gone: Gone, loss: str) -> None:
         self._lost[loss] += 1
@@ -537,11 +522,11 @@ class Tally:
         if self._live:
             return
         self._word = 0
-        here = [session for session in state.sessions.values() if session.stream is not None]
+        here = next(iter(self._here.values()), None)
         use: Use | None = "reforming"
-        if state.finished is not None or not here:
+        if state.finished is not None or here is None:
             use = None if state.finished is not None or not state.sessions else "waiting"
-        elif state.view is None or len(here) < here[0].settings.min_workers:
+        elif state.view is None or len(self._here) < here.settings.min_workers:
             use = "waiting"
         if use != self._use:
             self._count(now)
@@ -561,12 +546,6 @@ class Tally:
             self.step = step
             if now > self._speed[-1][0] + 0.25:
                 self._speed.append((now, self.committed))
-
-    def _add(self, sums: Counter[str], sent: Mapping[str, int]) -> None:
-        for kind, size in sent.items():
-            if len(self._kinds) < MOST_KINDS:  # members choose the names
-                self._kinds.add(kind)
-            sums[kind if kind in self._kinds else "other"] += size
 
     def _happening(self, kind: str, text: str, generation: int | None = None) -> Happening:
         now_in = self._view.generation if self._view is not None else 0

@@ -39,6 +39,7 @@ class Timers:
         self._apply = apply
         self._wakefulness = Wakefulness(now, _PULSE)
         self._beat: asyncio.TimerHandle | None = None
+        self._stopped = False
 
     def start(self) -> None:
         """Starts to notice stalls: those after this call."""
@@ -46,7 +47,8 @@ class Timers:
         self._pulse()
 
     def stop(self) -> None:
-        """Cancels the pulse and all timers."""
+        """Cancels the pulse and all timers, for good: sessions end after this, and no job looks at the clock then."""
+        self._stopped = True
         if self._beat is not None:
             self._beat.cancel()
         for job in self._jobs.values():
@@ -55,6 +57,8 @@ class Timers:
 
     def set(self, job: Job, deadline: float) -> None:
         """Makes the job look at the clock at `deadline` and not before; infinity for never."""
+        if self._stopped:
+            return
         if job.timer is not None:
             if job.timer.when() == deadline and not job.timer.cancelled():
                 return

@@ -36,8 +36,8 @@ from pacelinepb import MOST_KINDS, PROTOCOL_VERSION
 from pacelinepb.v1 import session_pb2 as pb
 
 __all__ = [
-    "check_length",
     "check_name",
+    "check_number",
     "check_version",
     "cut",
     "from_duration",
@@ -66,14 +66,7 @@ _SHORTEST_FAILURE_TIMEOUT, _LONGEST_FAILURE_TIMEOUT = 0.05, 86_400.0
 _CENTURY = 3.15e9
 """Seconds. Replaces all longer times, so that they fit into a Duration again (at most 10,000 years)."""
 
-_HASH_BYTES = 64
-
-_LONGEST_NODE = 128
-
 _TUNING = re.compile(r"([0-9a-f]{16})?")
-
-_MOST_SHARES = 64
-"""The most shares of a member: it holds one, and another for each failed attempt at a view since the last step."""
 
 _MOST_PARTS = 1 << 16
 
@@ -82,8 +75,9 @@ _LONGEST_DOING = 64
 _KIND = re.compile(r"[a-z0-9_]{1,16}")
 """The name of a kind of link. Metrics have it as the value of a label."""
 
-_STORABLE = 1 << 63
-"""Numbers from outside must be below this: the state file has signed 64-bit integers."""
+_STORABLE = 1 << 62
+"""Numbers from outside must be below this: the state file has signed 64-bit integers, and the coordinator counts on
+from some of them."""
 
 
 def token_hash(token: bytes) -> bytes:
@@ -118,15 +112,6 @@ def check_name(text: str, what: str, limit: int) -> str:
     if not 1 <= size <= limit:
         raise BadRequest(f"{what} must have 1 to {limit} bytes, not {size}")
     return text
-
-
-def check_length(text: str, what: str, limit: int) -> str:
-    """Checks that a text, which may be empty, is not too long.
-
-    Raises:
-        BadRequest: it is too long.
-    """
-    return check_name(text, what, limit) if text else text
 
 
 def read_job_name(text: str, settings: ServerSettings) -> str:
@@ -176,15 +161,18 @@ def read_process(message: pb.ProcessIdentity, settings: ServerSettings) -> Proce
     """Reads the identity of a process.
 
     Raises:
-        BadRequest: a name is too long or not printable, or there is no pid.
+        BadRequest: a name is not printable, the host's is empty or too long, or there is no pid.
     """
     check_name(message.host, "the name of a host", settings.max_address_bytes)
     names = (message.host, message.boot_id, message.node)
-    if not all(map(str.isprintable, names)) or len(message.boot_id) > 64 or len(message.node) > _LONGEST_NODE:
-        raise BadRequest("the names in a process identity must be printable and not long")
+    if not all(map(str.isprintable, names)):
+        raise BadRequest("the names in a process identity must be printable")
     if not message.pid:
         raise BadRequest("a process identity needs a pid")
-    start, space = _storable(message.start_ticks, "start_ticks"), _storable(message.pid_namespace, "pid_namespace")
+    start, space = (
+        check_number(message.start_ticks, "start_ticks"),
+        check_number(message.pid_namespace, "pid_namespace"),
+    )
     return Process(message.host, message.pid, message.boot_id, start, space, message.node)
 
 
@@ -214,8 +202,8 @@ def read_progress(now: float, message: pb.Heartbeat) -> Progress:
         BadRequest: the number of the operation or of the step is too great.
     """
     since = message.since.seconds + message.since.nanos * 1e-9
-    operation = _storable(message.operation, "heartbeat.operation")
-    step = _storable(message.step, "heartbeat.step")
+    operation = check_number(message.operation, "heartbeat.operation")
+    step = check_number(message.step, "heartbeat.step")
     step_age = message.step_since.seconds + message.step_since.nanos * 1e-9
     step_at = now - min(max(0.0, step_age), _CENTURY)
     doing = cut(message.doing, _LONGEST_DOING)
@@ -237,16 +225,16 @@ def read_counters(message: pb.Heartbeat) -> Counters:
     checkpoint_time = message.checkpoint_time.seconds + message.checkpoint_time.nanos * 1e-9
     state_time = message.state_time.seconds + message.state_time.nanos * 1e-9
     return Counters(
-        committed=_storable(message.committed, "heartbeat.committed"),
-        undone=_storable(message.undone, "heartbeat.undone"),
-        samples=_storable(message.samples, "heartbeat.samples"),
-        sent_bytes={kind: _storable(size, "heartbeat.sent_bytes") for kind, size in message.sent_bytes.items()},
+        committed=check_number(message.committed, "heartbeat.committed"),
+        undone=check_number(message.undone, "heartbeat.undone"),
+        samples=check_number(message.samples, "heartbeat.samples"),
+        sent_bytes={kind: check_number(size, "heartbeat.sent_bytes") for kind, size in message.sent_bytes.items()},
         in_collectives=min(max(0.0, in_collectives), _CENTURY),
-        checkpoint_step=_storable(message.checkpoint_step, "heartbeat.checkpoint_step"),
-        checkpoints=_storable(message.checkpoints, "heartbeat.checkpoints"),
-        checkpoint_failures=_storable(message.checkpoint_failures, "heartbeat.checkpoint_failures"),
+        checkpoint_step=check_number(message.checkpoint_step, "heartbeat.checkpoint_step"),
+        checkpoints=check_number(message.checkpoints, "heartbeat.checkpoints"),
+        checkpoint_failures=check_number(message.checkpoint_failures, "heartbeat.checkpoint_failures"),
         checkpoint_time=min(max(0.0, checkpoint_time), _CENTURY),
-        state_bytes=_storable(message.state_bytes, "heartbeat.state_bytes"),
+        state_bytes=check_number(message.state_bytes, "heartbeat.state_bytes"),
         state_time=min(max(0.0, state_time), _CENTURY),
     )
 
@@ -258,21 +246,20 @@ def read_report(message: pb.Report, settings: ServerSettings) -> Report:
         BadRequest: the number of the operation is too great.
     """
     accused = message.accused if message.HasField("accused") else None
-    operation = _storable(message.operation, "report.operation")
-    return Report(-1, message.reason, accused, operation, cut(message.text, settings.max_text_bytes))
+    operation = check_number(message.operation, "report.operation")
+    text = cut(message.text, settings.max_text_bytes)
+    return Report(-1, message.reason, accused, operation, text, message.unopened)
 
 
 def read_meet(message: pb.Meet) -> Meet:
     """Reads what a member says at a meeting.
 
     Raises:
-        BadRequest: a number is too great, a hash is too long, or a share is invalid.
+        BadRequest: a number is too great, or a share is invalid.
     """
-    if len(message.fingerprint) > _HASH_BYTES or len(message.manifest) > _HASH_BYTES:
-        raise BadRequest(f"hashes in a meeting have at most {_HASH_BYTES} bytes")
     tag = _read_tag(message.tag) if message.HasField("tag") else None
     return Meet(
-        generation=_storable(message.generation, "meet.generation"),
+        generation=check_number(message.generation, "meet.generation"),
         tag=tag,
         holds_base=message.holds_base,
         fingerprint=message.fingerprint,
@@ -293,20 +280,23 @@ def read_meet(message: pb.Meet) -> Meet:
 def _read_shares(message: pb.Meet) -> tuple[Share, ...]:
     if not message.HasField("node_size"):
         return (WHOLE,)
-    if len(message.shares) > _MOST_SHARES:
-        raise BadRequest(f"a member holds at most {_MOST_SHARES} shares, not {len(message.shares)}")
     if any(not share.part < share.parts <= _MOST_PARTS for share in message.shares):
         raise BadRequest(f"the part of a share must be below the number of parts, and that at most {_MOST_PARTS}")
     return tuple(Share(share.part, share.parts) for share in message.shares)
 
 
 def _read_tag(message: pb.Tag) -> Tag:
-    return Tag(_storable(message.generation, "tag.generation"), _storable(message.step, "tag.step"))
+    return Tag(check_number(message.generation, "tag.generation"), check_number(message.step, "tag.step"))
 
 
-def _storable(number: int, name: str) -> int:
+def check_number(number: int, name: str) -> int:
+    """Checks that a number can be stored, and counted on from.
+
+    Raises:
+        BadRequest: it is too great.
+    """
     if number >= _STORABLE:
-        raise BadRequest(f"{name} must be below 2^63")
+        raise BadRequest(f"{name} must be below 2^62")
     return number
 
 

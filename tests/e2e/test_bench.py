@@ -31,6 +31,9 @@ KEYS = {
     "busbw_GBps",
 }
 
+MANY_SIZES = ",".join(str(4 << n) for n in range(16))
+"""So many that a bench cannot be through before a signal comes."""
+
 
 def told(*arguments: str) -> dict[str, Any]:
     """What `paceline bench ... --json` says."""
@@ -111,8 +114,7 @@ def test_nothing_outlives_the_bench(
     number: signal.Signals, code: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("t")  # a socket's path has 108 bytes at most
-    sizes = ",".join(str(4 << n) for n in range(16))  # so many that it cannot be through before the signal comes
-    arguments = ("bench", "all-reduce", "--sizes", sizes, "-n", "2", "--links", "grpc")
+    arguments = ("bench", "all-reduce", "--sizes", MANY_SIZES, "-n", "2", "--links", "grpc")
     with command(*arguments, TMPDIR=str(folder)) as running:
         running.wait_for("4 B")  # all ranks are at work
         started = descendants(running.process.pid)
@@ -124,7 +126,7 @@ def test_nothing_outlives_the_bench(
 
 
 def test_a_rank_that_is_killed_ends_the_bench() -> None:
-    with command("bench", "all-reduce", "--sizes", "4,8,12", "-n", "2", "--links", "grpc") as running:
+    with command("bench", "all-reduce", "--sizes", MANY_SIZES, "-n", "2", "--links", "grpc") as running:
         running.wait_for("4 B")
         ranks = [pid for pid in descendants(running.process.pid) if not descendants(pid)]
         assert len(ranks) == 2

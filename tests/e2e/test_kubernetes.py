@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,11 @@ import yaml
 
 import paceline
 from paceline.cli.launcher import supervision
+from paceline_server.security.tokens import Grant, Role, Tokens
 from support import manifests
 
-FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "deploy" / "kubernetes"
 MANIFESTS = manifests.load(FOLDER)
 KINDS = {"": "Deployment", "job": "Job", "jobset": "JobSet", "trainer": "ClusterTrainingRuntime"}
 """The folders that users apply, and what makes the workers there."""
@@ -42,6 +46,54 @@ def test_all_files_are_in_a_kustomization() -> None:
     compose = yaml.safe_load((FOLDER.parent / "compose.yaml").read_text())
     named = {service["image"] for service in compose["services"].values()}
     assert named == {f"${{PACELINE_IMAGE:-paceline:{paceline.__version__}}}"}
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="there is no kubectl")
+@pytest.mark.parametrize("folder", [*KINDS, "../kubernetes-etcd"])
+def test_kubectl_makes_the_manifests_that_are_checked_here(folder: str) -> None:
+    made = subprocess.run(["kubectl", "kustomize", FOLDER / folder], capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr[:500]
+    found = {(m["kind"], m["metadata"]["name"]): m for m in manifests.load(FOLDER / folder)}
+    assert {(m["kind"], m["metadata"]["name"]): m for m in yaml.safe_load_all(made.stdout)} == found
+
+
+@pytest.mark.parametrize("text", ["deploy/kubernetes/kustomization.yaml", "docs/how-to/kubernetes.md"])
+def test_the_tokens_that_are_made_as_it_says_make_workers_only_of_the_jobs(text: str, tmp_path: Path) -> None:
+    said = (ROOT / text).read_text().splitlines()
+    lines = [line.lstrip("# ") for line in said]
+    shell = [line for line in lines if line.startswith(("(umask", "for job"))]
+    assert len(shell) == 2
+    subprocess.run(["sh", "-ec", "\n".join(shell)], cwd=tmp_path, check=True)
+    created = [line.split()[-2:] for line in lines if line.startswith("kubectl create secret generic paceline-token")]
+    assert created[:2] == [["paceline-tokens", "--from-file=tokens"], ["paceline-token", "--from-file=token"]]
+    tokens = Tokens.parse((tmp_path / "tokens").read_text())
+    first, worker = (tmp_path / "tokens").read_text().split()[0], (tmp_path / "token").read_text().strip()
+    assert tokens.grant(f"Bearer {first}") == Grant(None, Role.OPERATOR)
+    jobs = {_job_of(folder) for folder in KINDS if folder != "trainer"}
+    assert tokens.grant(f"Bearer {worker}") == Grant(frozenset(jobs), Role.WORKER)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+
+
+def test_the_token_of_train_jobs_is_good_before_their_names_are_known(tmp_path: Path) -> None:
+    said = (ROOT / "docs/how-to/kubernetes.md").read_text()
+    before, _, trainer = said.partition("## Kubeflow Trainer")
+    trainer = trainer.partition("kubectl create -f deploy/kubernetes/trainer/trainjob.yaml")[0]
+    shell = [line for line in (before + trainer).splitlines() if line.startswith(("(umask", "for job", "echo"))]
+    subprocess.run(["sh", "-ec", "\n".join(shell)], cwd=tmp_path, check=True)
+    tokens = Tokens.parse((tmp_path / "tokens").read_text())
+    worker = (tmp_path / "token").read_text().strip()
+    assert tokens.grant(f"Bearer {worker}") == Grant(None, Role.WORKER)
+    assert "generic paceline-tokens --from-file=tokens --dry-run=client" in trainer
+
+
+def _job_of(folder: str) -> str:
+    """Returns the name of Paceline's job in the pods of a folder: a value, or the name of what makes the pods."""
+    (container,) = _spec_of_pods(folder)["containers"]
+    (job,) = [entry for entry in container["env"] if entry["name"] == "PACELINE_JOB"]
+    if "value" in job:
+        return str(job["value"])
+    (maker,) = [m for m in manifests.load(FOLDER / folder) if manifests.job_of(m) is not None]
+    return str(maker["metadata"]["name"])
 
 
 def test_a_worker_has_the_time_that_its_launcher_gives_it() -> None:
@@ -166,6 +218,10 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "a key on no volume": (
         lambda m: _pod(m, "coordinator")["containers"][0]["args"].__setitem__(8, "/etc/key"),
         "/etc/key is on no volume",
+    ),
+    "an operator's token for workers": (
+        lambda m: _pod(m, "worker")["volumes"][0]["secret"].update(secretName="paceline-tokens"),
+        "workers read the secret paceline-tokens, which has an operator's token",
     ),
     "no token": (lambda m: _pod(m, "coordinator")["containers"][0]["env"].pop(0), "has no token"),
     "a coordinator without TLS": (

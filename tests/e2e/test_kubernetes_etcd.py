@@ -39,16 +39,20 @@ def test_all_coordinators_and_workers_have_the_same_image() -> None:
     images = {_container(MANIFESTS, *each)["image"] for each in kinds}
     assert images == {f"paceline:{paceline.__version__}"}
     compose = yaml.safe_load((DEPLOY / "compose.etcd.yaml").read_text())["services"]
-    etcd = _container(MANIFESTS, "StatefulSet", "paceline-etcd")["image"]
-    assert compose["etcd"]["image"] == f"${{ETCD_IMAGE:-{etcd}}}"
+    assert compose["etcd"]["image"].startswith("${ETCD_IMAGE:-quay.io/coreos/etcd:v")
+    image = _container(MANIFESTS, *ETCD)["image"]
+    assert image == "quay.io/coreos/etcd@sha256:THE-DIGEST", "no cluster takes that for a digest"
+    for file in ("kustomization.yaml", "../compose.etcd.yaml"):
+        assert "imagetools inspect quay.io/coreos/etcd:v" in (FOLDER / file).read_text()
 
 
 def test_all_files_are_in_the_kustomization() -> None:
     kustomization = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
     files = {path.name for path in FOLDER.iterdir()} - {"kustomization.yaml"}
-    assert files == {*kustomization["resources"], *(each["path"] for each in kustomization["patches"])} - {
-        "../kubernetes"
-    }
+    assert files == {
+        *kustomization["resources"],
+        *(each["path"] for each in kustomization["patches"] if "path" in each),
+    } - {"../kubernetes"}
 
 
 def test_workers_know_the_coordinators_by_the_names_that_these_advertise() -> None:
@@ -90,6 +94,30 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "an etcd that keeps nothing": (
         lambda m: _named(m, *ETCD)["spec"].pop("volumeClaimTemplates"),
         "mounts data, which is no volume",
+    ),
+    "coordinators that talk to etcd in the clear": (
+        lambda m: _container(m, *COORDINATOR)["args"].__setitem__(6, "etcd://paceline-etcd:2379/paceline"),
+        "talks to etcd in the clear",
+    ),
+    "an etcd in the clear": (
+        lambda m: _container(m, *ETCD)["command"].__setitem__(2, "--listen-client-urls=http://0.0.0.0:2379"),
+        "its clients talk in the clear",
+    ),
+    "an etcd that asks for no certificate": (
+        lambda m: _container(m, *ETCD)["command"].remove("--client-cert-auth"),
+        "its clients need no certificate",
+    ),
+    "peers that ask for no certificate": (
+        lambda m: _container(m, *ETCD)["command"].remove("--peer-client-cert-auth"),
+        "its peers need no certificate",
+    ),
+    "a key of etcd on no volume": (
+        lambda m: _container(m, *ETCD)["command"].remove("--key-file=/run/secrets/etcd/server.key"),
+        "--key-file is on no volume",
+    ),
+    "an image by a tag": (
+        lambda m: _named(m, *ETCD)["spec"]["template"]["spec"]["containers"][0].update(image="quay.io/coreos/etcd:v3"),
+        "named by no digest",
     ),
     "coordinators that do not reach each other": (
         lambda m: _named(m, "NetworkPolicy", "paceline-coordinators")["spec"]["egress"].pop(0),

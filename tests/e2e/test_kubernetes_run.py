@@ -57,8 +57,13 @@ def make_secrets(folder: Path) -> None:
         (folder / secret).mkdir()
         for name in names:
             (folder / secret / name).write_bytes((made / name).read_bytes())
-    (folder / "paceline-token").mkdir()
-    (folder / "paceline-token" / "token").write_text("a-token-of-this-test-alone")
+    operator, worker = "an-operators-token-of-this-test", "a-workers-token-of-this-test"
+    for secret, name, text in (
+        ("paceline-tokens", "tokens", f"{operator}\n{worker} role=worker digits\n"),
+        ("paceline-token", "token", worker),
+    ):
+        (folder / secret).mkdir()
+        (folder / secret / name).write_text(text)
     for path in folder.glob("paceline-*/*"):
         os.chown(path, 0, PODS["paceline-worker"]["securityContext"]["fsGroup"])
         path.chmod(0o440)

@@ -44,24 +44,26 @@ def test_a_reader_that_goes_is_no_error(arguments: tuple[str, ...], tmp_path: Pa
 
 
 def test_it_says_for_how_long_it_will_try() -> None:
-    with command("status", "--coordinator", NOWHERE, "--timeout", "3") as ended:
+    with command("status", "--coordinator", NOWHERE, "--timeout", "5") as ended:
         assert ended.wait() == 1
     told, last = ended.stderr.splitlines()
-    assert told == f"paceline: no coordinator answers at {NOWHERE}; trying for another 2 s"
+    assert re.fullmatch(rf"paceline: no coordinator answers at {NOWHERE}; trying for another [1-4] s", told)
     assert last.startswith(f"paceline: no coordinator answers at {NOWHERE} (tried for ")
 
 
 def test_a_launcher_says_for_how_long_its_workers_will_try(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import paceline; paceline.join(timeout=4.0)\n")
+    script.write_text("import paceline; paceline.join(timeout=6.0)\n")
     with command("run", "-n", "2", "--coordinator", NOWHERE, "--job", "digits", str(script)) as run:
-        run.wait_for(f"paceline: job 'digits': no coordinator answers at {NOWHERE} yet; trying for another 3 s\n")
         assert run.wait() == 1
-    assert run.stderr.count("trying for another") == 1, "once, not once for each worker"
+    (told,) = [line for line in run.stderr.splitlines() if "trying for another" in line]  # not one for each worker
+    assert re.fullmatch(
+        rf"paceline: job 'digits': no coordinator answers at {NOWHERE} yet; trying for another [1-5] s", told
+    )
     said = [line for line in run.stderr.splitlines() if " (tried for " in line]
     assert len(said) == 1, f"once, too\n{run.stderr}"
     assert re.fullmatch(
-        rf"paceline: no coordinator answers at {NOWHERE} \(tried for 4 s; .*[Cc]onnection refused.*\): run "
+        rf"paceline: no coordinator answers at {NOWHERE} \(tried for \d+ s; .*[Cc]onnection refused.*\): run "
         rf"`paceline coordinator --listen {NOWHERE}` there, or correct the address .*",
         said[0],
     )

@@ -21,7 +21,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-NEEDED = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["demo"]]
+NEEDED = [
+    *PROJECT["dependencies"],
+    *(need for extra in ("demo", "http") for need in PROJECT["optional-dependencies"][extra]),
+]
 VERSIONS = re.findall(r"Python :: (3\.\d+)'", str(PROJECT["classifiers"]))
 THIS = f"3.{sys.version_info.minor}"
 

@@ -17,13 +17,16 @@ from support.command import command
 pytestmark = pytest.mark.slow
 
 SCRIPT = """
-import os, signal, sys
+import os, signal, sys, threading, time
 from pathlib import Path
 import numpy as np
 import paceline
 from paceline import nn
 
 SEED = 0
+Path(f"began-{os.getpid()}").touch()
+while len(list(Path().glob("began-*"))) < 3:
+    time.sleep(0.01)  # the first generation has all three
 with paceline.join() as session:
     model = nn.Linear(4, 2, rng=np.random.default_rng(1))
     ddp = paceline.DDP(model, session.group)
@@ -41,6 +44,9 @@ with paceline.join() as session:
                     noise = part.rng.normal(size=(len(part.indices), 4)).astype(np.float32)
                     loss, dy = nn.softmax_cross_entropy(ddp(x[part.indices] + noise), t[part.indices])
                     ddp.backward(dy)
+            for thread in threading.enumerate():
+                if thread.name == "paceline-checkpoint":
+                    thread.join()  # otherwise the next one is left out if this one takes longer than eight steps
             if session.size == 3 and session.rank == 0 and step.number == 13:
                 os.kill(os.getpid(), signal.SIGKILL)
             optimizer.step()
@@ -55,6 +61,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "train.py").write_text(SCRIPT)
     with chdir(folder), command("run", "-n", "3", "--min", "2", "train.py") as run:
         run.wait()
+    assert "killed by SIGKILL" in run.stderr, str(run)
     lines = [json.loads(line) for line in (folder / "runs" / "receipts.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [3, 6, 8, 9, 12, 15, 16, 18, 21, 24], str(run)
     return folder

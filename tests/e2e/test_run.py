@@ -66,7 +66,7 @@ def test_workers_meet_at_an_embedded_coordinator_and_lines_carry_ranks(summing: 
     with command("run", "-n", "3", summing, "--lr", "0.1") as run:
         assert run.wait() == 0, str(run)
     assert sorted(run.stdout.splitlines()) == [f"[{r}] rank {r} of 3 sum 6 --lr 0.1" for r in range(3)]
-    assert run.stderr == ""
+    assert run.complaints == ""
 
 
 @pytest.mark.slow
@@ -86,13 +86,12 @@ def test_two_shells_meet_in_one_job(summing: str) -> None:
 
 
 def test_a_killed_worker_is_named_by_the_launcher_and_by_every_other_worker(loop: str) -> None:
-    with command("run", "-n", "3", loop) as run:
+    # If its silence were what the others notice, they would not end within the time that is waited for here.
+    with command("run", "-n", "3", loop, PACELINE_FAILURE_TIMEOUT="300") as run:
         run.wait_for("in the loop", 3)
         victim = pids(run)[1]
         os.kill(victim, signal.SIGKILL)
-        start = time.monotonic()
         assert run.wait() == 137, str(run)
-        assert time.monotonic() - start < 5.0
     lines = run.stderr.splitlines()
     assert f"paceline: rank 1 (pid {victim}) was killed by SIGKILL" in lines
     script = Path(loop).read_text().splitlines()
@@ -123,8 +122,8 @@ def test_ctrl_c_leaves_no_orphan_and_no_stack_trace(loop: str, signum: signal.Si
         run.wait_for("in the loop", 3)
         run.signal(signum)
         assert run.wait() == code, str(run)
-        wait_until_gone(list(pids(run).values()), timeout=1.0)
-    assert run.stderr == "paceline: stopping 3 workers\n"
+        wait_until_gone(list(pids(run).values()))
+    assert run.complaints == "paceline: stopping 3 workers\n"
 
 
 def test_ctrl_c_reaches_all_before_any_is_missed(loop: str, tmp_path: Path) -> None:
@@ -135,7 +134,7 @@ def test_ctrl_c_reaches_all_before_any_is_missed(loop: str, tmp_path: Path) -> N
         run.wait_for("in the loop", 3)
         run.signal(signal.SIGINT)
         assert run.wait() == 130, str(run)
-    assert run.stderr == "paceline: stopping 3 workers\n"
+    assert run.complaints == "paceline: stopping 3 workers\n"
 
 
 @pytest.mark.slow
@@ -155,9 +154,7 @@ def test_ctrl_c_while_workers_wait_for_others(summing: str) -> None:
         assert [member["rank"] for member in detail["members"]] == [None]
         run.signal(signal.SIGINT)
         assert run.wait() == 130
-        # On a slow machine the worker has waited for so long that it says what for.
-        said = [line for line in run.stderr.splitlines() if "waiting for 1 more worker" not in line]
-        assert said == ["paceline: stopping 1 worker"]
+        assert run.complaints == "paceline: stopping 1 worker\n"
 
 
 def test_a_killed_launcher_takes_its_workers_with_it(loop: str) -> None:

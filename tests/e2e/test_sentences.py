@@ -60,20 +60,20 @@ def test_a_finished_job_says_so_and_restart_does_what_is_said(script: str, tmp_p
                 return ended
 
         first = run(4, kept)
-        assert first.stderr == ""
+        assert first.complaints == ""
         again = run(4, str(tmp_path / "empty"))
         done = "paceline: job 'digits' is done (step 4); `paceline restart digits` starts it anew"
-        assert again.stderr == f"{done}\n", "once, and without steps"
+        assert again.complaints == f"{done}\n", "once, and without steps"
         assert again.stdout == ""
         with_checkpoint = run(4, kept)
         assert re.fullmatch(
-            rf"{re.escape(done)}, from step 4 of checkpoint {re.escape(kept)}/\S+\n", with_checkpoint.stderr
+            rf"{re.escape(done)}, from step 4 of checkpoint {re.escape(kept)}/\S+\n", with_checkpoint.complaints
         )
         with command("restart", "digits", **where) as restarted:
             assert restarted.wait() == 0
         resumed = run(6, kept)
         pattern = rf"paceline: job 'digits' resumed from step 4 of checkpoint {re.escape(kept)}/\S+\n"
-        assert re.fullmatch(pattern, resumed.stderr), str(resumed)
+        assert re.fullmatch(pattern, resumed.complaints), str(resumed)
         assert sorted(re.findall(r"did \d+", resumed.stdout)) == ["did 5", "did 5", "did 6", "did 6"]
         with command("restart", "digits", **where) as restarted:
             assert restarted.wait() == 0
@@ -91,7 +91,7 @@ def test_what_all_ranks_say_is_shown_once(tmp_path: Path) -> None:
     with command("run", "-n", "3", str(script), "2", str(tmp_path / "kept")) as run:
         assert run.wait() == 0
     assert run.stderr.count("session.rank was read before session.steps()") == 1
-    assert run.stderr.startswith("paceline: session.rank was read")
+    assert run.complaints.startswith("paceline: session.rank was read")
 
 
 def test_the_records_of_a_failure_are_told_of_once(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ TELLING = """
     import beside
     import installed
     def function(): ...
+    OF_EACH_PROCESS = {"PACELINE_LAUNCHER_FD", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
     told = {
         "cwd": os.getcwd(),
         "argv": sys.argv,
@@ -47,7 +48,7 @@ TELLING = """
         "package": __package__,
         "main": sys.modules["__main__"].__dict__ is globals(),
         "pickled": pickle.loads(pickle.dumps(function)) is function,
-        "environment": {name: value for name, value in os.environ.items() if name != "PACELINE_LAUNCHER_FD"},
+        "environment": {name: value for name, value in os.environ.items() if name not in OF_EACH_PROCESS},
         "launcher": os.fstat(int(os.environ["PACELINE_LAUNCHER_FD"])).st_mode,
         "stdin": sys.stdin.read(),
         "cores": sorted(os.sched_getaffinity(0)),

@@ -38,7 +38,7 @@ with paceline.join() as session:
         if step.world == 3 and not said:
             said = True
             print("trains", session.rank, os.getpid())
-        time.sleep(0.01)
+        time.sleep(0.05)
 """
 
 
@@ -52,7 +52,7 @@ def test_a_frozen_worker_is_silent_and_a_killed_one_stays_listed(tmp_path: Path)
             shown.wait_for("running")
             shown.wait_for("training")
             os.kill(pids[0], signal.SIGSTOP)
-            shown.wait_for("silent for 3.")
+            shown.wait_for_match(r"silentfor[3-8]\.")
             os.kill(pids[0], signal.SIGCONT)
             os.kill(pids[1], signal.SIGKILL)
             shown.wait_for(f"{pids[1]} - was killed by SIGKILL, ")
@@ -70,12 +70,12 @@ def test_a_coordinator_that_is_away_is_asked_again() -> None:
     port = str(free_port())
     address = f"127.0.0.1:{port}"
     with terminal("status", "--watch", "--coordinator", address) as shown:
-        shown.wait_for(f"no coordinator answers at {address}, for 0 s now; still trying (Ctrl-C ends this)")
+        shown.wait_for_match(rf"nocoordinatoranswersat{address},for\d+snow;stilltrying\(Ctrl-Cendsthis\)")
         with command("coordinator", "--listen", address) as coordinator:
             shown.wait_for("The coordinator knows no job yet.")
             coordinator.signal(signal.SIGTERM)
             assert coordinator.wait() == 0
-        shown.wait_for("for 1 s now")
+        shown.wait_for_match(r"Thecoordinatorknowsnojobyet\..*for[1-9]\d*snow")
         shown.press("\x03")
         assert shown.wait() == 0
         assert "Traceback" not in shown.text

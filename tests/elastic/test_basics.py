@@ -12,7 +12,7 @@ from support.elastic.faults import kill
 
 
 def test_a_member_dies_in_mid_all_reduce_and_the_others_go_on(tmp_path: Path) -> None:
-    with cluster(tmp_path, least=2, total=6) as c:
+    with cluster(tmp_path, least=2, most=3, total=6) as c:
         c.start(3, [kill(at="mid_all_reduce", rank=1, step=3)])
         assert sorted(c.wait().values()) == [-9, 0, 0], str(c)
         c.check(count=2)

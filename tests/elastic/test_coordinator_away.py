@@ -36,7 +36,7 @@ def test_away_for_ten_times_failure_timeout_while_all_go_on(tmp_path: Path) -> N
         c.kill_coordinator()
         time.sleep(6)
         before = max(event["step"] for trainer in c.trainers for event in trainer.of("applied"))
-        assert before > 60, "they trained all the time"
+        c.wait_for_step(before + 5)  # they still train
         c.start_coordinator()
         assert set(c.wait(60.0).values()) == {0}, str(c)
         c.check(count=2)
@@ -54,6 +54,8 @@ def test_every_stream_to_it_is_reset_at_once_and_nobody_is_evicted(wrapper: str,
         c.start(4)
         for step in (5, 20, 35):
             c.wait_for_step(step)
+            with c.slowly():
+                c.wait_until(lambda: between.connections >= 4, "all are connected again")
             between.reset_all()
         assert set(c.wait().values()) == {0}, str(c)
         assert between.resets >= 12
@@ -101,10 +103,13 @@ def test_its_state_file_is_lost(wrapper: str, tmp_path: Path) -> None:
     with cluster(tmp_path, least=3, total=80, pace=0.05, wrapper=wrapper) as c:
         c.start(3)
         c.wait_for_step(8)
-        c.kill_coordinator()
-        for file in tmp_path.glob("state.db*"):
-            file.unlink()
-        c.start_coordinator()
+        with c.slowly():
+            c.kill_coordinator()
+            for file in tmp_path.glob("state.db*"):
+                file.unlink()
+            before = max(c.line().values())
+            c.start_coordinator()
+            c.wait_until(lambda: max(c.line().values()) > before, "another generation trains")
         assert set(c.wait().values()) == {0}, str(c)
         c.check(count=3)
         line = c.line()
@@ -117,7 +122,7 @@ def test_a_newcomer_waits_for_it(tmp_path: Path) -> None:
         c.wait_for_step(5)
         c.kill_coordinator()
         (late,) = c.start(1)
-        c.wait_for_step(20)
+        c.wait_for_step(12)
         c.start_coordinator()
         c.wait_until(lambda: bool(late.of("applied")), "the newcomer trains")
         assert set(c.wait().values()) == {0}, str(c)

@@ -47,8 +47,11 @@ def test_two_of_four_are_drained(tmp_path: Path, strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard"])
 def test_who_did_not_see_the_second_word_complete_finishes_the_step(tmp_path: Path, strategy: str) -> None:
+    through = tmp_path / "through"
     with cluster(tmp_path, least=2, total=6, wrapper=strategy, log=True) as c:
-        c.start(2, [fail(at="second_word", rank=1, step=3)])
+        c.start(2, [fail(at="second_word", until=through, rank=1, step=3)])
+        c.wait_for_step(3)
+        through.touch()
         codes = c.wait()
         assert set(codes.values()) == {0}, str(c)
         c.check(count=2)
@@ -64,7 +67,7 @@ def test_who_did_not_see_the_second_word_complete_finishes_the_step(tmp_path: Pa
 )
 @pytest.mark.sampled(2)
 def test_one_of_four_is_killed_about_the_second_word(tmp_path: Path, at: str, rank: int) -> None:
-    with cluster(tmp_path, least=2, total=6, wrapper="hybrid_shard") as c:
+    with cluster(tmp_path, least=2, most=4, total=6, wrapper="hybrid_shard") as c:
         c.start(4, [kill(at=at, rank=rank, step=3)])
         assert sorted(c.wait().values()) == [-9, 0, 0, 0], str(c)
         c.check(count=2)
@@ -73,7 +76,7 @@ def test_one_of_four_is_killed_about_the_second_word(tmp_path: Path, at: str, ra
 
 def test_one_is_killed_when_it_has_its_first_share(tmp_path: Path) -> None:
     """Before the first step everybody has all of the state, and who is left goes on."""
-    with cluster(tmp_path, least=2, total=6, wrapper="hybrid_shard") as c:
+    with cluster(tmp_path, least=2, most=4, total=6, wrapper="hybrid_shard") as c:
         c.start(4, [kill(at="taking_share", once=tmp_path / "killed")])
         assert sorted(c.wait().values()) == [-9, 0, 0, 0], str(c)
         c.check(count=2)
@@ -142,7 +145,7 @@ def test_a_spare_comes_in_with_a_newcomer(tmp_path: Path) -> None:
 
 def test_a_state_that_is_lost_is_read_from_the_last_checkpoint(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    with cluster(tmp_path, least=2, total=60, pace=0.02, wrapper="full_shard", checkpoint_dir=str(runs),
+    with cluster(tmp_path, least=2, most=3, total=60, pace=0.02, wrapper="full_shard", checkpoint_dir=str(runs),
                  checkpoint_every=50) as c:  # fmt: skip
         c.start(3, [kill(at="before_gate", rank=1, once=tmp_path / "killed", stored=runs)])
         codes = c.wait()
@@ -154,7 +157,7 @@ def test_a_state_that_is_lost_is_read_from_the_last_checkpoint(tmp_path: Path) -
 
 
 def test_without_a_checkpoint_a_lost_state_is_an_error(tmp_path: Path) -> None:
-    with cluster(tmp_path, least=1, total=9, wrapper="full_shard") as c:
+    with cluster(tmp_path, least=1, most=2, total=9, wrapper="full_shard") as c:
         c.start(2, [kill(at="before_gate", rank=1, step=3)])
         codes = c.wait()
         assert sorted(codes.values()) == [-9, 3], str(c)

@@ -19,6 +19,8 @@ from support.netns import Network, network
 pytestmark = pytest.mark.root
 
 _FAILURE_TIMEOUT = 2.0
+_SOON = 3.0
+"""Seconds beyond `failure_timeout` in which the others go on, while other tests run, too."""
 
 
 @contextmanager
@@ -71,8 +73,8 @@ def test_a_host_is_cut_off_and_comes_back(seconds: int, tmp_path: Path) -> None:
         back = _trains_after(c, lost, generation, healed)
         assert set(c.wait().values()) == {0}, str(c)
         c.check(count=4)
-        assert without < _FAILURE_TIMEOUT + 1, str(c)
-        assert back < 3, str(c)
+        assert without < _FAILURE_TIMEOUT + _SOON, str(c)
+        assert back < 5, str(c)
         assert sum(c.redone().values()) <= 1, str(c)
 
 
@@ -94,7 +96,7 @@ def test_a_pair_is_cut_and_only_one_of_the_two_goes(tmp_path: Path) -> None:
         assert _trains_after(c, away, generation - 1, healed) < 5, str(c)
         assert set(c.wait().values()) == {0}, str(c)
         c.check(count=4)
-        assert without < _FAILURE_TIMEOUT + 1, str(c)
+        assert without < _FAILURE_TIMEOUT + _SOON, str(c)
         assert 3 in sizes, f"not only one of the two was sent away: {sizes}\n{c}"
         assert 2 not in sizes, f"not only one of the two was sent away: {sizes}\n{c}"
         assert flaps <= 3, f"{flaps} steps undone in 5 s\n{c}"
@@ -129,5 +131,5 @@ def test_a_host_dies_with_all_that_runs_there(cable: str, tmp_path: Path) -> Non
         without = max(_trains_after(c, trainer, generation, dead) for trainer in rest)
         assert sorted(c.wait().values()) == [-9, -9, 0, 0, 0], str(c)
         c.check(count=3)
-        assert without < _FAILURE_TIMEOUT + 1, str(c)
+        assert without < _FAILURE_TIMEOUT + _SOON, str(c)
         assert sum(c.redone().values()) <= 2, str(c)

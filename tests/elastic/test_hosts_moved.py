@@ -62,8 +62,8 @@ def test_a_host_gets_another_address(seconds: float, tmp_path: Path) -> None:
         assert set(c.wait(60).values()) == {0}, str(c)
         c.check(count=3)
         assert "this worker's address was" in moved.stderr
-        assert without < _FAILURE_TIMEOUT + 1, str(c)
-        assert again < (3 if seconds else _FAILURE_TIMEOUT + 3), str(c)
+        assert without < _FAILURE_TIMEOUT + 3, str(c)
+        assert again < (5 if seconds else _FAILURE_TIMEOUT + 5), str(c)
         later = {e["generation"] for t in others for e in t.of("applied") if e["generation"] > generation}
         assert len(later) <= 2, f"generations {later}\n{c}"
         assert sum(c.redone().values()) <= 2, str(c)

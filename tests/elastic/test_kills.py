@@ -30,7 +30,7 @@ killed by turns: each phase has both, once with one bucket and once with many.""
 @pytest.mark.sampled(3)
 def test_one_of_four_is_killed(wrapper: str, bucket_mb: float, phase: str, rank: int, tmp_path: Path) -> None:
     """With one bucket of gradients, with one for each parameter, and with two replicas, each spread over two."""
-    with cluster(tmp_path, least=2, total=6, wrapper=wrapper, bucket_mb=bucket_mb) as c:
+    with cluster(tmp_path, least=2, most=4, total=6, wrapper=wrapper, bucket_mb=bucket_mb) as c:
         c.start(4, [kill(at=phase, rank=rank, step=3)])
         codes = c.wait()
         assert sorted(codes.values()) == [-9, 0, 0, 0], str(c)
@@ -48,7 +48,7 @@ def test_one_of_four_is_killed(wrapper: str, bucket_mb: float, phase: str, rank:
 @pytest.mark.sampled(2)
 def test_one_is_killed_whose_part_nobody_else_has(wrapper: str, phase: str, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    with cluster(tmp_path, least=2, total=60, pace=0.02, wrapper=wrapper, checkpoint_dir=str(runs),
+    with cluster(tmp_path, least=2, most=3, total=60, pace=0.02, wrapper=wrapper, checkpoint_dir=str(runs),
                  checkpoint_every=2) as c:  # fmt: skip
         c.start(3, [kill(at=phase, rank=1, once=tmp_path / "killed", stored=runs)])
         assert sorted(c.wait().values()) == [-9, 0, 0], str(c)

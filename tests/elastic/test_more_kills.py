@@ -9,7 +9,7 @@ import pytest
 
 from paceline import checkpoint
 from support.elastic.cluster import Cluster, Trainer, cluster
-from support.elastic.faults import kill
+from support.elastic.faults import drain, kill
 from support.elastic.lost import resumed_from
 
 pytestmark = pytest.mark.slow
@@ -47,7 +47,7 @@ def test_a_donor_is_killed_while_it_gives(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("wrapper", "second"), [("ddp", 1), ("hybrid_shard", 2)])
 def test_a_member_is_killed_in_the_meeting(wrapper: str, second: int, tmp_path: Path) -> None:
-    with cluster(tmp_path, least=2, total=8, wrapper=wrapper) as c:
+    with cluster(tmp_path, least=2, most=4, total=8, wrapper=wrapper) as c:
         c.start(4, [kill(at="behind_gate", rank=3, step=3), kill(at="meeting", rank=second)])
         codes = c.wait()
         assert sorted(codes.values()) == [-9, -9, 0, 0], str(c)
@@ -58,7 +58,7 @@ def test_a_member_is_killed_in_the_meeting(wrapper: str, second: int, tmp_path: 
 @pytest.mark.parametrize("phase", ["closing", "behind_gate"])
 @pytest.mark.sampled(2)
 def test_a_member_is_killed_at_the_last_step(phase: str, wrapper: str, world: int, tmp_path: Path) -> None:
-    with cluster(tmp_path, total=6, wrapper=wrapper) as c:
+    with cluster(tmp_path, most=world, total=6, wrapper=wrapper) as c:
         c.start(world, [kill(at=phase, rank=1, step=6 if phase == "behind_gate" else None)])
         codes = c.wait()
         assert list(codes.values()).count(-9) == 1, str(c)
@@ -95,11 +95,8 @@ def test_two_disks_with_different_states_of_one_tag(tmp_path: Path) -> None:
 
 def test_a_drain_of_all_keeps_the_state_though_its_writer_is_killed(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    with cluster(tmp_path, total=500, pace=0.02, checkpoint_dir=str(runs)) as c:
-        c.start(3, [kill(at="keeping", rank=0, once=tmp_path / "once")])
-        c.wait_for_step(3)
-        for trainer in c.trainers:
-            trainer.signal(signal.SIGTERM)
+    with cluster(tmp_path, most=3, total=500, checkpoint_dir=str(runs)) as c:
+        c.start(3, [drain(at="forward", step=4), kill(at="keeping", rank=0, once=tmp_path / "once")])
         codes = c.wait()
         assert sorted(codes.values()) == [-9, 0, 0], str(c)
         last = max(e["step"] for t in c.trainers for e in t.of("dismissed"))
@@ -108,22 +105,22 @@ def test_a_drain_of_all_keeps_the_state_though_its_writer_is_killed(tmp_path: Pa
 
 @pytest.mark.parametrize("victims", [2, 3])
 def test_several_at_once(victims: int, tmp_path: Path) -> None:
-    with cluster(tmp_path, total=12, pace=0.03) as c:
-        c.start(4)
-        c.wait_for_step(4)
-        for trainer in c.trainers[:victims]:
-            trainer.signal(signal.SIGKILL)
+    with cluster(tmp_path, most=4, total=12, pace=0.03) as c:
+        with c.slowly():
+            c.start(4)
+            c.wait_for_step(4)
+            c.kill_at_once(c.trainers[:victims])
         c.wait()
         c.check(count=4 - victims)
         assert sum(c.redone().values()) <= 1, str(c)
 
 
 def test_one_of_two_nodes_is_killed(tmp_path: Path) -> None:
-    with cluster(tmp_path, least=2, total=12, pace=0.03, wrapper="hybrid_shard") as c:
-        c.start(4)
-        c.wait_for_step(4)
-        for trainer in _of_ranks(c, 2, 3):
-            trainer.signal(signal.SIGKILL)
+    with cluster(tmp_path, least=2, most=4, total=12, pace=0.03, wrapper="hybrid_shard") as c:
+        with c.slowly():
+            c.start(4)
+            c.wait_for_step(4)
+            c.kill_at_once(_of_ranks(c, 2, 3))
         assert sorted(c.wait().values()) == [-9, -9, 0, 0], str(c)
         c.check(count=2)
         assert sum(c.redone().values()) <= 1, str(c)
@@ -131,12 +128,12 @@ def test_one_of_two_nodes_is_killed(tmp_path: Path) -> None:
 
 def test_both_are_killed_who_have_one_part(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    with cluster(tmp_path, least=2, total=60, pace=0.03, wrapper="hybrid_shard", checkpoint_dir=str(runs),
+    with cluster(tmp_path, least=2, most=4, total=60, pace=0.03, wrapper="hybrid_shard", checkpoint_dir=str(runs),
                  checkpoint_every=2) as c:  # fmt: skip
-        c.start(4)
-        c.wait_until(lambda: bool(checkpoint.tags(runs)), "a checkpoint is there")
-        for trainer in _of_ranks(c, 1, 3):
-            trainer.signal(signal.SIGKILL)
+        with c.slowly():
+            c.start(4)
+            c.wait_until(lambda: bool(checkpoint.tags(runs)), "a checkpoint is there")
+            c.kill_at_once(_of_ranks(c, 1, 3))
         assert sorted(c.wait().values()) == [-9, -9, 0, 0], str(c)
         c.check(count=2)
         resumed_from(c)
@@ -148,9 +145,10 @@ def test_all_are_killed_and_start_again_from_the_checkpoint(wrapper: str, tmp_pa
     where = str(tmp_path / "checkpoints")
     with cluster(tmp_path, least=2, total=40, pace=0.02, wrapper=wrapper, checkpoint_dir=where,
                  checkpoint_every=5) as c:  # fmt: skip
-        c.start(2)
-        c.wait_until(lambda: bool(checkpoint.tags(where)), "a checkpoint is there")
-        _kill_all(c)
+        with c.slowly():
+            c.start(2)
+            c.wait_until(lambda: bool(checkpoint.tags(where)), "a checkpoint is there")
+            _kill_all(c)
         kept = {event["step"] for t in c.trainers for event in t.of("applied")}
         c.start(2, model_seed=77)
         c.wait_until(lambda: len(c.finishers) == 2, "two finishers")
@@ -162,9 +160,10 @@ def test_all_are_killed_and_start_again_from_the_checkpoint(wrapper: str, tmp_pa
 
 def test_all_are_killed_and_there_is_no_checkpoint(tmp_path: Path) -> None:
     with cluster(tmp_path, least=2, total=10, pace=0.02) as c:
-        c.start(2)
-        c.wait_for_step(4)
-        _kill_all(c)
+        with c.slowly():
+            c.start(2)
+            c.wait_for_step(4)
+            _kill_all(c)
         c.start(2)
         c.wait_until(lambda: len(c.finishers) == 2, "two finishers")
         assert min(event["step"] for t in c.trainers[2:] for event in t.of("applied")) == 1
@@ -177,9 +176,10 @@ def test_all_are_killed_and_there_is_no_checkpoint(tmp_path: Path) -> None:
 def test_all_are_killed_and_nobody_saw_it_but_their_host(tmp_path: Path) -> None:
     where = str(tmp_path / "checkpoints")
     with cluster(tmp_path, least=2, total=40, pace=0.02, witness=False, checkpoint_dir=where, checkpoint_every=5) as c:
-        c.start(2)
-        c.wait_for_step(13)
-        _kill_all(c)
+        with c.slowly():
+            c.start(2)
+            c.wait_until(lambda: bool(checkpoint.tags(where)), "a checkpoint is there")
+            _kill_all(c)
         c.start(2, model_seed=77)
         c.wait_until(lambda: len(c.finishers) == 2, "two finishers")
         assert min(event["step"] for t in c.trainers[2:] for event in t.of("applied")) >= 6, str(c)
@@ -189,9 +189,10 @@ def test_all_are_killed_and_nobody_saw_it_but_their_host(tmp_path: Path) -> None
 
 def test_a_silent_member_is_named_and_the_operator_can_go_on(tmp_path: Path) -> None:
     with cluster(tmp_path, least=1, total=10, pace=0.02, failure_timeout=0.6) as c:
-        (frozen,) = c.start(1)
-        c.wait_for_step(4)
-        frozen.signal(signal.SIGSTOP)  # for all that others know it may train on
+        with c.slowly():
+            (frozen,) = c.start(1)
+            c.wait_for_step(4)
+            frozen.signal(signal.SIGSTOP)  # for all that others know it may train on
         (late,) = c.start(1, log=True)
         c.wait_until(lambda: "paceline restart job" in late.stderr, "the way out is said")
         assert "rank 0" in late.stderr, str(c)

@@ -55,7 +55,7 @@ with paceline.join() as session:
 """
 
 
-WORDS_BYTES = 8 * (25 + 1)
+WORDS_BYTES = 8 * (26 + 1)
 """Of both words of a step, from one of two members."""
 
 

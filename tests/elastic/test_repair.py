@@ -31,7 +31,7 @@ def survivors(c: Cluster) -> list[Trainer]:
 
 def run(folder: Path, faults: list[Fault], *, model: str = "mlp", world: int = 4, **plan: Any) -> Cluster:
     """Trains with faults; each step must have the bits of one process."""
-    plan = {"total": 6, "parts": V, "tells_parts": True, **plan}
+    plan = {"total": 6, "parts": V, "tells_parts": True, "most": world, **plan}
     with in_parts(folder, model, **plan) as c:
         c.start(world, faults)
         codes = c.wait(90)
@@ -66,24 +66,24 @@ def test_a_kill_behind_the_gate_costs_nothing(tmp_path: Path) -> None:
 def test_two_kills_in_one_step(tmp_path: Path) -> None:
     """The second worker dies in the repaired attempt: what was kept before is kept again."""
     second = kill(at="repairing", rank=0, once=tmp_path / "second")
-    c = run(tmp_path, [kill(at="forward", rank=3, step=STEP), second], pace=0.2)
+    c = run(tmp_path, [kill(at="forward", rank=3, step=STEP), second], barrier_in=STEP)
     assert computed(survivors(c)) == Counter(range(V)), str(c)
 
 
 def test_with_one_part_for_each_worker_all_are_computed_again(tmp_path: Path) -> None:
     """Before a worker's first part is whole it is not known which wrappers are in a part."""
-    c = run(tmp_path, [kill(at="late_parts", rank=1, step=STEP)], world=3, parts=3, most=3)
+    c = run(tmp_path, [kill(at="late_parts", rank=1, step=STEP)], world=3, parts=3)
     assert computed(survivors(c)) == Counter([0, 2, 0, 1, 2]), str(c)
 
 
 @pytest.mark.parametrize("parts", [2, 4])
 def test_a_wrapper_that_is_in_some_steps_only(parts: int, tmp_path: Path) -> None:
     """Its buckets still hold the sums of the step before the last."""
-    run(tmp_path, [kill(at="forward", rank=1, step=6)], model="two", world=2, parts=parts, most=2, total=8)
+    run(tmp_path, [kill(at="forward", rank=1, step=6)], model="two", world=2, parts=parts, total=8)
 
 
 def test_a_script_that_wraps_its_module_anew_takes_the_step_again_whole(tmp_path: Path) -> None:
-    c = run(tmp_path, [kill(at="forward", rank=1, step=STEP)], model="wraps-anew", world=3, parts=8, pace=0.2)
+    c = run(tmp_path, [kill(at="forward", rank=1, step=STEP)], model="wraps-anew", world=3, parts=8, barrier_in=STEP)
     assert max(computed(survivors(c)).values()) == 2, str(c)
 
 
@@ -103,12 +103,17 @@ def test_the_last_one_that_lives_has_the_rest_alone(tmp_path: Path) -> None:
 
 
 def test_a_frozen_worker_comes_back(tmp_path: Path) -> None:
-    plan = {"failure_timeout": 1.0, "pace": 0.2}
-    c = run(tmp_path, [freeze(at="forward", seconds=2.5, rank=2, step=STEP)], total=30, **plan)
-    frozen = [trainer for trainer in c.trainers if trainer.of("fault")]
-    assert frozen[0].of("applied")[-1]["step"] == 30, str(c)
-    others = [trainer for trainer in c.trainers if trainer not in frozen]
-    assert computed(others) == Counter(range(V)), str(c)
+    plan = {"total": 20, "parts": V, "tells_parts": True, "most": 4, "failure_timeout": 1.0, "pace": 0.2}
+    with in_parts(tmp_path, "mlp", **plan) as c:
+        c.start(4, [freeze(at="forward", rank=2, step=STEP)])
+        c.wait_until(lambda: any(t.of("undone") for t in c.trainers), "the others have given it up")
+        (frozen,) = [trainer for trainer in c.trainers if trainer.of("fault")]
+        frozen.thaw()
+        assert set(c.wait(90).values()) == {0}, str(c)
+        assert check_bits(c, tmp_path, "mlp", parts=V) == 20
+        assert frozen.of("applied")[-1]["step"] == 20, str(c)
+        others = [trainer for trainer in c.trainers if trainer is not frozen]
+        assert computed(others) == Counter(range(V)), str(c)
 
 
 def test_a_newcomer_in_the_repaired_step(tmp_path: Path) -> None:
@@ -123,5 +128,22 @@ def test_a_newcomer_in_the_repaired_step(tmp_path: Path) -> None:
 
 def test_steps_that_are_checked_are_computed_again(tmp_path: Path) -> None:
     """A part that is computed twice is digested whole, so nothing is kept in its step."""
-    c = run(tmp_path, [kill(at="forward", rank=2, step=STEP)], pace=0.2, check_every=1)
+    c = run(tmp_path, [kill(at="forward", rank=2, step=STEP)], barrier_in=STEP, check_every=1)
     assert max(computed(survivors(c)).values()) == 2, str(c)
+
+
+def test_a_worker_that_sends_bad_rows_goes_and_the_others_train_on(tmp_path: Path) -> None:
+    """It comes back once; after the second time the coordinator does not take it any more."""
+    with in_parts(tmp_path, "mlp", total=30, parts=8, pace=0.1) as c:
+        sound = c.start(2, go=False)
+        (odd,) = c.start(1, bad_rows=True, go=False)
+        for trainer in c.trainers:
+            trainer.go()
+        with c.slowly():
+            odd.process.wait(60)
+        codes = c.wait(90)
+        assert [codes[trainer.pid] for trainer in (*sound, odd)] == [0, 0, 3], str(c)
+        assert check_bits(c, tmp_path, "mlp", parts=8) == 30
+        error = odd.of("error")[0]
+        assert error["type"] == "PeerBrokeProtocol", str(c)
+        assert "because it broke the protocol, and does not take it any more" in error["text"], str(c)

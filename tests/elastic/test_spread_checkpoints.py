@@ -17,11 +17,12 @@ pytestmark = pytest.mark.slow
 
 def train_until_two_are_there(c: Cluster, runs: Path) -> list[Tag]:
     """Trains and is killed when two checkpoints are there; their tags."""
-    trainers = c.start(2)
-    c.wait_until(lambda: len(checkpoint.tags(runs)) >= 2, "two checkpoints are there")
-    for trainer in trainers:
-        trainer.process.kill()
-    c.wait()
+    with c.slowly():
+        trainers = c.start(2)
+        c.wait_until(lambda: len(checkpoint.tags(runs)) >= 2, "two checkpoints are there")
+        for trainer in trainers:
+            trainer.process.kill()
+        c.wait()
     return checkpoint.tags(runs)
 
 
@@ -41,12 +42,35 @@ def test_a_damaged_one_is_left_out_by_all_if_one_finds_it(tmp_path: Path) -> Non
         assert f"checkpoint {newest} is left out" in "".join(trainer.stderr for trainer in resumed)
 
 
-def test_all_are_damaged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrapper", ["full_shard", "ddp"])
+def test_one_rank_alone_cannot_read_the_newest(wrapper: str, tmp_path: Path) -> None:
+    """For that rank it is a loop of symbolic links. All use the one before, or that rank takes the state of the other.
+
+    Each rank of a sharded state reads its part, and all of the same checkpoint.
+    """
+    runs, looped = tmp_path / "runs", tmp_path / "looped"
+    with cluster(tmp_path, least=2, total=60, wrapper=wrapper, pace=0.02, checkpoint_dir=str(runs),
+                 checkpoint_every=2, log=True) as c:  # fmt: skip
+        before, newest = train_until_two_are_there(c, runs)[-2:]
+        looped.mkdir()
+        (looped / str(before)).symlink_to(runs / str(before))
+        (looped / str(newest)).symlink_to(looped / str(newest))
+        (sees,) = c.start(1)
+        (other,) = c.start(1, checkpoint_dir=str(looped))
+        c.wait_until(lambda: bool(other.of("attempt") and sees.of("attempt")), "both train")
+        base = before if wrapper == "full_shard" else newest
+        assert [trainer.of("attempt")[0]["step"] for trainer in (sees, other)] == [base.step + 1] * 2, str(c)
+        trouble = f"{looped / str(newest) / 'manifest.json'} cannot be read: Too many levels of symbolic links"
+        assert f"checkpoint {newest} is left out: {trouble}" in other.stderr
+
+
+@pytest.mark.parametrize("files", ["arrays-*", "manifest.json"])
+def test_all_are_damaged(files: str, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     with cluster(tmp_path, least=2, total=60, wrapper="full_shard", pace=0.02, checkpoint_dir=str(runs),
                  checkpoint_every=2) as c:  # fmt: skip
         for tag in train_until_two_are_there(c, runs):
-            for file in (runs / str(tag)).glob("arrays-*"):
+            for file in (runs / str(tag)).glob(files):
                 file.write_bytes(bytes(file.stat().st_size))
         resumed = c.start(2)
         assert sorted(c.wait().values())[:2] == [-9, -9], str(c)
@@ -94,7 +118,10 @@ def test_one_that_is_seen_late_is_waited_for(tmp_path: Path) -> None:
         c.start(1)
         (other,) = c.start(1, checkpoint_dir=str(late))
         c.wait_until(lambda: "waiting up to 70 s" in other.stderr, "it waits")
-        shutil.copytree(runs, late)
+        late.mkdir(exist_ok=True)
+        for tag in checkpoint.tags(runs):  # whole at once, as when they were written
+            shutil.copytree(runs / str(tag), tmp_path / "copy")
+            (tmp_path / "copy").rename(late / str(tag))
         c.wait_until(lambda: bool(other.of("attempt")), "it has found it")
         assert other.of("attempt")[0]["step"] == newest.step + 1, str(c)
         log = (tmp_path / "coordinator.log").read_text()

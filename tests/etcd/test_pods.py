@@ -7,14 +7,17 @@ replaced: mounted folders, addresses, and etcd's port for other etcd nodes, whic
 from __future__ import annotations
 
 import json
+import os
 import signal
+import socket
+import ssl
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,6 @@ from support import manifests
 from support.command import Command, command
 from support.etcd import needs_etcd
 from support.pods import Node
-from support.ports import free_port
 
 pytestmark = [pytest.mark.etcd, needs_etcd, pytest.mark.timeout(180)]
 
@@ -37,24 +39,22 @@ WORKER = TEMPLATES["Deployment", "paceline-worker"]
 ETCD = TEMPLATES["StatefulSet", "paceline-etcd"]
 PODS = ["paceline-coordinator-0", "paceline-coordinator-1"]
 AT = {pod: f"{pod}.paceline-coordinators:7400" for pod in PODS}
-ETCD_AT = "paceline-etcd:2379"
+ETCD_AT, PEERS_AT, METRICS_AT = "paceline-etcd:2379", "localhost:2380", "0.0.0.0:2381"
 
 
 @contextmanager
 def etcd_pod(node: Node) -> Iterator[None]:
     """The pod of etcd, from the moment when its probe says that it is ready."""
     words, variables = node.start(ETCD, {}, ETCD_AT)
-    peers = f"http://127.0.0.1:{free_port()}"
-    variables |= {f"ETCD_{name}_PEER_URLS": peers for name in ("LISTEN", "INITIAL_ADVERTISE")}
-    variables |= {"ETCD_INITIAL_CLUSTER": f"default={peers}", "PATH": "/usr/bin:/usr/local/bin"}
+    variables |= {"PATH": os.environ["PATH"]}
     (container,) = ETCD["spec"]["containers"]
     probe = container["readinessProbe"]["httpGet"]
-    assert probe["port"] == container["ports"][0]["name"]
+    assert probe["port"] == container["ports"][1]["name"]
     with (node.folder / "etcd.log").open("wb") as log:
         process = subprocess.Popen(words, env=variables, stdout=log, stderr=log)
     try:
         deadline = time.monotonic() + 30.0
-        while not _is_ready(f"http://{node.addresses[ETCD_AT]}{probe['path']}"):
+        while not _is_ready(f"http://{node.addresses[METRICS_AT]}{probe['path']}"):
             assert process.poll() is None, (node.folder / "etcd.log").read_text()
             assert time.monotonic() < deadline, (node.folder / "etcd.log").read_text()
         yield
@@ -101,8 +101,38 @@ def probe(node: Node, pod: str) -> None:
         assert done.returncode == 0, done.stderr
 
 
+def check_who_may_call_etcd(node: Node) -> None:
+    """A coordinator with its certificate; neither somebody without one nor a worker, whose authority is another one."""
+    host, _, port = node.addresses[ETCD_AT].rpartition(":")
+    for name, is_let_in in (("etcd/client", True), ("member/member", False), ("", False)):
+        tls = ssl.create_default_context(cafile=node.folder / "etcd" / "ca.pem")
+        if name:
+            tls.load_cert_chain(node.folder / f"{name}.pem", node.folder / f"{name}.key")
+        answer = b""
+        with (
+            suppress(ssl.SSLError, ConnectionError),
+            socket.create_connection((host, int(port))) as plain,
+            tls.wrap_socket(plain, server_hostname=host) as call,
+        ):
+            call.sendall(b"GET /version HTTP/1.0\r\n\r\n")
+            answer = call.recv(8)
+        assert answer == (b"HTTP/1.0" if is_let_in else b""), name
+
+
+def check_that_workers_do_not_operate(words: list[str], variables: dict[str, str]) -> None:
+    """With what a worker's pod has nobody ends its job, and nobody is a worker of another one."""
+    for command_, needs in (
+        (["restart", "digits", "--force"], "this call needs 'operator'"),
+        ([words[0], "--job", "other", *words[1:]], "the token is valid for another job"),
+    ):
+        asked = [sys.executable, "-m", "paceline", *command_]
+        done = subprocess.run(asked, env={**os.environ, **variables}, capture_output=True, text=True, timeout=60)
+        assert done.returncode != 0
+        assert needs in done.stderr
+
+
 def test_the_pod_that_leads_is_killed_and_the_other_takes_over(tmp_path: Path) -> None:
-    node = Node(tmp_path, [*AT.values(), ETCD_AT])
+    node = Node(tmp_path, [*AT.values(), ETCD_AT, PEERS_AT, METRICS_AT])
     with ExitStack() as stack:
         stack.enter_context(etcd_pod(node))
         running: dict[str, Command] = {}
@@ -119,6 +149,8 @@ def test_the_pod_that_leads_is_killed_and_the_other_takes_over(tmp_path: Path) -
         for worker in workers:
             worker.wait_for("of 2", timeout=60.0)
 
+        check_who_may_call_etcd(node)
+        check_that_workers_do_not_operate(words, variables)
         first = leader_of(node, PODS[0])
         (leader,) = [pod for pod in PODS if node.addresses[AT[pod]] == first["address"]]
         (standby,) = {*PODS} - {leader}

@@ -65,7 +65,7 @@ class _Terminal(io.StringIO):
 
 def _worker() -> Worker:
     worker = object.__new__(Worker)  # without a process
-    worker.index, worker.rank, worker._blamed = 3, None, []
+    worker.index, worker.rank, worker._blamed, worker._unfinished = 3, None, [], False
     worker._process = SimpleNamespace(pid=_PID, returncode=1)  # type: ignore[assignment]
     return worker
 

@@ -31,6 +31,7 @@ from paceline_server.storage.base import (
 )
 from paceline_server.storage.sqlite import SqliteStorage
 from pacelinepb import PROTOCOL_VERSION
+from pacelinepb.bounds import too_much
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
@@ -45,6 +46,8 @@ def requests(data: bytes) -> None:
         message = pb.SessionRequest.FromString(data)
     except DecodeError:
         return  # grpc refuses it
+    if too_much(message):
+        return
     try:
         _read(message)
     except Refused:
@@ -91,6 +94,8 @@ def storage(data: bytes) -> None:
     for chunk in unpack_chunks(data):
         try:
             message = pb.SessionRequest.FromString(chunk)
+            if too_much(message):
+                continue
             changes += _changes(job, message, values)
         except (DecodeError, Refused):
             continue

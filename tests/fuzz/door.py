@@ -18,9 +18,9 @@ from paceline._address import parse_endpoint
 from paceline._door_key import DoorKey
 from paceline._grpc import EOF
 from paceline._links.base import MAX_GROUP_NAME, LinkEnded, Peer, Purpose
-from paceline._links.fault import Fault
+from paceline._links.fault import MAX_TEXT, Fault
 from paceline._links.frame import Frame, FrameKind, encode
-from paceline._links.grpc_door import MAX_TEXT, Door, Intake, _relay
+from paceline._links.grpc_door import Door, Intake, _relay
 from paceline._links.grpc_kind import GrpcIncoming
 from paceline._links.grpc_knock import MAX_ADDRESS_BYTES, Knocks
 from paceline._links.registry import LinkKinds

@@ -106,6 +106,7 @@ def test_of_several_interfaces_the_one_counts_that_leads_to_the_coordinator() ->
             assert _met(workers) == {a.address, b.address}
 
 
+@pytest.mark.alone
 def test_of_several_addresses_of_the_coordinator_the_one_counts_that_answers(tmp_path: Path) -> None:
     """Its name has an address on another network too, where nobody listens. No DNS server is asked, or waited for."""
     with network(3) as net, _coordinator(net.hosts[0], f"{net.hosts[0].address}:7400"):
@@ -162,6 +163,7 @@ def test_what_is_advertised_is_where_peers_knock(tmp_path: Path) -> None:
             assert _met(workers) == {f"[{a.address6}]", b.address, "node-c"}
 
 
+@pytest.mark.alone
 def test_a_coordinator_whose_name_comes_later_is_waited_for_and_said(tmp_path: Path) -> None:
     """As where containers start side by side: there is no such name before there is such a container."""
     with network(2) as net:
@@ -198,6 +200,7 @@ def test_a_coordinator_that_moves_to_another_address_is_found_there(tmp_path: Pa
                 worker.expect("stored")
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "token",
     [pytest.param(None, marks=pytest.mark.exhaustive), "0123456789abcdef0123456789abcdef"],

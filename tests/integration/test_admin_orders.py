@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from contextlib import closing
+from contextlib import AbstractAsyncContextManager, closing
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,15 @@ from pacelinepb.v1 import admin_pb2 as pb
 from pacelinepb.v1 import session_pb2, store_pb2
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
 from pacelinepb.v1.store_pb2_grpc import StoreServiceStub
-from support.coordinator import RawSession, duration, reason_of, run, running
+from support.coordinator import RawSession, duration, reason_of, run
+from support.coordinator import running as running_at_once
 
 OPEN: dict[str, Any] = {"least": 1, "most": 2}
+
+
+def running(*arguments: Any, **settings: Any) -> AbstractAsyncContextManager[aio.Channel]:
+    """A coordinator; two workers that come one right after the other are in one view, also on a slow machine."""
+    return running_at_once(*arguments, settle_time=1.0, **settings)
 
 
 async def pair(channel: aio.Channel) -> tuple[RawSession, RawSession]:

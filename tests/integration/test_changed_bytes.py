@@ -17,7 +17,7 @@ sys.path.insert(0, {str(_TESTS)!r})
 from support.flipping import Flipper, send_through
 """
     """
-N = 4 << 20
+N = 1 << 20
 flipper = Flipper(np.ones(64, np.float32).tobytes())
 send_through(flipper)
 

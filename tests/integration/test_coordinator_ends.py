@@ -25,6 +25,8 @@ from paceline_server._grpc import aio
 from support.coordinator import RawSession, run
 from support.processes import Worker
 
+pytestmark = pytest.mark.alone
+
 SOON_S = 1.5
 """What is dead is said within about a second. Everything that was waited for before took 2 s or more."""
 

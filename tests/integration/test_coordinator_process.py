@@ -89,11 +89,12 @@ def test_sigterm_drains() -> None:
 def test_a_coordinator_that_was_frozen_evicts_nobody() -> None:
     async def main() -> None:
         async with process() as (server, address), aio.insecure_channel(address) as channel:
-            sessions = [await RawSession.register(channel, failure_timeout=0.2) for _ in range(2)]
+            sessions = [await RawSession.register(channel, failure_timeout=2.0) for _ in range(2)]
             for session in sessions:
                 await session.view()
+                await session.heartbeat()
             server.send_signal(signal.SIGSTOP)
-            await asyncio.sleep(0.5)  # the freeze itself: longer than failure_timeout
+            await asyncio.sleep(3.0)  # the freeze itself: longer than failure_timeout
             server.send_signal(signal.SIGCONT)
             for session in sessions:
                 await session.enter_barrier("b")

@@ -50,7 +50,8 @@ def test_a_rank_that_is_late_is_named_and_training_goes_on() -> None:
         by_rank = {worker.expect("summed")["rank"]: worker for worker in three}
         where = ("late", "--coordinator", address)
         found: list[dict[str, Any]] = []
-        while not found or found[0]["kind"] != "wait" or len(found[0]["waiting"]) < 2:  # until they have waited 0.5 s
+        # Until they have waited 0.5 s, and all three have answered within the second that the command waits for them.
+        while [each["kind"] for each in found] != ["wait"] or len(found[0]["waiting"]) < 2:
             found = findings(*where, PACELINE_TOKEN=TOKEN)
         (first,) = found
         assert (first["operation"], sorted(first["waiting"])) == (2, ["0", "1"])
@@ -70,7 +71,8 @@ def test_a_rank_that_is_stopped_does_not_answer(tmp_path: Path) -> None:
         by_rank = {worker.expect("summed")["rank"]: worker for worker in three}
         by_rank[2].signal(signal.SIGSTOP)
         found: dict[str, dict[str, Any]] = {}
-        while "wait" not in found:  # until the others have waited 0.5 s
+        # Until the others have waited 0.5 s, and both have answered within a second.
+        while "wait" not in found or len(found["wait"]["waiting"]) < 2:
             found = {each["kind"]: each for each in findings("stopped", "--coordinator", address)}
         assert found["no answer"]["text"].endswith("has not answered within 1.0 s")
         assert list(found["no answer"]["missing"]) == ["2"]

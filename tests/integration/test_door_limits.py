@@ -23,10 +23,10 @@ from paceline._links.frame import MAX_FRAME_BYTES
 from paceline._links.grpc_door import Door
 from paceline._links.grpc_mesh import GrpcMesh
 from paceline._links.grpc_methods import MAX_REQUEST_BYTES
-from paceline._links.grpc_state import MAX_CHUNKS
 from paceline._loop import loop_thread
 from paceline.cli.launcher.reports import ExitReports
 from pacelinepb import PROTOCOL_VERSION
+from pacelinepb.bounds import MOST
 from pacelinepb.v1 import peer_pb2
 from pacelinepb.v1.peer_pb2_grpc import PeerServiceStub
 from support.grpc_pair import JOB, GrpcWorld, grpc_world
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.alone
 
 SERVICE = "/pacelinepb.v1.PeerService/"
 METHODS = ("Hello", "DescribeState", "GetState", "GetManifest", "Knock")
-SOON = 5.0
+SOON = 20.0
 FAR = 2**63
 """A generation that will not come."""
 
@@ -178,14 +178,12 @@ def test_a_request_that_does_not_end_is_not_waited_for(short: None) -> None:
         floods = [Flood(door_of(world), 2, MAX_FRAME_BYTES, method) for method in METHODS]
         for flood in floods:
             stack.callback(flood.close)
-        start = time.monotonic()
         for flood in floods:
             flood.pump(0.05)
             assert not flood.ended
         for flood in floods:
             flood.pump(SOON, lambda flood=flood: len(flood.ended) == 2)  # type: ignore[misc]
             assert flood.ended == {1, 3}
-        assert time.monotonic() - start < 2.0
         assert not world.doors[1]._requests._reading
 
 
@@ -204,15 +202,14 @@ def test_unfinished_requests_of_one_connection_hold_little(short: None) -> None:
         assert sizes[1] - sizes[0] < 24 << 20, f"it grows each time: {sizes}"
 
 
-def test_what_is_too_much_is_not_waited_for() -> None:
+def test_the_door_refuses_a_call_or_a_message_beyond_its_limit_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """One call too many on a connection, and a message whose head says that it is longer than any."""
+    monkeypatch.setattr(grpc_methods, "HURRIED_SECONDS", 600.0)
     with grpc_world() as world, ExitStack() as stack:
-        start = time.monotonic()
         flood = Flood(door_of(world), grpc_methods.MAX_READING_EACH + 4, 1000)
         stack.callback(flood.close)
         flood.pump(SOON, lambda: len(flood.ended) == 4)
         assert world.doors[1]._requests._reading.total() == grpc_methods.MAX_READING_EACH
-        assert time.monotonic() - start < grpc_methods.HURRIED_SECONDS
         flood = Flood(door_of(world), 1, grpc_door.MAX_MESSAGE_BYTES + 1)
         stack.callback(flood.close)
         flood.pump(SOON, lambda: bool(flood.ended))
@@ -221,13 +218,15 @@ def test_what_is_too_much_is_not_waited_for() -> None:
 
 
 def test_as_many_chunks_as_may_be_asked_for_fit_into_a_request() -> None:
-    request = peer_pb2.GetStateRequest(job="j" * 255, to_member="m" * 255, chunks=[2**32 - 1] * MAX_CHUNKS)
+    chunks = [2**32 - 1] * MOST["GetStateRequest.chunks"]
+    request = peer_pb2.GetStateRequest(job="j" * 128, to_member="m" * 64, chunks=chunks)
     assert request.ByteSize() < MAX_REQUEST_BYTES
 
 
 def test_requests_that_do_not_end_are_hurried_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """And while there are as many as can be, one that does end is let in soon."""
-    monkeypatch.setattr(grpc_methods, "HURRIED_SECONDS", 0.3)
+    monkeypatch.setattr(grpc_methods, "READ_SECONDS", 600.0)
+    monkeypatch.setattr(grpc_methods, "HURRIED_SECONDS", 2.0)
     monkeypatch.setattr(grpc_methods, "MANY", 8)
     monkeypatch.setattr(grpc_methods, "MAX_READING", 12)
 
@@ -246,12 +245,10 @@ def test_requests_that_do_not_end_are_hurried_when_there_are_many(monkeypatch: p
         floods = [Flood(door_of(world), 3, 1000) for _ in range(4)]
         for flood in floods:
             stack.callback(flood.close)
-        start = time.monotonic()
         _wait_for(lambda: world.doors[1]._requests._reading.total() == 12)
         assert on_loop(world, soon) == {grpc.StatusCode.UNAVAILABLE}
         for flood in floods:
             flood.pump(SOON, lambda flood=flood: len(flood.ended) == 3)  # type: ignore[misc]
-        assert time.monotonic() - start < 2.0
 
 
 def test_a_request_that_is_too_long_is_refused_by_name() -> None:
@@ -278,13 +275,13 @@ def test_a_call_has_one_request(count: int) -> None:
         assert on_loop(world, talk) is grpc.StatusCode.INVALID_ARGUMENT
 
 
-@pytest.mark.parametrize("long", ["guess", "x" * 30_000, "\n" * 30_000, "é" * 15_000, "\0\x1b[2J" * 6_000])
+@pytest.mark.parametrize("long", ["guess", "x" * 64, "\n" * 64, "é" * 32, "\0\x1b[2J" * 12])
 def test_a_refusal_tells_nothing_and_keeps_its_kind(long: str) -> None:
     """Whatever was sent: it is repeated in few printable characters, and the job's name is not told."""
     with grpc_world() as world:
         world.doors[1].window.member_id = "member-1"
         answers = [
-            refused(world, "Hello", hello(job=long)),
+            refused(world, "Hello", hello(job=2 * long)),
             refused(world, "Hello", hello(to_member=long)),
             refused(world, "Hello", hello(from_member=long)),
             refused(world, "GetManifest", peer_pb2.GetManifestRequest(job=long, to_member=long)),

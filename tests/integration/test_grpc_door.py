@@ -16,6 +16,7 @@ import pytest
 from paceline import errors
 from paceline._grpc import aio, grpc
 from paceline._links.base import Purpose
+from paceline._links.fault import Suspicion
 from paceline._links.frame import MAX_FRAME_BYTES, Frame, FrameKind, encode
 from paceline._loop import loop_thread
 from paceline._rpc import error_from_status
@@ -171,8 +172,9 @@ def test_a_group_s_name_is_measured_in_bytes() -> None:
         b"\xff\xff no verdict",
         Verdict(generation=1, reason=ErrorReason.ERROR_REASON_PEER_LOST, culprits=[999]).SerializeToString(),
         Verdict(generation=7, reason=ErrorReason.ERROR_REASON_PEER_LOST, culprits=[1]).SerializeToString(),
+        Verdict(generation=1, reason=ErrorReason.ERROR_REASON_PEER_LOST, culprits=[1] * 9_000).SerializeToString(),
     ],
-    ids=["unreadable", "nobody", "another generation"],
+    ids=["unreadable", "nobody", "another generation", "thousands"],
 )
 def test_an_abort_that_makes_no_sense_names_its_sender(payload: bytes) -> None:
     async def talk(channel: aio.Channel) -> None:
@@ -183,6 +185,15 @@ def test_an_abort_that_makes_no_sense_names_its_sender(payload: bytes) -> None:
         with pytest.raises(errors.PeerBrokeProtocol, match="abort") as caught:
             world.meshes[1].link(0, Purpose.POINT_TO_POINT).recv(time.monotonic() + 5.0)
     assert caught.value.ranks == (0,)
+
+
+def test_the_longest_word_of_an_abort_is_read() -> None:
+    with grpc_world() as world:
+        text = "\N{WARNING SIGN}" * 5_000
+        world.faults[0].suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, 0, 7, text))
+        with pytest.raises(errors.PeerRaised) as caught:
+            world.meshes[1].link(0, Purpose.POINT_TO_POINT).recv(time.monotonic() + 5.0)
+    assert str(caught.value).count("\N{WARNING SIGN}") == 2_000
 
 
 def test_strangers_are_not_kept_waiting_for_a_generation_that_will_not_come() -> None:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from threading import Event
 from time import monotonic
 
 import pytest
 
-from paceline._links.base import LinkEnded, Purpose
+from paceline._collectives.blame import link_ended
+from paceline._links.base import LinkEnded, Peer, Purpose
+from paceline._links.fault import Fault, Suspicion
 from paceline._links.frame import Frame, FrameKind
+from paceline._links.grpc_door import Door
+from paceline._links.grpc_mesh import GrpcMesh
 from paceline._links.member_link import MemberLink
+from paceline._loop import loop_thread
+from paceline.config import Config
+from paceline.credentials import IN_THE_CLEAR
 from paceline.testing import LinkPair, check_link
-from support.grpc_pair import grpc_world
+from pacelinepb.v1.errors_pb2 import ErrorReason
+from support.grpc_pair import JOB, grpc_world
+from support.ports import free_port
 from support.shm_pair import lent
 
 
@@ -53,3 +63,58 @@ def test_nothing_is_sent_behind_the_last_word(kind: str) -> None:
             pair.b.recv(monotonic() + 5)
         assert caught.value.orderly
         assert not pair.fault_b.failed
+
+
+BROKE = ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL
+
+
+def test_a_lost_link_says_whether_it_was_ever_open() -> None:
+    with grpc_world() as world:
+        link = world.meshes[0].link(1, Purpose.COLLECTIVE)
+        link.send(Frame(FrameKind.DATA, 1, 1, 0, b"", b"x"), monotonic() + 5)
+        assert first_suspicion(world.faults[0], lambda: world.lose(1)).unopened is False
+    thread, fault = loop_thread(), Fault(1, 0, 0.05)
+    door = Door(JOB, IN_THE_CLEAR, Config())
+    peers = [Peer(rank, f"member-{rank}", f"host-{rank}", f"127.0.0.1:{free_port()}", 100) for rank in range(2)]
+    mesh = GrpcMesh(JOB, 1, 0, peers, fault, thread, 3.0, IN_THE_CLEAR, door.kinds)
+    link = mesh.link(1, Purpose.COLLECTIVE)
+    with pytest.raises(LinkEnded, match="its address refuses connections") as caught:
+        link.recv(monotonic() + 5)
+    assert link_ended(peers, 0, 1, 1, "all_reduce", caught.value).unopened is True
+    thread.run(mesh.end())
+
+
+def first_suspicion(fault: Fault, do: Callable[[], object]) -> Suspicion:
+    failed = Event()
+    fault.on_failure(failed.set)
+    do()
+    assert failed.wait(5)
+    assert fault.first is not None
+    return fault.first
+
+
+def test_a_breach_is_passed_on_a_little_later_so_that_peers_can_see_it_themselves() -> None:
+    with grpc_world() as world:
+        link = world.meshes[0].link(1, Purpose.COLLECTIVE)
+        link.send(Frame(FrameKind.DATA, 1, 1, 0, b"", b"x"), monotonic() + 5)
+        began = monotonic()
+        seen = Suspicion(BROKE, 1, 1, "rank 1 sent nonsense")
+        heard = first_suspicion(world.faults[1], lambda: world.faults[0].suspect(seen))
+        assert (heard.reason, heard.accused, heard.relayed) == (BROKE, 1, True)
+        assert monotonic() - began >= 0.05
+
+
+def test_a_member_that_leaves_at_once_tells_of_a_breach_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[bool] = []
+    send = GrpcMesh._send_last
+
+    def sending(mesh: GrpcMesh, data: bytes) -> None:
+        sent.append(mesh._closed)
+        send(mesh, data)
+
+    monkeypatch.setattr(GrpcMesh, "_send_last", sending)
+    with grpc_world() as world:
+        world.meshes[0].link(1, Purpose.COLLECTIVE)
+        world.faults[0].suspect(Suspicion(BROKE, 1, 1, "rank 1 sent nonsense"))
+        world.meshes[0].close(monotonic() + 5)
+        assert sent[:1] == [False], "its peers hear that it leaves, and take it for lost"

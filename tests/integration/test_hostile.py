@@ -75,7 +75,7 @@ def test_a_message_that_claims_a_gibibyte(where: str, method: str, targets: Targ
         for _ in range(8):
             there = stack.enter_context(connect(getattr(targets, where)))
             there.sendall(open_call(method) + frame(DATA, 0, 1, claimed(1 << 30) + b"x" * 100))
-            there.settimeout(5.0)
+            there.settimeout(20.0)
             said = b""
             while b"grpc-status" not in said and b"larger than max" not in said:
                 piece = there.recv(65536)
@@ -92,7 +92,7 @@ def test_a_watcher_of_health_that_never_reads_does_not_keep_it_from_stopping(tar
     ask = PREFACE + no_window + frame(HEADERS, END_HEADERS, 1, call_headers("/grpc.health.v1.Health/Watch"))
     with connect(targets.coordinator) as there:
         there.sendall(ask + frame(DATA, END_STREAM, 1, claimed(0)))
-        there.settimeout(5.0)
+        there.settimeout(20.0)
         while b"grpc" not in there.recv(65536):  # the headers of its answer: it watches
             pass
         targets.check()
@@ -100,11 +100,12 @@ def test_a_watcher_of_health_that_never_reads_does_not_keep_it_from_stopping(tar
 
 def test_a_refusal_that_repeats_what_was_sent_keeps_its_type(targets: Targets) -> None:
     with grpc.insecure_channel(targets.coordinator) as channel:
-        for name in ("x" * 8_000, "\u00fc" * 8_000):
+        for name in ("x" * 64, "\u00fc" * 32):
+            request = admin_pb2.DrainMembersRequest(job="target", members=[name] * 200)
             with pytest.raises(grpc.RpcError) as caught:
-                AdminServiceStub(channel).GetJob(admin_pb2.GetJobRequest(job=name), timeout=5.0)
+                AdminServiceStub(channel).DrainMembers(request, timeout=20.0)
             assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-            assert caught.value.details().startswith("there is no job")
+            assert caught.value.details().startswith("job 'target' has no member")
 
 
 MODULES = {"coordinator": (session_pb2, store_pb2, admin_pb2), "door": (peer_pb2,)}
@@ -118,7 +119,7 @@ def test_every_call_with_every_kind_of_nonsense(where: str, targets: Targets) ->
     assert len(methods) >= 5
     with grpc.insecure_channel(getattr(targets, where)) as channel:
         for method, data in [(name, data) for name in methods for data in _nonsense(name)]:
-            ended = channel.stream_stream(method)(iter([data]), timeout=5.0)
+            ended = channel.stream_stream(method)(iter([data]), timeout=20.0)
             with suppress(grpc.RpcError):  # looked at below
                 list(ended)
             is_known = where == "coordinator" or "does not prove that it belongs to this job" not in ended.details()

@@ -64,7 +64,7 @@ def test_two_claims_to_one_rank_name_both_hosts() -> None:
         first = pool.submit(paceline.join, address, job="twice", rank=0, world_size=2, config=QUICK)
         wait_for_candidates(address, "twice", 1)
         with pytest.raises(paceline.SettingsMismatch, match="rank 0") as caught:
-            paceline.join(address, job="twice", rank=0, world_size=2, timeout=2.0, config=QUICK)
+            paceline.join(address, job="twice", rank=0, world_size=2, config=QUICK)
         assert str(caught.value).count(socket.gethostname()) == 2
         other = paceline.join(address, job="twice", rank=1, world_size=2, config=QUICK)
         leave([first.result(), other])
@@ -80,14 +80,13 @@ def test_two_claims_to_one_rank_name_both_hosts() -> None:
 )
 def test_members_that_disagree_are_told_the_setting(mine: dict[str, int], theirs: dict[str, int], setting: str) -> None:
     with coordinator() as address, ThreadPoolExecutor(1) as pool:
-        store = paceline.join(address, job="watch", min_workers=1, config=QUICK)
-        waiting = pool.submit(paceline.join, address, job="disagree", timeout=1.0, config=QUICK, **mine)  # type: ignore[arg-type]
+        waiting = pool.submit(paceline.join, address, job="disagree", timeout=30.0, config=QUICK, **mine)  # type: ignore[arg-type]
         wait_for_candidates(address, "disagree", 1)
         with pytest.raises(paceline.SettingsMismatch, match=setting):
-            paceline.join(address, job="disagree", timeout=3.0, config=QUICK, **theirs)  # type: ignore[arg-type]
-        store.leave()
-        with pytest.raises(paceline.OperationTimeout):
-            waiting.result()
+            paceline.join(address, job="disagree", config=QUICK, **theirs)  # type: ignore[arg-type]
+        fitting = mine | ({"rank": 1} if "rank" in mine else {})
+        other = paceline.join(address, job="disagree", config=QUICK, **fitting)  # type: ignore[arg-type]
+        leave([waiting.result(), other])
 
 
 def wait_for_candidates(address: str, job: str, count: int) -> None:
@@ -137,7 +136,7 @@ def test_an_address_that_does_not_answer_says_what_was_tried() -> None:
         with pytest.raises(paceline.CoordinatorUnreachable, match=r"tried for \d s; Connection refused") as caught:
             paceline.join(address, timeout=0.6)
     assert address in str(caught.value)
-    assert time.monotonic() - start < 3.0
+    assert time.monotonic() - start < 10.0
 
 
 def test_a_port_for_peers_that_is_taken_is_named() -> None:

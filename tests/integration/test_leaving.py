@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -56,10 +55,8 @@ def test_a_thread_that_is_blocked_wakes_when_its_session_is_left(call: object) -
         blocked = threading.Thread(target=block)
         blocked.start()
         entered.wait()
-        start = time.monotonic()
         a.leave()
-        blocked.join(10.0)
-        assert time.monotonic() - start < 5.0
+        blocked.join(20.0)  # the call by itself would last longer
         assert not blocked.is_alive()
         assert len(caught) == 1
         b.leave()
@@ -136,9 +133,9 @@ except KeyboardInterrupt:
     emit("interrupted")
 """
     with coordinator() as address, workers(1, code, COORDINATOR=address) as (worker,):
-        joining = worker.expect("joining")["at"]
+        worker.expect("joining")
         worker.signal(signal.SIGINT)
-        assert worker.expect("interrupted")["at"] - joining < 5.0
+        worker.expect("interrupted", 20.0)  # sooner than `join` would give up
         assert worker.wait() == 0
 
 

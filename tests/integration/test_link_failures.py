@@ -17,7 +17,12 @@ from support.processes import Worker, workers
 
 pytestmark = pytest.mark.slow
 
-FAILURE_TIMEOUT = 1.2
+SOON = 8.0
+"""Seconds: sooner than `failure_timeout` after a death, and than any timeout of an operation after a freeze.
+`test_failures` says how soon it is where nothing else runs."""
+
+FAILURE_TIMEOUT = {signal.SIGKILL: 12.0, signal.SIGSTOP: 1.2}
+"""Seconds. A death is told by the links."""
 
 WORLD = 3
 
@@ -51,6 +56,9 @@ ARRAYS = {
 
 CODE = """
 from paceline._links.member_link import MemberLink
+from paceline.config import Config
+
+Config.verdict_timeout = property(lambda _: 10.0)  # all wait for the one verdict, however late it is on a busy machine
 
 N, ROOT, CULPRIT, STRIKE_IN = {n}, {root}, 2, 2
 ROW = np.arange(N, dtype=np.float32) % 1021  # sums of these are exact
@@ -134,7 +142,7 @@ def started(address: str, kind: str, collective: str, act: signal.Signals, memor
     environment = {
         "COORDINATOR": address,
         "MIN_WORKERS": str(WORLD),
-        "FAILURE_TIMEOUT": str(FAILURE_TIMEOUT),
+        "FAILURE_TIMEOUT": str(FAILURE_TIMEOUT[act]),
         "LINKS": kind,
     }
     return code, environment
@@ -193,7 +201,6 @@ LIKE_OTHERS = {"in_place", "reduce", "gather", "scatter", "compressed"}
 )
 @pytest.mark.sampled(3)
 def test_one_of_three_in_the_middle(kind: str, collective: str, act: signal.Signals, memory: str) -> None:
-    bound = 1.0 if act is signal.SIGKILL else FAILURE_TIMEOUT + 1.0
     with coordinator() as address:
         code, environment = started(address, kind, collective, act, memory)
         with workers(WORLD, code, **environment) as processes:
@@ -203,7 +210,7 @@ def test_one_of_three_in_the_middle(kind: str, collective: str, act: signal.Sign
             struck = culprit.expect("struck")["at"]
             errors = [worker.expect_any(20.0, "error") for worker in survivors]
             check_errors(errors, 2)
-            assert max(error["at"] for error in errors) - struck < bound
+            assert max(error["at"] for error in errors) - struck < SOON
             for worker in survivors:
                 worker.expect("filled")
             if act is signal.SIGSTOP:

@@ -67,11 +67,14 @@ def attempt(free):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
-# gRPC closes a socket a moment after it was told to: a count may have some that are about to go.
-before = min(attempt(500) and len(open_files()) for _ in range(3))
+def count():
+    # gRPC closes a socket a moment after it was told to: one count may have some that are about to go.
+    return min(attempt(500) and len(open_files()) for _ in range(3))
+
+before = count()
 for free in {numbers}:
     emit("tried", free=free, **attempt(free))
-emit("done", lost=len(open_files()) - before)
+emit("done", lost=count() - before)
 wait_for_go()
 """
 

@@ -60,10 +60,16 @@ class Taken:
             except FileNotFoundError:  # that of the listing
                 continue
         maps = Path("/proc/self/maps").read_text()
-        shared = frozenset(os.listdir("/dev/shm"))
+        # Other processes have files there, which come and go.
+        shared = frozenset(name for name in os.listdir("/dev/shm") if "paceline" in name)
         names = (thread.name.rstrip("0123456789") for thread in threading.enumerate())
         threads = Counter(name for name in names if name != "asyncio_")  # the loop's own for look-ups, six at most
         return cls(files, threads, shared, maps.count("memfd:paceline"))
+
+    def beyond(self, other: Taken) -> list[object]:
+        """Returns the entries that are only here, or are more than there."""
+        more: list[object] = [*(self.files - other.files), *(self.threads - other.threads), *self.shared - other.shared]
+        return more + [self.segments] * (self.segments > other.segments)
 
 
 class Members:
@@ -151,7 +157,7 @@ class Members:
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 @pytest.mark.sampled(2)
 def test_hundreds_of_joins_and_losses_leave_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After some rounds, in which the interpreter and grpc take what they keep, as many as after hundreds."""
+    """After some rounds, in which the interpreter and grpc take what they keep, no less than after hundreds."""
     for module in (registry, handover, _tcp_kind):  # what links that were given up have left at the doors goes sooner
         monkeypatch.setattr(module, "TICKET_LIFETIME", 1.0)
     ends = [Members.whole, Members.cut, Members.early, Members.cut]
@@ -164,12 +170,15 @@ def test_hundreds_of_joins_and_losses_leave_nothing(kind: str, monkeypatch: pyte
         for number in range(GENERATIONS):
             members.pass_generation(ends[number % len(ends)])
         after = settled(members, before)
-        assert after == before
+        assert not after.beyond(before), f"{before} became {after}"
         assert len(Path("/proc/self/maps").read_text().splitlines()) <= maps + MAPS
 
 
 def settled(members: Members, expected: Taken | None) -> Taken:
-    """What is taken once nothing changes any more, or it is as expected: grpc closes sockets when it comes to it."""
+    """What is taken once nothing changes any more, or once it is no more than expected.
+
+    grpc closes sockets when it comes to it.
+    """
     deadline = time.monotonic() + 20.0
     last = Taken.now()
     quiet = 0
@@ -177,7 +186,7 @@ def settled(members: Members, expected: Taken | None) -> Taken:
         time.sleep(0.05)
         now = Taken.now()
         quiet = quiet + 1 if now == last and members.forgotten() else 0
-        if now == expected and members.forgotten():
+        if expected is not None and not now.beyond(expected) and members.forgotten():
             return now
         last = now
     return last

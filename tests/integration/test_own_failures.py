@@ -74,8 +74,10 @@ try:
             with step:
                 loss, dy = nn.softmax_cross_entropy(ddp(x[step.indices]), t[step.indices])
                 optimizer.zero_grad()
-                if step.number == 3 and culprit:
-                    plant(3)
+                if step.number == 3:
+                    session.group.barrier()  # all are in this step
+                    if culprit:
+                        plant(3)
                 waits = {waits} and step.number == 3 and step.world == 3 and not culprit
                 while waits and not session.group.mesh.fault.failed:
                     time.sleep(0.001)  # the news must come without the culprit's next message
@@ -136,6 +138,13 @@ IN_ITS_TURN = {"no thread for the group", "no memory in the group's thread", "no
 IN_ITS_TURN |= {"no thread for checkpoints"}
 """These happen where the training thread comes by: the others go on with the step."""
 
+BETWEEN_STEPS = {"no thread for the group", "no thread for checkpoints"}
+"""These may happen before the others have begun the next step."""
+
+
+FAILURE_TIMEOUT = 10.0
+"""Seconds, of which a worker whose threads have failed at once takes few."""
+
 
 def by_rank(started: list[Worker]) -> list[Worker]:
     return sorted(started, key=lambda worker: int(worker.expect("joined")["rank"]))
@@ -148,10 +157,10 @@ def test_a_worker_ends_with_its_own_error_and_the_others_go_on(what: str, tmp_pa
     plant, words = PLANTS[what]
     waits, rank = what not in IN_ITS_TURN, 0 if "checkpoints" in what else 2  # the lowest rank of a host writes them
     code = TRAIN.replace("{plant}", plant).replace("{waits}", str(waits)).replace("{rank}", str(rank))
-    environment = {"MIN_WORKERS": "2", "MAX_WORKERS": "3"}
+    environment = {"MIN_WORKERS": "2", "MAX_WORKERS": "3", "FAILURE_TIMEOUT": str(FAILURE_TIMEOUT)}
     if "checkpoints" in what:
         environment["TEST_DIRECTORY"] = str(tmp_path)
-    with coordinator(settle_time=5.0) as address, workers(3, code, COORDINATOR=address, **environment) as started:
+    with coordinator(settle_time=20.0) as address, workers(3, code, COORDINATOR=address, **environment) as started:
         others = by_rank(started)
         culprit = others.pop(rank)
         planted = culprit.expect("planted")["at"]
@@ -160,12 +169,12 @@ def test_a_worker_ends_with_its_own_error_and_the_others_go_on(what: str, tmp_pa
             ended = culprit.expect_any()
         assert ended["event"] == "error", ended
         assert f"{ended['type']}: {ended['text']}" == words
-        assert ended["at"] - planted < 1.0
+        assert ended["at"] - planted < FAILURE_TIMEOUT / 2
         assert culprit.wait() == 1
         assert words in culprit.stderr
         for worker in others:
             *attempts, done = _until(worker, "done")
-            assert attempts or what == "no thread for the group", "that one is missed before all have begun a step"
+            assert attempts or what in BETWEEN_STEPS
             for undone in attempts:
                 assert undone["cause"] == "PeerRaised"
                 assert f"rank {rank}" in undone["text"]
@@ -183,15 +192,15 @@ def test_a_view_whose_links_cannot_be_made_goes_on_without_that_worker() -> None
                 """
     code = TRAIN.replace("{plant}", plant).replace("{waits}", "False").replace("{rank}", "2")
     code = code.replace("loss, dy =", f"{leave}loss, dy =", 1)
-    environment = {"MIN_WORKERS": "2", "MAX_WORKERS": "4"}
-    with coordinator(settle_time=5.0) as address, workers(4, code, COORDINATOR=address, **environment) as started:
+    environment = {"MIN_WORKERS": "2", "MAX_WORKERS": "4", "FAILURE_TIMEOUT": str(FAILURE_TIMEOUT)}
+    with coordinator(settle_time=20.0) as address, workers(4, code, COORDINATOR=address, **environment) as started:
         *others, culprit, leaver = by_rank(started)
         assert leaver.expect("error")["type"] == "ValueError"
         assert culprit.expect("undone")["cause"] == "PeerRaised"
         planted = culprit.expect("planted")["at"]
         ended = culprit.expect("error")
         assert (ended["type"], ended["text"]) == ("MemoryError", "planted")
-        assert ended["at"] - planted < 1.0
+        assert ended["at"] - planted < FAILURE_TIMEOUT / 2
         assert culprit.wait() == 1
         for worker in others:
             *_, last = _until(worker, "done")
@@ -235,7 +244,7 @@ with paceline.join() as session:
 """
 
 
-FULL = re.compile(r"MemoryError|can't start new thread|bad_alloc|Cannot allocate memory|Errno 12|Fatal Python error")
+FULL = re.compile(r"MemoryError|can't start new thread|bad_alloc|[Cc]annot allocate memory|Errno 12|Fatal Python error")
 
 LIMITS = [250, 450, *(pytest.param(mb, marks=pytest.mark.exhaustive) for mb in (350, 400, 500, 550, 600))]
 

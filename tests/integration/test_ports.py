@@ -22,7 +22,9 @@ def test_ports_that_somebody_has_are_passed_over() -> None:
     share = Share()
     try:
         with socket.socket() as taken:
-            port = share.free_port(2)
+            port = share.free_port(10)  # connections that ended not long ago still have some of the ports
+            share._next -= 10
+            assert share.free_port(2) == port
             taken.bind(("127.0.0.1", port + 5))
             assert share.free_port(2) == port + 2
             assert share.free_port(2) == port + 6

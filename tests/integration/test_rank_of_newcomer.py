@@ -45,3 +45,29 @@ def test_a_newcomer_is_told_what_to_do_without_and_the_first_workers_are_warned(
                 assert (told["members"], told["generation"]) == (0, 0)
             late.expect("warned")
             assert (late.expect("trains")["rank"], first.expect("trains")["size"]) == (1, 2)
+
+
+OVER = """
+with paceline.join() as session:
+    try:
+        number = getattr(session, os.environ["PACELINE_ASKED"])
+    except paceline.Dismissed as end:
+        emit("dismissed", reason=end.reason)
+        raise
+    for step in session.steps(paceline.TrainState(notes={"any": 0}), total=2):
+        with step:
+            pass
+    emit("done")
+"""
+
+
+def test_a_worker_that_comes_after_the_last_step_ends_well_when_it_asks_for_its_rank() -> None:
+    environment = {"MIN_WORKERS": "1", "MAX_WORKERS": "2"}
+    with coordinator() as address:
+        with workers(1, OVER, COORDINATOR=address, ASKED="rank", **environment) as (first,):
+            first.expect("done")
+            assert first.wait() == 0
+        for asked in ("rank", "size"):
+            with workers(1, OVER, COORDINATOR=address, ASKED=asked, **environment) as (late,):
+                assert "is done (step 2)" in late.expect("dismissed")["reason"]
+                assert late.wait() == 0, late.stderr

@@ -142,7 +142,7 @@ def test_the_timeout_of_a_recv_is_kept_and_told_with_its_fraction(link: str) -> 
     with world_over(link, 2) as groups:
         for source in (1, None):
             started = time.monotonic()
-            with pytest.raises(OperationTimeout, match=r"in 0\.\d+ s") as caught:
+            with pytest.raises(OperationTimeout, match=r"in \d\.\d+ s") as caught:
                 groups[0].recv(source, timeout=0.05)
             assert 0.05 <= time.monotonic() - started < SOON_S
             assert caught.value.ranks == (() if source is None else (1,))
@@ -193,12 +193,13 @@ def test_every_collective_has_a_timeout(call: str, link: str) -> None:
         arguments = () if call == "barrier" else (f4(1, 2, 3, 4),)
         rooted = {"root": 1} if call == "broadcast" else {}
         started = time.monotonic()
-        with pytest.raises(OperationTimeout, match=r"waited 0\.\d+ s for rank 1") as caught:
+        with pytest.raises(OperationTimeout, match=r"waited \d\.\d+ s for rank 1") as caught:
             getattr(groups[0], call)(*arguments, timeout=0.05, **rooted)
         assert 0.05 <= time.monotonic() - started < SOON_S
         assert (caught.value.ranks, caught.value.operation) == ((1,), 1)
 
 
+@pytest.mark.alone
 def test_one_deadline_holds_for_a_whole_collective(link: str) -> None:
     """Not one for each receive: rank 1 comes late, rank 2 never."""
     late = threading.Event()

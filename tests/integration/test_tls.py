@@ -43,7 +43,7 @@ from support.ports import free_port
 
 QUICK = Config(failure_timeout=1.0, join_timeout=10.0)
 
-SOON = 4.0
+SOON = 20.0
 """Seconds in which a final refusal comes; `join` would wait for 30 below."""
 
 

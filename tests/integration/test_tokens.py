@@ -181,7 +181,7 @@ def test_a_token_file_that_hangs(tokens: Path, tmp_path: Path) -> None:
         session.barrier("b", timeout=5.0)
         with join(address, ALL, "two"):
             pass
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 2.0, "each of them waits for 0.5 s"
 
 
 @pytest.mark.slow

@@ -51,17 +51,17 @@ with paceline.join() as session:
 
 @pytest.mark.parametrize("backward", ["loss.backward()", "model.backward(loss, 2.0)"])
 def test_a_peer_killed_in_backward(backward: str) -> None:
-    bounds = {"MIN_WORKERS": "3", "MAX_WORKERS": "3"}
+    # Whoever noticed the death by silence alone would raise no error while the test waits.
+    bounds = {"MIN_WORKERS": "3", "MAX_WORKERS": "3", "FAILURE_TIMEOUT": "300"}
     code = CODE.replace("{backward}", backward)
     with coordinator() as address, workers(3, code, COORDINATOR=address, **bounds) as started:
         for worker in started:
             worker.go()
         ranks = {worker.expect("joined")["rank"]: worker for worker in started}
         ranks[1].expect("ready")
-        killed = ranks[1].signal(signal.SIGKILL)
+        ranks[1].signal(signal.SIGKILL)
         for survivor in (ranks[0], ranks[2]):
             told = survivor.expect("error")
             assert told["type"] == "PeerLost", told
             assert told["ranks"] == [1], told
-            assert told["at"] - killed < 1.0, told
             assert survivor.expect("left")["gradients"] == 0

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from time import monotonic
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -173,7 +176,7 @@ class FakeStreams(DeviceStreams):
     def __init__(self) -> None:
         self._local = threading.local()
 
-    def mark(self) -> Mark:
+    def mark(self, stream: Any = None) -> Mark:
         aside = getattr(self._local, "aside", False)
         mark = _FakeMark(_made.work if aside else None)
         FakeNccl.log.append(("mark behind a sum" if aside else "mark", mark))
@@ -244,27 +247,66 @@ def test_the_engine_keeps_the_rules(rule: Callable[[MakeEngines], None], early: 
     check_engine(partial(engines_of, FakeNcclEngine), [rule])
 
 
-def test_the_watchdog_is_off_only_while_the_group_is_made() -> None:
+def test_an_error_of_the_communicator_ends_a_sum_that_its_kernels_would_never_end() -> None:
+    """NCCL tells such an error only to a call that asks for it; nobody has died, so no verdict comes."""
     with engines_of(FakeNcclEngine, 2) as engines:
+        open_engines(engines)
+        group = engines[0]._group
+        states = iter([SimpleNamespace(name="SUCCESS"), SimpleNamespace(name="COMM_ERROR")])
+        group.get_error = lambda: next(states)
+        x = np.ones(9, np.float32)
+        ticket = engines[0].all_reduce(x)
+        with pytest.raises(EngineFailed, match="lost a rank, or the network to it \\(COMM_ERROR\\)"):
+            ticket.wait(monotonic() + 10)
+        assert ticket.done()
+        assert group.aborted
+        with pytest.raises(EngineFailed, match="COMM_ERROR"):
+            engines[0].all_reduce(x)
+
+
+def test_the_watchdog_is_off_and_generations_leave_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engines_of(FakeNcclEngine, 2) as engines, monkeypatch.context() as watched:
+        for name in ("putenv", "unsetenv"):
+            watched.setattr(os, name, lambda *_: pytest.fail("a thread may be reading the environment"))
         open_engines(engines)
     errors = ("ASYNC_ERROR_HANDLING", "PROPAGATE_ERROR", "RETHROW_CUDA_ERRORS")
     waits = ("BLOCKING_WAIT", "DESYNC_DEBUG", "DUMP_ON_TIMEOUT", "ENABLE_MONITORING")
     for environment in FakeNccl.environments:
         assert {environment.get(f"TORCH_NCCL_{name}") for name in (*errors, *waits)} == {"0"}
     assert len(FakeNccl.environments) == 2
-    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
 
 
-@pytest.mark.parametrize("own", ["", "7"])
-def test_c10d_waits_a_minute_for_a_connection_unless_the_user_says_otherwise(
-    own: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TORCH_NCCL_NONBLOCKING_TIMEOUT")
-    if own:
-        monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", own)
-    with engines_of(FakeNcclEngine, 2) as engines:
-        open_engines(engines)
-    assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == (own or "60")
+READING = """
+import contextlib, ctypes, threading, types
+import torch.distributed as dist
+from paceline.torch import _device_engines as engines
+
+class Group:
+    class Options:
+        config = types.SimpleNamespace()
+    def __init__(self, *_): ...
+    def allreduce(self, *_): raise RuntimeError("it does not get further")
+
+getenv = ctypes.CDLL(None).getenv  # as libraries call it: without Python's lock
+def read():
+    while True:
+        getenv(b"NOT_THERE")
+for _ in range(4):
+    threading.Thread(target=read, daemon=True).start()
+dist.ProcessGroupNCCL = Group
+streams = types.SimpleNamespace(mark=lambda: None, aside=contextlib.nullcontext, wait_for=lambda mark: None)
+engines.streams_of = lambda device: streams
+engine = engines.NcclEngine("cpu")
+for _ in range(5_000):
+    with contextlib.suppress(RuntimeError):
+        engine._build(None, 0, "")
+print("done")
+"""
+
+
+def test_threads_that_read_the_environment_live_through_many_generations() -> None:
+    done = subprocess.run([sys.executable, "-c", READING], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
 def test_a_group_that_closes_in_order_is_not_aborted() -> None:
@@ -308,7 +350,7 @@ def half_open() -> Iterator[DataEngine]:
 def at_once(call: Callable[[], Any]) -> None:
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
-    thread.join(1)
+    thread.join(5)
     assert not thread.is_alive(), "a call waited for c10d"
 
 
@@ -388,7 +430,7 @@ def test_a_group_that_does_not_close_in_order_is_aborted(how: str) -> None:
         group.abort = leave.set
         began = monotonic()
         engines[0].close(monotonic() + 0.2)
-        assert monotonic() - began < 2
+        assert monotonic() - began < 8, "it waited for c10d"
         assert leave.wait(10), "nobody has aborted the communicator"
 
 
@@ -489,6 +531,15 @@ def test_sums_wait_for_the_last_write_of_each_bucket(config: Config) -> None:
         address = log[place][1]
         marks = [mark for what, mark in log[:place] if what == "wait" and written.get(id(mark)) == address]
         assert marks, "a sum began before its stream waited for the bucket's gradients"
+
+
+def test_bfloat16_travels_as_it_is_and_float16_as_float32(config: Config) -> None:
+    """bfloat16 as float32 made a step of a GPT 1.8 times as long; float16 times the number of samples may overflow."""
+    for dtype, travels in ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)):
+        parameter = _device_parameter.DeviceParameter(torch.nn.Parameter(torch.ones(3, dtype=dtype)))
+        bucket = _tensor_buckets.TensorBucket({"w": parameter}, 0)
+        assert bucket.flat.dtype == travels
+        assert bucket.tail.dtype == np.float32
 
 
 def test_the_host_waits_for_the_device_before_it_goes_on(config: Config) -> None:

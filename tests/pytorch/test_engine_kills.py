@@ -96,7 +96,7 @@ def until_done(worker: Worker) -> list[dict[str, Any]]:
 def test_a_peer_is_lost_in_the_middle_of_64_mib(world: int, how: signal.Signals, monkeypatch: Any) -> None:
     monkeypatch.setenv("HOW", str(int(how)))
     settings = {"MIN_WORKERS": "1", "MAX_WORKERS": str(world), "ENGINE": "gloo", "FAILURE_TIMEOUT": "2"}
-    with coordinator(settle_time=2.0) as address, workers(world, TRAIN, COORDINATOR=address, **settings) as started:
+    with coordinator(settle_time=20.0) as address, workers(world, TRAIN, COORDINATOR=address, **settings) as started:
         for worker in started:
             worker.expect("ready", timeout=60.0)
         for worker in started:

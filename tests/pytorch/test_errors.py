@@ -10,6 +10,9 @@ from support.torch_ranks import finish, torch_ranks
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
 
+LONG_SILENCE = {"PACELINE_FAILURE_TIMEOUT": "300"}
+"""Whoever noticed a death by silence alone would raise no error while the test waits."""
+
 DIES = """
 from torch.nn.parallel import DistributedDataParallel
 layers = [torch.nn.Linear(256, 256) for _ in range(4)]
@@ -36,12 +39,11 @@ out = model(x)
 if {where!r} == "start":
     out = Die.apply(out)
 emit("backward")
-start = time.monotonic()
 try:
     out.sum().backward()
     emit("silence")
 except RuntimeError as error:
-    emit("error", took=time.monotonic() - start, ranks=list(error.ranks), lost=isinstance(error, paceline.PeerLost),
+    emit("error", ranks=list(error.ranks), lost=isinstance(error, paceline.PeerLost),
          torchs=isinstance(error, dist.DistBackendError), text=str(error))
 try:
     dist.all_reduce(torch.ones(1))
@@ -52,13 +54,12 @@ except paceline.PeerLost as error:
 
 @pytest.mark.parametrize("where", ["start", "middle"])
 def test_a_peer_dies_in_the_backward_pass_of_torch_s_ddp(where: str) -> None:
-    with torch_ranks(3, DIES.format(where=where)) as started:
+    with torch_ranks(3, DIES.format(where=where), **LONG_SILENCE) as started:
         for worker in started:
             worker.expect("backward", 60)
         for worker in (started[0], started[2]):
             told = worker.expect("error")
             assert (told["lost"], told["torchs"], told["ranks"]) == (True, True, [1]), told
-            assert told["took"] < 1.0, told
             assert worker.expect("again")["ranks"] == [1]
 
 
@@ -183,13 +184,11 @@ try:
 except paceline.PeerLost as error:
     emit("lost", ranks=list(error.ranks))
 """
-    with torch_ranks(3, code) as started:
+    with torch_ranks(3, code, **LONG_SILENCE) as started:
         for worker in started:
             worker.expect("trained", 90)
         for worker in started:
             worker.expect("loading")
-        at = started[1].signal(signal.SIGKILL)
+        started[1].signal(signal.SIGKILL)
         for worker in (started[0], started[2]):
-            told = worker.expect("lost")
-            assert told["ranks"] == [1]
-            assert told["at"] - at < 1.0
+            assert worker.expect("lost")["ranks"] == [1]

@@ -278,7 +278,7 @@ def test_one_joins_two_and_another_is_drained(strategy: str) -> None:
 def test_one_is_killed_and_the_others_go_on() -> None:
     fault = "if (step.number, step.rank) == (4, 1): os.kill(os.getpid(), signal.SIGKILL)"
     with (
-        coordinator() as address,
+        coordinator(settle_time=20.0) as address,  # all begin together
         workers(3, code([3, 2], "NO_SHARD", fault=fault), COORDINATOR=address, MIN_WORKERS="2", MAX_WORKERS="3") as w,
     ):
         for worker in w:

@@ -1,9 +1,8 @@
-"""The script that measures engines on a GPU works: here with Gloo, on the CPU."""
+"""The experiments for a GPU work: here with Gloo, on the CPU."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,25 +13,36 @@ from support.ports import free_port
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
-SCRIPT = Path(__file__).parents[2] / "bench" / "gpu" / "engine_on_gpu.py"
+SCRIPT = Path(__file__).parents[2] / "bench" / "gpu" / "run.py"
+SAMPLED = ("kills", "abort")
+OTHERS = ("sums", "digests", "freezes", "broken", "newcomer", "gate", "step")
 
 
 @pytest.mark.parametrize(
-    "experiment",
-    ["kill", "abort", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("steps", "freeze", "newcomer"))],
+    "experiment", [*SAMPLED, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in OTHERS)]
 )
-def test_an_experiment_runs_on_the_cpu(experiment: str) -> None:
-    options = ["--device", "cpu", "--engine", "gloo", "--width", "64", "--steps", "12", "--only", experiment]
-    command = [sys.executable, str(SCRIPT), *options, "--port", str(free_port())]
-    environment = {**os.environ, "PACELINE_FAILURE_TIMEOUT": "30" if experiment != "freeze" else "5"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+def test_an_experiment_runs_on_the_cpu(experiment: str, tmp_path: Path) -> None:
+    options = ["--device", "cpu", "--engine", "gloo", "--width", "64", "--kills", "1", "--freezes", "1"]
+    options += ["--pick", experiment, "--limit", "170", "--port", str(free_port()), "--out", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *options], capture_output=True, text=True, timeout=200, check=False
+    )
     assert not done.returncode, done.stderr
-    found = json.loads(done.stdout)
-    assert found["experiment"] == experiment
+    found = json.loads((tmp_path / "results.json").read_text())["experiments"][experiment]
+    assert "failed" not in found, found
+    assert experiment in (tmp_path / "results.md").read_text()
     if experiment == "abort":
-        assert all(each is not None and each < 5 for queued in ("1", "2", "8") for each in found[queued]["drained"])
-        assert found["8"]["drained"]
-    else:
-        assert found["same_bits"]
-    if experiment in ("kill", "freeze"):
-        assert len(found["to_next_step"]) == 1
+        assert all(0 <= each < 5 for queued in (1, 2, 8) for each in found[f"{queued} sums"]["drained"])
+    elif experiment == "kills":
+        assert found["to the next step"]["n"] == 2
+    elif experiment in ("sums", "digests"):
+        assert all(world["same bits"] for name, world in found.items() if name.startswith("W="))
+
+
+def test_an_experiment_that_takes_too_long_says_so_with_stacks_and_the_others_go_on(tmp_path: Path) -> None:
+    options = ["--device", "cpu", "--engine", "gloo", "--width", "64", "--pick", "digests", "sums", "--limit", "1.5"]
+    command = [sys.executable, str(SCRIPT), *options, "--out", str(tmp_path), "--side-by-side", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert not done.returncode, done.stderr
+    found = json.loads((tmp_path / "results.json").read_text())["experiments"]
+    assert [found[name]["failed"] for name in ("digests", "sums")] == ["not over after 2 s"] * 2

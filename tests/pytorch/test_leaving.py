@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
@@ -24,8 +25,20 @@ from support.torch_ranks import torch_ranks
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
 
-AT_ONCE_S = 1.5
-"""Gloo needs no time. What was waited for here took 2 s (a goodbye without an answer), or 32 s."""
+AT_ONCE_S = 20.0
+"""Gloo needs no time. What was waited for here took as long as a goodbye that nobody answers, which is longer here."""
+
+LONG_GOODBYES = """
+from paceline._session import member
+member.CLOSE_TIMEOUT = member._LEAVE_TIMEOUT = 60.0
+"""
+
+
+def unexpected(started: Sequence[Worker]) -> list[str]:
+    """What ranks that end in good order must not write: all but that the coordinator of rank 0 had no core."""
+    lines = [line for worker in started for line in worker.stderr.splitlines()]
+    return [line for line in lines if not line.startswith("the coordinator did not run for ")]
+
 
 WITHOUT_ONE = """
 rest = [other for other in range(world) if other != {leaver}]
@@ -46,17 +59,67 @@ else:
 @pytest.mark.parametrize(("leaver", "end"), [(0, "dist.destroy_process_group()"), (0, "pass"), (1, "pass")])
 def test_ranks_go_on_without_one_that_has_left(leaver: int, end: str) -> None:
     """It leaves right after `init_process_group`, and its process ends; rank 0 has the coordinator."""
-    with torch_ranks(3, WITHOUT_ONE.format(leaver=leaver, end=end)) as started:
+    with torch_ranks(3, LONG_GOODBYES + WITHOUT_ONE.format(leaver=leaver, end=end)) as started:
         assert started[leaver].wait(60.0) == 0
         rest = [worker for worker in started if worker is not started[leaver]]
         for worker in rest:
             worker.go()
         for worker in rest:
-            left = worker.expect("left")
+            left = worker.expect("left", 60.0)
             assert left["sum"] == 2
             assert left["took"] < AT_ONCE_S
             assert worker.wait() == 0
-    assert [worker.stderr for worker in started] == ["", "", ""]
+    assert not unexpected(started)
+
+
+LATE_LINK = """
+import asyncio
+from paceline._links import grpc_mesh
+from paceline._loop import loop_thread
+
+open_link, over = grpc_mesh.dial, threading.Event()
+
+async def open_late(link, *args):
+    if link.peer.rank == 2:  # no operation asks for this link
+        await asyncio.to_thread(sys.stdin.readline)
+        ended = await open_link(link, *args)
+        loop_thread().loop.call_soon(over.set)
+        return ended
+    return await open_link(link, *args)
+
+rank = int(os.environ["RANK"])
+if rank == 1:
+    grpc_mesh.dial = open_late
+else:
+    over.set()
+import torch, torch.distributed as dist
+dist.init_process_group("paceline")
+t = torch.full((1,), 7.0 * (rank == 0))
+dist.broadcast(t, 0)
+assert t.item() == 7
+if rank != 2:
+    over.wait(60.0)
+    part = dist.new_group([0, 1], use_local_synchronization=True)
+    dist.all_reduce(t, group=part)
+    emit("sum", sum=t.item())
+{end}
+"""
+
+
+@pytest.mark.parametrize("end", ["dist.destroy_process_group()", "pass"])
+def test_ranks_go_on_without_one_that_left_before_its_neighbour_had_a_link_to_it(end: str) -> None:
+    meeting = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    started = [Worker(LATE_LINK.format(end=end), {"RANK": str(rank), **meeting}) for rank in range(3)]
+    try:
+        assert started[2].wait(60.0) == 0
+        started[1].go()
+        for worker in started[:2]:
+            assert worker.expect("sum")["sum"] == 14
+            assert worker.wait() == 0
+    finally:
+        for worker in started:
+            worker.close()
+    assert not unexpected(started)
 
 
 LATE = """
@@ -78,7 +141,7 @@ emit("left")
 
 def test_a_goodbye_that_comes_after_rank_0_s_is_quiet() -> None:
     """Rank 1 is held up between its last word to its peers and that to the coordinator, until rank 0 has ended."""
-    with torch_ranks(2, "import asyncio\n" + LATE) as started:
+    with torch_ranks(2, "import asyncio\n" + LONG_GOODBYES + LATE) as started:
         started[1].expect("leaves", 60.0)
         assert started[0].wait() == 0
         began = time.monotonic()
@@ -86,7 +149,7 @@ def test_a_goodbye_that_comes_after_rank_0_s_is_quiet() -> None:
         started[1].expect("left")
         assert time.monotonic() - began < AT_ONCE_S
         assert started[1].wait() == 0
-    assert [worker.stderr for worker in started] == ["", ""]
+    assert not unexpected(started)
 
 
 KEPT = """
@@ -103,11 +166,11 @@ def test_a_run_that_destroys_no_group_ends_quietly() -> None:
         started = [Worker(KEPT, {"RANK": "0", **meeting})]
     started.append(Worker(KEPT.replace("torch._dynamo, ", ""), {"RANK": "1", **meeting}))
     try:
-        assert [worker.wait(60.0) for worker in started] == [0, 0]
+        assert [worker.wait(150.0) for worker in started] == [0, 0]
     finally:
         for worker in started:
             worker.close()
-    assert [worker.stderr for worker in started] == ["", ""]
+    assert not unexpected(started)
 
 
 @pytest.fixture
@@ -128,7 +191,7 @@ def options(store: Any) -> Any:
 KEY = "paceline/coordinator/0/1"
 
 
-def test_an_address_where_nobody_listens_is_said_within_about_a_second(address: str) -> None:
+def test_an_address_where_nobody_listens_is_said_at_once(address: str) -> None:
     store = dist.HashStore()
     store.set(KEY, address)
     began = time.monotonic()
@@ -136,7 +199,7 @@ def test_an_address_where_nobody_listens_is_said_within_about_a_second(address: 
         CoordinatorUnreachable, match=f"(?s)the coordinator of rank 0: .* at {address} is gone.*refused"
     ):
         backend.create(options(store))
-    assert time.monotonic() - began < 1.0 + AT_ONCE_S
+    assert time.monotonic() - began < AT_ONCE_S, "it waited for the group's timeout, of 60 s"
 
 
 def test_an_address_of_a_life_before_is_replaced_by_rank_0_s(address: str) -> None:

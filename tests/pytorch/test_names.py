@@ -6,8 +6,12 @@ import importlib
 import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import paceline
+from support.grpc_settings import SET, run_asked
 
 pytestmark = pytest.mark.torch
 
@@ -38,3 +42,20 @@ print([name for name in ("grpc", "paceline._group", "paceline.torch.backend") if
     code = f"import sys, paceline; {names}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_python_that_was_started_in_the_folder_of_the_package_says_so() -> None:
+    folder = Path(str(paceline.__file__)).parent
+    done = subprocess.run(
+        [sys.executable, "-c", "import torch"], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert "this is the folder torch of Paceline, not PyTorch: Python was started in the folder" in done.stderr
+
+
+def test_grpc_is_set_up_when_the_backend_imports_it() -> None:
+    code = """
+import torch.distributed as dist
+dist.init_process_group("paceline", store=dist.HashStore(), rank=0, world_size=1)
+dist.destroy_process_group()
+"""
+    assert run_asked(code).stdout == SET

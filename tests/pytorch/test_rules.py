@@ -14,7 +14,7 @@ from unit.elastic.solo import ENVIRONMENT, fail
 
 import paceline
 import paceline.torch
-from paceline.errors import StepOrderError
+from paceline.errors import StepOrderError, UnsupportedOp
 
 pytestmark = pytest.mark.torch
 
@@ -252,3 +252,14 @@ def test_a_model_that_is_spread(strategy: str, session: Any) -> None:
     with pytest.raises(ValueError, match=r"rate of optimizer \(AdamW\) has a scheduler"):
         train(paceline.TrainState(model=model, optimizer=optimizer))
     session.steps(paceline.TrainState(model=model, optimizer=optimizer, schedule=scheduler), total=4)
+
+
+def wrap_for_rounds(net: Any, group: Any) -> Any:
+    return paceline.torch.LocalSGD(net, torch.optim.SGD(net.parameters(), lr=0.1), group)
+
+
+@pytest.mark.parametrize("wrap", [paceline.torch.DDP, paceline.torch.FSDP, wrap_for_rounds])
+def test_sync_batch_norm_is_refused(wrap: Any, session: Any) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Sequential(torch.nn.SyncBatchNorm(4)))
+    with pytest.raises(UnsupportedOp, match=r"^1\.0 is a SyncBatchNorm, .* Use GroupNorm"):
+        wrap(net, session.group)

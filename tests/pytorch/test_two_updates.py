@@ -141,7 +141,7 @@ with paceline.join() as session:
 @pytest.mark.slow
 def test_one_of_three_is_killed_between_the_updates() -> None:
     with (
-        coordinator() as address,
+        coordinator(settle_time=20.0) as address,  # all begin together
         workers(3, WORKER, COORDINATOR=address, MIN_WORKERS="2", MAX_WORKERS="3") as started,
     ):
         for worker in started:

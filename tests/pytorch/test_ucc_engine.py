@@ -187,7 +187,6 @@ def ucc(monkeypatch: pytest.MonkeyPatch) -> None:
     for found in (FakeUcc.failures, FakeUcc.shared, FakeUcc.ended_in, FakeUcc.gathers, FakeUcc.teams):
         found.clear()  # type: ignore[attr-defined]
     FakeUcc.held.clear()
-    monkeypatch.delenv("TORCH_UCC_SHARED_COMM", raising=False)
     monkeypatch.setattr(dist, "ProcessGroupUCC", FakeUcc, raising=False)
 
 
@@ -239,7 +238,6 @@ def test_generations_share_no_communicator() -> None:
     with engines_of(UccEngine, 2) as engines:
         open_engines(engines)
     assert FakeUcc.shared == ["0", "0"]
-    assert "TORCH_UCC_SHARED_COMM" not in os.environ
 
 
 def test_an_error_of_ucc_ends_the_engine(two: list[Any]) -> None:

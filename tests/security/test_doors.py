@@ -24,6 +24,7 @@ from pacelinepb.v1 import admin_pb2, peer_pb2
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
 from pacelinepb.v1.peer_pb2_grpc import PeerServiceStub
 from support.coordinator import RawSession, run
+from support.http2 import END_HEADERS, END_STREAM, HEADERS, call_headers, connect, frame, open_call
 from support.processes import Worker
 
 JOB = "job"
@@ -140,6 +141,22 @@ def test_member_ids_open_nothing(place: Place, method: Any) -> None:
         error = place.call(method, proof, IN_THE_CLEAR if proof else credentials)
         assert error is None or error.code() is grpc.StatusCode.FAILED_PRECONDITION, error  # "it has no state yet"
     refused(place.call(method, proof), "this call was made before")
+
+
+@pytest.mark.parametrize("whose", ["coordinator", "member"])
+def test_a_method_name_that_is_not_utf_8_does_not_stop_the_server(place: Place, whose: str) -> None:
+    """grpcio 1.84.0 to 1.85.3 stops to listen, and says nothing."""
+    address = place.coordinator if whose == "coordinator" else place.members[1].address
+    named = frame(HEADERS, END_HEADERS | END_STREAM, 3, call_headers("/paceline.v1.Session/Unknown"))
+    for path in (b"/paceline.v1.Ses\xc1ion/Session", b"/paceline.v1.Session/Unknown"):
+        with connect(address) as caller, caller.makefile("rb") as heard:
+            caller.sendall(open_call(path) + named)
+            answered = False
+            while not answered:
+                head = heard.read(9)
+                assert len(head) == 9, "the port was closed"
+                heard.read(int.from_bytes(head[:3], "big"))
+                answered = head[3:5] == bytes([HEADERS, END_HEADERS | END_STREAM]) and head[8] == 3
 
 
 def test_a_secret_of_an_old_line_opens_nothing() -> None:

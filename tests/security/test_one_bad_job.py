@@ -28,13 +28,14 @@ class Watch:
 
     Attributes:
         told: seconds of each.
+        broken: whether the one job fails; a busy machine stalls too, before the test does.
         waits: set once a call waits for a key.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.told = asyncio.Queue[float]()
         self.waits = asyncio.Event()
-        self.broken = True
+        self.broken = False
         real = Membership.handle
 
         def handle(membership: Membership, now: float, event: Event) -> Any:
@@ -82,6 +83,7 @@ def test_the_others_go_on(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCap
                     store_pb2.GetRequest(caller=bad[0].caller, key="never", timeout=duration(60.0))
                 )
                 await watch.waits.wait()
+                watch.broken = True
                 for _ in range(2):  # and the pulse has gone on after the first
                     assert await watch.stall(coordinator) < 200.0
 

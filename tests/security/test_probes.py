@@ -43,6 +43,7 @@ def test_it_takes_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
             call = channel.stream_stream(PROBE)()
             assert (await call.code()).name == "DEADLINE_EXCEEDED"
             assert "a probe takes 0.05 s at most" in await call.details()
+            monkeypatch.setattr(probes, "_PATIENCE_S", 3_600.0)
             call = channel.stream_stream(PROBE)()
             await call.done_writing()
             assert (await call.code()).name == "INVALID_ARGUMENT"

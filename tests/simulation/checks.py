@@ -12,6 +12,7 @@ from simulation.broken import Broken
 from simulation.hosting import Hosting
 from simulation.process import RaisedByUser
 from simulation.state import Spoiled, is_all
+from simulation.training import Training
 
 from paceline import errors
 from paceline_protocol import Share, Tag, View, share_of
@@ -115,9 +116,9 @@ class Checks:
                 holders.append(met.tag)
             spread = self._world.shape.node_size != 1
             if (seat.rank not in view.newcomers or spread) and met.tag != view.base:
-                raise Broken(f"I2: {seat.process.host} is to start from {view.base} and holds {met.tag}")
+                raise Broken(f"I2: {seat.short_label} is to start from {view.base} and holds {met.tag}")
             if spread and share_of(seat.rank, len(view.seats), self._world.shape.node_size) not in met.shares:
-                raise Broken(f"I2: {seat.process.host} is to have seat {seat.rank}, and holds {met.shares}")
+                raise Broken(f"I2: {seat.short_label} is to have seat {seat.rank}, and holds {met.shares}")
         leavers = [
             s.met.tag
             for s in state.sessions.values()
@@ -177,7 +178,8 @@ class Checks:
         if tag is None or tag == (0, 0) or tag <= self._world.files.greatest():
             return
         if state.present() and self._world.has_all(tag, all_) and not self._world.has_all(tag, others):
-            raise Broken(f"I1: {session.process.host} may go with a part of {tag}, which others have not taken")
+            name = self._world.by_id[member_id].name
+            raise Broken(f"I1: {name} may go with a part of {tag}, which others have not taken")
 
     def ended(self, process: Process) -> None:
         """A process has come to its end by itself."""
@@ -196,6 +198,8 @@ class Checks:
             return process.held is None or self._world.shape.node_size != 1
         if isinstance(error, errors.CheckpointFailed):
             return self._world.files.has_refused
+        if isinstance(error, errors.StepOrderError):  # a second update would be of what the first has left
+            return process.went_on and self._world.shape.twice
         if isinstance(error, errors.SettingsMismatch):  # its predecessor's session has not ended yet
             return self._world.shape.claimed
         if isinstance(error, errors.SessionClosed):  # before its steps began: it does not come back by itself then
@@ -281,6 +285,7 @@ class Checks:
         assert place is not None
         if any(bits != member.bits for bits in parts.values()) or set(parts) != set(place.shares):
             raise Broken(f"I5: {member.name} holds {member.bits}, and of it {parts}")
+        self._compare_with_one_process(member)
         if len(member.bits) != step - 1:
             raise Broken(f"I6: {member.name} gives to step {step}, and holds {member.bits}")
 
@@ -298,8 +303,9 @@ class Checks:
     def applied(self, member: Process, mesh: Mesh, step: int) -> None:
         """A member has applied a step: all that it called in it is complete."""
         group = member.group
-        if group.mesh is mesh and (group.running is not None or group._queue) and not mesh.fault.failed:
+        if group.mesh is mesh and group.is_busy and not mesh.fault.failed:
             raise Broken(f"I1: {member.name} applies step {step} before its gradients have come")
+        self._compare_with_one_process(member)
         if not self._strict:
             return
         tag = (mesh.generation, step)
@@ -310,6 +316,12 @@ class Checks:
         appliers.add(member.ids[-1])
         if len(appliers) == mesh.size:
             self._commit(mesh.generation, member.bits)
+
+    def _compare_with_one_process(self, member: Process) -> None:
+        """The state is that of a process that computes all parts of all steps itself, each once."""
+        state = member.state
+        if isinstance(state, Training) and not state.is_as_expected:
+            raise Broken(f"I6: {member.name} has other numbers after step {state.step} than one process alone")
 
     def _commit(self, generation: int, bits: tuple[object, ...]) -> None:
         if self._lines.get(generation) != self._line:

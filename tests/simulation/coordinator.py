@@ -6,13 +6,16 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from simulation.broken import Broken
 from simulation.disk import JOB, Disk, DiskStorage
 from simulation.loop import Loop
 from simulation.network import COORDINATOR, Context, refusal
 
 from paceline_protocol import Seat, View
+from paceline_protocol._job_state import Sessions
 from paceline_protocol.coordinator import (
     Effect,
+    EndSession,
     Event,
     ForgetView,
     Membership,
@@ -34,11 +37,14 @@ from paceline_server.services.session import SessionHandlers
 from paceline_server.settings import ServerSettings
 from paceline_server.storage.base import Storage, StoredJob
 from paceline_server.tally import Tally
+from pacelinepb.v1.errors_pb2 import ErrorReason
 
 if TYPE_CHECKING:
     from simulation.world import World
 
 __all__ = ["SETTINGS", "Coordinator", "SimulatedDispatcher"]
+
+_MISMATCH = ErrorReason.ERROR_REASON_COLLECTIVE_MISMATCH
 
 SETTINGS = ServerSettings(message_rate=1e9, message_burst=1_000_000)
 
@@ -186,11 +192,20 @@ class SimulatedDispatcher(Dispatcher):
         raise error
 
     def _handle(self, job: Job, event: Event) -> list[Effect]:
-        """No counter falls, and counting goes on."""
+        """No counter falls, counting goes on, and what is kept beside the sessions is what they are."""
         effects = super()._handle(job, event)
-        now = self._loop.time()
+        now, sessions = self._loop.time(), job.membership.state.sessions
         assert not self.observatory.miscounted
+        again = Sessions()
+        for member_id, session in sessions.items():
+            again[member_id] = session
+        assert sessions._counts == again._counts, (sessions._counts, again._counts, event)
+        assert sessions._by_process == again._by_process, (sessions._by_process, again._by_process, event)
+        others = (each for name, each in self.jobs.items() if name != JOB)
+        assert self._sessions == len(sessions) + sum(len(each.membership.state.sessions) for each in others), event
         if (tally := self.observatory.tally(now, job.membership.state.name)) is not None:
+            here = {member_id for member_id, session in sessions.items() if session.stream is not None}
+            assert tally._here.keys() == here, (list(tally._here), here, event)
             counters = [
                 tally.committed,
                 tally.undone,
@@ -209,7 +224,7 @@ class SimulatedDispatcher(Dispatcher):
             return
         match effect:
             case Welcome(member_id):
-                world.registered(member_id, state.sessions[member_id].process.pid)
+                world.registered(member_id, state.sessions[member_id].process)
             case StoreView(view):
                 if owner.rules:
                     world.checks.forming(state, view)
@@ -220,9 +235,13 @@ class SimulatedDispatcher(Dispatcher):
                 if owner.rules:
                     world.checks.forgot(generation)
             case StoreVerdict(verdict):
+                if world.shape.parts and verdict.reason == _MISMATCH and "kept" not in verdict.text:
+                    raise Broken(f"mismatch: {verdict.text}")
                 world.note(owner.name, f"generation {verdict.generation} is void: {verdict.text}")
             case StoreEnding(generation, rank, ending):
                 world.note(owner.name, f"rank {rank} of generation {generation} {ending.how} (sure: {ending.sure})")
+            case EndSession(member_id, refusal) if world.shape.busy and "silent" in str(refusal):
+                raise Broken(f"{world.by_id[member_id].name} was busy, and is evicted: {refusal}")
             case StoreFinished(step):
                 world.note(owner.name, f"stores that the line is finished: {step}")
             case PushFinished():
@@ -241,7 +260,7 @@ class SimulatedDispatcher(Dispatcher):
 
 def _words(view: View) -> str:
     def name(seat: Seat) -> str:
-        return f"{seat.process.host}{' (newcomer)' if seat.rank in view.newcomers else ''}"
+        return f"{seat.address.partition(':')[0]}{' (newcomer)' if seat.rank in view.newcomers else ''}"
 
     base = "nothing agreed" if view.base is None else f"g{view.base.generation}s{view.base.step}"
     return f"generation {view.generation} of {', '.join(map(name, view.seats))}, base {base}"

@@ -110,6 +110,13 @@ class _Faults:
                 member.freeze(seconds)
         return seconds
 
+    def keep_busy(self) -> float:
+        """A call into C keeps the interpreters of some workers: nothing of them runs but gRPC's own threads."""
+        seconds = self.short_or_long()
+        for member in self.some():
+            member.freeze(seconds, busy=True)
+        return seconds
+
     def reset_streams(self) -> float:
         for member in self.some():
             self.world.note(member.name, "loses its stream")
@@ -359,6 +366,10 @@ def plan(world: World) -> None:
             moment = rng.choice(("planned", "planned", "store", "view", "meet", "take"))
             world.when(moment, rng.randint(1, 6), lambda: faults.strike(faults.leave_alone))
         return
+    if world.shape.busy:
+        for _ in range(rng.randint(2, 6)):
+            world.clock.after(world.delay(0.0, 8.0), faults.strike, faults.keep_busy)
+        return
     if world.shape.apart:
         for count in (1, 3, 5):
             world.when("applied", count + 2 * rng.randint(0, 1), lambda: faults.strike(faults.cut_off))
@@ -369,6 +380,8 @@ def plan(world: World) -> None:
         moments = (*moments, "write", "write", "write")
     if world.shape.late:
         moments = (*moments, "view", "view", "view", "view")
+    if world.shape.parts:
+        moments = (*moments, *["part"] * 12)
     span = 10.0 if world.shape.slow else 4.0
     for _ in range(rng.randint(*world.shape.faults)):
         _, fault = rng.choices(faults.kinds, weights)[0]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from simulation.threads import current
 
-from paceline.errors import CheckpointFailed
+from paceline.errors import CheckpointDamaged, CheckpointFailed
 from paceline_protocol import Tag
 
 if TYPE_CHECKING:
@@ -80,6 +80,10 @@ class Files:
     def is_there(self, folder: Path) -> bool:
         """True if that one is there."""
         return Tag.parse(folder.name) in self._folders.get(str(folder.parent), ())
+
+    def damage_of(self, folder: Path) -> CheckpointDamaged | None:
+        """None if that one is there."""
+        return None if self.is_there(folder) else CheckpointDamaged(f"{folder} is missing")
 
     # Below.
 

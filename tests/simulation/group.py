@@ -8,7 +8,8 @@ The fault of a generation is the real one; a suspicion is passed on along the li
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,6 +39,8 @@ _MISMATCH = ErrorReason.ERROR_REASON_COLLECTIVE_MISMATCH
 class Mesh:
     """One member's links in one generation (`GrpcMesh`)."""
 
+    sent_bytes: Mapping[str, int] = MappingProxyType({})
+
     def __init__(
         self,
         job: str,
@@ -59,7 +62,6 @@ class Mesh:
         self.member_id = self.peers[rank].member_id
         self.key = (generation, *(peer.member_id for peer in peers))
         self.left: set[int] = set()
-        self.sent_bytes: dict[str, int] = {}
         self._closed = self._retired = self.ended = False
         fault.on_suspicion(self._pass_on)
         self.process.meshes.append(self)
@@ -298,6 +300,11 @@ class Group:
     def generation(self) -> int:
         return self.mesh.generation  # type: ignore[no-any-return]
 
+    @property
+    def is_busy(self) -> bool:
+        """True while a collective runs or waits."""
+        return self.running is not None or bool(self._queue)
+
     part = None
 
     def set_part(self, parts: int, turn: object = None) -> None:
@@ -433,7 +440,7 @@ class Group:
         self._since = self.process.world.clock.now
         if operation.piggyback is not None:
             operation.piggyback.arrive(result)
-        if operation.label == "closing":
+        if operation.label.startswith("closing-"):
             self.process.world.checks.closed(self.process)
         self._next()
         operation.waiters.wake()

@@ -135,6 +135,8 @@ class Stream:
         self.member_id = ""
         self.inbox = _Inbox()
         self._last = [0.0, 0.0]
+        self._sent, self._due = [0, 0], [0, 0]
+        self._early: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
         self._held: tuple[list[Any], list[Any]] = ([], [])
         self._life = coordinator.life
         self._arrived = False
@@ -166,8 +168,12 @@ class Stream:
     def send(self, way: int, message: Any) -> None:
         """Up (0) or down (1)."""
         if self.open:
-            self._last[way] = max(self._last[way], self._world.clock.now + self._world.latency())
-            self._world.clock.at(self._last[way], self._arrive, way, message)
+            self._set_out(way, self._sent[way], message)
+            self._sent[way] += 1
+
+    def _set_out(self, way: int, number: int, message: Any) -> None:
+        self._last[way] = max(self._last[way], self._world.clock.now + self._world.latency())
+        self._world.clock.at(self._last[way], self._arrive, way, number, message)
 
     def reset(self) -> None:
         """The stream breaks."""
@@ -188,19 +194,25 @@ class Stream:
         for way in (0, 1):
             if self._gets_through(way):
                 held, self._held[way][:] = list(self._held[way]), []
-                for message in held:
-                    self.send(way, message)
+                for number, message in held:
+                    self._set_out(way, number, message)
 
     def _gets_through(self, way: int) -> bool:
         ends = (self.process.name, self.coordinator.name)
         return self._world.network.gets_through(ends[way], ends[1 - way])
 
-    def _arrive(self, way: int, message: Any) -> None:
-        if not self.open:
-            return
+    def _arrive(self, way: int, number: int, message: Any) -> None:
         if self._held[way] or not self._gets_through(way):
-            self._held[way].append(message)
-        elif way == 0:
+            self._held[way].append((number, message))
+            return
+        early = self._early[way]
+        early[number] = message  # what was held and is sent again comes first
+        while self.open and self._due[way] in early:
+            self._due[way] += 1
+            self._deliver(way, early.pop(self._due[way] - 1))
+
+    def _deliver(self, way: int, message: Any) -> None:
+        if way == 0:
             self.coordinator.hear(self._life, self._take_up, message)
         elif isinstance(message, _End):
             self.open = False

@@ -6,6 +6,7 @@ In place of the calls of `elastic.take` and `elastic.take_shards`: the same orde
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ class Peers:
         for peer in self._world.rng.sample(donors, len(donors)):
             try:
                 content, offered, epoch = await self._open(taker, peer, tag, patience)
-                rest = content.tree()
+                rest = copy.deepcopy(content.tree())
                 await asyncio.sleep(self._world.delay(0.005, 0.3))
                 self._check_there(taker, peer)
                 offered._check(epoch, tag)

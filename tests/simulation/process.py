@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from simulation.broken import Broken
 from simulation.group import Group, Mesh
 from simulation.loop import Loop, SimulatedLoopThread
 from simulation.state import Spoiled, State
 from simulation.threads import Thread, current
+from simulation.training import Training
 
 from paceline import errors
 from paceline._address import CoordinatorAddresses, Endpoint
@@ -21,6 +23,7 @@ from paceline._elastic.session import CoordinatedSession
 from paceline._links.base import Peer
 from paceline._session.identity import JoinRequest
 from paceline._session.member import MemberConnection
+from paceline._work import Progress
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
 from paceline.errors import Dismissed
@@ -31,7 +34,7 @@ from pacelinepb.v1 import session_pb2 as pb
 if TYPE_CHECKING:
     from simulation.world import World
 
-__all__ = ["Process", "RaisedByUser"]
+__all__ = ["Process", "RaisedByUser", "Spot"]
 
 
 class RaisedByUser(Exception):
@@ -110,40 +113,56 @@ class Connection(MemberConnection):
         message would have all seeds tell other stories."""
 
 
+class Spot(NamedTuple):
+    """Where a process runs: host, its boot id, pid namespace, what shares memory, pid, and when it began."""
+
+    host: str
+    boot: str
+    namespace: int
+    space: str
+    pid: int
+    ticks: int
+
+
 class Process:
     """One worker process.
 
     Args:
         world: where.
-        name: its host.
-        pid: its number.
-        node: what shares its memory.
+        name: where it is reached.
+        spot: where it runs.
         rank: that it claims, if any.
 
     Attributes:
+        process: as it introduces itself.
         ids: what the coordinator has known it by, one after the other.
         alive: it runs, or is frozen.
         killed: it was killed, and what it held is gone.
         frozen: it stands still.
+        busy: it stands still because a call into C keeps its interpreter busy: its door answers.
         stuck_next: its next step will hang for so many seconds in the user's code.
         raises_next: the user's code will raise.
+        went_on: the user's code has caught the error that interrupted an update, and gone on.
         hangs: it hangs there for ever.
         ended: how it ended, in words; empty while it has not.
     """
 
     group: Group
     connection: Connection
+    empty = staticmethod(np.empty)  # see `NoMesh.empty`
 
-    def __init__(self, world: World, name: str, pid: int, node: str, rank: int | None) -> None:
+    def __init__(self, world: World, name: str, spot: Spot, rank: int | None) -> None:
         self.world = world
         self.name = name
-        self.pid = pid
-        self.node = node
+        self.host, self.boot, self.namespace, self.space, self.pid, self.ticks = spot
+        self.node = f"{self.boot}/{self.space}/0" if self.space else ""
         self.rank = rank
-        self.process = Identity(name, pid, "boot", pid, 1, node)
+        self.process = Identity(self.host, self.pid, self.boot, self.ticks, self.namespace, self.node)
         self.alive = True
+        self.reaped = True
+        """False while its parent has yet to take note of its death: it is a zombie then."""
         self.killed = False
-        self.frozen = False
+        self.frozen = self.busy = False
         self.threads: list[Thread] = []
         self.meshes: list[Mesh] = []
         self.ids: list[str] = []
@@ -151,7 +170,7 @@ class Process:
         self.session: CoordinatedSession | None = None
         self.stream: Any = None
         self.stuck_next = 0.0
-        self.raises_next = False
+        self.raises_next = self.went_on = False
         self.ended = ""
         self.hangs = False
         self.error: BaseException | None = None
@@ -179,15 +198,15 @@ class Process:
         """A new thread of it."""
         return Thread(self, target, args)
 
-    def freeze(self, seconds: float) -> None:
+    def freeze(self, seconds: float, *, busy: bool = False) -> None:
         """The process stands still for a while."""
         if self.alive and not self.frozen:
-            self.frozen = True
-            self.world.note(self.name, f"freezes for {seconds:.2f} s")
+            self.frozen, self.busy = True, busy
+            self.world.note(self.name, f"{'is busy' if busy else 'freezes'} for {seconds:.2f} s")
             self.world.clock.after(seconds, self._thaw)
 
     def _thaw(self) -> None:
-        self.frozen = False
+        self.frozen = self.busy = False
         self.world.note(self.name, "wakes")
         backlog, self._backlog = self._backlog, []
         for action, args in backlog:
@@ -243,7 +262,12 @@ class Process:
 
     def peer(self, rank: int = -1) -> Peer:
         """As others see it."""
-        return Peer(rank, self.member_id, self.name, f"{self.name}:1", self.pid, self.node)
+        return Peer(rank, self.member_id, self.host, f"{self.name}:1", self.pid, self.node)
+
+    @property
+    def has_entry(self) -> bool:
+        """True if `/proc` has an entry of it."""
+        return self.alive or not self.reaped
 
     # What it holds ----------------------------------------------------------------------------------------------------
 
@@ -279,8 +303,7 @@ class Process:
 
     def operation_in(self, mesh: Mesh) -> int:
         """Number of the collective that it is in, 0 for none."""
-        group = self.group_in(mesh)
-        return group._number if group is not None else 0
+        return self.group_in(mesh).progress().operation  # type: ignore[no-any-return]
 
     def group_in(self, mesh: Mesh) -> Any:
         """The group, if it is in the generation of that mesh."""
@@ -321,6 +344,8 @@ class Process:
         with CoordinatedSession(self.connection, world.config) as session:
             self.session = session
             current().park(world.delay(0.0, 0.2))  # a model is built
+            if world.shape.parts:
+                self.state = Training(self)  # type: ignore[assignment]
             steps = session.steps(
                 self.state,  # type: ignore[arg-type]
                 total=world.last_step,
@@ -329,10 +354,14 @@ class Process:
             )
             with contextlib.closing(steps):  # type: ignore[type-var]
                 for step in steps:
+                    if world.shape.parts:
+                        with step:
+                            self.state.train(step, self._update)  # type: ignore[attr-defined]
+                        continue
                     with step:
                         if world.shape.twice and step.number % 2:
                             step.keep_copy()
-                        self._compute()
+                        self.compute()
                         gradients = self.group.reduce_gradients(step.number)
                         if step.number % 3 == 2:  # a metric that nobody waits for but the gate
                             self.group.all_reduce(0.0, label="metric", async_op=True)
@@ -345,9 +374,10 @@ class Process:
                             self.group.all_reduce(0.0, label="behind")
         world.checks.done(self)
 
-    def _compute(self) -> None:
+    def compute(self, part_of: int = 1) -> None:
+        """What the user's code computes between two collectives, or one part of that."""
         world = self.world
-        current().park(world.compute())
+        current().park(world.compute() / part_of)
         if self.stuck_next:
             seconds, self.stuck_next = self.stuck_next, 0.0
             world.note(self.name, f"hangs in the user's code for {seconds:.1f} s")
@@ -374,6 +404,7 @@ class Process:
             self.world.note(self.name, "is interrupted inside an update")
             if self.world.delay(0.0, 1.0) < 0.5:
                 raise
+            self.went_on = True
 
     def applied(self, generation: int, step: int) -> None:
         """A step counts here."""
@@ -384,16 +415,12 @@ class Process:
         self.world.note(self.name, f"applies step {step} in generation {generation}")
         self.world.checks.applied(self, mesh, step)
 
-    def identity(self) -> pb.ProcessIdentity:
-        """As it introduces itself."""
-        return pb.ProcessIdentity(
-            host=self.name, pid=self.pid, boot_id="boot", start_ticks=self.pid, pid_namespace=1, node=self.node
-        )
-
 
 class _InNone:
     running = None
-    _number = 0
+
+    def progress(self) -> Progress:
+        return Progress(0, 0.0, False)
 
 
 _IN_NONE: Any = _InNone()

@@ -37,6 +37,7 @@ class Outcome:
     generations: int
     events: int
     restarts: int
+    repairs: int
 
 
 def run(seed: int, shape: Shape | None = None) -> Outcome:
@@ -130,7 +131,7 @@ def _to_its_end(world: World) -> Outcome:
             raise Broken(f"liveness: the job does not finish: {reason} ({left})")
     membership = world.coordinator.membership
     assert membership is not None
-    return Outcome(membership.state.generation, events, restarts)
+    return Outcome(membership.state.generation, events, restarts, world.repairs)
 
 
 def _has_enough(world: World) -> bool:
@@ -168,6 +169,12 @@ def _check_that_nobody_can_go_on(world: World) -> None:
             raise Broken(f"liveness: {member.name} can go on, and another member that hangs is waited for")
 
 
+def _is_seen(world: World, dead: Process) -> bool:
+    """True if a worker runs that sees that another one has ended."""
+    seeing = (other for other in world.living() if other.process.sight == dead.process.sight and not other.hangs)
+    return any(other.member_id for other in seeing)
+
+
 def _check_that_all_are_dead(world: World) -> None:
     """An operator may say that the members of the last view are dead if none of them can go on."""
     membership = world.coordinator.membership
@@ -177,6 +184,9 @@ def _check_that_all_are_dead(world: World) -> None:
     if world.checks.promised:
         raise Broken("I1: the line was finished, and its last generation is waited for")
     members = [(seat, world.by_id[seat.member_id]) for seat in view.seats]
+    unseen = [member for _, member in members if not member.alive and not _is_seen(world, member)]
+    if not unseen and not any(member.alive for _, member in members):
+        raise Broken("liveness: workers on their hosts see that all members have ended, and an operator has to say so")
     members = [(seat, member) for seat, member in members if member.answers_as(seat.member_id) and not member.hangs]
     latest = max((member.held for _, member in members if member.held is not None), default=None)
     for seat, member in members:

@@ -10,22 +10,36 @@ import contextlib
 import functools
 import logging
 import queue
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from simulation import files as simulated_files
 from simulation.group import Group, Mesh
+from simulation.links import LinkedGroup, LinkedMesh
 from simulation.network import Stream, refusal, unavailable
 from simulation.process import _Door, _Flight, _Sockets, _Store, _Whereabouts
-from simulation.threads import SimulatedQueue, SimulatedTime, Waiters, current
+from simulation.threads import (
+    SimulatedCondition,
+    SimulatedEvent,
+    SimulatedQueue,
+    SimulatedTime,
+    Waiters,
+    current,
+    new_thread,
+)
 
-from paceline import _rpc, _wait
+from paceline import _counters, _rpc, _wait, _work
 from paceline._address import CoordinatorAddresses
+from paceline._collectives import engine, exchange
 from paceline._elastic import coordination, recovery, saver, session, steps, waiting
+from paceline._group import group as real_group
+from paceline._group import group_core
 from paceline._links import fault
 from paceline._session import control, generations, identity, line_messages, member, view
 from paceline_protocol import Process as Identity
+from paceline_protocol.coordinator import Session
 from paceline_server import dispatcher, failover, timers
 from paceline_server.errors import Refused
 from paceline_server.storage import etcd
@@ -167,12 +181,6 @@ class _Calls:
             else:
                 raise unavailable("connection refused")
 
-    def is_gone(self, process: pb.ProcessIdentity) -> bool:
-        """See `identity.is_gone`: of the asker's host alone."""
-        here = _process()
-        other = self._world.by_pid.get(process.pid)
-        return other is not None and bool(here.node) and other.node == here.node and not other.alive
-
 
 class _Knocks:
     """`probe_address.AddressProbes`: is anybody at that address?"""
@@ -181,8 +189,8 @@ class _Knocks:
         self._world = world
         self._owner = world.starting  # whose dispatcher is made
 
-    def at(self, address: str, refused: Any) -> None:
-        name = address.partition(":")[0]
+    def watch(self, session: Session, _: Any, refused: Any) -> None:
+        name = session.address.partition(":")[0]
 
         def look() -> None:
             there = [process for process in self._world.members if process.name == name]
@@ -191,12 +199,43 @@ class _Knocks:
 
         self._owner.loop.call_later(self._world.delay(0.001, 0.02), look)
 
+    def ask(self, address: str, answered: Any) -> None:
+        name = address.partition(":")[0]
+
+        def look() -> None:
+            there = [process for process in self._world.members if process.name == name and process.alive]
+            runs = any(not process.frozen or process.busy for process in there)
+            if runs and self._world.network.reaches(name, self._owner.name):
+                answered()
+
+        self._owner.loop.call_later(0.002, look)
+
     def close(self) -> None:
         pass
 
 
 async def _nothing(*_: Any) -> None:
     pass
+
+
+def _for_real_groups(time: SimulatedTime) -> list[tuple[Any, str, Any]]:
+    """The names that real groups find below them, in place of imitations."""
+    modules = (_work, _counters, group_core, real_group, engine, exchange)
+    return [
+        *((module, "monotonic", time.monotonic) for module in modules),
+        (
+            _work,
+            "threading",
+            SimpleNamespace(
+                RLock=threading.RLock, Condition=SimulatedCondition, Thread=new_thread, current_thread=current
+            ),
+        ),
+        (exchange, "threading", SimpleNamespace(Event=SimulatedEvent)),
+        (steps, "machine_words", dict),  # they take longer than all else; and all run on one machine
+        (member, "Group", LinkedGroup),
+        (generations, "GrpcMesh", LinkedMesh),
+        (coordination, "GrpcMesh", LinkedMesh),
+    ]
 
 
 @contextlib.contextmanager
@@ -219,13 +258,13 @@ def installed(world: World) -> Iterator[None]:
         (line_messages, "queue", SimpleNamespace(SimpleQueue=SimulatedQueue, Empty=queue.Empty)),
         (saver, "threading", SimpleNamespace(Thread=_Thread)),
         (saver, "checkpoint", world.files),
-        (saver, "is_there", world.files.is_there),
+        (saver, "damage_of", world.files.damage_of),
         (saver, "save_once", world.files.save_once),
         (saver, "fingerprint", world.files.fingerprint),
         (saver, "ShardedSaver", simulated_files.ShardedSaver),
         (saver, "save_sharded", simulated_files.save_sharded),
         (steps, "_script", lambda: ""),
-        (steps, "_draining_on_sigterm", contextlib.nullcontext),
+        (steps, "_drain_on_sigterm", lambda loop: None),
         (member, "Door", lambda *_: _Door(current().process)),
         (member, "Sockets", lambda *_: _Sockets()),
         (member, "Whereabouts", lambda *_: _Whereabouts(current().process.name)),
@@ -240,8 +279,9 @@ def installed(world: World) -> Iterator[None]:
             "SessionServiceStub",
             lambda channel: SimpleNamespace(ReportExit=functools.partial(calls.report_exit, channel)),
         ),
-        (line_messages, "is_gone", calls.is_gone),
-        (identity, "process_identity", lambda: _process().identity()),
+        (identity, "os", world.proc),
+        (identity, "socket", world.proc),
+        (identity, "Path", world.proc.open),
         (generations, "GrpcMesh", Mesh),
         (coordination, "GrpcMesh", Mesh),
         (coordination, "take_state", peers.take_state),
@@ -258,11 +298,13 @@ def installed(world: World) -> Iterator[None]:
                 compare_digest=lambda one, other: one == other,
             ),
         ),
-        (dispatcher, "AddressProbes", lambda: _Knocks(world)),
+        (dispatcher, "AddressProbes", lambda **_: _Knocks(world)),
         (etcd, "FENCE_S", 1e9 if world.shape.unfenced else etcd.FENCE_S),
         (failover, "secrets", SimpleNamespace(token_hex=lambda _: f"k{world.number()}")),
         (timers, "_PULSE", _PULSE),
     ]
+    if world.shape.parts:
+        names += _for_real_groups(time)
     before = [(where, name, getattr(where, name)) for where, name, _ in names]
     level = logging.root.manager.disable
     try:

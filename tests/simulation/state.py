@@ -109,6 +109,7 @@ class State:
     """
 
     sampler = None
+    has_optimizer = True
     objects: Mapping[str, Any] = {}
 
     def __init__(self, process: Process, node_size: int) -> None:

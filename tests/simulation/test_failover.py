@@ -35,7 +35,7 @@ SHAPES = {
 def test_a_job_with_several_coordinators_finishes(name: str) -> None:
     shape, count = SHAPES[name]
     first = 100_000 * list(SHAPES).index(name)
-    for seed in range(first, first + count // 8):
+    for seed in range(first, first + count // 16):
         run(seed, shape)
 
 
@@ -67,7 +67,7 @@ def test_without_faults_a_job_needs_no_operator_and_few_generations() -> None:
 def test_members_take_messages_of_a_lower_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then a leader of the past tells them what was true before."""
     monkeypatch.setattr(ControlStream, "_is_current", lambda stream, message: True)
-    assert found(400, UNFENCED, first=130)
+    assert found(400, UNFENCED, first=150)
 
 
 def test_a_leader_pushes_views_before_they_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,18 +11,31 @@ from typing import Any
 import pytest
 from simulation.group import Group
 from simulation.test_broken_rules import found
-from simulation.test_schedules import AWAY, DISKS, FIXED, FORGETFUL, LATE, LOST, RECLAIMED, SMALL, STUCK, STUCK_MOST
+from simulation.test_schedules import (
+    AWAY,
+    DISKS,
+    FIXED,
+    FORGETFUL,
+    LATE,
+    LOST,
+    RECLAIMED,
+    SEEN,
+    SMALL,
+    STUCK,
+    STUCK_MOST,
+)
 
 from paceline._elastic import attempts
 from paceline._elastic.saver import Saver
 from paceline._elastic.training_loop import TrainingLoop
-from paceline._session import line_messages
+from paceline._session import identity, line_messages
 from paceline._session.generations import Generations
 from paceline._session.line_messages import LineMessage, ViewCame
-from paceline_protocol import _lineage
+from paceline_protocol import Process, _lineage
 from paceline_protocol._silence import Stragglers
 from paceline_protocol.coordinator import JobState, ViewStored
 from paceline_server.keeper import Keeper
+from pacelinepb.v1.session_pb2 import ProcessIdentity
 
 
 def test_a_candidate_is_to_reach_members_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +64,7 @@ def test_most_members_hang_together_and_are_waited_for(monkeypatch: pytest.Monke
         monkeypatch.setattr(stragglers._all, "rings", lambda now, timeout: False)
 
     monkeypatch.setattr(Stragglers, "__init__", begin)
-    assert found(400, STUCK_MOST).startswith("liveness")
+    assert found(400, STUCK_MOST, first=50).startswith("liveness")
 
 
 def test_the_line_is_finished_while_its_last_checkpoint_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +85,7 @@ def test_attempts_count_whose_culprits_have_left(monkeypatch: pytest.MonkeyPatch
 
 def test_an_older_copy_of_the_coordinators_state_is_taken_for_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_lineage.Lineage, "see_generation", lambda line, now, generation, failure_timeout: [])
-    assert found(400, replace(FORGETFUL, faults=(3, 7))).startswith(("refused", "mismatch"))
+    assert found(400, replace(FORGETFUL, faults=(3, 7)), first=65).startswith(("refused", "mismatch"))
 
 
 def test_tags_that_are_brought_do_not_raise_the_number_of_the_next_generation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +118,7 @@ def test_a_view_is_entered_that_came_for_the_former_member(monkeypatch: pytest.M
 
 
 def test_a_generation_goes_on_after_the_next_has_formed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then a member that is in a step of it waits there for those who have heard of the next."""
+    """Then a member that is in a step of it waits there for the others, or they finish the job beside the next."""
     honest = Generations.formed
 
     def formed(generations: Generations, generation: int) -> None:
@@ -114,7 +127,7 @@ def test_a_generation_goes_on_after_the_next_has_formed(monkeypatch: pytest.Monk
             honest(generations, generation)
 
     monkeypatch.setattr(Generations, "formed", formed)
-    assert found(400, replace(AWAY, steps=(8, 14), step_timeout=600.0), first=500).startswith("liveness")
+    assert found(400, replace(AWAY, steps=(8, 14), step_timeout=600.0), first=605).startswith(("liveness", "I6"))
 
 
 def test_a_view_that_was_not_stored_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,3 +147,43 @@ def test_the_gate_opens_before_all_that_was_called_is_complete(monkeypatch: pyte
 def test_nobody_writes_when_the_lowest_rank_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Saver, "_write_now", lambda saver, held, state, attempt: None)
     assert found(100, DISKS).startswith("durability")
+
+
+def test_a_worker_looks_for_a_process_of_another_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither whom the coordinator asks nor what the worker answers depends on the pid namespace."""
+
+    def is_gone(other: ProcessIdentity) -> bool:
+        here = ProcessIdentity()
+        here.CopyFrom(other)
+        here.pid_namespace = identity._pid_namespace()
+        return honest(here)
+
+    honest = identity.is_gone
+    monkeypatch.setattr(line_messages, "is_gone", is_gone)
+    monkeypatch.setattr(Process, "sight", property(lambda process: (process.host, process.boot_id, 1)))
+    assert found(400, replace(SEEN, away=True)).startswith(("I1", "I2", "two lines"))
+
+
+def test_a_worker_does_not_look_whether_others_of_its_container_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_messages, "is_gone", lambda _: False)
+    assert "see that all members have ended" in found(400, SEEN, first=50)
+
+
+def test_another_process_with_its_pid_is_taken_for_one_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = identity.is_gone
+
+    def is_gone(other: ProcessIdentity) -> bool:
+        return honest(other) and not identity._start_ticks(other.pid)
+
+    monkeypatch.setattr(line_messages, "is_gone", is_gone)
+    assert "see that all members have ended" in found(400, SEEN, first=50)
+
+
+def test_an_unreaped_process_is_taken_for_a_running_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = identity.is_gone
+
+    def is_gone(other: ProcessIdentity) -> bool:
+        return honest(other) and identity._start_ticks(other.pid) != other.start_ticks
+
+    monkeypatch.setattr(line_messages, "is_gone", is_gone)
+    assert "see that all members have ended" in found(400, replace(SEEN, zombies=True), first=315)

@@ -14,6 +14,7 @@ PAIRS = Shape(members=(1, 3), steps=(3, 8), faults=(3, 9))
 SPREAD = Shape(members=(2, 4), faults=(2, 7), node_size=0)
 NODES = Shape(members=(3, 6), faults=(2, 7), node_size=2)
 HOSTS = Shape(members=(4, 7), faults=(2, 7), node_size=2, hosts=3)
+SEEN = Shape(members=(3, 5), faults=(2, 7), hosts=2, containers=2)
 AWAY = Shape(members=(2, 4), away=True, step_timeout=600.0)
 FORGETFUL = Shape(faults=(2, 6), loses_disk=True)
 LOST = replace(FORGETFUL, faults=(4, 9), directory="local", disks=True)
@@ -22,8 +23,10 @@ STUCK = Shape(members=(2, 4), stuck=True)
 STUCK_MOST = Shape(members=(4, 5), faults=(7, 12), stuck=True, slow=True)
 DISKS = Shape(members=(2, 4), faults=(2, 6), directory="shared", disks=True)
 LATE = Shape(members=(2, 4), faults=(4, 9), fixed=True, late=True, step_timeout=600.0)
+BUSY = Shape(members=(2, 5), busy=True, step_timeout=600.0)
 SLOW = Shape(members=(3, 5), steps=(2, 3), faults=(4, 9), slow=True, fixed=True)
 TWICE = Shape(members=(2, 4), faults=(2, 7), twice=True)
+PARTS = Shape(members=(2, 4), faults=(2, 7), parts=True)
 RECLAIMED = Shape(members=(5, 7), steps=(2, 3), faults=(1, 3), slow=True)
 
 SHAPES = {
@@ -57,6 +60,19 @@ SHAPES = {
     "twice-disks": (replace(TWICE, directory="shared", disks=True), 80),
     "stuck-spread": (replace(STUCK, node_size=0), 60),
     "stuck-nodes": (replace(STUCK, node_size=2), 60),
+    "busy": (BUSY, 80),
+    "busy-fixed": (replace(BUSY, fixed=True), 80),
+    "busy-spread": (replace(BUSY, node_size=0), 60),
+    "seen": (SEEN, 100),
+    "seen-spread": (replace(SEEN, node_size=0), 60),
+    "parts": (PARTS, 100),
+    "parts-twice": (replace(PARTS, twice=True), 50),
+    "parts-slow": (replace(PARTS, slow=True, steps=(2, 3), faults=(3, 7)), 50),
+    "parts-forgetful": (replace(PARTS, loses_disk=True), 40),
+    "parts-away": (replace(AWAY, parts=True), 40),
+    "parts-reclaimed": (replace(RECLAIMED, members=(3, 5), parts=True), 40),
+    "zombies": (replace(SEEN, zombies=True), 100),
+    "zombies-spread": (replace(SEEN, node_size=0, zombies=True), 60),
 }
 
 
@@ -64,7 +80,7 @@ SHAPES = {
 def test_a_job_with_faults_finishes(name: str) -> None:
     shape, count = SHAPES[name]
     first = 100_000 * list(SHAPES).index(name)
-    for seed in range(first, first + count // 8):
+    for seed in range(first, first + count // 16):
         run(seed, shape)
 
 
@@ -100,6 +116,11 @@ def test_without_faults_a_job_needs_no_operator_and_few_generations() -> None:
 
 def test_a_seed_repeats_exactly() -> None:
     assert run(4711) == run(4711)
+    assert run(4712, PARTS) == run(4712, PARTS)
+
+
+def test_steps_are_repaired_in_these_schedules() -> None:
+    assert sum(run(seed, PARTS).repairs for seed in range(10)) > 2
 
 
 @pytest.mark.slow

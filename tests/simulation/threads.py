@@ -20,7 +20,17 @@ if TYPE_CHECKING:
     from simulation.process import Process
     from simulation.world import World
 
-__all__ = ["Over", "SimulatedQueue", "SimulatedTime", "Thread", "Waiters", "current"]
+__all__ = [
+    "Over",
+    "SimulatedCondition",
+    "SimulatedEvent",
+    "SimulatedQueue",
+    "SimulatedTime",
+    "Thread",
+    "Waiters",
+    "current",
+    "new_thread",
+]
 
 
 class Over(BaseException):
@@ -38,6 +48,7 @@ class Thread(greenlet.greenlet):
     def __init__(self, process: Process, target: Callable[..., object], args: tuple[Any, ...] = ()) -> None:
         super().__init__(self._main)
         self.process = process
+        self.name = process.name
         self._target = target
         self._args = args
         self._turn = 0
@@ -122,6 +133,43 @@ class Waiters:
             thread.wake()
 
     wake_after = wake
+
+
+class SimulatedCondition:
+    """`threading.Condition`. Its lock keeps nobody out: a thread gives the turn back nowhere but in `wait`."""
+
+    def __init__(self, lock: Any) -> None:
+        self._waiters = Waiters()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self._waiters.wait(timeout)
+
+    def wait_for(self, predicate: Callable[[], object]) -> None:
+        while not predicate():
+            self._waiters.wait(None)
+
+    def notify_all(self) -> None:
+        self._waiters.wake()
+
+
+class SimulatedEvent:
+    """`threading.Event`."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiters = Waiters()
+
+    def set(self) -> None:
+        self._is_set = True
+        self._waiters.wake()
+
+    def wait(self, timeout: float) -> bool:
+        return self._is_set or self._waiters.wait(timeout)
+
+
+def new_thread(*, target: Callable[..., object], name: str = "", daemon: bool = False) -> Thread:
+    """`threading.Thread`, of the process whose thread makes it."""
+    return current().process.thread(target)
 
 
 class SimulatedQueue:

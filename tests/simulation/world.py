@@ -4,8 +4,10 @@ What is simulated is what lies below Paceline: clock, threads, network, disks, p
 code: on the members' side the session with its control stream, `LineClient` and `Generations`, and on the training
 thread `session.steps` with `TrainingLoop`, `MeetingWait`, `StateRecovery`, `Step`, `Saver`; on the coordinator's side
 the dispatcher with its handlers, memberships and keeper. An imitation of these shells, which was here before, did not
-have their defects. What is an imitation still: the group and its mesh (`group`), the training state (`state`), the
-calls between members (`peers`), and the files of checkpoints (`files`).
+have their defects. What is an imitation still: the calls between members (`peers`), the files of checkpoints (`files`),
+what processes see of each other (`proc`), and in most kinds of jobs the group (`group`) and the training state
+(`state`). Jobs with parts have the real group with its engine and its thread over simulated links (`links`), and the
+real state, sampler and wrapper (`training`).
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import greenlet
 from simulation.checks import Checks
@@ -24,10 +27,12 @@ from simulation.group import Rounds
 from simulation.loop import Loop
 from simulation.network import Network
 from simulation.peers import Peers
-from simulation.process import Process, settings_of
+from simulation.proc import Proc
+from simulation.process import Process, Spot, settings_of
 from simulation.state import is_all
 
 from paceline_protocol import JobSettings, Tag
+from paceline_protocol import Process as Identity
 
 __all__ = ["Shape", "World"]
 
@@ -40,9 +45,13 @@ class Shape:
         members: how many start; a range to draw from.
         steps: how many steps the job has; a range.
         faults: how many faults strike; a range.
+        parts: each step has parts, whose sums are kept when it fails; the group, its links' programs and the state are
+            real ones.
         loses_disk: the coordinator's disk may be lost, or put back to an older copy.
         node_size: so many members hold one copy of the state between them, 0 for all.
         hosts: so many hosts there are, which share memory and die as one; 0 if each member has its own.
+        containers: so many there are on each host, whose processes see each other; 0: no process sees another.
+        zombies: those that are killed stay zombies for a while, or for ever.
         away: what strikes are notices to leave, and a coordinator that is away for longer than members wait for it.
         fixed: the job is of fixed size: it needs all its members, and gets a replacement for each that ends.
         claimed: its members claim their ranks, too.
@@ -50,6 +59,7 @@ class Shape:
         stuck: some of the faults are workers that hang in the user's code.
         disks: some of the faults are of disks: those of checkpoints, and the coordinator's.
         slow: each step takes so long that several faults strike in it.
+        busy: what strikes are calls into C that hold workers' interpreters, often for longer than one may be silent.
         drains: some of the faults are notices to leave, to one member or to all.
         apart: the first to apply a step is cut off, and comes back with what others may have undone.
         late: answers to calls often come late, behind what was said afterwards.
@@ -62,9 +72,12 @@ class Shape:
     members: tuple[int, int] = (3, 4)
     steps: tuple[int, int] = (4, 6)
     faults: tuple[int, int] = (1, 5)
+    parts: bool = False
     loses_disk: bool = False
     node_size: int = 1
     hosts: int = 0
+    containers: int = 0
+    zombies: bool = False
     away: bool = False
     fixed: bool = False
     claimed: bool = False
@@ -72,6 +85,7 @@ class Shape:
     stuck: bool = False
     disks: bool = False
     slow: bool = False
+    busy: bool = False
     drains: bool = False
     apart: bool = False
     late: bool = False
@@ -94,6 +108,8 @@ class World:
         restless_until: the last fault has ended by then.
         over: the schedule has ended.
         tells: what the real code logs is shown.
+        words: who has sent which step's word, and what it held, if real groups send them.
+        repairs: how often a member kept parts of a step that had failed.
         near: the process at which the moment came that a fault has waited for, while that fault strikes.
     """
 
@@ -108,14 +124,16 @@ class World:
         self.trace: list[tuple[float, str, str]] = []
         self.network = Network(self)
         self.rounds = Rounds(self)
+        self.words: dict[tuple[Any, str], dict[str, object]] = {}
         self.files = Files(self)
         self.peers = Peers(self)
         self.checks = Checks(self, strict=not shape.loses_disk)
         self.members: list[Process] = []
         self.by_id: dict[str, Process] = {}
-        self.by_pid: dict[int, Process] = {}
+        self.by_identity: dict[Identity, Process] = {}
+        self.proc = Proc(self)
         self.restless_until = 0.0
-        self._numbers = 0
+        self._numbers = self.repairs = 0
         self._waiting_for: dict[str, list[list[object]]] = {}
         self._pace = 2.5 if shape.slow else self.rng.choice((0.03, 0.1, 0.4, 1.5))
         self.last_step = self.rng.randint(*shape.steps)
@@ -223,16 +241,24 @@ class World:
             rank = rank if rank in free else free[0]
         number = len(self.members)
         name = "ABCDEFGHIJLMNOPQRSTUVWXYZ"[number % 25] + str(number // 25 or "")
-        hosts, pid = self.shape.hosts, 1000 + number
         self.note(name, "starts")
-        process = Process(self, name, pid, f"node-{pid % hosts}" if hosts else "", rank)
+        process = Process(self, name, self._spot(name, number), rank)
         self.members.append(process)
-        self.by_pid[pid] = process
+        self.by_identity[process.process] = process
 
-    def registered(self, member_id: str, pid: int) -> None:
+    def _spot(self, name: str, number: int) -> Spot:
+        """Where a new process runs: on a host of its own, or in one of the containers of a few hosts."""
+        hosts, containers, pid = self.shape.hosts, self.shape.containers, 1000 + number
+        if not containers:
+            return Spot(name, "boot", 1, f"node-{pid % hosts}" if hosts else "", pid, pid)
+        host = f"host-{number % hosts}"
+        boot, namespace = f"boot-of-{host}", 1 + number // hosts % containers
+        return Spot(host, boot, namespace, f"net-{namespace}", self.proc.free_pid(boot, namespace), pid)
+
+    def registered(self, member_id: str, identity: Identity) -> None:
         """A process has a session."""
         if member_id not in self.by_id:
-            self.by_id[member_id] = self.by_pid[pid]
+            self.by_id[member_id] = self.by_identity[identity]
             self.by_id[member_id].ids.append(member_id)
 
     def living(self) -> list[Process]:
@@ -242,7 +268,7 @@ class World:
     def directory_of(self, process: Process) -> str | None:
         """Where a process keeps its checkpoints: workers that come later find what others have left on their host."""
         kind = self.shape.directory
-        return None if not kind else "shared" if kind == "shared" else f"disk-{process.pid % 2}"
+        return None if not kind else "shared" if kind == "shared" else f"disk-{process.ticks % 2}"
 
     def has_all(self, tag: Tag, members: list[Process]) -> bool:
         """True if members hold all of a state between them."""
@@ -255,9 +281,16 @@ class World:
         self.note(process.name, f"is killed{', its launcher sees it' if seen else ''}")
         process.killed = True
         process.end("was killed")
+        if self.shape.zombies:
+            process.reaped = False
+            self.clock.after(self.delay(0.0, 16.0) if self._chance() < 0.7 else 1e6, self._reap, process)
         self.gone(process)
         if seen:
             self.clock.after(self.delay(0.001, 0.05), self._report_exit, process)
+
+    def _reap(self, process: Process) -> None:
+        self.note(process.name, "is reaped")
+        process.reaped = True
 
     def _report_exit(self, process: Process) -> None:
         if self.coordinator.up and self.network.reaches(process.name, self.coordinator.name):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["Command", "command", "gone", "wait_until_gone"]
+__all__ = ["SAID_WHEN_BUSY", "Command", "command", "gone", "wait_until_gone"]
+
+SAID_WHEN_BUSY = re.compile(
+    r"paceline: job '.*': waiting for \d+ more workers? |paceline: .*; for \d+ s now$|the coordinator did not run for "
+)
+"""What a command writes only on a busy machine: that workers are late, or that it had no core for a while."""
 
 
 class Command:
@@ -50,6 +56,11 @@ class Command:
         """Standard error so far."""
         return "".join(self._lines["stderr"])
 
+    @property
+    def complaints(self) -> str:
+        """Standard error so far, without what is said only on a busy machine."""
+        return "".join(line for line in self._lines["stderr"] if not SAID_WHEN_BUSY.match(line))
+
     def wait_for(self, words: str, count: int = 1, timeout: float = 30.0) -> None:
         """Waits until the output holds some words, so often."""
         with self._changed:
@@ -57,6 +68,9 @@ class Command:
                 lambda: (self.stdout + self.stderr).count(words) >= count or self.process.poll() is not None, timeout
             )
             assert found, f"no {words!r} in {timeout} s:\n{self}"
+        if self.process.poll() is not None:  # what it has said may not have been read yet
+            for reader in self._readers:
+                reader.join(timeout)
         assert (self.stdout + self.stderr).count(words) >= count, f"ended without {words!r}:\n{self}"
 
     def signal(self, signum: signal.Signals) -> None:
@@ -114,7 +128,7 @@ def gone(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] in ("Z", "X")
 
 
-def wait_until_gone(pids: list[int], timeout: float = 5.0) -> None:
+def wait_until_gone(pids: list[int], timeout: float = 20.0) -> None:
     """Waits for processes that are no children of this one."""
     deadline = time.monotonic() + timeout
     while left := [pid for pid in pids if not gone(pid)]:

@@ -56,7 +56,7 @@ def run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Runs an asynchronous test to its end, but not for ever."""
 
     async def bounded() -> T:
-        async with asyncio.timeout(3 * PATIENCE):
+        async with asyncio.timeout(5 * PATIENCE):
             return await main()
 
     return asyncio.run(bounded())
@@ -333,6 +333,13 @@ class PureJob:
         effects = self.do(Ticked(slept))
         self.now += 0.02
         return effects + self.do(Ticked())
+
+    def becomes(self, member_id: str, process: Process) -> None:
+        """The member has been another process from the start."""
+        session = self.state.sessions[member_id]
+        del self.state.sessions[member_id]
+        session.process = process
+        self.state.sessions[member_id] = session
 
     def cut(self, member_id: str) -> list[Effect]:
         """The member's stream ends."""

@@ -38,9 +38,9 @@ def frame(kind: int, flags: int, stream: int, payload: bytes, length: int | None
     return size.to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
 
 
-def call_headers(method: str, more: Mapping[str, str] | None = None) -> bytes:
+def call_headers(method: str | bytes, more: Mapping[str, str] | None = None) -> bytes:
     """The header block of a call: literals, without Huffman coding and without the table (RFC 7541, 6.2.2)."""
-    fields = {
+    fields: dict[str, str | bytes] = {
         ":method": "POST",
         ":scheme": "http",
         ":path": method,
@@ -63,7 +63,7 @@ def framed(message: Message) -> bytes:
     return claimed(len(data)) + data
 
 
-def open_call(method: str, stream: int = 1) -> bytes:
+def open_call(method: str | bytes, stream: int = 1) -> bytes:
     """A connection's beginning and a call on it, whose message is yet to come."""
     return PREFACE + frame(SETTINGS, 0, 0, b"") + frame(HEADERS, END_HEADERS, stream, call_headers(method))
 
@@ -74,7 +74,7 @@ def connect(address: str, timeout: float = 10.0) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout)
 
 
-def _text(text: str) -> bytes:
-    data = text.encode()
+def _text(text: str | bytes) -> bytes:
+    data = text.encode() if isinstance(text, str) else text
     assert len(data) < 127, "longer ones have another form"
     return bytes([len(data)]) + data

@@ -34,6 +34,8 @@ _TLS = ("PACELINE_TLS_CA", "PACELINE_TLS_CERT", "PACELINE_TLS_KEY")
 _DRAIN_S = 30
 """What the launcher gives a worker to leave (paceline.cli.launcher.supervision.DRAIN_S)."""
 
+_known: dict[str, list[str]] = {}
+"""The schema's problems by manifest: a test that breaks one of twenty does not have the others checked anew."""
 
 DRAINED = 130
 """The exit code of a launcher whose workers have left because of SIGINT (128 + 2)."""
@@ -87,7 +89,8 @@ Trainer 2. What `...` stands for is checked elsewhere."""
 def load(folder: Path) -> list[Manifest]:
     """The manifests of a kustomization and of those that it names, in order, as `kubectl kustomize` makes them.
 
-    Of kustomize it knows resources, patches that are merged, and new tags of images.
+    Of kustomize it knows resources, patches that are merged, each of one manifest (kustomize ends with a panic if one
+    patch deletes several), and new tags and digests of images.
     """
     kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
     found: list[Manifest] = []
@@ -95,17 +98,17 @@ def load(folder: Path) -> list[Manifest]:
         path = (folder / name).resolve()
         found += load(path) if path.is_dir() else yaml.safe_load_all(path.read_text())
     for patch in kustomization.get("patches", []):
-        for change in yaml.safe_load_all((folder / patch["path"]).read_text()):
-            (target,) = [manifest for manifest in found if _title(manifest) == _title(change)]
-            if change.get("$patch") == "delete":
-                found.remove(target)
-            else:
-                found[found.index(target)] = _merged(target, change)
-    tags = {image["name"]: image["newTag"] for image in kustomization.get("images", [])}
+        change = yaml.safe_load(patch.get("patch") or (folder / patch["path"]).read_text())
+        (target,) = [manifest for manifest in found if _title(manifest) == _title(change)]
+        if change.get("$patch") == "delete":
+            found.remove(target)
+        else:
+            found[found.index(target)] = _merged(target, change)
+    images = {image["name"]: image for image in kustomization.get("images", [])}
     for container in [container for manifest in found for container in _containers(manifest)]:
-        name = container["image"].partition(":")[0]
-        if name in tags:
-            container["image"] = f"{name}:{tags[name]}"
+        name = re.split("[:@]", container["image"])[0]
+        if (image := images.get(name)) is not None:
+            container["image"] = f"{name}@{image['digest']}" if "digest" in image else f"{name}:{image['newTag']}"
     return found
 
 
@@ -167,13 +170,18 @@ def problems(manifests: list[Manifest]) -> list[str]:
         elif manifest["kind"] == "NetworkPolicy":
             found += _of_policy(manifest, manifests)
     found += _ways(manifests)
+    found += _tokens(manifests)
     return found
 
 
 def schema_problems(manifest: Manifest) -> list[str]:
     """What a manifest says that the schema of its kind does not have, once for each problem."""
-    versions = _JOB_VERSIONS if manifest.get("kind") in _JOB_KINDS else VERSIONS
-    return list(dict.fromkeys(text for version in versions for text in _of_schema(manifest, version)))
+    known = _known.get(as_text := repr(manifest))
+    if known is None:
+        versions = _JOB_VERSIONS if manifest.get("kind") in _JOB_KINDS else VERSIONS
+        known = list(dict.fromkeys(text for version in versions for text in _of_schema(manifest, version)))
+        _known[as_text] = known
+    return known
 
 
 def _of_schema(manifest: Manifest, version: str) -> Iterator[str]:
@@ -319,8 +327,38 @@ def _of_container(title: str, container: Manifest, volumes: Manifest, manifests:
     for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
         if kind in container and _asked(container[kind]) not in {str(port) for port in (*ports, *names)}:
             yield f"{title}: {kind} asks a port that is not open"
+    if not container["image"].startswith("paceline:") and "@sha256:" not in container["image"]:
+        yield f"{title}: {container['image']} may be another image tomorrow: it is of others, and named by no digest"
     if _does(container) in ("run", "coordinator"):
         yield from _of_paceline(title, container, mounts, manifests)
+    if _does(container) == "etcd":
+        yield from _of_etcd(title, container, mounts)
+
+
+def _of_etcd(title: str, container: Manifest, mounts: Manifest) -> Iterator[str]:
+    """What is wrong in the arguments of an etcd: callers and peers need certificates, and its files are on volumes."""
+    options = {name: value for name, _, value in (word.partition("=") for word in container["command"][1:])}
+    for prefix, side in (("", "client"), ("peer-", "peer")):
+        if not options[f"--listen-{side}-urls"].startswith("https://"):
+            yield f"{title}: its {side}s talk in the clear"
+        if f"--{prefix}client-cert-auth" not in options:
+            yield f"{title}: its {side}s need no certificate"
+        for name in ("cert-file", "key-file", "trusted-ca-file"):
+            path = options.get(f"--{prefix}{name}", "")
+            if str(Path(path).parent) not in mounts.values():
+                yield f"{title}: --{prefix}{name} is on no volume"
+
+
+def _tokens(manifests: list[Manifest]) -> Iterator[str]:
+    """Workers have no access to the coordinator's tokens, of which the first is an operator's."""
+    secrets: dict[str, set[str]] = {"run": set(), "coordinator": set()}
+    for pod in [template["spec"] for m in manifests if (template := template_of(m)) is not None]:
+        kind = _does(pod["containers"][0])
+        for volume in pod.get("volumes", []):
+            if kind in secrets and volume["name"] == "token":
+                secrets[kind].add(volume["secret"]["secretName"])
+    for name in sorted(secrets["run"] & secrets["coordinator"]):
+        yield f"workers read the secret {name}, which has an operator's token"
 
 
 def _of_paceline(title: str, container: Manifest, mounts: Manifest, manifests: list[Manifest]) -> Iterator[str]:
@@ -341,7 +379,11 @@ def _of_paceline(title: str, container: Manifest, mounts: Manifest, manifests: l
         if not {"--tls-cert", "--tls-key", "--tls-ca"} <= set(options):
             yield f"{title}: talks in the clear"
         if options["--state"].startswith("etcd:"):
-            for endpoint in EtcdAddress.parse(options.pop("--state")).endpoints:
+            etcd = EtcdAddress.parse(options.pop("--state"))
+            if etcd.ca is None or etcd.cert is None:
+                yield f"{title}: talks to etcd in the clear, or shows it no certificate"
+            paths += [str(path) for path in (etcd.ca, etcd.cert, etcd.key) if path is not None]
+            for endpoint in etcd.endpoints:
                 if endpoint not in known:
                     yield f"{title}: no etcd answers at {endpoint}"
             own = options.pop("--advertise").replace("$(POD)", f"{title.split()[1].rstrip(',')}-0")

@@ -167,7 +167,9 @@ class PageServer:
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         name = request.query.get("job")
         if self.refuses:
-            return web.json_response({"error": "the coordinator is not ready"}, status=503)
+            return web.json_response(
+                {"error": "the coordinator is not ready"}, status=503, headers={"Retry-After": "1"}
+            )
         if name is not None and all(job.summary.name != name for job in self.jobs):
             return web.json_response({"error": f"there is no job {name!r}"}, status=404)
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})

@@ -19,7 +19,7 @@ class Node:
 
     Args:
         folder: for the files.
-        addresses: HOST:PORT, where pods reach each other.
+        addresses: HOST:PORT, where pods reach each other, or listen beside that.
 
     Attributes:
         addresses: where each of them is on this machine.
@@ -39,7 +39,17 @@ class Node:
                 (folder / name / file).write_bytes((made / file).read_bytes())
         for name in ("paceline", "checkpoints", "state/paceline", "state/etcd"):
             (folder / name).mkdir(parents=True)
-        (folder / "paceline" / "token").write_text("a-token-of-this-test-alone")
+        operator, worker = "an-operators-token-of-this-test", "a-workers-token-of-this-test"
+        (folder / "paceline" / "token").write_text(worker)
+        jobs = ("digits", "paceline-digits")
+        lines = [operator, *(f"{worker} role=worker {job}" for job in jobs)]
+        (folder / "paceline" / "tokens").write_text("\n".join(lines))
+        made = make_folder(folder / "etcd-tls").path  # the names of the files are those of the secrets
+        (folder / "etcd").mkdir()
+        for there, here in (("server", "coordinator"), ("peer", "member"), ("client", "member")):
+            for kind in ("pem", "key"):
+                (folder / "etcd" / f"{there}.{kind}").write_bytes((made / f"{here}.{kind}").read_bytes())
+        (folder / "etcd" / "ca.pem").write_bytes((made / "ca.pem").read_bytes())
         for file in (file for file in folder.glob("*/*") if file.is_file()):
             file.chmod(0o600)
         self.brake = folder / "brake"
@@ -85,5 +95,5 @@ class Node:
             for name, value in variables.items():
                 word = word.replace(f"$({name})", value)
             assert "$(" not in word, f"{word} names a variable that the container does not have"
-            words.append(self.here(re.sub(r"0\.0\.0\.0:\d+", own, word)))
+            words.append(re.sub(r"0\.0\.0\.0:\d+", own, self.here(word)))
         return words, variables

@@ -81,8 +81,10 @@ class Worker:
         return now
 
     def wait(self, timeout: float = 20.0) -> int:
-        """The exit code."""
-        return self.process.wait(timeout)
+        """The exit code; `stderr` is whole then, unless a child of the process has it open still."""
+        code = self.process.wait(timeout)
+        self._threads[1].join(timeout)
+        return code
 
     @property
     def stderr(self) -> str:

@@ -214,4 +214,7 @@ def _line(now: float, world: int) -> JobState:
         )
         for seat in seats
     }
-    return JobState("job", sessions, _GENERATION, view)
+    state = JobState("job", generation=_GENERATION, view=view)
+    for member_id, session in sessions.items():
+        state.sessions[member_id] = session
+    return state

@@ -43,6 +43,12 @@ class Relay:
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
 
+    @property
+    def connections(self) -> int:
+        """Connections since the last reset."""
+        with self._lock:
+            return len(self._pairs)
+
     def reset_all(self) -> None:
         """Both ends of every connection see a reset."""
         with self._lock:

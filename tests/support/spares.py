@@ -19,7 +19,8 @@ class Job:
     Args:
         folder: for all files.
         code: the script.
-        package: more of the installed package, run before the mark is made; `first` is true in the first worker.
+        package: more of the installed package, run before the mark is made; `first` is true in a worker that was no
+            spare.
     """
 
     def __init__(self, folder: Path, code: str, package: str = "") -> None:
@@ -29,8 +30,12 @@ class Job:
         self._marks, self._beside = folder / "marks", folder / "marks-beside"
         for each in (self._marks, self._beside, folder / "site-packages"):
             each.mkdir()
-        text = "import os\nfolder = os.environ['MARKS']\nfirst = not os.listdir(folder)\n" + textwrap.dedent(package)
-        (folder / "site-packages" / "installed.py").write_text(f"{text}\nos.makedirs(f'{{folder}}/{{os.getpid()}}')\n")
+        mine = "f'{folder}/{os.getpid()}'"  # a spare whose import has failed begins anew under its pid
+        text = (
+            f"import os, sys\nfolder = os.environ['MARKS']\n"
+            f"first = '--spare' not in sys.orig_argv and not os.path.exists({mine})\n{textwrap.dedent(package)}\n"
+        )
+        (folder / "site-packages" / "installed.py").write_text(f"{text}os.makedirs({mine})\n")
         (folder / "beside.py").write_text("import os\nMADE = os.mkdir(f\"{os.environ['BESIDE']}/{os.getpid()}\")\n")
         self.environment = {
             "PYTHONPATH": str(folder / "site-packages"),

@@ -39,6 +39,8 @@ from paceline_protocol import (
     step_word,
 )
 from paceline_protocol.coordinator import (
+    AskDoor,
+    DoorAnswered,
     DrainAsked,
     Effect,
     EndSession,
@@ -104,6 +106,8 @@ class Worker:
     """Of the last view that it has heard of."""
     stream: int | None = None
     awake: bool = True
+    busy: bool = False
+    """A call into C keeps its interpreter busy: it is not awake, and its door answers."""
     alive: bool = True
     draining: str = ""
     summoned: bool = False
@@ -294,6 +298,11 @@ class _Story:
                     self.write(f"ends the session of {worker.host}: {refusal}")
                 if worker.member_id == member_id:
                     worker.stream = None
+            case AskDoor(member_id):
+                worker = self.by_id[member_id]
+                self.write(f"asks the door of {worker.host} whether its process runs")
+                if worker.alive and (worker.awake or worker.busy):
+                    self._queue.append(functools.partial(self._tell, DoorAnswered(member_id)))
             case Welcome() | PushWaiting():
                 pass  # not shown
             case _:
@@ -494,10 +503,14 @@ class _Story:
         """The process stops, its stream stays."""
         self.workers[host].awake = False
 
+    def is_busy(self, host: str) -> None:
+        """A call into C keeps the interpreter busy: no Python runs, and the door answers."""
+        self.workers[host].awake, self.workers[host].busy = False, True
+
     def wakes_up(self, host: str) -> None:
         """It reads what has come meanwhile."""
         worker = self.workers[host]
-        worker.awake = True
+        worker.awake, worker.busy = True, False
         unread, worker.unread = worker.unread, []
         for effect in unread:
             if isinstance(effect, PushVerdict):  # its session has ended with it: it says no more
@@ -567,7 +580,9 @@ _INPUTS = (
     (r"the launcher of (\S+) -> coordinator: its worker was killed by signal (\d+)", "exited"),
     (r"(\S+) -> coordinator: lost rank (\d+) \((.*)\)", "lost"),
     (r"(\S+) freezes(?:, in step \d+)?", "freezes"),
+    (r"(\S+) enters a long call into C(?:, in step \d+)?", "is_busy"),
     (r"(\S+) wakes up", "wakes_up"),
+    (r"(\S+) returns from it", "wakes_up"),
     (r"an operator drains (\S+) \((.*)\)", "drains"),
     (r"the coordinator is killed", "coordinator_is_killed"),
     (r"the coordinator starts again", "coordinator_starts"),

@@ -71,6 +71,13 @@ class Terminal:
         assert found, f"no {words!r} in {timeout} s:\n{self.text[-4000:]}"
         assert wanted in "".join(self.text.split()), f"ended without {words!r}:\n{self.text[-4000:]}"
 
+    def wait_for_match(self, pattern: str, timeout: float = 30.0) -> None:
+        """Waits until a pattern is found in what was written, from which all white space is taken out."""
+        with self._changed:
+            found = self._changed.wait_for(lambda: self._matches(pattern) or self._ended(), timeout)
+        assert found, f"nothing like {pattern!r} in {timeout} s:\n{self.text[-4000:]}"
+        assert self._matches(pattern), f"ended without {pattern!r}:\n{self.text[-4000:]}"
+
     def press(self, keys: str) -> None:
         """Types something; "\\x03" is Ctrl-C."""
         os.write(self._ours, keys.encode())
@@ -88,6 +95,9 @@ class Terminal:
         self.process.wait()
         self._reader.join()
         os.close(self._ours)
+
+    def _matches(self, pattern: str) -> bool:
+        return re.search(pattern, "".join(self.text.split())) is not None
 
     def _ended(self) -> bool:
         return not self._reader.is_alive()

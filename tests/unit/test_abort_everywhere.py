@@ -372,6 +372,6 @@ def test_a_hang_would_be_found() -> None:
     """The judge judges: a rank that never comes back fails the case, and soon."""
     with worlds_of(("barrier", "ring", ""), SMALL) as worlds, mock.patch(f"{__name__}.HANG", 0.1):
         stuck = threading.Event()
-        with pytest.raises(AssertionError, match="1 ranks hang"):
+        with pytest.raises(AssertionError, match="ranks hang"):  # on a busy machine those who have yet to begin, too
             worlds.each(lambda group: group.rank == 1 and stuck.wait(20))
         stuck.set()

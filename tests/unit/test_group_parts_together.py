@@ -208,7 +208,7 @@ def test_a_part_that_one_member_closes_is_left_as_seen_by_the_others() -> None:
         parts = [group.subgroup([0, 2]) for group in (groups[0], groups[2])]
         assert each(parts, total) == [[2]] * 2
         parts[0].close()
-        with pytest.raises(PeerLost, match=r"rank 0 .local. left") as caught:
+        with pytest.raises(PeerLost, match=r"rank 0 .local. is gone") as caught:
             parts[1].barrier(5)
         assert caught.value.ranks == (0,)
 

@@ -6,6 +6,7 @@ All imports count, also those inside functions and those for type checkers alone
 from __future__ import annotations
 
 import ast
+import functools
 from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -56,12 +57,19 @@ def files_of(package: str) -> dict[str, Path]:
     return found
 
 
+@functools.cache
+def syntax_of(file: Path) -> tuple[ast.Module, list[ast.Import | ast.ImportFrom]]:
+    """A file's syntax tree and all imports in it, read once for all tests."""
+    tree = ast.parse(file.read_text())
+    return tree, [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def imports_of(name: str, file: Path, files: dict[str, Path]) -> Iterator[tuple[str, int]]:
     """What a module imports of its own package: names of modules, with the line."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in syntax_of(file)[1]:
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names if alias.name in files)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, f"{name}, line {node.lineno}: write the whole name of what is imported"
             for alias in node.names:
                 module = f"{node.module}.{alias.name}"
@@ -98,7 +106,7 @@ def test_the_library_imports_the_coordinator_only_to_start_one() -> None:
     found = {
         name
         for name, file in files.items()
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in syntax_of(file)[1]
         if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "paceline_server"
     }
     assert found <= starts_one, found - starts_one
@@ -134,7 +142,7 @@ def test_the_library_imports_neither_tests_nor_benchmarks() -> None:
     outside = {file.stem for folder in ("bench", "tests") for file in (root / folder).iterdir()} | {"bench", "tests"}
     for package in ("paceline", "paceline_server"):
         for name, file in files_of(package).items():
-            for node in ast.walk(ast.parse(file.read_text())):
+            for node in syntax_of(file)[1]:
                 words = [str(node.module)] if isinstance(node, ast.ImportFrom) else []
                 words += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 assert not outside & {word.partition(".")[0] for word in words}, name
@@ -149,7 +157,7 @@ def test_a_file_or_a_class_is_the_only_one_of_its_name() -> None:
     files = [file for file in files_of("paceline").values() if file.name != "__init__.py"]
     names = Counter(file.name for file in files)
     for file in files:
-        for node in ast.parse(file.read_text()).body:
+        for node in syntax_of(file)[0].body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 names[node.name] += 1
     assert {name for name, count in names.items() if count > 1} <= FOR_TORCH_TOO

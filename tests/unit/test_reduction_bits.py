@@ -93,8 +93,9 @@ def ulp(exact: Fraction, dtype: Any) -> Fraction:
     """The distance of neighbours at a number."""
     info = limits(dtype)
     exponent = int(info.minexp)
-    while exact and abs(exact) >= Fraction(2) ** (exponent + 1):
-        exponent += 1
+    if exact:
+        above = exact.numerator.bit_length() - exact.denominator.bit_length()  # the power of two, or one more
+        exponent = max(exponent, above - (abs(exact) < Fraction(2) ** above))
     return Fraction(2) ** (exponent - info.nmant)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import sysconfig
 from pathlib import Path
 from types import TracebackType
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline._uncaught import in_short
+from paceline._uncaught import in_short, users_place
 from paceline.errors import InvalidRank, PacelineError, PeerLost, PeerRaised
 from paceline.testing import local_groups
 
@@ -92,3 +93,11 @@ def test_code_without_a_file_has_a_line_without_source() -> None:
 class _Namespace:
     def __init__(self, names: dict[str, Any]) -> None:
         self.__dict__.update(names)
+
+
+def test_a_place_in_the_script_has_the_file_s_name_and_not_its_folder(tmp_path: Path) -> None:
+    """Other members are told of it: folders may have names that are no business of theirs."""
+    script, places = tmp_path / "train.py", []
+    code = "\n\ntake(here())"
+    exec(compile(code, str(script), "exec"), {"take": places.append, "here": lambda: users_place(sys._getframe(1))})
+    assert places == ["train.py:3"]

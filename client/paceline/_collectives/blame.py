@@ -38,9 +38,9 @@ def broke_protocol(peers: Sequence[Peer], me: int, peer: int, operation: int, mi
 
 def link_ended(peers: Sequence[Peer], me: int, peer: int, operation: int, mine: str, end: LinkEnded) -> Suspicion:
     """Reports that the link to the peer is gone."""
-    how = "left" if end.orderly else "is lost"
+    how = "is gone" if end.orderly else "is lost"
     text = f"{_call(operation, mine)}: {peers[peer]} {how}, as seen by {peers[me]}: {end}"
-    return Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, peers[peer].rank, operation, text)
+    return Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, peers[peer].rank, operation, text, unopened=end.unopened)
 
 
 def timed_out(

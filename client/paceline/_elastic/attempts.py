@@ -104,10 +104,19 @@ class FinishedBlocks:
         """Starts again from zero, because a step was applied."""
         self._here = self._furthest = 0
 
-    def compare(self, group: Group) -> None:
+    def compare(self, group: Group, asked: int) -> int:
         """Learns how many blocks the furthest member has finished, at the beginning of a generation. A collective.
+
+        Args:
+            group: the members.
+            asked: the step that this member asks all to skip; 0 for none.
+
+        Returns:
+            The step that any member asks all to skip; 0 for none.
 
         Raises:
             PacelineError: the generation has failed.
         """
-        self._furthest = int(group.all_reduce(np.int64(self._here), op="max", label="blocks"))
+        here = np.array([self._here, asked], np.int64)
+        self._furthest, skipped = group.all_reduce(here, op="max", label="blocks").tolist()
+        return int(skipped)

@@ -1,8 +1,8 @@
 """An array on a device, in a training state: its bytes come to the host in parcels, when somebody asks for them.
 
 NumPy cannot view this memory. Large state does not change between two updates, so a copy of a part of it is as good as
-a view, and a reader copies only the part that it needs. Imports no framework. Not run on a GPU yet: tests take tensors
-on the CPU for tensors on a device.
+a view, and a reader copies only the part that it needs. Imports no framework. Tests take tensors on the CPU for
+tensors on a device.
 """
 
 from __future__ import annotations

@@ -37,6 +37,8 @@ class StateGuard:
     Attributes:
         step: the present attempt; None between two attempts.
         receipts: makes and writes receipts; None for none.
+        awaits_closure: see `state.Gate`.
+        asked: the step that this member has asked all to skip, with the words for it; 0 for none.
     """
 
     def __init__(
@@ -51,6 +53,8 @@ class StateGuard:
     ) -> None:
         self.step: Step | None = None
         self.receipts: ReceiptBook | None = None
+        self.awaits_closure = False
+        self.asked = 0, ""
         self._coordinator = coordinator
         self._state = state
         self._member = member
@@ -109,6 +113,10 @@ class StateGuard:
                 "the memory or the script of this worker is at fault"
             )
 
+    def skip_asked(self, step: int, text: str) -> None:
+        """See `step.StepRunner`."""
+        self.asked = step, text
+
     def prepared(self, step: Step, small: Mapping[str, Any]) -> None:
         """See `step.StepRunner`."""
         self._member.prepare(step.number)
@@ -132,8 +140,8 @@ class StateGuard:
 
     @property
     def is_updating(self) -> bool:
-        """True while an optimizer of the state runs."""
-        return self.step is not None and self.step.updating
+        """True while an optimizer of the state runs, but for its first closure."""
+        return self.awaits_closure or (self.step is not None and self.step.updating)
 
     # The gate of the training state -----------------------------------------------------------------------------------
 
@@ -153,6 +161,16 @@ class StateGuard:
             step.updating = step.is_open
             raise
         step.updated = True
+
+    def before_closure(self, optimizer: object, evaluations: int) -> None:
+        """See `state.Gate`."""
+        repeats = evaluations or any(kind.__name__ == "LBFGS" for kind in type(optimizer).__mro__)
+        if repeats and not (self.step is not None and self.step.keeps_copy):
+            raise StepOrderError(
+                f"{type(optimizer).__name__} evaluates its closure several times, and changes the state in between: "
+                "call step.keep_copy() before optimizer.step(closure), so that all of it can be undone. The closure "
+                "must return the same loss on all ranks, such as their mean, because the optimizer goes by it"
+            )
 
     def changed(self) -> None:
         """See `state.Gate`."""

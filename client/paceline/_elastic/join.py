@@ -14,6 +14,7 @@ from paceline._allocator import keep_frame_memory
 from paceline._collectives.choose import RULES, Rules, load_rules
 from paceline._elastic.session import CoordinatedSession, Session, SoloSession
 from paceline._elastic.torchrun_world import join_torchruns_world
+from paceline._engines.catalogue import load_engine
 from paceline._fork import check_process
 from paceline._loop import loop_thread
 from paceline._session.identity import JoinRequest
@@ -75,6 +76,7 @@ def join(
         NotAuthenticated, NotPermitted: the coordinator wants a token, or another one.
         OperationTimeout: no view formed in time; the text says what was missing.
         SettingsMismatch: other members disagree on a setting, or another worker has claimed the rank.
+        LinkUnavailable: the engine that the config names needs a package that is not installed.
         InvalidRank, InvalidWorldSize: an argument is out of range; or torchrun started this worker, and torch, which
             finds the others, cannot be imported.
         ValueError: the address, the job's name, a PACELINE_* variable or the table of schedules is malformed; or the
@@ -106,10 +108,12 @@ def join(
                 f"{wanted.min_workers} workers need a coordinator: give its address, or set PACELINE_COORDINATOR"
             )
         workers = _of_torchrun(environ) if (rank, min_workers, max_workers) == (None, None, None) else 1
-        if workers > 1:
-            place = partial(join, job=job, advertise=advertise, config=config, credentials=credentials)
-            return join_torchruns_world(place, workers, config.join_timeout)
-        return SoloSession(job, config)
+        if workers == 1:
+            return SoloSession(job, config)
+        load_engine(config.engine)
+        place = partial(join, job=job, advertise=advertise, config=config, credentials=credentials)
+        return join_torchruns_world(place, workers, config.join_timeout)
+    load_engine(config.engine)
     if environ.get("PACELINE_COORDINATOR_ENDS", "") not in ("", "0"):
         coordinator_returns = False
     connection = connect(

@@ -123,9 +123,9 @@ class StateRecovery:
                 _log.info("could not fetch the state %s: %s", order.base, error)
                 if self._member.takes_for_view:
                     self._tell_view(order, error)
-                found = self._saver.latest()
+                found = self._saver.intact() if self._member.stored else self._saver.latest()
                 if self._member.stored and found == Tag(0, 0):
-                    raise  # there are checkpoints, and all are damaged
+                    raise  # there were checkpoints, and all have been removed
                 self._failed_again(order, error, began)
                 self._member.found(found)
                 order = self._member.meet()

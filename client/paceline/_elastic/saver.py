@@ -26,8 +26,8 @@ from paceline._elastic.reshard_plan import ReshardPlan
 from paceline._elastic.state import TrainState
 from paceline._group import Group
 from paceline._session.launcher_pipe import tell_once
-from paceline.checkpoint.folder import fingerprint, is_there
-from paceline.checkpoint.keep import save_once
+from paceline.checkpoint.folder import damage_of, fingerprint
+from paceline.checkpoint.keep import none_intact, save_once
 from paceline.checkpoint.sharded import ShardedSaver, save_sharded
 from paceline.errors import CheckpointDamaged, CheckpointFailed, PacelineError
 from paceline_protocol import Tag
@@ -117,20 +117,23 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._last = Tag(0, 0)  # the state that was copied or loaded last
-        self._damaged: set[Tag] = set()
+        self._damaged: set[Tag] = set()  # as `read` found
+        self._left_out: dict[Tag, str] = {}  # the checkpoints that were left out, and why
         self._missing: tuple[Tag, float] | None = None  # a tag that only others see, and since when
 
     def load(self, state: TrainState) -> None:
         """Loads the latest checkpoint that is not damaged, if there is one.
 
         Raises:
-            CheckpointDamaged: there are checkpoints, and all are damaged.
+            CheckpointDamaged: there are checkpoints, and all are damaged or cannot be read.
             SizeMismatch: the checkpoint is of another model.
+            OSError: the directory cannot be listed.
         """
         if self._directory is None:
             return
         found = checkpoint.load(self._directory)
         if found is None:
+            _log.info("found no checkpoint in %s", self._directory)
             return
         with warning_of_frozen(state, found.tag.step):
             state.load_state_dict(found.state)
@@ -139,20 +142,40 @@ class Saver:
         _log.info("found the checkpoint %s (step %d)", found.folder, found.tag.step)
 
     def latest(self) -> Tag:
-        """Tag of the latest checkpoint that seems complete by its file sizes and to `read`; Tag(0, 0) for none."""
+        """Tag of the latest checkpoint that seems complete by its file sizes and to `read`; Tag(0, 0) for none.
+
+        Later ones are logged, once, with what is wrong with them.
+        """
         if self._directory is not None:
-            for tag in reversed(checkpoint.tags(self._directory)):
-                if tag not in self._damaged and self.has(tag):
+            damaged = set(self._damaged)
+            while untried := [tag for tag in checkpoint.tags(self._directory) if tag not in damaged]:
+                tag = untried[-1]  # of all that are there now: others may write and remove some
+                damage = damage_of(self._path_of(tag))
+                if damage is None:
                     return tag
+                self._leave_out(tag, damage)
+                damaged.add(tag)
         return Tag(0, 0)
+
+    def intact(self) -> Tag:
+        """Returns `latest`, for a member that has no other state to begin with.
+
+        Raises:
+            CheckpointDamaged: there are checkpoints, and all are damaged or cannot be read; the text names each.
+            OSError: the directory cannot be listed.
+        """
+        found = self.latest()
+        if found == Tag(0, 0) and self._left_out:
+            raise none_intact(Path(self._directory or "."), self._left_out.values())
+        return found
 
     def where(self, tag: Tag) -> str:
         """Returns the folder of the checkpoint of that tag."""
-        return str(Path(self._directory or ".") / str(tag))
+        return str(self._path_of(tag))
 
     def has(self, tag: Tag) -> bool:
         """True if the checkpoint of that tag is on this disk, and complete by its file sizes."""
-        return self._directory is not None and is_there(Path(self._directory) / str(tag))
+        return self._directory is not None and damage_of(self._path_of(tag)) is None
 
     def read(self, tag: Tag, plan: ReshardPlan, interrupted: Callable[[], bool] = lambda: False) -> Any:
         """Fills a plan from a checkpoint that other members can read; returns the rest of the state.
@@ -165,23 +188,38 @@ class Saver:
             interrupted: returns True when the wait should end, because there is something else to do.
 
         Raises:
-            CheckpointDamaged: the checkpoint is damaged, was removed meanwhile, or the wait was interrupted; `latest`
-                gives the one before.
+            CheckpointDamaged: the checkpoint is damaged or cannot be read, was removed meanwhile, or the wait was
+                interrupted; `latest` gives the one before.
             CheckpointFailed: neither it nor a later one is on this member's disk, and none appeared.
             SizeMismatch: the checkpoint is of another model.
         """
         if self._directory is None:
             raise CheckpointFailed(f"{_elsewhere(tag, 'a directory that this worker was not given')}: {_SHARED}")
-        if not self.has(tag) and self.latest() <= tag:
+        if self._is_not_there_yet(tag):
             self._wait_for(tag, interrupted)
         try:
-            rest = plan.load(Path(self._directory) / str(tag))
+            rest = plan.load(self._path_of(tag))
         except CheckpointDamaged as damage:
-            _log.error("checkpoint %s is left out: %s", tag, damage)
             self._damaged.add(tag)
+            self._leave_out(tag, damage)
             raise
         _log.info("read part %d of %d of the checkpoint %s", *plan.share, tag)
         return rest
+
+    def _path_of(self, tag: Tag) -> Path:
+        return Path(self._directory or ".") / str(tag)
+
+    def _leave_out(self, tag: Tag, damage: CheckpointDamaged) -> None:
+        if self._left_out.get(tag) != str(damage):
+            self._left_out[tag] = str(damage)
+            _log.error("checkpoint %s is left out: %s", tag, damage)
+
+    def _is_not_there_yet(self, tag: Tag) -> bool:
+        """True if it is not complete here and may still appear: there is no later one, and the system reads what is."""
+        damage = damage_of(self._path_of(tag))
+        cause = None if damage is None else damage.__cause__
+        refused = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
+        return damage is not None and not refused and self.latest() <= tag
 
     def _wait_for(self, tag: Tag, interrupted: Callable[[], bool]) -> None:
         """Waits for a checkpoint that other members resume from and that is not visible here."""
@@ -189,7 +227,7 @@ class Saver:
         if self._missing is None or self._missing[0] != tag:
             self._missing = tag, time.monotonic()
             _log.warning("%s; waiting up to %g s, since a network file system may show it late", text, VISIBLE_S)
-        while not self.has(tag) and self.latest() <= tag:
+        while self._is_not_there_yet(tag):
             if time.monotonic() - self._missing[1] >= VISIBLE_S:
                 raise CheckpointFailed(f"{text}: {_SHARED}")
             if interrupted():

@@ -58,6 +58,7 @@ class Session(abc.ABC):
     all_start_again = False  # True if all restart once one fails, as under torchrun: no worker joins later
     _line: TrainingLoop | None = None
     _left = False
+    _at_end = False  # True once the script is past all that it does with the session
     _asked_early = ""  # "rank" or "size", if the script read it before the first loop over steps
     _on_commit: list[Callable[[int], None]]
     _on_view: list[Callable[[], None]]
@@ -85,8 +86,30 @@ class Session(abc.ABC):
         if self._line is None:
             self._asked_early = self._asked_early or asked
         if not self.members:
+            if (over := self._over()) is not None:
+                raise over
             raise errors.StepOrderError(f"session.{asked} is not known: {self.group.mesh.fault.error()}. {_DO_WITHOUT}")
         return self.group
+
+    def _over(self) -> errors.Dismissed | None:
+        """Returns the end of a worker that has come after the last step; None if the job is not done."""
+        return None
+
+    def _end_loop(self, cause: BaseException | None) -> BaseException | None:
+        """Ends the job if the script has left the loop early, like all others; returns the error if it cannot."""
+        if self._line is not None:
+            self._line.at_end.close()
+        in_order = cause is None or (isinstance(cause, SystemExit) and cause.code in (None, 0))
+        if not in_order or self._line is None:
+            return None
+        if not (self._at_end or self._line.left):  # the script leaves alone, inside the loop
+            self._line.tell_launcher(unfinished=False)
+            return None
+        try:
+            self._line.break_off()
+        except BaseException as error:  # noqa: BLE001  raised at the end of `leave`
+            return error
+        return None
 
     @property
     def generation(self) -> int:
@@ -191,8 +214,8 @@ class Session(abc.ABC):
         self._line.on_commit = self._on_commit
         self._line.on_view = self._on_view
         if replay is not None:
-            return replay.follow(run_steps(self._line, state, replay.step), state)
-        return run_steps(self._line, state, total)
+            return replay.follow(run_steps(self._line, state), state)
+        return run_steps(self._line, state)
 
     def retry(self) -> Iterator[Attempt]:
         """Yields attempts at a block between two steps that changes no state, such as an evaluation.
@@ -213,6 +236,26 @@ class Session(abc.ABC):
 
         return attempts(self._line, self.group)
 
+    def stop(self) -> None:
+        """Ends the loop on all members after the next step, as if that were its last: one call, on any rank, is enough.
+
+            for step in session.steps(state, total=1000):
+                with step:
+                    ...
+                if step.applied and is_good_enough(state):
+                    session.stop()
+
+        The last checkpoint is written, and the job is done: workers that come later are dismissed. If a member is lost
+        in that step, the loop may end one step later. A `break` on all ranks at the same step ends the job too, at the
+        end of the session, and a `break` on some of them is a `StepOrderError` on all.
+
+        Raises:
+            StepOrderError: no loop over steps runs.
+        """
+        if self._line is None or self._line.done or self._line.left:
+            raise errors.StepOrderError("session.stop() ends the loop over session.steps(), and none is running")
+        self._line.stop()
+
     def stats(self) -> dict[str, float]:
         """Returns what this worker has counted since it joined, in one flat dict of numbers, as loggers take it.
 
@@ -221,7 +264,8 @@ class Session(abc.ABC):
 
         Returns:
             `steps`: steps that it has committed; `undone`: steps that it began and that were undone, to be taken again;
-            `samples`: of its own share in the committed steps, 0 without an `ElasticSampler`; `goodput`: the share, 0
+            `samples`: of its own share in the committed steps, 0 without an `ElasticSampler`; `skipped`: committed
+            steps in which no member made an update; `skipped_samples`: of its share in them; `goodput`: the share, 0
             to 1, of the seconds since its own first step that went into steps which were applied (`paceline status`
             shows the job's, from its first worker on); `collective_seconds`: seconds that its threads have waited in
             collectives; `sent_bytes`: bytes that it has sent to other workers;
@@ -241,6 +285,8 @@ class Session(abc.ABC):
             "steps": counted.committed,
             "undone": counted.undone,
             "samples": counted.samples,
+            "skipped": group.counters.skipped,
+            "skipped_samples": group.counters.left_out,
             "goodput": group.counters.goodput,
             "collective_seconds": counted.in_collectives,
             "sent_bytes": sum(sent.values()),
@@ -296,8 +342,15 @@ class Session(abc.ABC):
     def leave(self, cause: BaseException | None = None) -> None:
         """Ends the session: delivers what was sent, then tells the others. Idempotent.
 
+        If the script has left the loop over the steps by `break`, the job is done at that step, provided that all have.
+        A call inside the loop leaves alone, and the others go on.
+
         Args:
             cause: the error that makes this member leave; the others' errors will name it.
+
+        Raises:
+            StepOrderError: this member has left the loop over the steps, and others have not, or the reverse.
+            PacelineError: that could not be found out, or the last checkpoint could not be written.
         """
 
     def __repr__(self) -> str:
@@ -315,6 +368,7 @@ class Session(abc.ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._at_end = True
         self.leave(error)
 
 
@@ -351,7 +405,10 @@ class SoloSession(Session):
         """See `Session.leave`."""
         if not self._left:
             self._left = True
+            failure = self._end_loop(cause)
             self.group.close()
+            if failure is not None:
+                raise failure
 
 
 class CoordinatedSession(Session):
@@ -369,6 +426,14 @@ class CoordinatedSession(Session):
         self.after: Callable[[], None] = lambda: None
         """Called when the session has ended, so that code which serves only this session can stop."""
         atexit.register(self._leave_at_exit)
+
+    def _over(self) -> errors.Dismissed | None:
+        step = self._connection.inbox.done
+        if self._line is not None or step is None:
+            return None
+        text = f"job {self.job!r} is done (step {step}); `paceline restart {self.job}` starts it anew"
+        tell_once(_log, text)
+        return errors.Dismissed(text)
 
     def _port(self) -> JobCoordinator:
         from paceline._elastic.coordination import RemoteCoordinator
@@ -399,6 +464,8 @@ class CoordinatedSession(Session):
             self._left = True
         atexit.unregister(self._leave_at_exit)
         start = time.monotonic()
+        failure = self._end_loop(cause)
+        cause = failure or cause
         # An error that the failed generation raised here is known to the others; one of this member's own is not.
         fault = self._connection.mesh.fault
         own = cause is not None and not isinstance(cause, SystemExit) and (fault.is_own or not fault.failed)
@@ -407,6 +474,8 @@ class CoordinatedSession(Session):
         finally:
             self.after()
         _log.debug("left job %r in %.3f s", self.job, time.monotonic() - start)
+        if failure is not None:
+            raise failure
 
     def _leave_at_exit(self) -> None:
         try:
@@ -416,4 +485,5 @@ class CoordinatedSession(Session):
         # The interpreter sets this when an uncaught exception ends a script; the others must be told of it. In an
         # interactive session it is any earlier error, which ended nothing.
         interactive = sys.flags.interactive or hasattr(sys, "ps1")
+        self._at_end = True
         self.leave(None if interactive else getattr(sys, "last_value", None))

@@ -26,7 +26,7 @@ from paceline._parallel._parameter import Parameter
 from paceline._session.launcher_pipe import tell_once
 from paceline.checkpoint.pieces import Shard
 from paceline.checkpoint.tree import Leaf, join, split, split_shards
-from paceline.errors import SizeMismatch, UnsupportedOp
+from paceline.errors import SizeMismatch, StepOrderError, UnsupportedOp
 from paceline_protocol import WHOLE, Share
 
 __all__ = ["Gate", "TrainState"]
@@ -41,7 +41,16 @@ _COSTLY_BYTES = 1 << 20
 
 
 class Gate(Protocol):
-    """Guards large state: an optimizer asks it before a change."""
+    """Guards large state: an optimizer asks it before a change.
+
+    Attributes:
+        awaits_closure: an optimizer has been called with a closure, and has not evaluated it yet.
+    """
+
+    awaits_closure: bool
+
+    def before_closure(self, optimizer: object, evaluations: int) -> None:
+        """Raises if the optimizer must not evaluate its closure (again), after so many evaluations."""
 
     def open(self, optimizer: object) -> None:
         """Waits until the optimizer may change the state; raises if it must not."""
@@ -251,6 +260,11 @@ class TrainState:
             self.sampler.advance(world)
 
     @property
+    def has_optimizer(self) -> bool:
+        """True if a part waits for the gate: a step without its update is skipped then."""
+        return any(part.gated() is not None for part in self._parts.values())
+
+    @property
     def position(self) -> tuple[int, int]:
         """Epoch and offset of the sampler; zeros without one."""
         return (0, 0) if self.sampler is None else (self.sampler.epoch, self.sampler.offset)
@@ -435,12 +449,45 @@ def _guarded(optimizer: Any, gate: Gate) -> Callable[..., Any]:
 
     @functools.wraps(step)
     def guarded(*args: Any, **kwargs: Any) -> Any:
+        if args and callable(args[0]):
+            return with_closure(args[0], lambda evaluate: step(evaluate, *args[1:], **kwargs))
+        if callable(kwargs.get("closure")):
+            return with_closure(kwargs["closure"], lambda evaluate: step(*args, **{**kwargs, "closure": evaluate}))
         gate.open(optimizer)
         try:
             result = step(*args, **kwargs)
         except BaseException:
             gate.spoil()
             raise
+        gate.changed()
+        return result
+
+    def with_closure(closure: Callable[[], Any], call: Callable[[Callable[[], Any]], Any]) -> Any:
+        """Calls the optimizer, and opens the gate after each evaluation, because the closure computes the gradients."""
+        evaluations = 0
+
+        def evaluate() -> Any:
+            nonlocal evaluations
+            gate.awaits_closure = False
+            gate.before_closure(optimizer, evaluations)
+            loss = closure()
+            gate.open(optimizer)
+            evaluations += 1
+            return loss
+
+        gate.before_closure(optimizer, 0)
+        gate.awaits_closure = True
+        try:
+            result = call(evaluate)
+            if not evaluations:
+                evaluations = 1  # the state may have changed
+                raise StepOrderError(f"{type(optimizer).__name__} was given a closure, and did not evaluate it")
+        except BaseException:
+            if evaluations:
+                gate.spoil()
+            raise
+        finally:
+            gate.awaits_closure = False
         gate.changed()
         return result
 

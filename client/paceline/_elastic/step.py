@@ -2,61 +2,45 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline._collectives.part_plan import even_share, held_of_row, plan_parts
 from paceline._collectives.part_tree import Node
-from paceline._elastic.differences import find_minority
+from paceline._elastic.differences import compare_twice, find_minority
 from paceline._elastic.foreign import seed_frameworks
+from paceline._elastic.gate import BARRED, BETWEEN_STEPS, HALF_UPDATED, OR_COPY, PendingStepWord, acting_alone
 from paceline._elastic.kept_parts import KeptParts, PartProgress
 from paceline._elastic.sampler import ElasticSampler
 from paceline._elastic.state import TrainState
 from paceline._elastic.step_parts import StepPart, part_seed
-from paceline._elastic.twice import TwicePart, odd_ones, twice_part
+from paceline._elastic.twice import TwicePart, twice_part
 from paceline._group import Group
 from paceline._group.group_core import PartsNotHeld, PartTurn
 from paceline._links.fault import Suspicion
 from paceline._parallel._agreement import NewcomerDiffers
+from paceline._uncaught import users_place
 from paceline._work import Work
 from paceline.errors import (
     DivergenceError,
-    PacelineError,
     SettingsMismatch,
     SizeMismatch,
     StepOrderError,
+    StepSkipped,
     UnsupportedOp,
 )
 from paceline_protocol import StepFlag, Tag, agrees, flags_of
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["BETWEEN_STEPS", "PendingStepWord", "Step", "StepRunner"]
+__all__ = ["BETWEEN_STEPS", "Step", "StepRunner"]
 
 _log = logging.getLogger("paceline.elastic")
-
-_BARRED = (
-    "a collective after optimizer.step() of the same step: the state has changed, and could not be restored if the "
-    "collective failed; call it before the update, or after the step inside session.retry()"
-)
-
-_OR_COPY = (
-    ". A step with several updates, such as that of a GAN, calls step.keep_copy() before the first: then all of them "
-    "are undone together"
-)
-
-
-BETWEEN_STEPS = (
-    "a collective between two steps: if a worker were lost in it, nothing would run it again. Call it in "
-    "`for attempt in session.retry(): with attempt: ...`, or inside `with step:` before optimizer.step(). "
-    "If the loop was left by `break`, close or delete its iterator first"
-)
-"""The text of the error that refuses a collective between two steps."""
 
 
 class StepRunner(Protocol):
@@ -80,6 +64,9 @@ class StepRunner(Protocol):
 
     def spoiled(self) -> None:
         """Discards this member's state, because an update was interrupted half way."""
+
+    def skip_asked(self, step: int, text: str) -> None:
+        """Notes that this member asks all others to skip the step; `text` says who asks, and where."""
 
     def prepared(self, step: Step, small: Mapping[str, Any]) -> None:
         """Keeps the gradients of a step that has failed here, because other members may have applied it.
@@ -105,7 +92,10 @@ class Step:
     Attributes:
         number: number of the step, from 1, counted over the whole job.
         attempt: how many times in a row this member has begun it, from 1.
-        applied: True after the block if the step counts at this member. `session.on_commit` reports committed steps.
+        applied: True after the block if the step has changed the state of this member. `session.on_commit` reports
+            committed steps.
+        skipped: True after the block if no member makes an update in this step, and the loop goes on behind it: no
+            member called `optimizer.step()`, or one called `skip`. `session.stats()` counts the samples.
         rank, world: this member's place in the view of this attempt.
     """
 
@@ -124,7 +114,13 @@ class Step:
     ) -> None:
         self.number = number
         self.attempt = attempt
-        self.applied = False
+        self.applied = self.skipped = False
+        self.raised = False
+        """Whether its block has raised an error, which the other members were told."""
+        self.passed = False
+        """Whether the loop goes on behind this step: it was applied, or all members skipped it in this generation."""
+        self.left_out = 0
+        """This rank's samples in a step that was skipped in this generation."""
         self.rank, self.world = group.rank, group.size
         self.generation = group.generation
         self.flags = StepFlag(0)
@@ -165,6 +161,7 @@ class Step:
         """Whether a wrapper had none of the sums that this rank has told the others it kept."""
         self._samples_of_parts = 0
         self._twice = self._twice_part()
+        self._passes_over = False
         self._checked = False
         """Whether this rank has computed the other rank's part that it checks."""
 
@@ -229,7 +226,10 @@ class Step:
             _log.info("step %d is repaired: this rank computes part %s", self.number, ", ".join(map(str, mine_now)))
 
     def _held_by(self, rank: int, row: NDArray[np.int64]) -> tuple[Node, ...] | None:
-        """Returns what a rank has kept, None if it refuses any sums; ends the generation if the row cannot be."""
+        """Returns what a rank has kept, None if it refuses any sums; ends the generation if the row cannot be.
+
+        A member finds the breach in its own row, too. It is the best witness.
+        """
         try:
             return held_of_row(row)
         except ValueError as error:
@@ -365,13 +365,71 @@ class Step:
         self._state.keep_copy()
         self.keeps_copy = True
 
+    def skip(self) -> NoReturn:
+        """Leaves the block, and skips this step on all members: none makes an update, and its samples are left out.
+
+        For what one rank alone finds out, before its backward pass, such as a loss that is not finite:
+
+            with step:
+                loss = loss_of(batch)
+                if not torch.isfinite(loss):
+                    step.skip()
+                loss.backward()
+                optimizer.step()
+
+        The other members are interrupted where they are; one that had not finished the step before takes that from the
+        others, and its loop does not yield this one. All undo the step, begin a new generation, and go on with the
+        next step. `session.stats()` counts the samples that were left out. What all ranks find out alike, such as
+        gradients that are not finite after they were summed, needs no call: leave out `optimizer.step()` on all.
+
+        Raises:
+            StepSkipped: always; the step's block swallows it.
+            StepOrderError: outside of the block, or after an update. If another member makes its update before it hears
+                of this, the next step raises it on all members.
+            UnsupportedOp: the batch came from a stream, which would give it again in the next step.
+        """
+        if not self.entered or self.left or self.updates:
+            raise StepOrderError("step.skip() belongs inside `with step:`, before optimizer.step()")
+        if self._counted is not None:
+            raise UnsupportedOp(
+                "step.skip() with a batch from a stream: the stream goes back when a step is undone, so the next step "
+                "would get the same batch. Leave out optimizer.step() on all ranks instead"
+            )
+        text = f"{self._me} called step.skip() in step {self.number} ({users_place(sys._getframe())})"
+        self._runner.skip_asked(self.number, text)
+        # In place of an operation it names the step: a member may still be in the step before.
+        self._mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_STEP_SKIPPED, None, self.number, text))
+        raise self._mesh.fault.error()
+
+    def pass_over(self) -> None:
+        """Takes the step without its block, as all members do after one of them has asked to skip it."""
+        self._passes_over = True
+        with self:
+            pass
+
+    @property
+    def _me(self) -> str:
+        return str(self._mesh.peers[self.rank])
+
     def spoil(self) -> None:
         """Handles an update that was interrupted half way: a copy undoes it later, else the state is discarded."""
         if self.keeps_copy:
             self.half_updated = True
+            self._group.ban_collectives(HALF_UPDATED)
             return
         self.spoiled = True
         self._runner.spoiled()
+
+    def _pass_without_update(self) -> None:
+        """Passes the gate at the end of a block without an update: only if all other members do so too."""
+        self.skipped = self._passes_over or self._state.has_optimizer
+        self.left_out = self._own_samples() if self.skipped else 0
+        what = (
+            f"{self._me} ended step {self.number} without optimizer.step() ({users_place(sys._getframe())}), "
+            "and others did not: step.skip() skips a step on all ranks"
+        )
+        with acting_alone(self._mesh.fault, what):
+            self.open_gate()
 
     def open_gate(self, optimizer: object = None) -> None:
         """Waits until the state may change: all members have entered, and all collectives are complete (I1).
@@ -400,13 +458,14 @@ class Step:
         self._check_complete()
         self.flags = flags_of(sums)
         self._runner.word_completed(self.number)
-        if self._state.is_sharded and self.world > 1:
-            self._prepared = True  # from here on another member may see the second word complete, and change its state
-            self._group.all_reduce(np.zeros(1), label=f"gate-{self.number}")
+        if (self._state.is_sharded or self.skipped) and self.world > 1:
+            # From here on another member may see the second word complete, and change its state.
+            self._prepared = self._state.is_sharded
+            self._group.all_reduce(np.zeros(1), label=f"{'skip' if self.skipped else 'gate'}-{self.number}")
             self._prepared = False
         self._runner.about_to_change()
         if not self.keeps_copy:
-            self._group.ban_collectives(_BARRED if self._state.is_sharded else _BARRED + _OR_COPY)
+            self._group.ban_collectives(BARRED if self._state.is_sharded else BARRED + OR_COPY)
         self._open = True
 
     def _check_complete(self) -> None:
@@ -460,33 +519,7 @@ class Step:
                 f"part {self._twice.number} of rank {self._twice.owner} is checked here in step {self.number}, but was "
                 "left out: go through all of step.parts"
             )
-        digests = self._progress.record.digests
-        mine = np.frombuffer(digests[False].digest() + digests[True].digest(), np.uint8)
-        rows: Any = self._group.all_gather(mine[None], label=f"twice-{self.number}")
-        found = [(self._twice.owner, rows[self._twice.owner, :32].tobytes())]
-        found += [(rank, rows[rank, 32:].tobytes()) for rank in self._twice.checkers]
-        if not (odd := odd_ones(found)):
-            return
-        with contextlib.suppress(PacelineError):
-            self._group.barrier()  # no member may end the generation before all know
-        text = self._said_of(odd, [rank for rank, _ in found])
-        _log.error("%s", text)
-        if self.rank in odd or len(odd) == len({rank for rank, _ in found}):
-            raise DivergenceError(text, ranks=tuple(odd), generation=self.generation)
-        operation = self._group.progress().operation
-        self._mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, odd[0], operation, text))
-        self._mesh.fault.check()
-
-    def _said_of(self, odd: Sequence[int], ranks: Sequence[int]) -> str:
-        """Returns a sentence about the ranks that computed other gradients of the part than the others."""
-        assert self._twice is not None
-        names = " and ".join(str(self._mesh.peers[rank]) for rank in odd)
-        what = f"gradients of part {self._twice.number} in step {self.number}"
-        why = "A processor or memory is at fault, or the script does not compute a part from its samples and seed alone"
-        if set(odd) != set(ranks):
-            rest = " and ".join(str(self._mesh.peers[rank]) for rank in ranks if rank not in odd)
-            return f"{names} computed other {what} than {rest}. {why}"
-        return f"{names} computed different {what}{' in two tries' if len(odd) == 1 else ''}. {why}"
+        compare_twice(self._group, self._twice, self._progress.record.digests, self.number)
 
     def enter_part(self, turn: PartTurn, weight: float) -> None:
         """See `PartRunner`."""
@@ -545,7 +578,10 @@ class Step:
             self.spoil()
         if error is None:
             try:
-                self.open_gate()  # no optimizer ran in this step: all members may have skipped it
+                if self.updates:
+                    self.open_gate()
+                else:
+                    self._pass_without_update()
             except BaseException as failure:  # noqa: BLE001  raised again below, when the step is undone
                 error = failure
         self._group.ban_collectives(BETWEEN_STEPS)
@@ -558,11 +594,12 @@ class Step:
             self._tell(error)  # ends the generation, so that all take the step again
         failed = self._mesh.fault.failed
         if self._open and not self.spoiled and not self._takes_back(error):
-            self.applied = True
+            self.passed, self.applied = True, not self.skipped
             self._state.advance(self.world)
             self._runner.applied(self.number)
         else:
             self.cause = self._why(error) if failed else error
+            self.skipped = isinstance(self.cause, StepSkipped) and self.cause.operation == self.number
             if self._prepared:
                 at_gate = self._state.small()
                 self._state.put_back(self._small)
@@ -577,17 +614,22 @@ class Step:
         stays = isinstance(error, SettingsMismatch | SizeMismatch) and error.ranks
         swallowed = failed and isinstance(error, Exception) and not (stays or isinstance(error, DivergenceError))
         # A block that raised after the gate may not have made all of its changes.
-        self._state.is_whole = not self.spoiled and (not self.applied or error is None or swallowed)
+        self._state.is_whole = not self.spoiled and (not self.passed or error is None or swallowed)
         if error is None:
             return True
         if swallowed:
-            if self.applied:
+            if self.passed:
                 _log.warning("step %d was applied, though its block ended with an error", self.number, exc_info=error)
             return True
+        self.raised = True
         self._tell(error)
         if kind is None:
             raise error
         return False
+
+    def drop(self) -> None:
+        """Drops the step, which was not entered."""
+        self._word.drop()
 
     def _takes_back(self, error: BaseException | None) -> bool:
         """True if the updates are undone from the copy, because the block did not finish."""
@@ -602,8 +644,7 @@ class Step:
         """Tells the other members that this one's code has raised, so that they do not wait for it."""
         if isinstance(error, GeneratorExit | SystemExit) or not self._mesh.peers:
             return
-        me = self._mesh.peers[self.rank]
-        text = f"{me} raised {type(error).__name__} in step {self.number}: {error}"[:2000]
+        text = f"{self._me} raised {type(error).__name__} in step {self.number}: {error}"[:2000]
         operation = self._group.progress().operation
         self._mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, None, operation, text))
 
@@ -613,6 +654,17 @@ class Step:
             self._share = self.sampler.current(self.rank, self.world)
             self._group.set_gradient_weight(self._share[1])
         return self._share
+
+    def _own_samples(self) -> int:
+        """Returns the number of this rank's samples, whether they were read or not."""
+        sampler = self._state.sampler
+        if sampler is None:
+            return 0
+        if not self._parts:
+            indices, weight = sampler.current(self.rank, self.world)
+            return len(indices) if weight else 0
+        own = even_share(self.rank, self.world, self._parts).numbers
+        return sum(len(indices) for indices, weight in map(sampler.current_part, own) if weight)
 
     def _find_divergence(self) -> None:
         """Finds the members that differ from the majority, and has them take the state of the others.
@@ -634,54 +686,3 @@ class Step:
 def not_entered(step: Step) -> StepOrderError:
     """Returns the error for a loop that does not enter its steps."""
     return StepOrderError(f"step {step.number} was not entered: write `for step in session.steps(...): with step: ...`")
-
-
-class PendingStepWord:
-    """One member's step word while it is summed over the members: in a bucket of gradients, or in its own message.
-
-    Args:
-        group: the view.
-        values: the word.
-        step: number of its step.
-        with_gradients: True if it waits for a bucket of gradients; the same on all ranks. Otherwise it is sent at once,
-            while the step computes.
-
-    Raises:
-        PacelineError: the generation has failed.
-    """
-
-    def __init__(self, group: Group, values: Sequence[float], step: int, *, with_gradients: bool) -> None:
-        self.values = np.array(values, np.float64)
-        self._group = group
-        self._label = f"step-{step}"
-        self._sums: Sequence[float] | None = None
-        self._work: Work[NDArray[Any]] | None = None
-        if with_gradients:
-            group.mesh.fault.check()
-            group.add_piggyback(self)
-        else:
-            self._work = group.all_reduce(self.values, label=self._label, async_op=True)
-
-    def arrive(self, sums: NDArray[Any]) -> None:
-        """See `Piggyback.arrive`."""
-        self._sums = sums.tolist()
-
-    def wait(self) -> Sequence[float]:
-        """Returns the sums over all members, once all have entered the step.
-
-        Raises:
-            StepOrderError: the word should have gone with gradients that were dropped.
-            PacelineError: the generation has failed.
-        """
-        if self._work is not None:
-            return self._work.wait().tolist()  # type: ignore[no-any-return]
-        if self._sums is None and self._group.cancel_piggyback(self):  # there were no gradients in this step
-            self._sums = self._group.all_reduce(self.values, label=self._label).tolist()
-        if self._sums is None:
-            self._group.mesh.fault.check()
-            raise StepOrderError("the gradients of this step were dropped, and its step word with them")
-        return self._sums
-
-    def drop(self) -> None:
-        """Withdraws the word from the gradients if it was not sent, because the step is over."""
-        self._group.cancel_piggyback(self)

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -24,7 +23,8 @@ from paceline._elastic.state import TrainState
 from paceline._elastic.step import Step
 from paceline._elastic.training_loop import TrainingLoop
 from paceline._group import Group
-from paceline.errors import StepOrderError, UnsupportedOp
+from paceline._uncaught import is_let_go, takers, users_place
+from paceline.errors import Dismissed, StepOrderError, UnsupportedOp
 from paceline_protocol import MemberState, Tag
 
 __all__ = ["make_loop", "run_steps"]
@@ -72,7 +72,7 @@ def make_loop(
     held = before.held_of(state) if before is not None else None
     stored = False
     if held is None and state.is_sharded:
-        held = saver.latest()  # each member reads its share later, when it knows which share that is
+        held = saver.intact()  # each member reads its share later, when it knows which share that is
         stored = held > Tag(0, 0)
     elif held is None:
         saver.load(state)
@@ -141,21 +141,38 @@ def _check_receipts(state: TrainState) -> None:
         raise UnsupportedOp("receipts of a state that is sharded over the members (FSDP): no member can digest it all")
 
 
-def run_steps(loop: TrainingLoop, state: TrainState, total: int) -> Iterator[Step]:
+def run_steps(loop: TrainingLoop, state: TrainState) -> Iterator[Step]:
     """Yields each step, and again until it is applied; see `Session.steps`."""
+    taken_by = takers(sys._getframe())
     try:
         state.guard(loop.guard)
-        with _draining_on_sigterm(loop), no_other_optimizer(state, lambda: loop.guard.is_updating):
+        _drain_on_sigterm(loop)
+        with no_other_optimizer(state, lambda: loop.guard.is_updating):
+            loop.tell_launcher(unfinished=True)
             loop.enter()
             while True:
                 loop.wait_until_ready()
                 if loop.done:
+                    loop.tell_launcher(unfinished=False)
                     return
-                if state.step >= total:
+                if state.step >= loop.last:
                     loop.close()
                 elif (step := loop.begin()) is not None:
-                    yield step
+                    if not loop.passes_over(step):
+                        yield step
                     loop.end(step)
+    except GeneratorExit:
+        if is_let_go(sys._getframe(), taken_by):
+            loop.broken_off = users_place(sys._getframe())
+        else:
+            loop.raised = True
+        raise
+    except Dismissed:  # it was told to leave, or has nothing to do
+        loop.tell_launcher(unfinished=False)
+        raise
+    except BaseException:
+        loop.raised = True
+        raise
     finally:
         state.unguard()
         loop.leave()
@@ -169,17 +186,15 @@ def _script() -> str:
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
 
 
-@contextmanager
-def _draining_on_sigterm(loop: TrainingLoop) -> Iterator[None]:
-    """Makes SIGTERM drain this worker: it leaves after the current step. A second SIGTERM ends it at once.
+def _drain_on_sigterm(loop: TrainingLoop) -> None:
+    """Makes SIGTERM drain this worker until the loop is over: it leaves after the current step.
 
-    One that comes within `_SAME_S` is the first one again: Slurm signals all processes of a job, and so does the
-    launcher, which is one of them.
+    A second SIGTERM ends it at once. One that comes within `_SAME_S` is the first one again: Slurm signals all
+    processes of a job, and so does the launcher, which is one of them.
     """
     if threading.current_thread() is not threading.main_thread() or (
         signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     ):
-        yield
         return
 
     first: float | None = None
@@ -193,10 +208,10 @@ def _draining_on_sigterm(loop: TrainingLoop) -> Iterator[None]:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    signal.signal(signal.SIGTERM, drain)
-    try:
-        yield
-    finally:
+    def give_back() -> None:
         mine = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is drain
         if mine:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, drain)
+    loop.at_end.callback(give_back)

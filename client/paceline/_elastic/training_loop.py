@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,17 +20,18 @@ from numpy.typing import NDArray
 from paceline._elastic.attempts import BlockOutcome, FailedAttempts, FinishedBlocks
 from paceline._elastic.coordination import JobCoordinator
 from paceline._elastic.differences import difference, partial_digest
+from paceline._elastic.gate import PendingStepWord, acting_alone
 from paceline._elastic.guard import StateGuard
 from paceline._elastic.kept_parts import KeptParts
 from paceline._elastic.peer_calls import Holder
 from paceline._elastic.recovery import StateRecovery
 from paceline._elastic.saver import Saver
 from paceline._elastic.state import TrainState
-from paceline._elastic.step import BETWEEN_STEPS, PendingStepWord, Step, not_entered
+from paceline._elastic.step import BETWEEN_STEPS, Step, not_entered
 from paceline._elastic.waiting import MeetingWait, await_finish
 from paceline._links.fault import Suspicion
 from paceline._session import line_messages
-from paceline._session.launcher_pipe import tell_once
+from paceline._session.launcher_pipe import tell_launcher, tell_once
 from paceline._wait import SLICE
 from paceline.errors import CheckpointFailed, Dismissed, OrphanedError, PacelineError, StepOrderError
 from paceline_protocol import WHOLE, Meet, MemberState, MemberView, Phase, StepFlag, Tag, Take, step_word
@@ -57,7 +59,13 @@ class TrainingLoop:
 
     Attributes:
         done: True once the last step is committed.
+        unfinished: True while it has steps to take: from the beginning of the loop until the job is done, or this
+            member is dismissed.
+        raised: True if an error has ended the loop.
+        broken_off: the line of the script that left the loop before its end; empty for none.
+        last: number of the last step: `total`, unless a step has stopped the loop.
         left: True once the loop over the steps is over.
+        at_end: called then, or at the end of the session if the script keeps the iterator.
         guard: the guard of the training state.
     """
 
@@ -71,9 +79,12 @@ class TrainingLoop:
         saver: Saver,
         member: MemberState,
     ) -> None:
-        self.done = self.left = False
+        self.done = self.left = self.unfinished = self.raised = False
+        self.broken_off = ""
+        self.last = total
         self.on_commit: list[Callable[[int], None]] = []
         self.on_view: list[Callable[[], None]] = []
+        self.at_end = contextlib.ExitStack()
         self._coordinator = coordinator
         self._state = state
         self._total = total
@@ -87,7 +98,8 @@ class TrainingLoop:
         self._committed = member.held.step if member.held is not None else 0
         self._failures = FailedAttempts()
         self._blocks = FinishedBlocks()
-        self._overtaken = False
+        self._overtaken = self._stops = False
+        self._skipped = 0  # the step that all members have agreed to skip in this generation
         self._last_update = 0
         self._large: list[NDArray[Any]] = []
         self._told_lost = ""
@@ -170,11 +182,20 @@ class TrainingLoop:
         group.ban_collectives(BETWEEN_STEPS)
         return step
 
+    def passes_over(self, step: Step) -> bool:
+        """Takes a step that all members have agreed to skip; returns False if it is not skipped."""
+        if step.number != self._skipped:
+            if step.number >= self.guard.asked[0]:  # no exchange told the others: its block decides anew
+                self.guard.asked = 0, ""
+            return False
+        step.pass_over()
+        return True
+
     def end(self, step: Step) -> None:
         """Ends a step after its block, and begins a meeting if one is due.
 
         Raises:
-            StepOrderError: the block was not entered.
+            StepOrderError: the block was not entered; or a member did otherwise than the others.
         """
         self._coordinator.group.ban_collectives("")
         self.guard.step = None
@@ -189,15 +210,24 @@ class TrainingLoop:
             self._saver.heard(writing=bool(step.flags & StepFlag.WRITES))
         if step.applied:
             self._counters.step_applied(step.number, step.samples)
+        elif step.passed:
+            self._counters.step_skipped(step.number, step.left_out)
+            text = "all ranks skip step %d: none made an update. session.stats() counts the samples that are left out"
+            tell_once(_log, text % step.number, key="skipped")
         else:
             self._counters.step_undone()
+        if step.passed and step.number >= self.guard.asked[0]:
+            self.guard.asked = 0, ""
         if self._kept_parts is not None:
-            if step.applied or over:
+            if step.passed or over:
                 self._kept_parts.step_over()
             else:
                 step.keep_parts(self._kept_parts, self._member.held)
-        if not step.applied:
+        if not step.passed:
             self._failed(step.cause, meet=not over)
+        elif step.flags & StepFlag.STOP and not over:
+            self.last = step.number
+            tell_once(_log, f"job {self._coordinator.job!r} stops after step {step.number} of {self._total}, as asked")
         elif step.flags & (StepFlag.JOIN | StepFlag.LEAVE) and not over:
             self._meeting_wait.planned = True
             self._member.leaving = bool(self._coordinator.inbox.draining)
@@ -207,7 +237,8 @@ class TrainingLoop:
         """Commits the last step with a closing word, and ends the job."""
         group = self._coordinator.group
         try:
-            group.all_reduce(np.array(step_word(StepFlag(0), 0, 0)), label="closing")
+            with acting_alone(group.mesh.fault, self._left_alone()):
+                group.all_reduce(np.array(step_word(StepFlag(0), 0, 0)), label=f"closing-{self._state.step}")
             self.guard.word_completed(self._state.step + 1)
             self._saver.keep(self._member.held, self._state, group)
         except CheckpointFailed:
@@ -215,20 +246,70 @@ class TrainingLoop:
         except PacelineError as error:  # all members write a sharded state: the next generation tries again
             self._failed(error)
             return
-        self._coordinator.finish(self._total)
+        self._coordinator.finish(self._state.step)
         message = await_finish(self._coordinator)
         if message is None:
             self.done = True
         else:  # this member holds the last state, which others have to take
             self._read(message)
 
+    def _left_alone(self) -> str:
+        """Says what this member does if it has left the loop before its end, which others may not have done."""
+        if not self.broken_off:
+            return ""
+        mesh = self._coordinator.group.mesh
+        return (
+            f"{mesh.peers[mesh.rank]} left the loop over the steps after step {self._state.step} of {self._total} "
+            f"({self.broken_off}), and others did not: session.stop() ends it on all ranks"
+        )
+
+    def stop(self) -> None:
+        """Asks all members to end the loop after the next step."""
+        self._stops = True
+
+    def break_off(self) -> None:
+        """Ends the job at this step if the script has left the loop before its end, and all other members have too.
+
+        Called at the end of the session, which shows that the script has left the loop even if it keeps the iterator.
+
+        Raises:
+            StepOrderError: others go on.
+            PacelineError: see `wait_until_ready`.
+        """
+        step = self.guard.step
+        if not self.unfinished or self.raised or (step is not None and step.raised):
+            return
+        self.broken_off = self.broken_off or "in an unknown line"
+        self.leave()
+        if step is not None and step.entered:
+            self.end(step)
+        elif step is not None:
+            self.guard.step = None
+            step.drop()
+            self._member.step_dropped()
+        with contextlib.suppress(Dismissed):
+            while not self.done:
+                self.wait_until_ready()
+                if not self.done:
+                    self.close()
+            if self._state.step < self._total:
+                where = f"step {self._state.step} of {self._total} ({self.broken_off})"
+                tell_once(_log, f"all workers of job {self._coordinator.job!r} left the loop after {where}: it is done")
+        self.tell_launcher(unfinished=False)
+
     def drain(self, reason: str) -> None:
         """Makes this member leave after its present step."""
         self._coordinator.inbox.draining = reason
 
+    def tell_launcher(self, *, unfinished: bool) -> None:
+        """Tells the launcher whether this worker has steps to take: then its end is a loss, even with exit code 0."""
+        self.unfinished = unfinished
+        tell_launcher("loop", {"unfinished": unfinished, "pid": os.getpid()}, wait_s=0.0 if unfinished else 1.0)
+
     def leave(self) -> None:
         """Ends the loop over the steps, for whatever reason."""
         self.left = True
+        self.at_end.close()
         self._coordinator.group.ban_collectives("")
         self._coordinator.offered.withdraw()
         self._saver.wait()
@@ -242,6 +323,9 @@ class TrainingLoop:
         try:
             self._say(self._member.meet())
             self.wait_until_ready()
+        except Dismissed:  # it ends the script from the middle of the loop
+            self.tell_launcher(unfinished=False)
+            raise
         finally:
             self._member.closed = False
             self._coordinator.group.ban_collectives(barred)
@@ -325,14 +409,18 @@ class TrainingLoop:
         self._do(order)
         if self._member.phase is Phase.READY:
             self._recovery.train_on(self._member.shares[0])
+        if self.last < self._total:  # others may not know that a step has stopped the loop
+            self.last, self._stops = self._total, True
         self._large = self._state.large()
         self.guard.forget()
-        self._last_update = 0
+        self._last_update = self._skipped = 0
         if self._kept_parts is not None:
             self._kept_parts.enter(None if view.rank in view.newcomers else view.base)
         if view.base is not None:
             self._recovery.has_a_base()
             self._coordinator.group.confirm_same_state()
+            if self._skip_was_late(view.base.step):
+                return
             if not view.newcomers and not self._compare_blocks():
                 return
             if self._recovery.read_a_checkpoint or view.base == self._saver.loaded:
@@ -364,11 +452,25 @@ class TrainingLoop:
         """Compares finished blocks. Not called with newcomers: then no member was in a block (`closed`)."""
         if self._member.phase is not Phase.READY:
             return False
+        asked, _ = self.guard.asked
         try:
-            self._blocks.compare(self._coordinator.group)
+            self._skipped = self._blocks.compare(self._coordinator.group, asked)
         except PacelineError as error:
             self._failed(error)
             return False
+        if asked == self._skipped:  # all know: whatever becomes of this step now, they do it together
+            self.guard.asked = asked, ""
+        return True
+
+    def _skip_was_late(self, step: int) -> bool:
+        """Ends all members if this one has asked to skip a step that others had applied by then."""
+        asked, text = self.guard.asked
+        if not text or asked > step:
+            return False
+        mesh = self._coordinator.group.mesh
+        text += ", but others had made their update: call it before the backward pass, or any collective of the step"
+        mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_STEP_DIFFERS, None, 0, text))
+        self._failed(mesh.fault.error())
         return True
 
     def _do(self, order: Meet | Take | None) -> None:
@@ -402,13 +504,13 @@ class TrainingLoop:
             self._tell_committed(step)
         if self._state.step < step or self._member.held is None:
             raise self._dismissed(step)
-        if step < self._total:
+        if not self._coordinator.group.mesh.peers:  # this worker joined after the end, and has no rank to go on with
+            raise self._dismissed(step)
+        if step < self.last and not (self.broken_off or self._stops):  # else it knows that the job ends early
             raise StepOrderError(
                 f"job {self._coordinator.job!r} is done: its last step was {step}, but {self._total} steps are "
                 f"asked for. To train on, run `paceline restart {self._coordinator.job}`, or give the job another name"
             )
-        if not self._coordinator.group.mesh.peers:  # this worker joined after the end, and has no rank to go on with
-            raise self._dismissed(step)
         self.done = True
 
     def _dismissed(self, step: int) -> Dismissed:
@@ -424,6 +526,8 @@ class TrainingLoop:
 
     def _flags(self) -> StepFlag:
         inbox, flags = self._coordinator.inbox, StepFlag.WRITES if self._saver.is_writing else StepFlag(0)
+        if self._stops:
+            flags |= StepFlag.STOP
         if not inbox.connected:
             return flags
         if (
@@ -435,9 +539,16 @@ class TrainingLoop:
         return flags
 
     def _failed(self, cause: BaseException | None, *, meet: bool = True) -> None:
-        """Handles a failed attempt: undoes it, and ends its generation (I1)."""
+        """Handles a failed attempt: undoes it, and ends its generation (I1).
+
+        Raises:
+            StepOrderError: a member did otherwise than the others, and would do so again.
+        """
         with contextlib.suppress(PacelineError):
             self._coordinator.group.flush()
+        fault = self._coordinator.group.mesh.fault
+        if fault.failed and isinstance(final := fault.error(), StepOrderError) and final.ranks:
+            raise final
         number = self._state.step + 1
         if meet and self._coordinator.group.mesh.peers and not self._coordinator.group.mesh.fault.failed:
             # The script caught the error that interrupted its update; the others have applied the step, and would wait.

@@ -138,7 +138,7 @@ class MeetingWait:
             self._come_in()
             return
         pause = self._reach.failed(time.monotonic())
-        _log.warning("cannot join the other members, trying again in %.0f s: %s", pause, "; ".join(troubles))
+        _log.warning("cannot join the other members, trying again in %.1f s: %s", pause, "; ".join(troubles))
 
     def _come_in(self) -> None:
         self._reach = None

@@ -1,4 +1,4 @@
-"""The engines that there are, by name; each is imported when it is first used.
+"""The engines that there are, by name; each is imported by `join` in a worker that will use it.
 
 To add an engine: write a `DataEngine` (`data_engine.py` is its contract), name it here and in `config.ENGINES`, and run
 `paceline.testing.check_engine` over it.
@@ -6,43 +6,46 @@ To add an engine: write a `DataEngine` (`data_engine.py` is its contract), name 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from paceline._engines.data_engine import DataEngine
 from paceline.config import know_engine
 from paceline.errors import LinkUnavailable
 
-__all__ = ["make_engine", "package_of", "register", "unregister"]
+__all__ = ["load_engine", "make_engine", "package_of", "register", "unregister"]
 
 
 class _Entry(NamedTuple):
-    """How an engine is made, the package that it needs, and which build of it if that matters."""
+    """How an engine is made, the package that it needs, which build of it if that matters, and what is imported."""
 
     make: Callable[[], DataEngine]
     package: str
     build: str = ""
+    module: str = ""
 
 
-def _imported(module: str, name: str) -> Callable[[], DataEngine]:
-    """Returns a function that makes an object of a class, which it imports first."""
+def _imported(module: str, name: str, package: str, build: str = "") -> _Entry:
+    """Returns the entry of an engine that is a class in a module."""
 
     def make() -> DataEngine:
         engine: DataEngine = getattr(importlib.import_module(module), name)()
         return engine
 
-    return make
+    return _Entry(make, package, build, module)
 
 
 _DEVICES = "paceline.torch._device_engines"
+_UCC = "torch that is built with USE_UCC=1"
 
 _entries = {
-    "gloo": _Entry(_imported("paceline.torch._gloo_engine", "GlooEngine"), "torch"),
-    "mpi": _Entry(_imported("paceline._engines.mpi_engine", "MpiEngine"), "mpi4py"),
-    "nccl": _Entry(_imported(_DEVICES, "NcclEngine"), "torch", "torch for CUDA on a machine with a GPU"),
-    "ucc": _Entry(_imported("paceline.torch._ucc_engine", "UccEngine"), "torch", "torch that is built with USE_UCC=1"),
-    "xccl": _Entry(_imported(_DEVICES, "XcclEngine"), "torch", "torch for Intel GPUs on a machine with one"),
+    "gloo": _imported("paceline.torch._gloo_engine", "GlooEngine", "torch"),
+    "mpi": _imported("paceline._engines.mpi_engine", "MpiEngine", "mpi4py"),
+    "nccl": _imported(_DEVICES, "NcclEngine", "torch", "torch for CUDA on a machine with a GPU"),
+    "ucc": _imported("paceline.torch._ucc_engine", "UccEngine", "torch", _UCC),
+    "xccl": _imported(_DEVICES, "XcclEngine", "torch", "torch for Intel GPUs on a machine with one"),
 }
 
 
@@ -69,16 +72,33 @@ def package_of(name: str) -> str:
     return _entries[name].package if name in _entries else ""
 
 
+def load_engine(name: str) -> None:
+    """Imports the module of an engine: torch takes seconds, for which all other members would wait in a step.
+
+    Raises:
+        LinkUnavailable: its package is not installed; the text names it.
+    """
+    if name in _entries and _entries[name].module:
+        with _what_it_needs(name):
+            importlib.import_module(_entries[name].module)
+
+
 def make_engine(name: str) -> DataEngine:
     """Makes an engine, which is not open yet.
 
     Raises:
         LinkUnavailable: its package is not installed; the text names it.
     """
-    entry = _entries[name]
+    with _what_it_needs(name):
+        return _entries[name].make()
+
+
+@contextlib.contextmanager
+def _what_it_needs(name: str) -> Iterator[None]:
+    """Turns an ImportError in the block into an error that says what to install."""
     try:
-        return entry.make()
+        yield
     except ImportError as error:
-        wanted = entry.build or entry.package
+        wanted = _entries[name].build or _entries[name].package
         text = f"the engine {name!r} cannot be used, because {error}: install {wanted}, or name no engine"
         raise LinkUnavailable(text) from error

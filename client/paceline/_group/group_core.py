@@ -43,7 +43,7 @@ __all__ = [
     "labelled",
 ]
 
-PIGGYBACK_SIZE = 25
+PIGGYBACK_SIZE = 26
 """Most numbers in a piggyback."""
 
 

@@ -66,11 +66,15 @@ class Purpose(IntEnum):
 
 
 class LinkEnded(ConnectionError):
-    """The other side closed or broke the link. `orderly` is True if it closed the link after its last frame."""
+    """The other side closed or broke the link.
 
-    def __init__(self, message: str, *, orderly: bool = False) -> None:
+    `orderly` is True if it closed the link after its last frame, `unopened` if the link could never be opened.
+    """
+
+    def __init__(self, message: str, *, orderly: bool = False, unopened: bool = False) -> None:
         super().__init__(message)
         self.orderly = orderly
+        self.unopened = unopened
 
 
 class LinkTimeout(TimeoutError):

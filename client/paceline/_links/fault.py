@@ -21,7 +21,10 @@ from paceline_protocol import Verdict
 from pacelinepb.v1 import session_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["Fault", "Suspicion", "error_of", "read_verdict"]
+__all__ = ["MAX_TEXT", "Fault", "Suspicion", "error_of", "read_verdict"]
+
+MAX_TEXT = 2000
+"""Longest text in characters that is sent to peers, and accepted from a peer; the rest is cut off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,7 @@ class Suspicion:
         text: one sentence with the facts.
         relayed: True if a peer saw it and passed it on; the coordinator hears of it from that peer.
         cause: the exception, if this member reports one of its own.
+        unopened: True for a lost link that could never be opened.
     """
 
     reason: ErrorReason.ValueType
@@ -43,6 +47,7 @@ class Suspicion:
     text: str
     relayed: bool = False
     cause: BaseException | None = field(default=None, compare=False)
+    unopened: bool = False
 
 
 def error_of(verdict: Verdict) -> errors.PacelineError:
@@ -68,17 +73,21 @@ class Fault:
     Attributes:
         generation: as given.
         failed: True from the first suspicion or the verdict on.
+        account: what this member does that others may not do, in words; empty for nothing. It is to blame then if
+            calls do not match.
     """
 
     def __init__(self, generation: int, rank: int, verdict_timeout: float, me: str = "") -> None:
         self.generation = generation
         self._me = me or f"rank {rank}"
         self.failed = False  # no property: every step of every operation reads it
+        self.account = ""
         self._rank = rank
         self._verdict_timeout = verdict_timeout
         self._lock = threading.Lock()
         self._settled = Latch()
         self._suspicion: Suspicion | None = None
+        self._has_reported = False
         self._answer_by = 0.0  # `time.monotonic()` value until which `error` waits for a verdict
         self._verdict: Verdict | None = None
         self._wakers: list[Callable[[], None]] = []
@@ -117,27 +126,43 @@ class Fault:
         with self._lock, contextlib.suppress(ValueError):
             self._wakers.remove(wake)
 
+    @property
+    def first(self) -> Suspicion | None:
+        """The first suspicion; None if there was none."""
+        return self._suspicion
+
     def on_suspicion(self, report: Callable[[Suspicion], None]) -> None:
-        """Registers a function that gets the first suspicion, to pass it to the coordinator or the links."""
+        """Registers a function that gets the first suspicion and what `suspect` reports besides, to pass it on."""
         self._reporters.append(report)
 
     def suspect(self, suspicion: Suspicion) -> None:
-        """Records a failure: wakes all blocked calls and informs all reporters. Only the first suspicion counts."""
+        """Records a failure: wakes all blocked calls and informs all reporters.
+
+        Only the first suspicion counts. But a member that has reported nothing yet, and sees with its own eyes that
+        another one broke the protocol, reports that all the same: the word of one witness proves nothing.
+        """
+        if self.account and suspicion.reason == ErrorReason.ERROR_REASON_COLLECTIVE_MISMATCH:
+            text = f"{self.account}; {suspicion.text}"[:MAX_TEXT]
+            suspicion = Suspicion(ErrorReason.ERROR_REASON_STEP_DIFFERS, None, suspicion.operation, text)
         with self._lock:
-            if self.failed:
+            first, own = not self.failed, not suspicion.relayed
+            broke = suspicion.reason == ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL
+            if not first and not (own and broke and not self._has_reported):
                 return
-            # The order matters: a thread that sees `failed` reads these without the lock.
-            self._answer_by = time.monotonic() + self._verdict_timeout
-            self._suspicion = suspicion
-            self.failed = True
-        self._wake()
+            self._has_reported |= own
+            if first:  # the order matters: a thread that sees `failed` reads these without the lock
+                self._answer_by = time.monotonic() + self._verdict_timeout
+                self._suspicion = suspicion
+                self.failed = True
+        if first:
+            self._wake()
         for report in self._reporters:
             report(suspicion)
 
     def broke(self, error: BaseException) -> None:
         """Reports that a thread or task of this member has failed, so that this member cannot continue."""
         words = f"{type(error).__name__}: {error}".removesuffix(": ")
-        text = f"{self._me} raised {words}"[:2000]
+        text = f"{self._me} raised {words}"[:MAX_TEXT]
         self.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, None, 0, text, cause=error))
 
     def settle(self, verdict: Verdict) -> None:

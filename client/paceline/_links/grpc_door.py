@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError
 from paceline._exhausted import is_exhausted
 from paceline._grpc import EOF, aio, grpc
 from paceline._links.base import MAX_GROUP_NAME, LinkEnded, Peer, Purpose
-from paceline._links.fault import Fault, Suspicion
+from paceline._links.fault import MAX_TEXT, Fault, Suspicion
 from paceline._links.frame import MAX_FRAME_BYTES, Frame, FrameDamaged, FrameError, FrameKind, decode
 from paceline._links.grpc_kind import GrpcIncoming
 from paceline._links.grpc_knock import Knocks
@@ -42,8 +42,8 @@ __all__ = ["Door", "ServedMesh", "Intake"]
 
 _log = logging.getLogger("paceline.links")
 
-MAX_TEXT = 2000
-"""Longest text in characters that is accepted from a peer; the rest is cut off."""
+MAX_WORD_BYTES = 4 * MAX_TEXT + 64
+"""Longest `Verdict` in bytes that a peer may send with an abort: a text of `MAX_TEXT`, a rank, and a few numbers."""
 
 MAX_TICKETS = 4096
 """Unused tickets that a door remembers. If there is one more, it forgets expired ones, or the oldest."""
@@ -69,6 +69,9 @@ descriptors. No link is ever idle, whatever its kind, because its Frames stream 
 PING_SECONDS, PONG_SECONDS = 60.0, 20.0
 """Seconds of silence after which grpc pings a connection with calls, and seconds that it waits for the answer, or
 `failure_timeout` if that is longer. Without this, streams of a host that is gone would stay for ever."""
+
+LAST_WORD_SECONDS = 2.0
+"""Seconds for the last message on each stream when the door closes. It is written at once unless this host is busy."""
 
 _SERVICE = "pacelinepb.v1.PeerService"
 
@@ -190,7 +193,7 @@ class Door:
         """Ends every stream with the message that all its frames were received, then stops listening."""
         self._closing.set()
         self._entered.set()
-        self._intake.close()
+        await self._intake.close()
         self.kinds.close()
         if self._starting is not None:  # grpc crashes if a server is stopped before, or while, it starts
             await asyncio.wait([self._starting])
@@ -336,11 +339,14 @@ class Intake:
         self._streams: set[asyncio.Task[Any]] = set()
         self._closing = asyncio.Event()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Ends every stream with the message that all its frames were received, and accepts no more streams."""
         self._closing.set()
-        for stream in list(self._streams):
+        streams = list(self._streams)
+        for stream in streams:
             stream.cancel()
+        if streams:  # a server that stops cuts off what is still being written, and this member would look dead
+            await asyncio.wait(streams, timeout=LAST_WORD_SECONDS)
 
     def expect(self, ticket: bytes, mesh: ServedMesh, peer: Peer, link: MemberLink) -> None:
         """Admits a stream with this ticket to the link. The stream says how the half with the same ticket ends."""
@@ -359,6 +365,9 @@ class Intake:
         if admission is None or half is None or admission.expires < time.monotonic() or self._closing.is_set():
             if half is not None:
                 half.close()
+            if self._closing.is_set():
+                text = "this worker is leaving"
+                await refuse(context, grpc.StatusCode.UNAVAILABLE, ErrorReason.ERROR_REASON_DRAINING, text)
             text = "Frames needs a fresh ticket from Hello, and a link that this ticket was issued for"
             await refuse(context, grpc.StatusCode.UNAUTHENTICATED, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
         mesh, peer, link = admission.mesh, admission.peer, admission.link
@@ -433,6 +442,8 @@ class Intake:
 def _relay(mesh: ServedMesh, peer: Peer, frame: Frame) -> None:
     """Adopts a peer's suspicion if it makes sense."""
     try:
+        if len(frame.payload) > MAX_WORD_BYTES:  # it would have room for millions of ranks
+            raise ValueError(f"an abort of {len(frame.payload)} bytes")
         word = Verdict.FromString(bytes(frame.payload))
     except (DecodeError, ValueError):
         _accuse(mesh.fault, peer, f"{peer} broke the protocol: it sent an abort that cannot be read")

@@ -2,10 +2,14 @@
 
 Two hosts may reach each other in one direction only, if an address leads elsewhere, packets are lost, or one side does
 not accept the other's certificate. So a newcomer asks each member to knock at its door in turn.
+
+A call into C may hold the interpreter of a member for minutes. Then its door answers no call, but gRPC still accepts
+connections there, on threads of its own (`process_runs`). The door of a process that is stopped or dead does not.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +23,7 @@ from pacelinepb.v1 import peer_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from pacelinepb.v1.peer_pb2_grpc import PeerServiceStub
 
-__all__ = ["Knocker", "Knocks", "knock"]
+__all__ = ["Knocker", "Knocks", "knock", "process_runs"]
 
 MAX_AT_ONCE = 64
 """Doors that one worker knocks at for others at one time. It refuses one more caller, which asks again."""
@@ -41,6 +45,9 @@ _SHARE = 2 / 3
 
 _WORDS_SECONDS = 0.2
 """Seconds to learn from grpc why a door that did not answer in time could not be reached."""
+
+_CONNECT_SECONDS = 1.0
+"""Seconds for the door of a process that runs to take a connection: milliseconds, unless a packet is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +141,25 @@ async def knock(channel: aio.Channel, job: str, to_member: str, own: Knocker, se
         # It answers after all, but has not said whether it reaches the caller, if it was asked.
         return f"it did not confirm within {seconds:.1f} s that it can" if own.address else ""
     return "".join(letter if letter.isprintable() else "?" for letter in answer.trouble[:MAX_TEXT])
+
+
+async def process_runs(address: str, credentials: Credentials) -> bool:
+    """Returns True if the process behind a door runs: it has taken a new connection.
+
+    The kernel alone cannot do that: gRPC waits for the door's first HTTP/2 frame, with TLS after the handshake.
+
+    Args:
+        address: of the door, "host:port".
+        credentials: how members authenticate each other.
+    """
+    options = [*call_options(_CONNECT_SECONDS), ("grpc.use_local_subchannel_pool", 1)]  # no connection from before
+    async with credentials.member_channel(address, options) as channel:
+        try:
+            async with asyncio.timeout(_CONNECT_SECONDS):
+                await channel.channel_ready()
+        except TimeoutError:
+            return False
+        return True
 
 
 def _seconds_in_turn(left: float | None) -> float:

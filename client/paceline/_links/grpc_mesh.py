@@ -13,7 +13,8 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -21,15 +22,16 @@ from numpy.typing import NDArray
 
 from paceline._address import is_refused, parse_endpoint
 from paceline._exhausted import is_exhausted
-from paceline._grpc import EOF, aio, untyped
+from paceline._grpc import EOF, aio, grpc, untyped
 from paceline._links.base import Link, LinkEnded, Mesh, Peer, Purpose
-from paceline._links.fault import Fault, Suspicion
+from paceline._links.fault import MAX_TEXT, Fault, Suspicion
 from paceline._links.frame import Frame, FrameKind, encode
+from paceline._links.grpc_knock import process_runs
 from paceline._links.kind import ProtocolError
 from paceline._links.member_link import MemberLink
 from paceline._links.registry import LinkKinds, Openings
 from paceline._loop import LoopThread
-from paceline._rpc import channel_options, error_from_status, is_transient
+from paceline._rpc import channel_options, error_from_status, is_leaving, is_transient
 from paceline.credentials import Credentials
 from paceline.errors import LinkUnavailable, SessionClosed
 from paceline_protocol import Verdict
@@ -52,6 +54,13 @@ _RETRY = 0.05
 _KNOCK = 1.0
 """Seconds for a peer's host to say that no process listens there."""
 
+_DYING = 0.5
+"""Seconds in which a process that dies closes its door, after its streams. A writer waits for as long."""
+
+_WITNESS_S = 0.05
+"""Seconds before a breach of the protocol is passed on. Peers that see it themselves are witnesses; those that hear of
+it stop before they have seen anything. Half of the time within which a failure wakes every call (I7)."""
+
 _ABORT_GRACE = 0.2
 """Seconds for the ABORT frames of a failed generation to be written before its links are closed."""
 
@@ -69,7 +78,8 @@ class GrpcMesh(Mesh):
         peers: all members in rank order.
         fault: how the generation ends.
         thread: the loop that links run on.
-        patience: seconds to retry at a door that does not answer before its member counts as lost.
+        patience: seconds to retry at a door that does not answer before its member counts as lost, unless its process
+            runs.
         credentials: how members authenticate each other.
         kinds: the kinds of links that this worker has.
     """
@@ -110,9 +120,10 @@ class GrpcMesh(Mesh):
         self._closed = False  # no new links
         self._ended = False  # no links at all
         self._retired = False  # the next generation has come, so ends of links prove nothing
+        self._held_back = b""  # the word of a breach that peers shall see for themselves first
         fault.on_suspicion(self._pass_on)
-        if self.size > 1:  # opens and watches the link to the ring's next member before the first collective
-            self.link((rank + 1) % self.size, Purpose.COLLECTIVE)
+        if self.size > 1:  # opens and watches the link to the ring's next member before an operation asks for it
+            self._dial(self._get((rank + 1) % self.size, Purpose.COLLECTIVE, ""), Purpose.COLLECTIVE, "", asked=False)
 
     def link(self, peer: int, purpose: Purpose, group: str = "") -> Link:
         """See `Mesh.link`."""
@@ -121,11 +132,7 @@ class GrpcMesh(Mesh):
         if group in self._closed_groups:
             raise SessionClosed("this member has closed the group")
         link = self._get(peer, purpose, group)
-        with self._lock:
-            new = link not in self._dialled
-            self._dialled.add(link)
-        if new:
-            self._thread.loop.call_soon_threadsafe(self._start, link, purpose, group)
+        self._dial(link, purpose, group, asked=True)
         return link
 
     def linked(self, purpose: Purpose, group: str = "") -> list[int]:
@@ -155,6 +162,7 @@ class GrpcMesh(Mesh):
 
     def close(self, deadline: float) -> None:
         """See `Mesh.close`."""
+        self._send_held_back()  # before LEAVE: a peer that hears only that would take this member for lost
         with self._lock:
             self._closed = True
             links = list(self._dialled)
@@ -215,18 +223,26 @@ class GrpcMesh(Mesh):
         """Records that a rank leaves in good order, so that its closed door is no evidence of its death."""
         self._leavers.add(rank)
 
-    def peer_ended(self, rank: int, error: LinkEnded) -> None:
-        """Handles the end of a link to or from a rank: in order, the rank has left; otherwise it may be dead."""
+    def peer_ended(self, rank: int, error: LinkEnded, *, evidence: bool = True) -> None:
+        """Handles the end of a link to or from a rank: in order, the rank has left; otherwise it may be dead.
+
+        Args:
+            rank: the rank at the other end.
+            error: how the link ended.
+            evidence: False if the rank may have left in good order all the same: only an operation that needs it
+                reports it then.
+        """
         if self._closed or self._retired or self.fault.failed:
             return
-        if error.orderly:
+        if error.orderly or not evidence:
             with self._lock:
                 links = [link for (peer, *_), link in self._links.items() if peer == rank]
             for link in links:
                 link.end_out(error)
                 link.end_in(error)
         else:
-            self.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, rank, 0, str(error)))
+            lost = ErrorReason.ERROR_REASON_PEER_LOST
+            self.fault.suspect(Suspicion(lost, rank, 0, str(error), unopened=error.unopened))
 
     def _get(self, rank: int, purpose: Purpose, group: str) -> MemberLink:
         with self._lock:
@@ -235,6 +251,15 @@ class GrpcMesh(Mesh):
                 link = MemberLink(self.peers[rank], self.fault, self._thread.loop)
                 self._links[rank, purpose, group] = link
             return link
+
+    def _dial(self, link: MemberLink, purpose: Purpose, group: str, *, asked: bool) -> None:
+        """Dials a link once. `asked`: an operation asks for it."""
+        with self._lock:
+            new = link not in self._dialled
+            self._dialled.add(link)
+            link.asked = link.asked or asked
+        if new:
+            self._thread.loop.call_soon_threadsafe(self._start, link, purpose, group)
 
     def _start(self, link: MemberLink, purpose: Purpose, group: str) -> None:
         if self._ended:
@@ -261,7 +286,8 @@ class GrpcMesh(Mesh):
             group=group,
         )
         try:
-            ended = await dial(link, self._channels[rank], hello, self._openings, self._patience)
+            channel = self._channels[rank]
+            ended = await dial(link, channel, hello, self._openings, self._patience, self._credentials)
         except Exception as error:  # noqa: BLE001  logged, and ends the generation: a link must not fail silently
             if is_exhausted(error):  # not the peer's failure; the training thread raises it
                 self.fault.broke(error)
@@ -270,21 +296,45 @@ class GrpcMesh(Mesh):
             ended = LinkEnded(f"the link to {link.peer} failed: {error}")
         if rank in self._leavers:
             ended = LinkEnded(f"{link.peer} left", orderly=True)
+        with self._lock:
+            forgotten = not (link.asked or link.opened or self._closed)
+            if forgotten:  # no evidence, since no operation needs the link; the first that does dials again
+                self._dialled.discard(link)
+        if forgotten:
+            _log.info("no operation has asked for the link that did not open: %s", ended)
+            return
         link.drained.set()
         if not (ended.orderly and group and link.closing):  # a member that leaves a group is not lost
-            self.peer_ended(rank, ended)
+            self.peer_ended(rank, ended, evidence=not (ended.unopened and link.opened))
 
     def _pass_on(self, suspicion: Suspicion) -> None:
-        """Sends a suspicion to the peers, so that they stop without the coordinator too."""
+        """Sends the first suspicion to the peers, so that they stop without the coordinator too."""
+        if suspicion is not self.fault.first:
+            return
         accused = self.rank if suspicion.accused is None else suspicion.accused
         word = session_pb2.Verdict(
             generation=self.generation,
             reason=suspicion.reason,
             culprits=[accused],
             operation=suspicion.operation,
-            text=suspicion.text,
+            text=suspicion.text[:MAX_TEXT],
         )
         data = encode(Frame(FrameKind.ABORT, self.generation, suspicion.operation, 0, b"", word.SerializeToString()))
+        if suspicion.reason == ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL and not suspicion.relayed:
+            self._held_back = data
+            loop = self._thread.loop
+            loop.call_soon_threadsafe(loop.call_later, _WITNESS_S, self._send_held_back)
+        else:
+            self._send_last(data)
+
+    def _send_held_back(self) -> None:
+        """Sends the word of a breach that was held back, if it was not sent yet."""
+        with self._lock:
+            data, self._held_back = self._held_back, b""
+        if data:
+            self._send_last(data)
+
+    def _send_last(self, data: bytes) -> None:
         with self._lock:
             links = list(self._dialled)
         for link in links:
@@ -310,22 +360,32 @@ class GrpcMesh(Mesh):
 
 
 async def dial(
-    link: MemberLink, channel: aio.Channel, hello: peer_pb2.HelloRequest, openings: Openings, patience: float
+    link: MemberLink,
+    channel: aio.Channel,
+    hello: peer_pb2.HelloRequest,
+    openings: Openings,
+    patience: float,
+    credentials: Credentials,
 ) -> LinkEnded:
     """Opens a link's outgoing half and its stream, and serves the stream until it ends.
+
+    A peer that is gone before the stream has opened is no failure by itself: it may have left in good order. Then the
+    end is orderly, and an operation that needs the peer fails.
 
     Args:
         link: the link.
         channel: to the peer.
         hello: the request to send; this fills in the kinds that it offers.
         openings: opens a half of the kind that the peer's door chooses.
-        patience: seconds to retry while the door does not answer.
+        patience: seconds to retry while the door does not answer; more, if the peer's process runs.
+        credentials: how members authenticate each other.
 
     Returns:
         How the link ended.
     """
+    runs = partial(process_runs, link.peer.address, credentials)
     try:
-        answer = await _open(link, channel, hello, openings, patience)
+        answer = await _open(link, channel, hello, openings, patience, runs)
     except LinkEnded as error:
         return error
     frames = untyped(channel.stream_stream)(
@@ -349,12 +409,17 @@ async def dial(
 
 
 async def _open(
-    link: MemberLink, channel: aio.Channel, hello: peer_pb2.HelloRequest, openings: Openings, patience: float
+    link: MemberLink,
+    channel: aio.Channel,
+    hello: peer_pb2.HelloRequest,
+    openings: Openings,
+    patience: float,
+    runs: Callable[[], Awaitable[bool]],
 ) -> peer_pb2.HelloResponse:
     """Agrees with the peer's door on a kind and opens a half. Does not offer again a kind that cannot be opened."""
     while True:
         openings.offer(link.peer, hello)
-        answer = await _say_hello(link, channel, hello, patience)
+        answer = await _say_hello(link, channel, hello, patience, runs)
         if answer.chosen not in hello.offered:
             raise ProtocolError(f"{link.peer} broke the protocol: it chose a kind of link that was not offered")
         try:
@@ -367,9 +432,13 @@ async def _open(
 
 
 async def _say_hello(
-    link: MemberLink, channel: aio.Channel, hello: peer_pb2.HelloRequest, patience: float
+    link: MemberLink,
+    channel: aio.Channel,
+    hello: peer_pb2.HelloRequest,
+    patience: float,
+    runs: Callable[[], Awaitable[bool]],
 ) -> peer_pb2.HelloResponse:
-    """Says Hello until the door answers."""
+    """Says Hello until the door answers. Operations wait for it with deadlines of their own."""
     method = channel.unary_unary(
         "/pacelinepb.v1.PeerService/Hello",
         request_serializer=peer_pb2.HelloRequest.SerializeToString,
@@ -381,18 +450,25 @@ async def _say_hello(
             answer: peer_pb2.HelloResponse = await method(hello, timeout=patience)
             return answer
         except aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and await runs():
+                start = time.monotonic()  # its interpreter is busy, or it has yet to hear of the view
+                continue
             waited = time.monotonic() - start
             refused = is_transient(error) and await is_refused(parse_endpoint(link.peer.address), _KNOCK)
             if refused or not is_transient(error) or waited > patience:
                 typed = error_from_status(error, f"{link.peer} at {link.peer.address}")
                 why = "its address refuses connections" if refused else f"its door does not open: {typed}"
-                raise LinkEnded(f"{link.peer}: {why} (tried {waited:.1f} s)") from error
+                text = f"{link.peer}: {why} (tried {waited:.1f} s)"
+                raise LinkEnded(text, orderly=refused, unopened=True) from error
         await asyncio.sleep(_RETRY)
 
 
 async def _watch(link: MemberLink, call: aio.StreamStreamCall[bytes, peer_pb2.FramesResponse]) -> LinkEnded:
-    ended = await _end_of(link, call)
-    link.end_out(ended)  # the writer may wait for a frame that the peer will not take any more
+    ended = LinkEnded(f"the link to {link.peer} ended")
+    try:
+        ended = await _end_of(link, call)
+    finally:
+        link.end_out(ended)  # the writer may wait for a frame that the peer will not take any more
     return ended
 
 
@@ -411,12 +487,28 @@ async def _mind(link: MemberLink, patience: float) -> LinkEnded:
 
 
 async def _end_of(link: MemberLink, call: aio.StreamStreamCall[bytes, peer_pb2.FramesResponse]) -> LinkEnded:
+    accepted = False
     try:
         while (answer := await call.read()) is not EOF:
             assert isinstance(answer, peer_pb2.FramesResponse)
+            accepted = accepted or answer.HasField("accepted")
             if answer.HasField("drained"):
                 link.drained.set()
                 return LinkEnded(f"{link.peer} left", orderly=True)
     except aio.AioRpcError as error:
+        if not accepted and await _is_gone(link, error):
+            return LinkEnded(f"{link.peer} ended before the link to it had opened", unopened=True)
         return LinkEnded(f"the link to {link.peer} ended: {error_from_status(error, 'frames')}")
     return LinkEnded(f"the link to {link.peer} ended")
+
+
+async def _is_gone(link: MemberLink, error: aio.AioRpcError) -> bool:
+    """True if the peer was leaving, or had ended, when a stream came to its door."""
+    start = time.monotonic()
+    while is_transient(error):
+        if is_leaving(error) or await is_refused(parse_endpoint(link.peer.address), _KNOCK):
+            return True
+        if time.monotonic() - start > _DYING:
+            break
+        await asyncio.sleep(_RETRY)
+    return False

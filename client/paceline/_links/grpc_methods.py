@@ -20,12 +20,12 @@ from typing import Any, NoReturn, TypeVar
 from google.protobuf import any_pb2
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
-from grpc_status import rpc_status
 
 from paceline._door_key import METADATA, DoorKey
 from paceline._exhausted import is_exhausted
-from paceline._grpc import EOF, grpc
+from paceline._grpc import EOF, grpc, rpc_status
 from pacelinepb import ERROR_DOMAIN
+from pacelinepb.bounds import too_much
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["MAX_REQUEST_BYTES", "Requests", "refuse", "shown"]
@@ -130,10 +130,13 @@ class Requests:
             # UNAVAILABLE lets the caller try again: it may have learnt the secret from the coordinator first.
             await refuse(context, grpc.StatusCode.UNAVAILABLE, reason, trouble)
         try:
-            return request.FromString(data)
+            message = request.FromString(data)
         except DecodeError:
             text = f"the bytes of the request are not a {name}"
             await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
+        if text := too_much(message):
+            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, ErrorReason.ERROR_REASON_LIMIT, text)
+        return message
 
     async def _read(self, name: str, context: Any) -> tuple[bytes, bool]:
         """Returns the first message of a call, and whether it is the only one."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import AsyncIterator, Sequence
+from itertools import pairwise
 from typing import Any, NoReturn, Protocol
 
 from paceline._grpc import grpc
 from paceline._links.grpc_methods import Requests, refuse, shown
 from paceline.errors import PacelineError
 from paceline_protocol import Tag
+from pacelinepb.bounds import MOST
 from pacelinepb.v1 import peer_pb2, session_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
@@ -19,11 +21,7 @@ __all__ = ["MAX_PARCEL_BYTES", "MAX_RUNS", "ServedParcel", "StateDescription", "
 _PIECE_BYTES = 1 << 20
 """Bytes of a description, or of a parcel, in one message."""
 
-MAX_CHUNKS = 8192
-"""Chunks that one call may ask for. Their numbers, of at most 5 bytes each, take 40 of a request's 64 KiB."""
-
-
-MAX_RUNS = 1024
+MAX_RUNS = MOST["GetRunsRequest.runs"]
 """Runs that one call may ask for."""
 
 MAX_PARCEL_BYTES = 32 << 20
@@ -123,9 +121,9 @@ class StateWindow:
 
     async def _get(self, request: peer_pb2.GetStateRequest, context: Any) -> AsyncIterator[peer_pb2.GetStateResponse]:
         source = await self._check(request.job, request.to_member, context)
-        if len(request.chunks) > MAX_CHUNKS:
-            text = f"more than {MAX_CHUNKS} chunks in one call"
-            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, ErrorReason.ERROR_REASON_LIMIT, text)
+        if any(chunk >= after for chunk, after in pairwise(request.chunks)):  # or a few bytes would read a whole state
+            text = "the numbers of chunks must ascend"
+            await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
         tag = Tag(request.tag.generation, request.tag.step)
         for chunk in request.chunks:
             try:
@@ -138,9 +136,6 @@ class StateWindow:
         self, request: peer_pb2.GetRunsRequest, context: Any
     ) -> AsyncIterator[peer_pb2.GetRunsResponse]:
         source = await self._check(request.job, request.to_member, context)
-        if len(request.runs) > MAX_RUNS:
-            text = f"more than {MAX_RUNS} runs in one call"
-            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, ErrorReason.ERROR_REASON_LIMIT, text)
         tag = Tag(request.tag.generation, request.tag.step)
         runs = [(run.array, run.start, run.count) for run in request.runs]
         async with self._parcels:

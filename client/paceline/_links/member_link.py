@@ -38,6 +38,7 @@ class MemberLink(Link):
         kind: the kind of the half that carries frames to the peer; empty until that is known.
         stream: the outbox of the link's gRPC stream.
         drained: set once the peer has received everything, or will receive nothing more.
+        asked: True once an operation has asked for this link; guarded by the mesh.
     """
 
     def __init__(self, peer: Peer, fault: Fault, loop: asyncio.AbstractEventLoop) -> None:
@@ -45,6 +46,7 @@ class MemberLink(Link):
         self.kind = ""
         self.stream = Outbox(loop)
         self.drained = Latch()
+        self.asked = False
         self._fault = fault
         self._out: Outgoing | None = None
         self._in: Incoming | None = None
@@ -202,7 +204,7 @@ class MemberLink(Link):
         self._fault.check()
         if ended is None or self._shut:
             return LinkEnded("the link is closed", orderly=True)
-        return LinkEnded(str(ended), orderly=ended.orderly)
+        return LinkEnded(str(ended), orderly=ended.orderly, unopened=ended.unopened)
 
     def _broke_protocol(self, breach: ProtocolError) -> PacelineError:
         text = f"{self.peer} broke the protocol: {breach}"
@@ -225,6 +227,11 @@ class MemberLink(Link):
     def closing(self) -> bool:
         """True once this side has said that nothing follows."""
         return self.stream.closing
+
+    @property
+    def opened(self) -> bool:
+        """True once this side has a half that carries frames to the peer."""
+        return self._out is not None
 
     @property
     def sent_bytes(self) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from paceline._door_key import DoorKey
 from paceline._grpc import aio
 from paceline._recorder import FlightRecorder
 from paceline._rpc import is_transient
@@ -38,7 +39,7 @@ _log = logging.getLogger("paceline.session")
 
 
 async def answer_question(
-    asked: pb.Asked, control: ControlStream, job: str, record: Callable[[], Mapping[str, Any]]
+    asked: pb.Asked, control: ControlStream, job: str, record: Callable[[], Mapping[str, Any]], door_key: DoorKey
 ) -> None:
     """Answers a question. What fails here is logged and has no other effect.
 
@@ -47,13 +48,14 @@ async def answer_question(
         control: the session.
         job: name of the job.
         record: returns this member's flight record, as `record_answer` takes it.
+        door_key: has the job's secret.
     """
     read_at = time.time()
     try:
         if asked.what == pb.QUESTION_RECORDS:
             data = record_answer(record(), read_at)
         elif asked.what == pb.QUESTION_STACKS:
-            data = await stacks_answer(tuple(asked.pids), read_at)
+            data = await stacks_answer(tuple(asked.pids), read_at, door_key)
         else:  # of a newer coordinator
             return
         registered = control.registered
@@ -96,9 +98,9 @@ def record_answer(record: Mapping[str, Any], read_at: float) -> bytes:
     return f'{json.dumps(head, default=str)[:-1]}, "operations": [{", ".join(reversed(kept))}]}}'.encode()
 
 
-async def stacks_answer(pids: tuple[int, ...], read_at: float) -> bytes:
-    """Returns this process's own stacks as an answer, or those of other processes of this host, by a signal."""
-    stacks = await _of_others(pids) if pids else [_own()]
+async def stacks_answer(pids: tuple[int, ...], read_at: float, door_key: DoorKey) -> bytes:
+    """Returns this process's own stacks as an answer, or by a signal those of other members of the job on this host."""
+    stacks = await _of_others(pids, door_key) if pids else [_own()]
     room = MAX_ANSWER_BYTES // 4 // len(stacks)  # a byte may take more in JSON
     for each in stacks:
         each["text"] = each["text"][:room]
@@ -106,12 +108,12 @@ async def stacks_answer(pids: tuple[int, ...], read_at: float) -> bytes:
     return json.dumps(answer).encode()
 
 
-async def _of_others(pids: tuple[int, ...]) -> list[dict[str, Any]]:
+async def _of_others(pids: tuple[int, ...], door_key: DoorKey) -> list[dict[str, Any]]:
     """Signals all at the same time: where a whole host hangs, each takes half a second, and the operator waits 5."""
     pool = ThreadPoolExecutor(min(len(pids), MOST_PIDS), "paceline-stacks")  # asyncio's own has few threads
     try:
         loop = asyncio.get_running_loop()
-        return await asyncio.gather(*(loop.run_in_executor(pool, _of_other, pid) for pid in pids))
+        return await asyncio.gather(*(loop.run_in_executor(pool, _of_other, pid, door_key) for pid in pids))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
@@ -120,11 +122,11 @@ def _own() -> dict[str, Any]:
     return {"pid": os.getpid(), "text": own_stacks(), "trouble": "", "by_signal": trouble_here()}
 
 
-def _of_other(pid: int) -> dict[str, Any]:
+def _of_other(pid: int, door_key: DoorKey) -> dict[str, Any]:
     if pid == os.getpid():
         return _own()
     try:
-        return {"pid": pid, "text": stacks_by_signal(pid), "trouble": ""}
+        return {"pid": pid, "text": stacks_by_signal(pid, door_key), "trouble": ""}
     except OSError as error:
         return {"pid": pid, "text": "", "trouble": error.strerror or str(error)}
 

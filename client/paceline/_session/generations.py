@@ -166,8 +166,14 @@ class Generations:
                 await mesh.end()
 
     def _report(self, generation: int, suspicion: Suspicion) -> None:
-        """Reports a suspicion to the coordinator; from any thread."""
-        if suspicion.relayed or generation != self.control.generation:
+        """Reports a suspicion to the coordinator; from any thread.
+
+        A member that was told by a peer shows that it lives: the coordinator must not take it for dead.
+        """
+        if suspicion.relayed:
+            self._thread.loop.call_soon_threadsafe(self.control.beat)
+            return
+        if generation != self.control.generation:
             return
         report = pb.Report(
             generation=generation,
@@ -175,6 +181,7 @@ class Generations:
             reason=suspicion.reason,
             accused=suspicion.accused,
             text=suspicion.text[:2000],
+            unopened=suspicion.unopened,
         )
         request = self._reported = pb.SessionRequest(report=report)
 

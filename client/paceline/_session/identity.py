@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 
 from paceline._collectives.choose import RULES, Rules, rules_digest
@@ -13,7 +14,14 @@ from pacelinepb.v1 import session_pb2 as pb
 
 __all__ = ["is_gone", "JoinRequest", "process_identity"]
 
-_START_TIME_FIELD = 22  # of /proc/PID/stat, counted from 1 (proc(5))
+_STATE, _FLAGS, _THREADS, _START_TIME = 3, 9, 20, 22
+"""Fields of /proc/PID/stat, counted from 1 (proc(5))."""
+
+_DEAD = ("Z", "X", "x")
+"""States of a process that runs no more. Its entry stays (Z) until its parent reaps it, and some parents never do."""
+
+_EXITING = 4
+"""PF_EXITING among the flags: the thread runs no code of its own any more, and gives back what it holds."""
 
 
 def process_identity(pid: int | None = None) -> pb.ProcessIdentity:
@@ -41,7 +49,13 @@ def is_gone(other: pb.ProcessIdentity) -> bool:
     here = (_boot_id(), _pid_namespace())
     if not all(here) or here != (other.boot_id, other.pid_namespace) or not other.start_ticks:
         return False
-    return _start_ticks(other.pid) != other.start_ticks
+    fields = _stat(other.pid)
+    if fields is None:
+        return not _exists(other.pid)
+    if int(fields[_START_TIME]) != other.start_ticks:
+        return True
+    # While one of its threads runs, a process is a zombie only in name: its first thread has ended.
+    return _is_over(fields) and (int(fields[_THREADS]) <= 1 or _all_over(Path(f"/proc/{other.pid}/task")))
 
 
 def _node() -> str:
@@ -73,13 +87,51 @@ def _boot_id() -> str:
 
 
 def _start_ticks(pid: int) -> int:
+    fields = _stat(pid)
+    return int(fields[_START_TIME]) if fields is not None else 0
+
+
+def _exists(pid: int) -> bool:
+    """Asks the kernel: /proc may hide the processes of other users (hidepid), and this one may have no file left."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _is_over(fields: Mapping[int, str]) -> bool:
+    """True if a thread runs no code of its own any more. A GPU's driver may keep it in the kernel for seconds."""
+    return fields[_STATE] in _DEAD or bool(int(fields[_FLAGS]) & _EXITING)
+
+
+def _all_over(tasks: Path) -> bool:
+    """True if all threads in a folder /proc/PID/task are over, and none has begun meanwhile."""
+    try:
+        threads = set(os.listdir(tasks))
+        found = [_fields(tasks / thread / "stat") for thread in threads]
+        return all(fields is None or _is_over(fields) for fields in found) and set(os.listdir(tasks)) <= threads
+    except FileNotFoundError:
+        return True
     except OSError:
-        return 0
+        return False
+
+
+def _stat(pid: int) -> Mapping[int, str] | None:
+    """Returns the fields of a process; see `_fields`."""
+    return _fields(Path(f"/proc/{pid}/stat"))
+
+
+def _fields(file: Path) -> Mapping[int, str] | None:
+    """Returns the fields of a file `stat` from the third on, by their numbers; None if there is nothing to read."""
+    try:
+        stat = file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
     # The command's name (field 2) is in parentheses and may hold anything, spaces and parentheses too.
-    after_name = stat.rpartition(")")[2].split()
-    return int(after_name[_START_TIME_FIELD - 3])
+    return dict(enumerate(stat.rpartition(")")[2].split(), start=_STATE))
 
 
 class JoinRequest:

@@ -27,7 +27,7 @@ def tell_launcher(kind: str, record: dict[str, Any], *, wait_s: float = 0.0) -> 
     """Sends a record to the launcher of this process, if it has one.
 
     Args:
-        kind: what the record is; "view" belongs to Paceline itself.
+        kind: what the record is; "view", "loop", "waiting", "notice" and "error" belong to Paceline itself.
         record: values that JSON can represent, at most 4 KiB.
         wait_s: seconds to wait for room in the pipe.
 

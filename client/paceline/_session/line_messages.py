@@ -183,10 +183,12 @@ class MemberInbox:
         summoned: generation in which this member is to ask for a meeting, 0 for none.
         draining: why this member should leave; empty if it should not.
         connected: False while the coordinator cannot be reached.
+        done: the job's last step once it is done; None until then.
     """
 
     def __init__(self) -> None:
         self.summoned = 0
+        self.done: int | None = None
         self.draining = ""
         self.connected = True
         self._messages: queue.SimpleQueue[LineMessage] = queue.SimpleQueue()
@@ -354,6 +356,7 @@ class LineClient:
                     self._start(self._report_gone(gone))
             case "finished":
                 self._finish = None
+                self._inbox.done = message.finished.step
                 self._inbox.put(JobDone(message.finished.step))
                 self._stand_by(f"job {self._job!r} is done: its last step was {message.finished.step}")
 
@@ -365,7 +368,7 @@ class LineClient:
             report = functools.partial(_report_exit, request, self._config.call_timeout)
             try:
                 await self.control.channel.call(report)
-            except aio.AioRpcError as error:  # the coordinator asks again when this worker comes back
+            except aio.AioRpcError as error:  # the coordinator asks again
                 _log.warning("could not tell the coordinator that pid %d has ended: %s", process.pid, error.details())
 
     async def _learn_members(self, running: pb.Running) -> None:

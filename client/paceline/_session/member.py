@@ -36,7 +36,7 @@ from paceline._session.generations import Generations
 from paceline._session.identity import JoinRequest
 from paceline._session.launcher_pipe import tell_launcher
 from paceline._session.line_messages import CaughtOut, LineClient, Lost, MemberInbox, ViewCame, Waits
-from paceline._session.stack_file import keep_stack_file
+from paceline._session.stack_file import JobMark, keep_stack_file
 from paceline._session.store import CoordinatorStore
 from paceline._session.whereabouts import Sockets, Whereabouts
 from paceline._wait import Outcome
@@ -102,6 +102,7 @@ class MemberConnection:
     ) -> None:
         self.job = wanted.job
         self._door_key = DoorKey()
+        self._job_mark = JobMark()
         self.credentials = replace(credentials.for_worker(), door_key=self._door_key)
         self._coordinators = coordinators
         self._coordinator_returns = coordinator_returns
@@ -113,6 +114,7 @@ class MemberConnection:
         self._barriers = Barriers()
         self._joined: Outcome[None] = Outcome()
         self._reason = f"no coordinator answers at {coordinators} yet"
+        self._is_exhausted = False  # True if `open` failed for want of memory, threads or descriptors
         self._opened = self._give_up_at = time.monotonic()
         self._control: ControlStream | None = None
         self._registering: asyncio.Task[Any] | None = None
@@ -170,7 +172,9 @@ class MemberConnection:
             self.group.on_abort = self._flight.on_abort
             self._flight.watch_signal()
             keep_stack_file()
-        except BaseException:
+            self._job_mark.show(self._door_key)
+        except BaseException as error:
+            self._is_exhausted = is_exhausted(error)
             try:
                 self.close()
             except Exception:  # noqa: BLE001  logged; the first error is the one that matters
@@ -225,6 +229,7 @@ class MemberConnection:
                 self._thread.run(self._leave(cause, patience), _LEAVE_TIMEOUT, keep=True)
             except TimeoutError:  # grpc no longer works, for instance without memory or threads
                 _log.error("job %r: leaving did not finish within %.0f s; giving up", self.job, _LEAVE_TIMEOUT)
+            self._job_mark.remove()
 
     def start_line(self, source: StateSource) -> None:
         """Lets this member give its state to others, and come back as a new member if its session ends."""
@@ -273,7 +278,8 @@ class MemberConnection:
             left = self._give_up_at - time.monotonic()
             unanswered = self._control is None or self._control.registered is None
             how_long = f"; trying for another {left:.0f} s" if unanswered and left >= 1.0 else ""
-            return tell_launcher("waiting", {"job": self.job, "reason": f"job {self.job!r}: {self._reason}{how_long}"})
+            reason = f"job {self.job!r}: {self._reason}"
+            return tell_launcher("waiting", {"job": self.job, "reason": reason + how_long, "key": reason})
         return False
 
     def _on_trouble(self, text: str) -> None:
@@ -315,6 +321,7 @@ class MemberConnection:
         if registered.member_id != self.member_id and self._generations.mesh is not None:
             self._counted_before = self._counted()  # a new member begins to count at 0
         self._door_key.learn(registered.door_secret, registered.member_id)
+        self._job_mark.show(self._door_key)
         self._door.window.member_id = registered.member_id
         self._caller.member_id, self._caller.session_token = registered.member_id, registered.session_token
 
@@ -326,7 +333,8 @@ class MemberConnection:
         await self._generations.end()
         if self._control is not None:
             await self._control.leave(cause, patience)
-        await self._door.close()
+        if not self._is_exhausted:  # grpc would wait for threads that cannot start, and hold the interpreter meanwhile
+            await self._door.close()
         self._sockets.forget()
 
     def on_waiting(self, reason: str) -> None:
@@ -426,7 +434,7 @@ class MemberConnection:
     def on_asked(self, asked: pb.Asked) -> None:
         """See `ControlListener`."""
         assert self._control is not None
-        self._start(answer_question(asked, self._control, self.job, self._record))
+        self._start(answer_question(asked, self._control, self.job, self._record, self._door_key))
 
     def _record(self) -> dict[str, Any]:
         if self._generations.mesh is None:

@@ -5,6 +5,9 @@ lives. The lock is a POSIX record lock: the kernel knows which process holds it,
 with its process. So a signal, whose default action would kill, goes only to a process that has the handler (decision
 054). The file is named after the process's pid namespace, its pid and the number of its signal.
 
+Beside it lies a mark for each job of which the process is a member: an empty file, whose name only processes with the
+job's secret can compute. A member signals only processes that have the mark of its own job.
+
 This process must never open its own file again: to close it again would end the lock.
 """
 
@@ -26,9 +29,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from paceline._door_key import DoorKey
 from paceline._user_folder import check_own, make_private, user_folder
 
-__all__ = ["MAX_STACK_BYTES", "StackFile", "keep_stack_file", "own_stacks", "stacks_by_signal", "trouble_here"]
+__all__ = [
+    "MAX_STACK_BYTES",
+    "JobMark",
+    "StackFile",
+    "keep_stack_file",
+    "own_stacks",
+    "stacks_by_signal",
+    "trouble_here",
+]
 
 _FOLDER = "stacks"
 
@@ -46,6 +58,9 @@ _SILENCE_S = 0.05
 _LOCK = struct.Struct("hhqqi4x")
 """`struct flock` of Linux on 64 bits (fcntl(2)): type, whence, start, length, pid."""
 
+_MARK = re.compile(r"\d{1,20}\.\d{1,10}\.\d{1,3}\.[0-9a-f]{64}", re.ASCII)
+"""The name of a mark: that of the file, and the proof."""
+
 _log = logging.getLogger("paceline.session")
 
 
@@ -58,8 +73,8 @@ class StackFile(NamedTuple):
     signal: int
 
 
-_kept: tuple[int, int] | None = None
-"""The pid of the process that has a file, and the file's descriptor, which is never closed."""
+_kept: tuple[int, int, Path] | None = None
+"""The pid of the process that has a file, the file's descriptor, which is never closed, and its path."""
 
 _trouble = "this process has not joined a job"
 _once = threading.Lock()
@@ -76,10 +91,43 @@ def keep_stack_file() -> None:
         if _kept is not None and _kept[0] == os.getpid():
             return
         try:
-            _kept, _trouble = (os.getpid(), _make()), ""
+            _kept, _trouble = (os.getpid(), *_make()), ""
         except (OSError, ValueError, RuntimeError) as error:
             _kept, _trouble = None, error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             _log.debug("no stacks by signal: %s", error)
+
+
+class JobMark:
+    """Marks the file of this process as one of a job's member. It may be used by several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._shown: tuple[int, Path] | None = None  # the process that has made the mark, and its path
+
+    def show(self, key: DoorKey) -> None:
+        """Makes the mark, in place of that of an earlier secret; nothing if this process has no file. Raises nothing.
+
+        Args:
+            key: has the job's secret.
+        """
+        self.remove()
+        with self._lock, suppress(OSError):
+            if _kept is not None and _kept[0] == os.getpid():
+                path = _mark_of(_kept[2], key)
+                os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+                self._shown = os.getpid(), path
+
+    def remove(self) -> None:
+        """Removes the mark. Raises nothing, and leaves that of a parent process."""
+        with self._lock:
+            shown, self._shown = self._shown, None
+            if shown is not None and shown[0] == os.getpid():
+                with suppress(OSError):
+                    shown[1].unlink()
+
+
+def _mark_of(path: Path, key: DoorKey) -> Path:
+    return path.with_name(f"{path.name}.{key.mark(path.name)}")
 
 
 def trouble_here() -> str:
@@ -111,11 +159,12 @@ def _scratch() -> Iterator[int]:
             yield temporary.fileno()
 
 
-def stacks_by_signal(pid: int) -> str:
+def stacks_by_signal(pid: int, key: DoorKey | None = None) -> str:
     """Has another process of this user, on this host, write its stacks, and returns them.
 
     Args:
         pid: its process id in this process's pid namespace.
+        key: has the secret of a job, of which the process must be a member; None for any job of this user.
 
     Raises:
         OSError: that is not possible; the text says why.
@@ -136,6 +185,11 @@ def stacks_by_signal(pid: int) -> str:
     check_own(found.path.parent, "it is not used")  # another user's process must not be what this one signals
     file = os.open(found.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
+        # Only once the file is open: a process that got the same pid has removed the marks before it made its own file.
+        if key is not None and not os.path.lexists(_mark_of(found.path, key)):
+            raise PermissionError(
+                errno.EPERM, f"pid {pid} is no member of this job, and a member answers only for members of its own job"
+            )
         return _signalled(file, found)
     finally:
         os.close(file)
@@ -240,8 +294,8 @@ def _namespace() -> int:
     return os.stat("/proc/self/ns/pid").st_ino
 
 
-def _make() -> int:
-    """Makes and locks the file, then registers the handler; returns the descriptor."""
+def _make() -> tuple[int, Path]:
+    """Makes and locks the file, then registers the handler; returns the descriptor and the path."""
     if sys.platform != "linux" or struct.calcsize("P") != 8:
         raise OSError(errno.ENOTSUP, "stacks by signal need Linux on 64 bits")
     import fcntl
@@ -269,16 +323,30 @@ def _make() -> int:
             with suppress(OSError):
                 os.unlink(left)
         raise
-    return file
+    return file, path
 
 
 def _sweep() -> None:
-    """Removes files of processes that have ended. This process has none yet."""
+    """Removes files and marks of processes that have ended. This process has none yet."""
+    for mark in user_folder(_FOLDER).iterdir():
+        path = mark.with_suffix("")
+        with suppress(OSError):
+            if _MARK.fullmatch(mark.name) and not (os.path.lexists(path) and _is_held(path)):
+                mark.unlink()
     for each in _files():
         with suppress(OSError):
-            file = os.open(each.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                if not _holder(file):
-                    each.path.unlink()
-            finally:
-                os.close(file)
+            if not _is_held(each.path):
+                each.path.unlink()
+
+
+def _is_held(path: Path) -> bool:
+    """True if the process of a file lives.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        return _holder(file) != 0
+    finally:
+        os.close(file)

@@ -38,6 +38,7 @@ __all__ = [
     "Manifest",
     "ON_ONE_DISK",
     "check_sizes",
+    "damage_of",
     "discard",
     "fingerprint",
     "hidden_folder",
@@ -48,6 +49,7 @@ __all__ = [
     "publish",
     "read_manifest",
     "sync_folder",
+    "unreadable",
     "write_file",
 ]
 
@@ -202,7 +204,7 @@ def publish(directory: Path, tag: Tag, attempt: str, parts: Sequence[Part], skel
         )
     write_file(hidden / MANIFEST, [memoryview(manifest)])
     sync_folder(hidden)
-    if folder.exists() and not is_there(folder):
+    if os.path.lexists(folder) and not is_there(folder):
         os.rename(folder, hidden_folder(directory, tag, new_attempt()))
     try:
         os.rename(hidden, folder)
@@ -223,7 +225,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Reads the manifest of a checkpoint, but not its files.
 
     Raises:
-        CheckpointDamaged: the manifest is missing, damaged, no plain file, or too large.
+        CheckpointDamaged: the manifest is missing, damaged, no plain file, too large, or the system cannot read it.
     """
     path = folder / MANIFEST
     try:
@@ -238,8 +240,8 @@ def read_manifest(folder: Path) -> Manifest:
         if type(generation) is not int or type(step) is not int:
             raise ValueError(f"not a tag: {body['tag']!r:.80}")
         return Manifest(Tag(generation, step), tuple(map(Part.from_tree, body["parts"])), body["state"])
-    except FileNotFoundError:
-        raise CheckpointDamaged(f"{path} is missing") from None
+    except OSError as error:
+        raise unreadable(path, error) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointDamaged(f"{path} is damaged: {error}") from error
     except MemoryError:
@@ -250,13 +252,28 @@ def check_sizes(folder: Path, parts: Sequence[Part]) -> None:
     """Checks for damage that a crash can cause, by the sizes of the files alone.
 
     Raises:
-        CheckpointDamaged: a file is missing, cut, or no plain file.
+        CheckpointDamaged: a file is missing, cut, no plain file, or the system cannot find out.
     """
     for part in parts:
-        size = _size(folder / part.name)
-        if size != part.nbytes:
-            found = "is missing, or not a regular file" if size is None else f"has {size} bytes, not {part.nbytes}"
-            raise CheckpointDamaged(f"{folder / part.name} {found}")
+        path = folder / part.name
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise unreadable(path, error) from error
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointDamaged(f"{path} is not a regular file")
+        if status.st_size != part.nbytes:
+            raise CheckpointDamaged(f"{path} has {status.st_size} bytes, not {part.nbytes}")
+
+
+def unreadable(path: Path, error: OSError) -> CheckpointDamaged:
+    """Returns the error that says which file of a checkpoint the system does not read, and why; raise it from `error`.
+
+    It is damage whatever the reason is: the checkpoint before it may be on a good block, or have the right owner.
+    """
+    if isinstance(error, FileNotFoundError):
+        return CheckpointDamaged(f"{path} is missing")
+    return CheckpointDamaged(f"{path} cannot be read: {error.strerror or error}")
 
 
 def fingerprint(folder: Path) -> bytes:
@@ -273,13 +290,18 @@ def fingerprint(folder: Path) -> bytes:
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).digest()
 
 
-def is_there(folder: Path) -> bool:
-    """True if a checkpoint is complete, as far as sizes can tell."""
+def damage_of(folder: Path) -> CheckpointDamaged | None:
+    """Returns what is wrong with a checkpoint, as far as sizes can tell; its cause is what the system said, if any."""
     try:
         check_sizes(folder, read_manifest(folder).parts)
-    except CheckpointDamaged:
-        return False
-    return True
+    except CheckpointDamaged as damage:
+        return damage
+    return None
+
+
+def is_there(folder: Path) -> bool:
+    """True if a checkpoint is complete, as far as sizes can tell."""
+    return damage_of(folder) is None
 
 
 def _size(path: Path) -> int | None:

@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from paceline.checkpoint.writing import write_part
 from paceline.errors import CheckpointDamaged
 from paceline_protocol import Tag
 
-__all__ = ["Checkpoint", "checked_tag", "load", "remove", "save", "save_once", "set_aside", "tags"]
+__all__ = ["Checkpoint", "checked_tag", "load", "none_intact", "remove", "save", "save_once", "set_aside", "tags"]
 
 _log = logging.getLogger("paceline.checkpoint")
 
@@ -72,13 +72,13 @@ def save(directory: str | os.PathLike[str], state: Any, tag: tuple[int, int], *,
     content = split(state)
     path = Path(directory)
     folder = path / str(tag)
-    if folder.exists():
+    if os.path.lexists(folder):
         try:
             Reader(folder).verify()
         except CheckpointDamaged as damage:
             _log.error("writing %s again: %s", folder, damage)
             _hide(path, tag)
-    if not folder.exists():
+    if not os.path.lexists(folder):
         attempt = new_attempt()
         open_folder(path, tag, attempt)
         folder = _write(path, content, tag, attempt)
@@ -121,7 +121,7 @@ def save_once(directory: str | os.PathLike[str], state: Any, tag: Tag, attempt: 
 
 
 def load(directory: str | os.PathLike[str], tag: tuple[int, int] | None = None) -> Checkpoint | None:
-    """Loads the intact state with the greatest tag. A damaged one is logged, and the one before is tried.
+    """Loads the intact state with the greatest tag. Greater ones, damaged or not readable, are logged and left out.
 
     Args:
         directory: where checkpoints are kept.
@@ -131,30 +131,44 @@ def load(directory: str | os.PathLike[str], tag: tuple[int, int] | None = None) 
         The checkpoint; None if there are none.
 
     Raises:
-        CheckpointDamaged: the requested checkpoint, or every one there, is damaged; the text says how.
+        CheckpointDamaged: the requested checkpoint, or every one there, is damaged or cannot be read; the text names
+            a file of each, and says what is wrong with it.
+        OSError: the directory cannot be listed.
     """
     path = Path(directory)
     if tag is not None:
         return _load(path / str(Tag(*tag)), Tag(*tag))
-    damages = []
-    for found in reversed(tags(directory)):
+    damages: dict[Tag, str] = {}
+    while untried := [found for found in tags(path) if found not in damages]:  # others may write and remove some
+        found = untried[-1]
         try:
             return _load(path / str(found), found)
         except CheckpointDamaged as damage:
             _log.error("checkpoint %s is left out: %s", found, damage)
-            damages.append(str(damage))
+            damages[found] = str(damage)
     if damages:
-        raise CheckpointDamaged(f"no checkpoint in {path} is intact: " + "; ".join(damages))
+        raise none_intact(path, damages.values())
     return None
 
 
 def tags(directory: str | os.PathLike[str]) -> list[Tag]:
-    """Returns the tags of all checkpoints, damaged ones included, in order; none if the directory does not exist."""
+    """Returns the tags of all checkpoints, damaged ones included, in order; none if the directory does not exist.
+
+    Raises:
+        OSError: the directory cannot be listed, or is a symbolic link to nothing, such as a disk that is not mounted.
+    """
     try:
         names = os.listdir(directory)
     except FileNotFoundError:
+        if os.path.islink(Path(directory)):  # without a slash at its end, which would follow the link
+            raise
         return []
     return sorted(tag for name in names if (tag := Tag.parse(name)) is not None and str(tag) == name)
+
+
+def none_intact(directory: Path, damages: Iterable[str]) -> CheckpointDamaged:
+    """Returns the error that names all the checkpoints that were tried, and what is wrong with each."""
+    return CheckpointDamaged(f"no checkpoint in {directory} is intact: " + "; ".join(damages))
 
 
 def checked_tag(tag: tuple[int, int], keep: int) -> Tag:
@@ -188,7 +202,7 @@ def set_aside(directory: Path, keep: int, written: Tag) -> list[Path]:
         tag_there = hidden_tag(name)
         if tag_there is not None and greatest is not None and tag_there <= greatest:
             with suppress(FileNotFoundError):  # another process has removed it
-                if time.time() - (directory / name).stat().st_mtime > _ABANDONED:
+                if time.time() - (directory / name).lstat().st_mtime > _ABANDONED:
                     aside.append(directory / name)
     return aside
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.checkpoint.folder import check_sizes, read_manifest
+from paceline.checkpoint.folder import check_sizes, read_manifest, unreadable
 from paceline.checkpoint.part import CHUNK_BYTES, Part, index_of
 from paceline.checkpoint.pieces import Shard
 from paceline.checkpoint.tree import join
@@ -39,8 +39,8 @@ class Reader:
         bytes_read: bytes read from the files so far.
 
     Raises:
-        CheckpointDamaged: the manifest is damaged, or a file is missing, cut or no plain file. The files have not been
-            read yet.
+        CheckpointDamaged: the manifest is damaged, or a file is missing, cut, no plain file, or cannot be read. The
+            files have not been read yet.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -169,8 +169,8 @@ class Reader:
             self._memory = np.empty(_CHUNKS * CHUNK_BYTES, np.uint8)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # it may have become a FIFO
-        except FileNotFoundError:
-            raise CheckpointDamaged(f"{path} is missing") from None
+        except OSError as error:
+            raise unreadable(path, error) from error
         try:
             for first, last in spans:
                 for chunk in range(first, last, _CHUNKS):
@@ -191,7 +191,10 @@ class Reader:
 
 def _read_all(descriptor: int, block: NDArray[np.uint8], offset: int, path: Path) -> None:
     while block.size:
-        count = os.preadv(descriptor, [block.data], offset)
+        try:
+            count = os.preadv(descriptor, [block.data], offset)
+        except OSError as error:
+            raise unreadable(path, error) from error
         if not count:
             raise CheckpointDamaged(f"{path} ends too early, at byte {offset}")
         block, offset = block[count:], offset + count

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from paceline._links.base import Peer
 from paceline.checkpoint.folder import ON_ONE_DISK, discard, is_there, new_attempt, open_folder, publish
-from paceline.checkpoint.keep import Checkpoint, checked_tag, remove, set_aside, tags
+from paceline.checkpoint.keep import Checkpoint, checked_tag, none_intact, remove, set_aside, tags
 from paceline.checkpoint.part import Part
 from paceline.checkpoint.pieces import Shard, pieces_of
 from paceline.checkpoint.reading import Reader
@@ -27,6 +27,9 @@ from paceline_protocol import Tag
 __all__ = ["Ranks", "ShardedSaver", "load_sharded", "save_sharded"]
 
 _log = logging.getLogger("paceline.checkpoint")
+
+_NAMED = 8
+"""Most ranks whose trouble an error names."""
 
 
 class Ranks(Protocol):
@@ -213,7 +216,7 @@ class _Attempt:
                 there = is_there(self._directory / str(self._tag))  # without reading it, which takes as long as writing
                 told = {"attempt": "" if there else self._opened()}
             except OSError as error:
-                told = {"error": f"{self._who()}: {error}"}
+                told = {"error": f"{_name_of(self._group)}: {error}"}
         told = self._group.broadcast_object(told)
         if "error" in told:
             raise CheckpointFailed(f"checkpoint {self._tag} was not written: {told['error']}")
@@ -230,9 +233,9 @@ class _Attempt:
         if isinstance(outcome, Part):
             told = {"part": outcome.to_tree()}
         elif isinstance(outcome, FileNotFoundError):
-            told = {"error": f"{self._who()} does not see {outcome.filename}; {ON_ONE_DISK}"}
+            told = {"error": f"{_name_of(self._group)} does not see {outcome.filename}; {ON_ONE_DISK}"}
         elif outcome is not None:
-            told = {"error": f"{self._who()}: {outcome}"}
+            told = {"error": f"{_name_of(self._group)}: {outcome}"}
         heard = self._group.gather_object(told)
         trouble = None
         if heard is not None:
@@ -249,7 +252,7 @@ class _Attempt:
         if self._name:
             try:
                 if errors := [told["error"] for told in heard if "error" in told]:
-                    raise CheckpointFailed(f"checkpoint {self._tag} was not written: {'; '.join(errors[:8])}")
+                    raise CheckpointFailed(f"checkpoint {self._tag} was not written: {'; '.join(errors[:_NAMED])}")
                 parts = [Part.from_tree(told.get("part")) for told in heard]
                 publish(self._directory, self._tag, self._name, parts, self._skeleton)
             except BaseException:
@@ -257,9 +260,10 @@ class _Attempt:
                 raise
         self._aside = set_aside(self._directory, self._keep, self._tag)
 
-    def _who(self) -> str:
-        me = self._group.members[self._group.rank]
-        return f"rank {self._group.rank} on {me.host}"
+
+def _name_of(group: Ranks) -> str:
+    """Returns the words for this rank."""
+    return f"rank {group.rank} on {group.members[group.rank].host}"
 
 
 def load_sharded(
@@ -267,8 +271,8 @@ def load_sharded(
 ) -> Checkpoint | None:
     """Loads the state with the greatest tag that is intact at all ranks, each rank what it needs. A collective.
 
-    Any number of ranks may have saved it, under any strategy, or one process with `save`. A checkpoint that is damaged
-    at some rank is logged, and all ranks use the one before.
+    Any number of ranks may have saved it, under any strategy, or one process with `save`. A checkpoint that some rank
+    cannot see or read, or finds damaged, is logged, and all ranks use the one before.
 
     Args:
         directory: where checkpoints are kept.
@@ -278,33 +282,45 @@ def load_sharded(
         tag: the one to load, the same on all ranks; None for the greatest.
 
     Returns:
-        The checkpoint; None if there is none that all ranks can see.
+        The checkpoint; None if no rank sees any.
 
     Raises:
-        CheckpointDamaged: the requested checkpoint, or every one that all ranks see, is damaged at some rank.
+        CheckpointDamaged: the requested checkpoint, or every one, is damaged or cannot be read at some rank, or a rank
+            cannot list the directory; raised on all ranks. The text names the ranks, the files, and what is wrong.
         SizeMismatch: the checkpoint is of another model.
         PacelineError: a collective failed.
     """
     path = Path(directory)
     shards = {name: leaf for name, leaf in split_shards(wanted)[1].items() if isinstance(leaf, Shard)}
-    seen = group.all_gather_object([list(found) for found in tags(path)] if tag is None else [list(tag)])
-    common = set.intersection(*({Tag(*found) for found in one} for one in seen))
+    who = _name_of(group)
+    seen = group.all_gather_object(_list(path, who) if tag is None else [list(tag)])
+    if refusals := [one for one in seen if isinstance(one, str)]:
+        raise CheckpointDamaged("; ".join(refusals[:_NAMED]))
     damages = []
-    for found in sorted(common, reverse=True):
-        loaded, trouble = _try(path / str(found), found, shards)
+    for found in sorted({Tag(*found) for one in seen for found in one}, reverse=True):
+        loaded, trouble = _try(path / str(found), found, shards, who)
         troubles = [text for text in group.all_gather_object(trouble) if text is not None]
         if not troubles:
             return loaded
         if misfits := [text for kind, text in troubles if kind == "misfit"]:
             raise SizeMismatch(misfits[0])
-        _log.error("checkpoint %s is left out: %s", found, troubles[0][1])
-        damages.append(troubles[0][1])
+        damage = "; ".join(text for _, text in troubles[:_NAMED])
+        _log.error("checkpoint %s is left out: %s", found, damage)
+        damages.append(damage)
     if damages:
-        raise CheckpointDamaged(f"no checkpoint in {path} is intact: " + "; ".join(damages))
+        raise none_intact(path, damages)
     return None
 
 
-def _try(folder: Path, tag: Tag, shards: dict[str, Shard]) -> tuple[Checkpoint | None, list[str] | None]:
+def _list(directory: Path, who: str) -> list[list[int]] | str:
+    """Returns the tags that this rank sees, or the text of why it cannot look, so that all ranks learn of it."""
+    try:
+        return [list(tag) for tag in tags(directory)]
+    except OSError as error:
+        return f"{who}: {directory} cannot be listed: {error.strerror or error}"
+
+
+def _try(folder: Path, tag: Tag, shards: dict[str, Shard], who: str) -> tuple[Checkpoint | None, list[str] | None]:
     """Returns a checkpoint, or the text of what is wrong, so that all ranks learn of it and decide alike."""
     try:
         reader = Reader(folder)
@@ -314,4 +330,4 @@ def _try(folder: Path, tag: Tag, shards: dict[str, Shard]) -> tuple[Checkpoint |
     except SizeMismatch as error:
         return None, ["misfit", str(error)]
     except (CheckpointDamaged, OSError) as error:
-        return None, ["damaged", str(error)]
+        return None, ["damaged", f"{who}: {error}"]

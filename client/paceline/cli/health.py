@@ -10,12 +10,14 @@ from __future__ import annotations
 import sys
 import time
 
-from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
-from grpc_health.v1.health_pb2_grpc import HealthStub
-
 from paceline._grpc import grpc
 from paceline._rpc import call_options
 from paceline.credentials import Credentials
+
+# isort: split
+# It imports grpc itself, so `paceline._grpc` comes first.
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
 
 __all__ = ["main", "trouble_at"]
 

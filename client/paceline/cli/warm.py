@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import os
 import site
 import sys
 import sysconfig
@@ -97,7 +98,7 @@ def find_imports(main: Source, find: Callable[[str], Source | None]) -> list[Imp
 
 
 def warm_up(arguments: Sequence[str], needed: Callable[[], bool]) -> None:
-    """Imports what a script or module will import; and, if that includes NumPy, the rest of Paceline.
+    """Imports what a script or module will import; and, if that includes NumPy, the rest of Paceline and the engine.
 
     Paceline loads its parts on first use, and they load NumPy. A script that has not imported NumPy itself may first
     set the variables that NumPy reads.
@@ -128,6 +129,10 @@ def warm_up(arguments: Sequence[str], needed: Callable[[], bool]) -> None:
             return
         if name != "testing":  # it imports the coordinator
             getattr(paceline, name)
+    if not needed():
+        from paceline._engines.catalogue import load_engine  # it loads NumPy
+
+        load_engine(os.environ.get("PACELINE_ENGINE", "links"))
 
 
 def _imports(body: Sequence[ast.stmt], package: str) -> Iterator[Import]:

@@ -13,6 +13,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+if __name__ == "torch":
+    raise ImportError(
+        "this is the folder torch of Paceline, not PyTorch: Python was started in the folder of the package paceline, "
+        "where it looks first. Start it in another folder, or with -P"
+    )
+
 from paceline.torch.register import register as _register
 
 if TYPE_CHECKING:

@@ -25,10 +25,18 @@ from paceline._parallel._parameter import Parameter
 from paceline._parallel._ranks import CarryingGroup, RankGroup
 from paceline._parallel._synchronizer import GradientSynchronizer
 from paceline._parallel._transport import EngineTransport, GradientTransport
-from paceline.errors import StepOrderError
+from paceline.errors import StepOrderError, UnsupportedOp
 from paceline.torch._tensors import Tensor, array_of, on_host, tensor_of, values_of
 
-__all__ = ["AutogradDriver", "AutogradObserver", "AutogradPass", "TorchModule", "TorchParameter", "Uneven"]
+__all__ = [
+    "AutogradDriver",
+    "AutogradObserver",
+    "AutogradPass",
+    "TorchModule",
+    "TorchParameter",
+    "Uneven",
+    "refuse_sync_batch_norm",
+]
 
 _OUTSIDE = -1
 """The number that autograd reports outside of a backward pass."""
@@ -38,6 +46,22 @@ _NAME = "a parameter of a module whose gradients travel over links (an engine ma
 
 _HANDLES: Any = WeakIdKeyDictionary()
 """For each tensor, the handles of the hooks that are registered on it."""
+
+
+def refuse_sync_batch_norm(module: Any) -> None:
+    """Refuses layers that would take the statistics of this rank's samples alone, without a word.
+
+    Raises:
+        UnsupportedOp: the module has a `SyncBatchNorm`.
+    """
+    for path, layer in module.named_modules():
+        if isinstance(layer, torch.nn.SyncBatchNorm):
+            raise UnsupportedOp(
+                f"{path or 'the module'} is a SyncBatchNorm, which synchronizes over the default group of "
+                "torch.distributed and not over the members of this group: it would take the statistics of this "
+                "rank's samples alone. Use GroupNorm or LayerNorm; or BatchNorm, if the statistics of each rank's own "
+                "samples will do"
+            )
 
 
 class AutogradObserver(Protocol):

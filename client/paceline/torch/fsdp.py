@@ -17,6 +17,7 @@ from paceline._parallel._ranks import ShardRankGroup
 from paceline._parallel.sharding._placement import ShardingStrategy
 from paceline._parallel.sharding._sharded_model import ShardedModel
 from paceline.errors import SizeMismatch, StepOrderError, UnsupportedOp
+from paceline.torch._autograd import refuse_sync_batch_norm
 from paceline.torch._compiling import stay_out_of_graphs
 from paceline.torch._sharded_autograd import ShardedDriver
 from paceline.torch._sharded_optimizer import optimizer_of, watch_optimizers
@@ -76,7 +77,7 @@ class FSDP(Wrapped):
 
     Raises:
         UnsupportedOp: a parameter to train is neither float32 nor float64, not on the CPU, or in another unit already;
-            or there is no such precision.
+            there is no such precision; or the module has a `SyncBatchNorm`.
         InvalidWorldSize: the ranks do not make up nodes of one size.
         ValueError: there is no such strategy, `intra_node_size` was given without HYBRID_SHARD, units have different
             groups, or `ahead` is negative.
@@ -98,6 +99,7 @@ class FSDP(Wrapped):
         super().__init__()
         watch_optimizers()
         stay_out_of_graphs()
+        refuse_sync_batch_norm(module)
 
         def unit(part: Any) -> FSDP:
             return FSDP(part, group, strategy, intra_node_size, mixed_precision=mixed_precision, ahead=ahead)

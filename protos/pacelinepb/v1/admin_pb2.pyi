@@ -71,7 +71,7 @@ class JobSummary(_message.Message):
     MIN_WORKERS_FIELD_NUMBER: _builtins.int
     MAX_WORKERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Its name."""
+    """Its name, at most 128 bytes."""
     phase: Global___JobPhase.ValueType
     """Its phase."""
     generation: _builtins.int
@@ -81,7 +81,7 @@ class JobSummary(_message.Message):
     waiting: _builtins.int
     """Members that wait for a view."""
     reason: _builtins.str
-    """Why the job is in this phase: the policy's sentence."""
+    """Why the job is in this phase: the policy's sentence, at most 64 KiB."""
     min_workers: _builtins.int
     """The settings of its members; 0 while it has none."""
     max_workers: _builtins.int
@@ -171,7 +171,7 @@ class JobTotals(_message.Message):
     """Seconds of training that led to committed steps, as a share of all seconds since the first step; 0 before it."""
     @_builtins.property
     def sent_bytes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Bytes of collectives that members have sent, by kind of link."""
+        """Bytes of collectives that members have sent, by kind of link; at most 9 entries."""
 
     def __init__(
         self,
@@ -211,15 +211,15 @@ class JobEvent(_message.Message):
     coordinator.
     """
     job: _builtins.str
-    """Name of the job."""
+    """Name of the job, at most 128 bytes."""
     kind: _builtins.str
     """"view", "verdict", "joined", "left", "drained", "lost", "reason", "finished", "restarted" or "checkpoint". A reader
-    MUST take kinds that it does not know.
+    MUST take kinds that it does not know, of at most 64 bytes.
     """
     generation: _builtins.int
     """The generation that the job was in, 0 for none."""
     text: _builtins.str
-    """What happened, in a sentence."""
+    """What happened, in a sentence of at most 300 characters."""
     @_builtins.property
     def at(self) -> _timestamp_pb2.Timestamp:
         """When, on the coordinator's wall clock."""
@@ -253,7 +253,7 @@ class GoneMember(_message.Message):
     HOW_FIELD_NUMBER: _builtins.int
     IN_VIEW_FIELD_NUMBER: _builtins.int
     how: _builtins.str
-    """How, as the end of a sentence: "was killed by SIGKILL", "left the job"."""
+    """How, as the end of a sentence of at most 300 characters: "was killed by SIGKILL", "left the job"."""
     in_view: _builtins.bool
     """True if it had a seat in a view."""
     @_builtins.property
@@ -297,7 +297,7 @@ class MemberStatus(_message.Message):
     attached: _builtins.bool
     """True while its session has a stream."""
     standing: _builtins.str
-    """Its standing: "training", "met at step 12", "ready to join", "spare", "leaving", "silent"."""
+    """Its standing, at most 64 bytes: "training", "met at step 12", "ready to join", "spare", "leaving", "silent"."""
     @_builtins.property
     def member(self) -> _session_pb2.Member:
         """The member; its rank is meaningful only if `in_view`."""
@@ -355,7 +355,7 @@ class ListJobsResponse(_message.Message):
     LEADER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobSummary]:
-        """In the order of their names."""
+        """In the order of their names; at most as many as the coordinator keeps (`max_jobs`, `max_resting_jobs`)."""
 
     @_builtins.property
     def leader(self) -> Global___Leader:
@@ -384,7 +384,7 @@ class Leader(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     address: _builtins.str
-    """Its address, host:port."""
+    """Its address, host:port; at most 512 bytes."""
     epoch: _builtins.int
     """How often a coordinator has taken over, with this one."""
     def __init__(
@@ -409,7 +409,7 @@ class GetJobRequest(_message.Message):
 
     JOB_FIELD_NUMBER: _builtins.int
     job: _builtins.str
-    """Its name."""
+    """Its name, at most 128 bytes."""
     def __init__(
         self,
         *,
@@ -447,7 +447,9 @@ class GetJobResponse(_message.Message):
 
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___MemberStatus]:
-        """Members in the view by rank, then those that wait, in order of arrival."""
+        """Members in the view by rank, then those that wait, in order of arrival; at most as many as a job may have
+        (`max_job_sessions`).
+        """
 
     @_builtins.property
     def verdict(self) -> _session_pb2.Verdict:
@@ -463,7 +465,7 @@ class GetJobResponse(_message.Message):
 
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobEvent]:
-        """Its last 20 events, oldest first."""
+        """Its last events, oldest first; at most 20."""
 
     @_builtins.property
     def leader(self) -> Global___Leader:
@@ -501,7 +503,7 @@ class ListEventsRequest(_message.Message):
     AFTER_FIELD_NUMBER: _builtins.int
     MOST_FIELD_NUMBER: _builtins.int
     job: _builtins.str
-    """Name of a job, empty for all."""
+    """Name of a job, at most 128 bytes; empty for all."""
     after: _builtins.int
     """Only events with a greater number."""
     most: _builtins.int
@@ -533,7 +535,7 @@ class ListEventsResponse(_message.Message):
     """What to ask for next: the number of the last event that was looked at."""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobEvent]:
-        """Oldest first."""
+        """Oldest first; at most `most`."""
 
     def __init__(
         self,
@@ -558,10 +560,12 @@ class DrainMembersRequest(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
-    """Name of the job."""
+    """Name of the job, at most 128 bytes."""
     @_builtins.property
     def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Their ids, or their ranks in the current view as decimal numbers. Empty for all."""
+        """Their ids, or their ranks in the current view as decimal numbers: at most as many as a job may have members
+        (5,000), of at most 64 bytes each. Empty for all.
+        """
 
     def __init__(
         self,
@@ -586,7 +590,7 @@ class DrainMembersResponse(_message.Message):
     MEMBER_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def member_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Ids of the members that were told."""
+        """Ids of the members that were told, at most as many as the job has."""
 
     def __init__(
         self,
@@ -609,7 +613,7 @@ class RestartJobRequest(_message.Message):
 
     JOB_FIELD_NUMBER: _builtins.int
     job: _builtins.str
-    """Name of the job."""
+    """Name of the job, at most 128 bytes."""
     def __init__(
         self,
         *,
@@ -632,7 +636,7 @@ class RestartJobResponse(_message.Message):
     MEMBERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The members that were declared dead, as text for people."""
+        """The members that were declared dead, as text for people; at most as many as the job has."""
 
     def __init__(
         self,
@@ -655,7 +659,7 @@ class ForgetJobRequest(_message.Message):
 
     JOB_FIELD_NUMBER: _builtins.int
     job: _builtins.str
-    """Name of the job."""
+    """Name of the job, at most 128 bytes."""
     def __init__(
         self,
         *,
@@ -698,16 +702,18 @@ class AskMembersRequest(_message.Message):
     PIDS_FIELD_NUMBER: _builtins.int
     PATIENCE_FIELD_NUMBER: _builtins.int
     job: _builtins.str
-    """Name of the job."""
+    """Name of the job, at most 128 bytes."""
     what: _session_pb2.Question.ValueType
     """What to ask."""
     @_builtins.property
     def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Whom: ids, or ranks in the current view as decimal numbers. Empty for all."""
+        """Whom: ids, or ranks in the current view as decimal numbers; at most as many as a job may have members (5,000), of
+        at most 64 bytes each. Empty for all.
+        """
 
     @_builtins.property
     def pids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """With STACKS: whose. See `Asked.pids`."""
+        """With STACKS: whose, at most 64. See `Asked.pids`."""
 
     @_builtins.property
     def patience(self) -> _duration_pb2.Duration:
@@ -747,7 +753,7 @@ class AskMembersResponse(_message.Message):
     data: _builtins.bytes
     """Its answer: JSON, at most 1 MiB, which the coordinator has not looked at. Empty if there is none."""
     trouble: _builtins.str
-    """Why there is none, for people: "is not connected", "has not answered within 1.0 s"."""
+    """Why there is none, for people: "is not connected", "has not answered within 1.0 s". At most 200 bytes."""
     @_builtins.property
     def member(self) -> _session_pb2.Member:
         """Who; the rank is meaningful only if `in_view`."""

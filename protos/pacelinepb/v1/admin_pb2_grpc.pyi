@@ -36,7 +36,9 @@ class AdminServiceStub:
     ListJobs: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListJobsRequest, _admin_pb2.ListJobsResponse]
     """All jobs that the coordinator knows, by name."""
     GetJob: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetJobRequest, _admin_pb2.GetJobResponse]
-    """One job with its members."""
+    """One job with its members. Of a job with more than 200 members, the answer may be one that others were given a moment
+    ago: some 0.2 ms for each member.
+    """
     DrainMembers: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainMembersRequest, _admin_pb2.DrainMembersResponse]
     """Asks members to leave at their next step boundary."""
     RestartJob: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RestartJobRequest, _admin_pb2.RestartJobResponse]
@@ -61,7 +63,9 @@ class AdminServiceAsyncStub(AdminServiceStub):
     ListJobs: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListJobsRequest, _admin_pb2.ListJobsResponse]  # type: ignore[assignment]
     """All jobs that the coordinator knows, by name."""
     GetJob: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetJobRequest, _admin_pb2.GetJobResponse]  # type: ignore[assignment]
-    """One job with its members."""
+    """One job with its members. Of a job with more than 200 members, the answer may be one that others were given a moment
+    ago: some 0.2 ms for each member.
+    """
     DrainMembers: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainMembersRequest, _admin_pb2.DrainMembersResponse]  # type: ignore[assignment]
     """Asks members to leave at their next step boundary."""
     RestartJob: _aio.UnaryUnaryMultiCallable[_admin_pb2.RestartJobRequest, _admin_pb2.RestartJobResponse]  # type: ignore[assignment]
@@ -95,7 +99,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.GetJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetJobResponse, _abc.Awaitable[_admin_pb2.GetJobResponse]]:
-        """One job with its members."""
+        """One job with its members. Of a job with more than 200 members, the answer may be one that others were given a moment
+        ago: some 0.2 ms for each member.
+        """
 
     @_abc_1.abstractmethod
     def DrainMembers(

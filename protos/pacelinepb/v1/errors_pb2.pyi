@@ -53,7 +53,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_PEER_LOST: _ErrorReason.ValueType  # 13
     """A member died, froze, was cut off or left while others needed it (ABORTED)."""
     ERROR_REASON_PEER_BROKE_PROTOCOL: _ErrorReason.ValueType  # 14
-    """A member sent what the protocol does not allow (ABORTED)."""
+    """A member sent what the protocol does not allow (ABORTED), or the caller has done so too often and is not taken any
+    more (FAILED_PRECONDITION).
+    """
     ERROR_REASON_COLLECTIVE_MISMATCH: _ErrorReason.ValueType  # 15
     """Members called different collectives, or the same one with different arguments (ABORTED)."""
     ERROR_REASON_PEER_RAISED: _ErrorReason.ValueType  # 16
@@ -71,6 +73,14 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_NOT_LEADER: _ErrorReason.ValueType  # 21
     """The coordinator is a standby: another one leads (UNAVAILABLE). `leader` in the ErrorInfo's metadata is its address,
     if it is known. Try again there, or at the next address, with backoff.
+    """
+    ERROR_REASON_STEP_DIFFERS: _ErrorReason.ValueType  # 22
+    """A member did otherwise than the others in a step or at its end: it made no update, or left the loop (ABORTED). The
+    text names its line of code. The script would do so again, so all members end.
+    """
+    ERROR_REASON_STEP_SKIPPED: _ErrorReason.ValueType  # 23
+    """A member has skipped its step for all (ABORTED). They undo it, and go on behind it. The number of the step is in the
+    place of an operation's.
     """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
@@ -109,7 +119,9 @@ ERROR_REASON_TIMEOUT: ErrorReason.ValueType  # 12
 ERROR_REASON_PEER_LOST: ErrorReason.ValueType  # 13
 """A member died, froze, was cut off or left while others needed it (ABORTED)."""
 ERROR_REASON_PEER_BROKE_PROTOCOL: ErrorReason.ValueType  # 14
-"""A member sent what the protocol does not allow (ABORTED)."""
+"""A member sent what the protocol does not allow (ABORTED), or the caller has done so too often and is not taken any
+more (FAILED_PRECONDITION).
+"""
 ERROR_REASON_COLLECTIVE_MISMATCH: ErrorReason.ValueType  # 15
 """Members called different collectives, or the same one with different arguments (ABORTED)."""
 ERROR_REASON_PEER_RAISED: ErrorReason.ValueType  # 16
@@ -127,5 +139,13 @@ backoff.
 ERROR_REASON_NOT_LEADER: ErrorReason.ValueType  # 21
 """The coordinator is a standby: another one leads (UNAVAILABLE). `leader` in the ErrorInfo's metadata is its address,
 if it is known. Try again there, or at the next address, with backoff.
+"""
+ERROR_REASON_STEP_DIFFERS: ErrorReason.ValueType  # 22
+"""A member did otherwise than the others in a step or at its end: it made no update, or left the loop (ABORTED). The
+text names its line of code. The script would do so again, so all members end.
+"""
+ERROR_REASON_STEP_SKIPPED: ErrorReason.ValueType  # 23
+"""A member has skipped its step for all (ABORTED). They undo it, and go on behind it. The number of the step is in the
+place of an operation's.
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015

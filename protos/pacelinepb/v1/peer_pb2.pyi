@@ -140,11 +140,11 @@ class HelloRequest(_message.Message):
     protocol_version: _builtins.int
     """Version of this protocol that the caller speaks."""
     job: _builtins.str
-    """Name of the job."""
+    """Name of the job, at most 128 bytes."""
     from_member: _builtins.str
-    """The caller."""
+    """The caller, at most 64 bytes."""
     to_member: _builtins.str
-    """The member that the caller means to reach. Any other callee MUST refuse (NOT_FOUND)."""
+    """The member that the caller means to reach, at most 64 bytes. Any other callee MUST refuse (NOT_FOUND)."""
     generation: _builtins.int
     """The generation that both are in. The callee holds the call until it is in that generation, and refuses an earlier
     one.
@@ -159,7 +159,7 @@ class HelloRequest(_message.Message):
     """TCP connections that the caller would open, 1 to 16; 0 counts as 1."""
     @_builtins.property
     def offered(self) -> _containers.RepeatedScalarFieldContainer[Global___LinkKind.ValueType]:
-        """Kinds of link that the caller can use, best first."""
+        """Kinds of link that the caller can use, best first; at most 8."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class HelloResponse(_message.Message):
     tcp_port: _builtins.int
     """For TCP: the port at which the callee accepts connections, at its own address."""
     shm_name: _builtins.str
-    """For SHM: name of the callee's Unix socket, in the abstract namespace."""
+    """For SHM: name of the callee's Unix socket, in the abstract namespace; at most 107 bytes."""
     def __init__(
         self,
         *,
@@ -252,7 +252,7 @@ class FramesRequest(_message.Message):
     compares it with its own.
     """
     payload: _builtins.bytes
-    """The elements, little-endian."""
+    """The elements, little-endian: with the rest of the frame at most 4 MiB + 4 KiB, and of an ABORT 8,064 bytes."""
     checksum: _builtins.int
     """CRC-32 (zlib) of all bytes of the message before these four, where a payload of 64 KiB or more counts as this: it
     is cut into rows of 509 words of 64 bits, the rows are added up column by column, modulo 2^64, and the sums come in
@@ -358,9 +358,9 @@ class DescribeStateRequest(_message.Message):
     TO_MEMBER_FIELD_NUMBER: _builtins.int
     TAG_FIELD_NUMBER: _builtins.int
     job: _builtins.str
-    """Name of the job."""
+    """Name of the job, at most 128 bytes."""
     to_member: _builtins.str
-    """The member that the caller means to reach. Any other callee MUST refuse (NOT_FOUND)."""
+    """The member that the caller means to reach, at most 64 bytes. Any other callee MUST refuse (NOT_FOUND)."""
     @_builtins.property
     def tag(self) -> _session_pb2.Tag:
         """The state; a callee that does not hold it MUST refuse (FAILED_PRECONDITION)."""
@@ -390,10 +390,12 @@ class DescribeStateResponse(_message.Message):
     HASHES_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
     json: _builtins.bytes
-    """JSON: the values that are no arrays, and name, dtype and shape of each array."""
+    """JSON: the values that are no arrays, and name, dtype and shape of each array. At most 1 MiB, and with `hashes` at
+    most 64 MiB in all pieces.
+    """
     hashes: _builtins.bytes
-    """Hashes of the chunks, 16 bytes each (BLAKE2b). Chunk c of the arrays' bytes, one after the other in the order of
-    the description, begins at c times the size of a chunk.
+    """Hashes of the chunks, 16 bytes each (BLAKE2b); at most 1 MiB. Chunk c of the arrays' bytes, one after the other in
+    the order of the description, begins at c times the size of a chunk.
     """
     checksum: _builtins.int
     """CRC-32 (zlib) of `json` and then `hashes` of this message. The receiver MUST refuse the description if it is wrong."""
@@ -423,16 +425,16 @@ class GetStateRequest(_message.Message):
     TAG_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
-    """Name of the job."""
+    """Name of the job, at most 128 bytes."""
     to_member: _builtins.str
-    """The member that the caller means to reach."""
+    """The member that the caller means to reach, at most 64 bytes."""
     @_builtins.property
     def tag(self) -> _session_pb2.Tag:
         """The state."""
 
     @_builtins.property
     def chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Numbers of the chunks, ascending."""
+        """Numbers of the chunks, ascending: each once, at most 8,192. A callee MUST refuse others."""
 
     def __init__(
         self,
@@ -461,7 +463,7 @@ class GetStateResponse(_message.Message):
     chunk: _builtins.int
     """Its number."""
     data: _builtins.bytes
-    """Its bytes."""
+    """Its bytes, at most 1 MiB."""
     def __init__(
         self,
         *,
@@ -488,16 +490,16 @@ class GetRunsRequest(_message.Message):
     RUNS_FIELD_NUMBER: _builtins.int
     PROCESS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
-    """Name of the job."""
+    """Name of the job, at most 128 bytes."""
     to_member: _builtins.str
-    """The member that the caller means to reach."""
+    """The member that the caller means to reach, at most 64 bytes."""
     @_builtins.property
     def tag(self) -> _session_pb2.Tag:
         """The state; a callee that does not hold it, or not these elements, MUST refuse (FAILED_PRECONDITION)."""
 
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ElementRun]:
-        """The wanted runs, in the order in which they are sent."""
+        """The wanted runs, in the order in which they are sent; at most 1,024."""
 
     @_builtins.property
     def process(self) -> _session_pb2.ProcessIdentity:
@@ -530,7 +532,7 @@ class ElementRun(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
     array: _builtins.str
-    """Name of the array."""
+    """Name of the array, at most 4,096 bytes."""
     start: _builtins.int
     """Index of the first."""
     count: _builtins.int
@@ -559,7 +561,7 @@ class GetRunsResponse(_message.Message):
     PARCEL_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
-    """A piece."""
+    """A piece, at most 1 MiB."""
     @_builtins.property
     def parcel(self) -> Global___Parcel:
         """The first message."""
@@ -657,9 +659,9 @@ class GetManifestRequest(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     TO_MEMBER_FIELD_NUMBER: _builtins.int
     job: _builtins.str
-    """Name of the job."""
+    """Name of the job, at most 128 bytes."""
     to_member: _builtins.str
-    """The member that the caller means to reach."""
+    """The member that the caller means to reach, at most 64 bytes."""
     def __init__(
         self,
         *,
@@ -682,7 +684,7 @@ class GetManifestResponse(_message.Message):
 
     MANIFEST_FIELD_NUMBER: _builtins.int
     manifest: _builtins.bytes
-    """Canonical JSON."""
+    """Canonical JSON, at most 4 MiB."""
     def __init__(
         self,
         *,
@@ -707,11 +709,13 @@ class KnockRequest(_message.Message):
     TO_MEMBER_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
-    """Name of the job."""
+    """Name of the job, at most 128 bytes."""
     from_member: _builtins.str
-    """The caller."""
+    """The caller, at most 64 bytes."""
     to_member: _builtins.str
-    """The member that the caller means to reach. Any other callee MUST refuse (NOT_FOUND), and MUST NOT knock anywhere."""
+    """The member that the caller means to reach, at most 64 bytes. Any other callee MUST refuse (NOT_FOUND), and MUST NOT
+    knock anywhere.
+    """
     address: _builtins.str
     """Where peers reach the caller, "host:port", at most 512 bytes. The callee knocks there, as `to_member` at
     `from_member` and without an address, and MUST finish before the caller's deadline. Empty if it must not knock in
@@ -741,7 +745,7 @@ class KnockResponse(_message.Message):
 
     TROUBLE_FIELD_NUMBER: _builtins.int
     trouble: _builtins.str
-    """Why the callee cannot reach the caller's door, in words; empty if it can."""
+    """Why the callee cannot reach the caller's door, in words, at most 500 characters; empty if it can."""
     def __init__(
         self,
         *,

@@ -58,11 +58,11 @@ class ProcessIdentity(_message.Message):
     PID_NAMESPACE_FIELD_NUMBER: _builtins.int
     NODE_FIELD_NUMBER: _builtins.int
     host: _builtins.str
-    """Host name, for people."""
+    """Host name, for people; 1 to 512 bytes."""
     pid: _builtins.int
     """Process id in the worker's own pid namespace."""
     boot_id: _builtins.str
-    """The kernel's boot id (/proc/sys/kernel/random/boot_id), or empty where there is none."""
+    """The kernel's boot id (/proc/sys/kernel/random/boot_id), at most 64 bytes; empty where there is none."""
     start_ticks: _builtins.int
     """Start time of the process in clock ticks since boot (field 22 of /proc/PID/stat), 0 where unknown."""
     pid_namespace: _builtins.int
@@ -136,9 +136,9 @@ class Tag(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
-    """Generation of the last step."""
+    """Generation of the last step, below 2^62."""
     step: _builtins.int
-    """Its number, counted from 1 over the whole line."""
+    """Its number, counted from 1 over the whole line; below 2^62."""
     def __init__(
         self,
         *,
@@ -164,7 +164,7 @@ class Share(_message.Message):
     part: _builtins.int
     """From 0; below `parts`."""
     parts: _builtins.int
-    """How many there are; 1 or more."""
+    """How many there are; 1 or more, and at most the job's `max_workers` and 65,536."""
     def __init__(
         self,
         *,
@@ -190,11 +190,11 @@ class Member(_message.Message):
     PROCESS_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     member_id: _builtins.str
-    """Unique for ever; a restarted process is a new member."""
+    """Unique for ever; a restarted process is a new member. At most 64 bytes."""
     rank: _builtins.int
     """Position in the view, from 0."""
     address: _builtins.str
-    """Where its PeerService answers, "host:port"."""
+    """Where its PeerService answers, "host:port"; at most 512 bytes."""
     @_builtins.property
     def process(self) -> Global___ProcessIdentity:
         """The process behind it."""
@@ -235,17 +235,19 @@ class Register(_message.Message):
     protocol_version: _builtins.int
     """Version of this protocol that the worker speaks; the coordinator refuses another."""
     address: _builtins.str
-    """Where the worker's PeerService answers, "host:port"."""
+    """Where the worker's PeerService answers, "host:port"; 1 to 512 bytes."""
     rank: _builtins.int
     """Explicit rank. Set for all members of a job or for none; two claims to one rank are refused."""
     generation_floor: _builtins.int
-    """The highest generation that the worker has seen evidence of (a checkpoint); the job's numbers go on above it."""
+    """The highest generation that the worker has seen evidence of (a checkpoint), below 2^62; the job's numbers go on
+    above it.
+    """
     former_member_id: _builtins.str
-    """Id of the member that this process was before its session ended, empty for none. Its seat is known to be free then,
-    and its session ends if it has not yet. Ignored unless `former_session_token` proves it.
+    """Id of the member that this process was before its session ended, at most 64 bytes; empty for none. Its seat is
+    known to be free then, and its session ends if it has not yet. Ignored unless `former_session_token` proves it.
     """
     former_session_token: _builtins.bytes
-    """That member's token, from its `Registered`."""
+    """That member's token, from its `Registered`; at most 64 bytes."""
     @_builtins.property
     def process(self) -> Global___ProcessIdentity:
         """The worker's process."""
@@ -289,11 +291,11 @@ class Resume(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     job: _builtins.str
-    """Name of the job."""
+    """Name of the job, at most 128 bytes."""
     member_id: _builtins.str
-    """Id from `Registered`."""
+    """Id from `Registered`, at most 64 bytes."""
     session_token: _builtins.bytes
-    """Token from `Registered`."""
+    """Token from `Registered`, at most 64 bytes."""
     generation: _builtins.int
     """The last generation that the member has heard of: its own, or one that has no seat for it; 0 for none. The
     coordinator answers with the verdict if it is void.
@@ -319,7 +321,7 @@ Global___Resume: _TypeAlias = Resume  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
-    """A sign of life, with progress. Sent every `heartbeat_interval`."""
+    """A sign of life, with progress. Sent every `heartbeat_interval`, and at once when a peer tells of a failure."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -490,6 +492,7 @@ class Report(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     ACCUSED_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    UNOPENED_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """The generation that the evidence is about."""
     operation: _builtins.int
@@ -500,6 +503,10 @@ class Report(_message.Message):
     """The rank at the other end; unset when the member reports itself (its own code raised)."""
     text: _builtins.str
     """One sentence with the facts, at most 2,000 bytes, for the error's text."""
+    unopened: _builtins.bool
+    """True for a lost link that the reporter could never open in this generation. Of a newcomer this says nothing about a
+    member that the others reach.
+    """
     def __init__(
         self,
         *,
@@ -508,10 +515,11 @@ class Report(_message.Message):
         reason: _errors_pb2.ErrorReason.ValueType = ...,
         accused: _builtins.int | None = ...,
         text: _builtins.str = ...,
+        unopened: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_accused", b"_accused", "accused", b"accused"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accused", b"_accused", "accused", b"accused", "generation", b"generation", "operation", b"operation", "reason", b"reason", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accused", b"_accused", "accused", b"accused", "generation", b"generation", "operation", b"operation", "reason", b"reason", "text", b"text", "unopened", b"unopened"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__accused: _TypeAlias = _typing.Literal["accused"]  # noqa: Y015
     _WhichOneofArgType__accused: _TypeAlias = _typing.Literal["_accused", b"_accused"]  # noqa: Y015
@@ -556,7 +564,7 @@ class Meet(_message.Message):
     """True if no newcomer may be admitted now, because the members are between two steps."""
     node_size: _builtins.int
     """How many members hold one copy of the state between them, 0 for all members of a view; the size of a view is a
-    multiple of it. Unset if members hold the whole state.
+    multiple of it. At most the job's `max_workers`. Unset if members hold the whole state.
     """
     stored: _builtins.bool
     """True if it holds nothing of the state yet, and can read any share of it from a checkpoint."""
@@ -570,7 +578,10 @@ class Meet(_message.Message):
 
     @_builtins.property
     def shares(self) -> _containers.RepeatedCompositeFieldContainer[Global___Share]:
-        """The shares of that state that it holds, first the one that it trains on. Unset if members hold the whole state."""
+        """The shares of that state that it holds, first the one that it trains on. At most 64: another for each view that did
+        not come to a step. Each has `node_size` parts, or 1 of a state that was not cut yet; if `node_size` is 0, as many
+        as some view had members. Unset if members hold the whole state.
+        """
 
     @_builtins.property
     def prepared(self) -> Global___Tag:
@@ -620,7 +631,7 @@ class Finish(_message.Message):
     generation: _builtins.int
     """The generation in which it completed."""
     step: _builtins.int
-    """The last step."""
+    """The last step, below 2^62."""
     def __init__(
         self,
         *,
@@ -750,9 +761,9 @@ class Registered(_message.Message):
     DOOR_SECRET_FIELD_NUMBER: _builtins.int
     LONGEST_SILENCE_FIELD_NUMBER: _builtins.int
     member_id: _builtins.str
-    """The member's id."""
+    """The member's id, at most 64 bytes."""
     session_token: _builtins.bytes
-    """Secret that proves the session: for `resume` and for the store. Never log it."""
+    """Secret that proves the session: for `resume` and for the store; at most 64 bytes. Never log it."""
     door_secret: _builtins.bytes
     """Secret of the job, 32 bytes: members use it to prove to each other's doors (PeerService) that they belong to this
     job. Never log it.
@@ -809,7 +820,7 @@ class NewDoorSecret(_message.Message):
 
     DOOR_SECRET_FIELD_NUMBER: _builtins.int
     door_secret: _builtins.bytes
-    """Takes the place of `Registered.door_secret`. Never log it."""
+    """Takes the place of `Registered.door_secret`, 32 bytes. Never log it."""
     def __init__(
         self,
         *,
@@ -831,7 +842,7 @@ class Waiting(_message.Message):
 
     REASON_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """What is being waited for and why, for people: "waiting for 2 more workers (2 of at least 4)"."""
+    """What is being waited for and why, for people: "waiting for 2 more workers (2 of at least 4)". At most 64 KiB."""
     def __init__(
         self,
         *,
@@ -847,8 +858,9 @@ Global___Waiting: _TypeAlias = Waiting  # noqa: Y015
 
 @_typing.final
 class Missing(_message.Message):
-    """Members of the job's last view that are silent, on the receiver's host. It checks whether these processes exist, and
-    reports those that do not (ReportExit with `found_gone`).
+    """Members of the job's last view that are silent, on the receiver's host. It checks whether these processes have ended,
+    and reports those that have (ReportExit with `found_gone`). Sent again, to this worker or another one of the host, for
+    as long as somebody waits.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -856,7 +868,7 @@ class Missing(_message.Message):
     PROCESSES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def processes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProcessIdentity]:
-        """The processes."""
+        """The processes, at most 64."""
 
     def __init__(
         self,
@@ -896,14 +908,18 @@ class ViewFormed(_message.Message):
     pages: _builtins.int
     """Number of pages to fetch with GetView."""
     lost: _builtins.str
-    """A sentence about earlier training that is lost to the receiver's line; empty if none is known to be lost."""
+    """A sentence about earlier training that is lost to the receiver's line, at most 500 bytes; empty if none is known to
+    be lost.
+    """
     @_builtins.property
     def base(self) -> Global___Tag:
         """The state that the generation starts from; unset if its members have not compared yet what they hold."""
 
     @_builtins.property
     def newcomers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Ranks that do not hold the base, ascending: they take it from the others before they contribute."""
+        """Ranks that do not hold the base, ascending: they take it from the others before they contribute. At most
+        `world_size`.
+        """
 
     def __init__(
         self,
@@ -948,7 +964,7 @@ class Running(_message.Message):
     """Number of pages to fetch with GetView."""
     @_builtins.property
     def ended(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Ranks of members that have ended, ascending: the receiver need not reach them."""
+        """Ranks of members that have ended, ascending: the receiver need not reach them. At most `world_size`."""
 
     def __init__(
         self,
@@ -1003,7 +1019,7 @@ class Holder(_message.Message):
 
     @_builtins.property
     def shares(self) -> _containers.RepeatedCompositeFieldContainer[Global___Share]:
-        """The shares that it holds; unset if members hold the whole state."""
+        """The shares that it holds, at most 64; unset if members hold the whole state."""
 
     def __init__(
         self,
@@ -1036,14 +1052,14 @@ class CatchUp(_message.Message):
     generation: _builtins.int
     """The generation that the meeting is after, 0 for a candidate."""
     fingerprint: _builtins.bytes
-    """Fingerprint of the whole state, for `Meet.fingerprint`."""
+    """Fingerprint of the whole state, for `Meet.fingerprint`; at most 32 bytes."""
     @_builtins.property
     def base(self) -> Global___Tag:
         """What to take."""
 
     @_builtins.property
     def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holder]:
-        """The members that hold it."""
+        """The members that hold it: at most 17, or two for each part of the state and one."""
 
     @_builtins.property
     def share(self) -> Global___Share:
@@ -1100,7 +1116,7 @@ class Drain(_message.Message):
 
     REASON_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """Who asked for it, as text for people."""
+    """Who asked for it, as text for people; at most 100 bytes."""
     def __init__(
         self,
         *,
@@ -1147,7 +1163,7 @@ class Spare(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """Why, for people."""
+    """Why, for people; at most 100 bytes."""
     generation: _builtins.int
     """The view's generation. A coordinator whose state is older learns from it, when the receiver resumes."""
     def __init__(
@@ -1174,7 +1190,7 @@ class StateLost(_message.Message):
 
     REASON_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """Which part is lost, and with which members, as text for people."""
+    """Which part is lost, and with which members, as text for people; at most 64 KiB."""
     def __init__(
         self,
         *,
@@ -1228,10 +1244,10 @@ class Verdict(_message.Message):
     operation: _builtins.int
     """Number of the collective in which it was seen, 0 for none."""
     text: _builtins.str
-    """One sentence: what happened, to which rank and host."""
+    """What happened, to which rank and host: a sentence, or one for each culprit, at most ten. At most 32 KiB."""
     @_builtins.property
     def culprits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Ranks of the culprits, ascending; may be empty."""
+        """Ranks of the culprits, ascending; may be empty. At most one for each member."""
 
     def __init__(
         self,
@@ -1287,10 +1303,12 @@ class BarrierFailed(_message.Message):
     reason: _errors_pb2.ErrorReason.ValueType
     """TIMEOUT, STALE_GENERATION, BAD_REQUEST, LIMIT or the reason of the generation's verdict."""
     text: _builtins.str
-    """For a timeout: which members are missing (rank, host, since when)."""
+    """For a timeout: which members are missing (rank, host, since when), at most ten. At most 32 KiB."""
     @_builtins.property
     def culprits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Ranks to blame, ascending: those that are missing, or the culprits of the generation's verdict."""
+        """Ranks to blame, ascending: those that are missing, or the culprits of the generation's verdict. At most one for
+        each member.
+        """
 
     def __init__(
         self,
@@ -1343,7 +1361,7 @@ class Asked(_message.Message):
     @_builtins.property
     def pids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """With STACKS: process ids on the receiver's host, and in its pid namespace, whose stacks to get by a signal; at most
-        64. Empty for the receiver's own stacks.
+        64. The receiver refuses those that are no members of its job. Empty for the receiver's own stacks.
         """
 
     def __init__(
@@ -1523,7 +1541,7 @@ class GetViewRequest(_message.Message):
     PAGE_FIELD_NUMBER: _builtins.int
     KNOWN_SHA256_FIELD_NUMBER: _builtins.int
     job: _builtins.str
-    """Name of the job."""
+    """Name of the job, at most 128 bytes."""
     generation: _builtins.int
     """The generation; another than the job's current one is refused as stale."""
     page: _builtins.int
@@ -1561,7 +1579,7 @@ class Stretch(_message.Message):
     """How many, in that list's order; 0 for none."""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]:
-        """Members that follow them."""
+        """Members that follow them, at most as many as the view has."""
 
     def __init__(
         self,
@@ -1588,12 +1606,13 @@ class GetViewResponse(_message.Message):
     STRETCHES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]:
-        """The next members in rank order."""
+        """The next members in rank order; at most 1,000, unless the operator has set another number (`page_members`)."""
 
     @_builtins.property
     def stretches(self) -> _containers.RepeatedCompositeFieldContainer[Global___Stretch]:
-        """All members in rank order. Ranks follow from the order; with them, the hash is that of all members in one page. If
-        the hash differs, the worker asks for whole pages.
+        """All members in rank order, in at most as many stretches as the view has members, and one. Ranks follow from the
+        order; with them, the hash is that of all members in one page. If the hash differs, the worker asks for whole
+        pages.
         """
 
     def __init__(
@@ -1621,7 +1640,7 @@ class ReportExitRequest(_message.Message):
     EXIT_CODE_FIELD_NUMBER: _builtins.int
     FOUND_GONE_FIELD_NUMBER: _builtins.int
     job: _builtins.str
-    """Name of the job."""
+    """Name of the job, at most 128 bytes."""
     exit_code: _builtins.int
     """Its exit code, or the negated number of the signal that killed it."""
     found_gone: _builtins.bool
@@ -1680,16 +1699,16 @@ class AnswerAskRequest(_message.Message):
     ASK_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     job: _builtins.str
-    """Name of the job."""
+    """Name of the job, at most 128 bytes."""
     member_id: _builtins.str
-    """Id from `Registered`."""
+    """Id from `Registered`, at most 64 bytes."""
     session_token: _builtins.bytes
-    """Token from `Registered`; a call with a wrong token, or of an ended session, is refused."""
+    """Token from `Registered`, at most 64 bytes; a call with a wrong token, or of an ended session, is refused."""
     ask: _builtins.int
     """Number from `Asked`."""
     @_builtins.property
     def data(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """The answer, in pieces: one after another they are JSON of at most 1 MiB."""
+        """The answer, in at most 1,000 pieces: one after another they are JSON of at most 1 MiB."""
 
     def __init__(
         self,

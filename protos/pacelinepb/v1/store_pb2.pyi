@@ -29,11 +29,11 @@ class Caller(_message.Message):
     MEMBER_ID_FIELD_NUMBER: _builtins.int
     SESSION_TOKEN_FIELD_NUMBER: _builtins.int
     job: _builtins.str
-    """Name of the job."""
+    """Name of the job, at most 128 bytes."""
     member_id: _builtins.str
-    """Id from `Registered`."""
+    """Id from `Registered`, at most 64 bytes."""
     session_token: _builtins.bytes
-    """Token from `Registered`; a call with a wrong token, or of an ended session, is refused."""
+    """Token from `Registered`, at most 64 bytes; a call with a wrong token, or of an ended session, is refused."""
     def __init__(
         self,
         *,
@@ -66,7 +66,7 @@ class SetRequest(_message.Message):
 
     @_builtins.property
     def value(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """The value, in pieces that are concatenated; at most 1 MiB in all."""
+        """The value, in at most 1,000 pieces that are concatenated; at most 1 MiB in all."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class GetRequest(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
     key: _builtins.str
-    """The key."""
+    """The key, 1 to 1,024 bytes."""
     @_builtins.property
     def caller(self) -> Global___Caller:
         """The caller."""
@@ -142,7 +142,7 @@ class GetResponse(_message.Message):
 
     VALUE_FIELD_NUMBER: _builtins.int
     value: _builtins.bytes
-    """The value."""
+    """The value, at most 1 MiB."""
     def __init__(
         self,
         *,
@@ -167,7 +167,7 @@ class AddRequest(_message.Message):
     AMOUNT_FIELD_NUMBER: _builtins.int
     CALL_FIELD_NUMBER: _builtins.int
     key: _builtins.str
-    """The key; a value that is no integer is refused as BAD_REQUEST."""
+    """The key, 1 to 1,024 bytes; a value that is no integer is refused as BAD_REQUEST."""
     amount: _builtins.int
     """What to add, may be negative."""
     call: _builtins.int
@@ -226,7 +226,7 @@ class CompareSetRequest(_message.Message):
     DESIRED_FIELD_NUMBER: _builtins.int
     CALL_FIELD_NUMBER: _builtins.int
     key: _builtins.str
-    """The key."""
+    """The key, 1 to 1,024 bytes."""
     call: _builtins.int
     """Chosen by the caller, unique in its session: a repeat of the call is answered as the first was."""
     @_builtins.property
@@ -235,11 +235,11 @@ class CompareSetRequest(_message.Message):
 
     @_builtins.property
     def expected(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """The value that the key must hold, in pieces; no piece: the key must be missing."""
+        """The value that the key must hold, in at most 1,000 pieces, at most 1 MiB in all; no piece: the key must be missing."""
 
     @_builtins.property
     def desired(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """The new value, in pieces."""
+        """The new value, in at most 1,000 pieces; at most 1 MiB in all."""
 
     def __init__(
         self,
@@ -269,7 +269,7 @@ class CompareSetResponse(_message.Message):
     swapped: _builtins.bool
     """True if the key was set by this call."""
     value: _builtins.bytes
-    """The value after the call; unset if the key is missing."""
+    """The value after the call, at most 1 MiB; unset if the key is missing."""
     def __init__(
         self,
         *,
@@ -301,7 +301,7 @@ class WaitRequest(_message.Message):
 
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """At most 1,000 keys."""
+        """At most 1,000 keys, of 1 to 1,024 bytes each."""
 
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
@@ -348,7 +348,7 @@ class DeleteRequest(_message.Message):
     CALLER_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
     key: _builtins.str
-    """The key."""
+    """The key, 1 to 1,024 bytes."""
     @_builtins.property
     def caller(self) -> Global___Caller:
         """The caller."""

@@ -15,11 +15,9 @@ from dataclasses import dataclass
 
 from paceline_server.errors import PermissionDenied, Unauthenticated
 from paceline_server.settings import ServerSettings
+from pacelinepb.token_lines import MIN_TOKEN_CHARACTERS, token_flaw, token_lines
 
-__all__ = ["exposure", "Grant", "MAX_TOKENS", "MIN_TOKEN_CHARACTERS", "Role", "Tokens", "TokensUnusable", "is_loopback"]
-
-MIN_TOKEN_CHARACTERS = 16
-"""The least characters of a token: a shorter one can be guessed; `openssl rand -hex 32` makes a good one."""
+__all__ = ["exposure", "Grant", "MAX_TOKENS", "Role", "Tokens", "TokensUnusable", "is_loopback"]
 
 MAX_TOKENS = 1_000
 """The most tokens: each call's token is compared with all of them, at about 0.5 microseconds each."""
@@ -117,13 +115,14 @@ class Tokens:
         """
         jobs: dict[bytes, set[str] | None] = {}
         roles: dict[bytes, Role] = {}
-        for number, line in enumerate(text.splitlines(), 1):
-            words = line.split(maxsplit=1)
-            if not words or words[0].startswith("#"):
-                continue
-            _check(words[0], f"the token in line {number}")
-            digest = _digest(words[0])
-            role, job = _read_rest(words[1] if len(words) > 1 else "", number)
+        try:
+            lines = list(token_lines(text))
+        except ValueError as error:
+            raise TokensUnusable(str(error)) from None
+        for number, token, rest in lines:
+            _check(token, f"the token in line {number}")
+            digest = _digest(token)
+            role, job = _read_rest(rest, number)
             if roles.setdefault(digest, role) is not role:
                 raise TokensUnusable(
                     f"the token in line {number} has another role in a line above: a token has one role"
@@ -180,13 +179,13 @@ def _digest(token: str) -> bytes:
 
 
 def _check(token: str, what: str) -> None:
+    if flaw := token_flaw(token):
+        raise TokensUnusable(f"{what} {flaw}")
     if len(token) < MIN_TOKEN_CHARACTERS:
         raise TokensUnusable(
             f"{what} has {len(token)} characters, but needs at least {MIN_TOKEN_CHARACTERS}: openssl rand -hex 32 "
             "makes one"
         )
-    if not all("!" <= character <= "~" for character in token):
-        raise TokensUnusable(f"{what} has characters other than printable ASCII")
 
 
 def exposure(settings: ServerSettings) -> str | None:

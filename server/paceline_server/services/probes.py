@@ -8,10 +8,10 @@ A real prober has one or two, so it gets its answer even if others open thousand
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from typing import Any
 
 from paceline_server._grpc import EOF, aio, grpc
+from paceline_server.limits import Places
 
 __all__ = ["MOST_PROBES", "PROBE", "Probes"]
 
@@ -28,39 +28,24 @@ class Probes:
     """All open probes."""
 
     def __init__(self) -> None:
-        # The time limits of the probes by connection, the oldest first.
-        self._open: dict[str, OrderedDict[asyncio.Timeout, None]] = {}
+        self._open: Places[asyncio.Timeout] = Places(MOST_PROBES)
 
     async def serve(self, inner: Any, context: aio.ServicerContext[Any, Any]) -> None:
         """Answers a probe through its handler, or ends it after `_PATIENCE_S` or to make room for another."""
-        connection = context.peer()
         try:
             async with asyncio.timeout(_PATIENCE_S) as limit:
-                self._open.setdefault(connection, OrderedDict())[limit] = None
-                self._make_room()
+                if (oldest := self._open.take(context.peer(), limit)) is not None:
+                    oldest.reschedule(asyncio.get_running_loop().time())
                 try:
                     request: Any = await context.read()
                     if request is EOF:
                         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a call without a request")
                     await context.write(await inner(request, context))
                 finally:
-                    self._drop(connection, limit)
+                    self._open.free(limit)
         except TimeoutError:
             text = (
                 f"a probe takes {_PATIENCE_S:g} s at most; if more than {MOST_PROBES} are open, the oldest one of "
                 "the connection with the most probes is ended"
             )
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
-
-    def _make_room(self) -> None:
-        if sum(map(len, self._open.values())) > MOST_PROBES:
-            connection = max(self._open, key=lambda each: len(self._open[each]))
-            oldest = next(iter(self._open[connection]))
-            self._drop(connection, oldest)
-            oldest.reschedule(asyncio.get_running_loop().time())
-
-    def _drop(self, connection: str, probe: asyncio.Timeout) -> None:
-        if probes := self._open.get(connection):
-            probes.pop(probe, None)
-            if not probes:
-                del self._open[connection]

@@ -1,8 +1,9 @@
-"""Refuses bytes that cannot be parsed like any other bad request, instead of letting grpc fail.
+"""Refuses bytes that cannot be parsed, and fields that are too long, like any other bad request.
 
 grpc ends a call whose message cannot be parsed with UNKNOWN and the text of a Python exception. Here parsing never
 fails: it returns a mark in place of a message, and `check_readable` raises a refusal when it meets the mark. The bytes
-have most likely changed on the way, so the caller may try again.
+have most likely changed on the way, so the caller may try again. Nothing acts on a message before `pacelinepb.bounds`
+has passed it.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from paceline_server._grpc import EOF, aio
-from paceline_server.errors import Damaged
+from paceline_server.errors import Damaged, LimitMet
 from pacelinepb import checks
+from pacelinepb.bounds import too_much
 from pacelinepb.v1 import session_pb2 as pb
 
 __all__ = ["SessionMessages", "check_readable", "forgiving"]
@@ -46,10 +48,16 @@ def check_readable(message: Any) -> Any:
 
     Raises:
         Damaged: it could not be parsed.
+        LimitMet: a field of it is too long.
     """
     if message is _UNREADABLE:
         raise Damaged(_TEXT)
+    if text := too_much(message):
+        raise LimitMet(text)
     return message
+
+
+_read_session_request = forgiving(pb.SessionRequest.FromString)
 
 
 class SessionMessages:
@@ -68,6 +76,7 @@ class SessionMessages:
 
         Raises:
             Damaged: the message could not be parsed, or its check is wrong.
+            LimitMet: a field of it is too long.
         """
         data: Any = await self._context.read()
         if data is EOF:
@@ -75,10 +84,7 @@ class SessionMessages:
         if not checks.is_sound(data, self._read):
             raise Damaged("a message of the session was changed or lost on the way")
         self._read += 1
-        try:
-            return pb.SessionRequest.FromString(data)
-        except DecodeError:
-            raise Damaged(_TEXT) from None
+        return check_readable(_read_session_request(data))
 
     async def write(self, message: pb.SessionResponse) -> None:
         """Sends a message."""

@@ -9,9 +9,8 @@ from typing import Any, NoReturn
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.rpc.error_details_pb2 import ErrorInfo
 from google.rpc.status_pb2 import Status
-from grpc_status import rpc_status
 
-from paceline_server._grpc import aio, grpc
+from paceline_server._grpc import aio, grpc, rpc_status
 from paceline_server.errors import STATUS, NotLeader, Refused
 from paceline_server.services.reading import SessionMessages, check_readable, forgiving
 from paceline_server.wire import cut

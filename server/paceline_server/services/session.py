@@ -9,7 +9,7 @@ from paceline_protocol.coordinator import BarrierEntered, FinishedLine, Heard, L
 from paceline_server import wire
 from paceline_server._grpc import EOF, aio, grpc
 from paceline_server.dispatcher import Dispatcher
-from paceline_server.errors import BadRequest, TimedOut
+from paceline_server.errors import BadRequest, LimitMet, TimedOut
 from paceline_server.limits import Pacer
 from paceline_server.streams import SessionStream
 from pacelinepb.v1 import session_pb2 as pb
@@ -90,7 +90,10 @@ class SessionHandlers:
     async def answer_ask(self, request: pb.AnswerAskRequest, context: _Context) -> pb.AnswerAskResponse:
         """Passes a member's answer on to the operator who has asked."""
         self._dispatcher.authenticate(request.job, request.member_id, request.session_token)
-        taken = await self._dispatcher.questions.answer(request.member_id, request.ask, b"".join(request.data))
+        data = b"".join(request.data)
+        if len(data) > (most := self._settings.max_value_bytes):
+            raise LimitMet(f"an answer has at most {most} bytes")
+        taken = await self._dispatcher.questions.answer(request.member_id, request.ask, data)
         return pb.AnswerAskResponse(taken=taken)
 
     async def _read(self, stream: SessionStream, context: _Context) -> None:
@@ -115,7 +118,8 @@ class SessionHandlers:
                 self._dispatcher.apply_of(stream, MetOthers(stream.member_id, wire.read_meet(message.meet)))
             case "finish":
                 finish = message.finish
-                self._dispatcher.apply_of(stream, FinishedLine(stream.member_id, finish.generation, finish.step))
+                step = wire.check_number(finish.step, "finish.step")
+                self._dispatcher.apply_of(stream, FinishedLine(stream.member_id, finish.generation, step))
             case "leave":
                 if message.leave.HasField("last"):
                     self._hear(stream, message.leave.last)

@@ -75,6 +75,8 @@ class StoreHandlers:
         """Sets a key if it holds the expected value."""
         job, key = self._caller(request.caller), self._key(request.key)
         expected = b"".join(request.expected) if request.expected else None
+        if len(expected or b"") > (most := self._settings.max_value_bytes):
+            raise LimitMet(f"an expected value has at most {most} bytes, as a value has")
         swapped, value, changes = job.store.values.compare_set(
             request.caller.member_id, request.call, key, expected, b"".join(request.desired)
         )

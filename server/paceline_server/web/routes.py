@@ -4,6 +4,9 @@ Callers show the same tokens as those of gRPC (`Authorization: Bearer`), and nee
 and the probes are open to all, because they say nothing about jobs. Any page in a browser may make it send requests. So
 orders must be JSON from this very origin. And while neither a token nor a certificate is needed, `Host` must be no
 foreign name, since a foreign page can have its own name resolve to this machine (DNS rebinding).
+
+All requests but probes wait for their payer's turn, as calls do (`services.calls`). A request whose turn is more than
+`PATIENCE_S` away is refused then, and not at once: so one connection makes few requests a second, whatever it does.
 """
 
 from __future__ import annotations
@@ -13,9 +16,11 @@ import hashlib
 import ipaddress
 import json
 import logging
+import math
 import mimetypes
 import time
 from collections.abc import Awaitable, Callable, Hashable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,6 +33,7 @@ from paceline_server.dispatcher import Dispatcher
 from paceline_server.errors import (
     BadRequest,
     Draining,
+    LimitMet,
     NoRoom,
     NotFound,
     NotLeader,
@@ -35,15 +41,17 @@ from paceline_server.errors import (
     Refused,
     Unauthenticated,
 )
+from paceline_server.limits import Pacers, payer, peer_of
 from paceline_server.security.token_file import TokenKeeper
 from paceline_server.security.tokens import Grant, Role
-from paceline_server.services.admin import AdminHandlers
+from paceline_server.services.admin import AT_ONCE, AdminHandlers
+from paceline_server.storage.base import Storage
 from paceline_server.web.metrics import JobCollector
 from paceline_server.web.stream import Broadcasts
-from pacelinepb.status_json import detail_as_dict, event_as_dict, job_as_dict
+from pacelinepb.status_json import detail_as_dict, event_as_dict, job_as_dict, members_as_dicts
 from pacelinepb.v1 import admin_pb2 as pb
 
-__all__ = ["MAX_BODY_BYTES", "POLICY", "Routes"]
+__all__ = ["MAX_BODY_BYTES", "POLICY", "Routes", "error_answer"]
 
 _log = logging.getLogger(__name__)
 
@@ -51,8 +59,25 @@ STATIC = Path(__file__).parent / "static"
 
 MAX_BODY_BYTES = 64 << 10
 
+REQUEST_RATE = 200
+"""Requests a second that are served to one payer, after `REQUEST_BURST` at once: they take some 5 % of a core."""
+
+REQUEST_BURST = 1_000
+"""Requests of one payer that may come at once: a page begins with 10."""
+
+PATIENCE_S = 0.4
+"""The most seconds for which a request waits for its turn: less than a stopping coordinator waits for answers."""
+
+_MOST_PAYERS = 20_000
+"""The most payers whose pace is remembered: each takes 0.3 KB."""
+
+_PROBES = frozenset(("/healthz", "/readyz"))
+
 _READY_S = 1.0
 """Seconds for the storage to answer."""
+
+READY_FOR_S = 0.5
+"""Seconds for which the storage's answer holds: half the shortest period of a probe in Kubernetes."""
 
 _STATUS: dict[type[Refused], int] = {
     Unauthenticated: 401,
@@ -61,6 +86,7 @@ _STATUS: dict[type[Refused], int] = {
     Draining: 503,
     NotLeader: 503,
     NoRoom: 503,
+    LimitMet: 429,
 }
 
 POLICY = (
@@ -99,18 +125,29 @@ class Routes:
         dispatcher: the jobs.
         tokens: the tokens in force; None if callers need none.
         names: the names, in lower case, by which a request may call this server, besides IP addresses; None for any.
+        streaming: is entered for as long as a request is answered with a stream.
 
     Attributes:
         broadcasts: the streams.
     """
 
-    def __init__(self, dispatcher: Dispatcher, tokens: TokenKeeper | None, *, names: frozenset[str] | None) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        tokens: TokenKeeper | None,
+        *,
+        names: frozenset[str] | None,
+        streaming: Callable[[web.Request], AbstractContextManager[None]],
+    ) -> None:
         self.broadcasts = Broadcasts()
         self._dispatcher = dispatcher
         self._admin = AdminHandlers(dispatcher)
         self._tokens = tokens
         self._version = _version()
         self._names = names
+        self._streaming = streaming
+        self._pacers = Pacers(REQUEST_RATE, REQUEST_BURST, _MOST_PAYERS)
+        self._readiness = _Readiness(dispatcher.storage)
         self._started = time.time()
         self._files = _read_files(STATIC)
         self._building = asyncio.Lock()
@@ -137,8 +174,10 @@ class Routes:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Checks where a request comes from, and makes an answer of each error."""
+        """Checks where a request comes from, and makes an answer of each refusal."""
         try:
+            if request.path not in _PROBES:
+                await self._turn(request)
             self._check_host(request)
             if self._dispatcher.standby is not None and request.path.startswith(
                 ("/api/jobs", "/api/stream", "/readyz")
@@ -146,18 +185,36 @@ class Routes:
                 raise self._dispatcher.standby()
             response = await handler(request)
         except Refused as refused:
-            response = _error(_STATUS.get(type(refused), 400), str(refused))
+            response = error_answer(_STATUS.get(type(refused), 400), str(refused))
             if isinstance(refused, Unauthenticated):
                 response.headers["WWW-Authenticate"] = "Bearer"
+            if isinstance(refused, LimitMet):
+                response.headers["Retry-After"] = str(math.ceil(PATIENCE_S))
         except web.HTTPException as error:
-            response = _error(error.status, f"{request.method} {request.path}: {error.reason}"[:300])
-        except Exception:  # noqa: BLE001  whatever it is, the log has it, and the caller an answer
-            _log.exception("%s %s has failed", request.method, request.path)
-            response = _error(500, "the coordinator has failed here: its log says why")
+            response = error_answer(error.status, f"{request.method} {request.path}: {error.reason}"[:300])
+        if request.path in _PROBES:
+            response.force_close()  # so each takes a connection, and a flood of them waits to be accepted
         if not response.prepared:
             response.headers.update(_HEADERS)
             response.headers.setdefault("Cache-Control", "no-store")
         return response
+
+    async def _turn(self, request: web.Request) -> None:
+        """Waits if the payer makes requests faster than it may.
+
+        Raises:
+            LimitMet: it would wait for too long.
+        """
+        who = self._payer(request)
+        delay = self._pacers.delay(who, asyncio.get_running_loop().time(), PATIENCE_S)
+        if delay:
+            await asyncio.sleep(min(delay, PATIENCE_S))
+        if delay > PATIENCE_S:
+            raise LimitMet(f"{who} makes more than {REQUEST_RATE} requests a second")
+
+    def _payer(self, request: web.Request) -> str:
+        tokens = None if self._tokens is None else self._tokens.last
+        return payer(tokens, request.headers.get("Authorization"), peer_of(request.remote or ""))
 
     def _check_host(self, request: web.Request) -> None:
         if self._names is None:
@@ -229,13 +286,8 @@ class Routes:
         """Answers 200 if jobs can be served: this coordinator does not stop, and its storage answers."""
         if self._dispatcher.draining:
             raise Draining("the coordinator is stopping")
-        try:
-            async with asyncio.timeout(_READY_S):
-                await self._dispatcher.storage.write([])
-        except TimeoutError:
-            return _error(503, f"the storage has not answered for {_READY_S:g} s")
-        except OSError as error:
-            return _error(503, str(error))
+        if trouble := await self._readiness.trouble():
+            return error_answer(503, trouble)
         return web.Response(text="ok\n")
 
     async def _metrics(self, request: web.Request) -> web.Response:
@@ -294,7 +346,13 @@ class Routes:
         return _json(await self._shared(("job", name), build))
 
     async def _detail(self, name: str) -> dict[str, Any]:
-        return detail_as_dict(await self._admin.GetJob(pb.GetJobRequest(job=name)))
+        detail = await self._admin.GetJob(pb.GetJobRequest(job=name))
+        members: list[dict[str, Any]] = []
+        for member in members_as_dicts(detail):
+            if members and len(members) % AT_ONCE == 0:
+                await asyncio.sleep(0)  # others have a turn
+            members.append(member)
+        return detail_as_dict(detail, members)
 
     async def _events(self, request: web.Request) -> web.Response:
         name = await self._named(request)
@@ -318,9 +376,10 @@ class Routes:
             if (name and not now.allows(name)) or (not name and now.jobs != grant.jobs):
                 raise PermissionDenied("the token is good for other jobs now")
 
-        if name:
-            return await self.broadcasts.serve(request, ("job", name), "job", lambda: self._detail(name), check)
-        return await self.broadcasts.serve(request, ("jobs", grant.jobs), "jobs", lambda: self._list(grant), check)
+        with self.broadcasts.share(self._payer(request)), self._streaming(request):
+            if name:
+                return await self.broadcasts.serve(request, ("job", name), "job", lambda: self._detail(name), check)
+            return await self.broadcasts.serve(request, ("jobs", grant.jobs), "jobs", lambda: self._list(grant), check)
 
     async def _drain(self, request: web.Request) -> web.Response:
         """Has members leave, if the request comes from an operator, and not from another page in a browser."""
@@ -358,8 +417,10 @@ def _json(body: bytes) -> web.Response:
     return web.Response(body=body, content_type="application/json", charset="utf-8")
 
 
-def _error(status: int, text: str) -> web.Response:
-    return web.Response(status=status, text=json.dumps({"error": text}), content_type="application/json")
+def error_answer(status: int, text: str) -> web.Response:
+    """Returns the answer to a request that is refused."""
+    body = json.dumps({"error": text})
+    return web.Response(status=status, text=body, content_type="application/json", headers=_HEADERS)
 
 
 def _read_files(folder: Path) -> dict[str, _File]:
@@ -373,3 +434,36 @@ def _read_files(folder: Path) -> dict[str, _File]:
             tag = f'"{hashlib.sha256(data).hexdigest()[:16]}"'
             found[path.relative_to(folder).as_posix()] = _File(data, kind + text, tag)
     return found
+
+
+class _Readiness:
+    """Whether the storage answers. It is asked at most once in `READY_FOR_S`, for all who want to know meanwhile.
+
+    With etcd, to ask is to write. A storage that hangs is not asked again before it has answered.
+
+    Args:
+        storage: the state.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._asked: asyncio.Future[None] | None = None
+        self._look: asyncio.Task[str] | None = None
+        self._holds_until = -math.inf
+
+    async def trouble(self) -> str:
+        """Returns why the storage cannot be used, empty if it can."""
+        if self._look is None or (self._look.done() and asyncio.get_running_loop().time() >= self._holds_until):
+            self._look = asyncio.create_task(self._ask())
+        return await asyncio.shield(self._look)
+
+    async def _ask(self) -> str:
+        if self._asked is None or self._asked.done():
+            self._asked = self._storage.write([])
+            self._asked.add_done_callback(lambda asked: asked.cancelled() or asked.exception())  # nobody may wait then
+        await asyncio.wait({self._asked}, timeout=_READY_S)
+        self._holds_until = asyncio.get_running_loop().time() + READY_FOR_S
+        if not self._asked.done():
+            return f"the storage has not answered for {_READY_S:g} s"
+        error = self._asked.exception()
+        return "" if error is None else str(error) or type(error).__name__

@@ -10,12 +10,14 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from aiohttp import web
 
-from paceline_server.errors import NoRoom, Refused
+from paceline_server.errors import Draining, NoRoom, Refused
+from paceline_server.limits import Budget
 
 __all__ = ["Broadcast", "Broadcasts", "difference", "pause"]
 
@@ -36,6 +38,7 @@ MOST_WAITING = 8
 """Messages that may wait for a viewer."""
 
 MOST_VIEWERS = 100
+"""The most streams. One payer has as many as it leaves free at most: one alone half of them."""
 
 _CHECK_S = 5.0
 """Seconds between two looks at whether a viewer's token still holds."""
@@ -164,7 +167,29 @@ class Broadcasts:
 
     def __init__(self) -> None:
         self._all: dict[Hashable, Broadcast] = {}
+        self._shares = Budget(MOST_VIEWERS)
         self._closed = False
+
+    @contextmanager
+    def share(self, who: str) -> Iterator[None]:
+        """Counts a stream for as long as it is open.
+
+        Args:
+            who: its payer, in words.
+
+        Raises:
+            NoRoom: the payer has its share of the streams.
+        """
+        shares = self._shares
+        if not shares.take(who, 1):
+            raise NoRoom(
+                f"no live view: {shares.held(who)} pages of {who} are open, and {shares.used} of all, of "
+                f"{shares.total} at most: there may be no more than are left free, so close one"
+            )
+        try:
+            yield
+        finally:
+            shares.add(who, -1)
 
     async def serve(
         self, request: web.Request, key: Hashable, event: str, build: Build, check: Callable[[], Awaitable[None]]
@@ -179,11 +204,11 @@ class Broadcasts:
             check: raises if the viewer may not watch any more.
 
         Raises:
-            NoRoom: there are too many viewers.
+            Draining: the coordinator is stopping.
             Refused: by `check` or `build`, before the stream has begun.
         """
-        if sum(len(each.viewers) for each in self._all.values()) >= MOST_VIEWERS or self._closed:
-            raise NoRoom(f"{MOST_VIEWERS} pages watch this coordinator already, as many as may")
+        if self._closed:
+            raise Draining("the coordinator is stopping")
         if key not in self._all:
             await build()  # a job that there is not is refused by a status
         broadcast = self._all.setdefault(key, Broadcast(event, build, lambda: len(self._all)))

@@ -50,7 +50,7 @@ class Trainer:
         self, plan: dict[str, Any], environment: dict[str, str], changed: threading.Condition, host: Host | None = None
     ) -> None:
         self._brake, self._name = Brake(Path(plan["brake"])), str(next(_numbers))
-        self._brake.press(self._name)
+        self._brake.press(self._name, lets_go=True)
         command = [str(_TESTS / plan.get("trainer", _TRAINER)), json.dumps(plan)]
         self.host = host
         self.process = start_python(command, environment, host)
@@ -69,6 +69,15 @@ class Trainer:
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal."""
         self.process.send_signal(number)
+
+    def hold_others(self) -> None:
+        """Has the line go slowly until this one begins a step: it is on its way (`Brake`)."""
+        self._brake.press(self._name, lets_go=True)
+
+    def thaw(self) -> None:
+        """Ends a freeze."""
+        self.hold_others()
+        self.signal(signal.SIGCONT)
 
     def close(self) -> None:
         """Kills it if it still runs."""
@@ -177,7 +186,7 @@ class Cluster:
         """Starts the coordinator on its state file, and waits until it listens. Its log is in the folder."""
         state = str(self.folder / "state.db")
         # Workers that are started together are in one view, however slow the machine is just then.
-        command = ["-m", "paceline_server", "--listen", self.address, "--state", state, "--settle-time", "1"]
+        command = ["-m", "paceline_server", "--listen", self.address, "--state", state, "--settle-time", "2"]
         command += [] if self._certificates is None else self._certificates.arguments
         with (self.folder / "coordinator.log").open("a") as log:
             self.coordinator = start_python(command, {}, self._host, stderr=log.fileno())
@@ -192,6 +201,22 @@ class Cluster:
         assert self.coordinator is not None
         self.coordinator.kill()
         self.coordinator.wait()
+
+    @contextmanager
+    def slowly(self) -> Iterator[None]:
+        """Steps take longer (`Brake`) until the block ends, so that the line has not ended when the test acts."""
+        brake = Brake(self.folder / "brake")
+        brake.press("test")
+        try:
+            yield
+        finally:
+            brake.release("test")
+
+    def kill_at_once(self, trainers: Sequence[Trainer]) -> None:
+        """SIGKILL to several, which are all stopped before: none of them goes on after the first one's death."""
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for trainer in trainers:
+                trainer.signal(number)
 
     def restart_job(self) -> None:
         """What `paceline restart` asks for."""

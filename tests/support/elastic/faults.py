@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 from paceline import checkpoint
 from support.flipping import Flipper, send_through
 
-__all__ = ["Fault", "abort", "fail", "flip", "freeze", "hang", "hold_gil", "inflict", "kill", "take_nothing"]
+__all__ = ["Fault", "abort", "drain", "fail", "flip", "freeze", "hang", "hold_gil", "inflict", "kill", "take_nothing"]
 
 
 _flipper = Flipper()
@@ -37,11 +37,13 @@ class Fault:
 
     Attributes:
         what: "kill", "freeze", "hang", "hold_gil", "raise", "fail" (the collective that it is in fails here, and only
-            here), or "flip" (one bit of what this worker sends next, in 400 bytes or more, changes on the way).
+            here), "drain" (SIGTERM, as from whoever manages the machine), or "flip" (one bit of what this worker sends
+            next, in 400 bytes or more, changes on the way).
         at: the phase.
         rank: whom it hits, by its rank in the step; any rank if None (phases without a step: whoever has the plan).
         step: in which step, in the generation that the first view opens; any if None.
-        seconds: of a freeze, a hang or a hold.
+        seconds: of a freeze or a hold; a freeze of 0 s lasts until the test thaws the worker.
+        until: a file that the test makes when a hang is to end, or a collective to fail.
         once: a file that whoever comes first makes: it hits one process only, of all that have the fault before them.
         stored: a directory in which there must be a checkpoint before it hits anybody in a step; "" for none.
     """
@@ -51,6 +53,7 @@ class Fault:
     rank: int | None = None
     step: int | None = None
     seconds: float = 0.0
+    until: str = ""
     once: str = ""
     stored: str = ""
     done: bool = False
@@ -66,6 +69,10 @@ class Fault:
         """Inflicted if this is the place."""
         if phase == self.at and self._fits(step):
             self.strike()
+
+    def waits_for_checkpoint(self) -> bool:
+        """True if only a checkpoint is missing before it hits somebody."""
+        return bool(self.stored) and not self.done and not checkpoint.tags(self.stored)
 
     def _fits(self, step: Any) -> bool:
         if self.done or (self.step is not None and (step.number, step.generation) != (self.step, 2)):
@@ -85,6 +92,8 @@ class Fault:
         match self.what:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "freeze" if not self.seconds:
+                os.kill(os.getpid(), signal.SIGSTOP)
             case "freeze":
                 # Another program thaws it. A mere fork may hang: it has copies of locks whose holders it lacks.
                 thaw = ["sh", "-c", f"sleep {self.seconds}; kill -CONT {os.getpid()}"]
@@ -94,16 +103,22 @@ class Fault:
             case "hold_gil":
                 _hold_gil(self.seconds)
             case "hang":
-                time.sleep(self.seconds)  # the session goes on heartbeating
+                self._wait()  # the session goes on heartbeating
             case "fail":
-                time.sleep(self.seconds)  # the others get through meanwhile
+                self._wait()  # the others get through meanwhile
                 self.fail()
+            case "drain":
+                os.kill(os.getpid(), signal.SIGTERM)
             case "flip":
                 _flipper.arm()
             case "raise":
                 raise ValueError(f"the user's code failed at {self.at}")
             case other:
                 raise AssertionError(f"no such fault: {other}")
+
+    def _wait(self) -> None:
+        while not os.path.exists(self.until):
+            time.sleep(0.005)
 
 
 def kill(
@@ -113,14 +128,14 @@ def kill(
     return Fault("kill", at, rank, step, once=str(once or ""), stored=str(stored or ""))
 
 
-def freeze(at: str, seconds: float, rank: int | None = None, step: int | None = None) -> Fault:
-    """SIGSTOP, and SIGCONT so many seconds later."""
+def freeze(at: str, seconds: float = 0.0, rank: int | None = None, step: int | None = None) -> Fault:
+    """SIGSTOP, and SIGCONT so many seconds later; without a time the test thaws it (`Trainer.thaw`)."""
     return Fault("freeze", at, rank, step, seconds)
 
 
-def hang(at: str, seconds: float, rank: int | None = None, step: int | None = None) -> Fault:
+def hang(at: str, until: Path, rank: int | None = None, step: int | None = None) -> Fault:
     """The user's code does not come back, as a data loader that waits for a dead disk; Paceline's threads run on."""
-    return Fault("hang", at, rank, step, seconds)
+    return Fault("hang", at, rank, step, until=str(until))
 
 
 def hold_gil(at: str, seconds: float, rank: int | None = None, step: int | None = None) -> Fault:
@@ -128,9 +143,14 @@ def hold_gil(at: str, seconds: float, rank: int | None = None, step: int | None 
     return Fault("hold_gil", at, rank, step, seconds)
 
 
-def fail(at: str, rank: int | None = None, step: int | None = None) -> Fault:
+def fail(at: str, until: Path, rank: int | None = None, step: int | None = None) -> Fault:
     """A collective that has sent all it has to fails before it has heard all."""
-    return Fault("fail", at, rank, step, 0.5)
+    return Fault("fail", at, rank, step, until=str(until))
+
+
+def drain(at: str, rank: int | None = None, step: int | None = None) -> Fault:
+    """SIGTERM to whom it hits: at the same place of the same step of all, if it hits all."""
+    return Fault("drain", at, rank, step)
 
 
 def abort(at: str, rank: int | None = None, step: int | None = None) -> Fault:

@@ -15,13 +15,16 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))  # tests/, for `support`
 
 import numpy as np
 
 import paceline
-from paceline._elastic import machine_bits
+from paceline._collectives import part_plan
+from paceline._elastic import kept_parts, machine_bits
+from paceline._elastic import step as steps
 from support.elastic.brake import Brake
 from support.elastic.faults import Fault, inflict
 from support.elastic.parts_problem import problem_of
@@ -38,6 +41,21 @@ def samples_of(sampler: Any, number: int) -> list[int]:
     return indices.tolist() if weight else []
 
 
+def send_bad_rows() -> None:
+    """Has this worker tell the others that it holds parts which are no node, and find nothing wrong with that."""
+
+    def bad_row(nodes: Any, parts: int) -> Any:
+        row = part_plan.row_of_held(nodes, parts)
+        row[1] = 4
+        return row
+
+    def nodes_of(row: Any) -> Any:
+        return () if row[1] == 4 else part_plan.held_of_row(row)
+
+    mock.patch.object(kept_parts, "row_of_held", bad_row).start()
+    mock.patch.object(steps, "held_of_row", nodes_of).start()
+
+
 def main() -> None:
     """Joins and trains."""
     plan = json.loads(sys.argv[1])
@@ -50,6 +68,8 @@ def main() -> None:
     problem.bare = plan.get("bare", False)
     if "threads" in plan:
         os.environ["OPENBLAS_NUM_THREADS"] = plan["threads"]
+    if plan.get("bad_rows"):
+        send_bad_rows()
     if plan.get("other_processor"):
         machine_bits.numpy_probe = lambda: b"other bits"
     emit("ready")
@@ -94,6 +114,8 @@ def main() -> None:
                             if plan.get("tells_parts"):
                                 emit("part", **place, part=part.number, is_check=part.is_check)
                             problem.compute(part)
+                        if part is parts[0] and (step.number, step.generation) == (plan.get("barrier_in"), 2):
+                            session.group.barrier()  # all have computed one part
                     for fault in faults:
                         fault.in_step(step, "before_gate")
                     problem.update()

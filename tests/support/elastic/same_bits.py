@@ -109,7 +109,7 @@ def find_the_one_that_flips(model: str, folder: Path) -> None:
     Raises:
         AssertionError: another one was named, or none; or a step has other bits than in one process.
     """
-    with in_parts(folder, model, total=16, check_every=1) as c:
+    with in_parts(folder, model, most=3, total=16, check_every=1) as c:
         (*_, wrong) = trainers = [*c.start(2, go=False), *c.start(1, go=False, flips_from=5)]
         for trainer in trainers:
             trainer.go()

@@ -87,6 +87,11 @@ def main() -> None:
         state = paceline.TrainState(model=trained, optimizer=optimizer, notes={"seen": np.zeros(1)}, **parts)
         session.on_view(lambda: emit("view", generation=session.generation, rank=session.rank, size=session.size))
         session.on_commit(lambda number: emit("committed", step=number))
+
+        def waits(number: int) -> bool:
+            """Whether a checkpoint is being written that a fault waits for."""
+            return number > plan.get("checkpoint_every", number) and any(map(Fault.waits_for_checkpoint, faults))
+
         try:
             for step in session.steps(
                 state,
@@ -101,10 +106,12 @@ def main() -> None:
                         batch, used = (x[step.indices], t[step.indices]), step.indices.tolist()
                     used = used if step.weight else []
                     emit("attempt", generation=step.generation, step=step.number, rank=step.rank, indices=used)
+                    if (step.number, step.generation) == (plan.get("barrier_in"), 2):
+                        session.group.barrier()  # all are in this step
                     for fault in faults:
                         fault.in_step(step, "forward")
                     if plan.get("pace"):
-                        brake.compute(plan["pace"])
+                        brake.compute(plan["pace"], lambda number=step.number: waits(number))
                     if problem is not None:
                         loss = problem.loss(*batch)
                     else:
@@ -130,7 +137,8 @@ def main() -> None:
                     emit("undone", generation=step.generation, step=step.number, cause=str(step.cause))
                 for fault in faults:
                     fault.in_step(step, "between_steps")
-                if plan.get("stop_at") == step.number and step.applied:
+                if plan.get("leave_at") == step.number and step.applied:
+                    session.leave()
                     break
                 if plan.get("evaluate"):
                     for attempt in session.retry():

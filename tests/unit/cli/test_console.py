@@ -87,8 +87,17 @@ def test_what_is_left_of_orders_is_not_a_new_one() -> None:
 def test_what_a_job_waits_for_gives_the_terminal_no_orders() -> None:
     err = io.StringIO()
     with contextlib.closing(Console(None, io.StringIO(), err)) as console:
-        console.record(a_worker(), {"kind": "waiting", "reason": "for \x1b]0;title\x07"})
+        console.record(a_worker(), {"kind": "waiting", "reason": "for \x1b]0;title\x07", "key": "for"})
     assert err.getvalue() == "paceline: for \\x1b]0;title\\x07\n"
+
+
+def test_what_all_wait_for_is_shown_once_though_each_has_another_time_left() -> None:
+    err = io.StringIO()
+    with contextlib.closing(Console(None, io.StringIO(), err)) as console:
+        for index, left in enumerate((3, 2)):
+            reason = f"nobody answers; trying for another {left} s"
+            console.record(a_worker(index), {"kind": "waiting", "reason": reason, "key": "nobody answers"})
+    assert err.getvalue() == "paceline: nobody answers; trying for another 3 s\n"
 
 
 def test_lines_that_are_hidden_are_kept(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -74,6 +75,27 @@ def test_an_explicit_rank_does_not_go_to_all_workers() -> None:
     environment = worker_environment({"PACELINE_RANK": "1", "PACELINE_WORLD_SIZE": "4"}, SETTINGS, 7)
     assert "PACELINE_RANK" not in environment
     assert "PACELINE_WORLD_SIZE" not in environment
+
+
+def test_workers_start_with_what_the_library_of_their_engine_reads() -> None:
+    own = {"PACELINE_ENGINE": "nccl", "TORCH_NCCL_NONBLOCKING_TIMEOUT": "7"}
+    environment = worker_environment(own, SETTINGS, 7)
+    assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert environment["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "7"
+    assert not [name for name in worker_environment({}, SETTINGS, 7) if name.startswith("TORCH_")]
+
+
+def test_each_process_compiles_into_its_own_folder_unless_the_user_names_one() -> None:
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+
+    def folders(**own: str) -> list[str | None]:
+        environment = worker_environment(own, SETTINGS, 7, compiled=Path("/c/3"))
+        return [environment.get(name) for name in names]
+
+    assert folders() == ["/c/3/inductor", "/c/3/triton"]
+    assert folders(TORCHINDUCTOR_CACHE_DIR="/mine") == ["/mine", None]  # torch has Triton's inside of it
+    assert folders(TRITON_CACHE_DIR="/mine") == ["/c/3/inductor", "/mine"]
+    assert not set(names) & worker_environment({}, SETTINGS, 7).keys()
 
 
 def test_where_others_reach_the_workers() -> None:

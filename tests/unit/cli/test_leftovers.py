@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline._user_folder import user_folder
-from paceline.cli.launcher.leftovers import OLD_S, remove_leftovers
+from paceline.cli.launcher.leftovers import OLD_S, compile_folder, remove_leftovers
 
 GONE = 1 << 22
 """The pid of no process: Linux gives out smaller ones only."""
@@ -78,3 +78,25 @@ def test_no_link_is_followed(folder: Path, tmp_path: Path) -> None:
 def test_without_a_folder_there_is_nothing_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     remove_leftovers(later())
+
+
+def test_what_workers_have_compiled_goes_with_their_launcher(folder: Path) -> None:
+    with compile_folder() as mine:
+        assert mine is not None
+        written(mine / "half.so")
+        remove_leftovers(later())
+        assert (mine / "half.so").exists()
+    assert not mine.exists()
+    left = folder / "compiled" / "tmpkilled"
+    left.mkdir()
+    written(left / "half.so")
+    remove_leftovers()
+    assert left.exists(), "it is not a day old"
+    remove_leftovers(later())
+    assert not left.exists()
+
+
+def test_without_a_folder_workers_share_torch_s_own(folder: Path) -> None:
+    written(folder / "compiled")
+    with compile_folder() as mine:
+        assert mine is None

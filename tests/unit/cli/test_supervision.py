@@ -116,3 +116,26 @@ def test_drained_workers_give_the_code_that_was_asked_for() -> None:
     done = Supervision(grace=8.0, terms=terms)
     done.ended(Exit("rank 0", 1, 0), now=5.5)
     assert done.exit_code == 0, "a job that is done is not requeued"
+
+
+def test_a_worker_that_ends_with_0_in_the_middle_of_its_steps_is_lost() -> None:
+    supervision = Supervision(grace=8.0, terms=Terms(workers=2, minimum=2, elastic=True, restarts=3))
+    said = supervision.ended(Exit("rank 0", 1, 0, unfinished=True), now=100.0)
+    assert said.startswith("rank 0 (pid 1) ended with exit code 0 before the last step; the job needs 2 workers")
+    assert supervision.due(108.0) is signal.SIGTERM
+    supervision.ended(Exit("rank 1", 2, 0), now=108.1)
+    assert supervision.exit_code == 1
+
+
+def test_the_others_go_on_without_a_worker_that_left_early() -> None:
+    supervision = Supervision(grace=8.0, terms=Terms(workers=2, minimum=1, elastic=True))
+    supervision.ended(Exit("rank 0", 1, 0, unfinished=True), now=100.0)
+    assert supervision.deadline is None
+    supervision.ended(Exit("rank 1", 2, 0), now=108.1)
+    assert supervision.exit_code == 0
+
+
+def test_workers_that_are_done_leave_time_to_the_others() -> None:
+    supervision = Supervision(grace=8.0, terms=Terms(workers=2, minimum=2, elastic=True))
+    assert supervision.ended(Exit("rank 0", 1, 0), now=100.0) == ""
+    assert (supervision.deadline, supervision.exit_code) == (None, 0)

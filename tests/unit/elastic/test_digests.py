@@ -10,7 +10,8 @@ from unit.elastic.solo import Training
 from unit.elastic.test_step_gate import StepRunner
 
 from paceline._elastic.differences import digests_of, where_they_differ
-from paceline._elastic.step import PendingStepWord, Step
+from paceline._elastic.gate import PendingStepWord
+from paceline._elastic.step import Step
 from paceline.errors import DivergenceError
 from paceline_protocol import StepFlag, step_word
 from support.parts import at_once, world_of

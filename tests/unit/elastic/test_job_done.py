@@ -9,9 +9,11 @@ import pytest
 
 import paceline
 from paceline._counters import MemberCounters
+from paceline._elastic import training_loop
 from paceline._elastic.saver import Saver
 from paceline._elastic.state import TrainState
 from paceline._elastic.training_loop import TrainingLoop
+from paceline._session.line_messages import JobDone
 from paceline.errors import Dismissed, StepOrderError
 from paceline_protocol import MemberState, Tag
 
@@ -69,3 +71,34 @@ def test_a_former_member_with_the_last_state_goes_on_behind_its_loop() -> None:
     line._job_done(10)
     assert line.done
     assert heard == []
+
+
+@pytest.mark.parametrize("how", ["break", "stop"])
+def test_a_member_that_left_the_loop_early_or_knows_of_the_stop_accepts_the_end(how: str) -> None:
+    """Another member has ended the job while this one's closing word failed."""
+    line, heard = member(5)
+    if how == "break":
+        line.broken_off = "train.py:31"
+    else:
+        line.stop()  # as it is again in a generation behind the one that stopped
+    line._job_done(5)
+    assert line.done
+    assert heard == [5]
+
+
+def test_a_member_that_is_dismissed_in_a_block_between_steps_is_no_loss_for_its_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was evicted there, and the others have ended the job: the error does not pass through the loop."""
+    told: list[Any] = []
+    monkeypatch.setattr(training_loop, "tell_launcher", lambda kind, record, **_: told.append(record["unfinished"]))
+    line, _ = member(9)
+    line._coordinator.group.ban_collectives = lambda reason: None  # type: ignore[method-assign]
+    line._coordinator.group.ban_reason = ""
+    monkeypatch.setattr(line._member, "meet", lambda: None)
+    monkeypatch.setattr(line, "_say", lambda meet: None)
+    monkeypatch.setattr(line, "wait_until_ready", lambda: line._read(JobDone(10)))
+    line.tell_launcher(unfinished=True)
+    with pytest.raises(Dismissed):
+        line.retry()
+    assert told == [True, False]

@@ -7,7 +7,8 @@ import sys
 import pytest
 
 import paceline
-from paceline.errors import InvalidWorldSize
+from paceline.config import Config
+from paceline.errors import InvalidWorldSize, LinkUnavailable
 
 TORCH = ("torch", "torch.distributed.rendezvous")
 
@@ -40,6 +41,14 @@ def test_a_worker_that_is_alone_under_torchrun_needs_no_torch(
     without_torch.setenv("WORLD_SIZE", size) if size else without_torch.delenv("WORLD_SIZE", raising=False)
     with paceline.join() as session:
         assert session.size == 1
+
+
+def test_an_engine_that_is_missing_is_named_before_anybody_waits_for_this_worker(
+    without_torch: pytest.MonkeyPatch,
+) -> None:
+    without_torch.setitem(sys.modules, "paceline.torch._gloo_engine", None)
+    with pytest.raises(LinkUnavailable, match=r"the engine 'gloo' cannot be used, because .*: install torch"):
+        paceline.join("127.0.0.1:1", config=Config(engine="gloo"), timeout=1.0)
 
 
 def test_a_number_of_workers_that_is_none_is_refused(without_torch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,6 +12,7 @@ from paceline import ElasticSampler
 from paceline._collectives.part_plan import even_share, plan_parts
 from paceline._collectives.part_tree import Node
 from paceline._elastic.kept_parts import KeptParts, PartProgress
+from paceline._elastic.step import Step
 from paceline._group.group_core import PartRecord, PartTurn
 from paceline.errors import StepOrderError
 from paceline_protocol import Tag
@@ -53,6 +56,16 @@ def test_whole_parts_are_kept() -> None:
     kept.keep(BASE, attempt(kept, [wrapper], 2))
     kept.enter(BASE)
     assert kept.nodes() == ((4, 6),)
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_sums_behind_the_gate_are_not_kept(opened: bool) -> None:
+    """The update may have changed them, and a copy of the state undoes only the state."""
+    kept, wrapper = KeptParts(), Wrapper((4, 6))
+    progress = attempt(kept, [wrapper], 2)
+    step: Any = SimpleNamespace(_progress=progress, _lacks=False, _open=opened, spoiled=False, _twice=None)
+    Step.keep_parts(step, kept, BASE)
+    assert kept.nodes() == (() if opened else ((4, 6),))
 
 
 def test_the_part_that_an_error_has_ended_is_kept_if_its_sum_is_there() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 import paceline
 from paceline._elastic.coordination import NullCoordinator
@@ -44,16 +45,18 @@ class TwoPort(NullCoordinator):
         raise AssertionError("nothing is done here")
 
 
-def line_that_holds(held: Tag) -> tuple[TwoPort, TrainingLoop, Any]:
+def line_that_holds(held: Tag, **parts: Any) -> tuple[TwoPort, TrainingLoop, Any]:
     port = TwoPort()
-    state = paceline.TrainState(notes={"seen": np.zeros(1)})
+    state = paceline.TrainState(notes={"seen": np.zeros(1)}, **parts)
     place = MemberState(held)
     return port, TrainingLoop(port, state, 9, 0, b"", Saver(None, None), place), place
 
 
-def view(port: TwoPort, generation: int, base: Tag, member_id: str) -> ViewCame:
+def view(
+    port: TwoPort, generation: int, base: Tag, member_id: str, newcomers: frozenset[int] = frozenset()
+) -> ViewCame:
     port.meshes[0].generation = port.meshes[0].fault.generation = generation
-    return ViewCame(generation, 0, base, frozenset(), port.meshes[0], member_id)
+    return ViewCame(generation, 0, base, newcomers, port.meshes[0], member_id)
 
 
 def test_a_member_that_refuses_a_view_tells_the_others() -> None:
@@ -77,3 +80,14 @@ def test_a_view_that_formed_with_the_former_member_is_ignored() -> None:
     line._read(CaughtOut())
     line._read(late)
     assert place.generation == 0, "it is a candidate, and what it says is to be heard"
+
+
+@pytest.mark.parametrize("newcomers", [frozenset[int](), frozenset({0})])
+def test_a_newcomer_keeps_no_sums_of_parts(newcomers: frozenset[int]) -> None:
+    """Each worker builds its own state (0, 0), so its sums may be of another state (0, 0) than the members' one."""
+    base = Tag(0, 0)
+    port, line, _ = line_that_holds(base, sampler=paceline.ElasticSampler(8, global_batch=4, parts=2))
+    assert line._kept_parts is not None
+    line._kept_parts._base, line._kept_parts._nodes = base, ((0, 1),)
+    line._read(view(port, 3, base, "former", newcomers | {1}))
+    assert line._kept_parts.nodes() == (() if newcomers else ((0, 1),))

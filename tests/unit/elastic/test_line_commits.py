@@ -66,7 +66,7 @@ class WatchedPort(NullCoordinator):
 def trained(line: Any, state: TrainState, total: int) -> list[int]:
     """The numbers of the steps that were run."""
     numbers = []
-    for step in run_steps(line, state, total):
+    for step in run_steps(line, state):
         numbers.append(step.number)
         with step:
             pass

@@ -25,6 +25,8 @@ def test_a_worker_alone_counts_its_steps() -> None:
             "steps": 0,
             "undone": 0,
             "samples": 0,
+            "skipped": 0,
+            "skipped_samples": 0,
             "goodput": 0.0,
             "collective_seconds": 0.0,
             "sent_bytes": 0,

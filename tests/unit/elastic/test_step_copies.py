@@ -149,6 +149,31 @@ def test_an_interrupted_update_is_undone(session: Any, caught: bool) -> None:
     check(training)
 
 
+def test_after_an_interrupted_update_this_rank_gives_nothing_to_the_step(session: Any) -> None:
+    """The script has caught the error: the others would apply sums of what it computes from half an update."""
+    training = Two()
+    update = training.optimizer._update
+    broken = [True]
+
+    def halting(*arguments: Any) -> None:
+        if broken:
+            broken.clear()
+            raise ArithmeticError("half way")
+        update(*arguments)
+
+    def inside(step: Any) -> None:
+        try:
+            training.train(step)
+        except ArithmeticError:
+            with pytest.raises(StepOrderError, match="interrupted half way"):
+                session.group.all_reduce(np.ones(1))
+
+    training.optimizer._update = halting  # type: ignore[method-assign]
+    training.run(session, TOTAL, inside=inside)
+    assert [step.applied for step in training.steps] == [False, True, True, True]
+    check(training)
+
+
 def test_without_a_copy_the_error_names_it(session: Any) -> None:
     training = Training()
 

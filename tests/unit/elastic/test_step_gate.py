@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+import paceline
+from paceline._elastic.gate import PendingStepWord
 from paceline._elastic.state import TrainState
-from paceline._elastic.step import PendingStepWord, Step
+from paceline._elastic.step import Step
 from paceline._group import Group
 from paceline._links.fault import Suspicion
 from paceline._parallel._agreement import NewcomerDiffers
-from paceline.errors import DivergenceError, PeerLost, PeerRaised, SettingsMismatch
+from paceline.errors import DivergenceError, PacelineError, PeerLost, PeerRaised, SettingsMismatch
 from paceline_protocol import StepFlag, step_word
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.parts import at_once, world_of
@@ -133,3 +135,42 @@ def test_an_error_of_another_session_is_the_blocks_own(kind: Any, groups: list[G
     with pytest.raises(kind) as caught, step_of(groups[0], StepRunner()):
         raise error
     assert caught.value is error
+
+
+def trained() -> TrainState:
+    model = paceline.nn.Linear(2, 2, rng=np.random.default_rng(0))
+    return TrainState(model=model, optimizer=paceline.optim.SGD(model, lr=0.1))
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_step_is_skipped_by_all_or_by_none(alone: bool, groups: list[Group]) -> None:
+    def enter(rank: int) -> Step:
+        group = groups[rank]
+        word = PendingStepWord(group, step_word(StepFlag(0), 1, 5), 1, with_gradients=False)
+        step = Step(1, 1, group, trained(), StepRunner(), word, 5, 0)  # type: ignore[arg-type]
+        with step:
+            if alone and rank == 0:
+                step.updates = True
+                step.open_gate()
+        if alone and rank == 0:
+            group.ban_collectives("")
+            with pytest.raises(PacelineError):
+                group.all_reduce(np.ones(3))  # its next step
+        return step
+
+    first, second = at_once([lambda rank=rank: enter(rank) for rank in range(2)])
+    assert isinstance(first, Step), first
+    assert isinstance(second, Step), second
+    assert (first.applied, first.skipped) == (alone, not alone)
+    assert (second.passed, second.applied, second.skipped) == (not alone, False, not alone)
+
+
+@pytest.mark.parametrize("asked", [1, 2])
+def test_a_member_in_another_step_than_the_one_that_is_skipped_does_not_take_it_for_its_own(
+    asked: int, groups: list[Group]
+) -> None:
+    step = step_of(groups[0], StepRunner())
+    with step:
+        skipped = ErrorReason.ERROR_REASON_STEP_SKIPPED
+        groups[1].mesh.fault.suspect(Suspicion(skipped, None, asked, f"rank 1 called step.skip() in step {asked}"))
+    assert (step.applied, step.skipped) == (False, asked == 1)

@@ -18,8 +18,9 @@ import paceline
 from paceline._collectives.part_plan import PartShare, even_share
 from paceline._collectives.part_tree import part_range
 from paceline._elastic.differences import difference
+from paceline._elastic.gate import PendingStepWord
 from paceline._elastic.machine_bits import machine_words
-from paceline._elastic.step import PendingStepWord, Step
+from paceline._elastic.step import Step
 from paceline._group import Group
 from paceline._group.group_core import PartRecord, PartTurn
 from paceline._links.base import Peer

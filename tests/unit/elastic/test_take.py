@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -31,8 +30,8 @@ from support.relay import relay
 
 JOB, TAG = "job", Tag(2, 5)
 PATIENCE = 8.0
-SHORT = 0.5
-"""Patience with one that keeps silent."""
+SHORT = 2.0
+"""Patience with one that keeps silent; a busy machine may hold up the others for a while."""
 CHUNKS = 40
 
 
@@ -86,7 +85,7 @@ def take(givers: list[Donor], own: Any = None, patience: float = PATIENCE, **mor
     content = Content.of(state(7) if own is None else own)
     peers = [giver.peer for giver in givers]
     taking = take_state(JOB, TAG, peers, content, patience, IN_THE_CLEAR, **more)
-    taken = loop_thread().run(asyncio.wait_for(taking, 10))
+    taken = loop_thread().run(asyncio.wait_for(taking, 30))
     return taken.tree()
 
 
@@ -284,10 +283,8 @@ def test_a_door_that_stays_crowded_is_given_up(monkeypatch: pytest.MonkeyPatch) 
 def test_a_door_that_is_not_there_is_no_crowd() -> None:
     with donors(1) as givers:
         loop_thread().run(givers[0].door.close(0.0))
-        began = time.monotonic()
         with pytest.raises(LinkUnavailable):
-            take(givers)
-        assert time.monotonic() - began < PATIENCE / 2
+            take(givers, patience=1_000.0)
 
 
 def test_all_refuse() -> None:

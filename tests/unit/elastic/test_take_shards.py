@@ -35,8 +35,8 @@ from pacelinepb.v1 import peer_pb2, session_pb2
 
 JOB, TAG = "job", Tag(2, 5)
 PATIENCE = 8.0
-SHORT = 0.5
-"""Patience with one that keeps silent."""
+SHORT = 2.0
+"""Patience with one that keeps silent; a busy machine may hold up the others for a while."""
 HERE = process_identity()
 VALUES = {
     "large": np.random.default_rng(0).standard_normal((50_000, 3)),
@@ -268,7 +268,7 @@ def test_silence(givers: Any) -> None:
     take(plan, [one, other], SHORT)
     end.set()
     check(plan)
-    assert time.monotonic() - began < 6
+    assert time.monotonic() - began < 15
 
 
 def test_memory_that_cannot_be_opened_is_sent(givers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,5 +351,5 @@ def test_door_gives_no_more_than_it_has_and_may(givers: Any, runs: Any) -> None:
         finally:
             await channel.close(None)
 
-    with pytest.raises(grpc.RpcError, match=r"does not have|at a time|more than 1024 runs"):
+    with pytest.raises(grpc.RpcError, match=r"does not have|at a time|at most 1,024 entries"):
         loop_thread().run(ask())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -89,6 +90,21 @@ def test_a_candidate_does_not_wait_for_the_answer_of_a_member_that_has_ended(clo
     assert said == []
     waits.tried(tried[1], [])
     assert len(said) == 1
+
+
+def test_a_candidate_that_does_not_reach_all_says_when_it_tries_again(
+    clock: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    waits, one = member("", 0), [Peer(0, "m0", "host-0")]
+    waits._coordinator.try_to_reach = lambda _: None  # type: ignore[method-assign]
+    waits.as_candidate()
+    waits.line_runs(one)
+    waits.poll()
+    waits.tried(one, ["rank 0 does not answer"])
+    (text,) = caplog.messages
+    assert re.fullmatch(r"cannot join the other members, trying again in 0\.[2-5] s: rank 0 does not answer", text), (
+        "the first pause is shorter than a second, and no pause is none"
+    )
 
 
 def test_what_is_waited_for_is_said_once_it_lasts(clock: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:

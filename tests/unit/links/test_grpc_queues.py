@@ -45,7 +45,7 @@ def test_a_sender_that_waits_for_the_verdict_does_not_hold_the_loop_up() -> None
     sender.start()
     assert fault.asked.wait(5.0)
     loops_part.start()  # what the loop does meanwhile
-    loops_part.join(2.0)
+    loops_part.join(10.0)  # the sender waits for 30 s
     held_up = loops_part.is_alive()
     fault.settle(Verdict(1, LOST, (1,), 4, "as the coordinator decided"))
     sender.join()

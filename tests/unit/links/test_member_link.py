@@ -9,6 +9,7 @@ from time import monotonic
 import numpy as np
 import pytest
 
+from paceline._links import member_link
 from paceline._links.base import LinkEnded, LinkTimeout, Peer
 from paceline._links.fault import Fault
 from paceline._links.frame import Frame, FrameKind
@@ -158,15 +159,16 @@ def test_a_way_in_is_read_only_once_it_knows_whom_to_notify() -> None:
 
 @pytest.mark.parametrize("call", ["send", "recv", "mark", "await_mark"])
 @pytest.mark.parametrize("end", ["failure", "end", "shut"])
-def test_whoever_waits_for_the_peer_is_woken(call: str, end: str) -> None:
+def test_whoever_waits_for_the_peer_is_woken(call: str, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the halves are there (I7)."""
+    monkeypatch.setattr(member_link, "SLICE", 3_600.0)  # by itself it looks around only then
     fault = Fault(1, 0, 0.0)
     link = MemberLink(Peer(1, "b", "host-b"), fault, loop_thread().loop)
     raised: list[BaseException] = []
 
     def wait() -> None:
         try:
-            getattr(link, call)(*{"send": [FRAME], "mark": [1]}.get(call, []), monotonic() + 10.0)
+            getattr(link, call)(*{"send": [FRAME], "mark": [1]}.get(call, []), monotonic() + 100.0)
         except (LinkEnded, PeerLost) as error:
             raised.append(error)
 
@@ -174,7 +176,6 @@ def test_whoever_waits_for_the_peer_is_woken(call: str, end: str) -> None:
     thread.start()
     while not (link._sending or link._receiving):
         pass
-    started = monotonic()
     if end == "failure":
         fault.settle(Verdict(1, ErrorReason.ERROR_REASON_PEER_LOST, (1,), 0, "rank 1 is lost"))
     elif end == "end":
@@ -182,8 +183,7 @@ def test_whoever_waits_for_the_peer_is_woken(call: str, end: str) -> None:
         link.end_out(LinkEnded("rank 1 left", orderly=True))
     else:
         link.shut()
-    thread.join(10.0)
-    assert monotonic() - started < 0.4, "it slept for a whole slice"
+    thread.join(20.0)
     (error,) = raised
     assert str(error) == {"failure": "rank 1 is lost", "end": "rank 1 left", "shut": "the link is closed"}[end]
 

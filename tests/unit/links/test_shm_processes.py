@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from time import monotonic
 from typing import NoReturn
 
@@ -199,8 +200,10 @@ def test_a_reader_killed_with_what_it_was_lent_ends_the_writers_wait() -> None:
 
 
 def test_nothing_is_left_in_the_file_system_by_a_killed_process() -> None:
-    before = set(os.listdir("/dev/shm"))
     with started("send") as pair:
         pair.incoming.recv(later())
+        used = Path(f"/proc/{pair.peer.pid}/maps").read_text().splitlines()
+        used += [os.readlink(path) for path in Path(f"/proc/{pair.peer.pid}/fd").iterdir()]
         pair.kill()
-    assert set(os.listdir("/dev/shm")) <= before
+    assert [each for each in used if "memfd:paceline" in each]
+    assert not [each for each in used if "/dev/shm" in each]

@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 from paceline._links.base import LinkEnded, LinkTimeout
 from paceline._links.fault import Fault
 from paceline._links.frame import MAX_FRAME_BYTES, MAX_SIGNATURE_BYTES, FrameError
-from paceline._links.tcp import _tcp_kind
+from paceline._links.tcp import _tcp_incoming, _tcp_kind, _tcp_outgoing
 from paceline._links.tcp._tcp_outgoing import MAX_WAITING_BYTES, TcpOutgoing
 from paceline._links.tcp._tcp_sockets import SendStream, Stream
 from paceline._links.tcp._tcp_wire import MIN_PIECE
-from paceline._wait import SLICE
 from paceline.credentials import IN_THE_CLEAR, Credentials
 from paceline.errors import PacelineError
 from paceline.testing import check_link
@@ -165,7 +164,7 @@ def test_nothing_of_the_callers_is_sent_after_it_was_taken_back(streams: int, cr
         _fail(way.fault_out)
         started = time.monotonic()
         way.out.recall()
-        assert time.monotonic() - started < 1.0
+        assert time.monotonic() - started < 10.0, "it waited for the reader"
         lent[:] = b"a" * len(lent)
         place = memoryview(bytearray(len(lent)))
         way.into.end(LinkEnded("as the gRPC side says"))  # needed only if the cut was between two frames
@@ -196,7 +195,8 @@ def test_what_was_sent_is_the_callers_though_it_waits(credentials: Credentials) 
             assert not bytes(way.into.recv(soon()).payload).strip(b"b")
 
 
-def test_a_stream_that_is_free_is_written_while_another_is_full() -> None:
+def test_a_stream_that_is_free_is_written_while_another_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_tcp_outgoing, "SLICE", 3_600.0)  # by itself the thread that writes looks around only then
     long = memoryview(bytes(MIN_PIECE))
     with one_way(2) as way:
         out = way.out
@@ -210,7 +210,7 @@ def test_a_stream_that_is_free_is_written_while_another_is_full() -> None:
         out.lend(data(long), soon())
         out.lend(data(b""), soon())
         with out._lock:
-            assert out._changed.wait_for(lambda: not out._queues[1], 0.4)
+            assert out._changed.wait_for(lambda: not out._queues[1], 10.0)
         assert out._queues[0]
 
 
@@ -239,24 +239,26 @@ def test_taking_back_while_the_reader_reads(streams: int, credentials: Credentia
 
 
 @pytest.mark.parametrize("blocked", ["recv", "send", "await_release", "flush"])
-def test_a_failure_wakes_within_100_ms(blocked: str, credentials: Credentials) -> None:
+def test_a_failure_wakes_whoever_is_blocked(
+    blocked: str, credentials: Credentials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for half in (_tcp_incoming, _tcp_outgoing):
+        monkeypatch.setattr(half, "SLICE", 3_600.0)  # by itself it looks around only then
     with one_way(2, credentials) as way:
         frame = memoryview(bytearray(_MIB))
         if blocked != "recv":
             _fill(way.out, frame)
         calls: dict[str, Callable[[], object]] = {
-            "recv": lambda: way.into.recv(soon()),
-            "send": lambda: way.out.send(data(frame), soon()),
-            "await_release": lambda: way.out.await_release(soon()),
-            "flush": lambda: way.out.flush(soon()),
+            "recv": lambda: way.into.recv(soon(100.0)),
+            "send": lambda: way.out.send(data(frame), soon(100.0)),
+            "await_release": lambda: way.out.await_release(soon(100.0)),
+            "flush": lambda: way.out.flush(soon(100.0)),
         }
         thread, raised = _in_thread(calls[blocked])
         thread.join(0.02)
         assert thread.is_alive()
-        started = time.monotonic()
         _fail(way.fault_in if blocked == "recv" else way.fault_out)
-        thread.join()
-        assert time.monotonic() - started < SLICE
+        thread.join(20.0)
         assert isinstance(raised[0], PacelineError)
 
 

@@ -127,11 +127,16 @@ def test_a_ticket_that_is_forgotten_is_good_for_nothing() -> None:
 
 
 def test_a_stranger_is_not_waited_for_as_long_as_a_half_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listeners, "HELLO_SECONDS", 0.1)
+    monkeypatch.setattr(listeners, "HELLO_SECONDS", 1000.0)
     with listening(patience=1000.0) as host:
         ticket, come = _expect(host, 2)
-        with call_at(host) as silent, call_at(host, Hello(ticket, 0, 2)) as first:
-            assert _ended(silent)
+        with call_at(host, Hello(ticket, 0, 2)) as first:
+            with call_at(host, b"nonsense" * 4) as other:  # whoever came before it has been seen to
+                assert _ended(other)
+            with monkeypatch.context() as patch:
+                patch.setattr(listeners, "HELLO_SECONDS", 0.1)
+                with call_at(host) as silent:
+                    assert _ended(silent)
             with call_at(host, Hello(ticket, 1, 2)) as second:
                 assert first.recv(1) == second.recv(1) == ACCEPTED
                 come[0].close()

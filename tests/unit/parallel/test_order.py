@@ -67,8 +67,8 @@ def test_first_pass_counts_and_later_ones_overlap() -> None:
         ddp.backward(X)
     # A message holds the gradients, the weight and the flags: 3 + 1 + 1 elements for c, 1 + 1 + 1 for the others.
     assert group.log == [
-        *["backward c", "backward b", "backward a", "send 30", "send 3", "reduce 3"],
-        *["backward c", "send 30", "backward b", "send 3", "backward a", "send 3"],
+        *["backward c", "backward b", "backward a", "send 31", "send 3", "reduce 3"],
+        *["backward c", "send 31", "backward b", "send 3", "backward a", "send 3"],
     ]
 
 
@@ -78,7 +78,7 @@ def test_one_small_bucket_goes_at_the_end_in_the_own_thread() -> None:
         clear(ddp)
         ddp(X)
         ddp.backward(X)
-    assert group.log == ["backward c", "backward b", "backward a", "reduce 34"] * 2
+    assert group.log == ["backward c", "backward b", "backward a", "reduce 35"] * 2
 
 
 def test_buckets_go_in_order_whatever_the_order_of_gradients() -> None:
@@ -90,7 +90,7 @@ def test_buckets_go_in_order_whatever_the_order_of_gradients() -> None:
     module.use = "cba"  # backward runs a, b, c; buckets are c, b, a
     ddp(X)
     ddp.backward(X)
-    assert group.log == ["backward a", "backward b", "backward c", "send 30", "send 3", "send 3"]
+    assert group.log == ["backward a", "backward b", "backward c", "send 31", "send 3", "send 3"]
 
 
 def test_unused_parameter_holds_up_the_buckets_behind_it_until_the_end() -> None:
@@ -101,7 +101,7 @@ def test_unused_parameter_holds_up_the_buckets_behind_it_until_the_end() -> None
         group.log.clear()
         ddp(X)
         ddp.backward(X)
-    assert group.log == ["backward c", "send 30", "backward a", "send 3", "reduce 3"]
+    assert group.log == ["backward c", "send 31", "backward a", "send 3", "reduce 3"]
 
 
 def test_in_a_static_graph_nobody_waits_for_a_parameter_that_is_not_used() -> None:
@@ -112,7 +112,7 @@ def test_in_a_static_graph_nobody_waits_for_a_parameter_that_is_not_used() -> No
         group.log.clear()
         ddp(X)
         ddp.backward(X)
-    assert group.log == ["backward c", "send 30", "send 3", "backward a", "send 3"]
+    assert group.log == ["backward c", "send 31", "send 3", "backward a", "send 3"]
     clear(ddp)
     module.use = "abc"
     ddp(X)
@@ -128,7 +128,7 @@ def test_no_sync_sends_nothing() -> None:
             ddp.backward(X)
     assert not [line for line in group.log if line.startswith(("send", "reduce"))]
     ddp.sync_gradients()
-    assert group.log[-3:] == ["send 30", "send 3", "reduce 3"]
+    assert group.log[-3:] == ["send 31", "send 3", "reduce 3"]
     group.log.clear()
     ddp.sync_gradients()
     assert group.log == []

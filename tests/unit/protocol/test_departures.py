@@ -47,6 +47,25 @@ def test_the_only_member_that_may_hold_the_state_stays_though_all_others_accuse_
     assert members[0] in job.state.sessions
 
 
+def test_a_member_that_may_hold_the_state_stays_while_the_others_that_may_are_not_heard_of() -> None:
+    """Those may be dead: then the line would wait for them for ever, and the state was here."""
+    job, (first, second) = elastic(2)
+    new = [job.join(1, 9), job.join(1, 9)]
+    for member in new:
+        job.do(MetOthers(member, Meet(0, Tag(0, 0), False)))
+    for member in (first, second):
+        job.do(MetOthers(member, Meet(2, Tag(2, 1), True)))
+    assert job.state.live is not None
+    assert job.state.live.newcomers == (2, 3)
+    job.cut(second)
+    for member in new:
+        job.report(member, LOST, 0)
+    effects = job.pass_time(0.2)
+    assert job.state.verdict is not None
+    assert job.state.verdict.culprits == (0,)
+    assert ended(effects) == []
+
+
 def test_a_newcomer_that_two_others_have_lost_goes() -> None:
     job, members = with_newcomers()
     job.report(members[0], LOST, 2)

@@ -1,9 +1,22 @@
-"""After a restart: who is taken to be there, who vouches for whom, and where everyone was last seen."""
+"""After a restart: who is taken to be there, who vouches for whom, and where everyone was last seen.
+
+And members that send no heartbeats: their doors are asked, and those that answer stay.
+"""
 
 from unit.protocol.test_meeting import elastic
 
 from paceline_protocol import Ending, JobSettings, Process, Progress, Seat, Verdict, View
-from paceline_protocol.coordinator import Heard, PushVerdict, Standing, StoreVerdict, StoreView, restore
+from paceline_protocol.coordinator import (
+    AskDoor,
+    DoorAnswered,
+    Heard,
+    PushVerdict,
+    Standing,
+    StoreVerdict,
+    StoreView,
+    Ticked,
+    restore,
+)
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.coordinator import PureJob
 
@@ -116,3 +129,86 @@ def test_while_nobody_of_a_line_is_heard_nobody_is_evicted() -> None:
         assert job.pass_time(0.9, beating=members[:1]) == []
     job.pass_time(0.9, beating=members[:1])
     assert list(job.state.sessions) == members[:1]
+
+
+def asked(job: PureJob, seconds: float, *, beating: list[str], answering: list[str] = []) -> list[tuple[float, str]]:  # noqa: B006
+    """Lets time pass in small steps, in which some send heartbeats and the doors of others answer.
+
+    Returns which doors were asked, and when, in seconds from now on.
+    """
+    began, found = job.now, []
+    for _ in range(round(seconds / 0.05)):
+        for effect in job.pass_time(0.03, beating=[each for each in beating if each in job.state.sessions]):
+            if isinstance(effect, AskDoor):
+                found.append((round(job.now - began, 1), effect.member_id))
+                if effect.member_id in answering:
+                    job.do(DoorAnswered(effect.member_id))
+    return found
+
+
+def test_a_member_is_not_silent_if_its_door_answers() -> None:
+    """A call into C holds its interpreter, so no heartbeat comes; it stays for as long as its process runs."""
+    job = PureJob()
+    first, second = job.form(2)
+    times = asked(job, 60.0, beating=[first], answering=[second])
+    assert list(job.state.sessions) == [first, second]
+    assert {member for _, member in times} == {second}
+    assert 38 <= len(times) <= 40, "every half of a lease"
+    job.do(Heard(second, Progress()))
+    assert asked(job, 1.4, beating=[first]) == []
+
+
+def test_a_member_that_stops_while_it_is_busy_has_one_more_lease() -> None:
+    job = PureJob()
+    first, second = job.form(2)
+    asked(job, 10.0, beating=[first], answering=[second])
+    asked(job, 3.2, beating=[first])
+    assert list(job.state.sessions) == [first]
+
+
+def test_the_door_of_a_silent_member_is_asked_three_times_before_it_is_evicted() -> None:
+    """One answer may get lost. A member that has been evicted, or that sends heartbeats, is never asked."""
+    job = PureJob()
+    first, second = job.form(2)
+    times = asked(job, 20.0, beating=[first])
+    assert [member for _, member in times] == 3 * [second]
+    assert 1.5 <= times[0][0] < times[2][0] < 2.7
+    assert list(job.state.sessions) == [first]
+
+
+def test_a_candidate_that_loads_its_data_is_asked_too() -> None:
+    job = PureJob()
+    busy = job.join(2, 2)
+    asked(job, 10.0, beating=[], answering=[busy])
+    assert list(job.state.sessions) == [busy]
+
+
+def test_an_open_door_does_not_stand_for_a_stream() -> None:
+    """A member that has lost its stream is on its way back, or cannot reach the coordinator any more."""
+    job = PureJob()
+    first, second = job.form(2)
+    job.cut(second)
+    assert asked(job, 2.0, beating=[first]) == []
+    job.do(DoorAnswered(second))  # it was asked before
+    asked(job, 1.1, beating=[first])
+    assert list(job.state.sessions) == [first]
+
+
+def test_an_answer_between_the_two_looks_saves_a_member() -> None:
+    job = PureJob()
+    first, second = job.form(2)
+    asked(job, 2.9, beating=[first])
+    job.now = 103.0
+    job.do(Heard(first, Progress()))
+    job.do(Ticked())
+    assert job.state.sessions[second].overdue_from == 103.0
+    job.do(DoorAnswered(second))
+    job.pass_time(0.02, beating=[first])
+    assert list(job.state.sessions) == [first, second]
+
+
+def test_each_door_is_asked_three_times_while_all_members_are_silent() -> None:
+    """The coordinator may be cut off: then it would knock at a thousand hosts twice a second, for hours."""
+    job, members = elastic(2)
+    assert len(asked(job, 60.0, beating=[])) == 3 * len(members)
+    assert list(job.state.sessions) == members

@@ -65,6 +65,11 @@ def test_who_is_silent_may_hold_the_state() -> None:
     )
 
 
+def test_of_many_who_are_silent_a_few_are_named() -> None:
+    meeting = convene(job([met(Tag(0, 0), holds_base=False), *[SILENT] * 2_000], newcomers=(0,)))
+    assert "rank 8 (host-8, pid 1) and 1992 more are silent and may hold the job's state" in meeting.reason
+
+
 def test_a_line_is_over_when_all_who_held_its_state_have_ended() -> None:
     assert convene(job([met(Tag(0, 0), holds_base=False), SURE], newcomers=(0,))).over
 

@@ -41,6 +41,13 @@ def test_an_applied_step_gives_a_tag_and_an_undone_one_none() -> None:
     assert place.meet() == Meet(2, Tag(2, 1), True)
 
 
+def test_a_step_that_was_not_entered_leaves_the_member_ready() -> None:
+    place = in_view()
+    place.begin()
+    place.step_dropped()
+    assert (place.phase, place.held) == (Phase.READY, START)
+
+
 def test_an_interrupted_update_holds_nothing_until_the_base_is_taken() -> None:
     place = in_view()
     place.begin()

@@ -16,8 +16,7 @@ HERE = Process("host-x", 1, "boot", 77, 4026)
 def test_a_newcomer_is_asked_for_processes_of_its_own_host_that_are_silent() -> None:
     job, (first, second) = elastic(2)
     for member, pid in ((first, 11), (second, 12)):
-        session = job.state.sessions[member]
-        session.process = replace(HERE, pid=pid)
+        job.becomes(member, replace(HERE, pid=pid))
     assert job.state.view is not None
     seats = tuple(replace(seat, process=job.state.sessions[seat.member_id].process) for seat in job.state.view.seats)
     job.state.view = replace(job.state.view, seats=seats)
@@ -29,7 +28,7 @@ def test_a_newcomer_is_asked_for_processes_of_its_own_host_that_are_silent() -> 
     (asked,) = [effect for effect in job.effects if isinstance(effect, PushMissing)]
     assert {process.pid for process in asked.processes} == {11, 12}
     job.do(ExitReported(replace(HERE, pid=11), 0, found_gone=True))
-    assert not [effect for effect in job.effects if isinstance(effect, PushMissing)], "asked once"
+    assert not [effect for effect in job.effects if isinstance(effect, PushMissing)], "not again before it is due"
     assert "is gone, as a worker on its host reported" in str(job.state.endings)
     job.do(ExitReported(replace(HERE, pid=12), 0, found_gone=True))
     assert job.state.view is None, "all are known to have ended: the line is over"

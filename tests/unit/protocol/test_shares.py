@@ -50,11 +50,15 @@ def test_the_share_of_a_seat_is_the_same_on_both_sides(world: int, node_size: in
     ],
 )
 def test_what_is_lacking(there: str, lacks: str) -> None:
-    found = lacking(shares(there))
-    assert len(found) == len(shares(lacks))
-    assert not set(found) & set(shares(there))
+    found, missing = lacking(shares(there)), shares(lacks)
+    assert found.missing == len(missing)
     if lacks:
-        assert found[0].parts in {share.parts for share in shares(there)} | {1}
+        assert [Share(part, found.parts) for part in found.first] == list(missing)
+
+
+def test_the_first_parts_that_are_lacking_are_named() -> None:
+    found = lacking(shares("1/4294967295 2/4294967295"))
+    assert (found.missing, found.first) == (2**32 - 3, (0, 3, 4, 5, 6, 7, 8, 9))
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from paceline_protocol.coordinator import (
 )
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.coordinator import PureJob
+from support.counted_lines import lines_of
 from support.meeting import BASE, SILENT, SURE, job, names
 
 NEXT = Tag(7, 5)
@@ -65,6 +66,18 @@ def test_it_is_lost_when_all_who_had_a_part_have_ended() -> None:
     assert meeting.reason == (
         "part 2 of 3 of the state of step 4 is lost with rank 2 (host-2), which was killed by SIGKILL"
     )
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["one state", "a state of each"])
+def test_the_work_for_a_lost_state_grows_as_the_members(same: bool) -> None:
+    """Each could name a state of its own: 600 members had the coordinator compare 360,000 pairs at each word of one."""
+
+    def lines(count: int) -> int:
+        state = job([part(f"{each}/5000", Tag(7, 5 + (0 if same else each))) for each in range(count)] + [SURE] * count)
+        assert len(convene(state).lost) == count
+        return lines_of(lambda: convene(state))
+
+    assert lines(400) < 4.5 * lines(100)
 
 
 def test_one_that_was_a_member_and_is_on_its_way_back_is_waited_for() -> None:
@@ -264,11 +277,11 @@ def test_whoever_finishes_a_step_is_told_once_and_keeps_its_share() -> None:
     state = job([part("0/2", NEXT), part("1/2", prepared=NEXT), part("0/2", prepared=NEXT), part("1/2", NEXT)])
     state.verdict = VOID
     orders, decision = Orders(state), decide(0.0, state, 0.2)
-    told = [effect for effect in orders.give(decision) if isinstance(effect, PushCatchUp)]
+    told = [effect for effect in orders.give(0.0, decision) if isinstance(effect, PushCatchUp)]
     assert {effect.member_id: effect.share for effect in told} == {"m1": Share(1, 2), "m2": Share(0, 2)}
     finished = state.sessions["m1"]
     finished.met, finished.catching_up = part("1/2", NEXT), False
-    assert orders.give(decide(0.0, state, 0.2)) == [], "there is one more who has it, which changes nothing"
+    assert orders.give(0.0, decide(0.0, state, 0.2)) == [], "there is one more who has it, which changes nothing"
 
 
 @pytest.mark.parametrize(("node_size", "waited_for"), [(2, True), (1, False)])
@@ -291,7 +304,7 @@ def test_newcomers_that_come_while_all_take_their_shares_wait() -> None:
     candidate(state, part("0/1", Tag(0, 0)), "new")
     first = convene(state)
     assert targets(first) == {"m0": "0/3", "m1": "1/3", "new": "2/3"}
-    Orders(state).give(decide(0.0, state, 0.2))
+    Orders(state).give(0.0, decide(0.0, state, 0.2))
     candidate(state, part("0/1", Tag(0, 0)), "late")
     assert targets(convene(state)) == targets(first)
     del state.sessions["new"]
@@ -303,6 +316,6 @@ def test_seats_are_promised_to_those_who_leave_too() -> None:
     state = job([part("0/1", leaving=True), part("0/1", leaving=True)])
     state.verdict = VOID
     assert targets(convene(state)) == {"m0": "0/2", "m1": "1/2"}
-    Orders(state).give(decide(0.0, state, 0.2))
+    Orders(state).give(0.0, decide(0.0, state, 0.2))
     candidate(state, part("0/1", Tag(0, 0)), "late")
     assert targets(convene(state)) == {"m0": "0/2", "m1": "1/2"}

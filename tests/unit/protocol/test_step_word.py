@@ -15,7 +15,7 @@ from paceline._group.group_core import PIGGYBACK_SIZE
 from paceline_protocol import STEP_WORD_SIZE, StepFlag, agrees, flags_of, step_word
 
 digests = st.integers(0, 2**32 - 1)
-flags = st.integers(0, int(StepFlag.JOIN | StepFlag.LEAVE | StepFlag.WRITES)).map(StepFlag)
+flags = st.integers(0, int(StepFlag.JOIN | StepFlag.LEAVE | StepFlag.WRITES | StepFlag.STOP)).map(StepFlag)
 numbers = st.tuples(st.integers(1, 9), st.sampled_from([0, 1, 2**32 - 1]) | digests)
 
 

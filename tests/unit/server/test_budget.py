@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline_server.errors import NoRoom
-from paceline_server.limits import Budget, payer
+from paceline_server.limits import Budget, payer, peer_of
 from paceline_server.process_limits import usable_bytes
 from paceline_server.security.tokens import Tokens
 from paceline_server.services.calls import CALL_BYTES, OpenCalls
@@ -113,3 +113,16 @@ def test_messages_count_three_times() -> None:
         with pytest.raises(NoRoom, match="the open calls of a take 0 MiB"):
             call.take_message(1)
     assert budget.used == 0
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("10.0.0.5", "10.0.0.5"),
+        ("::ffff:10.0.0.5", "10.0.0.5"),
+        ("2001:db8::1:2:3:4", "2001:db8::/64"),
+        ("fe80::1%eb0", "fe80::/64"),
+    ],
+)
+def test_a_host_that_comes_by_http_is_the_payer_that_it_is_by_grpc(host: str, address: str) -> None:
+    assert payer(None, None, peer_of(host)) == address

@@ -1,4 +1,4 @@
-"""How fast one caller may go."""
+"""How fast one caller may go, whose place is lost, and when a line of log is due."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline_server.limits import Pacer, Pacers
+from paceline_server.limits import Pacer, Pacers, Places, Remarks
 
 
 def test_a_burst_costs_nothing_and_what_follows_goes_at_the_rate() -> None:
@@ -38,3 +38,52 @@ def test_callers_that_come_and_go_take_no_memory() -> None:
     for caller in range(1000):
         pacers.delay(caller, 0.0)
     assert len(pacers) == 10
+
+
+def test_a_message_that_is_refused_costs_nothing() -> None:
+    pacer = Pacer(rate=1.0, burst=1.0, now=0.0)
+    assert pacer.delay(0.0, most=1.5) == 0.0
+    assert pacer.delay(0.0, most=1.5) == 1.0
+    assert [pacer.delay(0.0, most=1.5) for _ in range(100)] == [2.0] * 100
+    assert pacer.delay(1.0, most=1.5) == 1.0
+
+
+def test_the_caller_with_the_most_places_loses_its_oldest() -> None:
+    places: Places[str] = Places(3)
+    assert [places.take("flood", each) for each in ("a", "b")] == [None, None]
+    assert places.take("quiet", "c") is None
+    assert [places.take("flood", each) for each in ("d", "e", "f")] == ["a", "b", "d"]
+    assert places.take("late", "g") == "e"
+    assert places.take("later", "h") == "f", "all have one, so whoever came first has to go"
+    for free in ("h", "h", "never there"):
+        places.free(free)
+    assert len(places) == 2
+    assert places.take("quiet", "i") is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=100))
+def test_whoever_comes_has_a_place_and_nobody_loses_one_who_has_fewer(moves: list[tuple[int, bool]]) -> None:
+    places: Places[int] = Places(5)
+    held: dict[int, int] = {}
+    for number, (who, goes) in enumerate(moves):
+        if goes and held:
+            gone = min(held)
+            places.free(gone)
+            del held[gone]
+            continue
+        lost = places.take(who, number)
+        held[number] = who
+        owners = list(held.values())
+        assert (lost is None) == (len(held) <= 5)
+        if lost is not None:
+            assert owners.count(held[lost]) == max(owners.count(each) for each in owners)
+            assert lost == min(each for each in held if held[each] == held[lost])
+            del held[lost]
+        assert len(places) == len(held)
+
+
+def test_a_kind_has_a_line_at_once_and_then_one_in_each_period() -> None:
+    remarks = Remarks(10.0)
+    assert [remarks.count("a", now) for now in (0.0, 0.0, 9.0)] == [1, 0, 0]
+    assert remarks.count("b", 9.0) == 1
+    assert [remarks.count("a", now) for now in (10.0, 19.0, 40.0)] == [3, 0, 2]

@@ -1,8 +1,10 @@
-"""Knocking: only a refused connection proves anything, and no name holds the coordinator up."""
+"""Knocking: a refused connection proves death, bytes prove life, and no name holds the coordinator up."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import socket
 import threading
 import time
@@ -11,26 +13,42 @@ from typing import Any
 import pytest
 
 from paceline_server import probe_address
-from paceline_server.probe_address import is_refused
+from paceline_server.probe_address import answers, greeting, is_refused
 
 
 class Wire:
-    """In place of `asyncio.open_connection`: which addresses refuse, answer, or cannot be reached."""
+    """In place of `asyncio.open_connection`: which addresses refuse, answer, cannot be reached, or say nothing."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **ends: Exception | None) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **ends: Exception | bytes | asyncio.Event | None) -> None:
         self._ends = ends
+        self.sent = b""
+        self.tried: list[str] = []
         monkeypatch.setattr(asyncio, "open_connection", self._open)
 
     async def _open(self, host: str, port: int) -> Any:
         end = self._ends[host]
-        if end is not None:
+        self.tried.append(host)
+        if isinstance(end, Exception):
             raise end
+        if isinstance(end, asyncio.Event):
+            await end.wait()
+        wire = self
+
+        class Reader:
+            async def read(self, most: int) -> bytes:
+                if end is None:
+                    await asyncio.Event().wait()
+                assert isinstance(end, bytes)
+                return end[:most]
 
         class Writer:
+            def write(self, data: bytes) -> None:
+                wire.sent += data
+
             def close(self) -> None:
                 pass
 
-        return None, Writer()
+        return Reader(), Writer()
 
 
 def test_only_a_refusal_proves_that_nobody_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,18 +59,80 @@ def test_only_a_refusal_proves_that_nobody_is_there(monkeypatch: pytest.MonkeyPa
         assert not asyncio.run(is_refused(address))
 
 
+def test_only_bytes_prove_that_the_process_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel takes connections for a process that is stopped, and ends those of one that is dead."""
+    ends = {"10.0.0.1": b"\0\0\x18", "10.0.0.2": None, "10.0.0.3": b"", "10.0.0.4": ConnectionRefusedError()}
+    wire = Wire(monkeypatch, **ends, **{"10.0.0.5": OSError("no route"), "10.0.0.6": ConnectionResetError()})
+    assert asyncio.run(answers("10.0.0.1:1", b"hello"))
+    assert wire.sent == b"hello"
+    monkeypatch.setattr(probe_address, "_TIMEOUT_S", 0.05)
+    for host in (2, 3, 4, 5, 6):
+        assert not asyncio.run(answers(f"10.0.0.{host}:1", b""))
+
+
+def name(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
+    """Every name has these addresses."""
+    found = [(None, None, None, None, (ip, 0)) for ip in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+
+
+NO_ROUTE = OSError(errno.ENETUNREACH, "Network is unreachable")
+
+
+@pytest.mark.parametrize("other", [ConnectionRefusedError(), NO_ROUTE, TimeoutError()])
+def test_one_address_of_a_name_that_answers_is_enough(monkeypatch: pytest.MonkeyPatch, other: Exception) -> None:
+    """A door listens at one of them. The others refuse, or no way leads there."""
+    name(monkeypatch, "10.0.0.1", "10.0.0.2", "10.0.0.3")
+    Wire(monkeypatch, **{"10.0.0.1": other, "10.0.0.2": b"\0", "10.0.0.3": other})
+    assert asyncio.run(answers("node:1", b""))
+
+
+def test_an_answer_does_not_wait_for_an_address_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe_address, "_TIMEOUT_S", 600.0)
+    name(monkeypatch, "10.0.0.1", "10.0.0.2", "10.0.0.3")
+
+    async def ask() -> bool:
+        Wire(monkeypatch, **{"10.0.0.1": asyncio.Event(), "10.0.0.2": b"\0", "10.0.0.3": asyncio.Event()})
+        answer = await asyncio.wait_for(answers("node:1", b""), 10.0)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:  # nobody asks any more
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait_for(task, 10.0)
+        return answer
+
+    assert asyncio.run(ask())
+
+
+def test_of_many_addresses_of_a_name_only_some_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a descriptor. Those that were not tried prove nothing."""
+    addresses = [f"10.0.0.{n}" for n in range(100)]
+    name(monkeypatch, *addresses)
+    wire = Wire(monkeypatch, **dict.fromkeys(addresses, ConnectionRefusedError()))
+    assert not asyncio.run(is_refused("node:1"))
+    assert len(wire.tried) == probe_address._MOST_ADDRESSES
+
+
+def test_a_greeting_begins_a_tls_handshake() -> None:
+    assert greeting(tls=False) == b""
+    assert greeting(tls=True)[:2] == b"\x16\x03"  # a handshake record (RFC 8446, 5.1)
+
+
 @pytest.mark.parametrize("address", ["", ":", "host", "host:", "host:x", "a..b:1", f"{'x' * 64}:1", "a\0b:1", "[]:1"])
 def test_what_is_no_address_proves_nothing(address: str) -> None:
     assert not asyncio.run(is_refused(address))
 
 
+def test_a_port_of_too_many_digits_proves_nothing() -> None:
+    assert not asyncio.run(is_refused(f"127.0.0.1:{'1' * 5000}"))
+
+
 def test_all_addresses_of_a_name_must_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [(None, None, None, None, (ip, 0)) for ip in ("10.0.0.1", "10.0.0.2")]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    """The process may listen at one that this host cannot reach."""
+    name(monkeypatch, "10.0.0.1", "10.0.0.2")
     Wire(monkeypatch, **{"10.0.0.1": ConnectionRefusedError(), "10.0.0.2": ConnectionRefusedError()})
     assert asyncio.run(is_refused("node:1"))
-    Wire(monkeypatch, **{"10.0.0.1": ConnectionRefusedError(), "10.0.0.2": None})
-    assert not asyncio.run(is_refused("node:1"))
+    for other in (None, NO_ROUTE, TimeoutError()):
+        Wire(monkeypatch, **{"10.0.0.1": ConnectionRefusedError(), "10.0.0.2": other})
+        assert not asyncio.run(is_refused("node:1"))
 
 
 def test_a_stalled_resolver_takes_no_longer_than_a_knock_may(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,11 @@ def test_limits_are_above_0() -> None:
         ServerSettings(max_keys=0)
 
 
+def test_no_job_has_a_longer_name_than_its_members_can_resume_with() -> None:
+    with pytest.raises(ValueError, match="max_name_bytes must be at most 128, as in all messages, not 129"):
+        ServerSettings(max_name_bytes=129)
+
+
 def test_every_refusal_has_a_status_and_a_reason_of_its_own() -> None:
     kinds = set(Refused.__subclasses__())
     assert set(errors.STATUS) == kinds
@@ -82,7 +87,7 @@ def test_names_of_jobs_are_checked(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "process", [{"pid": 1}, {"host": "h"}, {"host": "h\0", "pid": 1}, {"host": "h", "pid": 1, "boot_id": "x" * 65}]
+    "process", [{"pid": 1}, {"host": "h"}, {"host": "h\0", "pid": 1}, {"host": "h", "pid": 1, "boot_id": "x\n"}]
 )
 def test_identities_are_checked(process: dict[str, Any]) -> None:
     with pytest.raises(BadRequest):
@@ -97,20 +102,26 @@ def test_settings_are_checked(settings: dict[str, Any]) -> None:
         wire.read_settings(pb.JobSettings(**settings))
 
 
-@pytest.mark.parametrize("number", [2**63, 2**64 - 1])
+def test_a_report_says_whether_the_link_was_ever_open() -> None:
+    lost = ErrorReason.ERROR_REASON_PEER_LOST
+    assert wire.read_report(pb.Report(reason=lost, accused=1, unopened=True), ServerSettings()).unopened
+    assert not wire.read_report(pb.Report(reason=lost, accused=1), ServerSettings()).unopened
+
+
+@pytest.mark.parametrize("number", [2**62, 2**64 - 1])
 def test_numbers_that_no_state_file_holds_are_refused(number: int) -> None:
     reason = ErrorReason.ERROR_REASON_TIMEOUT
-    with pytest.raises(BadRequest, match=r"report.operation must be below 2\^63"):
+    with pytest.raises(BadRequest, match=r"report.operation must be below 2\^62"):
         wire.read_report(pb.Report(operation=number, reason=reason), ServerSettings())
-    with pytest.raises(BadRequest, match=r"heartbeat.operation must be below 2\^63"):
+    with pytest.raises(BadRequest, match=r"heartbeat.operation must be below 2\^62"):
         wire.read_progress(0.0, pb.Heartbeat(operation=number))
-    with pytest.raises(BadRequest, match=r"start_ticks must be below 2\^63"):
+    with pytest.raises(BadRequest, match=r"start_ticks must be below 2\^62"):
         wire.read_process(pb.ProcessIdentity(host="h", pid=1, start_ticks=number), ServerSettings())
 
 
 @pytest.mark.parametrize(("seconds", "told"), [(2**63 - 1, 3.15e9), (-(2**63), 0.0), (60, 60.0)])
 def test_progress_since_whenever_can_be_told(seconds: int, told: float) -> None:
-    beat = pb.Heartbeat(operation=2**63 - 1, since=Duration(seconds=seconds))
+    beat = pb.Heartbeat(operation=2**62 - 1, since=Duration(seconds=seconds))
     again = wire.write_progress(1e6, wire.read_progress(1e6, beat))
     assert again.operation == beat.operation
     assert wire.from_duration(again.since, "since") == pytest.approx(told)

@@ -311,6 +311,18 @@ def test_what_members_of_a_restored_job_did_before_is_not_counted_again() -> Non
         job.kill(1)
 
 
+def test_a_member_that_tells_less_than_before_takes_nothing_off() -> None:
+    """Sums below 0 made ListJobs fail, for all jobs."""
+    job = WatchedJob(1)
+    past = {"samples": 1_000, "state_bytes": 9, "sent_bytes": {"tcp": 5}, "in_collectives": 7.0, "state_time": 1.0}
+    tally, job._falls = Tally(job.now, job.state), {}
+    job.tally = tally  # of a coordinator that was started again
+    for step, counters in enumerate([past, {}, past | {"samples": 1_001}], start=51):
+        job.step(job.members[0], step, **counters)
+    assert (tally.samples, tally.state_bytes, tally.waited, tally.state_time) == (1_001, 9, 7.0, 1.0)
+    assert dict(tally.sent_bytes) == {"tcp": 5}
+
+
 def kept(step: int, checkpoints: int, seconds: float, failures: int = 0) -> dict[str, Any]:
     """What a member has counted of checkpoints."""
     return {

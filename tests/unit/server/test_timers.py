@@ -4,13 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from paceline_server.timers import Timers
-from support.coordinator import run
+
+
+class Loop:
+    """A loop whose clock the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self._calls: list[tuple[float, Callable[[], None]]] = []
+
+    def time(self) -> float:
+        return self.now
+
+    def call_later(self, seconds: float, call: Callable[[], None]) -> Any:
+        self._calls.append((self.now + seconds, call))
+        return SimpleNamespace(cancel=lambda: None)
+
+    def pass_time(self, seconds: float) -> None:
+        """It does nothing for so long, and then all that is due."""
+        self.now += seconds
+        due, self._calls = [c for c in self._calls if c[0] <= self.now], [c for c in self._calls if c[0] > self.now]
+        for _, call in due:
+            call()
 
 
 @pytest.mark.parametrize(
@@ -19,26 +41,46 @@ from support.coordinator import run
     ids=["stall", "no job", "before the start"],
 )
 def test_a_stall_is_told_if_jobs_may_have_suffered(
-    jobs: int, before: float, after: float, warned: bool, caplog: pytest.LogCaptureFixture
+    jobs: int,
+    before: float,
+    after: float,
+    warned: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told: list[Any] = []
+    loop = Loop()
+    monkeypatch.setattr(asyncio, "get_running_loop", lambda: loop)
 
-    async def main() -> None:
-        class Job:
-            timer = None
+    class Job:
+        timer = None
 
-            class abandonment:
-                slept = staticmethod(lambda _s: None)
+        class abandonment:
+            slept = staticmethod(lambda _s: None)
 
-        some: Any = {str(number): Job() for number in range(jobs)}
-        timers = Timers(asyncio.get_running_loop().time(), some, lambda _job, event: told.append(event))
-        time.sleep(before)  # noqa: ASYNC251  the loop stalls
-        timers.start()
-        time.sleep(after)  # noqa: ASYNC251
-        await asyncio.sleep(0.06)
-        timers.stop()
-
+    some: Any = {str(number): Job() for number in range(jobs)}
+    timers = Timers(loop.time(), some, lambda _job, event: told.append(event))
     with caplog.at_level(logging.WARNING, "paceline_server"):
-        run(main)
+        loop.pass_time(before)
+        timers.start()
+        loop.pass_time(after)
+        loop.pass_time(0.05)
+        timers.stop()
     assert ("did not run" in caplog.text) == warned
     assert bool(told) == warned
+
+
+def test_a_session_that_ends_after_the_timers_starts_none() -> None:
+    """Otherwise a coordinator that was stopped looks at the clock for ever, in a process that goes on."""
+
+    async def main() -> None:
+        job: Any = SimpleNamespace(timer=None)
+        timers = Timers(0.0, {"job": job}, lambda _job, _event: None)
+        timers.set(job, 1e6)
+        assert job.timer is not None
+        timers.stop()
+        assert job.timer.cancelled()
+        timers.set(job, 1e6)
+        assert job.timer.cancelled()
+
+    asyncio.run(main())

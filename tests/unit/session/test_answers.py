@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 
+from paceline._door_key import DoorKey
 from paceline._recorder import FlightRecorder
 from paceline._session import answers
 from paceline._session.answers import MAX_ANSWER_BYTES, answer_question, record_answer, stacks_answer, whole_record
@@ -64,14 +65,14 @@ def test_a_worker_in_no_view_answers_too() -> None:
 
 
 def test_stacks_of_the_member_itself() -> None:
-    found = json.loads(asyncio.run(stacks_answer((), 1.0)))
+    found = json.loads(asyncio.run(stacks_answer((), 1.0, DoorKey())))
     (own,) = found["stacks"]
     assert own["pid"] == os.getpid()
     assert "test_stacks_of_the_member_itself" in own["text"]
 
 
 def test_stacks_of_a_process_that_is_not_there_have_a_reason() -> None:
-    found = json.loads(asyncio.run(stacks_answer((1 << 30,), 1.0)))
+    found = json.loads(asyncio.run(stacks_answer((1 << 30,), 1.0, DoorKey())))
     assert found["stacks"] == [{"pid": 1 << 30, "text": "", "trouble": "the process has ended"}]
 
 
@@ -79,13 +80,13 @@ def test_processes_that_hang_are_signalled_at_the_same_time(monkeypatch: pytest.
     """Planted: one after another, or as many at a time as asyncio has threads, they take longer than is waited for."""
     all_signalled = threading.Barrier(MOST_PIDS)
 
-    def hanging(pid: int) -> str:
+    def hanging(pid: int, _: DoorKey) -> str:
         all_signalled.wait(10.0)
         raise OSError(errno.ETIMEDOUT, f"{pid} hangs")
 
     monkeypatch.setattr(answers, "stacks_by_signal", hanging)
     pids = tuple(range((1 << 30) + 1, (1 << 30) + 1 + MOST_PIDS))
-    found = json.loads(asyncio.run(stacks_answer(pids, 1.0)))
+    found = json.loads(asyncio.run(stacks_answer(pids, 1.0, DoorKey())))
     assert [each["trouble"] for each in found["stacks"]] == [f"{pid} hangs" for pid in pids]
 
 
@@ -96,11 +97,11 @@ def test_a_failure_is_logged_and_ends_nothing(caplog: pytest.LogCaptureFixture) 
         raise ZeroDivisionError("a bug")
 
     asked = pb.Asked(ask=1, what=pb.QUESTION_RECORDS)
-    asyncio.run(answer_question(asked, cast(ControlStream, None), "digits", broken))
+    asyncio.run(answer_question(asked, cast(ControlStream, None), "digits", broken, DoorKey()))
     (record,) = caplog.records
     assert record.getMessage() == "job 'digits': a question of an operator could not be answered"
 
 
 def test_a_question_of_a_newer_coordinator_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    asyncio.run(answer_question(pb.Asked(ask=1, what=77), cast(ControlStream, None), "digits", dict))  # type: ignore[arg-type]
+    asyncio.run(answer_question(pb.Asked(ask=1, what=77), cast(ControlStream, None), "digits", dict, DoorKey()))  # type: ignore[arg-type]
     assert not caplog.records

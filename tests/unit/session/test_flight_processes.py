@@ -77,6 +77,9 @@ def test_a_process_that_waits_can_be_asked(tmp_path: Path) -> None:
         recorder.issue("", 1, b"all_reduce op=sum float32[4]").begin()
         threading.Thread(target=control).start()
         condition.wait()
+    for thread in threading.enumerate():
+        if thread.name == "paceline-flight":
+            thread.join()  # it says where the file is when that is there
     sys.exit(42 if released else 1)
     """
     with run(code, tmp_path) as process:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline._links.base import Peer
-from paceline._links.fault import Fault
+from paceline._links.fault import Fault, Suspicion
 from paceline._session.generations import Generations
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
@@ -90,3 +90,19 @@ def test_the_first_view_ends_nothing() -> None:
     generations = member()
     generations.formed(1)
     assert generations.mesh is None
+
+
+def test_a_member_that_a_peer_tells_of_a_failure_reports_nothing_and_shows_that_it_lives() -> None:
+    """The coordinator waits for its next heartbeat otherwise, and may take it for dead."""
+    said: list[str] = []
+    generations = member()
+    generations._thread = SimpleNamespace(loop=SimpleNamespace(call_soon_threadsafe=lambda do: do()))
+    control = SimpleNamespace(generation=3, beat=lambda: said.append("beat"), send=lambda _: said.append("report"))
+    generations.control = control
+    lost = ErrorReason.ERROR_REASON_PEER_LOST
+    told = generations.make(pb.ViewFormed(generation=3, rank=0), PEERS)
+    told.fault.suspect(Suspicion(lost, 1, 7, "the link ended", relayed=True))
+    assert said == ["beat"]
+    saw = generations.make(pb.ViewFormed(generation=3, rank=0), PEERS)
+    saw.fault.suspect(Suspicion(lost, 1, 7, "the link ended"))
+    assert said == ["beat", "report"]

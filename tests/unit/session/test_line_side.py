@@ -60,3 +60,20 @@ def test_a_member_list_that_cannot_be_had_is_asked_for_again(trouble: errors.Pac
 
 def test_a_generation_that_is_past_is_asked_for_once() -> None:
     assert heard(Lists(errors.StaleGeneration("generation 8 runs"))) == [Runs(7, None)]
+
+
+def test_what_may_be_lost_with_a_stream_is_said_again() -> None:
+    """Without the end of the line a worker that comes later would wait for members that are gone."""
+    sent: list[pb.SessionRequest] = []
+    thread: Any = SimpleNamespace(loop=SimpleNamespace(call_soon_threadsafe=lambda call: call()))
+    side: Any = LineClient("job", Config(), thread, MemberInbox(), lambda _: None, lambda _: None)
+    side.control = SimpleNamespace(generation=7, send=lambda _: None, send_again=sent.extend)
+    side.meet(pb.Meet(generation=7))
+    side.finish(7, 40)
+    side.say_again()
+    assert [message.WhichOneof("event") for message in sent] == ["meet", "finish"]
+    sent.clear()
+    side.hear(pb.SessionResponse(finished=pb.Finished(step=40)))
+    side.forget_meeting()
+    side.say_again()
+    assert sent == []

@@ -153,9 +153,9 @@ class Console:
         """Shows what workers wait for and what they all say; writes a new rank to the log, before its next lines."""
         if (text := self._notices.read(worker.pid, record)) is not None:
             self.say(printable(text))
-        if record.get("kind") == "waiting" and record.get("reason") != self._waiting_for:
-            self._waiting_for = record.get("reason")  # all workers report it; once is enough
-            self.say(printable(str(self._waiting_for)))
+        if record.get("kind") == "waiting" and record.get("key") != self._waiting_for:
+            self._waiting_for = record.get("key")  # all workers report it; once is enough
+            self.say(printable(str(record.get("reason"))))
         logs = self._log_of(worker)
         if logs is not None and record.get("kind") == "view":
             view = f"rank {record.get('rank')} of {record.get('world_size')}, generation {record.get('generation')}"

@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from paceline._engines.variables import variables_of
 from paceline._session.launcher_pipe import LAUNCHER_FD
 
 __all__ = [
@@ -160,7 +162,11 @@ def worker_bounds(workers: int, minimum: int | None, maximum: int | None) -> tup
 
 
 def worker_environment(
-    base: Mapping[str, str], settings: WorkerSettings, launcher_fd: int, index: int = 0
+    base: Mapping[str, str],
+    settings: WorkerSettings,
+    launcher_fd: int,
+    index: int = 0,
+    compiled: Path | None = None,
 ) -> dict[str, str]:
     """Returns the environment of a worker: the launcher's environment, and what Paceline adds.
 
@@ -169,6 +175,7 @@ def worker_environment(
         settings: the job.
         launcher_fd: the worker's end of the pipe to its launcher.
         index: number of the worker among those of its launcher.
+        compiled: a folder for what torch compiles in this process; None for torch's own, which all processes share.
     """
     place = settings.place
     # An explicit rank in the launcher's environment would be the same in every worker.
@@ -195,6 +202,12 @@ def worker_environment(
     if place is None or place.workers > 1:
         for name in _THREAD_POOLS:
             environment.setdefault(name, "1")
+    # A worker that is killed while it compiles leaves half a file, which the worker in its place would load.
+    if compiled is not None and "TORCHINDUCTOR_CACHE_DIR" not in base:
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(compiled / "inductor")
+        environment.setdefault("TRITON_CACHE_DIR", str(compiled / "triton"))
+    for name, value in variables_of(base.get("PACELINE_ENGINE", "")).items():
+        environment.setdefault(name, value)
     # Lines appear when they are printed, and a worker that is killed leaves none in a buffer.
     environment.setdefault("PYTHONUNBUFFERED", "1")
     # A crash in native code shows where it was, rather than a bare SIGSEGV.

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import selectors
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
 from paceline.cli.launcher.environment import WorkerSettings, allowed_cores, share_of_cores, worker_environment
+from paceline.cli.launcher.leftovers import compile_folder
 from paceline.cli.launcher.printed import Printed
 from paceline.cli.launcher.supervision import DRAIN_S, Exit, SpareSchedule, Supervision, Terms, in_order_of_blame
 from paceline.cli.launcher.worker import NEWS, Worker
@@ -77,6 +81,11 @@ class Launcher:
         report_exit: Callable[[ProcessIdentity, int], None],
         bind: bool = True,
     ) -> None:
+        self._compiled: Path | None = None
+        """The folder in which each process has one for what torch compiles there."""
+        self._processes = itertools.count()
+        self._compiled_by: dict[int, Path] = {}
+        """The folder of each process, by pid."""
         self._command = list(command)
         self._count = terms.workers
         self._cores = allowed_cores() if bind else set()
@@ -110,7 +119,7 @@ class Launcher:
         Raises:
             OSError: a worker cannot be started; the others have been killed.
         """
-        with self._selector, self._catch_signals():
+        with self._selector, self._catch_signals(), compile_folder() as self._compiled:
             try:
                 for index in range(self._count):
                     self.workers.append(self._worker(index))
@@ -176,14 +185,18 @@ class Launcher:
 
     def _process(self, index: int, cores: Collection[int] | None = None, *, spare: bool = False) -> Worker:
         place = self._settings.place
-        return Worker(
+        compiled = None if self._compiled is None else self._compiled / str(next(self._processes))
+        worker = Worker(
             index,
             self._command,
-            lambda fd: worker_environment(os.environ, self._settings, fd, index),
+            lambda fd: worker_environment(os.environ, self._settings, fd, index, compiled),
             cores,
             None if place is None else place.first_rank + index,
             spare=spare,
         )
+        if compiled is not None:
+            self._compiled_by[worker.pid] = compiled
+        return worker
 
     def _attend(self, worker: Worker) -> None:
         """Starts to watch a worker's lines and its end."""
@@ -224,7 +237,7 @@ class Launcher:
 
     def _dismiss(self, spare: Worker) -> None:
         spare.dismiss()
-        self._forget_pidfd(spare.pid)
+        self._forget(spare.pid)
 
     def _start_again(self) -> None:
         """Replaces the failed workers whose restart is due."""
@@ -290,7 +303,7 @@ class Launcher:
         for worker in self.workers:
             if (returncode := worker.reap()) is not None:
                 self._report_exit(worker.identity, returncode)
-                self._forget_pidfd(worker.pid)
+                self._forget(worker.pid)
                 for stream in list(worker.streams):  # its last news may name the member over which it failed
                     self._read(worker, stream)
                 ends[worker.end()] = worker
@@ -350,12 +363,15 @@ class Launcher:
                 while (returncode := worker.reap()) is None:
                     time.sleep(0.001)  # a killed process takes a moment to die
                 self._report_exit(worker.identity, returncode)
-            self._forget_pidfd(worker.pid)
+            self._forget(worker.pid)
             for stream in list(worker.streams):
                 self._selector.unregister(worker.streams[stream])
                 self._hand_on(worker, stream, worker.close(stream))
 
-    def _forget_pidfd(self, pid: int) -> None:
+    def _forget(self, pid: int) -> None:
+        """Gives back what is kept for a process that has ended."""
+        if (compiled := self._compiled_by.pop(pid, None)) is not None and compiled.exists():
+            threading.Thread(target=shutil.rmtree, args=(compiled, True), daemon=True).start()  # may take a second
         if (fd := self._pidfds.pop(pid, None)) is not None:
             self._selector.unregister(fd)
             os.close(fd)

@@ -70,6 +70,7 @@ class Exit:
         follows: it failed because another member failed, and said so.
         slot: its number among the launcher's workers, from 0; its replacements have the same.
         joined: it had been in a view.
+        unfinished: it had steps of `session.steps` to take, and was not told to leave.
     """
 
     label: str
@@ -78,12 +79,14 @@ class Exit:
     follows: bool = False
     slot: int = 0
     joined: bool = False
+    unfinished: bool = False
 
     @property
     def how(self) -> str:
         """How the process ended, as a phrase that completes "rank 2 ..."."""
         if self.returncode >= 0:
-            return f"ended with exit code {self.returncode}"
+            early = " before the last step" if self.unfinished and not self.returncode else ""
+            return f"ended with exit code {self.returncode}{early}"
         try:
             name = signal.Signals(-self.returncode).name
         except ValueError:
@@ -276,8 +279,9 @@ class Supervision:
 
     In an elastic job, a worker that fails is restarted (`Restarts`), or is lost and the others go on. When so many are
     lost that the job can never reach its minimum again, the others are stopped as above. Workers that ended with 0
-    count as present: they have done their part, and the others must be able to finish theirs. After an interrupt no
-    worker is restarted, and the workers have `DRAIN_S` to leave in good order, or the time that came with the order.
+    count as present, since they have done their part, and the others must be able to finish theirs; but one that ended
+    with 0 in the middle of its steps is lost too. After an interrupt no worker is restarted, and the workers have
+    `DRAIN_S` to leave in good order, or the time that came with the order.
 
     The exit code:
 
@@ -288,7 +292,7 @@ class Supervision:
     - In an elastic job, lost workers are forgiven as soon as another one ends with 0, because it completed the job
       without them. Failures after that count again.
     - 0 if no failure is left. Otherwise that of the first worker that failed, where one that failed by itself comes
-      before those that failed because of others.
+      before those that failed because of others. It is 1 for a worker that ended with 0 in the middle of its steps.
 
     Args:
         grace: seconds.
@@ -359,7 +363,7 @@ class Supervision:
             well = self._terms.elastic and bool(self._drained) and not any(self._drained)
             drained = well and self._interrupt is signal.SIGTERM
             return self._terms.drained_code if drained else 128 + self._interrupt
-        return 0 if self.failure is None else shell_code(self.failure.returncode)
+        return 0 if self.failure is None else shell_code(self.failure.returncode) or 1
 
     @property
     def summary(self) -> str:
@@ -383,6 +387,8 @@ class Supervision:
             self._drained.append(end.returncode)
         if self.stopping or self.interrupted:
             return ""
+        if end.returncode == 0 and end.unfinished:  # its script wanted that, so it is not started again
+            return f"{end}{self._lose(end, now)}"
         if end.returncode == 0:
             if self._terms.elastic:
                 self._unforgiven.clear()

@@ -62,6 +62,7 @@ class Worker:
         self.index = index
         self.rank = rank
         self._blamed: list[int] = []
+        self._unfinished = False
         self._go: int | None = None
         news, theirs = os.pipe()
         inherited, waiting = [theirs], []
@@ -182,6 +183,8 @@ class Worker:
             rank = record.get("rank")
             if type(rank) is int and rank >= 0:  # True is an int too
                 self.rank = rank
+        elif record.get("kind") == "loop" and record.get("pid") == self.pid:
+            self._unfinished = record.get("unfinished") is True
         elif record.get("kind") == "error" and isinstance(record.get("ranks"), list):
             self._blamed = record["ranks"]
         return record
@@ -204,7 +207,8 @@ class Worker:
     def end(self) -> Exit:
         """Describes its end; call it after `reap`, when all its news has been read."""
         follows = bool(self._blamed) and self.rank not in self._blamed
-        return Exit(str(self), self.pid, self._process.returncode, follows, self.index, joined=self.rank is not None)
+        joined, unfinished = self.rank is not None, self._unfinished
+        return Exit(str(self), self.pid, self._process.returncode, follows, self.index, joined, unfinished)
 
     def __str__(self) -> str:
         return f"worker #{self.index}" if self.rank is None else f"rank {self.rank}"

@@ -25,9 +25,10 @@ if (fragment.has("token")) {
 }
 
 class Refused extends Error {
-  constructor(status, text) {
+  constructor(status, text, waitS = 0) {
     super(text);
     this.status = status;
+    this.waitS = waitS; // seconds after which the coordinator may be asked again
   }
 }
 
@@ -37,7 +38,8 @@ async function call(path, options = {}) {
   const answer = await fetch(path, { ...options, headers, cache: "no-store", credentials: "omit" });
   if (answer.ok) return answer;
   const { error } = await answer.json().catch(() => ({}));
-  throw new Refused(answer.status, error ?? `the coordinator answered ${answer.status}`);
+  const wait = Number(answer.headers.get("Retry-After")) || 0;
+  throw new Refused(answer.status, error ?? `the coordinator answered ${answer.status}`, wait);
 }
 
 /** Reads one stream of server-sent events to its end. */
@@ -76,17 +78,18 @@ async function follow(path, take) {
     };
     watch = setTimeout(() => stop.abort(), 2000 * SILENCE_S);
     let why = "connection lost";
+    let waitS = 0;
     try {
       await read(path, stop.signal, alive, take);
     } catch (error) {
       if (error instanceof Refused && error.status === 401) return askForToken(error.message);
-      if (error instanceof Refused) why = error.message;
+      if (error instanceof Refused) ({ message: why, waitS } = error);
     }
     clearTimeout(watch);
     lostAt ??= Date.now();
     if (detail?.job.phase === "finished") connection("calm", "the job is done, and its coordinator has gone");
     else connection("bad", `${why}; trying again for ${lasted((Date.now() - lostAt) / 1000)}`);
-    const wait = RETRY_MS[Math.min(failures++, RETRY_MS.length - 1)];
+    const wait = Math.max(1000 * waitS, RETRY_MS[Math.min(failures++, RETRY_MS.length - 1)]);
     await new Promise((resolve) => {
       setTimeout(resolve, wait);
       addEventListener("online", resolve, { once: true });
@@ -117,7 +120,7 @@ async function start() {
 function begin() {
   start().catch((error) => {
     if (error instanceof Refused && error.status === 401) return askForToken(error.message);
-    connection("bad", "no answer; trying again");
+    connection("bad", `${error instanceof Refused ? error.message : "no answer"}; trying again`);
     setTimeout(begin, RETRY_MS[2]);
   });
 }

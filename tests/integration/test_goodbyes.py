@@ -1,0 +1,259 @@
+"""Members that leave in good order: in whatever order the others hear of it, those that do not need them go on.
+
+A member that needs one that has left gets an error that names it. What is held up here is held by the test: a member's
+view, the opening of a link, the last word on a stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+import paceline
+from paceline._links import grpc_mesh
+from paceline._links.base import LinkEnded, Purpose
+from paceline._links.frame import Frame, FrameKind
+from paceline._links.grpc_door import Intake
+from paceline._links.grpc_mesh import GrpcMesh
+from paceline._loop import loop_thread
+from paceline._session.member import MemberConnection
+from paceline.config import Config
+from paceline.testing import coordinator
+from support.grpc_pair import grpc_world
+
+TIMEOUT = 20.0
+
+
+class Gate:
+    """Holds up work on the loop until the test opens it."""
+
+    def __init__(self) -> None:
+        self._reached, self._opened = asyncio.Event(), asyncio.Event()
+
+    async def wait(self) -> None:
+        self._reached.set()
+        await self._opened.wait()
+
+    def reached(self) -> None:
+        loop_thread().run(asyncio.wait_for(self._reached.wait(), TIMEOUT))
+
+    def open(self) -> None:
+        loop_thread().loop.call_soon_threadsafe(self._opened.set)
+
+
+def dials_have_ended(mesh: Any) -> None:
+    """Waits until no link that the mesh has dialled is being opened, or is open."""
+
+    async def wait() -> None:
+        if mesh._tasks:
+            await asyncio.wait(list(mesh._tasks), timeout=TIMEOUT)
+
+    loop_thread().run(wait())
+    assert not mesh._tasks
+
+
+@contextmanager
+def joined(world: int, late: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[Future[Any]], Gate]]:
+    """Members of a job, in rank order, as far as they have joined; one hears of its view when the gate opens."""
+    gate, adopt = Gate(), MemberConnection._adopt
+
+    async def adopt_late(member: MemberConnection, view: Any) -> None:
+        if view.rank == late:
+            await gate.wait()
+        await adopt(member, view)
+
+    monkeypatch.setattr(MemberConnection, "_adopt", adopt_late)
+
+    def join(rank: int) -> paceline.Session:
+        config = Config(failure_timeout=1.0)
+        return paceline.join(address, job="goodbyes", rank=rank, world_size=world, config=config)
+
+    with coordinator() as address, ThreadPoolExecutor(world) as pool:
+        members = [pool.submit(join, rank) for rank in range(world)]
+        try:
+            gate.reached()
+            yield members, gate
+        finally:
+            gate.open()
+            list(pool.map(lambda member: member.result(TIMEOUT).leave(), members))
+
+
+@pytest.mark.parametrize("leavers", [[1], [1, 2]], ids=["one", "two at once"])
+def test_those_that_need_none_that_left_go_on(leavers: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 would open a link to rank 1 with its view, and finds its door shut."""
+    with joined(2 + len(leavers), 0, monkeypatch) as (members, gate), ThreadPoolExecutor() as pool:
+        list(pool.map(lambda rank: members[rank].result(TIMEOUT).leave(), leavers))
+        gate.open()
+        stay = [members[0].result(TIMEOUT), members[-1].result(TIMEOUT)]
+        dials_have_ended(stay[0].group.mesh)
+
+        def total(session: paceline.Session) -> float:
+            part = session.group.subgroup([0, len(members) - 1])
+            return float(part.all_reduce(np.ones(1), timeout=TIMEOUT)[0])
+
+        assert list(pool.map(total, stay)) == [2.0, 2.0]
+
+
+def test_those_that_need_one_that_left_are_told_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    with joined(3, 0, monkeypatch) as (members, gate), ThreadPoolExecutor() as pool:
+        members[1].result(TIMEOUT).leave()
+        gate.open()
+
+        def error(rank: int) -> paceline.PacelineError | None:
+            return pool.submit(members[rank].result(TIMEOUT).group.barrier, TIMEOUT).exception()  # type: ignore[return-value]
+
+        found = list(pool.map(error, [0, 2]))
+        assert [type(each) for each in found] == [paceline.PeerLost] * 2
+        assert {each.ranks for each in found} == {(1,)}
+        (text,) = {str(each) for each in found}
+        assert "rank 1" in text
+        assert "left the job while others needed it" in text
+
+
+def test_a_message_from_any_rank_is_waited_for_though_one_left_that_was_never_linked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with joined(3, 0, monkeypatch) as (members, gate):
+        members[1].result(TIMEOUT).leave()
+        gate.open()
+        stays, last = members[0].result(TIMEOUT), members[2].result(TIMEOUT)
+        with pytest.raises(paceline.OperationTimeout):
+            stays.group.recv(timeout=1.0)
+        last.group.send(np.array([7.0]), 0)
+        assert stays.group.recv(timeout=TIMEOUT)[0] == 7
+        with pytest.raises(paceline.PeerLost, match="rank 1"):
+            stays.group.recv(1, timeout=TIMEOUT)
+
+
+def test_a_view_later_than_failure_timeout_breaks_no_unused_link(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, process_runs = threading.Event(), grpc_mesh.process_runs
+
+    async def runs(*args: Any) -> bool:
+        asked.set()
+        return await process_runs(*args)
+
+    monkeypatch.setattr(grpc_mesh, "process_runs", runs)
+    with joined(2, 1, monkeypatch) as (members, gate), ThreadPoolExecutor() as pool:
+        first = members[0].result(TIMEOUT)
+        assert asked.wait(TIMEOUT), "the door has answered Hello, so the view was not late"
+        assert not first.group.mesh.fault.failed
+        gate.open()
+        sums = pool.map(lambda member: member.result(TIMEOUT).group.all_reduce(np.ones(1), timeout=TIMEOUT)[0], members)
+        assert list(sums) == [2.0, 2.0]
+
+
+FRAME = Frame(FrameKind.DATA, 1, 1, 0, b"", b"x")
+
+
+def ends_without_blame(mesh: GrpcMesh) -> None:
+    """No operation has failed, and one that needs rank 1 will."""
+    dials_have_ended(mesh)
+    assert not mesh.fault.failed
+    link = mesh.link(1, Purpose.COLLECTIVE)
+    dials_have_ended(mesh)
+    deadline = time.monotonic() + TIMEOUT
+    for use in (lambda: link.send(FRAME, deadline), lambda: link.recv(deadline)):
+        with pytest.raises(LinkEnded, match="rank 1"):
+            use()
+    assert not mesh.fault.failed
+
+
+def hold_up_the_stream(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """Streams to rank 1 come to its door when the gate opens: after the hello, and with an open half."""
+    gate, open_half = Gate(), grpc_mesh._open
+
+    async def open_late(link: Any, *args: Any) -> Any:
+        answer = await open_half(link, *args)
+        if link.peer.rank == 1:
+            await gate.wait()
+        return answer
+
+    monkeypatch.setattr(grpc_mesh, "_open", open_late)
+    return gate
+
+
+@pytest.mark.parametrize("kind", ["grpc", "tcp", "shm"])
+@pytest.mark.parametrize("asked", [False, True], ids=["not asked for", "asked for"])
+@pytest.mark.parametrize("half_shut", [False, True], ids=["door shut", "door closing"])
+def test_a_peer_that_leaves_between_the_hello_and_the_stream(
+    kind: str, asked: bool, half_shut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = hold_up_the_stream(monkeypatch)
+    with grpc_world(3, kind=kind) as world:
+        try:
+            if asked:
+                world.meshes[0].link(1, Purpose.COLLECTIVE)
+            gate.reached()
+            world.meshes[1].close(time.monotonic() + TIMEOUT)
+            loop_thread().run(shut(world.doors[1]._intake) if half_shut else world.doors[1].close())
+        finally:
+            gate.open()
+        ends_without_blame(world.meshes[0])
+
+
+async def shut(intake: Intake) -> None:
+    """What the door does first when it closes."""
+    closing = intake.close()
+    if closing is not None:
+        await closing
+
+
+def test_a_link_ends_when_nothing_can_tell_whether_its_peer_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = hold_up_the_stream(monkeypatch)
+
+    async def no_descriptor(*_: Any) -> bool:
+        raise OSError(errno.EMFILE, "planted")
+
+    with grpc_world(3) as world:
+        gate.reached()
+        world.meshes[1].close(time.monotonic() + TIMEOUT)
+        loop_thread().run(world.doors[1].close())
+        monkeypatch.setattr(grpc_mesh, "is_refused", no_descriptor)
+        gate.open()
+        dials_have_ended(world.meshes[0])
+        assert isinstance(world.faults[0].own_error, OSError)
+
+
+@pytest.mark.parametrize("kind", ["grpc", "tcp", "shm"])
+def test_a_door_that_closes_on_a_busy_host_has_time_for_its_last_word(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link on which nothing was ever sent: its stream ends when the peer leaves."""
+    serve, accepted = Intake.serve, defaultdict[Intake, Gate](Gate)
+
+    class Busy:
+        """A call whose last message takes its time."""
+
+        def __init__(self, intake: Intake, context: Any) -> None:
+            self._intake, self._context = intake, context
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._context, name)
+
+        async def write(self, message: Any) -> None:
+            if message.HasField("drained"):
+                await asyncio.sleep(0.5)
+            await self._context.write(message)
+            accepted[self._intake]._reached.set()
+
+    async def serve_busily(intake: Intake, request: Any, context: Any) -> None:
+        await serve(intake, request, Busy(intake, context))
+
+    monkeypatch.setattr(Intake, "serve", serve_busily)
+    with grpc_world(3, kind=kind) as world:
+        accepted[world.doors[1]._intake].reached()
+        world.meshes[1].close(time.monotonic() + TIMEOUT)
+        loop_thread().run(world.doors[1].close())
+        ends_without_blame(world.meshes[0])

@@ -1,0 +1,410 @@
+"""Strangers at the coordinator's HTTP port, and one job against all: places, logs, pace, probes and streams."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Hashable, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from paceline_server import Coordinator, ServerSettings
+from paceline_server.limits import Budget
+from paceline_server.storage.base import Change
+from paceline_server.storage.memory import MemoryStorage
+from paceline_server.web import routes, stream
+from paceline_server.web import server as web_server
+from support.coordinator import PATIENCE, run
+
+MINE, THEIRS = "a-token-for-the-neighbour-0123", "a-token-for-the-attacker-01234"
+HALF = b"GET /api/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Never"
+HALF_A_BODY = (
+    b"POST /api/jobs/a/drain HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+)
+
+
+class Site:
+    """A coordinator's HTTP server.
+
+    Attributes:
+        coordinator: has started.
+        port: where it listens.
+        writers: of the strangers.
+    """
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.coordinator = coordinator
+        self.writers: list[asyncio.StreamWriter] = []
+        self.port = int(coordinator.http_url.split(":")[2].strip("/"))
+
+    async def stranger(self, says: bytes, address: str = "127.0.0.1") -> asyncio.StreamReader:
+        """Connects from an address of this host, and says something; what is answered can be read."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, local_addr=(address, 0))
+        writer.write(says)
+        self.writers.append(writer)
+        return reader
+
+    async def ask(self, path: str, token: str = "") -> tuple[int, Any, dict[str, str]]:
+        """Sends a request on a connection of its own: the status, the body and the headers of the answer."""
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        async with aiohttp.ClientSession(self.coordinator.http_url, headers=headers) as http, http.get(path) as answer:
+            text = await answer.text()
+            is_json = answer.content_type == "application/json"
+            return answer.status, json.loads(text) if is_json else text, dict(answer.headers)
+
+    async def end_of_chunks(self, reader: asyncio.StreamReader) -> None:
+        """Reads on to the end of a stream whose connection stays."""
+        async with asyncio.timeout(PATIENCE):
+            await reader.readuntil(b"\r\n0\r\n\r\n")
+
+    async def end_of(self, reader: asyncio.StreamReader) -> bytes:
+        """All that comes until the server closes the connection."""
+        async with asyncio.timeout(PATIENCE):
+            try:
+                return await reader.read()
+            except ConnectionResetError:
+                return b""
+
+
+@asynccontextmanager
+async def site(storage: MemoryStorage | None = None, **settings: Any) -> AsyncIterator[Site]:
+    coordinator = Coordinator(ServerSettings(listen="127.0.0.1:0", http="127.0.0.1:0", **settings), storage=storage)
+    await coordinator.start()
+    found = Site(coordinator)
+    try:
+        yield found
+    finally:
+        for writer in found.writers:
+            writer.close()
+        await coordinator.stop(grace=0.2)
+
+
+@pytest.fixture(autouse=True)
+def _no_time_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections end because others come, and a second line of log comes too late, however slow the machine is."""
+    monkeypatch.setattr(web_server, "_IDLE_S", 3_600.0)
+    monkeypatch.setattr(web_server, "_REMARK_S", 3_600.0)
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    file = tmp_path / "tokens"
+    file.touch(0o600)
+    file.write_text(f"{MINE} one\n{THEIRS} two\n")
+    return file
+
+
+def test_half_a_request_gives_way_to_a_health_check() -> None:
+    """Of 256 strangers the oldest goes for one who comes; the others stay."""
+
+    async def main() -> None:
+        async with site() as there:
+            strangers = [await there.stranger(HALF) for _ in range(web_server.MOST_CONNECTIONS)]
+            assert (await there.ask("/healthz"))[:2] == (200, "ok\n")
+            assert await there.end_of(strangers[0]) == b""
+            for _ in range(5):
+                assert (await there.ask("/readyz"))[:2] == (200, "ok\n")
+            assert sum(reader.at_eof() for reader in strangers) <= 6
+
+    run(main)
+
+
+def test_health_checks_pass_while_strangers_reconnect() -> None:
+    async def main() -> None:
+        async with site() as there:
+            came_again = 0
+
+            async def besiege() -> None:
+                nonlocal came_again
+                while True:
+                    with suppress(ConnectionError):  # the other way to hear that one has to go
+                        await (await there.stranger(HALF)).read()
+                    came_again += 1
+
+            crowd = [asyncio.create_task(besiege()) for _ in range(web_server.MOST_CONNECTIONS + 20)]
+            for _ in range(50):
+                assert (await there.ask("/healthz"))[0] == 200
+            assert came_again
+            assert not any(task.done() for task in crowd)
+            for task in crowd:
+                task.cancel()
+            await asyncio.wait(crowd)
+
+    run(main)
+
+
+@pytest.mark.parametrize("says", [b"", HALF, HALF_A_BODY], ids=["silent", "half a header", "half a body"])
+def test_a_caller_with_one_connection_keeps_it(says: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scraper that stays connected loses its place only if nobody has more of them."""
+    monkeypatch.setattr(web_server, "MOST_CONNECTIONS", 8)
+
+    async def main() -> None:
+        async with site() as there:
+            scraper, writer = await asyncio.open_connection("127.0.0.1", there.port, local_addr=("127.0.0.2", 0))
+            strangers = [await there.stranger(says) for _ in range(30)]
+            for reader in strangers[:22]:
+                await there.end_of(reader)
+            writer.write(b"GET /api/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            assert (await scraper.readline()).startswith(b"HTTP/1.1 200")
+            writer.close()
+
+    run(main)
+
+
+def test_connections_with_unread_answers_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web_server, "MOST_CONNECTIONS", 4)
+    many = b"GET /static/uplot/uPlot.iife.min.js HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 200
+
+    async def main() -> None:
+        async with site() as there:
+            strangers = [await there.stranger(many) for _ in range(4)]
+            for reader in strangers:
+                await reader.readexactly(1)  # it is being answered
+            for _ in range(4):
+                await there.stranger(HALF)
+            assert (await there.ask("/healthz"))[0] == 200
+            server = there.coordinator._http._runner.server  # type: ignore[union-attr]
+            assert server is not None
+            assert len(server.connections) <= 5, "nor do they wait to be read"
+            for reader in strangers:
+                assert len(await there.end_of(reader)) < 200 * 50_000
+
+    run(main)
+
+
+def test_a_connection_sends_so_much_in_its_life() -> None:
+    """So what waits behind a request that is being answered takes little memory."""
+    request = b"GET /api/%s HTTP/1.1\r\nHost: [::1]\r\nX-Long: " + b"x" * 8_000 + b"\r\n\r\n"
+
+    async def main() -> None:
+        async with site() as there:
+            says = request % b"stream" + request % b"session" * (2 * web_server.MOST_BYTES // len(request))
+            answers = await there.end_of(await there.stranger(says))
+            assert answers.count(b"HTTP/1.1 200") <= 1, "the stream did not end by itself"
+
+    run(main)
+
+
+def test_a_client_that_waits_for_each_answer_is_never_cut_off() -> None:
+    """Its connection ends with an answer that says so."""
+    request = b"GET /api/session HTTP/1.1\r\nHost: [::1]\r\nX-Long: " + b"x" * 4_000 + b"\r\n\r\n"
+
+    async def main() -> None:
+        async with site() as there:
+            reader = await there.stranger(b"")
+            head, sent = b"", 0
+            while b"Connection: close" not in head:
+                there.writers[0].write(request)
+                sent += 1
+                head = await reader.readuntil(b"\r\n\r\n")
+                await reader.readuntil(b"}")
+            assert sent > 10, "it stays open for many requests"
+            assert await there.end_of(reader) == b""
+
+    run(main)
+
+
+def test_a_stream_that_has_ended_holds_a_place_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web_server, "MOST_CONNECTIONS", 2)
+
+    async def main() -> None:
+        async with site() as there:
+            says = b"GET /api/stream HTTP/1.1\r\nHost: [::1]\r\n\r\n"
+            streams = [await there.stranger(says) for _ in range(2)]
+            for reader in streams:
+                await reader.readuntil(b"event: jobs")
+            there.coordinator._http._routes.broadcasts.close()  # type: ignore[union-attr]
+            for reader in streams:
+                await there.end_of_chunks(reader)
+            for _ in range(2):
+                await there.stranger(HALF)
+            for reader in streams:
+                assert await there.end_of(reader) == b""
+
+    run(main)
+
+
+MALFORMED = {
+    "a token with CRLF": b"GET / HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer %s\r\r\n\r\n",
+    "a line end in the token": b"GET / HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer half\n%s\r\n\r\n",
+    "a null character": b"GET / HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer \0%s\r\n\r\n",
+    "a header without a name": b"GET / HTTP/1.1\r\nHost: a\r\n: %s\r\n\r\n",
+    "a space in a header's name": b"GET / HTTP/1.1\r\nHost: a\r\nBearer %s: x\r\n\r\n",
+    "a long header": b"GET / HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer %s" + b"x" * 10_000 + b"\r\n\r\n",
+    "too many headers": b"GET / HTTP/1.1\r\nHost: a\r\n" + b"A: %s\r\n" * 200 + b"\r\n",
+    "a method": b"%s / HTTP/1.1\r\nHost: a\r\n\r\n",
+    "a later method": b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n%s / HTTP/1.1\r\nHost: a\r\n\r\n",
+    "a path": b"GET %s HTTP/1.1\r\nHost: a\r\n\r\n",
+    "a host": b"GET //%s:port@[ HTTP/1.1\r\nHost: a\r\n\r\n",
+    "a version": b"GET / HTTP/%s\r\nHost: a\r\n\r\n",
+    "a length": b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: %s\r\n\r\n",
+    "two lengths": b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nContent-Length: 4\r\nX: %s\r\n\r\n",
+    "a chunk": b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n%s\r\n",
+    "a later chunk": b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n%s\r\n\r\n",
+    "an encoding": b"POST / HTTP/1.1\r\nHost: a\r\nContent-Encoding: gzip\r\nContent-Length: 30\r\n\r\n%s",
+    "an encoding of chunks": b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: %s\r\n\r\n",
+    "an upgrade": b"GET / HTTP/1.1\r\nHost: a\r\nConnection: upgrade\r\nUpgrade: %s\r\n\r\n%s \r\n\r\n",
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03%s",
+}
+
+
+def test_what_cannot_be_read_is_logged_once_and_never_shown(tokens: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Twenty of each kind, with a token in them, at the level of the log that shows most."""
+    caplog.set_level(logging.DEBUG, logger="")
+    for name in ("aiohttp.server", "aiohttp.access", "aiohttp.web", "aiohttp.internal", "asyncio"):
+        caplog.set_level(logging.DEBUG, logger=name)
+
+    async def main() -> None:
+        async with site(token_file=tokens) as there:
+            for kind, says in MALFORMED.items():
+                for _ in range(20):
+                    reader = await there.stranger(says.replace(b"%s", MINE.encode()))
+                    async with asyncio.timeout(PATIENCE):
+                        answer = await reader.readuntil(b"\r\n\r\n")
+                    there.writers[-1].write_eof()
+                    answer += await there.end_of(reader)
+                    is_refused = answer.split(b" ", 2)[1] == b"400"
+                    assert MINE.encode() not in answer or not is_refused, kind  # other refusals name the path
+                    assert b"CRLF" in answer or not kind.startswith("a token"), "what may be wrong is said"
+            assert (await there.ask("/api/jobs", MINE))[0] == 200
+
+    run(main)
+    text = "\n".join(repr(record.__dict__) for record in caplog.records)
+    assert MINE not in text
+    assert MINE not in caplog.text
+    assert not [record.exc_text for record in caplog.records if record.exc_text]
+    said = [record.getMessage() for record in caplog.records if record.name.startswith(("paceline", "aiohttp"))]
+    lines = Counter(line.partition(": ")[0] for line in said if "cannot be read" in line)
+    assert lines, "they are logged"
+    assert set(lines.values()) == {1}, lines
+
+
+def test_requests_wait_for_their_payers_turn(tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a token its job pays, without one the address; probes cost nothing, and another job notices nothing."""
+    for name, value in (("REQUEST_RATE", 1e-3), ("REQUEST_BURST", 5), ("PATIENCE_S", 1e-3)):
+        monkeypatch.setattr(routes, name, value)
+
+    async def main() -> None:
+        async with site(token_file=tokens) as there:
+            for token, path, status in (
+                (THEIRS, "/api/jobs", 200),
+                ("", "/api/session", 200),
+                ("x" * 20, "/metrics", 429),
+            ):
+                answers = [await there.ask(path, token) for _ in range(8)]
+                served = 0 if status == 429 else 5
+                assert [answer[0] for answer in answers] == [status] * served + [429] * (8 - served)
+                assert answers[-1][2]["Retry-After"] == "1"
+            assert "job 'two' makes more than" in (await there.ask("/static/page.js", THEIRS))[1]["error"]
+            assert (await there.ask("/api/jobs", MINE))[0] == 200
+            probes = await there.end_of(await there.stranger(b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n" * 8))
+            assert probes.count(b"HTTP/1.1 200") == 1, "a probe is the last request of its connection"
+            for _ in range(8):
+                assert (await there.ask("/healthz"))[0] == (await there.ask("/readyz", THEIRS))[0] == 200
+
+    run(main)
+
+
+class CountedStorage(MemoryStorage):
+    """Counts how often it is asked.
+
+    Attributes:
+        asked: how often.
+        answers: is set while it answers.
+        error: with which it does; None for none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+        self.answers = asyncio.Event()
+        self.error: Exception | None = None
+
+    def write(self, changes: Sequence[Change]) -> asyncio.Future[None]:
+        self.asked += 1
+
+        async def answer() -> None:
+            await self.answers.wait()
+            if self.error is not None:
+                raise self.error
+
+        return asyncio.ensure_future(answer())
+
+
+def test_readiness_checks_share_one_request_to_the_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "READY_FOR_S", 3_600.0)
+
+    async def main() -> None:
+        storage = CountedStorage()
+        async with site(storage) as there:
+
+            async def look(status: int, count: int = 20) -> set[str]:
+                answers = await asyncio.gather(*(there.ask("/readyz") for _ in range(count)))
+                assert {answer[0] for answer in answers} == {status}
+                return {str(answer[1]) for answer in answers}
+
+            ready = there.coordinator._http._routes._readiness  # type: ignore[union-attr]
+            monkeypatch.setattr(routes, "_READY_S", 0.01)
+            assert await look(503) == {"{'error': 'the storage has not answered for 0.01 s'}"}
+            for _ in range(3):
+                ready._holds_until = 0.0
+                await look(503)
+            assert storage.asked == 1, "it is not asked again while it hangs"
+            monkeypatch.setattr(routes, "_READY_S", 3_600.0)
+            storage.error = OSError("the disk is full")
+            storage.answers.set()
+            ready._holds_until = 0.0
+            assert await look(503) == await look(503) == {"{'error': 'the disk is full'}"}
+            assert storage.asked == 2, "a failure is shared, too"
+            storage.error = None
+            ready._holds_until = 0.0
+            assert await look(200) == await look(200) == {"ok\n"}
+            assert storage.asked == 3
+
+    run(main)
+
+
+def test_one_job_has_its_share_of_the_streams(tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One job alone has half of them, and has to leave the others to others; so it is again after all have gone."""
+    freed = asyncio.Event()
+
+    class Watched(Budget):
+        def add(self, who: Hashable, size: int) -> None:
+            super().add(who, size)
+            if not self.used:
+                freed.set()
+
+    monkeypatch.setattr(stream, "Budget", Watched)
+    monkeypatch.setattr(stream, "MOST_VIEWERS", 10)
+    monkeypatch.setattr(web_server, "MOST_CONNECTIONS", 2)
+
+    async def main() -> None:
+        async with site(token_file=tokens) as there, aiohttp.ClientSession(there.coordinator.http_url) as http:
+
+            async def open_streams(count: int, token: str) -> list[aiohttp.ClientResponse]:
+                headers = {"Authorization": f"Bearer {token}"}
+                return [await http.get("/api/stream", headers=headers) for _ in range(count)]
+
+            for _ in range(2):
+                freed.clear()
+                theirs = await open_streams(8, THEIRS)
+                assert [answer.status for answer in theirs] == [200] * 5 + [503] * 3
+                assert (await theirs[-1].json())["error"].startswith(
+                    "no live view: 5 pages of job 'two' are open, and 5 of all, of 10 at most"
+                )
+                mine = await open_streams(2, MINE)
+                assert [answer.status for answer in mine] == [200] * 2
+                for answer in theirs[:5] + mine:
+                    assert (await answer.content.readuntil(b"\n\n")).startswith(b"event: jobs")
+                for answer in theirs + mine:
+                    answer.close()
+                async with asyncio.timeout(2 * PATIENCE):
+                    await freed.wait()
+
+    run(main)

@@ -1,0 +1,182 @@
+"""Answers about a job of many members: written a part at a time, and once for all who ask within a moment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+
+from paceline_protocol.coordinator import LeftJob
+from paceline_server.dispatcher import Dispatcher
+from paceline_server.errors import LimitMet, NotFound
+from paceline_server.services import admin
+from paceline_server.services.admin import AdminHandlers
+from paceline_server.settings import ServerSettings
+from paceline_server.storage.memory import MemoryStorage
+from paceline_server.streams import SessionStream
+from paceline_server.web import routes
+from pacelinepb import PROTOCOL_VERSION
+from pacelinepb.v1 import admin_pb2
+from pacelinepb.v1 import session_pb2 as pb
+from support.counted_lines import lines_of
+
+MANY = 1_000
+FOREVER = 1e6
+
+
+def run(main: Callable[[Dispatcher], Awaitable[None]], **settings: Any) -> None:
+    async def with_dispatcher() -> None:
+        dispatcher = Dispatcher(ServerSettings(**settings), MemoryStorage())
+        await dispatcher.start()
+        try:
+            await main(dispatcher)
+        finally:
+            dispatcher.drain()
+
+    asyncio.run(with_dispatcher())
+
+
+def register(dispatcher: Dispatcher, job: str, count: int, world: int = 2_000) -> list[SessionStream]:
+    """So many workers come, who wait for more."""
+    message = pb.Register(protocol_version=PROTOCOL_VERSION, job=job, address="host:1")
+    message.process.host, message.process.pid = "host", 1
+    message.settings.min_workers = message.settings.max_workers = world
+    message.settings.failure_timeout.FromSeconds(600)
+    return [dispatcher.register(message) for _ in range(count)]
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The members that were written into answers."""
+    ids: list[str] = []
+    write = admin._member
+
+    def count(now: float, session: Any, *args: Any, **named: Any) -> admin_pb2.MemberStatus:
+        ids.append(session.member_id)
+        return write(now, session, *args, **named)
+
+    monkeypatch.setattr(admin, "_member", count)
+    return ids
+
+
+def test_many_members_are_written_while_others_have_their_turn(written: list[str]) -> None:
+    async def main(dispatcher: Dispatcher) -> None:
+        ids = [stream.member_id for stream in register(dispatcher, "job", MANY)]
+        answer = asyncio.ensure_future(AdminHandlers(dispatcher).GetJob(admin_pb2.GetJobRequest(job="job")))
+        most = before = 0
+        while not answer.done():
+            await asyncio.sleep(0)
+            most, before = max(most, len(written) - before), len(written)
+        assert [status.member.member_id for status in answer.result().members] == ids
+        assert most <= 200
+
+    run(main)
+
+
+def test_the_page_gets_many_members_while_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    converted = 0
+    convert = routes.members_as_dicts
+
+    def count(detail: admin_pb2.GetJobResponse) -> Iterator[dict[str, Any]]:
+        nonlocal converted
+        for member in convert(detail):
+            converted += 1
+            yield member
+
+    monkeypatch.setattr(routes, "members_as_dicts", count)
+
+    async def main(dispatcher: Dispatcher) -> None:
+        ids = [stream.member_id for stream in register(dispatcher, "job", MANY)]
+        answer = asyncio.ensure_future(
+            routes.Routes(dispatcher, None, names=None, streaming=nullcontext)._detail("job")
+        )
+        most = before = 0
+        while not answer.done():
+            await asyncio.sleep(0)
+            most, before = max(most, converted - before), converted
+        assert [member["member_id"] for member in answer.result()["members"]] == ids
+        assert most <= 201
+
+    run(main)
+
+
+def test_one_answer_about_many_members_is_for_all_who_ask_within_a_moment(
+    monkeypatch: pytest.MonkeyPatch, written: list[str]
+) -> None:
+    monkeypatch.setattr(admin, "_KEPT_S", FOREVER)
+
+    async def main(dispatcher: Dispatcher) -> None:
+        register(dispatcher, "job", MANY)
+        handlers, request = AdminHandlers(dispatcher), admin_pb2.GetJobRequest(job="job")
+        calls = [asyncio.ensure_future(handlers.GetJob(request)) for _ in range(20)]
+        await asyncio.sleep(0)
+        calls[0].cancel()  # others wait for what it has begun
+        answers = await asyncio.gather(*calls[1:])
+        answers.append(await handlers.GetJob(request))
+        assert {len(answer.members) for answer in answers} == {MANY}
+        assert len(written) == MANY
+        with pytest.raises(NotFound):
+            await handlers.GetJob(admin_pb2.GetJobRequest(job="another"))
+
+    run(main)
+
+
+def test_after_a_moment_an_answer_is_written_anew(monkeypatch: pytest.MonkeyPatch, written: list[str]) -> None:
+    monkeypatch.setattr(admin, "_KEPT_S", 0.0)
+
+    async def main(dispatcher: Dispatcher) -> None:
+        register(dispatcher, "job", MANY)
+        handlers, request = AdminHandlers(dispatcher), admin_pb2.GetJobRequest(job="job")
+        first = await handlers.GetJob(request)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        register(dispatcher, "job", 1)
+        assert len((await handlers.GetJob(request)).members) == len(first.members) + 1
+
+    run(main)
+
+
+def test_an_answer_about_few_members_is_never_an_older_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admin, "_KEPT_S", FOREVER)
+
+    async def main(dispatcher: Dispatcher) -> None:
+        handlers, request = AdminHandlers(dispatcher), admin_pb2.GetJobRequest(job="job")
+        for count in range(1, 4):
+            register(dispatcher, "job", 1)
+            assert len((await handlers.GetJob(request)).members) == count
+
+    run(main)
+
+
+def test_a_registration_costs_the_same_among_many_jobs_as_among_few() -> None:
+    lines: dict[int, int] = {}
+
+    async def main(dispatcher: Dispatcher) -> None:
+        for number in range(401):
+            lines[number] = lines_of(partial(register, dispatcher, f"job-{number}", 1)) if number in (50, 400) else 0
+            register(dispatcher, f"job-{number}", 1)
+
+    run(main)
+    assert lines[400] < 1.05 * lines[50]
+
+
+def test_a_session_that_has_ended_or_belongs_to_a_failed_job_leaves_its_place_to_others() -> None:
+    async def main(dispatcher: Dispatcher) -> None:
+        (first,) = register(dispatcher, "a", 1)
+        register(dispatcher, "b", 2)
+        with pytest.raises(LimitMet, match="3 sessions"):
+            register(dispatcher, "c", 1)
+        dispatcher.apply_of(first, LeftJob(first.member_id, ""))
+        register(dispatcher, "c", 1)
+        with pytest.raises(LimitMet, match="3 sessions"):
+            register(dispatcher, "c", 1)
+        dispatcher._fail(dispatcher.jobs["b"])
+        register(dispatcher, "c", 2)
+        with pytest.raises(LimitMet, match="3 sessions"):
+            register(dispatcher, "d", 1)
+
+    run(main, max_sessions=3)

@@ -1,0 +1,69 @@
+"""grpc is set up before it is first imported, whichever way a process comes to Paceline.
+
+Each is asked in a process of its own (`tests/pytorch/test_names.py` asks the backend of torch).
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import paceline
+import paceline_server
+import pacelinepb
+from support.grpc_settings import SET, run_asked
+
+ENTRIES = {
+    "join": "import paceline; paceline.join().leave()",
+    "coordinator": "import paceline_server",
+    "embedded coordinator": "from paceline._embedded import coordinator\nwith coordinator(): pass",
+    "test": "import paceline.testing",
+    "command": "import paceline.cli\nsys.argv = ['paceline', 'status', '127.0.0.1:1']\n"
+    "try: paceline.cli.main()\nexcept SystemExit: pass",
+    "launcher": "import paceline.cli.run_command, paceline.cli.launcher.launcher",
+    "health check": "import paceline.cli.health",
+    "run-rank": "import paceline.cli.run_rank",
+    "spare": "import numpy\nfrom paceline.cli.warm import warm_up; warm_up(['-m', 'paceline.demo.training'], bool)",
+    "Ray's driver": "import paceline.ray._controller",
+    "Ray's worker": "import paceline.ray._hosted_worker",
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_each_way_in_sets_grpc_up_before_it_is_imported(entry: str) -> None:
+    assert run_asked(ENTRIES[entry]).stdout.startswith(SET)
+
+
+def test_what_the_user_has_set_stays() -> None:
+    assert '"GRPC_ENABLE_FORK_SUPPORT": "1"' in run_asked(ENTRIES["join"], GRPC_ENABLE_FORK_SUPPORT="1").stdout
+
+
+def test_a_script_that_imports_grpc_too_early_is_warned() -> None:
+    early = "import grpc\n" + ENTRIES["join"]
+    assert "set GRPC_ENABLE_FORK_SUPPORT=0 in the environment of this script" in run_asked(early).stderr
+    assert run_asked(early, GRPC_ENABLE_FORK_SUPPORT="0").stderr == ""
+
+
+def test_a_worker_needs_nothing_that_only_the_coordinator_needs() -> None:
+    without = "sys.modules.update(dict.fromkeys(('grpc_health', 'grpc_reflection', 'paceline_server')))\n"
+    assert run_asked(without + ENTRIES["join"]).stdout == SET
+
+
+def test_one_module_imports_grpc() -> None:
+    """Stubs do too: `_grpc` of the same package is imported before them, or when the package is (the coordinator's)."""
+    for package in (paceline, paceline_server, pacelinepb):
+        for file in Path(str(package.__file__)).parent.rglob("*.py"):
+            if file.name == "safe_grpc.py" or file.name.endswith("_pb2_grpc.py"):
+                continue
+            source = file.read_text()
+            if "grpc" not in source:
+                continue
+            names = {
+                alias.name if isinstance(node, ast.Import) else str(node.module)
+                for node in ast.walk(ast.parse(source))
+                if isinstance(node, ast.Import | ast.ImportFrom)
+                for alias in node.names
+            }
+            assert not {name for name in names if name.split(".")[0] in ("grpc", "grpc_status")}, file
