@@ -131,23 +131,32 @@ def _until(call: Call, before: _Possibility, is_open: Iterable[Call]) -> Iterato
     if call in before.done:
         yield before._replace(done=before.done - {call})
         return
-    seen, turn = {before}, [before]
+    start = (before, False)
+    seen, turn = {start}, {start}
     while turn:
-        nexts: set[_Possibility] = set()
-        for value, done, perhaps in turn:
+        nexts: set[tuple[_Possibility, bool]] = set()
+        for (value, done, perhaps), in_vain in turn:
             right, after = is_right(call, value)
-            if right:
+            if right and not (in_vain and _is_blind(call)):
                 yield _Possibility(after, done, perhaps)
+            offered: set[tuple[str, tuple[object, ...]]] = set()  # of unknown calls that are alike the first is enough
             for other in is_open:
-                if other is call or other in done or other in perhaps:
+                if other is call or other in done or other in perhaps or (in_vain and _is_blind(other)):
                     continue
                 right, after = is_right(other, value)
-                if right and other.result is UNKNOWN and after != value:
-                    nexts.add(_Possibility(after, done, perhaps | {other}))
-                elif right and other.result is not UNKNOWN:
-                    nexts.add(_Possibility(after, done | {other}, perhaps))
-        turn = sorted(_minimal(nexts - seen), key=lambda each: len(each.perhaps))
-        seen |= nexts
+                if other.result is not UNKNOWN:
+                    if right:
+                        nexts.add((_Possibility(after, done | {other}, perhaps), False))
+                elif after != value and (other.kind, other.arguments) not in offered:
+                    offered.add((other.kind, other.arguments))
+                    nexts.add((_Possibility(after, done, perhaps | {other}), True))
+        turn = nexts - seen
+        seen |= turn
+
+
+def _is_blind(call: Call) -> bool:
+    """True if the call does the same whatever the value is: no unknown call needs to happen just before it."""
+    return call.kind == "set" or (call.kind == "delete" and call.result is UNKNOWN)
 
 
 def _minimal(possible: Iterable[_Possibility]) -> set[_Possibility]:
