@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from support.histories import UNKNOWN, check, overlapping
-from support.ports import free_port
-from support.python_process import Process, start_python
+from support.process_coordinator import coordinator_process
 from support.relay import relay
 from support.store_clients import store_clients
-
-_SERVE = """
-import sys
-PLANT
-from paceline_server.__main__ import main
-sys.exit(main())
-"""
 
 _STALE = """
 from paceline_server.key_values import KeyValues
@@ -36,49 +26,14 @@ KeyValues.get = lambda values, key: values.old.get(key) or get(values, key)
 """A coordinator that reads from what was stored when it started."""
 
 
-class Server:
-    """A coordinator with a state file, which is killed and started again.
-
-    Args:
-        folder: for its state and its log.
-        plant: code that breaks it.
-    """
-
-    def __init__(self, folder: Path, plant: str = "") -> None:
-        self.address = f"127.0.0.1:{free_port()}"
-        code = _SERVE.replace("PLANT", plant)
-        self._command = ["-c", code, "--listen", self.address, "--state", str(folder / "state.db")]
-        self._log = (folder / "coordinator.log").open("wb")
-        self._process: Process = start_python(self._command, {}, stderr=self._log.fileno())
-
-    def start(self) -> None:
-        self._process = start_python(self._command, {}, stderr=self._log.fileno())
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait(20)
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
-
-    def close(self) -> None:
-        self.kill()
-        self._log.close()
-
-
-@contextmanager
-def server(folder: Path, plant: str = "") -> Iterator[Server]:
-    started = Server(folder, plant)
-    try:
-        yield started
-    finally:
-        started.close()
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_histories_are_linearizable(tmp_path: Path) -> None:
-    with server(tmp_path) as coordinator, relay(coordinator.address) as one, relay(coordinator.address) as other:
+    with (
+        coordinator_process(tmp_path) as coordinator,
+        relay(coordinator.address) as one,
+        relay(coordinator.address) as other,
+    ):
         with store_clients([coordinator.address, one.address, other.address]) as clients:
             clients.go_on()
             for _ in range(2):
@@ -103,7 +58,7 @@ def test_histories_are_linearizable(tmp_path: Path) -> None:
 
 
 def test_a_stale_read_is_noticed(tmp_path: Path) -> None:
-    with server(tmp_path, _STALE) as coordinator, store_clients([coordinator.address] * 2) as clients:
+    with coordinator_process(tmp_path, _STALE) as coordinator, store_clients([coordinator.address] * 2) as clients:
         clients.go_on()
         coordinator.kill()
         coordinator.start()
