@@ -26,6 +26,7 @@ from paceline_server.storage.base import (
     ViewForgotten,
     ViewFormed,
 )
+from paceline_server.storage.checks import check_job
 from paceline_server.storage.shared_keys import Item
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
@@ -38,6 +39,9 @@ _MOST_BYTES = 64 << 20
 """The longest value once it is no longer compressed."""
 
 _KEY = "key/"
+
+_DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, zlib.error)
+"""What reading a value raises if it is none of ours."""
 
 
 def emptied_by(change: Change) -> str | None:
@@ -92,16 +96,18 @@ def jobs_of(items: Iterable[Item], prefix: str) -> dict[str, StoredJob]:
     """
     jobs: dict[str, StoredJob] = {}
     for item in items:
-        quoted, kind = item.key.decode().removeprefix(prefix).split("/", 1)
-        name = unquote(quoted)
-        job = jobs.setdefault(name, StoredJob(name))
-        if kind.startswith(_KEY):
-            job.keys[unquote(kind.removeprefix(_KEY))] = item.value
-            continue
         try:
-            _read_into(job, kind, _unpacked(item.value))
-        except (KeyError, TypeError, AttributeError, zlib.error) as error:
-            raise ValueError(f"the key {kind!r} of job {name!r} is damaged ({error})") from None
+            quoted, kind = item.key.decode().removeprefix(prefix).split("/", 1)
+            name = unquote(quoted)
+            job = jobs.setdefault(name, StoredJob(name))
+            if kind.startswith(_KEY):
+                job.keys[unquote(kind.removeprefix(_KEY))] = item.value
+            else:
+                _read_into(job, kind, _unpacked(item.value))
+        except _DAMAGE as error:
+            raise ValueError(f"the key {item.key!r} is damaged ({error})") from None
+    for job in jobs.values():
+        check_job(job)
     return jobs
 
 
@@ -131,7 +137,7 @@ def _unpacked(data: bytes) -> Any:
     inflater = zlib.decompressobj()
     text = inflater.decompress(data, _MOST_BYTES)
     if not inflater.eof:
-        raise ValueError("a value of the shared state is cut short, or too long")
+        raise ValueError("it is cut short, or too long")
     return json.loads(text)
 
 
