@@ -206,7 +206,7 @@ class Lineage:
             effects += self._start_new_line(now, meeting)
             self.decision = decide(now, self._state, self._settings.settle_time)
             meeting = self.decision.meeting
-        if self.decision.members is not None or self._state.live is not None or not self._state.sessions:
+        if self._state.live is not None or not self._state.sessions:
             self.waits_since = None
         elif self.waits_since is None:
             self.waits_since = now
@@ -402,6 +402,7 @@ class Lineage:
         leavers = tuple(s for s in unseated if s.met is not None and s.met.leaving)
         spares = [s for s in unseated if s.has_met and not (s.met is not None and s.met.leaving)]
         self._state.view, self._state.verdict, self._state.vouched_at = view, None, now
+        self.waits_since = None
         if view.base is not None:
             self._state.reached = view.base.step
         self._state.restored = False

@@ -111,6 +111,7 @@ class Dispatcher:
 
     Attributes:
         jobs: the jobs that have sessions or a line. `find` also finds jobs at rest.
+        keeper: writes to the storage.
         questions: what operators ask of members now.
         observatory: what has been counted, and the last events; set by `start`.
     """
@@ -142,7 +143,7 @@ class Dispatcher:
         self._emptied = asyncio.Event()  # set when we are stopping and no stream is left
         self._address_probes = AddressProbes(tls=settings.tls_cert is not None)
         self.questions = Questions(settings, self._push)
-        self._keeper = Keeper(storage, self._apply_alone)
+        self.keeper = Keeper(storage, self._apply_alone)
         self._timers: Timers | None = None
         self._speaking: asyncio.TimerHandle | None = None
 
@@ -160,7 +161,7 @@ class Dispatcher:
         now = self._loop.time()
         wall = time.time()
         self.observatory = Observatory(wall - now, last_number=round(1000 * wall))
-        self._keeper.took = self.observatory.commits.add
+        self.keeper.took = self.observatory.commits.add
         self._timers = Timers(now, self.jobs, self._apply_alone)
         self._used_up = next((each.generation for each in stored_jobs if each.name == _NOT_KNOWN), 0)
         for count, stored in enumerate(each for each in stored_jobs if each.name != _NOT_KNOWN):
@@ -180,7 +181,7 @@ class Dispatcher:
             job = self._make_job(state, values, stored.door_secret)
             for member_id in stored.answers.keys() - state.sessions.keys():  # it ended as the last coordinator did
                 values.forget(member_id)
-                self._keeper.drop_answers(stored.name, member_id)
+                self.keeper.drop_answers(stored.name, member_id)
             self.jobs[stored.name] = job
             self._count_sessions(job)
             self.observatory.begin(now, state)
@@ -218,7 +219,7 @@ class Dispatcher:
     def drain(self) -> None:
         """Refuses new calls and ends waiting ones; members keep their sessions for the next coordinator."""
         self.draining = True
-        self._keeper.close()
+        self.keeper.close()
         if self._timers is not None:
             self._timers.stop()
         if self._speaking is not None:
@@ -507,10 +508,10 @@ class Dispatcher:
                 answered = functools.partial(self._apply_alone, job, DoorAnswered(member_id))
                 self._address_probes.ask(address, answered)
             case ForgetView():
-                self._keeper.keep(job, effect)
+                self.keeper.keep(job, effect)
                 self._renew_door_secret(job)
             case StoreView() | StoreVerdict() | StoreEnding() | StoreFinished() | StoreReached():
-                self._keeper.keep(job, effect)
+                self.keeper.keep(job, effect)
             case _:
                 self._push(effect.member_id, to_message(effect))
 
@@ -533,7 +534,7 @@ class Dispatcher:
 
     def _end_session(self, job: Job, member_id: str, refusal: Refused | None) -> None:
         if job.store.end(member_id, refusal or SessionEnded("the member has left the job")):
-            self._keeper.drop_answers(job.membership.state.name, member_id)
+            self.keeper.drop_answers(job.membership.state.name, member_id)
         self._tokens.pop(member_id, None)
         stream = self._streams.pop(member_id, None)
         if stream is None:
@@ -625,10 +626,10 @@ class Dispatcher:
         known = state.generation > self._used_up or state.finished is not None or state.reached is not None
         if not self.settings.keep_numbers or not known:
             if had_keys or state.generation:
-                self._keeper.forget(state.name)
+                self.keeper.forget(state.name)
             return
         if had_keys:
-            self._keeper.clear(state.name)
+            self.keeper.clear(state.name)
         self._resting[state.name] = JobState(
             state.name, generation=state.generation, finished=state.finished, reached=state.reached
         )
@@ -636,7 +637,7 @@ class Dispatcher:
             name, oldest = self._resting.popitem(last=False)
             if oldest.generation < _CLAIMED:
                 self._used_up = max(self._used_up, oldest.generation)
-            self._keeper.forget_but(name, _NOT_KNOWN, self._used_up)
+            self.keeper.forget_but(name, _NOT_KNOWN, self._used_up)
 
 
 def _say_left(stream: SessionStream) -> None:

@@ -54,7 +54,8 @@ class Candidacy:
         self._name = name
         self._address = address
         self._woken = asyncio.Event()
-        self._why = ""
+        self._said: object = None  # what the last line of log was about
+        self._trouble = ""
         self._held: bytes | None = None  # the record as it was read last
 
     def wake(self) -> None:
@@ -69,18 +70,22 @@ class Candidacy:
             try:
                 await self.look()
                 decision = self.election.decide(loop.time())
-                if decision.why != self._why:
-                    self._why = decision.why
+                record = self.election.record
+                about = decision.tries, None if record is None else record.epoch
+                if about != self._said:
+                    self._said = about
                     _log.info("%s", decision.why)
                 if decision.tries:
                     won = await self._try()
+                    self._trouble = ""
                     if won is not None:
                         return won
                     continue
+                self._trouble = ""
                 pause = max(0.0, min(pause, decision.due - loop.time()))
             except (KeysUnavailable, KeysRefused, StateUnusable) as error:
-                if str(error) != self._why:
-                    self._why = str(error)
+                if str(error) != self._trouble:  # a full etcd answers each look, and refuses each try
+                    self._trouble = str(error)
                     _log.warning("%s", error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):

@@ -25,6 +25,7 @@ from paceline_protocol.coordinator import (
 )
 from paceline_server.errors import NotLeader
 from paceline_server.key_values import Storeroom
+from paceline_server.limits import Remarks
 from paceline_server.pages import ViewPages
 from paceline_server.storage.base import (
     AnswersDropped,
@@ -44,6 +45,9 @@ from paceline_server.storage.base import (
 __all__ = ["Job", "Keeper"]
 
 _log = logging.getLogger(__name__)
+
+_REMARK_S = 10.0
+"""Seconds between two lines of log about changes that could not be stored: each waiting job tries once a second."""
 
 Kept = StoreView | ForgetView | StoreVerdict | StoreEnding | StoreFinished | StoreReached
 """The effects that the keeper performs."""
@@ -78,6 +82,8 @@ class Keeper:
 
     Attributes:
         took: called with the seconds that it took to store a view.
+        trouble: why the last change could not be stored; empty if it was.
+        failures: changes that could not be stored.
     """
 
     def __init__(self, storage: Storage, apply: Callable[[Job, Event], None]) -> None:
@@ -85,6 +91,9 @@ class Keeper:
         self._apply = apply
         self._closed = False
         self.took: Callable[[float], None] = lambda _: None
+        self.trouble = ""
+        self.failures = 0
+        self._remarks = Remarks(_REMARK_S)
 
     def close(self) -> None:
         """Stops telling jobs that their writes are done."""
@@ -96,9 +105,8 @@ class Keeper:
         match effect:
             case StoreView(view):
                 began = time.monotonic()
-                written = self._storage.write([ViewFormed(name, view, job.door_secret)])
-                written.add_done_callback(lambda _: self.took(time.monotonic() - began))
-                written.add_done_callback(functools.partial(self._view_written, job, view.generation))
+                written = self._write(ViewFormed(name, view, job.door_secret))
+                written.add_done_callback(functools.partial(self._view_written, job, view.generation, began))
             case ForgetView(generation):
                 self._write(ViewForgotten(name, generation))
             case StoreVerdict(verdict):
@@ -109,7 +117,7 @@ class Keeper:
             case StoreReached(step):
                 self._write(ReachedStored(name, step))
             case StoreFinished(step):
-                written = self._storage.write([FinishedStored(name, step)])
+                written = self._write(FinishedStored(name, step))
                 written.add_done_callback(functools.partial(self._finish_written, job, step))
 
     def clear(self, name: str) -> None:
@@ -128,14 +136,23 @@ class Keeper:
         """Removes a job from the storage, but keeps with `others` that numbers up to `generation` are used up."""
         self._write(NumbersUsed(others, generation), JobForgotten(name))
 
-    def _view_written(self, job: Job, generation: int, written: asyncio.Future[None]) -> None:
+    def check(self) -> asyncio.Future[None]:
+        """Asks whether the storage answers, by a write of nothing new if the last change could not be stored.
+
+        Returns:
+            As `Storage.write`.
+        """
+        return self._write(NumbersUsed("", 0)) if self.trouble else self._storage.write([])
+
+    def _view_written(self, job: Job, generation: int, began: float, written: asyncio.Future[None]) -> None:
         error = written.exception()
+        if error is None:
+            self.took(time.monotonic() - began)
         if self._closed:
             return
         if error is None:
             self._apply(job, ViewStored(generation))
         elif not isinstance(error, NotLeader):
-            _log.error("%s", error)
             self._apply(job, StoreFailed(generation, str(error)))
 
     def _finish_written(self, job: Job, step: int | None, written: asyncio.Future[None]) -> None:
@@ -143,14 +160,21 @@ class Keeper:
 
         If another coordinator leads, the members tell that one.
         """
-        _log_failure(written)
         if step is not None and not self._closed and not isinstance(written.exception(), NotLeader):
             self._apply(job, FinishStored(step))
 
-    def _write(self, *changes: Change) -> None:
-        self._storage.write(changes).add_done_callback(_log_failure)
+    def _write(self, *changes: Change) -> asyncio.Future[None]:
+        written = self._storage.write(changes)
+        written.add_done_callback(self._written)
+        return written
 
-
-def _log_failure(written: asyncio.Future[None]) -> None:
-    if not written.cancelled() and (error := written.exception()) is not None and not isinstance(error, NotLeader):
-        _log.error("%s", error)
+    def _written(self, written: asyncio.Future[None]) -> None:
+        if written.cancelled() or isinstance(error := written.exception(), NotLeader):
+            return
+        if error is None:
+            self.trouble = ""
+            return
+        self.trouble = str(error) or type(error).__name__
+        self.failures += 1
+        if count := self._remarks.count("", time.monotonic()):
+            _log.error("%s (changes that could not be stored since the last such line: %d)", self.trouble, count)

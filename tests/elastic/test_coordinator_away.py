@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -114,6 +115,32 @@ def test_its_state_file_is_lost(wrapper: str, tmp_path: Path) -> None:
         c.check(count=3)
         line = c.line()
         assert line[80] > line[8], "generations went on above those that members had seen"
+
+
+def test_its_state_file_is_restored_from_a_backup(tmp_path: Path) -> None:
+    """The backup is older than the generation that trains (docs/how-to/back-up-the-state.md)."""
+    backup = tmp_path / "backup"
+    backup.mkdir()
+    with cluster(tmp_path, least=2, total=100, pace=0.05) as c:
+        c.start(2)
+        c.wait_for_step(5)
+        c.kill_coordinator()
+        for file in tmp_path.glob("state.db*"):
+            shutil.copy(file, backup)
+        c.start_coordinator()
+        (late,) = c.start(1)
+        c.wait_until(lambda: bool(late.of("applied")), "the newcomer trains")
+        with c.slowly():
+            c.kill_coordinator()
+            for file in tmp_path.glob("state.db*"):
+                file.unlink()
+            for file in backup.iterdir():
+                shutil.copy(file, tmp_path)
+            before = max(c.line().values())
+            c.start_coordinator()
+            c.wait_until(lambda: max(c.line().values()) > before, "another generation trains")
+        assert set(c.wait().values()) == {0}, str(c)
+        c.check(count=3)
 
 
 def test_a_newcomer_waits_for_it(tmp_path: Path) -> None:

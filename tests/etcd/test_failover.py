@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from support.etcd import cluster, needs_etcd
-from support.failover import coordinators, resumed_at, training
+from support.failover import Coordinators, coordinators, resumed_at, training
 
 pytestmark = [pytest.mark.etcd, needs_etcd, pytest.mark.timeout(120)]
 
@@ -41,3 +42,29 @@ def test_training_goes_on_when_the_leader(number: signal.Signals, tmp_path: Path
                 assert not pair.epoch_of(leader)
                 steps = [first.expect("step") for _ in range(5)]
                 assert all(step["world"] == 2 for step in steps)
+
+
+def test_training_goes_on_after_all_keys_of_etcd_were_deleted(tmp_path: Path) -> None:
+    """Members join anew with the state that they hold, and the numbers of generations do not fall."""
+    with cluster(tmp_path) as etcd, coordinators(etcd, tmp_path) as pair:
+        epoch = pair.epoch_of(pair.leader())
+        with training(pair, 3) as (first, second, third):
+            third.signal(signal.SIGKILL)
+            before = pair_trains(pair, epoch)
+            etcd.wipe()
+            assert pair_trains(pair, epoch + 1) > before
+            after = time.monotonic()
+            for worker in (first, second):
+                while (event := worker.expect_any())["event"] != "step" or event["at"] < after:
+                    assert event["event"] != "gap", "a step was lost, or taken twice"
+
+
+def pair_trains(pair: Coordinators, epoch: int) -> float:
+    """Waits until two workers train at a leader of this epoch or a later one; the number of their generation."""
+    give_up = time.monotonic() + 30.0
+    while time.monotonic() < give_up:
+        values = pair.metrics(pair.leader())
+        training = [value for name, value in values.items() if "job_workers{" in name and '"training"' in name]
+        if values.get("paceline_coordinator_epoch", 0) >= epoch and training == [2]:
+            return next(value for name, value in values.items() if "job_generation{" in name)
+    raise AssertionError(pair.logs())

@@ -1,6 +1,8 @@
 """The coordinator as a process: it says where it listens, drains on SIGTERM, and numbers grow across restarts (I3)."""
 
 import asyncio
+import re
+import resource
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -8,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -16,6 +19,7 @@ from paceline_server._grpc import aio, grpc
 from pacelinepb.v1 import store_pb2
 from pacelinepb.v1.store_pb2_grpc import StoreServiceStub
 from support.coordinator import RawSession, duration, reason_of, refused, run, running
+from support.ports import free_port
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -60,6 +64,48 @@ def test_numbers_grow_across_restarts(tmp_path: Path) -> None:
         assert await one_run(signal.SIGTERM) == 1
         assert await one_run(signal.SIGKILL) == 2
         assert await one_run(signal.SIGTERM) == 3
+
+    run(main)
+
+
+def test_a_full_disk_is_told_and_gone_once_there_is_room(tmp_path: Path) -> None:
+    """Here the longest file is what is full, as in the test of checkpoints."""
+
+    async def main() -> None:
+        state = tmp_path / "s.db"
+        async with process("--state", str(state), "--http", f"127.0.0.1:{free_port()}") as (server, address):
+            assert server.stderr is not None
+            while b"the page is at" not in (line := await server.stderr.readline()):
+                pass
+            async with (
+                aiohttp.ClientSession(line.decode().split()[-1]) as http,
+                aio.insecure_channel(address) as channel,
+            ):
+
+                async def ask(path: str) -> tuple[int, str]:
+                    async with http.get(path) as answer:
+                        return answer.status, await answer.text()
+
+                async def metric(name: str) -> float:
+                    found = re.search(rf"^{name}\S* (\S+)$", (await ask("/metrics"))[1], re.MULTILINE)
+                    assert found is not None, name
+                    return float(found[1])
+
+                assert await ask("/readyz") == (200, "ok\n")
+                resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+                session = await RawSession.register(channel, least=1, most=1)
+                while await metric("paceline_store_failures_total") < 2:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+                status, text = await ask("/readyz")
+                assert status == 503
+                assert str(state) in text
+                assert await metric("paceline_job_waiting_seconds") > 0.5, "it is not counted anew with each try"
+                assert not await metric("paceline_store_commit_seconds_count")
+                resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+                assert (await session.view()).generation > 1
+                while (await ask("/readyz"))[0] != 200:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+                assert await metric("paceline_store_commit_seconds_count") == 1
 
     run(main)
 

@@ -224,29 +224,20 @@ def test_as_many_chunks_as_may_be_asked_for_fit_into_a_request() -> None:
 
 
 def test_requests_that_do_not_end_are_hurried_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And while there are as many as can be, one that does end is let in soon."""
+    """While there are as many as can be, a caller is told to try again; one beyond `MANY` hurries all of them."""
     monkeypatch.setattr(grpc_methods, "READ_SECONDS", 600.0)
-    monkeypatch.setattr(grpc_methods, "HURRIED_SECONDS", 2.0)
-    monkeypatch.setattr(grpc_methods, "MANY", 8)
+    monkeypatch.setattr(grpc_methods, "HURRIED_SECONDS", 0.5)
+    monkeypatch.setattr(grpc_methods, "MANY", 12)
     monkeypatch.setattr(grpc_methods, "MAX_READING", 12)
-
-    async def soon(channel: aio.Channel) -> set[grpc.StatusCode]:
-        refusals = set()
-        while True:
-            try:
-                assert len(await knock(channel)) == 16
-            except aio.AioRpcError as error:
-                refusals.add(error.code())
-                await asyncio.sleep(0.05)
-            else:
-                return refusals
-
     with grpc_world() as world, ExitStack() as stack:
         floods = [Flood(door_of(world), 3, 1000) for _ in range(4)]
         for flood in floods:
             stack.callback(flood.close)
         _wait_for(lambda: world.doors[1]._requests._reading.total() == 12)
-        assert on_loop(world, soon) == {grpc.StatusCode.UNAVAILABLE}
+        code, reason, _ = refused(world, "Hello", hello())
+        assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "LIMIT")
+        monkeypatch.setattr(grpc_methods, "MAX_READING", 13)
+        assert len(on_loop(world, knock)) == 16
         for flood in floods:
             flood.pump(SOON, lambda flood=flood: len(flood.ended) == 3)  # type: ignore[misc]
 

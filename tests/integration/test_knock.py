@@ -206,7 +206,8 @@ def test_a_knock_in_turn_has_time_for_an_answer(left: float | None, seconds: flo
 
 def test_a_door_that_answers_is_not_said_to_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its knock in turn takes longer than the caller waits."""
-    monkeypatch.setattr(grpc_knock, "_WORDS_SECONDS", PATIENCE)
+    monkeypatch.setattr(grpc_knock, "_WORDS_SECONDS", 5 * PATIENCE)
+    monkeypatch.setattr(grpc_knock, "_LEAST_SECONDS", 30.0)
     with socket.create_server(("127.0.0.1", 0)) as silent, _door("b") as (_, there):
         own = Knocker("a", f"127.0.0.1:{silent.getsockname()[1]}")
         first, _ = loop_thread().run(out_of_reach(JOB, [_peer(0, "b", there)], own, 0.1, IN_THE_CLEAR))

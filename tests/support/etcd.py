@@ -107,6 +107,10 @@ class Cluster:
         members, leaders = ids[::2], ids[1::2]
         return members.index(leaders[0])
 
+    def wipe(self) -> None:
+        """Deletes all keys."""
+        self._ctl("del", "--prefix", "")
+
     def wait(self) -> None:
         """Waits until the cluster answers."""
         give_up = time.monotonic() + _READY_S

@@ -112,16 +112,19 @@ class Coordinators:
         self.processes[n].wait()
         self.processes[n] = self._start(n)
 
-    def epoch_of(self, n: int) -> int:
-        """The epoch in which a coordinator leads; 0 if it does not lead, or does not answer."""
+    def metrics(self, n: int) -> dict[str, float]:
+        """The metrics of a coordinator, by name with labels; none if it does not answer."""
         try:
             with urllib.request.urlopen(f"http://{self._page(n)}/metrics", timeout=1.0) as answer:
                 lines = answer.read().decode().splitlines()
         except OSError:
-            return 0
-        values = dict(line.split(" ") for line in lines if line.startswith("paceline_coordinator_"))
-        leads = float(values["paceline_coordinator_leader"]) == 1
-        return int(float(values["paceline_coordinator_epoch"])) if leads else 0
+            return {}
+        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
+
+    def epoch_of(self, n: int) -> int:
+        """The epoch in which a coordinator leads; 0 if it does not lead, or does not answer."""
+        values = self.metrics(n)
+        return int(values["paceline_coordinator_epoch"]) if values.get("paceline_coordinator_leader") else 0
 
     def leader(self) -> int:
         """Waits until one leads; its number."""

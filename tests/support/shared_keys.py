@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from paceline_server.storage.shared_keys import Item, KeysRefused, KeysUnavailable
+from paceline_server.storage.etcd import EtcdStorage, leader_key
+from paceline_server.storage.shared_keys import Item, KeysRefused, KeysUnavailable, LeaderRecord
 
-__all__ = ["MemoryKeys", "Node"]
+__all__ = ["MemoryKeys", "Node", "next_leader"]
 
 
 class Node:
@@ -104,3 +105,13 @@ class MemoryKeys:
     def _check(self) -> None:
         if self.away:
             raise KeysUnavailable("nobody answers")
+
+
+def next_leader(node: Node) -> EtcdStorage:
+    """The storage of a coordinator that takes over."""
+    found = node.items.get(leader_key("p"))
+    epoch = 1 if found is None else LeaderRecord.from_bytes(found.value).epoch + 1
+    record = LeaderRecord(epoch, f"k{epoch}", "k:7400")
+    revision = node.swap(leader_key("p"), 0 if found is None else found.revision, record.to_bytes(), {}, ())
+    assert isinstance(revision, int)
+    return EtcdStorage(MemoryKeys(node), "p", record, revision)

@@ -29,6 +29,7 @@ from paceline_server.storage.base import (
     ViewForgotten,
     ViewFormed,
 )
+from paceline_server.storage.checks import check_job
 from paceline_server.storage.shared_keys import Item
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
@@ -42,6 +43,9 @@ _MOST_BYTES = 64 << 20
 
 _KEY = "key/"
 _ANSWERS = "key/answers/"  # what empties a store empties this, too
+
+_DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, zlib.error)
+"""What reading a value raises if it is none of ours."""
 
 
 def emptied_by(change: Change) -> str | None:
@@ -101,16 +105,18 @@ def jobs_of(items: Iterable[Item], prefix: str) -> dict[str, StoredJob]:
     """
     jobs: dict[str, StoredJob] = {}
     for item in items:
-        quoted, kind = item.key.decode().removeprefix(prefix).split("/", 1)
-        name = unquote(quoted)
-        job = jobs.setdefault(name, StoredJob(name))
-        if kind.startswith(_KEY) and not kind.startswith(_ANSWERS):
-            job.keys[unquote(kind.removeprefix(_KEY))] = item.value
-            continue
         try:
-            _read_into(job, kind, _unpacked(item.value))
-        except (KeyError, TypeError, AttributeError, zlib.error) as error:
-            raise ValueError(f"the key {kind!r} of job {name!r} is damaged ({error})") from None
+            quoted, kind = item.key.decode().removeprefix(prefix).split("/", 1)
+            name = unquote(quoted)
+            job = jobs.setdefault(name, StoredJob(name))
+            if kind.startswith(_KEY) and not kind.startswith(_ANSWERS):
+                job.keys[unquote(kind.removeprefix(_KEY))] = item.value
+            else:
+                _read_into(job, kind, _unpacked(item.value))
+        except _DAMAGE as error:
+            raise ValueError(f"the key {item.key!r} is damaged ({error})") from None
+    for job in jobs.values():
+        check_job(job)
     return jobs
 
 
@@ -125,7 +131,7 @@ def _read_into(job: StoredJob, kind: str, read: Any) -> None:
     elif kind == "endings":
         job.endings = {int(rank): Ending(**ending) for rank, ending in read.items()}
     elif kind.startswith(_ANSWERS):
-        answers = {int(slot): (int(call), int(answer)) for slot, (call, answer) in read.items()}
+        answers = {int(slot): (call, answer) for slot, (call, answer) in read.items()}
         job.answers[unquote(kind.removeprefix(_ANSWERS))] = answers
     else:
         raise KeyError(kind)
@@ -143,7 +149,7 @@ def _unpacked(data: bytes) -> Any:
     inflater = zlib.decompressobj()
     text = inflater.decompress(data, _MOST_BYTES)
     if not inflater.eof:
-        raise ValueError("a value of the shared state is cut short, or too long")
+        raise ValueError("it is cut short, or too long")
     return json.loads(text)
 
 

@@ -22,6 +22,7 @@ from typing import TypeVar
 
 from paceline_server.storage import schema
 from paceline_server.storage.base import Change, StateUnusable, StoredJob
+from paceline_server.storage.checks import check_job
 from pacelinepb.private_files import FileTooOpen, check_private
 
 __all__ = ["SqliteStorage"]
@@ -96,7 +97,10 @@ class SqliteStorage:
             # isolation_level None: we open transactions by hand, so that one holds a whole round of batches.
             with closing(sqlite3.connect(path, isolation_level=None, timeout=0.5)) as connection:
                 schema.prepare(connection)
-                loaded.set_result(schema.load(connection))
+                jobs = schema.load(connection)
+                for job in jobs:
+                    check_job(job)
+                loaded.set_result(jobs)
                 while self._commit_round(connection):
                     pass
         except Exception as error:  # a damaged row may raise anything

@@ -104,6 +104,9 @@ class JobCollector:
             [("", self._dispatcher.observatory.commits)],
             labels=[],
         )
+        failures = CounterMetricFamily("paceline_store_failures", "Changes of jobs that could not be stored.")
+        failures.add_metric([], self._dispatcher.keeper.failures)
+        yield failures
 
     def _of_state(self, shown: list[_Shown]) -> Iterator[Metric]:
         phase = GaugeMetricFamily("paceline_job_phase", "1 for the phase that the job is in.", labels=["job", "phase"])

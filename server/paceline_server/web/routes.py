@@ -41,11 +41,11 @@ from paceline_server.errors import (
     Refused,
     Unauthenticated,
 )
+from paceline_server.keeper import Keeper
 from paceline_server.limits import Pacers, payer, peer_of
 from paceline_server.security.token_file import TokenKeeper
 from paceline_server.security.tokens import Grant, Role
 from paceline_server.services.admin import AT_ONCE, AdminHandlers
-from paceline_server.storage.base import Storage
 from paceline_server.web.metrics import JobCollector
 from paceline_server.web.stream import Broadcasts
 from pacelinepb.status_json import detail_as_dict, event_as_dict, job_as_dict, members_as_dicts
@@ -147,7 +147,7 @@ class Routes:
         self._names = names
         self._streaming = streaming
         self._pacers = Pacers(REQUEST_RATE, REQUEST_BURST, _MOST_PAYERS)
-        self._readiness = _Readiness(dispatcher.storage)
+        self._readiness = _Readiness(dispatcher.keeper)
         self._started = time.time()
         self._files = _read_files(STATIC)
         self._building = asyncio.Lock()
@@ -442,11 +442,11 @@ class _Readiness:
     With etcd, to ask is to write. A storage that hangs is not asked again before it has answered.
 
     Args:
-        storage: the state.
+        keeper: writes to the storage.
     """
 
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
         self._asked: asyncio.Future[None] | None = None
         self._look: asyncio.Task[str] | None = None
         self._holds_until = -math.inf
@@ -459,7 +459,7 @@ class _Readiness:
 
     async def _ask(self) -> str:
         if self._asked is None or self._asked.done():
-            self._asked = self._storage.write([])
+            self._asked = self._keeper.check()
             self._asked.add_done_callback(lambda asked: asked.cancelled() or asked.exception())  # nobody may wait then
         await asyncio.wait({self._asked}, timeout=_READY_S)
         self._holds_until = asyncio.get_running_loop().time() + READY_FOR_S

@@ -106,7 +106,7 @@ def test_strangers_are_turned_away_and_leave_nothing(hosted: tuple[LoopThread, S
     made = expect(thread, host)
     assert knock(host, opening(), [*right, *[bell] * 100]) == b"\x01", "surplus descriptors are closed"
     made[0].close()
-    assert descriptors() == before
+    assert descriptors() <= before
     assert not host._strangers
     control.close()
     small.close()
@@ -124,13 +124,13 @@ def test_another_users_process_is_not_let_in(
         patch.setattr(handover, "_uid", lambda _: 123456)
         with pytest.raises(LinkUnavailable, match="to another user"):
             dial(thread, host.name)
-        assert descriptors() == before
+        assert descriptors() <= before
     theirs = iter([os.geteuid(), 123456])  # the host is ours, but it sees a stranger
     monkeypatch.setattr(handover, "_uid", lambda _: next(theirs))
     with pytest.raises(LinkUnavailable):
         dial(thread, host.name)
     assert not made
-    assert descriptors() == before
+    assert descriptors() <= before
 
 
 def test_the_kernel_says_who_is_there() -> None:
@@ -145,7 +145,7 @@ def test_nobody_there_is_no_shared_memory(hosted: tuple[LoopThread, ShmHost]) ->
     before = descriptors()
     with pytest.raises(LinkUnavailable, match=r"no shared memory with rank 1 \(host-1, pid 101\)"):
         dial(thread, "paceline-nobody")
-    assert descriptors() == before
+    assert descriptors() <= before
 
 
 def test_a_host_that_does_not_answer_is_waited_for_as_long_as_asked(hosted: tuple[LoopThread, ShmHost]) -> None:
@@ -156,7 +156,7 @@ def test_a_host_that_does_not_answer_is_waited_for_as_long_as_asked(hosted: tupl
         before = descriptors()
         with pytest.raises(LinkUnavailable, match=r"did not answer in 0.05 s"):
             dial(thread, "paceline-mute-test", timeout=0.05)
-        assert descriptors() == before
+        assert descriptors() <= before
 
 
 def test_a_host_with_a_full_queue_is_tried_again(
@@ -264,7 +264,7 @@ def test_no_descriptors_left_for_a_half_is_said(
                 dial(thread, host.name)
         for half in halves:
             half.close()
-        assert descriptors() == before
+        assert descriptors() <= before
 
 
 def test_a_closed_host_lets_nobody_in(hosted: tuple[LoopThread, ShmHost]) -> None:

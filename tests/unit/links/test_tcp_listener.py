@@ -329,7 +329,7 @@ def test_halves_leave_nothing_behind(folder: CertificateFolder) -> None:
                 for half in (out, into):
                     half.close()
                     half.close()
-            assert _descriptors() == before
+            assert _descriptors() <= before
     _join_writers()
 
 

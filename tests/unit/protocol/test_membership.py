@@ -97,6 +97,7 @@ def test_a_member_that_goes_while_its_view_is_stored_uses_the_number_up() -> Non
 def test_a_view_that_cannot_be_stored_is_tried_again_under_a_new_number() -> None:
     job = PureJob()
     job.slow_disk = True
+    began = job.now
     job.join(1, 1)
     job.do(StoreFailed(1, "no space left"))
     assert job.reason == "the state cannot be stored: no space left"
@@ -104,6 +105,9 @@ def test_a_view_that_cannot_be_stored_is_tried_again_under_a_new_number() -> Non
     (store,) = job.do(Ticked())
     assert isinstance(store, StoreView)
     assert store.view.generation == 2
+    assert job.membership.waits_since == began, "an alert about a job that waits is not put off by the tries"
+    job.do(ViewStored(2))
+    assert job.membership.waits_since is None
 
 
 def test_the_next_view_forms_from_candidates_when_the_last_is_void() -> None:

@@ -12,7 +12,7 @@ from unit.server.test_storage import view
 
 from paceline_protocol.coordinator import Event, FinishStored, StoreFailed, StoreFinished, StoreView, ViewStored
 from paceline_server.keeper import Keeper
-from paceline_server.storage.base import Change, FinishedStored, ViewFormed
+from paceline_server.storage.base import Change, FinishedStored, NumbersUsed, ViewFormed
 from support.coordinator import run
 
 JOB: Any = SimpleNamespace(membership=SimpleNamespace(state=SimpleNamespace(name="job")), door_secret=b"secret")
@@ -63,6 +63,31 @@ def test_a_view_whose_write_failed_is_not_announced(caplog: pytest.LogCaptureFix
 
     run(main)
     assert "no space left" in caplog.text
+
+
+def test_a_write_that_failed_is_trouble_until_one_succeeds(caplog: pytest.LogCaptureFixture) -> None:
+    """Only views that were stored count as commits, and the log has one line for many failures."""
+
+    async def main() -> None:
+        disk, took = Disk(), list[float]()
+        disk.keeper.took = took.append
+        disk.keeper.check()
+        assert disk.changes == [], "without trouble nothing is written to ask"
+        await disk.end()
+        for _ in range(5):
+            disk.keeper.keep(JOB, StoreView(view(3)))
+            await disk.end(OSError("no space left"))
+        assert (disk.keeper.trouble, disk.keeper.failures, took) == ("no space left", 5, [])
+        disk.keeper.check()
+        assert disk.changes[-1] == NumbersUsed("", 0)
+        await disk.end()
+        assert (disk.keeper.trouble, disk.keeper.failures) == ("", 5)
+        disk.keeper.keep(JOB, StoreView(view(4)))
+        await disk.end()
+        assert len(took) == 1
+
+    run(main)
+    assert caplog.text.count("no space left") == 1
 
 
 def test_a_job_is_done_once_that_is_stored_and_on_a_full_disk_too(caplog: pytest.LogCaptureFixture) -> None:

@@ -30,13 +30,11 @@ from paceline_server.storage.base import (
     ViewForgotten,
     ViewFormed,
 )
-from paceline_server.storage.etcd import EtcdStorage, leader_key
 from paceline_server.storage.memory import MemoryStorage
-from paceline_server.storage.shared_keys import LeaderRecord
 from paceline_server.storage.sqlite import SqliteStorage
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.coordinator import run
-from support.shared_keys import MemoryKeys, Node
+from support.shared_keys import Node, next_leader
 from support.views import view
 
 Reopen = Callable[[], Storage]
@@ -48,16 +46,6 @@ def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Reopen:
     if request.param == "etcd":
         return lambda: next_leader(node)
     return (lambda: memory) if request.param == "memory" else lambda: SqliteStorage(tmp_path / "state.db")
-
-
-def next_leader(node: Node) -> EtcdStorage:
-    """The storage of a coordinator that takes over."""
-    found = node.items.get(leader_key("p"))
-    epoch = 1 if found is None else LeaderRecord.from_bytes(found.value).epoch + 1
-    record = LeaderRecord(epoch, f"k{epoch}", "k:7400")
-    revision = node.swap(leader_key("p"), 0 if found is None else found.revision, record.to_bytes(), {}, ())
-    assert isinstance(revision, int)
-    return EtcdStorage(MemoryKeys(node), "p", record, revision)
 
 
 VERDICT = Verdict(1, ErrorReason.ERROR_REASON_PEER_LOST, (0, 1), 9, "rank 0 died")
@@ -199,13 +187,13 @@ def test_a_file_of_a_version_before_is_taken_over(tmp_path: Path, version: int) 
     assert (job.view, job.reached, job.door_secret) == (expected, None, b"")
 
 
-@pytest.mark.parametrize("kind", ["row", "schema"])
+@pytest.mark.parametrize("kind", ["row", "ranks", "schema"])
 def test_a_damaged_file_is_said_to_be_unusable(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "s.db"
     assert stored(lambda: SqliteStorage(path), ViewFormed("a", view(1)), VerdictStored("a", VERDICT))
-    if kind == "row":
+    if kind != "schema":
         with closing(sqlite3.connect(path, isolation_level=None)) as connection:
-            connection.execute("UPDATE job SET culprits = 'nobody'")
+            connection.execute("UPDATE job SET " + ("culprits = 'nobody'" if kind == "row" else "newcomers = '7'"))
     else:
         data = path.read_bytes()
         assert data.count(b"CREATE TABLE seat") == 1

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from unit.server.test_etcd_storage import Leader
 
-from paceline_server import dispatcher, failover
+from paceline_server import dispatcher, election, failover
 from paceline_server.dispatcher import Dispatcher
 from paceline_server.errors import NotLeader
 from paceline_server.failover import Candidacy, FailoverCoordinator
@@ -18,7 +18,7 @@ from paceline_server.storage.etcd import leader_key
 from paceline_server.storage.etcd_address import EtcdAddress
 from paceline_server.storage.etcd_keys import EtcdKeys
 from paceline_server.storage.memory import MemoryStorage
-from paceline_server.storage.shared_keys import Item, KeysUnavailable, LeaderRecord
+from paceline_server.storage.shared_keys import Item, KeysRefused, KeysUnavailable, LeaderRecord
 from pacelinepb.v1 import etcd_pb2 as pb
 from support.coordinator import run
 from support.shared_keys import MemoryKeys, Node
@@ -210,6 +210,38 @@ def test_an_epoch_is_higher_than_all_that_were_seen_also_when_the_record_was_los
         node.swap(leader_key("p"), 0, LeaderRecord(1, "other", "").to_bytes(), {}, ())
         record, _ = await candidacy.win()
         assert [*epochs, record.epoch] == [1, 2, 3, 4]
+
+    run(main)
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_standby_says_once_that_etcd_takes_no_writes(
+    silent: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full etcd answers each look and refuses each try. Once it has room again, the next trouble is said too."""
+    monkeypatch.setattr(failover, "LOOK_S", 0.001)
+    monkeypatch.setattr(election, "FENCE_S", 0.01)
+    caplog.set_level("INFO", "paceline_server.failover")
+
+    async def main() -> None:
+        keys = MemoryKeys(Node())
+        if silent:  # for longer with each look
+            keys.node.swap(leader_key("p"), 0, LeaderRecord(1, "other", "k:2").to_bytes(), {}, ())
+        candidacy = Candidacy(keys, "p", "me", "k:1")
+        tries = []
+
+        def refuse() -> None:
+            tries.append(None)
+            if len(tries) % 200:
+                raise KeysRefused("etcdserver: mvcc: database space exceeded")
+
+        keys.before = refuse
+        for _ in range(2):
+            await candidacy.win()
+        assert len(tries) == 400
+        said = [record.getMessage() for record in caplog.records]
+        assert sum("space exceeded" in line for line in said) == 2, said
+        assert len(said) <= 4 + silent, said
 
     run(main)
 
