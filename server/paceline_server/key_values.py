@@ -185,7 +185,7 @@ class KeyValues:
             return []
         slot = call % _ANSWERS
         self._answers.setdefault(member_id, {})[slot] = (call, answer)
-        return [AnswerKept(self._job, member_id, slot, call, answer)]
+        return [AnswerKept(self._job, member_id, slot, call, int(answer))]  # a bool would be stored as one
 
 
 def _size(key: str, value: bytes) -> int:

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from paceline_protocol import Ending, JobSettings, Tag, Verdict
+from paceline_server.key_values import KeyValues
+from paceline_server.limits import Budget
+from paceline_server.settings import ServerSettings
 from paceline_server.storage import schema
 from paceline_server.storage.base import (
     AnswerKept,
@@ -119,6 +122,22 @@ def test_answers(reopen: Reopen) -> None:
     answers = {"m/1": {0: (32, -32), 1: (17, -17)}, "other": {3: (3, 1 << 62)}}
     key = KeySet("a", "answers/other", b"not an answer")
     assert stored(reopen, key, *kept, *others) == {"a": StoredJob("a", keys={key.key: key.value}, answers=answers)}
+
+
+def test_the_answers_to_all_kinds_of_calls_come_back(reopen: Reopen) -> None:
+    values = KeyValues("a", ServerSettings(), Budget(1 << 30), {})
+    changes = [
+        *values.set("k", b"1", "m", 1),
+        *values.compare_set("m", 2, "k", b"1", b"-3")[2],
+        *values.add("m", 3, "k", -4)[1],
+        *values.delete("k", "m", 4)[1],
+    ]
+    (job,) = stored(reopen, *changes).values()
+    again = KeyValues("a", ServerSettings(), Budget(1 << 30), job.keys, job.answers)
+    assert again.set("k", b"1", "m", 1) == []
+    assert again.compare_set("m", 2, "k", b"1", b"-3") == (True, b"-3", [])
+    assert again.add("m", 3, "k", -4) == (-7, [])
+    assert again.delete("k", "m", 4) == (True, [])
 
 
 def test_a_store_that_is_cleared_leaves_the_job(reopen: Reopen) -> None:
