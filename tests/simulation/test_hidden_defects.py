@@ -131,7 +131,7 @@ def test_a_generation_goes_on_after_the_next_has_formed(monkeypatch: pytest.Monk
 
 
 def test_a_view_that_was_not_stored_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    def written(keeper: Keeper, job: Any, generation: int, done: Any) -> None:
+    def written(keeper: Keeper, job: Any, generation: int, began: float, done: Any) -> None:
         done.exception()
         keeper._apply(job, ViewStored(generation))
 
