@@ -10,7 +10,7 @@ import pytest
 
 from support.etcd import cluster, needs_etcd
 from support.failover import coordinators
-from support.generations import TRAINER, Reading, going_back, until_world, watchers
+from support.generations import LEAVES_SOCKETS, TRAINER, Reading, going_back, until_world, watchers
 from support.histories import check, overlapping
 from support.processes import Worker
 from support.store_clients import store_clients
@@ -46,6 +46,7 @@ def test_histories_of_the_store_are_linearizable(tmp_path: Path) -> None:
     assert overlapping(history) > 300
 
 
+@LEAVES_SOCKETS
 def test_readings_of_the_generation_are_linearizable(tmp_path: Path) -> None:
     views: list[Reading] = []
     with cluster(tmp_path) as etcd, coordinators(etcd, tmp_path) as pair, ExitStack() as stack:

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from support.generations import TRAINER, Reading, going_back, until_world, watchers
+from support.generations import LEAVES_SOCKETS, TRAINER, Reading, going_back, until_world, watchers
 from support.process_coordinator import coordinator_process
 from support.processes import Worker
 
 _ENVIRONMENT = {"PACELINE_MIN_WORKERS": "2", "PACELINE_MAX_WORKERS": "3", "PACELINE_FLIGHT_DIR": "off"}
 
 
+@LEAVES_SOCKETS
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_readings_of_the_generation_are_linearizable(tmp_path: Path) -> None:

@@ -8,11 +8,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import pytest
+
 from paceline.cli.admin import get_job
 from paceline.errors import PacelineError
 from support.processes import Worker
 
-__all__ = ["TRAINER", "Reading", "Watchers", "going_back", "until_world", "watchers"]
+__all__ = ["LEAVES_SOCKETS", "TRAINER", "Reading", "Watchers", "going_back", "until_world", "watchers"]
 
 TRAINER = """
 with paceline.join() as session:
@@ -31,6 +33,13 @@ with paceline.join() as session:
             optimizer.step()
 """
 """What each member runs: it says which views it enters."""
+
+
+LEAVES_SOCKETS = pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <ssl.SSLSocket:pytest.PytestUnraisableExceptionWarning"
+)
+"""For tests with watchers: `ssl` leaves a socket to its collector if the server is killed before the handshake, which a
+command tries to find out whether the server uses TLS."""
 
 
 class Reading(NamedTuple):
