@@ -49,7 +49,8 @@ class Fleet:
     """
 
     def __init__(self, project: str, environment: dict[str, str], files: Sequence[str] = FILES) -> None:
-        self._environment = {"PACELINE_TOKEN": secrets.token_hex(32), **os.environ, **environment}
+        tokens = {name: secrets.token_hex(32) for name in ("PACELINE_TOKEN", "WORKER_TOKEN")}
+        self._environment = {**tokens, **os.environ, **environment}
         self._project = project
         v2 = subprocess.run(["docker", "compose", "version"], capture_output=True).returncode == 0
         command = ["docker", "compose"] if v2 else ["docker-compose"]

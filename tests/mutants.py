@@ -118,6 +118,28 @@ MUTANTS = (
         "pass",
         ("security/test_budgets.py",),
     ),
+    # What the store answers.
+    Mutant(
+        "a read tells what a restart may take back",
+        f"{SERVER}/services/store.py",
+        "not self._dispatcher.epoch and written",
+        "False and written",
+        ("integration/test_coordinator_store.py",),
+    ),
+    Mutant(
+        "a restart forgets which calls were made",
+        f"{SERVER}/dispatcher.py",
+        "self._values(stored.name, stored.keys, stored.answers)",
+        "self._values(stored.name, stored.keys)",
+        ("integration/test_coordinator_store.py",),
+    ),
+    Mutant(
+        "a write that is repeated is made twice",
+        f"{SERVER}/key_values.py",
+        "return answer if call and kept == call else None",
+        "return None",
+        ("unit/server/test_keyvalue.py",),
+    ),
     Mutant(
         "candidates do not hear of the secret of the next line",
         f"{SERVER}/dispatcher.py",

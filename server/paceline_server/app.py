@@ -209,6 +209,8 @@ class Coordinator:
             await self._http.stop()
         server, self._server = self._server, None
         if server is not None:
+            if self._starting is None:  # grpc closes the port only of a server that was started
+                await server.start()
             await server.stop(grace)
         if self._tokens is not None:
             await self._tokens.close()

@@ -15,6 +15,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from paceline_protocol import Process, View
 from paceline_protocol.coordinator import (
@@ -58,7 +59,7 @@ from paceline_server.errors import (
     StaleGeneration,
 )
 from paceline_server.keeper import Job, Keeper
-from paceline_server.key_values import KeyValues, Storeroom
+from paceline_server.key_values import Answers, KeyValues, Storeroom
 from paceline_server.limits import Budget
 from paceline_server.observatory import Observatory
 from paceline_server.pages import ViewPages
@@ -176,7 +177,11 @@ class Dispatcher:
                 finished=stored.finished,
                 reached=stored.reached,
             )
-            job = self._make_job(state, self._values(stored.name, stored.keys), stored.door_secret)
+            values = self._values(stored.name, stored.keys, stored.answers)
+            job = self._make_job(state, values, stored.door_secret)
+            for member_id in stored.answers.keys() - state.sessions.keys():  # it ended as the last coordinator did
+                values.forget(member_id)
+                self.keeper.drop_answers(stored.name, member_id)
             self.jobs[stored.name] = job
             self._count_sessions(job)
             self.observatory.begin(now, state)
@@ -528,7 +533,8 @@ class Dispatcher:
         return stream is not None
 
     def _end_session(self, job: Job, member_id: str, refusal: Refused | None) -> None:
-        job.store.end(member_id, refusal or SessionEnded("the member has left the job"))
+        if job.store.end(member_id, refusal or SessionEnded("the member has left the job")):
+            self.keeper.drop_answers(job.membership.state.name, member_id)
         self._tokens.pop(member_id, None)
         stream = self._streams.pop(member_id, None)
         if stream is None:
@@ -571,8 +577,8 @@ class Dispatcher:
         if len(self.jobs) >= self.settings.max_jobs:
             raise LimitMet(f"the coordinator has {self.settings.max_jobs} jobs, the most that it takes")
 
-    def _values(self, name: str, keys: Mapping[str, bytes]) -> KeyValues:
-        return KeyValues(name, self.settings, self._stores, keys)
+    def _values(self, name: str, keys: Mapping[str, bytes], answers: Answers = MappingProxyType({})) -> KeyValues:
+        return KeyValues(name, self.settings, self._stores, keys, answers)
 
     def _make_job(self, state: JobState, values: KeyValues, door_secret: bytes = b"") -> Job:
         abandonment = Abandonment(self.settings.restart_after)

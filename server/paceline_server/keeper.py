@@ -28,6 +28,7 @@ from paceline_server.key_values import Storeroom
 from paceline_server.limits import Remarks
 from paceline_server.pages import ViewPages
 from paceline_server.storage.base import (
+    AnswersDropped,
     Change,
     EndingStored,
     FinishedStored,
@@ -126,6 +127,10 @@ class Keeper:
     def forget(self, name: str) -> None:
         """Removes a job from the storage."""
         self._write(JobForgotten(name))
+
+    def drop_answers(self, name: str, member_id: str) -> None:
+        """Removes the answers of a member that repeats no calls any more."""
+        self._write(AnswersDropped(name, member_id))
 
     def forget_but(self, name: str, others: str, generation: int) -> None:
         """Removes a job from the storage, but keeps with `others` that numbers up to `generation` are used up."""

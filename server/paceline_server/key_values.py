@@ -1,8 +1,9 @@
 """The key-value store of one job, and the calls that wait for keys.
 
-`KeyValues` is pure: values, limits, and answers to repeated calls. A client that lost the answer may repeat a call that
-changes a value depending on the present one (`add`, `compare_set`). The store keeps the last few answers of each
-member, so a repeat gets the answer of the first call and changes nothing. The answers hold no values: a repeated
+`KeyValues` is pure: values, limits, and answers to repeated calls. A client that lost the answer repeats a call, which
+must not change a key twice: another member may have changed it meanwhile. So the store keeps the last few answers of
+each member, and a repeat gets the answer of the first call and changes nothing. An answer is stored with what the call
+has changed; a call that has changed nothing may be made again after a restart. The answers hold no values: a repeated
 `compare_set` returns the value that it wanted to set if it had set it, and the present value if it had not.
 
 `Storeroom`, the shell around it, keeps a future for each call that waits, filed under its key and under its member. A
@@ -13,25 +14,27 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from paceline_server.errors import BadRequest, LimitMet, Refused, TimedOut
 from paceline_server.limits import Budget
 from paceline_server.settings import ServerSettings
-from paceline_server.storage.base import Change, KeyDeleted, KeySet
+from paceline_server.storage.base import AnswerKept, Change, KeyDeleted, KeySet
 
-__all__ = ["KeyValues", "Storeroom"]
+__all__ = ["Answers", "KeyValues", "Storeroom"]
 
 _INTEGER = re.compile(rb"-?[0-9]{1,19}", re.ASCII)
 _INT64 = 1 << 63
-_ANSWERS = 8
-"""Answers kept for each member: so many calls of one session may be in flight when its connection breaks."""
+_ANSWERS = 16
+"""Answers kept for each member: so many writes of one session may be in flight when its connection breaks."""
 
 _KEY_BYTES = 200
 """Bytes that a key takes besides its text and its value: two objects, and an entry in a dict."""
 
-_Answer = int | bool
+Answers = Mapping[str, Mapping[int, tuple[int, int]]]
+"""By member and slot: the call and its answer."""
 
 
 class KeyValues:
@@ -42,15 +45,23 @@ class KeyValues:
         settings: limits.
         budget: the bytes for the stores of all jobs.
         keys: the keys and values at the start.
+        answers: the answers at the start.
     """
 
-    def __init__(self, job: str, settings: ServerSettings, budget: Budget, keys: Mapping[str, bytes]) -> None:
+    def __init__(
+        self,
+        job: str,
+        settings: ServerSettings,
+        budget: Budget,
+        keys: Mapping[str, bytes],
+        answers: Answers = MappingProxyType({}),
+    ) -> None:
         self._job = job
         self._settings = settings
         self._budget = budget
         self._keys = dict(keys)
         budget.add(job, sum(_size(key, value) for key, value in self._keys.items()))
-        self._answers: dict[str, OrderedDict[int, _Answer]] = {}
+        self._answers = {member_id: dict(slots) for member_id, slots in answers.items()}
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -62,12 +73,23 @@ class KeyValues:
         """Returns the value; None if there is no such key."""
         return self._keys.get(key)
 
-    def set(self, key: str, value: bytes) -> list[Change]:
+    def set(self, key: str, value: bytes, member_id: str = "", call: int = 0) -> list[Change]:
         """Sets a key.
+
+        Args:
+            key: the key.
+            value: the value.
+            member_id: of the caller.
+            call: unique in the caller's session; 0 for a call that is never repeated. So in all methods.
 
         Raises:
             LimitMet: the value is too large, or the store is full.
         """
+        if self._known(member_id, call) is not None:
+            return []
+        return [*self._put(key, value), *self._keep(member_id, call, 0)]
+
+    def _put(self, key: str, value: bytes) -> list[Change]:
         limits = self._settings
         if len(value) > limits.max_value_bytes:
             raise LimitMet(f"a value has at most {limits.max_value_bytes} bytes, not {len(value)}")
@@ -86,17 +108,22 @@ class KeyValues:
         self._keys[key] = value
         return [KeySet(self._job, key, value)]
 
-    def delete(self, key: str) -> list[Change]:
-        """Deletes a key; returns no change if there is no such key."""
+    def delete(self, key: str, member_id: str = "", call: int = 0) -> tuple[bool, list[Change]]:
+        """Deletes a key. Returns whether it was there."""
+        known = self._known(member_id, call)
+        if known is not None:
+            return bool(known), []
         old = self._keys.pop(key, None)
         if old is None:
-            return []
+            self._keep(member_id, call, False)
+            return False, []
         self._budget.add(self._job, -_size(key, old))
-        return [KeyDeleted(self._job, key)]
+        return True, [KeyDeleted(self._job, key), *self._keep(member_id, call, True)]
 
     def clear(self) -> None:
         """Deletes all keys, because the job is over."""
         self._keys.clear()
+        self._answers.clear()
         self._budget.add(self._job, -self._budget.held(self._job))
 
     def add(self, member_id: str, call: int, key: str, amount: int) -> tuple[int, list[Change]]:
@@ -115,9 +142,8 @@ class KeyValues:
         total = int(text) + amount
         if not -_INT64 <= total < _INT64:
             raise BadRequest(f"the sum at key {key!r} does not fit into 64 bits")
-        changes = self.set(key, b"%d" % total)
-        self._remember(member_id, call, total)
-        return total, changes
+        changes = self._put(key, b"%d" % total)
+        return total, [*changes, *self._keep(member_id, call, total)]
 
     def compare_set(
         self, member_id: str, call: int, key: str, expected: bytes | None, desired: bytes
@@ -132,24 +158,34 @@ class KeyValues:
             return True, desired, []
         value = self._keys.get(key)
         if known is not None or value != expected:
-            self._remember(member_id, call, False)
+            self._keep(member_id, call, False)
             return False, value, []
-        changes = self.set(key, desired)
-        self._remember(member_id, call, True)
-        return True, desired, changes
+        changes = self._put(key, desired)
+        return True, desired, [*changes, *self._keep(member_id, call, True)]
 
-    def forget(self, member_id: str) -> None:
-        """Drops the answers of a member whose session has ended: it does not repeat calls any more."""
-        self._answers.pop(member_id, None)
+    def take_back(self, member_id: str, call: int) -> None:
+        """Drops the answer to a call that could not be stored: a repeat has to store it."""
+        if self._known(member_id, call) is not None:
+            del self._answers[member_id][call % _ANSWERS]
 
-    def _known(self, member_id: str, call: int) -> _Answer | None:
-        return self._answers.get(member_id, OrderedDict()).get(call)
+    def forget(self, member_id: str) -> bool:
+        """Drops the answers of a member whose session has ended: it repeats no calls any more.
 
-    def _remember(self, member_id: str, call: int, answer: _Answer) -> None:
-        answers = self._answers.setdefault(member_id, OrderedDict())
-        answers[call] = answer
-        if len(answers) > _ANSWERS:
-            answers.popitem(last=False)
+        Returns:
+            Whether it had any.
+        """
+        return self._answers.pop(member_id, None) is not None
+
+    def _known(self, member_id: str, call: int) -> int | None:
+        kept, answer = self._answers.get(member_id, {}).get(call % _ANSWERS, (0, 0))
+        return answer if call and kept == call else None
+
+    def _keep(self, member_id: str, call: int, answer: int) -> list[Change]:
+        if not call:
+            return []
+        slot = call % _ANSWERS
+        self._answers.setdefault(member_id, {})[slot] = (call, answer)
+        return [AnswerKept(self._job, member_id, slot, call, int(answer))]  # a bool would be stored as one
 
 
 def _size(key: str, value: bytes) -> int:
@@ -165,10 +201,14 @@ class Storeroom:
 
     Args:
         values: the store.
+
+    Attributes:
+        written: what was handed to the storage last; done once it is durable.
     """
 
     def __init__(self, values: KeyValues) -> None:
         self.values = values
+        self.written: asyncio.Future[None] | None = None
         self._by_key: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
         self._by_member: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
 
@@ -216,12 +256,16 @@ class Storeroom:
             if not future.done():
                 future.set_result(None)
 
-    def end(self, member_id: str, refusal: Refused) -> None:
-        """Ends the waits of a member whose session has ended with `refusal`, and drops its answers."""
+    def end(self, member_id: str, refusal: Refused) -> bool:
+        """Ends the waits of a member whose session has ended with `refusal`, and drops its answers.
+
+        Returns:
+            Whether it had any.
+        """
         for future in self._by_member.pop(member_id, ()):
             if not future.done():
                 future.set_exception(refusal)
-        self.values.forget(member_id)
+        return self.values.forget(member_id)
 
     def drain(self, refusal: Refused) -> None:
         """Ends all waits."""

@@ -28,7 +28,8 @@ ROOT = Path(__file__).parents[2]
 BASE, LIBRARY, IMAGE, ETCD = "python:3.11-slim", "paceline-test-library", "paceline-test", "paceline-test-etcd"
 PROJECT = "paceline-test"
 CAN_SERVE_HTTP = "import paceline; from paceline_server.settings import check_http; check_http()"
-SETTINGS = {**BUILD, "PACELINE_IMAGE": IMAGE, "PACELINE_TOKEN": "a-token-of-this-test-alone"}
+TOKENS = {"PACELINE_TOKEN": "a-token-of-this-test-alone", "WORKER_TOKEN": "a-token-of-its-workers"}
+SETTINGS = {**BUILD, **TOKENS, "PACELINE_IMAGE": IMAGE}
 WORKERS = 4
 
 MOST_MB = 200
@@ -139,6 +140,9 @@ def test_four_workers_train_the_digits(image: str) -> None:
         stranger = ["docker", "exec", coordinator, "env", "-u", "PACELINE_TOKEN", "paceline", "status"]
         told = subprocess.run([*stranger, "--coordinator", "127.0.0.1:7400"], capture_output=True, text=True)
         assert "it wants a token" in told.stderr
+        worker = ["docker", "exec", "-e", f"PACELINE_TOKEN={TOKENS['WORKER_TOKEN']}", coordinator, "paceline"]
+        forget = [*worker, "forget", "digits", "--coordinator", "127.0.0.1:7400"]
+        assert "the role 'worker'" in subprocess.run(forget, capture_output=True, text=True).stderr
         for container in (coordinator, *workers):
             _check_confinement(container)
         run(*compose, "stop", "-t", "10", "coordinator")

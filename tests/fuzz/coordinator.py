@@ -21,6 +21,7 @@ from paceline_server.limits import Budget
 from paceline_server.settings import ServerSettings
 from paceline_server.storage import schema
 from paceline_server.storage.base import (
+    AnswerKept,
     Change,
     EndingStored,
     KeySet,
@@ -139,8 +140,13 @@ def _changes(job: StoredJob, message: pb.SessionRequest, values: KeyValues) -> l
             return [EndingStored(job.name, job.generation, 0, job.endings[0])]
         case "enter_barrier" if job.view is not None:  # stands for a write to the store: a name and a number
             key = wire.check_name(message.enter_barrier.name, "a key", _SETTINGS.max_key_bytes)
-            _, changes = values.add("member-0", message.enter_barrier.call, key, message.enter_barrier.timeout.seconds)
-            job.keys.update({change.key: change.value for change in changes if isinstance(change, KeySet)})
+            call = wire.check_number(message.enter_barrier.call, "call")
+            _, changes = values.add("member-0", call, key, message.enter_barrier.timeout.seconds)
+            for change in changes:
+                if isinstance(change, KeySet):
+                    job.keys[change.key] = change.value
+                elif isinstance(change, AnswerKept):
+                    job.answers.setdefault(change.member_id, {})[change.slot] = (change.call, change.answer)
             return changes
     return []
 

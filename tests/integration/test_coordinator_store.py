@@ -1,6 +1,7 @@
 """The store over gRPC: waiting, repeats, refusals, and what a restart keeps."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,9 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from paceline_server._grpc import aio, grpc
+from paceline_server.storage.base import Change
+from paceline_server.storage.memory import MemoryStorage
+from paceline_server.storage.sqlite import SqliteStorage
 from pacelinepb.pieces import cut, in_messages
 from pacelinepb.v1 import store_pb2 as pb
 from pacelinepb.v1.store_pb2_grpc import StoreServiceStub
@@ -21,8 +25,8 @@ class Store:
         self.stub: Any = StoreServiceStub(channel)
         self.caller = session.caller
 
-    async def set(self, key: str, value: bytes = b"v") -> None:
-        await self.stub.Set(in_messages(pb.SetRequest(caller=self.caller, key=key, value=cut(value))))
+    async def set(self, key: str, value: bytes = b"v", call: int = 0) -> None:
+        await self.stub.Set(in_messages(pb.SetRequest(caller=self.caller, key=key, value=cut(value), call=call)))
 
     async def get(self, key: str, timeout: float = 0.0) -> bytes:
         request = pb.GetRequest(caller=self.caller, key=key, timeout=duration(timeout))
@@ -33,6 +37,10 @@ class Store:
     async def add(self, key: str, amount: int, call: int) -> int:
         answer = await self.stub.Add(pb.AddRequest(caller=self.caller, key=key, amount=amount, call=call))
         return int(answer.value)
+
+    async def delete(self, key: str, call: int = 0) -> bool:
+        answer = await self.stub.Delete(pb.DeleteRequest(caller=self.caller, key=key, call=call))
+        return bool(answer.existed)
 
 
 def test_what_one_sets_the_other_waits_for() -> None:
@@ -47,8 +55,8 @@ def test_what_one_sets_the_other_waits_for() -> None:
             assert await getting == b"1"
             await second.set("b")
             await waiting
-            assert (await second.stub.Delete(pb.DeleteRequest(caller=second.caller, key="a"))).existed
-            assert not (await second.stub.Delete(pb.DeleteRequest(caller=second.caller, key="a"))).existed
+            assert await second.delete("a")
+            assert not await second.delete("a")
 
     run(main)
 
@@ -112,6 +120,103 @@ def test_the_end_of_a_session_ends_its_waits_and_its_writes() -> None:
                     await call
                 assert reason_of(caught.value) == "SESSION_ENDED"
                 assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+
+    run(main)
+
+
+class HeldStorage(MemoryStorage):
+    """A disk that takes its time: while `held`, nothing is durable."""
+
+    held = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: list[asyncio.Future[None]] = []
+
+    def write(self, changes: Sequence[Change]) -> asyncio.Future[None]:
+        done = super().write(changes)
+        if self.held:
+            done = asyncio.get_running_loop().create_future()
+            self._waiting.append(done)
+        return done
+
+    def let_go(self) -> None:
+        self.held = False
+        for each in self._waiting:
+            each.set_result(None)
+
+
+def test_no_answer_tells_what_a_restart_may_take_back() -> None:
+    """Neither what others have written, nor that this caller's own first try has been written."""
+
+    async def main() -> None:
+        storage = HeldStorage()
+        async with running(storage=storage) as channel:
+            session = await RawSession.register(channel)
+            mine, theirs = Store(channel, session), Store(channel, await RawSession.register(channel))
+            elsewhere = Store(channel, await RawSession.register(channel, job="other"))
+            await mine.set("there", b"old")
+            await elsewhere.set("k")
+            storage.held = True
+            writes = [asyncio.ensure_future(call) for call in (mine.set("new"), mine.delete("there"))]
+            writes.append(asyncio.ensure_future(mine.add("n", 5, call=1)))
+            await elsewhere.get("k")  # what was sent before it on this connection has arrived
+            wait = pb.WaitRequest(caller=theirs.caller, keys=["new"], timeout=duration(10))
+            swap = pb.CompareSetRequest(caller=theirs.caller, key="there", expected=[b"x"], desired=[b"y"], call=1)
+            answers = [
+                asyncio.ensure_future(call)
+                for call in (
+                    theirs.get("new"),
+                    theirs.get("there"),
+                    theirs.delete("there"),
+                    theirs.stub.CompareSet([swap]),
+                    theirs.stub.Wait([wait]),
+                    mine.add("n", 5, call=1),
+                )
+            ]
+            for _ in range(5):
+                await elsewhere.get("k")
+            assert not any(each.done() for each in (*writes, *answers))
+            storage.let_go()
+            value, missing, existed, swapped, _, total = await asyncio.gather(*answers, return_exceptions=True)
+            assert (value, existed, total) == (b"v", False, 5)
+            assert reason_of(missing) == "TIMEOUT"
+            assert not swapped.swapped
+            await asyncio.gather(*writes)
+
+    run(main)
+
+
+def test_a_restart_keeps_the_answers_to_calls(tmp_path: Path) -> None:
+    """A call that is repeated because its answer was lost has been made once, whatever others have written since."""
+
+    async def main() -> None:
+        path = tmp_path / "state.db"
+        async with running(state_path=path) as channel:
+            sessions = [await RawSession.register(channel) for _ in range(2)]
+            for session in sessions:
+                await session.view()
+            mine, theirs = (Store(channel, session) for session in sessions)
+            assert await mine.add("n", 5, call=1) == 5
+            await mine.set("k", b"mine", call=2)
+            assert await mine.delete("k", call=3)
+            await theirs.set("k", b"theirs", call=1)
+        async with running(state_path=path) as channel:
+            mine = Store(channel, await RawSession.resume(channel, sessions[0], 1))
+            assert await mine.add("n", 5, call=1) == 5
+            await mine.set("k", b"mine", call=2)
+            assert await mine.delete("k", call=3)
+            assert await mine.get("k") == b"theirs"
+            await (await RawSession.resume(channel, sessions[1], 1)).leave()
+        async with running(state_path=path) as channel:
+            gone = Store(channel, sessions[1])
+            with pytest.raises(aio.AioRpcError) as caught:
+                await gone.set("k", b"theirs", call=1)
+            assert reason_of(caught.value) == "SESSION_ENDED"
+        storage = SqliteStorage(path)
+        (job,) = await storage.load()
+        await storage.close()
+        assert list(job.answers) == [sessions[0].member_id], "a member that has left repeats nothing"
 
     run(main)
 

@@ -21,6 +21,7 @@ from paceline_server import ServerSettings
 from paceline_server._grpc import aio, grpc
 from paceline_server.failover import FailoverCoordinator
 from paceline_server.storage.etcd_address import EtcdAddress
+from paceline_server.storage.shared_keys import Item
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import admin_pb2, session_pb2, store_pb2
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
@@ -192,6 +193,28 @@ def test_a_leader_that_is_stopped_resigns(caplog: pytest.LogCaptureFixture) -> N
     with caplog.at_level("INFO", "paceline_server"):
         run(main)
     assert "the leader of epoch 1 has resigned" in caplog.text, "the other did not wait for it to be silent"
+
+
+def test_a_coordinator_that_could_not_read_the_state_leads_once_it_can(caplog: pytest.LogCaptureFixture) -> None:
+    """Its port is free again: it had been bound before the state was read."""
+
+    async def main() -> None:
+        node = Node()
+        record = b"p/jobs/job/head"
+        node.items[record] = Item(record, b"damaged", 1)
+        member = Member(node)
+        await member.coordinator.start()
+        try:
+            while "could not serve in epoch 1" not in caplog.text:  # noqa: ASYNC110  it is in another task
+                await asyncio.sleep(0.01)
+            del node.items[record]
+            await until_leads(member)
+        finally:
+            await member.coordinator.stop(grace=0.1)
+
+    with caplog.at_level("WARNING", "paceline_server"):
+        run(main)
+    assert "is in use" not in caplog.text
 
 
 def test_a_candidate_stays_at_the_leader_that_does_not_know_it() -> None:

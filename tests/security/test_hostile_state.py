@@ -12,6 +12,7 @@ import pytest
 
 from paceline_protocol import Ending, Tag, Verdict
 from paceline_server.storage.base import (
+    AnswerKept,
     EndingStored,
     FinishedStored,
     ReachedStored,
@@ -38,6 +39,7 @@ async def honest_state() -> Node:
     verdict = Verdict(3, ErrorReason.ERROR_REASON_PEER_LOST, (0, 1), 9, "rank 0 died")
     ending = EndingStored("a", 3, 1, Ending("left the job", orderly=True))
     more = [ending, FinishedStored("a", 7), ReachedStored("a", 6), VerdictStored("a", verdict)]
+    more += [AnswerKept("a", "m", slot, slot + 16, -slot) for slot in range(3)]
     await storage.write([ViewFormed("other", view(1)), ViewFormed("a", formed, b"secret"), *more])
     await storage.close()
     return node
@@ -58,7 +60,7 @@ def variants(record: Any) -> Iterator[Any]:
         yield record | {"9": 9}
 
 
-@pytest.mark.parametrize("kind", ["head", "view", "endings"])
+@pytest.mark.parametrize("kind", ["head", "view", "endings", "key/answers/m"])
 def test_a_record_that_makes_no_sense_is_refused_or_harms_no_other_job(kind: str) -> None:
     async def main() -> None:
         node = await honest_state()

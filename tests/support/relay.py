@@ -84,6 +84,8 @@ class Relay:
                 client.close()
                 continue
             server.settimeout(None)
+            for end in (client, server):
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a relay that waits for more is a long way
             with self._lock:
                 self._pairs.append((client, server))
             for source, sink, seconds in ((client, server, 0.0), (server, client, self._seconds)):
@@ -92,11 +94,16 @@ class Relay:
                 thread.start()
 
     def _pass_on(self, source: socket.socket, sink: socket.socket, seconds: float) -> None:
-        with suppress(OSError):
+        how = socket.SHUT_RDWR
+        try:
             while data := source.recv(1 << 16):
                 time.sleep(seconds)
                 sink.sendall(self._change(self._damaged(data) if self.damage else data))
-            sink.shutdown(socket.SHUT_WR)
+            how = socket.SHUT_WR
+        except OSError:  # the other side hears of a reset, too
+            pass
+        with suppress(OSError):
+            sink.shutdown(how)
 
     def _damaged(self, data: bytes) -> bytes:
         changed = bytearray(data)

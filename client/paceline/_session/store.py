@@ -37,7 +37,12 @@ _SLACK = 5.0
 
 
 class Store(abc.ABC):
-    """Keys (text, up to 1,024 bytes) and values (bytes, up to 1 MiB) shared by a job's members."""
+    """Keys (text, up to 1,024 bytes) and values (bytes, up to 1 MiB) shared by a job's members.
+
+    Calls are linearizable: each happens once, at one moment between its beginning and its end, for all members alike,
+    also if the coordinator is restarted on its state file or another one takes over. A write that fails because the
+    coordinator does not answer may have happened, or may happen later.
+    """
 
     @abc.abstractmethod
     def set(self, key: str, value: bytes) -> None:
@@ -112,7 +117,7 @@ class CoordinatorStore(Store):
 
     def set(self, key: str, value: bytes) -> None:
         """See `Store.set`."""
-        self._call("set", "Set", pb.SetRequest(caller=self._caller, key=key, value=cut(value)))
+        self._call("set", "Set", pb.SetRequest(caller=self._caller, key=key, value=cut(value), call=next(self._calls)))
 
     def get(self, key: str, *, timeout: float | None = None) -> bytes:
         """See `Store.get`."""
@@ -146,7 +151,8 @@ class CoordinatorStore(Store):
 
     def delete(self, key: str) -> bool:
         """See `Store.delete`."""
-        answer: pb.DeleteResponse = self._call("delete", "Delete", pb.DeleteRequest(caller=self._caller, key=key))
+        request = pb.DeleteRequest(caller=self._caller, key=key, call=next(self._calls))
+        answer: pb.DeleteResponse = self._call("delete", "Delete", request)
         return answer.existed
 
     def _call(self, name: str, method: str, request: Any, wait: float | None = None) -> Any:
@@ -165,7 +171,7 @@ class CoordinatorStore(Store):
             raise errors.SessionClosed(f"store.{name}: the session has ended") from None
 
     async def _repeat(self, name: str, method: str, messages: list[Any], deadline: float) -> Any:
-        """Repeats a call. Reads and overwrites may be repeated anyway, `add` and `compare_set` by their call number."""
+        """Repeats a call. Reads may be repeated anyway; a write has a number, so that it is made once."""
 
         def call(channel: aio.Channel) -> Awaitable[Any]:
             left = max(0.05, deadline - time.monotonic())

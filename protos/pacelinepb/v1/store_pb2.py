@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pacelinepb/v1/store.proto\x12\rpacelinepb.v1\x1a\x1egoogle/protobuf/duration.proto\"?\n\x06\x43\x61ller\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x11\n\tmember_id\x18\x02 \x01(\t\x12\x15\n\rsession_token\x18\x03 \x01(\x0c\"O\n\nSetRequest\x12%\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x15.pacelinepb.v1.Caller\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\r\n\x05value\x18\x03 \x03(\x0c\"\r\n\x0bSetResponse\"l\n\nGetRequest\x12%\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x15.pacelinepb.v1.Caller\x12\x0b\n\x03key\x18\x02 \x01(\t\x12*\n\x07timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x1c\n\x0bGetResponse\x12\r\n\x05value\x18\x01 \x01(\x0c\"^\n\nAddRequest\x12%\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x15.pacelinepb.v1.Caller\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x0e\n\x06\x61mount\x18\x03 \x01(\x12\x12\x0c\n\x04\x63\x61ll\x18\x04 \x01(\x04\"\x1c\n\x0b\x41\x64\x64Response\x12\r\n\x05value\x18\x01 \x01(\x12\"x\n\x11\x43ompareSetRequest\x12%\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x15.pacelinepb.v1.Caller\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x10\n\x08\x65xpected\x18\x03 \x03(\x0c\x12\x0f\n\x07\x64\x65sired\x18\x04 \x03(\x0c\x12\x0c\n\x04\x63\x61ll\x18\x05 \x01(\x04\"C\n\x12\x43ompareSetResponse\x12\x0f\n\x07swapped\x18\x01 \x01(\x08\x12\x12\n\x05value\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x42\x08\n\x06_value\"n\n\x0bWaitRequest\x12%\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x15.pacelinepb.v1.Caller\x12\x0c\n\x04keys\x18\x02 \x03(\t\x12*\n\x07timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x0e\n\x0cWaitResponse\"C\n\rDeleteRequest\x12%\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x15.pacelinepb.v1.Caller\x12\x0b\n\x03key\x18\x02 \x01(\t\"!\n\x0e\x44\x65leteResponse\x12\x0f\n\x07\x65xisted\x18\x01 \x01(\x08\x32\xa9\x03\n\x0cStoreService\x12>\n\x03Set\x12\x19.pacelinepb.v1.SetRequest\x1a\x1a.pacelinepb.v1.SetResponse(\x01\x12<\n\x03Get\x12\x19.pacelinepb.v1.GetRequest\x1a\x1a.pacelinepb.v1.GetResponse\x12<\n\x03\x41\x64\x64\x12\x19.pacelinepb.v1.AddRequest\x1a\x1a.pacelinepb.v1.AddResponse\x12S\n\nCompareSet\x12 .pacelinepb.v1.CompareSetRequest\x1a!.pacelinepb.v1.CompareSetResponse(\x01\x12\x41\n\x04Wait\x12\x1a.pacelinepb.v1.WaitRequest\x1a\x1b.pacelinepb.v1.WaitResponse(\x01\x12\x45\n\x06\x44\x65lete\x12\x1c.pacelinepb.v1.DeleteRequest\x1a\x1d.pacelinepb.v1.DeleteResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pacelinepb/v1/store.proto\x12\rpacelinepb.v1\x1a\x1egoogle/protobuf/duration.proto\"?\n\x06\x43\x61ller\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x11\n\tmember_id\x18\x02 \x01(\t\x12\x15\n\rsession_token\x18\x03 \x01(\x0c\"]\n\nSetRequest\x12%\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x15.pacelinepb.v1.Caller\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\r\n\x05value\x18\x03 \x03(\x0c\x12\x0c\n\x04\x63\x61ll\x18\x04 \x01(\x04\"\r\n\x0bSetResponse\"l\n\nGetRequest\x12%\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x15.pacelinepb.v1.Caller\x12\x0b\n\x03key\x18\x02 \x01(\t\x12*\n\x07timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x1c\n\x0bGetResponse\x12\r\n\x05value\x18\x01 \x01(\x0c\"^\n\nAddRequest\x12%\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x15.pacelinepb.v1.Caller\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x0e\n\x06\x61mount\x18\x03 \x01(\x12\x12\x0c\n\x04\x63\x61ll\x18\x04 \x01(\x04\"\x1c\n\x0b\x41\x64\x64Response\x12\r\n\x05value\x18\x01 \x01(\x12\"x\n\x11\x43ompareSetRequest\x12%\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x15.pacelinepb.v1.Caller\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x10\n\x08\x65xpected\x18\x03 \x03(\x0c\x12\x0f\n\x07\x64\x65sired\x18\x04 \x03(\x0c\x12\x0c\n\x04\x63\x61ll\x18\x05 \x01(\x04\"C\n\x12\x43ompareSetResponse\x12\x0f\n\x07swapped\x18\x01 \x01(\x08\x12\x12\n\x05value\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x42\x08\n\x06_value\"n\n\x0bWaitRequest\x12%\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x15.pacelinepb.v1.Caller\x12\x0c\n\x04keys\x18\x02 \x03(\t\x12*\n\x07timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x0e\n\x0cWaitResponse\"Q\n\rDeleteRequest\x12%\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x15.pacelinepb.v1.Caller\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x0c\n\x04\x63\x61ll\x18\x03 \x01(\x04\"!\n\x0e\x44\x65leteResponse\x12\x0f\n\x07\x65xisted\x18\x01 \x01(\x08\x32\xa9\x03\n\x0cStoreService\x12>\n\x03Set\x12\x19.pacelinepb.v1.SetRequest\x1a\x1a.pacelinepb.v1.SetResponse(\x01\x12<\n\x03Get\x12\x19.pacelinepb.v1.GetRequest\x1a\x1a.pacelinepb.v1.GetResponse\x12<\n\x03\x41\x64\x64\x12\x19.pacelinepb.v1.AddRequest\x1a\x1a.pacelinepb.v1.AddResponse\x12S\n\nCompareSet\x12 .pacelinepb.v1.CompareSetRequest\x1a!.pacelinepb.v1.CompareSetResponse(\x01\x12\x41\n\x04Wait\x12\x1a.pacelinepb.v1.WaitRequest\x1a\x1b.pacelinepb.v1.WaitResponse(\x01\x12\x45\n\x06\x44\x65lete\x12\x1c.pacelinepb.v1.DeleteRequest\x1a\x1d.pacelinepb.v1.DeleteResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,29 +35,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CALLER']._serialized_start=76
   _globals['_CALLER']._serialized_end=139
   _globals['_SETREQUEST']._serialized_start=141
-  _globals['_SETREQUEST']._serialized_end=220
-  _globals['_SETRESPONSE']._serialized_start=222
-  _globals['_SETRESPONSE']._serialized_end=235
-  _globals['_GETREQUEST']._serialized_start=237
-  _globals['_GETREQUEST']._serialized_end=345
-  _globals['_GETRESPONSE']._serialized_start=347
-  _globals['_GETRESPONSE']._serialized_end=375
-  _globals['_ADDREQUEST']._serialized_start=377
-  _globals['_ADDREQUEST']._serialized_end=471
-  _globals['_ADDRESPONSE']._serialized_start=473
-  _globals['_ADDRESPONSE']._serialized_end=501
-  _globals['_COMPARESETREQUEST']._serialized_start=503
-  _globals['_COMPARESETREQUEST']._serialized_end=623
-  _globals['_COMPARESETRESPONSE']._serialized_start=625
-  _globals['_COMPARESETRESPONSE']._serialized_end=692
-  _globals['_WAITREQUEST']._serialized_start=694
-  _globals['_WAITREQUEST']._serialized_end=804
-  _globals['_WAITRESPONSE']._serialized_start=806
-  _globals['_WAITRESPONSE']._serialized_end=820
-  _globals['_DELETEREQUEST']._serialized_start=822
-  _globals['_DELETEREQUEST']._serialized_end=889
-  _globals['_DELETERESPONSE']._serialized_start=891
-  _globals['_DELETERESPONSE']._serialized_end=924
-  _globals['_STORESERVICE']._serialized_start=927
-  _globals['_STORESERVICE']._serialized_end=1352
+  _globals['_SETREQUEST']._serialized_end=234
+  _globals['_SETRESPONSE']._serialized_start=236
+  _globals['_SETRESPONSE']._serialized_end=249
+  _globals['_GETREQUEST']._serialized_start=251
+  _globals['_GETREQUEST']._serialized_end=359
+  _globals['_GETRESPONSE']._serialized_start=361
+  _globals['_GETRESPONSE']._serialized_end=389
+  _globals['_ADDREQUEST']._serialized_start=391
+  _globals['_ADDREQUEST']._serialized_end=485
+  _globals['_ADDRESPONSE']._serialized_start=487
+  _globals['_ADDRESPONSE']._serialized_end=515
+  _globals['_COMPARESETREQUEST']._serialized_start=517
+  _globals['_COMPARESETREQUEST']._serialized_end=637
+  _globals['_COMPARESETRESPONSE']._serialized_start=639
+  _globals['_COMPARESETRESPONSE']._serialized_end=706
+  _globals['_WAITREQUEST']._serialized_start=708
+  _globals['_WAITREQUEST']._serialized_end=818
+  _globals['_WAITRESPONSE']._serialized_start=820
+  _globals['_WAITRESPONSE']._serialized_end=834
+  _globals['_DELETEREQUEST']._serialized_start=836
+  _globals['_DELETEREQUEST']._serialized_end=917
+  _globals['_DELETERESPONSE']._serialized_start=919
+  _globals['_DELETERESPONSE']._serialized_end=952
+  _globals['_STORESERVICE']._serialized_start=955
+  _globals['_STORESERVICE']._serialized_end=1380
 # @@protoc_insertion_point(module_scope)

@@ -58,8 +58,13 @@ class SetRequest(_message.Message):
     CALLER_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
     VALUE_FIELD_NUMBER: _builtins.int
+    CALL_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     """1 to 1,024 bytes."""
+    call: _builtins.int
+    """Chosen by the caller, unique in its session: a repeat of the call is answered without setting the key again. 0 for
+    a call that is not repeated; so in all calls.
+    """
     @_builtins.property
     def caller(self) -> Global___Caller:
         """The caller."""
@@ -74,10 +79,11 @@ class SetRequest(_message.Message):
         caller: Global___Caller | None = ...,
         key: _builtins.str = ...,
         value: _abc.Iterable[_builtins.bytes] | None = ...,
+        call: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "key", b"key", "value", b"value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "caller", b"caller", "key", b"key", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -347,8 +353,11 @@ class DeleteRequest(_message.Message):
 
     CALLER_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
+    CALL_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     """The key, 1 to 1,024 bytes."""
+    call: _builtins.int
+    """Chosen by the caller, unique in its session: a repeat of the call is answered as the first was."""
     @_builtins.property
     def caller(self) -> Global___Caller:
         """The caller."""
@@ -358,10 +367,11 @@ class DeleteRequest(_message.Message):
         *,
         caller: Global___Caller | None = ...,
         key: _builtins.str = ...,
+        call: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "key", b"key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "caller", b"caller", "key", b"key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -21,7 +21,9 @@ _Context = aio.ServicerContext[Any, Any]
 class StoreHandlers:
     """Handlers of pacelinepb.v1.StoreService.
 
-    A value can be read a moment before it is durable; the call that writes it gets its answer once it is.
+    An answer tells only what is durable. The values themselves change as soon as a call arrives, so an answer that
+    rests on them waits for what other calls have written before: otherwise a coordinator that is killed would take back
+    what somebody has read.
 
     Args:
         dispatcher: the jobs.
@@ -51,7 +53,13 @@ class StoreHandlers:
     async def Set(self, request: pb.SetRequest, context: _Context) -> pb.SetResponse:
         """Sets a key."""
         job, key = self._caller(request.caller), self._key(request.key)
-        await self._write(job, key, job.store.values.set(key, b"".join(request.value)))
+        member_id, call = self._repeatable(request)
+        changes = job.store.values.set(key, b"".join(request.value), member_id, call)
+        try:
+            await self._write(job, key, changes)
+        except OSError:
+            job.store.values.take_back(member_id, call)
+            raise
         return pb.SetResponse()
 
     async def Get(self, request: pb.GetRequest, context: _Context) -> pb.GetResponse:
@@ -59,15 +67,18 @@ class StoreHandlers:
         job, key = self._caller(request.caller), self._key(request.key)
         timeout = self._timeout(request)
         value = job.store.values.get(key)
-        while value is None:  # the key may be deleted again between the wake-up and here
-            await job.store.until_there(request.caller.member_id, [key], timeout)
-            value = job.store.values.get(key)
+        try:
+            while value is None:  # the key may be deleted again between the wake-up and here
+                await job.store.until_there(request.caller.member_id, [key], timeout)
+                value = job.store.values.get(key)
+        finally:  # that it is missing is an answer, too
+            await self._durable(job)
         return pb.GetResponse(value=value)
 
     async def Add(self, request: pb.AddRequest, context: _Context) -> pb.AddResponse:
         """Adds to an integer."""
         job, key = self._caller(request.caller), self._key(request.key)
-        total, changes = job.store.values.add(request.caller.member_id, request.call, key, request.amount)
+        total, changes = job.store.values.add(*self._repeatable(request), key, request.amount)
         await self._write(job, key, changes)
         return pb.AddResponse(value=total)
 
@@ -78,7 +89,7 @@ class StoreHandlers:
         if len(expected or b"") > (most := self._settings.max_value_bytes):
             raise LimitMet(f"an expected value has at most {most} bytes, as a value has")
         swapped, value, changes = job.store.values.compare_set(
-            request.caller.member_id, request.call, key, expected, b"".join(request.desired)
+            *self._repeatable(request), key, expected, b"".join(request.desired)
         )
         await self._write(job, key, changes)
         return pb.CompareSetResponse(swapped=swapped, value=value)
@@ -89,18 +100,27 @@ class StoreHandlers:
         if len(request.keys) > self._settings.max_wait_keys:
             raise LimitMet(f"a Wait can name at most {self._settings.max_wait_keys} keys, not {len(request.keys)}")
         keys = [self._key(key) for key in request.keys]
-        await job.store.until_there(request.caller.member_id, keys, self._timeout(request))
+        try:
+            await job.store.until_there(request.caller.member_id, keys, self._timeout(request))
+        finally:
+            await self._durable(job)
         return pb.WaitResponse()
 
     async def Delete(self, request: pb.DeleteRequest, context: _Context) -> pb.DeleteResponse:
         """Deletes a key."""
         job, key = self._caller(request.caller), self._key(request.key)
-        changes = job.store.values.delete(key)
+        existed, changes = job.store.values.delete(key, *self._repeatable(request))
         await self._write(job, key, changes)
-        return pb.DeleteResponse(existed=bool(changes))
+        return pb.DeleteResponse(existed=existed)
 
     def _caller(self, caller: pb.Caller) -> Job:
         return self._dispatcher.authenticate(caller.job, caller.member_id, caller.session_token)
+
+    def _repeatable(
+        self, request: pb.SetRequest | pb.AddRequest | pb.CompareSetRequest | pb.DeleteRequest
+    ) -> tuple[str, int]:
+        """By what a repeat of a call is recognised: the member, and its number for the call."""
+        return request.caller.member_id, wire.check_number(request.call, "call")
 
     def _key(self, key: str) -> str:
         return wire.check_name(key, "a key", self._settings.max_key_bytes)
@@ -111,10 +131,18 @@ class StoreHandlers:
         return wire.from_duration(request.timeout, "timeout")
 
     async def _write(self, job: Job, key: str, changes: list[Change]) -> None:
-        if changes:
-            stored = self._dispatcher.storage.write(changes)
-            job.store.wake(key)
-            try:
-                await asyncio.shield(stored)
-            finally:  # even if the caller hangs up: the value takes memory until it is on the disk
-                await asyncio.wait({stored})
+        if not changes:
+            await self._durable(job)
+            return
+        stored = job.store.written = self._dispatcher.storage.write(changes)
+        job.store.wake(key)
+        try:
+            await asyncio.shield(stored)
+        finally:  # even if the caller hangs up: the value takes memory until it is on the disk
+            await asyncio.wait({stored})
+
+    async def _durable(self, job: Job) -> None:
+        """Returns once all that calls have changed so far is durable, or could not be stored."""
+        written = job.store.written
+        if not self._dispatcher.epoch and written is not None and not written.done():
+            await asyncio.wait({written})  # with an epoch, `ConfirmingInterceptor` waits

@@ -13,6 +13,8 @@ from typing import Protocol
 from paceline_protocol import Ending, Verdict, View
 
 __all__ = [
+    "AnswerKept",
+    "AnswersDropped",
     "Change",
     "EndingStored",
     "FinishedStored",
@@ -106,9 +108,31 @@ class KeyDeleted:
 
 @dataclass(frozen=True, slots=True)
 class StoreCleared:
-    """All keys of the job's store are gone."""
+    """All keys of the job's store are gone, and all answers to its calls."""
 
     job: str
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerKept:
+    """What a call was answered that has changed a key: if the call is repeated, it must not change the key again.
+
+    It replaces the member's earlier answer in the same slot.
+    """
+
+    job: str
+    member_id: str
+    slot: int
+    call: int
+    answer: int
+
+
+@dataclass(frozen=True, slots=True)
+class AnswersDropped:
+    """The member repeats no call any more."""
+
+    job: str
+    member_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +159,8 @@ Change = (
     | ReachedStored
     | KeySet
     | KeyDeleted
+    | AnswerKept
+    | AnswersDropped
     | StoreCleared
     | NumbersUsed
     | JobForgotten
@@ -156,6 +182,8 @@ class StoredJob:
     reached: int | None = None
     """As `JobState.reached`; if there is a base, its step or more."""
     keys: dict[str, bytes] = field(default_factory=dict)
+    answers: dict[str, dict[int, tuple[int, int]]] = field(default_factory=dict)
+    """By member and slot: the call and its answer."""
     door_secret: bytes = field(default=b"", repr=False)
     """The door secret of the latest view, forgotten or not; empty in a file of an earlier version."""
 

@@ -1,7 +1,8 @@
 """Jobs as keys and values of a shared store, and which keys a change touches. Pure.
 
-Each job has the keys PREFIX/jobs/NAME/: `head` (numbers and the verdict), `view`, `endings`, and `key/K` for each key K
-of its store. Names are percent-encoded. Values are JSON; long ones are compressed, since a view of thousands of members
+Each job has the keys PREFIX/jobs/NAME/: `head` (numbers and the verdict), `view`, `endings`, `key/K` for each key K of
+its store, and `key/answers/M` for the answers that member M may ask for again. Names are percent-encoded, so no K has a
+slash. Values are JSON; long ones are compressed, since a view of thousands of members
 must fit into one request of etcd (1.5 MB).
 """
 
@@ -16,6 +17,8 @@ from urllib.parse import quote, unquote
 
 from paceline_protocol import Ending, JobSettings, Process, Seat, Tag, Verdict, View
 from paceline_server.storage.base import (
+    AnswerKept,
+    AnswersDropped,
     Change,
     EndingStored,
     JobForgotten,
@@ -39,6 +42,7 @@ _MOST_BYTES = 64 << 20
 """The longest value once it is no longer compressed."""
 
 _KEY = "key/"
+_ANSWERS = "key/answers/"  # what empties a store empties this, too
 
 _DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, zlib.error)
 """What reading a value raises if it is none of ours."""
@@ -56,6 +60,8 @@ def touched_by(change: Change) -> Iterable[str]:
     match change:
         case KeySet(job, key) | KeyDeleted(job, key):
             return (f"{_of(job)}{_KEY}{quote(key, safe='')}",)
+        case AnswerKept(job, member_id) | AnswersDropped(job, member_id):
+            return (f"{_of(job)}{_ANSWERS}{quote(member_id, safe='')}",)
         case StoreCleared() | JobForgotten():
             return ()
         case ViewFormed(job) | ViewForgotten(job):
@@ -81,6 +87,9 @@ def value_of(name: str, jobs: dict[str, StoredJob]) -> bytes | None:
         return None if job.view is None else _packed(_view_out(job.view, job.door_secret))
     if kind == "endings":
         return _packed({rank: asdict(ending) for rank, ending in job.endings.items()}) if job.endings else None
+    if kind.startswith(_ANSWERS):
+        answers = job.answers.get(unquote(kind.removeprefix(_ANSWERS)))
+        return _packed(answers) if answers else None
     return job.keys.get(unquote(kind.removeprefix(_KEY)))
 
 
@@ -100,7 +109,7 @@ def jobs_of(items: Iterable[Item], prefix: str) -> dict[str, StoredJob]:
             quoted, kind = item.key.decode().removeprefix(prefix).split("/", 1)
             name = unquote(quoted)
             job = jobs.setdefault(name, StoredJob(name))
-            if kind.startswith(_KEY):
+            if kind.startswith(_KEY) and not kind.startswith(_ANSWERS):
                 job.keys[unquote(kind.removeprefix(_KEY))] = item.value
             else:
                 _read_into(job, kind, _unpacked(item.value))
@@ -121,6 +130,9 @@ def _read_into(job: StoredJob, kind: str, read: Any) -> None:
         job.view, job.door_secret = _view_in(read), bytes.fromhex(read["door_secret"])
     elif kind == "endings":
         job.endings = {int(rank): Ending(**ending) for rank, ending in read.items()}
+    elif kind.startswith(_ANSWERS):
+        answers = {int(slot): (call, answer) for slot, (call, answer) in read.items()}
+        job.answers[unquote(kind.removeprefix(_ANSWERS))] = answers
     else:
         raise KeyError(kind)
 

@@ -7,6 +7,8 @@ import copy
 from collections.abc import Sequence
 
 from paceline_server.storage.base import (
+    AnswerKept,
+    AnswersDropped,
     Change,
     EndingStored,
     FinishedStored,
@@ -87,8 +89,13 @@ class MemoryStorage:
                 job.keys[key] = value
             case KeyDeleted(_, key):
                 job.keys.pop(key, None)
+            case AnswerKept(_, member_id, slot, call, answer):
+                job.answers.setdefault(member_id, {})[slot] = (call, answer)
+            case AnswersDropped(_, member_id):
+                job.answers.pop(member_id, None)
             case StoreCleared():
                 job.keys.clear()
+                job.answers.clear()
             case NumbersUsed(_, generation):
                 job.generation = max(job.generation, generation)
             case JobForgotten():

@@ -6,6 +6,8 @@ import sqlite3
 
 from paceline_protocol import Ending, JobSettings, Process, Seat, Tag, Verdict, View
 from paceline_server.storage.base import (
+    AnswerKept,
+    AnswersDropped,
     Change,
     EndingStored,
     FinishedStored,
@@ -25,7 +27,18 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 __all__ = ["NotAStateFile", "apply", "load", "prepare"]
 
 _APPLICATION_ID = 0x50414345  # "PACE": tells `file` and us our file from another program's database
-_VERSION = 5
+_VERSION = 6
+
+_ANSWERS = """
+CREATE TABLE answer (
+    job TEXT NOT NULL,
+    member_id TEXT NOT NULL,
+    slot INTEGER NOT NULL,                -- the last calls of a member have one each
+    call INTEGER NOT NULL,
+    answer INTEGER NOT NULL,
+    PRIMARY KEY (job, member_id, slot)
+) STRICT, WITHOUT ROWID;
+"""
 
 _FROM = {
     2: """
@@ -37,6 +50,7 @@ ALTER TABLE job ADD COLUMN reached INTEGER;
 ALTER TABLE job ADD COLUMN lost TEXT NOT NULL DEFAULT '';
 """,
     4: "ALTER TABLE job ADD COLUMN door_secret BLOB NOT NULL DEFAULT x'';",
+    5: _ANSWERS,
 }
 """The SQL that turns a file of one version into a file of the next."""
 
@@ -109,7 +123,7 @@ def prepare(connection: sqlite3.Connection) -> None:
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     if not tables:
         marks = f"PRAGMA application_id={_APPLICATION_ID}; PRAGMA user_version={_VERSION};"
-        connection.executescript(f"BEGIN; {_TABLES} {marks} COMMIT;")
+        connection.executescript(f"BEGIN; {_TABLES} {_ANSWERS} {marks} COMMIT;")
     elif application != _APPLICATION_ID:
         raise NotAStateFile("it is another program's database")
     elif version in _FROM:
@@ -156,6 +170,8 @@ def load(connection: sqlite3.Connection) -> list[StoredJob]:
             job.verdict = Verdict(generation, ErrorReason.ValueType(reason), _split(culprits), operation, text)
     for name, key, value in connection.execute("SELECT job, key, value FROM key"):
         jobs.setdefault(name, StoredJob(name)).keys[key] = value
+    for name, member_id, slot, call, answer in connection.execute("SELECT * FROM answer"):
+        jobs.setdefault(name, StoredJob(name)).answers.setdefault(member_id, {})[slot] = (call, answer)
     return list(jobs.values())
 
 
@@ -231,8 +247,15 @@ def apply(connection: sqlite3.Connection, change: Change) -> None:
             connection.execute("INSERT OR REPLACE INTO key VALUES (?, ?, ?)", (job, key, value))
         case KeyDeleted(job, key):
             connection.execute("DELETE FROM key WHERE job = ? AND key = ?", (job, key))
+        case AnswerKept(job, member_id, slot, call, answer):
+            connection.execute(
+                "INSERT OR REPLACE INTO answer VALUES (?, ?, ?, ?, ?)", (job, member_id, slot, call, answer)
+            )
+        case AnswersDropped(job, member_id):
+            connection.execute("DELETE FROM answer WHERE job = ? AND member_id = ?", (job, member_id))
         case StoreCleared(job):
             connection.execute("DELETE FROM key WHERE job = ?", (job,))
+            connection.execute("DELETE FROM answer WHERE job = ?", (job,))
         case NumbersUsed(job, generation):
             connection.execute(
                 "INSERT INTO job VALUES (?, ?, 0, 1, 1, 1, 0, NULL, NULL, NULL, NULL, NULL, NULL, '', x'', NULL, '', "
@@ -244,6 +267,7 @@ def apply(connection: sqlite3.Connection, change: Change) -> None:
                 "DELETE FROM job WHERE name = ?",
                 "DELETE FROM seat WHERE job = ?",
                 "DELETE FROM key WHERE job = ?",
+                "DELETE FROM answer WHERE job = ?",
             ):
                 connection.execute(statement, (job,))
 

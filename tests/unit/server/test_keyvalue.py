@@ -8,7 +8,7 @@ from paceline_server.errors import BadRequest, LimitMet, SessionEnded, TimedOut
 from paceline_server.key_values import KeyValues, Storeroom
 from paceline_server.limits import Budget
 from paceline_server.settings import ServerSettings
-from paceline_server.storage.base import KeyDeleted, KeySet
+from paceline_server.storage.base import AnswerKept, KeyDeleted, KeySet
 from support.coordinator import run
 
 
@@ -20,26 +20,58 @@ def test_set_get_delete() -> None:
     store = values()
     assert store.set("k", b"v") == [KeySet("job", "k", b"v")]
     assert (store.get("k"), "k" in store, len(store)) == (b"v", True, 1)
-    assert store.delete("k") == [KeyDeleted("job", "k")]
-    assert (store.get("k"), store.delete("k")) == (None, [])
+    assert store.delete("k") == (True, [KeyDeleted("job", "k")])
+    assert (store.get("k"), store.delete("k")) == (None, (False, []))
 
 
 def test_add_counts_from_nothing_and_below() -> None:
     store = values()
-    assert store.add("m", 1, "k", 3) == (3, [KeySet("job", "k", b"3")])
+    assert store.add("", 0, "k", 3) == (3, [KeySet("job", "k", b"3")])
     assert store.add("m", 2, "k", -5)[0] == -2
     assert store.get("k") == b"-2"
 
 
 def test_a_repeated_call_is_answered_as_the_first_was() -> None:
     store = values()
-    assert store.add("m", 1, "k", 1) == (1, [KeySet("job", "k", b"1")])
+    assert store.add("m", 1, "k", 1) == (1, [KeySet("job", "k", b"1"), AnswerKept("job", "m", 1, 1, 1)])
     assert store.add("other", 1, "k", 1)[0] == 2
     assert store.add("m", 1, "k", 1) == (1, [])
-    assert store.compare_set("m", 2, "c", None, b"a") == (True, b"a", [KeySet("job", "c", b"a")])
+    swapped = [KeySet("job", "c", b"a"), AnswerKept("job", "m", 2, 2, True)]
+    assert store.compare_set("m", 2, "c", None, b"a") == (True, b"a", swapped)
     assert store.compare_set("m", 2, "c", None, b"a") == (True, b"a", [])
-    store.forget("m")
+    assert store.forget("m")
+    assert not store.forget("m")
     assert store.add("m", 1, "k", 1)[0] == 3
+
+
+def test_a_write_that_is_repeated_changes_nothing_that_others_have_written_since() -> None:
+    store = values()
+    assert store.set("k", b"mine", "m", 1) == [KeySet("job", "k", b"mine"), AnswerKept("job", "m", 1, 1, 0)]
+    store.set("k", b"theirs", "other", 1)
+    assert store.set("k", b"mine", "m", 1) == []
+    assert store.get("k") == b"theirs"
+    assert store.delete("k", "m", 2) == (True, [KeyDeleted("job", "k"), AnswerKept("job", "m", 2, 2, True)])
+    store.set("k", b"theirs", "other", 2)
+    assert store.delete("k", "m", 2) == (True, [])
+    assert store.get("k") == b"theirs"
+    assert store.delete("gone", "m", 3) == (False, [])
+    store.set("gone", b"theirs", "other", 3)
+    assert store.delete("gone", "m", 3) == (False, [])
+
+
+def test_a_write_that_was_not_stored_is_made_again() -> None:
+    store = values()
+    store.set("k", b"v", "m", 1)
+    store.take_back("m", 1)
+    assert store.set("k", b"v", "m", 1) == [KeySet("job", "k", b"v"), AnswerKept("job", "m", 1, 1, 0)]
+
+
+def test_the_last_answers_are_kept_and_restored() -> None:
+    kept = {"m": {n % 16: (n, n) for n in range(5, 21)}}
+    store = KeyValues("job", ServerSettings(), Budget(1 << 30), {"k": b"20"}, kept)
+    assert [store.add("m", n, "k", 1) for n in (5, 20)] == [(5, []), (20, [])]
+    assert store.add("m", 21, "k", 1) == (21, [KeySet("job", "k", b"21"), AnswerKept("job", "m", 5, 21, 21)])
+    assert store.add("m", 5, "k", 1)[0] == 22, "it is 16 calls ago"
 
 
 def test_losing_a_race_is_an_answer() -> None:

@@ -10,8 +10,13 @@ from pathlib import Path
 import pytest
 
 from paceline_protocol import Ending, JobSettings, Tag, Verdict
+from paceline_server.key_values import KeyValues
+from paceline_server.limits import Budget
+from paceline_server.settings import ServerSettings
 from paceline_server.storage import schema
 from paceline_server.storage.base import (
+    AnswerKept,
+    AnswersDropped,
     Change,
     EndingStored,
     FinishedStored,
@@ -111,9 +116,33 @@ def test_keys(reopen: Reopen) -> None:
     assert stored(reopen, *changes) == {"a": StoredJob("a", keys={"k": b"2"})}
 
 
+def test_answers(reopen: Reopen) -> None:
+    kept = [AnswerKept("a", "m/1", slot, call, -call) for slot, call in ((0, 16), (1, 17), (0, 32))]
+    others = [AnswerKept("a", "other", 3, 3, 1 << 62), AnswerKept("a", "gone", 1, 1, 0), AnswersDropped("a", "gone")]
+    answers = {"m/1": {0: (32, -32), 1: (17, -17)}, "other": {3: (3, 1 << 62)}}
+    key = KeySet("a", "answers/other", b"not an answer")
+    assert stored(reopen, key, *kept, *others) == {"a": StoredJob("a", keys={key.key: key.value}, answers=answers)}
+
+
+def test_the_answers_to_all_kinds_of_calls_come_back(reopen: Reopen) -> None:
+    values = KeyValues("a", ServerSettings(), Budget(1 << 30), {})
+    changes = [
+        *values.set("k", b"1", "m", 1),
+        *values.compare_set("m", 2, "k", b"1", b"-3")[2],
+        *values.add("m", 3, "k", -4)[1],
+        *values.delete("k", "m", 4)[1],
+    ]
+    (job,) = stored(reopen, *changes).values()
+    again = KeyValues("a", ServerSettings(), Budget(1 << 30), job.keys, job.answers)
+    assert again.set("k", b"1", "m", 1) == []
+    assert again.compare_set("m", 2, "k", b"1", b"-3") == (True, b"-3", [])
+    assert again.add("m", 3, "k", -4) == (-7, [])
+    assert again.delete("k", "m", 4) == (True, [])
+
+
 def test_a_store_that_is_cleared_leaves_the_job(reopen: Reopen) -> None:
     keys = [KeySet(name, key, b"v") for name in "ab" for key in "kl"]
-    jobs = stored(reopen, ViewFormed("a", view(3)), *keys, StoreCleared("a"))
+    jobs = stored(reopen, ViewFormed("a", view(3)), *keys, AnswerKept("a", "m", 1, 1, 0), StoreCleared("a"))
     assert jobs == {"a": StoredJob("a", 3, view(3)), "b": StoredJob("b", keys={"k": b"v", "l": b"v"})}
 
 
@@ -125,9 +154,11 @@ def test_numbers_that_are_used_up_never_fall(reopen: Reopen) -> None:
 
 
 def test_a_forgotten_job_leaves_nothing(reopen: Reopen) -> None:
-    for_each = [(ViewFormed(name, view(3)), FinishedStored(name, 7), KeySet(name, "k", b"v")) for name in "ab"]
-    changes = [change for three in for_each for change in three]
-    kept = StoredJob("b", 3, view(3), finished=7, keys={"k": b"v"})
+    changes: list[Change] = []
+    for name in "ab":
+        changes += [ViewFormed(name, view(3)), FinishedStored(name, 7), KeySet(name, "k", b"v")]
+        changes.append(AnswerKept(name, "m", 1, 1, 0))
+    kept = StoredJob("b", 3, view(3), finished=7, keys={"k": b"v"}, answers={"m": {1: (1, 0)}})
     assert stored(reopen, *changes, JobForgotten("a")) == {"b": kept}
     again = StoredJob("a", 1, view(1))  # with nothing of before
     assert stored(reopen, ViewFormed("a", view(1)))["a"] == again
@@ -154,9 +185,9 @@ def test_a_file_has_one_coordinator(tmp_path: Path) -> None:
     run(main)
 
 
-@pytest.mark.parametrize("version", [2, 3, 4])
+@pytest.mark.parametrize("version", [2, 3, 4, 5])
 def test_a_file_of_a_version_before_is_taken_over(tmp_path: Path, version: int) -> None:
-    """Version 2 knew neither nodes nor tables of schedules, 3 nothing of what is lost, 4 no secret of members."""
+    """Version 2 knew neither nodes nor tables of schedules, 3 nothing of what is lost, 4 no secret, 5 no answers."""
     path = tmp_path / "s.db"
     assert stored(lambda: SqliteStorage(path), ViewFormed("a", view(3)))
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
@@ -164,6 +195,7 @@ def test_a_file_of_a_version_before_is_taken_over(tmp_path: Path, version: int) 
         added[4] = [("job", "door_secret")]
         for table, column in (each for before, columns in added.items() if before >= version for each in columns):
             connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
+        connection.execute("DROP TABLE answer")
         connection.execute(f"PRAGMA user_version={version}")
     job = stored(lambda: SqliteStorage(path))["a"]
     assert job.view is not None
