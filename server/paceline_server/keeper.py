@@ -62,8 +62,6 @@ class Job:
     timer: asyncio.TimerHandle | None = None
     failed: bool = False
     """True if a bug has ended the job's sessions: the job decides nothing more."""
-    counted: int = 0
-    """Its sessions, as the dispatcher has counted them."""
     pages: ViewPages | None = None
     """The member list of the last view that was pushed or requested."""
 

@@ -124,6 +124,11 @@ class HttpServer:
             bound = listening.getsockname()[1]
         return f"{'http' if self._context is None else 'https'}://{host}:{bound}/"
 
+    @property
+    def listening(self) -> list[tuple[str, int]]:
+        """The IP addresses and ports at which it listens."""
+        return [each.getsockname()[:2] for each in self._listening]
+
     async def stop(self) -> None:
         """Ends all streams, lets answers in progress end, and closes all connections."""
         self._routes.broadcasts.close()
