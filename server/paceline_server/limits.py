@@ -28,7 +28,7 @@ from urllib.parse import unquote
 from paceline_server.errors import Unauthenticated
 from paceline_server.security.tokens import Tokens
 
-__all__ = ["Budget", "Pacer", "Pacers", "Places", "Remarks", "in_words", "payer", "peer_of"]
+__all__ = ["Budget", "Pacer", "Pacers", "Places", "in_words", "payer", "peer_of"]
 
 T = TypeVar("T", bound=Hashable)
 
@@ -173,30 +173,6 @@ class Places(Generic[T]):
             del self._held[who][place]
             if not self._held[who]:
                 del self._held[who]
-
-
-class Remarks:
-    """Says when a line of log is due about things that strangers can make happen any number of times.
-
-    Args:
-        period: seconds between two lines about one kind.
-    """
-
-    def __init__(self, period: float) -> None:
-        self._period = period
-        self._kinds: dict[Hashable, tuple[float, int]] = {}  # when the last line was due, and how many came since
-
-    def count(self, kind: Hashable, now: float) -> int:
-        """Counts one; returns how many have come since the last line if another is due, else 0.
-
-        Args:
-            kind: what has happened. There must be few kinds: all are remembered.
-            now: the time, in seconds.
-        """
-        said, unsaid = self._kinds.get(kind, (-math.inf, 0))
-        is_due = now - said >= self._period
-        self._kinds[kind] = (now, 0) if is_due else (said, unsaid + 1)
-        return unsaid + 1 if is_due else 0
 
 
 _IPV6_HOST_BITS = 64

@@ -28,11 +28,12 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
 from paceline_server.dispatcher import Dispatcher
-from paceline_server.limits import Places, Remarks, payer, peer_of
+from paceline_server.limits import Places, payer, peer_of
 from paceline_server.listening import check_free, targets_of
 from paceline_server.security.tls import CertificateKeeper
 from paceline_server.security.token_file import TokenKeeper
 from paceline_server.web.routes import Routes, error_answer
+from pacelinepb.remarks import Remarks
 
 __all__ = ["HttpServer"]
 
