@@ -93,8 +93,8 @@ MUTANTS = (
     Mutant(
         "one takes all that is free",
         f"{SERVER}/limits.py",
-        "if self.held(who) + most > self.total - self.used - most:",
-        "if most > self.total - self.used:",
+        "return self.held(who) + size <= self.total - self.used - size",
+        "return size <= self.total - self.used",
         ("unit/server/test_budget.py",),
     ),
     Mutant(
@@ -541,8 +541,15 @@ MUTANTS = (
     Mutant(
         "a coordinator that hears nobody evicts everybody",
         f"{PROTOCOL}/_silence.py",
-        "s.standing not in _OF_VIEW or now >= self._nobody_at + _timeout(s)]",
-        "s.standing or now >= self._nobody_at + _timeout(s)]",
+        "if session.standing not in _OF_VIEW or now >= min(self._nobody_at + _timeout(session), last):",
+        "if session.standing or now >= min(self._nobody_at + _timeout(session), last):",
+        ("unit/protocol/test_leases.py",),
+    ),
+    Mutant(
+        "a member that has hung up keeps its place for as long as others speak for it",
+        f"{PROTOCOL}/_silence.py",
+        "return session.heard + self._longest if session.stream is None else _NEVER",
+        "return _NEVER",
         ("unit/protocol/test_leases.py",),
     ),
     Mutant(

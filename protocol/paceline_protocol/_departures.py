@@ -40,7 +40,7 @@ class Departures:
 
     def __init__(self, state: JobState, settings: ProtocolSettings) -> None:
         self._state = state
-        self.leases = Leases(state)
+        self.leases = Leases(state, settings.max_silence)
         self.evidence = Evidence(state, settings)
         self.breaches = Breaches(state)
         self.stragglers = Stragglers(state)

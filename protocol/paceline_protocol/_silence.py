@@ -21,6 +21,8 @@ _CANDIDATE_S = 10.0
 """Seconds for which a candidate that has lost its stream keeps its place, unless it holds a share of a state that
 others may wait for. `failure_timeout` is its own to say: a day of it must not keep the places of others."""
 
+_NEVER = float("inf")
+
 _OF_VIEW = (Standing.IN_VIEW, Standing.VOID)
 
 
@@ -35,12 +37,18 @@ class Leases:
     passed without a message, the member's door is asked: gRPC answers there on threads of its own. An answer counts
     like a heartbeat, for it shows that the process is neither stopped nor dead.
 
+    The other members, a restart of the coordinator, or the silence of all may excuse a member's own silence. Without a
+    stream nothing excuses it for longer than `longest`: the session ends, though the member may still train. It comes
+    back as a newcomer, with the state that it holds.
+
     Args:
         state: the job; `lease_from` and `overdue_from` of its sessions are read and written here.
+        longest: seconds after its last message for which a session is kept without a stream, at most.
     """
 
-    def __init__(self, state: JobState) -> None:
+    def __init__(self, state: JobState, longest: float) -> None:
         self._state = state
+        self._longest = longest
         self._unseen_from: float | None = None
         self._unseen = any(session.lease_from is None for session in state.sessions.values())
         self._nobody_at = float("-inf")  # the last time at which no member of the line was heard
@@ -50,11 +58,13 @@ class Leases:
     def began(self, session: Session) -> None:
         """Notes that a lease begins anew for another reason than a heartbeat."""
         assert session.lease_from is not None
-        self.check_at = min(self.check_at, session.lease_from + _lease(session) / 2)
+        self.check_at = min(self.check_at, session.lease_from + _lease(session) / 2, self._last(session))
 
     def renew_after_stall(self, now: float, slept: float) -> None:
         """Begins leases anew if the coordinator did not run for longer than their heartbeat interval."""
         for session in self._state.sessions.values() if slept else ():
+            if session.stream is None:
+                session.heard += slept
             if slept > session.settings.heartbeat_interval:
                 session.overdue_from = None
                 if session.lease_from is not None:
@@ -72,14 +82,11 @@ class Leases:
         unseen: list[Session] = []
         vouched = somebody = False
         for session in self._state.sessions.values():
-            if session.lease_from is None:
-                unseen.append(session)
-                continue
-            lease_from = session.lease_from
-            if session.standing is Standing.IN_VIEW and not session.has_met:
-                lease_from = max(lease_from, self._state.vouched_at)
-            if self._has_lapsed(now, session, lease_from):
+            lease_from = self._lease_from(session)
+            if self._has_lapsed(now, session, min(lease_from + _lease(session), self._last(session))):
                 lapsed.append((session, _how(now, session)))
+            elif session.lease_from is None:
+                unseen.append(session)
             else:
                 if self._is_to_ask(now, session, lease_from):
                     asked.append(session)
@@ -93,9 +100,13 @@ class Leases:
             self._nobody_at = now
         # While no member of a line is heard, this coordinator may be the one that is cut off, and they train on:
         # evicting them would not help (I2). When the first is heard again, the others have time to come back, too.
-        due = [(s, how) for s, how in lapsed if s.standing not in _OF_VIEW or now >= self._nobody_at + _timeout(s)]
-        if len(due) < len(lapsed):
-            self.check_at = min(self.check_at, now + lapsed[0][0].settings.heartbeat_interval)
+        due: list[tuple[Session, str]] = []
+        for session, how in lapsed:
+            last = self._last(session)
+            if session.standing not in _OF_VIEW or now >= min(self._nobody_at + _timeout(session), last):
+                due.append((session, how))
+            else:
+                self.check_at = min(self.check_at, now + session.settings.heartbeat_interval, last)
         return due, asked
 
     def count_unseen(self, now: float) -> None:
@@ -117,8 +128,19 @@ class Leases:
             return f"disconnected {now - session.stream_ended:.1f} s ago"
         return f"last heard {now - session.heard:.1f} s ago"
 
-    def _has_lapsed(self, now: float, session: Session, lease_from: float) -> bool:
-        due = lease_from + _lease(session)
+    def _lease_from(self, session: Session) -> float:
+        """From when the member's silence counts: infinity if it has not been seen since the restart."""
+        if session.lease_from is None:
+            return _NEVER
+        if session.standing is Standing.IN_VIEW and not session.has_met:
+            return max(session.lease_from, self._state.vouched_at)
+        return session.lease_from
+
+    def _last(self, session: Session) -> float:
+        """When the session ends for want of a stream, whatever excuses its silence."""
+        return session.heard + self._longest if session.stream is None else _NEVER
+
+    def _has_lapsed(self, now: float, session: Session, due: float) -> bool:
         if now < due:
             session.overdue_from = None
         elif session.overdue_from is None:
@@ -174,6 +196,8 @@ def _lease(session: Session) -> float:
 
 
 def _how(now: float, session: Session) -> str:
+    if session.lease_from is None:
+        return f"was not seen again within {now - session.heard:.0f} s after the coordinator was started again"
     if session.stream_ended is not None:
         return f"lost its session and did not come back for {now - session.stream_ended:.1f} s"
     return f"was silent for {now - session.heard:.1f} s"
@@ -181,9 +205,6 @@ def _how(now: float, session: Session) -> str:
 
 def _timeout(session: Session) -> float:
     return session.settings.failure_timeout
-
-
-_NEVER = float("inf")
 
 
 class Stragglers:

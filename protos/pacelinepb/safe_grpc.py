@@ -1,5 +1,7 @@
 """Sets up grpc before it is first imported. `paceline` and `paceline_server` import it by way of this module alone.
 
+What strangers can make it log is paced (`grpc_log`).
+
 grpc reads these variables once, when it is imported. One that the user has set stays.
 
 Fork support is switched off: with it on, a forked child of a process with a live aio stream crashes, and a worker of a
@@ -32,7 +34,12 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # grpc's own C log; errors reac
 
 import grpc  # noqa: E402
 from grpc import aio  # noqa: E402
+from grpc._cython import cygrpc  # type: ignore[attr-defined]  # noqa: E402  # not in grpc-stubs
 from grpc_status import rpc_status  # noqa: E402
+
+from pacelinepb.grpc_log import pace_log  # noqa: E402
+
+pace_log(cygrpc)
 
 EOF: Any = aio.EOF  # type: ignore[attr-defined]  # not in grpc-stubs
 """Returned by `read` at the end of a stream."""

@@ -40,6 +40,14 @@ def main() -> int:
         metavar="SECONDS",
         help="start with fewer workers than the maximum if no worker has joined for this long; default: %(default)s",
     )
+    parser.add_argument(
+        "--max-silence",
+        type=float,
+        default=ServerSettings().max_silence,
+        metavar="SECONDS",
+        help="refuse jobs with a longer PACELINE_FAILURE_TIMEOUT, and end a worker's session once it has had no "
+        "connection for this long; default: %(default)s",
+    )
     parser.add_argument("--tls-cert", type=Path, metavar="FILE.pem", help="serve TLS with this certificate")
     parser.add_argument("--tls-key", type=Path, metavar="FILE.key", help="the key of the certificate")
     parser.add_argument("--tls-ca", type=Path, metavar="FILE.pem", help="callers need a certificate of this authority")
@@ -60,6 +68,7 @@ def main() -> int:
             **state_settings(arguments.state),
             restart_after=arguments.restart_after,
             settle_time=arguments.settle_time,
+            max_silence=arguments.max_silence,
             tls_cert=arguments.tls_cert,
             tls_key=arguments.tls_key,
             tls_ca=arguments.tls_ca,

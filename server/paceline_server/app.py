@@ -152,7 +152,8 @@ class Coordinator:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         host, _, _ = self._settings.listen.rpartition(":")
-        port = await listen(server, self._settings.listen, credentials)
+        listening = await listen(server, self._settings.listen, credentials)
+        self._dispatcher.listens_at(listening)
         if self._settings.http is not None:
             importlib.import_module("paceline_server.web.server")  # takes long: before the dispatcher watches the loop
         await self._dispatcher.start()
@@ -165,7 +166,7 @@ class Coordinator:
             status = health_pb2.HealthCheckResponse.NOT_SERVING
         for name in _SERVICES:
             await self._health.set(name, status)
-        address = f"{host}:{port}"
+        address = f"{host}:{listening[0][1]}"
         _log.info("listening on %s", address)
         if (warning := exposure(self._settings)) is not None:
             _log.warning("%s", warning)
@@ -180,6 +181,7 @@ class Coordinator:
         names = None if authenticates else frozenset({"localhost", socket.gethostname().lower(), host.lower()} - {""})
         self._http = HttpServer(address, self._dispatcher, self._tokens, self._certificates, names=names)
         self.http_url = await self._http.start()
+        self._dispatcher.listens_at(self._http.listening)
         _log.info("the page is at %s", self.http_url)
 
     async def stop(self, grace: float = 1.0, *, for_good: bool = False) -> None:

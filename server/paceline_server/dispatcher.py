@@ -14,7 +14,7 @@ import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 
 from paceline_protocol import Process, View
@@ -65,6 +65,7 @@ from paceline_server.observatory import Observatory
 from paceline_server.pages import ViewPages
 from paceline_server.probe_address import AddressProbes
 from paceline_server.questions import Questions
+from paceline_server.session_places import SessionPlaces
 from paceline_server.settings import ServerSettings
 from paceline_server.storage.base import JobForgotten, Storage
 from paceline_server.streams import SessionStream
@@ -139,7 +140,7 @@ class Dispatcher:
         self._streams: dict[str, SessionStream] = {}
         self._tokens: dict[str, bytes] = {}
         self._next_stream = 0
-        self._sessions = 0  # of all jobs but those that have failed
+        self._places = SessionPlaces(settings)  # of the sessions of all jobs but those that have failed
         self._emptied = asyncio.Event()  # set when we are stopping and no stream is left
         self._address_probes = AddressProbes(tls=settings.tls_cert is not None)
         self.questions = Questions(settings, self._push)
@@ -183,7 +184,8 @@ class Dispatcher:
                 values.forget(member_id)
                 self.keeper.drop_answers(stored.name, member_id)
             self.jobs[stored.name] = job
-            self._count_sessions(job)
+            for member_id in state.sessions:
+                self._places.take(member_id, self._places.payer_of(stored.name, None), stored.name)
             self.observatory.begin(now, state)
             if stored.view is not None:
                 self._pages(job, stored.view)  # the members of the job have this list
@@ -191,6 +193,10 @@ class Dispatcher:
         self._timers.start()
         if self.epoch:
             self._speak()
+
+    def listens_at(self, addresses: Collection[tuple[str, int]]) -> None:
+        """Notes IP addresses and ports of this coordinator: no member has its door there, whatever it says."""
+        self._address_probes.own.update(addresses)
 
     def _speak(self) -> None:
         """Tells all members that this coordinator leads: one that is frozen breaks no connection."""
@@ -275,8 +281,12 @@ class Dispatcher:
 
     # Sessions ---------------------------------------------------------------------------------------------------------
 
-    def register(self, message: pb.Register) -> SessionStream:
+    def register(self, message: pb.Register, token_jobs: frozenset[str] | None = None) -> SessionStream:
         """Opens a session.
+
+        Args:
+            message: what the worker says of itself.
+            token_jobs: the jobs that its token is good for; None for all jobs, or without tokens.
 
         Raises:
             Refused: the worker cannot become a member; the text says why.
@@ -293,25 +303,24 @@ class Dispatcher:
             stream=stream.number,
             process=wire.read_process(message.process, self.settings),
             address=wire.read_address(message.address, self.settings),
-            settings=wire.read_settings(message.settings),
+            settings=wire.read_settings(message.settings, self.settings),
             claimed_rank=message.rank if message.HasField("rank") else None,
             generation_floor=message.generation_floor,
             former_member_id=message.former_member_id,
             former_token_sha256=wire.token_hash(message.former_session_token),
         )
         job = self.find(name)
-        former = job.membership.state.sessions.get(event.former_member_id) if job is not None else None
-        freed = int(former is not None and was_this_member(event, former))  # the new session replaces the former one
-        if self._sessions - freed >= self.settings.max_sessions:
-            raise LimitMet(f"the coordinator has {self.settings.max_sessions} sessions, the most that it takes")
+        sessions = job.membership.state.sessions if job is not None else {}
+        former = sessions.get(event.former_member_id)
+        if former is not None and not was_this_member(event, former):
+            former = None
+        payer = self._places.payer_of(name, token_jobs, former.member_id if former is not None else "")
+        if former is None:  # else the new session takes its place
+            self._places.check(payer, name, len(sessions))
         if name not in self.jobs:
             self._check_room()
         job = job or self._make_job(JobState(name, generation=self._used_up), self._values(name, {}))
-        if len(job.membership.state.sessions) - freed >= self.settings.max_job_sessions:
-            raise LimitMet(
-                f"job {name!r} has {self.settings.max_job_sessions} sessions, the most that one job may have"
-            )
-        self._attach(job, stream, token, event)
+        self._attach(job, stream, token, event, payer)
         return stream
 
     def resume(self, message: pb.Resume) -> SessionStream:
@@ -415,17 +424,10 @@ class Dispatcher:
     def _handle(self, job: Job, event: Event) -> list[Effect]:
         now, membership = self._loop.time(), job.membership
         effects = membership.handle(now, event)
-        self._count_sessions(job)
         if isinstance(event, Registered | Resumed):
             self.observatory.begin(now, membership.state)
         self.observatory.saw(now, event, effects, membership.state, membership.decision.reason)
         return effects
-
-    def _count_sessions(self, job: Job) -> None:
-        """Adds the sessions that the job has now in place of those that it had."""
-        count = 0 if job.failed else len(job.membership.state.sessions)
-        self._sessions += count - job.counted
-        job.counted = count
 
     def apply_of(self, stream: SessionStream, event: Event) -> None:
         """Gives an event that came on a stream to its job, if the stream still carries its session.
@@ -458,7 +460,6 @@ class Dispatcher:
         The job keeps its name and its number until the coordinator starts again, from the stored state.
         """
         job.failed = True
-        self._count_sessions(job)
         assert self._timers is not None
         self._timers.set(job, float("inf"))
         ended = _failed(job)
@@ -467,6 +468,7 @@ class Dispatcher:
             del self._streams[stream.member_id]
             self._tokens.pop(stream.member_id, None)
             stream.close(ended)
+        self._places.free_job(job.membership.state.name)
 
     def _act(self, job: Job, effects: list[Effect]) -> None:
         for effect in effects:
@@ -535,6 +537,7 @@ class Dispatcher:
     def _end_session(self, job: Job, member_id: str, refusal: Refused | None) -> None:
         if job.store.end(member_id, refusal or SessionEnded("the member has left the job")):
             self.keeper.drop_answers(job.membership.state.name, member_id)
+        self._places.free(member_id)
         self._tokens.pop(member_id, None)
         stream = self._streams.pop(member_id, None)
         if stream is None:
@@ -588,10 +591,14 @@ class Dispatcher:
             job.reason = job.membership.decision.reason
         return job
 
-    def _attach(self, job: Job, stream: SessionStream, token: bytes, event: Registered | Resumed) -> None:
-        """Binds a stream to its session before the effects of its first event are performed."""
+    def _attach(
+        self, job: Job, stream: SessionStream, token: bytes, event: Registered | Resumed, payer: str = ""
+    ) -> None:
+        """Binds a stream to its session, for whose place `payer` pays if it is new, before effects are performed."""
         _check_sound(job)
         effects = self._handle(job, event)  # a refusal comes before anything is bound
+        if payer:
+            self._places.take(stream.member_id, payer, stream.job)
         self.jobs.setdefault(stream.job, job)
         self._resting.pop(stream.job, None)
         earlier = self._streams.get(stream.member_id)

@@ -25,7 +25,6 @@ from paceline_protocol.coordinator import (
 )
 from paceline_server.errors import NotLeader
 from paceline_server.key_values import Storeroom
-from paceline_server.limits import Remarks
 from paceline_server.pages import ViewPages
 from paceline_server.storage.base import (
     AnswersDropped,
@@ -41,6 +40,7 @@ from paceline_server.storage.base import (
     ViewForgotten,
     ViewFormed,
 )
+from pacelinepb.remarks import Remarks
 
 __all__ = ["Job", "Keeper"]
 
@@ -67,8 +67,6 @@ class Job:
     timer: asyncio.TimerHandle | None = None
     failed: bool = False
     """True if a bug has ended the job's sessions: the job decides nothing more."""
-    counted: int = 0
-    """Its sessions, as the dispatcher has counted them."""
     pages: ViewPages | None = None
     """The member list of the last view that was pushed or requested."""
 

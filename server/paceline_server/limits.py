@@ -21,14 +21,14 @@ from __future__ import annotations
 import ipaddress
 import math
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from typing import Generic, TypeVar
 from urllib.parse import unquote
 
 from paceline_server.errors import Unauthenticated
 from paceline_server.security.tokens import Tokens
 
-__all__ = ["Budget", "Pacer", "Pacers", "Places", "Remarks", "payer", "peer_of"]
+__all__ = ["Budget", "Pacer", "Pacers", "Places", "in_words", "payer", "peer_of"]
 
 T = TypeVar("T", bound=Hashable)
 
@@ -61,11 +61,14 @@ class Budget:
             size: bytes.
             spare: bytes that the payer must be able to take afterwards.
         """
-        most = size + spare
-        if self.held(who) + most > self.total - self.used - most:
+        if not self.has_room(who, size + spare):
             return False
         self.add(who, size)
         return True
+
+    def has_room(self, who: Hashable, size: int) -> bool:
+        """Returns True if the payer would not hold more than it leaves free with so many bytes more."""
+        return self.held(who) + size <= self.total - self.used - size
 
     def add(self, who: Hashable, size: int) -> None:
         """Counts bytes that a payer already holds, or gives back (below 0)."""
@@ -172,30 +175,6 @@ class Places(Generic[T]):
                 del self._held[who]
 
 
-class Remarks:
-    """Says when a line of log is due about things that strangers can make happen any number of times.
-
-    Args:
-        period: seconds between two lines about one kind.
-    """
-
-    def __init__(self, period: float) -> None:
-        self._period = period
-        self._kinds: dict[Hashable, tuple[float, int]] = {}  # when the last line was due, and how many came since
-
-    def count(self, kind: Hashable, now: float) -> int:
-        """Counts one; returns how many have come since the last line if another is due, else 0.
-
-        Args:
-            kind: what has happened. There must be few kinds: all are remembered.
-            now: the time, in seconds.
-        """
-        said, unsaid = self._kinds.get(kind, (-math.inf, 0))
-        is_due = now - said >= self._period
-        self._kinds[kind] = (now, 0) if is_due else (said, unsaid + 1)
-        return unsaid + 1 if is_due else 0
-
-
 _IPV6_HOST_BITS = 64
 """A host with one IPv6 address usually has all addresses that differ only in these bits (RFC 6177)."""
 
@@ -215,7 +194,12 @@ def payer(tokens: Tokens | None, authorization: str | None, peer: str) -> str:
         jobs = tokens.grant(authorization).jobs
     except Unauthenticated:
         return f"unknown callers at {address}"
-    return address if jobs is None else f"job{'s'[: len(jobs) - 1]} {', '.join(map(repr, sorted(jobs)))}"
+    return address if jobs is None else in_words(jobs)
+
+
+def in_words(jobs: Collection[str]) -> str:
+    """Returns the payer of calls or sessions with a token for these jobs."""
+    return f"job{'s'[: len(jobs) - 1]} {', '.join(map(repr, sorted(jobs)))}"
 
 
 def peer_of(host: str) -> str:

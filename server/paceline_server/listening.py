@@ -24,11 +24,11 @@ class PortInUse(OSError):
     """Another process listens at the address already; the text names the address."""
 
 
-async def listen(server: aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
+async def listen(server: aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> list[tuple[str, int]]:
     """Makes the server listen at host:port, at all addresses of a name; port 0 takes a free port.
 
     Returns:
-        The port.
+        The IP addresses, each with the port.
 
     Raises:
         PortInUse: another process listens there already.
@@ -38,9 +38,10 @@ async def listen(server: aio.Server, address: str, credentials: grpc.ServerCrede
     host, bound = host.strip("[]"), int(port)
     targets = await targets_of(address, host, bound)
     check_free(address, targets)
-    for ip in dict.fromkeys(target[0] for _, target in targets):
+    ips = list(dict.fromkeys(str(target[0]) for _, target in targets))
+    for ip in ips:
         bound = _add_port(server, f"[{ip}]:{bound}" if ":" in ip else f"{ip}:{bound}", credentials)
-    return bound
+    return [(ip, bound) for ip in ips]
 
 
 async def targets_of(address: str, host: str, port: int) -> list[_Target]:

@@ -1,5 +1,8 @@
 """Checks at a member's address whether a process still listens there, and whether it runs.
 
+The coordinator's own addresses are no member's: what answers there is the coordinator, whoever gives such an address
+for its door. So they count as ones at which nobody listens.
+
 A host refuses connections to a process that has ended. One that dies closes one socket after the other: on a busy
 machine it may listen for a while after its stream has ended, so this check is repeated. For a process that is stopped
 the kernel accepts connections, so only bytes from the process itself show that it runs. gRPC sends them from threads of
@@ -15,12 +18,12 @@ import ipaddress
 import socket
 import ssl
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping
 
 from paceline_protocol.coordinator import Session
 from paceline_server.blocking_calls import start_apart
 
-__all__ = ["AddressProbes", "answers", "greeting", "is_refused", "pauses"]
+__all__ = ["AddressProbes", "Own", "answers", "greeting", "is_refused", "pauses"]
 
 _TIMEOUT_S = 1.0
 """Seconds for the look-up of a name, and for an answer. The host of a dead process refuses within microseconds; a
@@ -45,7 +48,11 @@ _MOST_LOOK_UPS = 16
 _look_ups = threading.BoundedSemaphore(_MOST_LOOK_UPS)
 
 
-async def is_refused(address: str) -> bool:
+Own = Collection[tuple[str, int]]
+"""IP addresses and ports at which the coordinator itself listens."""
+
+
+async def is_refused(address: str, own: Own = ()) -> bool:
     """Returns True if the host answers that no process listens on the port.
 
     Returns False if the name cannot be resolved, or if one of the host's addresses cannot be reached or answers late:
@@ -53,12 +60,13 @@ async def is_refused(address: str) -> bool:
 
     Args:
         address: "host:port".
+        own: addresses that refuse everybody.
     """
-    refused = [said async for said in _try_each(address, _refuses)]
+    refused = [said async for said in _try_each(address, functools.partial(_refuses, own))]
     return bool(refused) and all(refused)
 
 
-async def answers(address: str, greeting: bytes) -> bool:
+async def answers(address: str, greeting: bytes, own: Own = ()) -> bool:
     """Returns True as soon as something has come from one of the host's addresses: the process that listens there runs.
 
     Returns False if nothing came in time; that proves nothing.
@@ -66,8 +74,9 @@ async def answers(address: str, greeting: bytes) -> bool:
     Args:
         address: "host:port".
         greeting: what to send first (`greeting`).
+        own: addresses whose answers do not count.
     """
-    async with contextlib.aclosing(_try_each(address, functools.partial(_answers, greeting))) as answered:
+    async with contextlib.aclosing(_try_each(address, functools.partial(_answers, greeting, own))) as answered:
         async for said in answered:
             if said:
                 return True
@@ -112,9 +121,13 @@ class AddressProbes:
 
     Args:
         tls: whether members' doors use TLS.
+
+    Attributes:
+        own: addresses of the coordinator; see `Own`.
     """
 
     def __init__(self, *, tls: bool = False) -> None:
+        self.own: set[tuple[str, int]] = set()
         self._greeting = greeting(tls)
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._watching = asyncio.Semaphore(_MOST_WATCHED)
@@ -154,7 +167,7 @@ class AddressProbes:
             async with self._watching:
                 if sessions.get(session.member_id) is not session or session.stream is not None:
                     return
-                gone = await is_refused(session.address)
+                gone = await is_refused(session.address, self.own)
             if gone:
                 refused()
                 return
@@ -165,7 +178,7 @@ class AddressProbes:
 
     async def _ask(self, address: str, answered: Callable[[], None]) -> None:
         async with self._asking:
-            answer = await answers(address, self._greeting)
+            answer = await answers(address, self._greeting, self.own)
         if answer:
             answered()
 
@@ -200,7 +213,29 @@ async def _try(check: Callable[[str, int], Awaitable[bool]], ip: str, port: int)
         return None
 
 
-async def _refuses(ip: str, port: int) -> bool:
+def _is_own(own: Own, ip: str, port: int) -> bool:
+    """True if the coordinator itself listens there, at this address or at all addresses of its host."""
+    address = ipaddress.ip_address(ip)
+    address = getattr(address, "ipv4_mapped", None) or address
+    at_port = [ipaddress.ip_address(mine) for mine, used in own if used == port]
+    if address in at_port or (at_port and address.is_unspecified):
+        return True
+    return any(mine.is_unspecified for mine in at_port) and _is_here(str(address))
+
+
+def _is_here(ip: str) -> bool:
+    """True if the address is one of this host's: only these can be bound."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.bind((ip, 0))
+    except OSError:
+        return False
+    return True
+
+
+async def _refuses(own: Own, ip: str, port: int) -> bool:
+    if _is_own(own, ip, port):
+        return True
     try:
         _, writer = await asyncio.open_connection(ip, port)
     except ConnectionRefusedError:
@@ -209,7 +244,9 @@ async def _refuses(ip: str, port: int) -> bool:
     return False
 
 
-async def _answers(greeting: bytes, ip: str, port: int) -> bool:
+async def _answers(greeting: bytes, own: Own, ip: str, port: int) -> bool:
+    if _is_own(own, ip, port):
+        return False
     reader, writer = await asyncio.open_connection(ip, port)
     try:
         writer.write(greeting)

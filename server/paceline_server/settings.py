@@ -83,10 +83,11 @@ class ServerSettings(ProtocolSettings):
     """False if no job is ever started again under its name: then nothing is kept of a job that is over."""
 
     max_sessions: int = 10_000
-    """The most sessions of all jobs together."""
+    """The most sessions of all jobs together. One job, or the token of several, takes at most as many as it leaves
+    free."""
 
     max_job_sessions: int = 5_000
-    """The most sessions of one job, so that no job takes the places of all others."""
+    """The most sessions of one job."""
 
     max_pending_messages: int = 256
     """Messages that may wait for one slow session; if there are more, its stream ends and the member may resume."""

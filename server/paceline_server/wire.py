@@ -61,7 +61,7 @@ __all__ = [
     "write_verdict",
 ]
 
-_SHORTEST_FAILURE_TIMEOUT, _LONGEST_FAILURE_TIMEOUT = 0.05, 86_400.0
+_SHORTEST_FAILURE_TIMEOUT = 0.05
 
 _CENTURY = 3.15e9
 """Seconds. Replaces all longer times, so that they fit into a Duration again (at most 10,000 years)."""
@@ -176,7 +176,7 @@ def read_process(message: pb.ProcessIdentity, settings: ServerSettings) -> Proce
     return Process(message.host, message.pid, message.boot_id, start, space, message.node)
 
 
-def read_settings(message: pb.JobSettings) -> JobSettings:
+def read_settings(message: pb.JobSettings, settings: ServerSettings) -> JobSettings:
     """Reads a job's settings. `paceline_protocol` checks whether min and max make sense.
 
     Raises:
@@ -185,10 +185,11 @@ def read_settings(message: pb.JobSettings) -> JobSettings:
     if not message.HasField("failure_timeout"):
         raise BadRequest("settings.failure_timeout is required")
     timeout = from_duration(message.failure_timeout, "settings.failure_timeout")
-    if not _SHORTEST_FAILURE_TIMEOUT <= timeout <= _LONGEST_FAILURE_TIMEOUT:
+    if not _SHORTEST_FAILURE_TIMEOUT <= timeout <= settings.max_silence:
         raise BadRequest(
-            f"settings.failure_timeout must be {_SHORTEST_FAILURE_TIMEOUT:g} to {_LONGEST_FAILURE_TIMEOUT:g} s, "
-            f"not {timeout:g} s"
+            f"settings.failure_timeout must be {_SHORTEST_FAILURE_TIMEOUT:g} to {settings.max_silence:g} s at this "
+            f"coordinator, not {timeout:g} s: set PACELINE_FAILURE_TIMEOUT to such a time, or start the coordinator "
+            "with another --max-silence"
         )
     if not _TUNING.fullmatch(message.tuning):
         raise BadRequest("settings.tuning must be 16 hexadecimal digits, or empty")

@@ -63,8 +63,8 @@ def _read(message: pb.SessionRequest) -> None:
             assert 1 <= len(name.encode()) <= _SETTINGS.max_name_bytes
             process = wire.read_process(message.register.process, _SETTINGS)
             assert wire.read_process(wire.write_process(process), _SETTINGS) == process
-            settings = wire.read_settings(message.register.settings)
-            again = wire.read_settings(wire.write_settings(settings))
+            settings = wire.read_settings(message.register.settings, _SETTINGS)
+            again = wire.read_settings(wire.write_settings(settings), _SETTINGS)
             assert abs(again.failure_timeout - settings.failure_timeout) < 1e-6
         case "heartbeat":
             for now in (0.0, 1e6):
@@ -117,7 +117,7 @@ def _changes(job: StoredJob, message: pb.SessionRequest, values: KeyValues) -> l
             where = wire.check_name(register.address, "the address", _SETTINGS.max_address_bytes)
             if register.generation_floor >= 1 << 62:  # refused by the dispatcher
                 return []
-            settings = wire.read_settings(register.settings)
+            settings = wire.read_settings(register.settings, _SETTINGS)
             seat = Seat(0, "member-0", wire.token_hash(b""), process, where, 1)
             job.generation = max(job.generation, register.generation_floor) + 1
             job.view = View(job.generation, settings, register.HasField("rank"), (seat,))

@@ -406,7 +406,7 @@ def test_two_claims_to_one_rank() -> None:
 
 def test_sessions_and_jobs_are_limited() -> None:
     async def main() -> None:
-        async with running(max_sessions=2, max_jobs=1) as channel:
+        async with running(max_sessions=4, max_jobs=1) as channel:
             await RawSession.register(channel, "a")
             for name in ("b", "a", "a"):
                 if name == "a":

@@ -243,7 +243,7 @@ def test_too_much_in_a_message_of_a_session_ends_that_session() -> None:
         async with running() as channel:
             good = await Neighbour.of(channel)
             tried = set()
-            for name, message in too_long(pb.SessionRequest.DESCRIPTOR):
+            for number, (name, message) in enumerate(too_long(pb.SessionRequest.DESCRIPTOR)):
                 event = message.WhichOneof("event")
                 if name in CUT or len(message.SerializeToString()) > MESSAGE_BYTES - 16:
                     continue
@@ -255,7 +255,7 @@ def test_too_much_in_a_message_of_a_session_ends_that_session() -> None:
                     full.MergeFrom(message)
                     message = full
                 else:
-                    bad = await RawSession.register(channel, f"bad {name}", least=1, most=1)
+                    bad = await RawSession.register(channel, f"bad {number}", least=1, most=1, failure_timeout=60.0)
                     await bad.view()
                 await bad.send(**{event: getattr(message, event)})
                 if name == "EnterBarrier.name":

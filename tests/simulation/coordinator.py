@@ -201,8 +201,6 @@ class SimulatedDispatcher(Dispatcher):
             again[member_id] = session
         assert sessions._counts == again._counts, (sessions._counts, again._counts, event)
         assert sessions._by_process == again._by_process, (sessions._by_process, again._by_process, event)
-        others = (each for name, each in self.jobs.items() if name != JOB)
-        assert self._sessions == len(sessions) + sum(len(each.membership.state.sessions) for each in others), event
         if (tally := self.observatory.tally(now, job.membership.state.name)) is not None:
             here = {member_id for member_id, session in sessions.items() if session.stream is not None}
             assert tally._here.keys() == here, (list(tally._here), here, event)
@@ -217,6 +215,11 @@ class SimulatedDispatcher(Dispatcher):
             assert all(new >= old for new, old in zip(counters, before, strict=True)), (counters, before, event)
             self._counted[tally] = counters
         return effects
+
+    def _act(self, job: Job, effects: list[Effect]) -> None:
+        """Each session holds a place, and nothing else does."""
+        super()._act(job, effects)
+        assert len(self._places) == sum(len(each.membership.state.sessions) for each in self.jobs.values()), effects
 
     def _perform(self, job: Job, effect: Effect) -> None:
         world, state, owner = self._world, job.membership.state, self._owner

@@ -24,6 +24,7 @@ __all__ = [
     "frame",
     "framed",
     "open_call",
+    "referred",
 ]
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -50,6 +51,17 @@ def call_headers(method: str | bytes, more: Mapping[str, str] | None = None) -> 
         **(more or {}),
     }
     return b"".join(b"\0" + _text(name) + _text(value) for name, value in fields.items())
+
+
+def referred(fields: Mapping[bytes, bytes], last: int) -> tuple[bytes, bytes]:
+    """Two header blocks with the same fields, the last of them `last` times.
+
+    The first puts each into the connection's table, and the second only refers to them, with a byte each (6.1, 6.2.1).
+    """
+    first = b"".join(b"\x40" + _text(name) + _text(value) for name, value in fields.items())
+    newest = 0x80 | 62  # after the 61 of the static table
+    numbers = [newest + age for age in reversed(range(len(fields)))]
+    return first, bytes(numbers[:-1] + [newest] * last)
 
 
 def claimed(size: int) -> bytes:

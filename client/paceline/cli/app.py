@@ -121,6 +121,14 @@ def coordinator(
             help="Start with fewer workers than the maximum (--max) if none has joined for this long; default: 0.2.",
         ),
     ] = None,
+    max_silence: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Refuse jobs with a longer PACELINE_FAILURE_TIMEOUT, and end a worker's session once it has had no "
+            "connection for this long; default: 3600.",
+        ),
+    ] = None,
 ) -> None:
     """Run the coordinator in the foreground."""
     with one_line_errors():
@@ -131,6 +139,7 @@ def coordinator(
             state,
             restart_after,
             settle_time,
+            max_silence=max_silence,
             tls_cert=tls_cert,
             tls_key=tls_key,
             tls_ca=tls_ca,

@@ -24,6 +24,7 @@ def run_coordinator(
     restart_after: float | None = None,
     settle_time: float | None = None,
     *,
+    max_silence: float | None = None,
     tls_cert: Path | None = None,
     tls_key: Path | None = None,
     tls_ca: Path | None = None,
@@ -50,6 +51,8 @@ def run_coordinator(
         raise UsageError(f"--restart-after must be above 0, not {restart_after:g}")
     if settle_time is not None and not settle_time > 0:
         raise UsageError(f"--settle-time must be above 0, not {settle_time:g}")
+    if max_silence is not None and not max_silence > 0:
+        raise UsageError(f"--max-silence must be above 0, not {max_silence:g}")
     try:
         settings = ServerSettings(
             listen=str(where),
@@ -58,6 +61,7 @@ def run_coordinator(
             **state_settings(state),
             restart_after=restart_after,
             settle_time=ServerSettings().settle_time if settle_time is None else settle_time,
+            max_silence=ServerSettings().max_silence if max_silence is None else max_silence,
             tls_cert=tls_cert,
             tls_key=tls_key,
             tls_ca=tls_ca,

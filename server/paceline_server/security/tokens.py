@@ -17,7 +17,7 @@ from paceline_server.errors import PermissionDenied, Unauthenticated
 from paceline_server.settings import ServerSettings
 from pacelinepb.token_lines import MIN_TOKEN_CHARACTERS, token_flaw, token_lines
 
-__all__ = ["exposure", "Grant", "MAX_TOKENS", "Role", "Tokens", "TokensUnusable", "is_loopback"]
+__all__ = ["exposure", "Grant", "MAX_TOKENS", "Role", "Tokens", "TokensUnusable", "is_loopback", "run_of"]
 
 MAX_TOKENS = 1_000
 """The most tokens: each call's token is compared with all of them, at about 0.5 microseconds each."""
@@ -59,7 +59,7 @@ class Grant:
 
     def allows(self, job: str) -> bool:
         """Returns True if the token is good for the job."""
-        return self.jobs is None or job in self.jobs or job.removesuffix(_NODES) in self.jobs
+        return self.jobs is None or job in self.jobs or run_of(job) in self.jobs
 
     def check_role(self, needed: Role) -> None:
         """Lets a call through that needs this role.
@@ -160,6 +160,11 @@ class Tokens:
                 "that is valid now"
             )
         return found
+
+
+def run_of(job: str) -> str:
+    """Returns the run's job if this is the job of its launchers, else the job itself."""
+    return job.removesuffix(_NODES)
 
 
 def _read_rest(text: str, number: int) -> tuple[Role, str]:

@@ -18,7 +18,7 @@ from paceline_server.services.probes import PROBE
 from paceline_server.services.refusals import OURS, refuse
 from pacelinepb.v1 import admin_pb2, session_pb2
 
-__all__ = ["JOB_OF", "LIST_JOBS", "AuthenticationInterceptor", "authorization_of", "role_for"]
+__all__ = ["JOB_OF", "LIST_JOBS", "AuthenticationInterceptor", "authorization_of", "jobs_of", "role_for"]
 
 _SESSION = "/pacelinepb.v1.SessionService/Session"
 
@@ -119,6 +119,11 @@ def authorization_of(details: grpc.HandlerCallDetails) -> str | None:
     return None
 
 
+def jobs_of(context: object) -> frozenset[str] | None:
+    """Returns the jobs that the token of a session's caller is good for; None for all jobs, or without tokens."""
+    return context.jobs if isinstance(context, _Opening) else None
+
+
 def _asking(handler: Any, grant: Grant, job_of: Callable[[Any], str]) -> Any:
     async def handle(request: Any, context: Any) -> Any:
         grant.check(job_of(request))
@@ -149,6 +154,7 @@ class _Opening:
     def __init__(self, context: Any, grant: Grant) -> None:
         self._context = context
         self._grant = grant
+        self.jobs = grant.jobs
         self.read = self._read_first
         self.write = context.write
 

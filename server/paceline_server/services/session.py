@@ -11,6 +11,7 @@ from paceline_server._grpc import EOF, aio, grpc
 from paceline_server.dispatcher import Dispatcher
 from paceline_server.errors import BadRequest, LimitMet, TimedOut
 from paceline_server.limits import Pacer
+from paceline_server.services.authenticate import jobs_of
 from paceline_server.streams import SessionStream
 from pacelinepb.v1 import session_pb2 as pb
 
@@ -54,7 +55,7 @@ class SessionHandlers:
         first = await self._first(context)
         event = first.WhichOneof("event") if first is not EOF else None
         if event == "register":
-            stream = self._dispatcher.register(first.register)
+            stream = self._dispatcher.register(first.register, jobs_of(context))
         elif event == "resume":
             stream = self._dispatcher.resume(first.resume)
         else:

@@ -28,11 +28,12 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
 from paceline_server.dispatcher import Dispatcher
-from paceline_server.limits import Places, Remarks, payer, peer_of
+from paceline_server.limits import Places, payer, peer_of
 from paceline_server.listening import check_free, targets_of
 from paceline_server.security.tls import CertificateKeeper
 from paceline_server.security.token_file import TokenKeeper
 from paceline_server.web.routes import Routes, error_answer
+from pacelinepb.remarks import Remarks
 
 __all__ = ["HttpServer"]
 
@@ -123,6 +124,11 @@ class HttpServer:
             self._accepting.append(asyncio.create_task(self._accept(listening)))
             bound = listening.getsockname()[1]
         return f"{'http' if self._context is None else 'https'}://{host}:{bound}/"
+
+    @property
+    def listening(self) -> list[tuple[str, int]]:
+        """The IP addresses and ports at which it listens."""
+        return [each.getsockname()[:2] for each in self._listening]
 
     async def stop(self) -> None:
         """Ends all streams, lets answers in progress end, and closes all connections."""

@@ -64,6 +64,7 @@ def test_there_is_a_completion_for_each_shell(shell: str, monkeypatch: pytest.Mo
         (["run", "-n", "2", "--advertise", "h:1", __file__], "--advertise h:1 names one port for 2 workers"),
         (["coordinator", "--restart-after", "0"], "--restart-after must be above 0, not 0"),
         (["coordinator", "--settle-time", "0"], "--settle-time must be above 0, not 0"),
+        (["coordinator", "--max-silence", "0"], "--max-silence must be above 0, not 0"),
         (["drain", "--coordinator", "host:1"], "name the job: paceline drain JOB RANK..., or paceline drain JOB --all"),
         (["drain", "--coordinator", "host:1", "digits"], "name the members of 'digits' to drain"),
         (["drain", "--coordinator", "host:1", "--all", "digits", "2"], "name members, or say --all, but not both"),
@@ -84,15 +85,15 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(arguments: list[str], words:
     assert result.stderr.count("\n") == 1
 
 
-def test_a_coordinator_is_told_how_long_to_wait_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_coordinator_is_told_its_times(monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[ServerSettings] = []
     monkeypatch.setattr(
         importlib.import_module("paceline_server.serving"), "serve", lambda settings, announce: served.append(settings)
     )
     monkeypatch.setattr(logging.getLogger("paceline_server.app"), "setLevel", lambda level: None)
-    for arguments in ([], ["--settle-time", "7.5"]):
+    for arguments in ([], ["--settle-time", "7.5", "--max-silence", "60"]):
         assert runner.invoke(app, ["coordinator", *arguments]).exit_code == 0
-    assert [settings.settle_time for settings in served] == [0.2, 7.5]
+    assert [(settings.settle_time, settings.max_silence) for settings in served] == [(0.2, 3_600.0), (7.5, 60.0)]
 
 
 def test_an_unknown_command() -> None:

@@ -3,9 +3,10 @@
 And members that send no heartbeats: their doors are asked, and those that answer stay.
 """
 
+import pytest
 from unit.protocol.test_meeting import elastic
 
-from paceline_protocol import Ending, JobSettings, Process, Progress, Seat, Verdict, View
+from paceline_protocol import Ending, JobSettings, Process, Progress, Seat, Tag, Verdict, View
 from paceline_protocol.coordinator import (
     AskDoor,
     DoorAnswered,
@@ -211,4 +212,88 @@ def test_each_door_is_asked_three_times_while_all_members_are_silent() -> None:
     """The coordinator may be cut off: then it would knock at a thousand hosts twice a second, for hours."""
     job, members = elastic(2)
     assert len(asked(job, 60.0, beating=[])) == 3 * len(members)
+    assert list(job.state.sessions) == members
+
+
+LONGEST = 3_600.0
+
+
+def stored(failure_timeout: float, base: Tag | None = None) -> PureJob:
+    """A job of before a restart."""
+    view = View(7, JobSettings(2, 3, failure_timeout), False, SEATS, base=base)
+    return PureJob(restore(100.0, "job", generation=7, view=view))
+
+
+def unheard(how: str) -> tuple[PureJob, list[str], list[str]]:
+    """A job, the members that are heard, and those without a stream that must go in time: something excuses them."""
+    if how == "all have hung up":
+        job, members = elastic(2)
+        for member in members:
+            job.cut(member)
+        return job, [], members
+    if how == "another one says that all train":
+        job, members = elastic(2)
+        job.cut(members[1])
+        return job, members[:1], members[1:]
+    if how == "another one vouches for them since a restart":
+        job = stored(3.0)
+        job.resume("m1", 7)
+        return job, ["m1"], ["m0", "m2"]
+    if how == "none was seen since a restart":
+        return stored(3_000.0, Tag(6, 9)), [], ["m0", "m1", "m2"]
+    a_day = 86_400.0  # as an earlier version has allowed
+    if how == "each may be silent for a day":
+        return stored(a_day), [], ["m0", "m1", "m2"]
+    gone = ["m0"] if how == "one was back that may be silent for a day" else ["m0", "m1", "m2"]
+    job = stored(a_day) if gone == ["m0"] else stored(3_000.0, Tag(6, 9))
+    for member in ("m0", "m1", "m2"):
+        job.resume(member, 7)
+    job.do(Ticked())
+    for member in gone:
+        job.cut(member)
+    return job, [], gone
+
+
+HOW = (
+    "all have hung up",
+    "another one says that all train",
+    "another one vouches for them since a restart",
+    "none was seen since a restart",
+    "each may be silent for a day",
+    "one was back that may be silent for a day",
+    "all have hung up that may be silent for long",
+)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_no_session_without_a_stream_outlives_the_coordinators_limit(how: str) -> None:
+    job, heard, gone = unheard(how)
+    began, step = job.now, 1
+    while set(gone) & set(job.state.sessions):
+        assert set(gone) <= set(job.state.sessions)
+        beat = job.now + 1.0 if heard else float("inf")
+        job.now = min(max(job.now, job.membership.next_deadline()), beat)
+        for member in heard if job.now == beat else ():
+            step += 1
+            job.do(Heard(member, Progress(step=step, step_at=job.now)))
+        job.do(Ticked())
+        assert job.now < began + LONGEST + 1.0
+    assert job.now > began + LONGEST - 0.1
+    if how == HOW[0]:
+        assert job.state.view is not None, "the line waits for those that may hold its state (I2)"
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_the_time_in_which_the_coordinator_did_not_run_does_not_count(how: str) -> None:
+    job, _, gone = unheard(how)
+    for _ in range(2):
+        job.pass_time(0.9 * LONGEST, slept=0.9 * LONGEST)
+    assert set(gone) <= set(job.state.sessions)
+
+
+def test_a_silent_member_with_a_stream_is_kept_while_its_line_is_not_heard() -> None:
+    """The network to all of them is cut: the coordinator sees only that nothing comes."""
+    job, members = elastic(2)
+    for _ in range(10):
+        job.pass_time(LONGEST)
     assert list(job.state.sessions) == members

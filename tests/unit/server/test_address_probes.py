@@ -29,7 +29,7 @@ class Doors:
         self._found = found
         pause = asyncio.sleep
 
-        async def is_refused(address: str) -> bool:
+        async def is_refused(address: str, _: object) -> bool:
             self.knocks.append(address)
             await pause(0)
             return self._found(len(self.knocks))
@@ -114,7 +114,7 @@ def test_thousands_that_vanish_at_once_are_knocked_at_in_turn_and_hold_nobody_up
     answers = asyncio.Event()
     at_once = most = 0
 
-    async def is_refused(_: str) -> bool:
+    async def is_refused(*_: object) -> bool:
         nonlocal at_once, most
         at_once += 1
         most = max(most, at_once)

@@ -166,17 +166,19 @@ def test_a_registration_costs_the_same_among_many_jobs_as_among_few() -> None:
 
 def test_a_session_that_has_ended_or_belongs_to_a_failed_job_leaves_its_place_to_others() -> None:
     async def main(dispatcher: Dispatcher) -> None:
-        (first,) = register(dispatcher, "a", 1)
-        register(dispatcher, "b", 2)
-        with pytest.raises(LimitMet, match="3 sessions"):
-            register(dispatcher, "c", 1)
-        dispatcher.apply_of(first, LeftJob(first.member_id, ""))
+        register(dispatcher, "a", 2)
+        first, *_ = register(dispatcher, "b", 2)
         register(dispatcher, "c", 1)
-        with pytest.raises(LimitMet, match="3 sessions"):
-            register(dispatcher, "c", 1)
-        dispatcher._fail(dispatcher.jobs["b"])
-        register(dispatcher, "c", 2)
-        with pytest.raises(LimitMet, match="3 sessions"):
+        with pytest.raises(LimitMet, match="all jobs have 5 of 6"):
             register(dispatcher, "d", 1)
+        dispatcher.apply_of(first, LeftJob(first.member_id, ""))
+        register(dispatcher, "d", 1)
+        with pytest.raises(LimitMet, match="all jobs have 5 of 6"):
+            register(dispatcher, "e", 1)
+        dispatcher._fail(dispatcher.jobs["a"])
+        for name in ("e", "f"):
+            register(dispatcher, name, 1)
+        with pytest.raises(LimitMet, match="all jobs have 5 of 6"):
+            register(dispatcher, "g", 1)
 
-    run(main, max_sessions=3)
+    run(main, max_sessions=6)

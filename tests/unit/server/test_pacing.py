@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline_server.limits import Pacer, Pacers, Places, Remarks
+from paceline_server.limits import Pacer, Pacers, Places
+from pacelinepb.remarks import Remarks
 
 
 def test_a_burst_costs_nothing_and_what_follows_goes_at_the_rate() -> None:

@@ -159,3 +159,26 @@ def test_a_stalled_resolver_takes_no_longer_than_a_knock_may(monkeypatch: pytest
             thread.join(20)
     assert probe_address._look_ups.acquire(blocking=False), "each look-up gives its place back"
     probe_address._look_ups.release()
+
+
+@pytest.mark.parametrize(
+    ("own", "address", "is_own"),
+    [
+        ("10.0.0.1", "10.0.0.1:7400", True),
+        ("10.0.0.1", "[::ffff:10.0.0.1]:7400", True),
+        ("10.0.0.1", "10.0.0.1:7401", False),
+        ("10.0.0.1", "10.0.0.2:7400", False),
+        ("10.0.0.1", "0.0.0.0:7400", True),
+        ("0.0.0.0", "127.0.0.5:7400", True),
+        ("0.0.0.0", "192.0.2.1:7400", False),
+        ("::", "127.0.0.5:7400", True),
+        ("::", "192.0.2.1:7400", False),
+    ],
+)
+def test_what_the_coordinator_itself_says_is_no_sign_of_a_members_life(
+    own: str, address: str, is_own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = address.rpartition(":")[0].strip("[]")
+    Wire(monkeypatch, **{host: b"\0\0\x18"})
+    assert asyncio.run(answers(address, b"", {(own, 7400)})) is not is_own
+    assert asyncio.run(is_refused(address, {(own, 7400)})) is is_own

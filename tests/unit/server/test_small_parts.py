@@ -99,7 +99,7 @@ def test_identities_are_checked(process: dict[str, Any]) -> None:
 )
 def test_settings_are_checked(settings: dict[str, Any]) -> None:
     with pytest.raises(BadRequest, match="failure_timeout"):
-        wire.read_settings(pb.JobSettings(**settings))
+        wire.read_settings(pb.JobSettings(**settings), ServerSettings())
 
 
 def test_a_report_says_whether_the_link_was_ever_open() -> None:
