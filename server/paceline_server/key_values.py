@@ -46,6 +46,9 @@ class KeyValues:
         budget: the bytes for the stores of all jobs.
         keys: the keys and values at the start.
         answers: the answers at the start.
+
+    Attributes:
+        deleted: the number of keys that have been deleted.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class KeyValues:
         self._settings = settings
         self._budget = budget
         self._keys = dict(keys)
+        self.deleted = 0
         budget.add(job, sum(_size(key, value) for key, value in self._keys.items()))
         self._answers = {member_id: dict(slots) for member_id, slots in answers.items()}
 
@@ -117,11 +121,13 @@ class KeyValues:
         if old is None:
             self._keep(member_id, call, False)
             return False, []
+        self.deleted += 1
         self._budget.add(self._job, -_size(key, old))
         return True, [KeyDeleted(self._job, key), *self._keep(member_id, call, True)]
 
     def clear(self) -> None:
         """Deletes all keys, because the job is over."""
+        self.deleted += len(self._keys)
         self._keys.clear()
         self._answers.clear()
         self._budget.add(self._job, -self._budget.held(self._job))
@@ -229,13 +235,21 @@ class Storeroom:
             TimedOut: some keys are missing; the text names them.
             Refused: `end` or `drain` was called with this refusal.
         """
-        wanted = list(dict.fromkeys(keys))
+        wanted, values = list(dict.fromkeys(keys)), self.values
+        there, deleted = 0, values.deleted  # the first so many keys are there, unless one has been deleted since
         try:
             async with asyncio.timeout(timeout):
-                while missing := next((key for key in wanted if key not in self.values), None):
-                    await self._changed(member_id, missing)
+                while there < len(wanted):
+                    if wanted[there] in values:
+                        there += 1
+                        continue
+                    await self._changed(member_id, wanted[there])
+                    if values.deleted != deleted:
+                        there, deleted = 0, values.deleted
         except TimeoutError:
-            lacking = [key for key in wanted if key not in self.values]
+            lacking = [key for key in wanted if key not in values]
+            if not lacking:  # the last of them came at this moment
+                return
             named = ", ".join(repr(key) for key in lacking[:_NAMED])
             more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
             raise TimedOut(f"not set within {timeout:g} s: {named}{more}") from None

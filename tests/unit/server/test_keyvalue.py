@@ -161,6 +161,44 @@ def test_a_wait_ends_when_all_keys_are_there() -> None:
     run(main)
 
 
+def test_a_wait_looks_at_each_key_once_and_again_only_after_a_deletion() -> None:
+    """Every key of a Wait was looked at again after each change: a thousand Waits for a thousand keys, by one `set`."""
+
+    class Looked(KeyValues):
+        looks = 0
+
+        def __contains__(self, key: str) -> bool:
+            self.looks += 1
+            return super().__contains__(key)
+
+    async def main() -> None:
+        store = Looked("job", ServerSettings(), Budget(1 << 20), {})
+        room = Storeroom(store)
+        keys = [str(number) for number in range(100)]
+
+        async def change(key: str, *, there: bool) -> None:
+            store.set(key, b"") if there else store.delete(key)
+            room.wake(key)
+            for _ in range(3):
+                await asyncio.sleep(0)
+
+        task = await waiter(room, *keys)
+        for key in keys[:-1]:
+            await change(key, there=True)
+        assert store.looks <= 2 * len(keys)
+        store.looks = 0
+        await change("0", there=False)
+        await change("another", there=True)
+        assert store.looks == 0, "nothing that it waits for now"
+        await change(keys[-1], there=True)
+        assert not task.done(), "the first key is missing again"
+        await change("0", there=True)
+        await task
+        assert store.looks <= 2 * len(keys) + 4
+
+    run(main)
+
+
 def test_a_wait_that_ends_in_time_names_what_is_missing() -> None:
     async def main() -> None:
         room = Storeroom(values())
