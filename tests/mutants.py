@@ -548,8 +548,15 @@ MUTANTS = (
     Mutant(
         "a member that has hung up keeps its place for as long as others speak for it",
         f"{PROTOCOL}/_silence.py",
-        "return session.heard + self._longest if session.stream is None else _NEVER",
-        "return _NEVER",
+        "(session.heard if session.stream_ended is None else session.stream_ended) + self._longest",
+        "_NEVER",
+        ("unit/protocol/test_leases.py",),
+    ),
+    Mutant(
+        "a member that was silent for long has no time to come back once its stream has ended",
+        f"{PROTOCOL}/_silence.py",
+        "(session.heard if session.stream_ended is None else session.stream_ended) + self._longest",
+        "session.heard + self._longest",
         ("unit/protocol/test_leases.py",),
     ),
     Mutant(

@@ -35,7 +35,8 @@ def coordinator(
         for_good: no other coordinator will take its place: when it stops it tells members so, and they do not look for
             it.
         on_page: called with the URL of the page, if `http` in `settings` says where to serve one.
-        settings: other fields of `paceline_server.ServerSettings`: tls_cert, token_file, ...
+        settings: other fields of `paceline_server.ServerSettings`: tls_cert, token_file, ... It takes each
+            `failure_timeout` that a coordinator can, for it serves the run that has started it.
 
     Raises:
         OSError: the port is in use.
@@ -43,8 +44,9 @@ def coordinator(
     """
     # Only here does the client's package load the server's, and only when a coordinator is embedded.
     from paceline_server.app import Coordinator
-    from paceline_server.settings import ServerSettings
+    from paceline_server.settings import MOST_SILENCE_S, ServerSettings
 
+    settings = {"max_silence": MOST_SILENCE_S, **settings}
     server = Coordinator(ServerSettings(listen=listen, state_path=state, **settings))
     thread = loop_thread()  # aio objects of a second loop in one process would disturb each other
     owner, stopped = os.getpid(), False

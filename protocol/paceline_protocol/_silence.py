@@ -43,7 +43,7 @@ class Leases:
 
     Args:
         state: the job; `lease_from` and `overdue_from` of its sessions are read and written here.
-        longest: seconds after its last message for which a session is kept without a stream, at most.
+        longest: seconds for which a session is kept without a stream, at most.
     """
 
     def __init__(self, state: JobState, longest: float) -> None:
@@ -63,8 +63,10 @@ class Leases:
     def renew_after_stall(self, now: float, slept: float) -> None:
         """Begins leases anew if the coordinator did not run for longer than their heartbeat interval."""
         for session in self._state.sessions.values() if slept else ():
-            if session.stream is None:
-                session.heard += slept
+            if session.stream_ended is not None:  # no later than now: it may have ended since the stall
+                session.stream_ended = min(now, session.stream_ended + slept)
+            elif session.stream is None:
+                session.heard = min(now, session.heard + slept)
             if slept > session.settings.heartbeat_interval:
                 session.overdue_from = None
                 if session.lease_from is not None:
@@ -138,7 +140,9 @@ class Leases:
 
     def _last(self, session: Session) -> float:
         """When the session ends for want of a stream, whatever excuses its silence."""
-        return session.heard + self._longest if session.stream is None else _NEVER
+        if session.stream is not None:
+            return _NEVER
+        return (session.heard if session.stream_ended is None else session.stream_ended) + self._longest
 
     def _has_lapsed(self, now: float, session: Session, due: float) -> bool:
         if now < due:

@@ -361,8 +361,9 @@ class ProtocolSettings:
     them, which takes some 3 us for each. What happens meanwhile counts at the next one."""
 
     max_silence: float = 3_600.0
-    """The longest `failure_timeout` that a job may ask for, in seconds. No session without a stream is kept for longer,
-    whoever vouches for it: members choose what they say, and a member that has hung up must not keep its place."""
+    """The longest `failure_timeout` that a job may ask for, in seconds; a day at most. No session without a stream
+    is kept for longer, whoever vouches for it: members choose what they say, and a member that has hung up must not
+    keep its place."""
 
     max_open_barriers: int = 1_000
     """Named barriers that wait at one time in one job; as many passed names are remembered for repeats."""

@@ -12,7 +12,7 @@ import logging
 import sys
 import time
 import traceback
-from types import SimpleNamespace
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 from pacelinepb.remarks import Remarks
@@ -25,6 +25,8 @@ _PERIOD_S = 60.0
 _BY_CALLERS = frozenset(("DecodeError", "ExecuteBatchError", "UnicodeDecodeError"))
 """Names of the exceptions of which a caller alone can make any number."""
 
+_CYTHON = (".pyx", ".pxi")
+
 
 class Paced(logging.Filter):
     """Passes on a record about what a caller has sent if another of its kind is due; passes on all other records."""
@@ -35,8 +37,10 @@ class Paced(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Returns whether the record is logged; takes the caller's text out of it."""
-        error = record.exc_info[0] if record.exc_info else None
+        error, _, trace = record.exc_info or (None, None, None)
         if error is None or error.__name__ not in _BY_CALLERS:
+            return True
+        if error is UnicodeDecodeError and _is_of_python(trace):  # a servicer's bug
             return True
         kind = " ".join(str(record.msg).split()[:2])  # grpc's own words: what it quotes comes later
         if not (count := self._remarks.count(kind, time.monotonic())):
@@ -45,6 +49,13 @@ class Paced(logging.Filter):
         record.msg = f"{kind}: a caller has sent what grpc cannot read, or has hung up ({times})"
         record.args = ()
         return True
+
+
+def _is_of_python(trace: TracebackType | None) -> bool:
+    """Returns True if the exception has passed through code in Python. What grpc reads itself, it reads in Cython."""
+    while trace is not None and trace.tb_frame.f_code.co_filename.endswith(_CYTHON):
+        trace = trace.tb_next
+    return trace is not None
 
 
 def pace_log(cygrpc: Any) -> None:

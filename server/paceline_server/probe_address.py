@@ -215,12 +215,17 @@ async def _try(check: Callable[[str, int], Awaitable[bool]], ip: str, port: int)
 
 def _is_own(own: Own, ip: str, port: int) -> bool:
     """True if the coordinator itself listens there, at this address or at all addresses of its host."""
-    address = ipaddress.ip_address(ip)
-    address = getattr(address, "ipv4_mapped", None) or address
-    at_port = [ipaddress.ip_address(mine) for mine, used in own if used == port]
+    address = _plain(ip)
+    at_port = [_plain(mine) for mine, used in own if used == port]
     if address in at_port or (at_port and address.is_unspecified):
         return True
     return any(mine.is_unspecified for mine in at_port) and _is_here(str(address))
+
+
+def _plain(ip: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Reads an address, also one of IPv4 that is written as one of IPv6."""
+    address = ipaddress.ip_address(ip)
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 def _is_here(ip: str) -> bool:

@@ -60,8 +60,8 @@ class SessionPlaces:
             used, total = self._budget.used, self._budget.total
             raise LimitMet(
                 f"{payer} has {self._budget.held(payer)} sessions, and all jobs have {used} of {total}: one token, or "
-                "one job, may have at most as many as are then left free; let some of them end, or start the "
-                "coordinator with a greater max_sessions"
+                "one job, may have at most as many as are then left free; let some of them end, or give some jobs a "
+                "coordinator of their own"
             )
 
     def take(self, member_id: str, payer: str, job: str) -> None:

@@ -14,13 +14,14 @@ from typing import Any
 
 from paceline_protocol import ProtocolSettings
 from paceline_server.process_limits import usable_bytes
+from paceline_server.storage.checks import MOST_SILENCE_S
 from paceline_server.storage.etcd_address import EtcdAddress, is_etcd
 from pacelinepb import install_command
 from pacelinepb.bounds import MOST
 from pacelinepb.pieces import MESSAGE_BYTES
 from pacelinepb.token_lines import token_flaw
 
-__all__ = ["HttpUnusable", "ServerSettings", "check_http", "state_settings", "token_settings"]
+__all__ = ["MOST_SILENCE_S", "HttpUnusable", "ServerSettings", "check_http", "state_settings", "token_settings"]
 
 
 _MOST_MEMORY = 2 << 30
@@ -148,6 +149,8 @@ class ServerSettings(ProtocolSettings):
             value = getattr(self, each.name)
             if isinstance(value, (int, float)) and not isinstance(value, bool) and not value > 0:
                 raise ValueError(f"{each.name} must be above 0, not {value!r}")
+        if self.max_silence > MOST_SILENCE_S:
+            raise ValueError(f"max_silence must be at most {MOST_SILENCE_S:g} s, a day, not {self.max_silence:g}")
         if self.max_name_bytes > (most := MOST["Resume.job"]):
             raise ValueError(f"max_name_bytes must be at most {most}, as in all messages, not {self.max_name_bytes}")
         if self.memory_bytes < (least := 48 * self.longest_request):

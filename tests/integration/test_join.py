@@ -35,6 +35,12 @@ def on_all(sessions: list[paceline.Session], act: object) -> list[object]:
         return list(pool.map(act, sessions))  # type: ignore[arg-type]
 
 
+def test_the_coordinator_of_a_run_takes_a_failure_timeout_of_more_than_an_hour() -> None:
+    """Nobody could start it with another `max_silence`."""
+    with coordinator() as address:
+        leave(joined(address, 1, config=Config(failure_timeout=7_200.0, join_timeout=10.0)))
+
+
 def test_members_meet_and_communicate() -> None:
     with coordinator() as address:
         sessions = joined(address, 3, job="meet")

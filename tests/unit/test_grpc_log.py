@@ -51,3 +51,13 @@ def test_all_else_is_logged_as_it_is(error: Exception | None) -> None:
         said = record("Unexpected [ValueError] raised by servicer method [%s]", error, "/a/b")
         assert paced.filter(said)
         assert said.getMessage() == "Unexpected [ValueError] raised by servicer method [/a/b]"
+
+
+def test_a_servicers_own_error_is_logged_as_it_is() -> None:
+    """A servicer may be a user's, in the process of a worker."""
+    paced, error = Paced(), unreadable()
+    for _ in range(3):
+        said = record("Unexpected [UnicodeDecodeError] raised by servicer method [/a/b]", error)
+        said.exc_info = type(error), error, error.__traceback__
+        assert paced.filter(said)
+        assert said.getMessage() == "Unexpected [UnicodeDecodeError] raised by servicer method [/a/b]"

@@ -14,13 +14,13 @@ from typing import Any, get_args, get_origin, get_type_hints
 from paceline_protocol import Tag
 from paceline_server.storage.base import StoredJob
 
-__all__ = ["check_job"]
+__all__ = ["MOST_SILENCE_S", "check_job"]
 
 _MOST = (1 << 63) - 1
 """The greatest number that a message carries in all fields."""
 
-_MOST_TIMEOUT_S = 86_400.0
-"""The longest `failure_timeout` that a coordinator ever accepts."""
+MOST_SILENCE_S = 86_400.0
+"""The longest `failure_timeout` that a coordinator ever accepts, whatever its `max_silence`."""
 
 
 def check_job(job: StoredJob) -> None:
@@ -43,7 +43,7 @@ def _check_relations(job: StoredJob) -> None:
         size = len(view.seats)
         if view.generation > job.generation:
             raise ValueError(f"its view {view.generation} is above its highest number, {job.generation}")
-        if not 0 < view.settings.failure_timeout <= _MOST_TIMEOUT_S:
+        if not 0 < view.settings.failure_timeout <= MOST_SILENCE_S:
             raise ValueError(f"its failure_timeout is {view.settings.failure_timeout}")
         if [seat.rank for seat in view.seats] != list(range(size)):
             raise ValueError("the seats of its view are not in rank order")

@@ -65,6 +65,7 @@ def test_there_is_a_completion_for_each_shell(shell: str, monkeypatch: pytest.Mo
         (["coordinator", "--restart-after", "0"], "--restart-after must be above 0, not 0"),
         (["coordinator", "--settle-time", "0"], "--settle-time must be above 0, not 0"),
         (["coordinator", "--max-silence", "0"], "--max-silence must be above 0, not 0"),
+        (["coordinator", "--max-silence", "86401"], "max_silence must be at most 86400 s, a day, not 86401"),
         (["drain", "--coordinator", "host:1"], "name the job: paceline drain JOB RANK..., or paceline drain JOB --all"),
         (["drain", "--coordinator", "host:1", "digits"], "name the members of 'digits' to drain"),
         (["drain", "--coordinator", "host:1", "--all", "digits", "2"], "name members, or say --all, but not both"),

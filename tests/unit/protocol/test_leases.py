@@ -297,3 +297,40 @@ def test_a_silent_member_with_a_stream_is_kept_while_its_line_is_not_heard() -> 
     for _ in range(10):
         job.pass_time(LONGEST)
     assert list(job.state.sessions) == members
+
+
+def test_the_limit_counts_from_the_end_of_the_stream_and_not_from_the_last_message() -> None:
+    """Its interpreter was held, or the network to all was cut, for longer than the limit; now they come back."""
+    job = PureJob()
+    first, second = job.form(2)
+    for _ in range(2):
+        job.now += LONGEST
+        job.do(Heard(first, Progress()))
+        job.do(DoorAnswered(second))
+        job.do(Ticked())
+    job.cut(second)
+    job.pass_time(2.9, beating=[first])
+    assert list(job.state.sessions) == [first, second]
+
+    job, members = elastic(2)
+    for _ in range(2):
+        job.pass_time(LONGEST)
+    for member in members:
+        job.cut(member)
+    job.pass_time(LONGEST - 1.0)
+    assert list(job.state.sessions) == members
+    job.pass_time(2.0)
+    job.pass_time(1.0)
+    assert not job.state.sessions
+
+
+def test_a_stall_moves_no_end_of_a_stream_into_the_future() -> None:
+    """The loop may handle the end of a stream after a stall, and before it notices the stall."""
+    job = PureJob()
+    _, second = job.form(2)
+    job.now += 100.0
+    job.cut(second)
+    job.do(Ticked(slept=100.0))
+    session = job.state.sessions[second]
+    assert session.stream_ended == job.now
+    assert session.heard == job.now - 100.0
