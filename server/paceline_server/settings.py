@@ -83,9 +83,9 @@ class ServerSettings(ProtocolSettings):
     keep_numbers: bool = True
     """False if no job is ever started again under its name: then nothing is kept of a job that is over."""
 
-    max_sessions: int = 10_000
+    max_sessions: int = 12_000
     """The most sessions of all jobs together. One job, or the token of several, takes at most as many as it leaves
-    free."""
+    free: alone 6,000, so `max_job_sessions` workers and their launchers."""
 
     max_job_sessions: int = 5_000
     """The most sessions of one job."""
