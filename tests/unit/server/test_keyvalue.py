@@ -74,6 +74,10 @@ def test_a_repeat_of_a_write_that_was_not_stored_stores_the_key_as_it_is_now() -
     store.set("k", b"w", "m", 19)
     store.not_stored("m", 3)
     assert store.is_stored("m", 3), "it is over"
+    store.not_stored("m", 19)
+    store.forget("m")
+    store.not_stored("m", 19)
+    assert store.is_stored("m", 19), "the session has ended"
 
 
 def test_the_last_answers_are_kept_and_restored() -> None:
