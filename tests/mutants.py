@@ -122,9 +122,23 @@ MUTANTS = (
     Mutant(
         "a read tells what a restart may take back",
         f"{SERVER}/services/store.py",
-        "not self._dispatcher.epoch and written",
-        "False and written",
+        "if not self._dispatcher.epoch:  # with an epoch",
+        "if False:  # with an epoch",
         ("integration/test_coordinator_store.py",),
+    ),
+    Mutant(
+        "a repeat says that a write is stored which could not be",
+        f"{SERVER}/services/store.py",
+        "isinstance(stored.exception(), OSError)",
+        "stored.exception() is None",
+        ("integration/test_coordinator_store.py",),
+    ),
+    Mutant(
+        "a copy of a write that comes late is made again",
+        f"{SERVER}/key_values.py",
+        "if kept > call > 0:",
+        "if False:",
+        ("unit/server/test_keyvalue.py",),
     ),
     Mutant(
         "a restart forgets which calls were made",

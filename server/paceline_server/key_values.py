@@ -3,8 +3,12 @@
 `KeyValues` is pure: values, limits, and answers to repeated calls. A client that lost the answer repeats a call, which
 must not change a key twice: another member may have changed it meanwhile. So the store keeps the last few answers of
 each member, and a repeat gets the answer of the first call and changes nothing. An answer is stored with what the call
-has changed; a call that has changed nothing may be made again after a restart. The answers hold no values: a repeated
-`compare_set` returns the value that it wanted to set if it had set it, and the present value if it had not.
+has changed; a call that has changed nothing may be made again after a restart. If they could not be stored, a repeat
+stores them: the key as it is then, and the answer. The answers hold no values: a repeated `compare_set` returns the
+value that it wanted to set if it had set it, and the present value if it had not.
+
+Each answer has a slot, and a client has one call at a time for each slot (`call % 16`). So when a greater call comes,
+the earlier one has an answer, or its client has given it up; a copy that arrives later is refused.
 
 `Storeroom`, the shell around it, keeps a future for each call that waits, filed under its key and under its member. A
 write to the key wakes it, and so does the end of the member's session or of the coordinator. Nothing polls.
@@ -28,7 +32,7 @@ __all__ = ["Answers", "KeyValues", "Storeroom"]
 _INTEGER = re.compile(rb"-?[0-9]{1,19}", re.ASCII)
 _INT64 = 1 << 63
 _ANSWERS = 16
-"""Answers kept for each member: so many writes of one session may be in flight when its connection breaks."""
+"""Answers kept for each member: a session has so many writes in flight at most (`store.proto`)."""
 
 _KEY_BYTES = 200
 """Bytes that a key takes besides its text and its value: two objects, and an entry in a dict."""
@@ -66,6 +70,7 @@ class KeyValues:
         self.deleted = 0
         budget.add(job, sum(_size(key, value) for key, value in self._keys.items()))
         self._answers = {member_id: dict(slots) for member_id, slots in answers.items()}
+        self._unstored: dict[str, set[int]] = {}  # by member: calls whose answers could not be stored
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -87,10 +92,12 @@ class KeyValues:
             call: unique in the caller's session; 0 for a call that is never repeated. So in all methods.
 
         Raises:
+            BadRequest: a later call has the slot. So in all methods.
             LimitMet: the value is too large, or the store is full.
         """
-        if self._known(member_id, call) is not None:
-            return []
+        known = self._known(member_id, call)
+        if known is not None:
+            return self._again(member_id, call, key, known)
         return [*self._put(key, value), *self._keep(member_id, call, 0)]
 
     def _put(self, key: str, value: bytes) -> list[Change]:
@@ -116,7 +123,7 @@ class KeyValues:
         """Deletes a key. Returns whether it was there."""
         known = self._known(member_id, call)
         if known is not None:
-            return bool(known), []
+            return bool(known), self._again(member_id, call, key, known)
         old = self._keys.pop(key, None)
         if old is None:
             self._keep(member_id, call, False)
@@ -130,6 +137,7 @@ class KeyValues:
         self.deleted += len(self._keys)
         self._keys.clear()
         self._answers.clear()
+        self._unstored.clear()
         self._budget.add(self._job, -self._budget.held(self._job))
 
     def add(self, member_id: str, call: int, key: str, amount: int) -> tuple[int, list[Change]]:
@@ -141,7 +149,7 @@ class KeyValues:
         """
         known = self._known(member_id, call)
         if known is not None:
-            return known, []
+            return known, self._again(member_id, call, key, known)
         text = self._keys.get(key, b"0")
         if not _INTEGER.fullmatch(text):
             raise BadRequest(f"key {key!r} holds no integer, so nothing can be added to it")
@@ -161,7 +169,7 @@ class KeyValues:
         """
         known = self._known(member_id, call)
         if known:
-            return True, desired, []
+            return True, desired, self._again(member_id, call, key, known)
         value = self._keys.get(key)
         if known is not None or value != expected:
             self._keep(member_id, call, False)
@@ -169,10 +177,14 @@ class KeyValues:
         changes = self._put(key, desired)
         return True, desired, [*changes, *self._keep(member_id, call, True)]
 
-    def take_back(self, member_id: str, call: int) -> None:
-        """Drops the answer to a call that could not be stored: a repeat has to store it."""
-        if self._known(member_id, call) is not None:
-            del self._answers[member_id][call % _ANSWERS]
+    def not_stored(self, member_id: str, call: int) -> None:
+        """Notes that what a call has changed could not be stored: a repeat stores it."""
+        if self._answers.get(member_id, {}).get(call % _ANSWERS, (0, 0))[0] == call != 0:
+            self._unstored.setdefault(member_id, set()).add(call)
+
+    def is_stored(self, member_id: str, call: int) -> bool:
+        """Returns False if what a call has changed could not be stored."""
+        return call not in self._unstored.get(member_id, ())
 
     def forget(self, member_id: str) -> bool:
         """Drops the answers of a member whose session has ended: it repeats no calls any more.
@@ -180,17 +192,31 @@ class KeyValues:
         Returns:
             Whether it had any.
         """
+        self._unstored.pop(member_id, None)
         return self._answers.pop(member_id, None) is not None
 
     def _known(self, member_id: str, call: int) -> int | None:
         kept, answer = self._answers.get(member_id, {}).get(call % _ANSWERS, (0, 0))
+        if kept > call > 0:
+            raise BadRequest(f"call {call} is over: call {kept}, which has its slot, came later")
         return answer if call and kept == call else None
+
+    def _again(self, member_id: str, call: int, key: str, answer: int) -> list[Change]:
+        """Returns what a repeat has to store: nothing if the first try could be stored."""
+        if self.is_stored(member_id, call):
+            return []
+        value = self._keys.get(key)
+        change = KeyDeleted(self._job, key) if value is None else KeySet(self._job, key, value)
+        return [change, *self._keep(member_id, call, answer)]
 
     def _keep(self, member_id: str, call: int, answer: int) -> list[Change]:
         if not call:
             return []
         slot = call % _ANSWERS
-        self._answers.setdefault(member_id, {})[slot] = (call, answer)
+        slots = self._answers.setdefault(member_id, {})
+        if unstored := self._unstored.get(member_id):
+            unstored.discard(slots.get(slot, (0, 0))[0])
+        slots[slot] = (call, answer)
         return [AnswerKept(self._job, member_id, slot, call, int(answer))]  # a bool would be stored as one
 
 

@@ -187,6 +187,92 @@ def test_no_answer_tells_what_a_restart_may_take_back() -> None:
     run(main)
 
 
+class FullStorage(MemoryStorage):
+    """A disk that is full, or takes its time and then is full.
+
+    Attributes:
+        full: the next changes are refused.
+        held: they are refused only when the test says so.
+    """
+
+    full = held = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: list[asyncio.Future[None]] = []
+
+    def write(self, changes: Sequence[Change]) -> asyncio.Future[None]:
+        if not self.full or not changes:
+            return super().write(changes)
+        refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.waiting.append(refused)
+        if not self.held:
+            self.refuse()
+        return refused
+
+    def refuse(self) -> None:
+        for each in self.waiting:
+            each.set_exception(OSError("no space"))
+        self.waiting.clear()
+
+
+def test_a_write_that_could_not_be_stored_is_not_answered_until_it_is() -> None:
+    """A repeat tells nothing that a restart takes back, and changes nothing twice."""
+
+    async def main() -> None:
+        storage = FullStorage()
+        async with running(storage=storage) as channel:
+            session = await RawSession.register(channel)
+            mine, theirs = Store(channel, session), Store(channel, await RawSession.register(channel))
+            await mine.set("gone")
+            storage.full = True
+            for _ in range(2):
+                with pytest.raises(aio.AioRpcError):
+                    await mine.add("n", 5, call=1)
+                with pytest.raises(aio.AioRpcError):
+                    await mine.set("k", b"v", call=2)
+                with pytest.raises(aio.AioRpcError):
+                    await mine.delete("gone", call=3)
+            storage.full = False
+            assert await theirs.add("n", 1, call=1) == 6
+            assert await mine.add("n", 5, call=1) == 5
+            await mine.set("k", b"v", call=2)
+            assert await mine.delete("gone", call=3)
+            stored = storage.jobs["job"]
+            assert stored.keys == {"n": b"6", "k": b"v"}
+            assert stored.answers[session.member_id] == {1: (1, 5), 2: (2, 0), 3: (3, 1)}
+
+    run(main)
+
+
+def test_a_repeat_does_not_hide_that_the_first_try_could_not_be_stored() -> None:
+    """The connection broke, so nobody heard of the first try, and the repeat came while it was being stored."""
+
+    async def main() -> None:
+        storage = FullStorage()
+        async with running(storage=storage) as channel:
+            session = await RawSession.register(channel)
+            mine, elsewhere = Store(channel, session), Store(channel, await RawSession.register(channel, job="other"))
+            await elsewhere.set("k")
+            storage.full = storage.held = True
+            first = asyncio.ensure_future(mine.set("k", b"v", call=1))
+            while not storage.waiting:
+                await elsewhere.get("k")
+            first.cancel()
+            repeat = asyncio.ensure_future(mine.set("k", b"v", call=1))
+            for _ in range(5):
+                await elsewhere.get("k")
+            assert not repeat.done()
+            storage.full = False
+            storage.refuse()
+            with pytest.raises(aio.AioRpcError):
+                await repeat
+            await mine.set("k", b"v", call=1)
+            assert storage.jobs["job"].keys == {"k": b"v"}
+
+    run(main)
+
+
 def test_a_restart_keeps_the_answers_to_calls(tmp_path: Path) -> None:
     """A call that is repeated because its answer was lost has been made once, whatever others have written since."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
-import itertools
+import queue
 import threading
 import time
 from collections.abc import Awaitable, Sequence
@@ -31,6 +31,9 @@ _LONG = frozenset(
     method.name for method in pb.DESCRIPTOR.services_by_name["StoreService"].methods if method.client_streaming
 )
 """Calls whose request may take several messages."""
+
+_WRITES = 16
+"""Writes that may be open at once: the coordinator keeps the answers of so many (`store.proto`)."""
 
 _SLACK = 5.0
 """Seconds that a call may take beyond the timeout sent to the coordinator, whose own error says more."""
@@ -96,6 +99,9 @@ class Store(abc.ABC):
 class CoordinatorStore(Store):
     """The store at the coordinator. While the coordinator is away, each call is repeated until its timeout.
 
+    Each write has a number, by which the coordinator recognises a repeat. There are `_WRITES` rows of numbers, each of
+    which has one open write: so a repeat comes before the next number of its row.
+
     Args:
         thread: the loop.
         channel: the channel to the coordinator; calls move to the newest one.
@@ -108,7 +114,9 @@ class CoordinatorStore(Store):
         self._channel = channel
         self._caller = caller
         self._call_timeout = call_timeout
-        self._calls = itertools.count(1)
+        self._numbers: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for number in range(1, _WRITES + 1):
+            self._numbers.put(number)
         self._closed = False
 
     def close(self) -> None:
@@ -117,19 +125,19 @@ class CoordinatorStore(Store):
 
     def set(self, key: str, value: bytes) -> None:
         """See `Store.set`."""
-        self._call("set", "Set", pb.SetRequest(caller=self._caller, key=key, value=cut(value), call=next(self._calls)))
+        self._write("set", "Set", pb.SetRequest(caller=self._caller, key=key, value=cut(value)))
 
     def get(self, key: str, *, timeout: float | None = None) -> bytes:
         """See `Store.get`."""
         wait = checked_timeout(self._call_timeout if timeout is None else timeout)
         request = pb.GetRequest(caller=self._caller, key=key, timeout=duration(wait))
-        answer: pb.GetResponse = self._call(f"get {key!r}", "Get", request, wait)
+        answer: pb.GetResponse = self._call(f"get {key!r}", "Get", request, wait + _SLACK)
         return answer.value
 
     def add(self, key: str, amount: int = 1) -> int:
         """See `Store.add`."""
-        request = pb.AddRequest(caller=self._caller, key=key, amount=amount, call=next(self._calls))
-        answer: pb.AddResponse = self._call("add", "Add", request)
+        request = pb.AddRequest(caller=self._caller, key=key, amount=amount)
+        answer: pb.AddResponse = self._write("add", "Add", request)
         return answer.value
 
     def compare_set(self, key: str, expected: bytes | None, desired: bytes) -> tuple[bool, bytes | None]:
@@ -139,23 +147,43 @@ class CoordinatorStore(Store):
             key=key,
             expected=None if expected is None else cut(expected),
             desired=cut(desired),
-            call=next(self._calls),
         )
-        answer: pb.CompareSetResponse = self._call("compare_set", "CompareSet", request)
-        return answer.swapped, answer.value if answer.HasField("value") else None
+        while True:
+            answer: pb.CompareSetResponse = self._write("compare_set", "CompareSet", request)
+            value = answer.value if answer.HasField("value") else None
+            if answer.swapped or value != expected:
+                return answer.swapped, value
+            # A repeat was answered: the key held another value at the first try, and has the expected one since.
 
     def wait(self, keys: Sequence[str], *, timeout: float | None = None) -> None:
         """See `Store.wait`."""
         wait = checked_timeout(self._call_timeout if timeout is None else timeout)
-        self._call("wait", "Wait", pb.WaitRequest(caller=self._caller, keys=keys, timeout=duration(wait)), wait)
+        self._call(
+            "wait", "Wait", pb.WaitRequest(caller=self._caller, keys=keys, timeout=duration(wait)), wait + _SLACK
+        )
 
     def delete(self, key: str) -> bool:
         """See `Store.delete`."""
-        request = pb.DeleteRequest(caller=self._caller, key=key, call=next(self._calls))
-        answer: pb.DeleteResponse = self._call("delete", "Delete", request)
+        request = pb.DeleteRequest(caller=self._caller, key=key)
+        answer: pb.DeleteResponse = self._write("delete", "Delete", request)
         return answer.existed
 
-    def _call(self, name: str, method: str, request: Any, wait: float | None = None) -> Any:
+    def _write(self, name: str, method: str, request: Any) -> Any:
+        check_process()
+        deadline = time.monotonic() + self._call_timeout
+        try:
+            number = self._numbers.get(timeout=self._call_timeout)
+        except queue.Empty:
+            raise errors.CoordinatorUnreachable(
+                f"store.{name}: {_WRITES} earlier writes of this worker have no answer after {self._call_timeout:g} s"
+            ) from None
+        request.call = number
+        try:
+            return self._call(name, method, request, deadline - time.monotonic())
+        finally:
+            self._numbers.put(number + _WRITES)
+
+    def _call(self, name: str, method: str, request: Any, seconds: float) -> Any:
         check_process()
         if self._closed:
             raise errors.SessionClosed(f"store.{name}: the session has ended")
@@ -164,7 +192,7 @@ class CoordinatorStore(Store):
         messages = in_messages(request)
         if any(message.ByteSize() > MESSAGE_BYTES for message in messages):
             raise errors.LimitExceeded(f"store.{name}: a key has at most 1,024 bytes")
-        deadline = time.monotonic() + (self._call_timeout if wait is None else wait + _SLACK)
+        deadline = time.monotonic() + seconds
         try:
             return self._thread.run(self._repeat(f"store.{name}", method, messages, deadline))
         except (futures.CancelledError, aio.UsageError):  # the channel was closed during the call

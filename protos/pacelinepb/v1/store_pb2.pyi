@@ -62,8 +62,9 @@ class SetRequest(_message.Message):
     key: _builtins.str
     """1 to 1,024 bytes."""
     call: _builtins.int
-    """Chosen by the caller, unique in its session: a repeat of the call is answered without setting the key again. 0 for
-    a call that is not repeated; so in all calls.
+    """Chosen by the caller, unique in its session: a repeat of the call is answered without setting the key again. Of the
+    numbers with one remainder modulo 16 the caller uses the least first, and the next one when it repeats the call no
+    more: a lesser one that comes later is refused. 0 for a call that is not repeated; so in all calls.
     """
     @_builtins.property
     def caller(self) -> Global___Caller:

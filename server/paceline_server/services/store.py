@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from typing import Any
 
 from paceline_server import wire
@@ -10,6 +11,7 @@ from paceline_server._grpc import aio, grpc
 from paceline_server.dispatcher import Dispatcher
 from paceline_server.errors import BadRequest, LimitMet
 from paceline_server.keeper import Job
+from paceline_server.key_values import KeyValues
 from paceline_server.storage.base import Change
 from pacelinepb.v1 import store_pb2 as pb
 
@@ -55,11 +57,7 @@ class StoreHandlers:
         job, key = self._caller(request.caller), self._key(request.key)
         member_id, call = self._repeatable(request)
         changes = job.store.values.set(key, b"".join(request.value), member_id, call)
-        try:
-            await self._write(job, key, changes)
-        except OSError:
-            job.store.values.take_back(member_id, call)
-            raise
+        await self._write(job, key, member_id, call, changes)
         return pb.SetResponse()
 
     async def Get(self, request: pb.GetRequest, context: _Context) -> pb.GetResponse:
@@ -78,8 +76,9 @@ class StoreHandlers:
     async def Add(self, request: pb.AddRequest, context: _Context) -> pb.AddResponse:
         """Adds to an integer."""
         job, key = self._caller(request.caller), self._key(request.key)
-        total, changes = job.store.values.add(*self._repeatable(request), key, request.amount)
-        await self._write(job, key, changes)
+        member_id, call = self._repeatable(request)
+        total, changes = job.store.values.add(member_id, call, key, request.amount)
+        await self._write(job, key, member_id, call, changes)
         return pb.AddResponse(value=total)
 
     async def CompareSet(self, request: pb.CompareSetRequest, context: _Context) -> pb.CompareSetResponse:
@@ -88,10 +87,11 @@ class StoreHandlers:
         expected = b"".join(request.expected) if request.expected else None
         if len(expected or b"") > (most := self._settings.max_value_bytes):
             raise LimitMet(f"an expected value has at most {most} bytes, as a value has")
+        member_id, call = self._repeatable(request)
         swapped, value, changes = job.store.values.compare_set(
-            *self._repeatable(request), key, expected, b"".join(request.desired)
+            member_id, call, key, expected, b"".join(request.desired)
         )
-        await self._write(job, key, changes)
+        await self._write(job, key, member_id, call, changes)
         return pb.CompareSetResponse(swapped=swapped, value=value)
 
     async def Wait(self, request: pb.WaitRequest, context: _Context) -> pb.WaitResponse:
@@ -109,8 +109,9 @@ class StoreHandlers:
     async def Delete(self, request: pb.DeleteRequest, context: _Context) -> pb.DeleteResponse:
         """Deletes a key."""
         job, key = self._caller(request.caller), self._key(request.key)
-        existed, changes = job.store.values.delete(key, *self._repeatable(request))
-        await self._write(job, key, changes)
+        member_id, call = self._repeatable(request)
+        existed, changes = job.store.values.delete(key, member_id, call)
+        await self._write(job, key, member_id, call, changes)
         return pb.DeleteResponse(existed=existed)
 
     def _caller(self, caller: pb.Caller) -> Job:
@@ -130,11 +131,15 @@ class StoreHandlers:
             raise BadRequest("timeout is required; 0 answers at once")
         return wire.from_duration(request.timeout, "timeout")
 
-    async def _write(self, job: Job, key: str, changes: list[Change]) -> None:
+    async def _write(self, job: Job, key: str, member_id: str, call: int, changes: list[Change]) -> None:
+        values = job.store.values
         if not changes:
-            await self._durable(job)
+            await self._settled(job)
+            if not values.is_stored(member_id, call):
+                raise OSError("the first try of this call could not be stored")
             return
         stored = job.store.written = self._dispatcher.storage.write(changes)
+        stored.add_done_callback(functools.partial(_note, values, member_id, call))  # even if the caller hangs up
         job.store.wake(key)
         try:
             await asyncio.shield(stored)
@@ -143,6 +148,15 @@ class StoreHandlers:
 
     async def _durable(self, job: Job) -> None:
         """Returns once all that calls have changed so far is durable, or could not be stored."""
+        if not self._dispatcher.epoch:  # with an epoch, `ConfirmingInterceptor` waits
+            await self._settled(job)
+
+    async def _settled(self, job: Job) -> None:
         written = job.store.written
-        if not self._dispatcher.epoch and written is not None and not written.done():
-            await asyncio.wait({written})  # with an epoch, `ConfirmingInterceptor` waits
+        if written is not None and not written.done():
+            await asyncio.wait({written})
+
+
+def _note(values: KeyValues, member_id: str, call: int, stored: asyncio.Future[None]) -> None:
+    if not stored.cancelled() and isinstance(stored.exception(), OSError):
+        values.not_stored(member_id, call)

@@ -26,6 +26,9 @@ from paceline_server.storage.base import (
 
 __all__ = ["MemoryStorage"]
 
+_REMOVALS = (KeyDeleted, AnswersDropped, StoreCleared)
+"""Changes after which nothing may be left of a job."""
+
 
 class MemoryStorage:
     """Keeps jobs in a dict. Values are immutable and shared with the coordinator, so a key is not held twice.
@@ -100,3 +103,5 @@ class MemoryStorage:
                 job.generation = max(job.generation, generation)
             case JobForgotten():
                 del self.jobs[name]
+        if isinstance(change, _REMOVALS) and job == StoredJob(name):
+            del self.jobs[name]

@@ -59,11 +59,25 @@ def test_a_write_that_is_repeated_changes_nothing_that_others_have_written_since
     assert store.delete("gone", "m", 3) == (False, [])
 
 
-def test_a_write_that_was_not_stored_is_made_again() -> None:
+def test_a_repeat_of_a_write_that_was_not_stored_stores_the_key_as_it_is_now() -> None:
     store = values()
-    store.set("k", b"v", "m", 1)
-    store.take_back("m", 1)
-    assert store.set("k", b"v", "m", 1) == [KeySet("job", "k", b"v"), AnswerKept("job", "m", 1, 1, 0)]
+    store.add("m", 1, "k", 1)
+    store.not_stored("m", 1)
+    assert not store.is_stored("m", 1)
+    store.add("other", 1, "k", 1)
+    assert store.add("m", 1, "k", 1) == (1, [KeySet("job", "k", b"2"), AnswerKept("job", "m", 1, 1, 1)])
+    assert store.add("m", 1, "k", 1) == (1, []), "it is on its way"
+    store.delete("k", "m", 2)
+    store.not_stored("m", 2)
+    assert store.delete("k", "m", 2) == (True, [KeyDeleted("job", "k"), AnswerKept("job", "m", 2, 2, True)])
+    store.set("k", b"v", "m", 3)
+    store.set("k", b"w", "m", 19)
+    store.not_stored("m", 3)
+    assert store.is_stored("m", 3), "it is over"
+    store.not_stored("m", 19)
+    store.forget("m")
+    store.not_stored("m", 19)
+    assert store.is_stored("m", 19), "the session has ended"
 
 
 def test_the_last_answers_are_kept_and_restored() -> None:
@@ -71,7 +85,9 @@ def test_the_last_answers_are_kept_and_restored() -> None:
     store = KeyValues("job", ServerSettings(), Budget(1 << 30), {"k": b"20"}, kept)
     assert [store.add("m", n, "k", 1) for n in (5, 20)] == [(5, []), (20, [])]
     assert store.add("m", 21, "k", 1) == (21, [KeySet("job", "k", b"21"), AnswerKept("job", "m", 5, 21, 21)])
-    assert store.add("m", 5, "k", 1)[0] == 22, "it is 16 calls ago"
+    with pytest.raises(BadRequest, match="call 5 is over: call 21, which has its slot, came later"):
+        store.add("m", 5, "k", 1)
+    assert store.get("k") == b"21"
 
 
 def test_losing_a_race_is_an_answer() -> None:

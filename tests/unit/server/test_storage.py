@@ -116,6 +116,13 @@ def test_keys(reopen: Reopen) -> None:
     assert stored(reopen, *changes) == {"a": StoredJob("a", keys={"k": b"2"})}
 
 
+def test_nothing_is_left_of_a_job_that_had_only_keys_and_answers(reopen: Reopen) -> None:
+    written = [KeySet("a", "k", b"1"), AnswerKept("a", "m", 1, 1, 0)]
+    assert stored(reopen, *written, KeyDeleted("a", "k"), AnswersDropped("a", "m")) == {}
+    assert stored(reopen, *written, StoreCleared("a")) == {}
+    assert stored(reopen, AnswersDropped("b", "m"), KeyDeleted("c", "k")) == {}
+
+
 def test_answers(reopen: Reopen) -> None:
     kept = [AnswerKept("a", "m/1", slot, call, -call) for slot, call in ((0, 16), (1, 17), (0, 32))]
     others = [AnswerKept("a", "other", 3, 3, 1 << 62), AnswerKept("a", "gone", 1, 1, 0), AnswersDropped("a", "gone")]
