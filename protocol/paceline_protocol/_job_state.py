@@ -60,7 +60,7 @@ class Session:
     """Why that view is void, None if it is not. The job may be a generation ahead of a member that has yet to leave."""
     progress: Progress = field(default_factory=Progress)
     stream_ended: float | None = None
-    """When the stream ended, while it has none. The time in which the coordinator did not run since does not count."""
+    """When the stream ended; None while there is one. Moved on by the time in which the coordinator did not run."""
     overdue_from: float | None = None
     """When a look at the leases first found it silent for too long; the next look decides."""
     asked_door: float = float("-inf")

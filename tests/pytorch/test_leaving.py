@@ -191,7 +191,7 @@ def options(store: Any) -> Any:
 KEY = "paceline/coordinator/0/1"
 
 
-def test_an_address_where_nobody_listens_is_said_at_once(address: str) -> None:
+def test_an_error_names_an_address_at_which_nobody_listens_at_once(address: str) -> None:
     store = dist.HashStore()
     store.set(KEY, address)
     began = time.monotonic()

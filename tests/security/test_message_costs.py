@@ -329,7 +329,7 @@ def test_a_member_that_resumes_in_a_generation_that_none_can_follow() -> None:
     run(main)
 
 
-def test_the_list_of_jobs_survives_counters_whose_sum_overflows() -> None:
+def test_jobs_are_listed_although_the_sum_of_their_counters_overflows() -> None:
     async def main(served: Served) -> None:
         for _ in range(5):
             beat = pb.Heartbeat(samples=FAR, committed=FAR, undone=FAR, step=FAR, sent_bytes={"tcp": FAR})

@@ -54,7 +54,7 @@ def postponed(monkeypatch: pytest.MonkeyPatch, seeds: range, pace: float) -> int
 
 
 @pytest.mark.parametrize("pace", [0.002, 0.02])  # 5,000 members have a pause of 0.1 s
-def test_a_job_whose_decisions_are_postponed_finishes(monkeypatch: pytest.MonkeyPatch, pace: float) -> None:
+def test_a_job_with_paced_decisions_finishes(monkeypatch: pytest.MonkeyPatch, pace: float) -> None:
     assert postponed(monkeypatch, range(810_000, 810_004), pace) > 300
 
 

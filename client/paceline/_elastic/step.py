@@ -66,7 +66,7 @@ class StepRunner(Protocol):
         """Discards this member's state, because an update was interrupted half way."""
 
     def skip_asked(self, step: int, text: str) -> None:
-        """Notes that this member asks all others to skip the step; `text` says who asks, and where."""
+        """Asks all other members to skip the step; `text` names this member, and the line of its script."""
 
     def prepared(self, step: Step, small: Mapping[str, Any]) -> None:
         """Keeps the gradients of a step that has failed here, because other members may have applied it.

@@ -159,7 +159,7 @@ def test_a_way_in_is_read_only_once_it_knows_whom_to_notify() -> None:
 
 @pytest.mark.parametrize("call", ["send", "recv", "mark", "await_mark"])
 @pytest.mark.parametrize("end", ["failure", "end", "shut"])
-def test_whoever_waits_for_the_peer_is_woken(call: str, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_waits_for_the_peer_is_woken(call: str, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the halves are there (I7)."""
     monkeypatch.setattr(member_link, "SLICE", 3_600.0)  # by itself it looks around only then
     fault = Fault(1, 0, 0.0)

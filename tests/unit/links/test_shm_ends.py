@@ -30,7 +30,7 @@ def both() -> Iterator[Halves]:
 
 @pytest.mark.parametrize("call", ["send", "await_release", "recv"])
 @pytest.mark.parametrize("how", ["fault", "end"])
-def test_whoever_is_blocked_is_woken(call: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_blocked_thread_is_woken(call: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bell, "SLICE", 3_600.0)  # by itself it looks around only then
     arena = Arena()
     x = in_arena(arena, MIB, 1)

@@ -239,7 +239,7 @@ def test_taking_back_while_the_reader_reads(streams: int, credentials: Credentia
 
 
 @pytest.mark.parametrize("blocked", ["recv", "send", "await_release", "flush"])
-def test_a_failure_wakes_whoever_is_blocked(
+def test_a_failure_wakes_blocked_threads(
     blocked: str, credentials: Credentials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for half in (_tcp_incoming, _tcp_outgoing):

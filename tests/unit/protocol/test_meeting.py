@@ -65,7 +65,7 @@ def test_who_is_silent_may_hold_the_state() -> None:
     )
 
 
-def test_of_many_who_are_silent_a_few_are_named() -> None:
+def test_a_reason_names_a_few_of_many_silent_members() -> None:
     meeting = convene(job([met(Tag(0, 0), holds_base=False), *[SILENT] * 2_000], newcomers=(0,)))
     assert "rank 8 (host-8, pid 1) and 1992 more are silent and may hold the job's state" in meeting.reason
 

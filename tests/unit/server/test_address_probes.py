@@ -107,7 +107,7 @@ def test_a_stream_that_ends_again_begins_anew(monkeypatch: pytest.MonkeyPatch) -
     assert len(doors.knocks) == 1
 
 
-def test_thousands_that_vanish_at_once_are_knocked_at_in_turn_and_hold_nobody_up(
+def test_when_thousands_of_members_vanish_their_doors_are_probed_in_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As when a network is cut: nobody answers, and each knock lasts for as long as it may."""

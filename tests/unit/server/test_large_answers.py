@@ -104,7 +104,7 @@ def test_the_page_gets_many_members_while_others_have_their_turn(monkeypatch: py
     run(main)
 
 
-def test_one_answer_about_many_members_is_for_all_who_ask_within_a_moment(
+def test_callers_of_get_job_share_one_answer_about_a_large_job(
     monkeypatch: pytest.MonkeyPatch, written: list[str]
 ) -> None:
     monkeypatch.setattr(admin, "_KEPT_S", FOREVER)

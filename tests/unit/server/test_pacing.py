@@ -63,7 +63,7 @@ def test_the_caller_with_the_most_places_loses_its_oldest() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=100))
-def test_whoever_comes_has_a_place_and_nobody_loses_one_who_has_fewer(moves: list[tuple[int, bool]]) -> None:
+def test_a_new_caller_gets_a_place_from_the_caller_with_the_most(moves: list[tuple[int, bool]]) -> None:
     places: Places[int] = Places(5)
     held: dict[int, int] = {}
     for number, (who, goes) in enumerate(moves):

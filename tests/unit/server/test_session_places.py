@@ -64,7 +64,7 @@ TOKENS = [None, frozenset("a"), frozenset("ab"), frozenset("c")]
 
 
 @given(st.lists(st.tuples(st.sampled_from([*JOBS]), st.sampled_from(TOKENS), st.integers(0, 9)), max_size=120))
-def test_whoever_opens_a_session_leaves_as_many_places_as_it_holds(
+def test_a_payer_of_sessions_leaves_as_many_places_as_it_holds(
     moves: list[tuple[str, frozenset[str], int]],
 ) -> None:
     account = Account()

@@ -94,7 +94,7 @@ def test_another_run_with_the_same_pid_is_another_process() -> None:
 @pytest.mark.parametrize(
     "detail", [{"boot_id": "another boot"}, {"pid_namespace": 7}, {"start_ticks": 0}], ids=lambda detail: str(*detail)
 )
-def test_nobody_can_tell_of_a_process_that_it_could_not_see(detail: dict[str, object]) -> None:
+def test_a_process_that_this_one_cannot_see_does_not_count_as_gone(detail: dict[str, object]) -> None:
     """On another host, or in another pid namespace, that pid is another process, or none."""
     with _ended() as child:
         os.waitpid(child.pid, 0)
