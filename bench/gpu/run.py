@@ -223,6 +223,7 @@ def models(options: argparse.Namespace, out: Path) -> dict[str, Any]:
                 result[name] = {"same bits": len(last) == 1}
         except TimeoutError as error:
             result[name] = {"failed": str(error)[:500], "stderr": _tails(folder)}
+        _tell(result)
     return result
 
 
@@ -392,6 +393,8 @@ EXPERIMENTS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {
 }
 ALONE = ("abort", "kills", "newcomer", "freezes", "gate", "step")
 """Experiments that measure times of training, so nothing runs beside them."""
+LONGER = {"models": 2.0, "kills": 2.0}
+"""How many times the limit an experiment may take that starts workers again and again."""
 
 
 # The command ---------------------------------------------------------------------------------------------------------
@@ -410,6 +413,7 @@ def run_one(name: str, options: argparse.Namespace, arguments: Sequence[str]) ->
     """Runs an experiment in a process of its own, for as long as its limit."""
     out = options.out / name
     out.mkdir(parents=True, exist_ok=True)
+    limit = options.limit * LONGER.get(name, 1.0)
     began = monotonic()
     with (out / "experiment.stderr").open("w") as stderr:
         process = subprocess.Popen(
@@ -421,12 +425,12 @@ def run_one(name: str, options: argparse.Namespace, arguments: Sequence[str]) ->
         )
         result: dict[str, Any]
         try:
-            printed, _ = process.communicate(timeout=options.limit)
+            printed, _ = process.communicate(timeout=limit)
             result = json.loads(printed) if not process.returncode else {"failed": f"exit code {process.returncode}"}
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGUSR1)  # its workers write their stacks
             sleep(1.0)
-            result = {"failed": f"not over after {options.limit:.0f} s"}
+            result = {"failed": f"not over after {limit:.0f} s"}
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -469,7 +473,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--sharing", choices=("hostid", "multirank"), default="hostid", help="how ranks share one GPU")
     parser.add_argument("--port", type=int, default=29511, help="a free port for torch's own DDP")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds for each experiment")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds for each; twice as many for some")
     parser.add_argument("--blocking", type=int, choices=(0, 1), help="NCCL's config.blocking")
     parser.add_argument("--warm", action="store_true", help="workers open an engine of one rank before they join")
     parser.add_argument("--kills", type=int, default=10)

@@ -43,7 +43,7 @@ def description(data: bytes) -> None:
         found = Description.from_json(words, hashes, _MOST)
     except ValueError:
         return
-    content = found.allocate({"parts.model.w": np.ones((2, 3), np.float32)})
+    content, _ = found.allocate({"parts.model.w": np.ones((2, 3), np.float32)})
     assert content.size <= _MOST
     assert content.chunks * HASH_BYTES == len(hashes)
     content.tree()

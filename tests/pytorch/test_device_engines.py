@@ -434,6 +434,20 @@ def test_a_group_that_does_not_close_in_order_is_aborted(how: str) -> None:
         assert leave.wait(10), "nobody has aborted the communicator"
 
 
+def test_the_next_generation_does_not_wait_for_the_communicator_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_device_engines, "_END_SECONDS", 30.0)
+    with engines_of(FakeNcclEngine, 2) as engines:
+        open_engines(engines)
+        group, leave = engines[0]._group, threading.Event()
+        group.shutdown = leave.wait
+        group.abort = leave.set
+        began = monotonic()
+        engines[0].close(monotonic())  # as a group does that moves to another generation
+        assert monotonic() - began < 20, "it has waited for the communicator"
+        engines[0].abort()
+        assert leave.wait(10)
+
+
 # Training -----------------------------------------------------------------------------------------------------------
 
 

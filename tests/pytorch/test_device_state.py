@@ -70,7 +70,7 @@ def test_a_newcomer_gets_the_state_in_parcels(dtype: str, copied: list[int]) -> 
     assert sum(copied) == 2 * 900 + 1, "an offer copies buffers, and no parameter"
     told = offered.describe(tag)
     described = Description.from_json(told.to_json(), told.hashes, 1 << 30)
-    content = described.allocate(theirs.offered().arrays)
+    content, _ = described.allocate(theirs.offered().arrays)
     copied.clear()
     for chunk in range(content.chunks):
         content.write(chunk, offered.read(tag, chunk))

@@ -18,7 +18,7 @@ from functools import partial
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
-from paceline._elastic.offer import Content, Description
+from paceline._elastic.offer import Content, Description, hash_of
 from paceline._elastic.parcel import borrow, unpack
 from paceline._elastic.reshard_plan import ElementRun, ReshardPlan, assign, checksum
 from paceline._grpc import aio, grpc
@@ -196,10 +196,8 @@ async def _fetch(
     failures: list[str],
     received: Callable[[int], None],
 ) -> Content:
-    content = described.allocate(own.arrays)
-    missing = await asyncio.to_thread(
-        lambda: deque(c for c in range(content.chunks) if content.hash(c) != described.hash(c))
-    )
+    content, lacking = await asyncio.to_thread(described.allocate, own.arrays)
+    missing = deque(lacking)
     _log.info("fetching %d of %d chunks of the state %s", len(missing), content.chunks, tag)
 
     async def give(peer: Peer, channel: aio.Channel) -> None:
@@ -237,15 +235,20 @@ async def _pull(
     """Fetches chunks from one member; those that have not arrived stay in `wanted`."""
     request = peer_pb2.GetStateRequest(job=job, to_member=peer.member_id, tag=wire_tag(tag), chunks=sorted(wanted))
     call = PeerServiceStub(channel).GetState(request)
+
+    def write(chunk: int, data: bytes) -> None:
+        if hash_of(data) != described.hash(chunk):
+            raise PacelineError(f"its chunk {chunk} has wrong bytes")
+        content.write(chunk, data)
+
     try:
         async with asyncio.timeout(patience) as limit:
             async for piece in call:
                 if piece.chunk not in wanted:
                     raise PacelineError(f"it sent chunk {piece.chunk}, which was not requested")
                 received(len(piece.data))
-                content.write(piece.chunk, piece.data)
-                if content.hash(piece.chunk) != described.hash(piece.chunk):
-                    raise PacelineError(f"its chunk {piece.chunk} has wrong bytes")
+                limit.reschedule(None)  # waits for no member now; an abandoned thread would write on
+                await asyncio.to_thread(write, piece.chunk, piece.data)
                 wanted.remove(piece.chunk)
                 limit.reschedule(asyncio.get_running_loop().time() + patience)
     finally:

@@ -14,8 +14,8 @@ Rules that every engine keeps, and that `paceline.testing.check_engine` checks:
 5. When `wait` has raised `EngineFailed`, or `drained` has returned True, nothing touches the array any more (I7).
    `drained` knows of a sum from the moment at which it may touch the array, even if `all_reduce` was interrupted.
 6. `close` ends the engine when its sums are over, without an error at the other ranks, and leaves no thread behind. If
-   a rank is dead it returns all the same, and what is left ends soon after its deadline. `abort` and `close` may be
-   called any number of times.
+   its deadline passes first, because it is over already or a rank is dead, it returns all the same, and what is left
+   ends soon afterwards. `abort` and `close` may be called any number of times.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class StateWindow:
         tag = Tag(request.tag.generation, request.tag.step)
         for chunk in request.chunks:
             try:
-                data = source.read(tag, chunk)
+                data = await asyncio.to_thread(source.read, tag, chunk)
             except PacelineError as error:
                 await _gone(context, error)
             yield peer_pb2.GetStateResponse(chunk=chunk, data=data)

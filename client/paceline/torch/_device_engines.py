@@ -133,7 +133,7 @@ class _DeviceEngine(C10dEngine[ContactStore]):
         self._closes_by = self._closes_by or max(deadline, monotonic() + _END_SECONDS)
         self._ending.set()
         if self._ender is not None:
-            self._ender.join(_END_SECONDS)
+            self._ender.join(min(_END_SECONDS, max(0.0, deadline - monotonic())))
 
     def _end_group(self) -> None:
         """Ends the group once the engine is aborted or closed; in a thread of its own."""

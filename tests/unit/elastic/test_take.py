@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline._elastic import offer
+from paceline._elastic import offer, peer_calls
 from paceline._elastic.offer import Content, OfferedState
 from paceline._elastic.peer_calls import get_manifest, take_state
 from paceline._grpc import grpc
@@ -99,6 +99,24 @@ def test_all_give_some_of_it() -> None:
         assert all(giver.asked for giver in givers)
         assert sum(sizes) == state()["w"].nbytes
         np.testing.assert_array_equal(own["w"], kept)
+
+
+def test_nothing_of_the_size_of_a_chunk_is_done_on_the_loops_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_loop: list[bool] = []
+    real = offer.hash_of
+
+    def hash_of(*pieces: Any) -> bytes:
+        on_loop.append(loop_thread().is_current)
+        return real(*pieces)
+
+    monkeypatch.setattr(offer, "hash_of", hash_of)
+    monkeypatch.setattr(peer_calls, "hash_of", hash_of)
+    with donors(2) as givers:
+        for giver in givers:
+            giver.befalls = lambda count: on_loop.append(loop_thread().is_current)
+        np.testing.assert_equal(take(givers), state())
+    assert len(on_loop) >= 4 * CHUNKS, "hashed by the giver, compared, read by the giver, and hashed when it has come"
+    assert not any(on_loop)
 
 
 def test_a_few_of_many_are_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
