@@ -32,7 +32,7 @@ def demo(*arguments: str) -> tuple[dict[str, Any], str]:
     begins = running.stderr.splitlines()[:4]
     waits = (
         "starting the coordinator",
-        "the workers import NumPy and scikit-learn: 0 of",
+        "the workers load NumPy and the digits: 0 of",
         "waiting for all to join: 0 of",
     )
     for words, line in zip(waits, [line for line in begins if "no worker will be killed" not in line], strict=False):

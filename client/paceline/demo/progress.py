@@ -357,7 +357,7 @@ class DemoProgress:
                 return "starting the coordinator"
             case Stage.IMPORTS:
                 ready = len(self.rows) - self._count("starting")
-                return f"the workers import NumPy and scikit-learn: {ready} {of} have done so"
+                return f"the workers load NumPy and the digits: {ready} {of} have done so"
             case Stage.JOINS:
                 return f"waiting for all to join: {self._count('joined')} {of} are there"
             case Stage.TRAINS:

@@ -190,8 +190,8 @@ def test_before_the_first_step_it_says_what_is_waited_for() -> None:
     seen.append(progress.waits_for)
     assert seen == [
         "starting the coordinator",
-        "the workers import NumPy and scikit-learn: 0 of 2 workers have done so",
-        "the workers import NumPy and scikit-learn: 1 of 2 workers have done so",
+        "the workers load NumPy and the digits: 0 of 2 workers have done so",
+        "the workers load NumPy and the digits: 1 of 2 workers have done so",
         "waiting for all to join: 0 of 2 workers are there",
         "waiting for all to join: 1 of 2 workers are there",
     ]
