@@ -47,7 +47,7 @@ def test_one_that_nobody_gives_the_state_leaves_and_the_others_go_on(tmp_path: P
 
 def test_every_member_is_replaced(tmp_path: Path) -> None:
     """Each holds a part of the state that nobody else has."""
-    with cluster(tmp_path, total=300, pace=0.03, wrapper="full_shard") as c:
+    with cluster(tmp_path, total=150, pace=0.03, wrapper="full_shard") as c:
         first = c.start(3)
         c.wait_for_step(3)
         for old in first:

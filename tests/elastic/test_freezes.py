@@ -34,7 +34,7 @@ def test_a_long_freeze_goes_on_without_the_member_which_comes_back(
     phase: str, wrapper: str, world: int, tmp_path: Path
 ) -> None:
     """Where nobody else has its part of the state, it is waited for."""
-    with cluster(tmp_path, least=2, most=world, total=60, pace=0.05, failure_timeout=1.0, wrapper=wrapper) as c:
+    with cluster(tmp_path, least=2, most=world, total=30, pace=0.05, failure_timeout=1.0, wrapper=wrapper) as c:
         c.start(world, [freeze(at=phase, rank=1, step=3)])
         c.wait_until(lambda: any(t.of("undone") for t in c.trainers), "the others have given it up")
         (frozen,) = [t for t in c.trainers if t.of("fault")]
@@ -59,7 +59,7 @@ def test_holding_the_interpreter_lock_costs_nothing(wrapper: str, tmp_path: Path
 def test_a_member_that_hangs_in_its_own_code_is_left_behind_and_comes_back(phase: str, tmp_path: Path) -> None:
     """It heartbeats on: a timeout names it, and it has `failure_timeout` to stop."""
     awake = tmp_path / "awake"
-    with cluster(tmp_path, most=3, total=60, pace=0.05, failure_timeout=1.0, step_timeout=4.0) as c:
+    with cluster(tmp_path, most=3, total=30, pace=0.05, failure_timeout=1.0, step_timeout=4.0) as c:
         trainers = c.start(3, [hang(at=phase, until=awake, rank=1, step=3)])
         c.wait_until(lambda: any(e["size"] == 2 for t in trainers for e in t.of("view")), "the others go on")
         (stuck,) = [t for t in trainers if t.of("fault")]

@@ -20,7 +20,7 @@ ALL = ["no_shard", *SPREADING]
 @pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard"])
 @pytest.mark.sampled(2)
 def test_two_join_two(tmp_path: Path, strategy: str) -> None:
-    with cluster(tmp_path, least=2, most=4, total=60, wrapper=strategy, pace=0.05) as c:
+    with cluster(tmp_path, least=2, most=4, total=30, wrapper=strategy, pace=0.05) as c:
         c.start(2)
         c.wait_for_step(2)
         newcomers = c.start(2, model_seed=99)
@@ -94,7 +94,7 @@ def test_one_is_killed_while_it_gives_its_share(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("strategy", "rest"), [("full_shard", 3), ("hybrid_shard", 2)])
 @pytest.mark.sampled(2)
 def test_a_newcomer_is_killed_when_it_has_its_share(tmp_path: Path, strategy: str, rest: int) -> None:
-    with cluster(tmp_path, least=2, most=4, total=60, wrapper=strategy, pace=0.05) as c:
+    with cluster(tmp_path, least=2, most=4, total=30, wrapper=strategy, pace=0.05) as c:
         c.start(2)
         c.wait_for_step(3)
         c.start(2, [kill(at="taking_share", once=tmp_path / "killed")], model_seed=99)
@@ -133,7 +133,7 @@ def test_a_drain_of_all_keeps_the_state_though_one_is_killed(tmp_path: Path) -> 
 
 
 def test_a_spare_comes_in_with_a_newcomer(tmp_path: Path) -> None:
-    with cluster(tmp_path, least=2, most=4, total=80, wrapper="hybrid_shard", pace=0.05) as c:
+    with cluster(tmp_path, least=2, most=4, total=40, wrapper="hybrid_shard", pace=0.05) as c:
         c.start(4, [kill(at="mid_all_reduce", rank=1, step=3)])
         c.wait_until(lambda: any(e["size"] == 2 for t in c.trainers for e in t.of("view")), "two go on")
         (newcomer,) = c.start(1)

@@ -14,9 +14,9 @@ pytestmark = pytest.mark.slow
 
 
 def test_three_workers_and_nodes_of_two(tmp_path: Path) -> None:
-    with cluster(tmp_path, least=2, most=4, total=60, wrapper="hybrid_shard", pace=0.05) as c:
+    with cluster(tmp_path, least=2, most=4, total=30, wrapper="hybrid_shard", pace=0.05) as c:
         trainers = c.start(3)
-        c.wait_for_step(5)
+        c.wait_for_step(1)
         status = get_job(c.address, "job", 5.0)
         assert sorted(member.standing for member in status.members) == ["spare", "training", "training"]
         assert "spare: waits for a seat" in [state_of(member, status)[0] for member in status.members]
