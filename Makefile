@@ -58,7 +58,7 @@ protos: $(VENV)/.installed  ## regenerate the stubs beside the .proto files
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python protos/generate.py
 
 test-slow: $(VENV)/.installed  ## run the slow tests
-	$(BIN)/pytest $(MOSTLY_WAITING) -m '$(SLOW) and not alone'
+	$(BIN)/pytest $(MOSTLY_WAITING) -m '$(SLOW) and not alone' $(call marked,slow)
 	$(BIN)/pytest -m '$(SLOW) and alone' $(call marked,alone)
 
 test-exhaustive: $(VENV)/.installed  ## by hand: run in full the tests that .ci/run samples: all arguments, many more schedules

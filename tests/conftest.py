@@ -22,7 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-_NAMED_IN_FILE = ("alone", "browser", "containers", "root")
+_NAMED_IN_FILE = ("alone", "browser", "containers", "root", "slow")
 """Marks by which the Makefile chooses files: tests that get one of them elsewhere would not be run."""
 
 

@@ -18,6 +18,8 @@ from paceline.errors import OperationTimeout, SizeMismatch, UnsupportedOp
 from paceline.testing import run_groups
 from support.worlds import EACH_LINK, SOON, errors_over, run_over, scheduled
 
+# Over gRPC these have pytest.mark.slow (support.worlds.EACH_LINK).
+
 
 @pytest.fixture(params=EACH_LINK)
 def link(request: pytest.FixtureRequest) -> str:

@@ -29,6 +29,8 @@ from support.grpc_pair import JOB, grpc_world
 from support.reference import MIB, Background, X, every, states, talk_both_ways, wait_for
 from support.worlds import SOON, run_over, scheduled, world_over
 
+# Over gRPC these have pytest.mark.slow (support.worlds.EACH_LINK).
+
 pytestmark = pytest.mark.alone
 
 # 11. Two writes a frame and delayed acknowledgements: 88 ms for a star of 1 KiB, 88 ms for a barrier.

@@ -44,6 +44,8 @@ from paceline.testing import local_groups, next_generation, run_groups
 from support.reference import MIB, Background, X, every
 from support.worlds import SOON, errors_over, run_over, scheduled, world_over
 
+# Over gRPC these have pytest.mark.slow (support.worlds.EACH_LINK).
+
 # 1. Untagged channels: two collectives in flight swapped data silently (269 of 300 runs of a prefetch were wrong, and
 # 247 of 300 of an overlapped gradient sync), and a message that came late was taken by the next collective.
 

@@ -22,6 +22,8 @@ from paceline.errors import (
 from support.reference import X, every
 from support.worlds import errors_over, run_over, scheduled
 
+# Over gRPC these have pytest.mark.slow (support.worlds.EACH_LINK).
+
 # 8. Panics for user errors, and 9. all errors flattened to one type with a text, on which the callers then matched.
 
 

@@ -22,6 +22,8 @@ from paceline._group import Group
 from paceline.errors import InvalidRank, InvalidWorldSize, OperationTimeout, SizeMismatch
 from support.worlds import EACH_LINK, run_over, scheduled, world_over
 
+# Over gRPC these have pytest.mark.slow (support.worlds.EACH_LINK).
+
 SOON_S = 5.0
 """For a timeout of 0.05 s to be over on a busy machine; the group's own is minutes."""
 

@@ -24,6 +24,8 @@ from support.grpc_pair import grpc_world
 from support.reference import MIB, Background, X, states, talk_both_ways, wait_for
 from support.worlds import SOON, run_over, world_over
 
+# Over gRPC these have pytest.mark.slow (support.worlds.EACH_LINK).
+
 pytestmark = pytest.mark.alone
 
 # 5. No timeout held while sending: a ring blocked for 8 s with a timeout of 0.5 s; 0 meant another thing on each

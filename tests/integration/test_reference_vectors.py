@@ -23,6 +23,8 @@ from paceline._links.frame import Frame, FrameKind, decode, encode
 from paceline.errors import InvalidRank, InvalidWorldSize, SizeMismatch
 from support.worlds import EACH_LINK, run_over, scheduled, world_over
 
+# Over gRPC these have pytest.mark.slow (support.worlds.EACH_LINK).
+
 
 class Vector(NamedTuple):
     """A collective on given arrays.
