@@ -14,8 +14,9 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests run side by side in at most 8 processes, three for each two cores, because some tests wait. Those marked `alone`
 # run after them, one by one.
 SIDE_BY_SIDE := -n $(shell expr 3 \* $$(nproc) / 2) --maxprocesses 8 --dist worksteal
-# Slow tests, and tests with their own hosts, wait most of the time: two processes for each core.
+# Tests with their own hosts wait most of the time: two processes for each core. A process of slow tests takes a third of one.
 MOSTLY_WAITING := -n $(shell expr 2 \* $$(nproc)) --maxprocesses 8 --dist worksteal
+SLOW_TOGETHER := -n $(shell expr 3 \* $$(nproc)) --maxprocesses 8 --dist worksteal
 FAST         := not exhaustive and not torch and not ray and not slow and not root and not containers and not browser and not etcd
 SLOW         := slow and not ray and not exhaustive and not root and not containers and not peers and not browser
 ROOT         := root and not exhaustive and not containers and not slurm and not etcd
@@ -58,7 +59,7 @@ protos: $(VENV)/.installed  ## regenerate the stubs beside the .proto files
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python protos/generate.py
 
 test-slow: $(VENV)/.installed  ## run the slow tests
-	$(BIN)/pytest $(MOSTLY_WAITING) -m '$(SLOW) and not alone' $(call marked,slow)
+	$(BIN)/pytest $(SLOW_TOGETHER) -m '$(SLOW) and not alone' $(call marked,slow)
 	$(BIN)/pytest -m '$(SLOW) and alone' $(call marked,alone)
 
 test-exhaustive: $(VENV)/.installed  ## by hand: run in full the tests that .ci/run samples: all arguments, many more schedules
