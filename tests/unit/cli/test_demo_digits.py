@@ -7,13 +7,14 @@ import sys
 
 import numpy as np
 import pytest
-from sklearn import datasets
 
 from paceline.demo import training
 from paceline.demo.training import load_digits
 
 
 def test_they_have_the_bits_that_scikit_learn_gives() -> None:
+    from sklearn import datasets  # here, for each of pytest's processes loads this file
+
     found, given = load_digits(), datasets.load_digits()
     order = np.random.default_rng(0).permutation(1797)
     x = np.concatenate([found.train_x, found.test_x])
