@@ -300,7 +300,9 @@ def test_a_stopping_coordinator_is_not_ready_and_ends_streams() -> None:
             await answer.content.readuntil(b"\n\n")
             p.dispatcher.draining = True
             assert (await p.get("/readyz", 503))["error"] == "the coordinator is stopping"
-            assert (await p.scrape())["paceline_coordinator_leader"][of()] == 0
+            metrics = await p.scrape()
+            assert metrics["paceline_coordinator_leader"][of()] == 0
+            assert metrics["paceline_refusals_total"][of(reason="draining")] == 0, "probes are not counted"
             await p.coordinator.stop(grace=0.2)
             async with asyncio.timeout(PATIENCE):
                 await answer.content.read()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import re
 import resource
@@ -19,6 +20,7 @@ import aiohttp
 import pytest
 
 from paceline_server._grpc import aio, grpc
+from paceline_server.services.audit import Audit, Caller
 from pacelinepb.pieces import in_messages
 from pacelinepb.v1 import admin_pb2, session_pb2, store_pb2
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
@@ -142,8 +144,9 @@ def test_places_and_memory_that_callers_hold_are_shown() -> None:
             assert held['paceline_places{kind="sessions"}'] == 12_000
             assert held['paceline_budget_bytes{kind="calls"}'] == 2 * held['paceline_budget_bytes{kind="store"}']
             await session.leave()
-            while (await it.metrics())['paceline_places_used{kind="sessions"}']:
-                pass
+            for kind in ("sessions", "streams"):
+                while (await it.metrics())[f'paceline_places_used{{kind="{kind}"}}']:
+                    pass
 
     run(main)
 
@@ -272,6 +275,7 @@ def test_a_name_cannot_forge_a_line() -> None:
             async with it.http.post(f"/api/jobs/{'y' * 1000}/drain", json={"members": ["z" * 1000]}) as answer:
                 assert answer.status == 404
             third = (await it.audited(3))[2]
+            assert set(re.findall(r"[^ -~]", it.log)) == {"\n"}
             assert (third["job"], third["members"]) == ("y" * 128 + "...", ["z" * 128 + "..."])
 
     run(main)
@@ -291,3 +295,20 @@ def test_the_line_names_the_certificate_of_the_caller(tmp_path: Path) -> None:
             assert lines == [wanted | {"certificate": "member"}] * 2
 
     run(main)
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"), [(asyncio.CancelledError(), "cancelled"), (OSError("the disk is full"), "failed")]
+)
+def test_a_call_that_has_no_answer_has_a_line_too(
+    error: BaseException, outcome: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        caplog.at_level(logging.INFO, "paceline.audit"),
+        pytest.raises(type(error)),
+        Audit(None).of("ForgetJob", Caller("10.0.0.5:4711", None)) as action,
+    ):
+        action.job = "digits"
+        raise error
+    wanted = {"audit": "ForgetJob", "outcome": outcome, "job": "digits", "from": "10.0.0.5:4711"}
+    assert [json.loads(record.getMessage()) for record in caplog.records] == [wanted]

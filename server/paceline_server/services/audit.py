@@ -53,13 +53,15 @@ class Caller:
 
     Attributes:
         address: IP address and port.
-        authorization: what the caller shows as `authorization`; None for nothing.
         certificate: the common name of the subject in its certificate; None without one.
+        token: its token in words; None if callers need none.
+        role: the role of its token; None without a valid one.
     """
 
     address: str
-    authorization: str | None
     certificate: str | None
+    token: str | None = None
+    role: str | None = None
 
 
 @dataclass(slots=True)
@@ -88,6 +90,23 @@ class Audit:
         self._tokens = tokens
         self._remarks = Remarks(_PERIOD_S)
 
+    async def caller(self, address: str, certificate: str | None, authorization: str | None) -> Caller:
+        """Says who calls, before the call is made: its token may be gone at the end.
+
+        Args:
+            address: as for `Caller`.
+            certificate: as for `Caller`.
+            authorization: as for `Tokens.grant`.
+        """
+        if self._tokens is None:
+            return Caller(address, certificate)
+        try:
+            grant = (await self._tokens.current()).grant(authorization)
+        except Unauthenticated:
+            return Caller(address, certificate, "none" if authorization is None else "unknown")
+        token = f"line {grant.line}" if grant.line else "the only one"
+        return Caller(address, certificate, token, grant.role.name.lower())
+
     @contextmanager
     def of(self, call: str, caller: Caller) -> Iterator[Action]:
         """Writes the line of a call at the end of the block, which may raise what the call ends with.
@@ -100,8 +119,7 @@ class Audit:
         try:
             yield action
         except (Unauthenticated, PermissionDenied) as refused:
-            token, _ = self._token(caller)
-            if times := self._remarks.count((call, token), asyncio.get_running_loop().time()):
+            if times := self._remarks.count((call, caller.token), asyncio.get_running_loop().time()):
                 self._write(call, caller, action, "refused", reason=_reason(refused), times=times)
             raise
         except Refused as refused:
@@ -116,25 +134,15 @@ class Audit:
         self._write(call, caller, action, "done")
 
     def _write(self, call: str, caller: Caller, action: Action, outcome: str, **more: object) -> None:
-        token, role = self._token(caller)
         line: dict[str, object] = {"audit": call, "outcome": outcome, **more, "job": _cut(action.job)}
         if action.question:
             line["question"] = action.question
         line["members"] = [_cut(each) for each in action.members[:_MOST_MEMBERS]] or None
         if len(action.members) > _MOST_MEMBERS:
             line["members_named"] = len(action.members)
-        line |= {"from": caller.address, "token": token, "role": role, "certificate": _cut(caller.certificate)}
+        line |= {"from": caller.address, "token": caller.token, "role": caller.role}
+        line["certificate"] = _cut(caller.certificate)
         _log.info("%s", json.dumps({name: value for name, value in line.items() if value is not None}))
-
-    def _token(self, caller: Caller) -> tuple[str | None, str | None]:
-        """Returns the caller's token in words, and its role; None for both if callers need no token."""
-        if self._tokens is None:
-            return None, None
-        try:
-            grant = self._tokens.last.grant(caller.authorization)
-        except Unauthenticated:
-            return "none" if caller.authorization is None else "unknown", None
-        return f"line {grant.line}" if grant.line else "the only one", grant.role.name.lower()
 
 
 class AuditInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
@@ -167,7 +175,8 @@ class AuditInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not 
         authorization = authorization_of(handler_call_details)
 
         async def handle(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
-            caller = Caller(unquote(context.peer()).partition(":")[2], authorization, _common_name(context))
+            address = unquote(context.peer()).partition(":")[2]
+            caller = await self._audit.caller(address, _common_name(context), authorization)
             with self._audit.of(method.rpartition("/")[2], caller) as action:
                 if is_read:
                     _read(request, action)

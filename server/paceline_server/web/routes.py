@@ -48,7 +48,7 @@ from paceline_server.security.tls import CertificateKeeper
 from paceline_server.security.token_file import TokenKeeper
 from paceline_server.security.tokens import Grant, Role
 from paceline_server.services.admin import AT_ONCE, AdminHandlers
-from paceline_server.services.audit import Action, Audit, Caller
+from paceline_server.services.audit import Action, Audit
 from paceline_server.web.coordinator_metrics import CoordinatorCollector
 from paceline_server.web.metrics import JobCollector
 from paceline_server.web.stream import Broadcasts
@@ -396,7 +396,9 @@ class Routes:
 
     async def _drain(self, request: web.Request) -> web.Response:
         """Has members leave, if the request comes from an operator, and not from another page in a browser."""
-        with self._audit.of("DrainMembers", _caller(request)) as action:
+        authorization = request.headers.get("Authorization")
+        caller = await self._audit.caller(_address(request), _common_name(request), authorization)
+        with self._audit.of("DrainMembers", caller) as action:
             action.job = request.match_info["name"]
             return await self._drain_audited(request, action)
 
@@ -421,13 +423,15 @@ class Routes:
         return _json(_dump({"member_ids": list(told.member_ids)}))
 
 
-def _caller(request: web.Request) -> Caller:
-    """Says who makes a request."""
-    peer = request.get_extra_info("peername")
+def _address(request: web.Request) -> str:
+    """Returns the caller's IP address and port."""
+    host, port, *_ = request.get_extra_info("peername") or ("", 0)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _common_name(request: web.Request) -> str | None:
     held = request.get_extra_info("peercert") or {}
-    names = (value for part in held.get("subject", ()) for name, value in part if name == "commonName")
-    address = "" if peer is None else f"[{peer[0]}]:{peer[1]}" if ":" in peer[0] else f"{peer[0]}:{peer[1]}"
-    return Caller(address, request.headers.get("Authorization"), next(names, None))
+    return next((value for part in held.get("subject", ()) for name, value in part if name == "commonName"), None)
 
 
 def _version() -> str:
