@@ -303,12 +303,12 @@ def test_the_line_names_the_certificate_of_the_caller(tmp_path: Path) -> None:
 def test_a_call_that_has_no_answer_has_a_line_too(
     error: BaseException, outcome: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with (
-        caplog.at_level(logging.INFO, "paceline.audit"),
-        pytest.raises(type(error)),
-        Audit(None).of("ForgetJob", Caller("10.0.0.5:4711", None)) as action,
-    ):
-        action.job = "digits"
-        raise error
+    def forget() -> None:
+        with Audit(None).of("ForgetJob", Caller("10.0.0.5:4711", None)) as action:
+            action.job = "digits"
+            raise error
+
+    with caplog.at_level(logging.INFO, "paceline.audit"), pytest.raises(type(error)):
+        forget()
     wanted = {"audit": "ForgetJob", "outcome": outcome, "job": "digits", "from": "10.0.0.5:4711"}
     assert [json.loads(record.getMessage()) for record in caplog.records] == [wanted]
