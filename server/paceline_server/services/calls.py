@@ -239,9 +239,8 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
                     request = await read(context, call)
             except TimeoutError:
                 text = f"the request did not arrive within {patience:g} s, and other callers need the memory"
-                await refuse(
-                    context, NoRoom(text), self._vitals
-                )  # a worker that was cut off or stopped makes the call again
+                # A worker that was cut off or stopped makes the call again.
+                await refuse(context, NoRoom(text), self._vitals)
             if request is EOF:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a call without a request")
             await inner(request, context, call)
