@@ -132,7 +132,7 @@ def test_places_and_memory_that_callers_hold_are_shown() -> None:
             session = await RawSession.register(it.channel, least=1, most=1)
             await session.view()
             request = store_pb2.SetRequest(caller=session.caller, key="key", value=[b"x" * 1000], call=1)
-            await StoreServiceStub(it.channel).Set(in_messages(request))
+            await StoreServiceStub(it.channel).Set(iter(in_messages(request)))
             async with it.http.get("/api/stream"):
                 held = await it.metrics()
             for kind, more in (("sessions", 1), ("jobs", 1), ("streams", 1)):
