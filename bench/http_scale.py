@@ -88,7 +88,7 @@ async def _measure(members: int, rounds: int, viewers: int) -> dict[str, Any]:
         began = time.perf_counter()
         registry = CollectorRegistry()
         now = asyncio.get_running_loop().time()
-        registry.register(JobCollector(dispatcher, "0", 0.0, now, lambda _: True))
+        registry.register(JobCollector(dispatcher, now, lambda _: True))
         text = generate_latest(registry)
         scrapes.append(time.perf_counter() - began)
     dispatcher.drain()

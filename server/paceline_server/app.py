@@ -26,6 +26,7 @@ from paceline_server.security.tls import CertificateKeeper, TlsPaths
 from paceline_server.security.token_file import TokenKeeper
 from paceline_server.security.tokens import Tokens, exposure
 from paceline_server.services.admin import AdminHandlers
+from paceline_server.services.audit import Audit, AuditInterceptor
 from paceline_server.services.authenticate import AuthenticationInterceptor
 from paceline_server.services.calls import OpenCalls, PacingInterceptor
 from paceline_server.services.confirming import ConfirmingInterceptor
@@ -133,15 +134,18 @@ class Coordinator:
         if (paths := TlsPaths.of(self._settings)) is not None:
             self._certificates = await CertificateKeeper.open(paths)
         credentials = None if self._certificates is None else self._certificates.credentials
-        calls = OpenCalls(Budget(self._settings.call_bytes), self._settings.longest_request)
+        vitals = self._dispatcher.vitals
+        vitals.memory["calls"] = memory = Budget(self._settings.call_bytes)
+        calls = OpenCalls(memory, self._settings.longest_request)
         interceptors: list[aio.ServerInterceptor] = [  # type: ignore[type-arg]
-            PacingInterceptor(self._settings, calls, self._payer_of),
-            RefusalInterceptor(),
+            PacingInterceptor(self._settings, calls, self._payer_of, vitals),
+            RefusalInterceptor(vitals),
+            AuditInterceptor(Audit(self._tokens)),
         ]
         if self._dispatcher.epoch:
             interceptors.append(ConfirmingInterceptor(self._storage))
         if self._tokens is not None:
-            interceptors.append(AuthenticationInterceptor(self._tokens))
+            interceptors.append(AuthenticationInterceptor(self._tokens, vitals))
         self._server = server = aio.server(interceptors=interceptors, options=self._options())
         if self._standby is not None:
             StandbyHandlers(self._standby).add_to(server)

@@ -70,6 +70,7 @@ from paceline_server.settings import ServerSettings
 from paceline_server.storage.base import JobForgotten, Storage
 from paceline_server.streams import SessionStream
 from paceline_server.timers import Timers
+from paceline_server.vitals import Vitals
 from paceline_server.wire import to_message
 from pacelinepb.v1 import session_pb2 as pb
 
@@ -114,7 +115,8 @@ class Dispatcher:
         jobs: the jobs that have sessions or a line. `find` also finds jobs at rest.
         keeper: writes to the storage.
         questions: what operators ask of members now.
-        observatory: what has been counted, and the last events; set by `start`.
+        observatory: what has been counted of jobs, and the last events; set by `start`.
+        vitals: what is counted of the coordinator itself.
     """
 
     def __init__(
@@ -141,6 +143,9 @@ class Dispatcher:
         self._tokens: dict[str, bytes] = {}
         self._next_stream = 0
         self._places = SessionPlaces(settings)  # of the sessions of all jobs but those that have failed
+        self.vitals = Vitals()
+        self.vitals.memory["store"] = self._stores
+        self.vitals.places["sessions"] = self._places.budget
         self._emptied = asyncio.Event()  # set when we are stopping and no stream is left
         self._address_probes = AddressProbes(tls=settings.tls_cert is not None)
         self.questions = Questions(settings, self._push)
@@ -164,6 +169,7 @@ class Dispatcher:
         self.observatory = Observatory(wall - now, last_number=round(1000 * wall))
         self.keeper.took = self.observatory.commits.add
         self._timers = Timers(now, self.jobs, self._apply_alone)
+        self._timers.stalled = self.vitals.stalled
         self._used_up = next((each.generation for each in stored_jobs if each.name == _NOT_KNOWN), 0)
         for count, stored in enumerate(each for each in stored_jobs if each.name != _NOT_KNOWN):
             if count % _AT_ONCE == _AT_ONCE - 1:

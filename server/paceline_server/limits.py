@@ -144,22 +144,27 @@ class Places(Generic[T]):
     So a caller with few places keeps them whatever others do, and whoever comes gets one.
 
     Args:
-        most: the number of places.
+        total: the number of places.
+
+    Attributes:
+        total: as given.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, total: int) -> None:
+        self.total = total
         self._owners: dict[T, Hashable] = {}
         self._held: dict[Hashable, OrderedDict[T, None]] = {}
 
-    def __len__(self) -> int:
+    @property
+    def used(self) -> int:
+        """The places that are held."""
         return len(self._owners)
 
     def take(self, who: Hashable, place: T) -> T | None:
         """Gives a caller a place; returns the one that has to give way, if any: it is free already."""
         self._owners[place] = who
         self._held.setdefault(who, OrderedDict())[place] = None
-        if len(self._owners) <= self._most:
+        if self.used <= self.total:
             return None
         largest = max(self._held.values(), key=len)
         oldest = next(iter(largest))

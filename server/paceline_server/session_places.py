@@ -23,10 +23,13 @@ class SessionPlaces:
 
     Args:
         settings: `max_sessions` and `max_job_sessions`.
+
+    Attributes:
+        budget: of the places.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
-        self._budget = Budget(settings.max_sessions)
+        self.budget = Budget(settings.max_sessions)
         self._most_of_job = settings.max_job_sessions
         self._held: dict[str, tuple[str, str]] = {}  # by member: who pays, and the session's job
 
@@ -56,10 +59,10 @@ class SessionPlaces:
         """
         if held >= self._most_of_job:
             raise LimitMet(f"job {job!r} has {self._most_of_job} sessions, the most that one job may have")
-        if not self._budget.has_room(payer, 1):
-            used, total = self._budget.used, self._budget.total
+        if not self.budget.has_room(payer, 1):
+            used, total = self.budget.used, self.budget.total
             raise LimitMet(
-                f"{payer} has {self._budget.held(payer)} sessions, and all jobs have {used} of {total}: one token, or "
+                f"{payer} has {self.budget.held(payer)} sessions, and all jobs have {used} of {total}: one token, or "
                 "one job, may have at most as many as are then left free; let some of them end, or give some jobs a "
                 "coordinator of their own"
             )
@@ -67,12 +70,12 @@ class SessionPlaces:
     def take(self, member_id: str, payer: str, job: str) -> None:
         """Notes that a session of a job holds a place."""
         self._held[member_id] = payer, job
-        self._budget.add(payer, 1)
+        self.budget.add(payer, 1)
 
     def free(self, member_id: str) -> None:
         """Notes that a session has ended; it may have been noted already."""
         if (held := self._held.pop(member_id, None)) is not None:
-            self._budget.add(held[0], -1)
+            self.budget.add(held[0], -1)
 
     def free_job(self, job: str) -> None:
         """Notes that all sessions of a job have ended."""

@@ -31,6 +31,9 @@ class Timers:
         now: time of construction on the loop's clock.
         jobs: all jobs; looked at, not changed.
         apply: gives an event to a job and performs the effects; raises nothing, because one round tells all jobs.
+
+    Attributes:
+        stalled: called with the seconds for which the loop did not run.
     """
 
     def __init__(self, now: float, jobs: Mapping[str, Job], apply: Callable[[Job, Event], None]) -> None:
@@ -40,6 +43,7 @@ class Timers:
         self._wakefulness = Wakefulness(now, _PULSE)
         self._beat: asyncio.TimerHandle | None = None
         self._stopped = False
+        self.stalled: Callable[[float], None] = lambda _: None
 
     def start(self) -> None:
         """Starts to notice stalls: those after this call."""
@@ -78,6 +82,7 @@ class Timers:
         """Tells all jobs if the loop has slept, before any job looks at the clock."""
         slept = self._wakefulness.awake(self._loop.time())
         if slept:
+            self.stalled(slept)
             level = logging.WARNING if slept > _LONG_STALL and self._jobs else logging.DEBUG
             _log.log(level, "the coordinator did not run for %.2f s; leases start anew where that is long", slept)
             for job in list(self._jobs.values()):

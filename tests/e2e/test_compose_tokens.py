@@ -40,7 +40,8 @@ def coordinator(folder: Path) -> Iterator[str]:
     (folder / "paceline").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m paceline "$@"\n')
     (folder / "paceline").chmod(0o700)
     words = [*service["entrypoint"], *shlex.split(service["command"])]
-    here = {"$$": "$", "/tmp": str(folder), "/var/lib/paceline": str(folder), "0.0.0.0:7400": "127.0.0.1:0"}
+    here = {"$$": "$", "/tmp": str(folder), "/var/lib/paceline": str(folder)}
+    here |= {"0.0.0.0:7400": "127.0.0.1:0", "0.0.0.0:7401": "127.0.0.1:0"}
     for there, own in here.items():
         words = [word.replace(there, own) for word in words]
     environment = {**os.environ, **environment_of(service), "PATH": f"{folder}:{os.environ['PATH']}"}

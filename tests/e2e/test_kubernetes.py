@@ -183,8 +183,8 @@ BROKEN: dict[str, tuple[Change, str]] = {
         "matches the pods of 0 workloads",
     ),
     "a port by another name": (
-        lambda m: _of(m, "Service")["spec"]["ports"][0].update(targetPort="http"),
-        "has no port http",
+        lambda m: _of(m, "Service")["spec"]["ports"][0].update(targetPort="page"),
+        "has no port page",
     ),
     "a claim that is not there": (
         lambda m: _of(m, "PersistentVolumeClaim")["metadata"].update(name="other"),
@@ -203,7 +203,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "no limits": (lambda m: _pod(m, "worker")["containers"][0]["resources"].pop("limits"), "no limits of cpu"),
     "a probe of another port": (
         lambda m: _pod(m, "coordinator")["containers"][0]["livenessProbe"]["exec"].update(
-            command=["python3", "-m", "paceline.cli.health", "127.0.0.1:7401"]
+            command=["python3", "-m", "paceline.cli.health", "127.0.0.1:7402"]
         ),
         "livenessProbe asks a port that is not open",
     ),
@@ -252,8 +252,18 @@ BROKEN: dict[str, tuple[Change, str]] = {
         "Egress shuts out Deployment paceline-worker",
     ),
     "a policy for another port": (
-        lambda m: _policy(m, "coordinator")["spec"]["ingress"][0]["ports"][0].update(port="http"),
-        "lets callers reach http",
+        lambda m: _policy(m, "coordinator")["spec"]["ingress"][0]["ports"][0].update(port="page"),
+        "lets callers reach page",
+    ),
+    "metrics on no port": (
+        lambda m: _pod(m, "coordinator")["containers"][0]["ports"].pop(),
+        "serves metrics on 7401, which is no port of the name http",
+    ),
+    "a coordinator without metrics": (
+        lambda m: _pod(m, "coordinator")["containers"][0].update(
+            args=_pod(m, "coordinator")["containers"][0]["args"][:-2]
+        ),
+        "serves metrics on 0",
     ),
     "a secret for everybody": (
         lambda m: _secret(m).pop("defaultMode"),

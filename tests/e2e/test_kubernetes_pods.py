@@ -7,13 +7,17 @@ replaced: mounted folders, the service's address, fields of the pod, and process
 from __future__ import annotations
 
 import copy
+import re
 import signal
+import ssl
 import subprocess
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from http.client import HTTPSConnection
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from paceline import checkpoint
 from support import manifests
@@ -80,6 +84,22 @@ class JobController:
             hook.wait()
 
 
+def scraped(node: Node, port: int) -> str:
+    """What Prometheus gets of a coordinator's pod, by its configuration for Kubernetes."""
+    config = yaml.safe_load((ROOT / "deploy" / "monitoring" / "prometheus-kubernetes.yaml").read_text())
+    (scrape,) = config["scrape_configs"]
+    ca, cert, key = (
+        node.folder / "member" / Path(scrape["tls_config"][f"{n}_file"]).name for n in ("ca", "cert", "key")
+    )
+    trusting = ssl.create_default_context(cafile=ca)
+    trusting.load_cert_chain(cert, key)
+    with closing(HTTPSConnection(scrape["tls_config"]["server_name"], port, context=trusting)) as call:
+        call.request("GET", "/metrics", headers={"Authorization": f"Bearer {node.reader}"})
+        answer = call.getresponse()
+        assert answer.status == 200
+        return answer.read().decode()
+
+
 def test_pods_die_and_move_and_the_job_is_complete(tmp_path: Path) -> None:
     node = Node(tmp_path, ["paceline-coordinator:7400"])
     job = copy.deepcopy(JOB)
@@ -87,7 +107,10 @@ def test_pods_die_and_move_and_the_job_is_complete(tmp_path: Path) -> None:
     arguments, variables = node.start(COORDINATOR["spec"]["template"], {})
     with ExitStack() as stack:
         coordinator = stack.enter_context(command(*arguments, **variables))
-        coordinator.wait_for("listens on")
+        coordinator.wait_for("/metrics")
+        port = re.search(r":(\d+)/metrics", coordinator.stdout + coordinator.stderr)
+        assert port is not None
+        assert "paceline_certificate_expiry_time_seconds" in scraped(node, int(port[1]))
         jobs = JobController(job, node, stack)
         args = jobs.spec["template"]["spec"]["containers"][0]["args"]
         args[args.index("--epochs") + 1] = "60"  # 720 steps in place of 3,600

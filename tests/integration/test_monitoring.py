@@ -5,33 +5,45 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import ssl
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from aiohttp import ClientSession
+from aiohttp import ClientSession, TCPConnector
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline_server import Coordinator, ServerSettings
-from paceline_server._grpc import aio
+from paceline_server._grpc import aio, grpc
+from support import manifests
 from support.browser import program
+from support.certificates import make_folder
 from support.coordinator import RawSession, run
 
-MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
+DEPLOY = Path(__file__).parents[2] / "deploy"
+MONITORING = DEPLOY / "monitoring"
+MANIFESTS = manifests.load(DEPLOY / "kubernetes")
 
 
 @pytest.fixture(scope="module")
-def metrics() -> str:
-    """What a coordinator with a job of two workers says under /metrics."""
+def metrics(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What a coordinator with TLS and a job of two workers says under /metrics."""
+    folder = make_folder(tmp_path_factory.mktemp("monitoring") / "tls")
+    trusting = ssl.create_default_context(cafile=folder.path / "ca.pem")
+    credentials = grpc.ssl_channel_credentials((folder.path / "ca.pem").read_bytes())
 
     async def main() -> str:
-        coordinator = Coordinator(ServerSettings(listen="127.0.0.1:0", http="127.0.0.1:0"))
+        served = folder.server(mutual=False)
+        coordinator = Coordinator(ServerSettings(listen="127.0.0.1:0", http="127.0.0.1:0", **served))
         address = await coordinator.start()
         try:
-            async with aio.insecure_channel(address) as channel, ClientSession() as client:
+            async with (
+                aio.secure_channel(address, credentials) as channel,
+                ClientSession(connector=TCPConnector(ssl=trusting)) as client,
+            ):
                 sessions = await asyncio.gather(*(RawSession.register(channel, pid=pid) for pid in (1, 2)))
                 for session in sessions:
                     await session.view()
@@ -80,7 +92,7 @@ def test_alerts_and_dashboard_name_what_the_coordinator_offers(metrics: str) -> 
     offered = series_of(metrics)
     wrong = []
     for place, expression in expressions().items():
-        selectors = re.findall(r"\b(paceline_\w+)(?:\{([^}]*)\})?", expression)
+        selectors = re.findall(r"\b((?:paceline|process)_\w+)(?:\{([^}]*)\})?", expression)
         assert selectors, place
         for name, inside in selectors:
             if name not in offered:
@@ -120,12 +132,36 @@ def test_panels_have_numbers_and_places_of_their_own() -> None:
 
 @pytest.mark.browser
 @pytest.mark.parametrize(
-    "what", ["check rules alerts.yaml", "test rules alerts_test.yaml", "check config prometheus.yaml"]
+    "what",
+    [
+        "check rules alerts.yaml",
+        "test rules alerts_test.yaml",
+        "check config prometheus.yaml",
+    ],
 )
 def test_prometheus_takes_the_alerts_and_they_fire_when_they_should(what: str) -> None:
     done = subprocess.run(
         [program("promtool"), *what.split()], cwd=MONITORING, capture_output=True, text=True, timeout=30
     )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.browser
+def test_prometheus_takes_the_configuration_for_kubernetes(tmp_path: Path) -> None:
+    """But for how it finds pods, which Debian's Prometheus does not know; its files are those of a pod."""
+    config = yaml.safe_load((MONITORING / "prometheus-kubernetes.yaml").read_text())
+    (scrape,) = config["scrape_configs"]
+    (find,) = scrape.pop("kubernetes_sd_configs")
+    (by_label,) = find["selectors"]
+    (coordinator,) = [
+        m for m in MANIFESTS if (m["kind"], m["metadata"]["name"]) == ("Deployment", "paceline-coordinator")
+    ]
+    pod = coordinator["spec"]["template"]
+    assert dict(part.split("=") for part in by_label["label"].split(",")) == pod["metadata"]["labels"]
+    assert scrape["relabel_configs"][0]["regex"] in [p["name"] for p in pod["spec"]["containers"][0]["ports"]]
+    (tmp_path / "prometheus.yaml").write_text(yaml.safe_dump({"scrape_configs": [scrape]}))
+    words = [program("promtool"), "check", "config", "--syntax-only", str(tmp_path / "prometheus.yaml")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -376,6 +376,9 @@ def _of_paceline(title: str, container: Manifest, mounts: Manifest, manifests: l
         listening = int(options.pop("--listen").rpartition(":")[2])
         if listening not in ports:
             yield f"{title}: listens on {listening}, which is not open"
+        page = options.pop("--http", ":0").rpartition(":")[2]
+        if {"name": "http", "containerPort": int(page)} not in container.get("ports", []):
+            yield f"{title}: serves metrics on {page}, which is no port of the name http"
         if not {"--tls-cert", "--tls-key", "--tls-ca"} <= set(options):
             yield f"{title}: talks in the clear"
         if options["--state"].startswith("etcd:"):

@@ -23,6 +23,7 @@ class Node:
 
     Attributes:
         addresses: where each of them is on this machine.
+        reader: a token that only reads.
         brake: steps are slow as long as this file is there, so that the training does not end before its story.
     """
 
@@ -40,9 +41,10 @@ class Node:
         for name in ("paceline", "checkpoints", "state/paceline", "state/etcd"):
             (folder / name).mkdir(parents=True)
         operator, worker = "an-operators-token-of-this-test", "a-workers-token-of-this-test"
+        self.reader = "a-token-to-read-of-this-test"
         (folder / "paceline" / "token").write_text(worker)
         jobs = ("digits", "paceline-digits")
-        lines = [operator, *(f"{worker} role=worker {job}" for job in jobs)]
+        lines = [operator, *(f"{worker} role=worker {job}" for job in jobs), f"{self.reader} role=read"]
         (folder / "paceline" / "tokens").write_text("\n".join(lines))
         made = make_folder(folder / "etcd-tls").path  # the names of the files are those of the secrets
         (folder / "etcd").mkdir()
@@ -95,5 +97,6 @@ class Node:
             for name, value in variables.items():
                 word = word.replace(f"$({name})", value)
             assert "$(" not in word, f"{word} names a variable that the container does not have"
+            word = word.replace("0.0.0.0:7401", "127.0.0.1:0")  # metrics, which no other pod needs
             words.append(re.sub(r"0\.0\.0\.0:\d+", own, self.here(word)))
         return words, variables

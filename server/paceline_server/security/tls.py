@@ -16,8 +16,8 @@ import ssl
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -49,11 +49,13 @@ class Certificates:
         cert: the coordinator's certificate.
         key: the key of the certificate.
         ca: the authority of the callers' certificates; None if callers need none.
+        until: when the coordinator's certificate expires, in seconds since 1970; None if that cannot be found.
     """
 
     cert: bytes
     key: bytes = field(repr=False)
     ca: bytes | None = None
+    until: float | None = field(default=None, compare=False)
 
     def context(self) -> ssl.SSLContext:
         """Makes the settings of Python's TLS, for the coordinator's HTTP server."""
@@ -111,17 +113,18 @@ class TlsPaths:
                     ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(path)
             except ssl.SSLError as error:
                 raise TlsUnusable(f"{self.ca} is not a certificate (PEM): {error.reason or error}") from None
-        if (warning := _out_of_time(context, found.cert, time.time())) is not None:
+        held = _contents(context, found.cert)
+        if (warning := _out_of_time(held, time.time())) is not None:
             _log.warning("the certificate %s %s", self.cert, warning)
-        return found
+        until = held.get("notAfter")
+        return found if until is None else replace(found, until=ssl.cert_time_to_seconds(str(until)))
 
     def __str__(self) -> str:
         return ", ".join(str(path) for path in (self.cert, self.key, self.ca) if path is not None)
 
 
-def _out_of_time(serving: ssl.SSLContext, cert: bytes, now: float) -> str | None:
+def _out_of_time(held: Mapping[str, object], now: float) -> str | None:
     """Returns the warning about a certificate that has expired, or is not valid yet; None for any other."""
-    held = _contents(serving, cert)
     since, until = (str(held.get(name, "")) for name in ("notBefore", "notAfter"))
     if until and ssl.cert_time_to_seconds(until) < now:
         return f"expired on {until}: callers refuse it; make a new one"

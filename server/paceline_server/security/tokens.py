@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import ipaddress
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline_server.errors import PermissionDenied, Unauthenticated
 from paceline_server.settings import ServerSettings
@@ -52,10 +52,12 @@ class Grant:
     Attributes:
         jobs: only these jobs and those of their launchers; None for all jobs, and for calls about no job.
         role: the highest role of the token in these jobs.
+        line: the first line of the token file that has the token; 0 if it is in no file.
     """
 
     jobs: frozenset[str] | None = None
     role: Role = Role.OPERATOR
+    line: int = field(default=0, compare=False)
 
     def allows(self, job: str) -> bool:
         """Returns True if the token is good for the job."""
@@ -115,6 +117,7 @@ class Tokens:
         """
         jobs: dict[bytes, set[str] | None] = {}
         roles: dict[bytes, Role] = {}
+        first: dict[bytes, int] = {}
         try:
             lines = list(token_lines(text))
         except ValueError as error:
@@ -122,6 +125,7 @@ class Tokens:
         for number, token, rest in lines:
             _check(token, f"the token in line {number}")
             digest = _digest(token)
+            first.setdefault(digest, number)
             role, job = _read_rest(rest, number)
             if roles.setdefault(digest, role) is not role:
                 raise TokensUnusable(
@@ -135,7 +139,12 @@ class Tokens:
             raise TokensUnusable("there is no token in it; a line is TOKEN, TOKEN JOB or TOKEN role=ROLE JOB")
         if len(jobs) > MAX_TOKENS:
             raise TokensUnusable(f"there are {len(jobs)} tokens in it, but at most {MAX_TOKENS} are allowed")
-        return cls({digest: Grant(None if of is None else frozenset(of), roles[digest]) for digest, of in jobs.items()})
+        return cls(
+            {
+                digest: Grant(None if of is None else frozenset(of), roles[digest], first[digest])
+                for digest, of in jobs.items()
+            }
+        )
 
     def grant(self, authorization: str | None) -> Grant:
         """Returns what a caller may do.

@@ -16,6 +16,7 @@ from paceline_server.security.token_file import TokenKeeper
 from paceline_server.security.tokens import Grant, Role
 from paceline_server.services.probes import PROBE
 from paceline_server.services.refusals import OURS, refuse
+from paceline_server.vitals import Vitals
 from pacelinepb.v1 import admin_pb2, session_pb2
 
 __all__ = ["JOB_OF", "LIST_JOBS", "AuthenticationInterceptor", "authorization_of", "jobs_of", "role_for"]
@@ -80,10 +81,12 @@ class AuthenticationInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg
 
     Args:
         tokens: the valid tokens.
+        vitals: counts refusals.
     """
 
-    def __init__(self, tokens: TokenKeeper) -> None:
+    def __init__(self, tokens: TokenKeeper, vitals: Vitals) -> None:
         self._tokens = tokens
+        self._vitals = vitals
 
     async def intercept_service(
         self, continuation: _Next, handler_call_details: grpc.HandlerCallDetails
@@ -97,7 +100,7 @@ class AuthenticationInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg
             grant = (await self._tokens.current()).grant(authorization_of(handler_call_details))
             grant.check_role(role_for(method))
         except (Unauthenticated, PermissionDenied) as refused:
-            return _refusal(refused, ours=method.startswith(OURS))
+            return self._refusal(refused, ours=method.startswith(OURS))
         if grant.jobs is None:
             return handler
         if method == LIST_JOBS:
@@ -108,7 +111,21 @@ class AuthenticationInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg
             asking = _asking(handler.unary_unary or handler.unary_stream, grant, JOB_OF[method])
             return _unary(handler, asking) if handler.unary_stream is None else _answers(handler, asking)
         about_none = PermissionDenied("the token is valid for one job, but this call is not about a job")
-        return _refusal(about_none, ours=method.startswith(OURS))
+        return self._refusal(about_none, ours=method.startswith(OURS))
+
+    def _refusal(self, refused: Refused, *, ours: bool) -> grpc.RpcMethodHandler[Any, Any]:
+        """Makes a handler that ends the call at once and reads nothing of it.
+
+        The handler is always a stream's: for a unary handler, grpc waits for the whole request without a time limit.
+        """
+
+        async def handle(request: Any, context: Any) -> Any:
+            if ours:  # `RefusalInterceptor` makes the status of all refusals of our services
+                raise refused
+            await refuse(context, refused, self._vitals)
+
+        stream: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(handle)
+        return stream
 
 
 def authorization_of(details: grpc.HandlerCallDetails) -> str | None:
@@ -164,21 +181,6 @@ class _Opening:
         if first is not EOF and first.WhichOneof("event") in _FIRST:
             self._grant.check(JOB_OF[_SESSION](first))
         return first
-
-
-def _refusal(refused: Refused, *, ours: bool) -> grpc.RpcMethodHandler[Any, Any]:
-    """Makes a handler that ends the call at once and reads nothing of it.
-
-    The handler is always a stream's: for a unary handler, grpc waits for the whole request without a time limit.
-    """
-
-    async def handle(request: Any, context: Any) -> Any:
-        if ours:  # `RefusalInterceptor` makes the status of all refusals of our services
-            raise refused
-        await refuse(context, refused)
-
-    stream: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(handle)
-    return stream
 
 
 def _unary(like: grpc.RpcMethodHandler[Any, Any], behavior: Any) -> grpc.RpcMethodHandler[Any, Any]:

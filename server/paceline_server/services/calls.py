@@ -29,6 +29,7 @@ from paceline_server.services.authenticate import authorization_of
 from paceline_server.services.probes import PROBE, Probes
 from paceline_server.services.refusals import refuse
 from paceline_server.settings import ServerSettings
+from paceline_server.vitals import Vitals
 from pacelinepb.pieces import MESSAGE_BYTES
 from pacelinepb.v1 import session_pb2, store_pb2
 
@@ -152,13 +153,21 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
         settings: the rates, the longest request, and the time for a request to come in.
         calls: the open calls.
         payer_of: gives the payer of a call, from its `authorization` and its peer.
+        vitals: counts refusals.
     """
 
-    def __init__(self, settings: ServerSettings, calls: OpenCalls, payer_of: Callable[[str | None, str], str]) -> None:
+    def __init__(
+        self,
+        settings: ServerSettings,
+        calls: OpenCalls,
+        payer_of: Callable[[str | None, str], str],
+        vitals: Vitals,
+    ) -> None:
         self._pacers = Pacers(settings.call_rate, settings.call_burst, _MOST_PAYERS)
         self._settings = settings
         self._calls = calls
         self._payer_of = payer_of
+        self._vitals = vitals
         self._probes = Probes()
 
     async def intercept_service(
@@ -192,7 +201,7 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
                     await self._turn(payer)
                     await serve(requests, context, call)
             except NoRoom as refused:
-                await refuse(context, refused)
+                await refuse(context, refused, self._vitals)
 
         async def handle(requests: Any, context: aio.ServicerContext[Any, Any]) -> None:
             try:
@@ -230,7 +239,8 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
                     request = await read(context, call)
             except TimeoutError:
                 text = f"the request did not arrive within {patience:g} s, and other callers need the memory"
-                await refuse(context, NoRoom(text))  # a worker that was cut off or stopped makes the call again
+                # A worker that was cut off or stopped makes the call again.
+                await refuse(context, NoRoom(text), self._vitals)
             if request is EOF:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a call without a request")
             await inner(request, context, call)
@@ -257,7 +267,7 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
                     # Otherwise grpc's client would report that a write failed, but not why.
                     while await context.read() is not EOF:
                         await self._turn(call.payer)
-                    await refuse(context, refused)
+                    await refuse(context, refused, self._vitals)
                 data.append(message)
                 if len(message) < MESSAGE_BYTES // 2:  # the number of longer ones is bounded by the request's size
                     await self._turn(call.payer)
@@ -268,9 +278,8 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
             items = max((len(each) for each in _repeated(request)), default=0)
             if items > most_items:
                 del request
-                await refuse(
-                    context, LimitMet(f"a request of this call has at most {most_items:,} items, not {items:,}")
-                )
+                text = f"a request of this call has at most {most_items:,} items, not {items:,}"
+                await refuse(context, LimitMet(text), self._vitals)
             return request
 
         return read

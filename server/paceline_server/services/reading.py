@@ -69,6 +69,7 @@ class SessionMessages:
 
     def __init__(self, context: aio.ServicerContext[Any, Any]) -> None:
         self._context = context
+        self.peer, self.auth_context = context.peer, context.auth_context  # the audit asks who makes a refused call
         self._read = self._written = 0
 
     async def read(self) -> Any:

@@ -13,6 +13,7 @@ from google.rpc.status_pb2 import Status
 from paceline_server._grpc import aio, grpc, rpc_status
 from paceline_server.errors import STATUS, NotLeader, Refused
 from paceline_server.services.reading import SessionMessages, check_readable, forgiving
+from paceline_server.vitals import Vitals
 from paceline_server.wire import cut
 from pacelinepb import ERROR_DOMAIN
 from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -35,7 +36,13 @@ class RefusalInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # no
 
     Anything else that a handler raises is a bug: it is logged with its stack, and the caller gets only INTERNAL.
     Handlers must be coroutine functions (unary, or streams that read and write through the context).
+
+    Args:
+        vitals: counts refusals.
     """
+
+    def __init__(self, vitals: Vitals) -> None:
+        self._vitals = vitals
 
     async def intercept_service(
         self,
@@ -55,7 +62,7 @@ class RefusalInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # no
             make, inner = grpc.unary_stream_rpc_method_handler, _reading(handler.unary_stream)  # type: ignore[arg-type]
         parse = handler.request_deserializer
         wrapped: grpc.RpcMethodHandler[Any, Any] = make(
-            _refusing(inner, handler_call_details.method),
+            _refusing(inner, handler_call_details.method, self._vitals),
             forgiving(parse) if parse is not None else None,
             handler.response_serializer,
         )
@@ -76,12 +83,12 @@ def _reading_stream(handler: Any) -> Any:
     return handle
 
 
-def _refusing(handler: _Handler, method: str) -> _Handler:
+def _refusing(handler: _Handler, method: str, vitals: Vitals) -> _Handler:
     async def handle(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
         try:
             return await handler(request, context)
         except Refused as refused:
-            await refuse(context, refused)
+            await refuse(context, refused, vitals)
         except Exception:  # noqa: BLE001 - a bug in one call must not look like a lost connection
             _log.exception("%s failed", method)
             await context.abort(grpc.StatusCode.INTERNAL, "the coordinator failed; its log has more")
@@ -89,8 +96,9 @@ def _refusing(handler: _Handler, method: str) -> _Handler:
     return handle
 
 
-async def refuse(context: aio.ServicerContext[Any, Any], refused: Refused) -> NoReturn:
-    """Ends a call with the status of a refusal and a `google.rpc.ErrorInfo`."""
+async def refuse(context: aio.ServicerContext[Any, Any], refused: Refused, vitals: Vitals) -> NoReturn:
+    """Ends a call with the status of a refusal and a `google.rpc.ErrorInfo`, and counts it."""
+    vitals.refused(refused)
     detail = AnyMessage()
     reason = ErrorReason.Name(refused.reason).removeprefix("ERROR_REASON_")
     info = ErrorInfo(reason=reason, domain=ERROR_DOMAIN)

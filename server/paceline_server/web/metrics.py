@@ -1,4 +1,4 @@
-"""Metrics for Prometheus, read from the jobs at the moment of a scrape: a series ends with what it is about.
+"""Metrics of jobs for Prometheus, read at the moment of a scrape: a series ends with what it is about.
 
 Values of labels are fixed, but for the names of jobs, of which at most `MOST_JOBS` are shown, the ranks of live views,
 and kinds of links, of which a job has at most nine.
@@ -18,7 +18,7 @@ from paceline_server.services.admin import phase_of, standing_of
 from paceline_server.tally import CHANGE_REASONS, LOSSES, USES, Histogram, Tally
 from pacelinepb.v1.admin_pb2 import JobPhase
 
-__all__ = ["JobCollector", "MOST_JOBS"]
+__all__ = ["JobCollector", "MOST_JOBS", "histogram_family"]
 
 MOST_JOBS = 100
 """The most jobs with series of their own: each has some 60, and one for each rank. A scrape holds up the coordinator's
@@ -41,24 +41,17 @@ class JobCollector:
 
     Args:
         dispatcher: the jobs.
-        version: of Paceline.
-        started: when the coordinator started, in seconds since 1970.
         now: the time on the loop's clock.
         shows: whether the caller may see a job of this name.
     """
 
-    def __init__(
-        self, dispatcher: Dispatcher, version: str, started: float, now: float, shows: Callable[[str], bool]
-    ) -> None:
+    def __init__(self, dispatcher: Dispatcher, now: float, shows: Callable[[str], bool]) -> None:
         self._dispatcher = dispatcher
-        self._version = version
-        self._started = started
         self._now = now
         self._shows = shows
 
     def collect(self) -> Iterator[Metric]:
         """Yields all metrics."""
-        yield from self._of_coordinator()
         shown = self._jobs()
         yield from self._of_state(shown)
         yield from self._of_tallies(shown)
@@ -73,40 +66,6 @@ class JobCollector:
             if len(found) == MOST_JOBS:
                 break
         return found
-
-    def _of_coordinator(self) -> Iterator[Metric]:
-        info = GaugeMetricFamily(
-            "paceline_build_info", "The version of this coordinator; always 1.", labels=["version"]
-        )
-        info.add_metric([self._version], 1)
-        yield info
-        yield GaugeMetricFamily(
-            "paceline_coordinator_leader",
-            "1 while this coordinator leads, 0 while it is a standby or stops.",
-            value=0 if self._dispatcher.draining or self._dispatcher.standby is not None else 1,
-        )
-        yield GaugeMetricFamily(
-            "paceline_coordinator_epoch",
-            "How often a coordinator has taken over; 0 for one that shares its state with no other.",
-            value=self._dispatcher.epoch,
-        )
-        yield GaugeMetricFamily(
-            "paceline_coordinator_start_time_seconds",
-            "When this coordinator started, in seconds since 1970.",
-            value=self._started,
-        )
-        yield GaugeMetricFamily(
-            "paceline_jobs", "Jobs that have workers, or a state to go on from.", value=len(self._dispatcher.jobs)
-        )
-        yield _histogram(
-            "paceline_store_commit_seconds",
-            "How long it took to store a view.",
-            [("", self._dispatcher.observatory.commits)],
-            labels=[],
-        )
-        failures = CounterMetricFamily("paceline_store_failures", "Changes of jobs that could not be stored.")
-        failures.add_metric([], self._dispatcher.keeper.failures)
-        yield failures
 
     def _of_state(self, shown: list[_Shown]) -> Iterator[Metric]:
         phase = GaugeMetricFamily("paceline_job_phase", "1 for the phase that the job is in.", labels=["job", "phase"])
@@ -214,8 +173,8 @@ class JobCollector:
             ("join", "From the registration of a worker that joins a running job to its seat."),
         ):
             values = [(name, getattr(tally, metric)) for name, _, tally in shown]
-            yield _histogram(f"paceline_{metric}_seconds", text, values, ["job"])
-        yield _histogram(
+            yield histogram_family(f"paceline_{metric}_seconds", text, values, ["job"])
+        yield histogram_family(
             "paceline_checkpoint_seconds",
             "How long it took to write a checkpoint.",
             [(name, tally.checkpoint) for name, tally in keeping],
@@ -250,7 +209,8 @@ def lags(now: float, members: Iterable[Session]) -> list[tuple[Session, float]]:
     ]
 
 
-def _histogram(name: str, text: str, values: Iterable[tuple[str, Histogram]], labels: list[str]) -> Metric:
+def histogram_family(name: str, text: str, values: Iterable[tuple[str, Histogram]], labels: list[str]) -> Metric:
+    """Makes a metric of histograms by job; of a single one, with "" for a job, if there are no labels."""
     family = HistogramMetricFamily(name, text, labels=labels)
     for job, histogram in values:
         total, buckets = 0, []

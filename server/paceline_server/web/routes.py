@@ -43,9 +43,13 @@ from paceline_server.errors import (
 )
 from paceline_server.keeper import Keeper
 from paceline_server.limits import Pacers, payer, peer_of
+from paceline_server.process_limits import usable_bytes
+from paceline_server.security.tls import CertificateKeeper
 from paceline_server.security.token_file import TokenKeeper
 from paceline_server.security.tokens import Grant, Role
 from paceline_server.services.admin import AT_ONCE, AdminHandlers
+from paceline_server.services.audit import Action, Audit
+from paceline_server.web.coordinator_metrics import CoordinatorCollector
 from paceline_server.web.metrics import JobCollector
 from paceline_server.web.stream import Broadcasts
 from pacelinepb.status_json import detail_as_dict, event_as_dict, job_as_dict, members_as_dicts
@@ -124,6 +128,7 @@ class Routes:
     Args:
         dispatcher: the jobs.
         tokens: the tokens in force; None if callers need none.
+        certificates: the coordinator's; None without TLS.
         names: the names, in lower case, by which a request may call this server, besides IP addresses; None for any.
         streaming: is entered for as long as a request is answered with a stream.
 
@@ -135,6 +140,7 @@ class Routes:
         self,
         dispatcher: Dispatcher,
         tokens: TokenKeeper | None,
+        certificates: CertificateKeeper | None,
         *,
         names: frozenset[str] | None,
         streaming: Callable[[web.Request], AbstractContextManager[None]],
@@ -143,12 +149,16 @@ class Routes:
         self._dispatcher = dispatcher
         self._admin = AdminHandlers(dispatcher)
         self._tokens = tokens
+        self._audit = Audit(tokens)
         self._version = _version()
+        self._of_coordinator = CoordinatorCollector(
+            dispatcher, certificates, self._version, time.time(), usable_bytes()
+        )
         self._names = names
         self._streaming = streaming
         self._pacers = Pacers(REQUEST_RATE, REQUEST_BURST, _MOST_PAYERS)
         self._readiness = _Readiness(dispatcher.keeper)
-        self._started = time.time()
+        dispatcher.vitals.places["streams"] = self.broadcasts.shares
         self._files = _read_files(STATIC)
         self._building = asyncio.Lock()
         self._asking = 0
@@ -185,6 +195,8 @@ class Routes:
                 raise self._dispatcher.standby()
             response = await handler(request)
         except Refused as refused:
+            if request.path not in _PROBES:  # a standby refuses each of them
+                self._dispatcher.vitals.refused(refused)
             response = error_answer(_STATUS.get(type(refused), 400), str(refused))
             if isinstance(refused, Unauthenticated):
                 response.headers["WWW-Authenticate"] = "Bearer"
@@ -296,7 +308,8 @@ class Routes:
         async def build() -> bytes:
             registry = CollectorRegistry()
             now = asyncio.get_running_loop().time()
-            registry.register(JobCollector(self._dispatcher, self._version, self._started, now, grant.allows))
+            registry.register(self._of_coordinator)
+            registry.register(JobCollector(self._dispatcher, now, grant.allows))
             return generate_latest(registry)
 
         body = await self._shared(("metrics", grant.jobs), build)
@@ -383,6 +396,13 @@ class Routes:
 
     async def _drain(self, request: web.Request) -> web.Response:
         """Has members leave, if the request comes from an operator, and not from another page in a browser."""
+        authorization = request.headers.get("Authorization")
+        caller = await self._audit.caller(_address(request), _common_name(request), authorization)
+        with self._audit.of("DrainMembers", caller) as action:
+            action.job = request.match_info["name"]
+            return await self._drain_audited(request, action)
+
+    async def _drain_audited(self, request: web.Request, action: Action) -> web.Response:
         if request.content_type != "application/json":
             raise BadRequest("an order must have Content-Type: application/json")
         origin = request.headers.get("Origin")
@@ -398,8 +418,20 @@ class Routes:
         members = asked.get("members") if isinstance(asked, dict) else None
         if not isinstance(members, list) or not all(isinstance(member, str) for member in members):
             raise BadRequest('the body must be {"members": ["3", ...]}: ranks or member ids, none for all')
+        action.members = members
         told = await self._admin.DrainMembers(pb.DrainMembersRequest(job=name, members=members))
         return _json(_dump({"member_ids": list(told.member_ids)}))
+
+
+def _address(request: web.Request) -> str:
+    """Returns the caller's IP address and port."""
+    host, port, *_ = request.get_extra_info("peername") or ("", 0)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _common_name(request: web.Request) -> str | None:
+    held = request.get_extra_info("peercert") or {}
+    return next((value for part in held.get("subject", ()) for name, value in part if name == "commonName"), None)
 
 
 def _version() -> str:

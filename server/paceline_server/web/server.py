@@ -90,7 +90,7 @@ class HttpServer:
     ) -> None:
         self._address = address
         self._certificates = certificates
-        self._routes = Routes(dispatcher, tokens, names=names, streaming=self._streaming)
+        self._routes = Routes(dispatcher, tokens, certificates, names=names, streaming=self._streaming)
         application = self._routes.application()
         application.middlewares.insert(0, _close_in_time)
         self._runner = web.AppRunner(application, handle_signals=False, shutdown_timeout=_STOP_S)
@@ -98,6 +98,7 @@ class HttpServer:
         self._accepting: list[asyncio.Task[None]] = []
         self._context: ssl.SSLContext | None = None
         self._places: Places[asyncio.Task[None]] = Places(MOST_CONNECTIONS)
+        dispatcher.vitals.places["connections"] = self._places
         self._remarks = Remarks(_REMARK_S)
         self._connections: set[asyncio.Task[None]] = set()
 

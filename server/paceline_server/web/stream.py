@@ -163,11 +163,15 @@ class Broadcast:
 
 
 class Broadcasts:
-    """All streams of a coordinator."""
+    """All streams of a coordinator.
+
+    Attributes:
+        shares: of its places.
+    """
 
     def __init__(self) -> None:
         self._all: dict[Hashable, Broadcast] = {}
-        self._shares = Budget(MOST_VIEWERS)
+        self.shares = Budget(MOST_VIEWERS)
         self._closed = False
 
     @contextmanager
@@ -180,7 +184,7 @@ class Broadcasts:
         Raises:
             NoRoom: the payer has its share of the streams.
         """
-        shares = self._shares
+        shares = self.shares
         if not shares.take(who, 1):
             raise NoRoom(
                 f"no live view: {shares.held(who)} pages of {who} are open, and {shares.used} of all, of "

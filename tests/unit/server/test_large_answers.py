@@ -92,7 +92,7 @@ def test_the_page_gets_many_members_while_others_have_their_turn(monkeypatch: py
     async def main(dispatcher: Dispatcher) -> None:
         ids = [stream.member_id for stream in register(dispatcher, "job", MANY)]
         answer = asyncio.ensure_future(
-            routes.Routes(dispatcher, None, names=None, streaming=nullcontext)._detail("job")
+            routes.Routes(dispatcher, None, None, names=None, streaming=nullcontext)._detail("job")
         )
         most = before = 0
         while not answer.done():

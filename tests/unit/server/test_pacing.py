@@ -58,7 +58,7 @@ def test_the_caller_with_the_most_places_loses_its_oldest() -> None:
     assert places.take("later", "h") == "f", "all have one, so whoever came first has to go"
     for free in ("h", "h", "never there"):
         places.free(free)
-    assert len(places) == 2
+    assert places.used == 2
     assert places.take("quiet", "i") is None
 
 
@@ -80,7 +80,7 @@ def test_a_new_caller_gets_a_place_from_the_caller_with_the_most(moves: list[tup
             assert owners.count(held[lost]) == max(owners.count(each) for each in owners)
             assert lost == min(each for each in held if held[each] == held[lost])
             del held[lost]
-        assert len(places) == len(held)
+        assert places.used == len(held)
 
 
 def test_a_kind_has_a_line_at_once_and_then_one_in_each_period() -> None:
