@@ -22,10 +22,11 @@ __all__ = ["Paced", "pace_log"]
 _PERIOD_S = 60.0
 """Seconds between two lines about one kind of call."""
 
-_BY_CALLERS = frozenset(("DecodeError", "ExecuteBatchError", "UnicodeDecodeError"))
+_BY_CALLERS = frozenset(("DecodeError", "ExecuteBatchError", "TooMuchMetadata", "UnicodeDecodeError"))
 """Names of the exceptions of which a caller alone can make any number."""
 
-_CYTHON = (".pyx", ".pxi")
+_GRPC = (".pyx", ".pxi", "grpc_metadata.py")
+"""Files of grpc itself, and the one that stands between two of its functions."""
 
 
 class Paced(logging.Filter):
@@ -53,7 +54,7 @@ class Paced(logging.Filter):
 
 def _is_of_python(trace: TracebackType | None) -> bool:
     """Returns True if the exception has passed through code in Python. What grpc reads itself, it reads in Cython."""
-    while trace is not None and trace.tb_frame.f_code.co_filename.endswith(_CYTHON):
+    while trace is not None and trace.tb_frame.f_code.co_filename.endswith(_GRPC):
         trace = trace.tb_next
     return trace is not None
 

@@ -1,6 +1,7 @@
 """Sets up grpc before it is first imported. `paceline` and `paceline_server` import it by way of this module alone.
 
-What strangers can make it log is paced (`grpc_log`).
+What strangers can make it log is paced (`grpc_log`), and the metadata that it makes Python objects of is bounded
+(`grpc_metadata`).
 
 grpc reads these variables once, when it is imported. One that the user has set stays.
 
@@ -38,8 +39,10 @@ from grpc._cython import cygrpc  # type: ignore[attr-defined]  # noqa: E402  # n
 from grpc_status import rpc_status  # noqa: E402
 
 from pacelinepb.grpc_log import pace_log  # noqa: E402
+from pacelinepb.grpc_metadata import bound_metadata  # noqa: E402
 
 pace_log(cygrpc)
+bound_metadata(cygrpc)
 
 EOF: Any = aio.EOF  # type: ignore[attr-defined]  # not in grpc-stubs
 """Returned by `read` at the end of a stream."""

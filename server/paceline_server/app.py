@@ -38,6 +38,7 @@ from paceline_server.settings import ServerSettings, check_http
 from paceline_server.storage.base import Storage
 from paceline_server.storage.memory import MemoryStorage
 from paceline_server.storage.sqlite import SqliteStorage
+from pacelinepb.memory_guard import Callers, MemoryGuard
 from pacelinepb.pieces import MESSAGE_BYTES
 from pacelinepb.v1 import admin_pb2, session_pb2, store_pb2
 from pacelinepb.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
@@ -103,6 +104,8 @@ class Coordinator:
         self._tokens: TokenKeeper | None = None
         self._certificates: CertificateKeeper | None = None
         self._http: HttpServer | None = None
+        self._callers = Callers(_IDLE_MS / 1_000)
+        self._guard: MemoryGuard | None = None
         self.http_url = ""
 
     async def start(self) -> str:
@@ -138,7 +141,7 @@ class Coordinator:
         vitals.memory["calls"] = memory = Budget(self._settings.call_bytes)
         calls = OpenCalls(memory, self._settings.longest_request)
         interceptors: list[aio.ServerInterceptor] = [  # type: ignore[type-arg]
-            PacingInterceptor(self._settings, calls, self._payer_of, vitals),
+            PacingInterceptor(self._settings, calls, self._payer_of, vitals, self._callers),
             RefusalInterceptor(vitals),
             AuditInterceptor(Audit(self._tokens)),
         ]
@@ -165,6 +168,8 @@ class Coordinator:
             await self._serve_http(self._settings.http)
         self._starting = asyncio.ensure_future(server.start())
         await asyncio.shield(self._starting)
+        if self._tokens is not None and self._settings.tls_ca is None:  # else there are no strangers
+            self._guard = MemoryGuard(self._callers, {port for _, port in listening})
         status = health_pb2.HealthCheckResponse.SERVING
         if self._standby is not None:  # the process is well, and health without a name of a service says so
             status = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -218,6 +223,8 @@ class Coordinator:
             if self._starting is None:  # grpc closes the port only of a server that was started
                 await server.start()
             await server.stop(grace)
+        if self._guard is not None:
+            self._guard.close()
         if self._tokens is not None:
             await self._tokens.close()
         if self._certificates is not None:

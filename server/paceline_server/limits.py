@@ -28,7 +28,7 @@ from urllib.parse import unquote
 from paceline_server.errors import Unauthenticated
 from paceline_server.security.tokens import Tokens
 
-__all__ = ["Budget", "Pacer", "Pacers", "Places", "in_words", "payer", "peer_of"]
+__all__ = ["Budget", "Pacer", "Pacers", "Places", "in_words", "is_unknown", "payer", "peer_of"]
 
 T = TypeVar("T", bound=Hashable)
 
@@ -180,6 +180,8 @@ class Places(Generic[T]):
                 del self._held[who]
 
 
+_UNKNOWN = "unknown callers"
+
 _IPV6_HOST_BITS = 64
 """A host with one IPv6 address usually has all addresses that differ only in these bits (RFC 6177)."""
 
@@ -198,8 +200,13 @@ def payer(tokens: Tokens | None, authorization: str | None, peer: str) -> str:
     try:
         jobs = tokens.grant(authorization).jobs
     except Unauthenticated:
-        return f"unknown callers at {address}"
+        return f"{_UNKNOWN} at {address}"
     return address if jobs is None else in_words(jobs)
+
+
+def is_unknown(payer: str) -> bool:
+    """Returns True if these callers need a valid token, and have none."""
+    return payer.startswith(_UNKNOWN)
 
 
 def in_words(jobs: Collection[str]) -> str:

@@ -30,6 +30,7 @@ from paceline.config import MAX_STREAMS, Config
 from paceline.credentials import IN_THE_CLEAR, Credentials
 from paceline.errors import PacelineError
 from pacelinepb import PROTOCOL_VERSION
+from pacelinepb.memory_guard import Callers
 from pacelinepb.v1 import peer_pb2
 
 __all__ = ["SEEDS", "abort", "hello", "knock", "proof", "stream"]
@@ -221,7 +222,7 @@ def stream(data: bytes) -> None:
     async def deliver() -> None:
         kinds = LinkKinds(Config(), IN_THE_CLEAR)
         kinds._keep(b"ticket", half)
-        intake = Intake(kinds)
+        intake = Intake(kinds, Callers(1.0))
         intake.expect(b"ticket", house, PEERS[0], house.link)  # type: ignore[arg-type]
         await intake.serve(None, context)
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from google.protobuf.message import Message
 
 __all__ = [
+    "CONTINUATION",
     "DATA",
     "END_HEADERS",
     "END_STREAM",
@@ -23,14 +24,18 @@ __all__ = [
     "connect",
     "frame",
     "framed",
+    "inflated",
     "open_call",
     "referred",
 ]
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
-DATA, HEADERS, RST_STREAM, SETTINGS, PING, WINDOW_UPDATE = 0, 1, 3, 4, 6, 8
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 6, 8, 9
 END_HEADERS, END_STREAM = 4, 1
+
+_MOST_IN_A_FRAME = 1 << 14
+_CANCEL = 8
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes, length: int | None = None) -> bytes:
@@ -64,6 +69,18 @@ def referred(fields: Mapping[bytes, bytes], last: int) -> tuple[bytes, bytes]:
     return first, bytes(numbers[:-1] + [newest] * last)
 
 
+def inflated(method: str, stream: int, fields: int, *, whole: bool = True) -> bytes:
+    """A call whose headers have so many fields more, a byte each: references to `cookie` of the static table (6.1).
+
+    They end if it is to be whole, and then the call is cancelled.
+    """
+    refers = bytes([0x80 | 32]) * fields
+    pieces = [refers[at : at + _MOST_IN_A_FRAME] for at in range(0, fields, _MOST_IN_A_FRAME)]
+    sent = frame(HEADERS, 0, stream, call_headers(method))
+    sent += b"".join(frame(CONTINUATION, 0, stream, piece) for piece in pieces)
+    return sent + frame(CONTINUATION, END_HEADERS, stream, b"") + _cancel(stream) if whole else sent
+
+
 def claimed(size: int) -> bytes:
     """The head of a gRPC message that says it is so long."""
     return b"\0" + struct.pack(">I", size)
@@ -84,6 +101,10 @@ def connect(address: str, timeout: float = 10.0) -> socket.socket:
     """A connection to "host:port"."""
     host, _, port = address.rpartition(":")
     return socket.create_connection((host, int(port)), timeout)
+
+
+def _cancel(stream: int) -> bytes:
+    return frame(RST_STREAM, 0, stream, struct.pack(">I", _CANCEL))
 
 
 def _text(text: str | bytes) -> bytes:

@@ -34,6 +34,7 @@ from paceline.config import Config
 from paceline.credentials import Credentials
 from paceline.errors import LinkUnavailable
 from pacelinepb import PROTOCOL_VERSION
+from pacelinepb.memory_guard import Callers, MemoryGuard
 from pacelinepb.v1 import peer_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from pacelinepb.v1.session_pb2 import Verdict
@@ -102,9 +103,11 @@ class Door:
         self._starting: asyncio.Future[None] | None = None
         self._mesh: ServedMesh | None = None
         self._entered = asyncio.Event()
-        self._intake = Intake(self.kinds)
+        self._callers = Callers(IDLE_SECONDS)
+        self._guard: MemoryGuard | None = None
+        self._intake = Intake(self.kinds, self._callers)
         self._closing = asyncio.Event()
-        self._requests = Requests(credentials.door_key)
+        self._requests = Requests(credentials.door_key, self._callers)
         self._waiting: Counter[str] = Counter()  # by connection
 
     def on_exhausted(self, hear: Callable[[BaseException], None]) -> None:
@@ -121,6 +124,8 @@ class Door:
             LinkUnavailable: the address cannot be bound.
         """
         bound = await self._open(host, port)
+        if self._credentials.ca is None:  # else strangers get no further than the handshake
+            self._guard = MemoryGuard(self._callers, {bound})
         await self.kinds.start(host)
         return bound
 
@@ -177,6 +182,8 @@ class Door:
             LinkUnavailable: the new address cannot be bound; nothing has changed.
         """
         found = await self._open(host, port)
+        if self._guard is not None:
+            self._guard.ports = {found}
         bound()
         await self.kinds.start(host)
         while len(self._servers) > 1:
@@ -193,6 +200,8 @@ class Door:
         """Ends every stream with the message that all its frames were received, then stops listening."""
         self._closing.set()
         self._entered.set()
+        if self._guard is not None:
+            self._guard.close()
         await self._intake.close()
         self.kinds.close()
         if self._starting is not None:  # grpc crashes if a server is stopped before, or while, it starts
@@ -331,10 +340,12 @@ class Intake:
 
     Args:
         kinds: the kinds of links that this worker has.
+        callers: is told of the streams that had a ticket.
     """
 
-    def __init__(self, kinds: LinkKinds) -> None:
+    def __init__(self, kinds: LinkKinds, callers: Callers) -> None:
         self._kinds = kinds
+        self._callers = callers
         self._tickets: dict[bytes, _Admission] = {}
         self._streams: set[asyncio.Task[Any]] = set()
         self._closing = asyncio.Event()
@@ -380,6 +391,8 @@ class Intake:
         task = asyncio.current_task()
         assert task is not None
         self._streams.add(task)
+        caller = context.peer()
+        self._callers.came(caller)
         frames, sent, whole = 0, 0, False
         try:
             await context.write(peer_pb2.FramesResponse(accepted=peer_pb2.Accepted()))
@@ -437,6 +450,7 @@ class Intake:
             raise
         finally:
             self._streams.discard(task)
+            self._callers.went(caller, time.monotonic())
 
 
 def _relay(mesh: ServedMesh, peer: Peer, frame: Frame) -> None:

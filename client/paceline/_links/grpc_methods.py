@@ -26,6 +26,7 @@ from paceline._exhausted import is_exhausted
 from paceline._grpc import EOF, grpc, rpc_status
 from pacelinepb import ERROR_DOMAIN
 from pacelinepb.bounds import too_much
+from pacelinepb.memory_guard import Callers
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["MAX_REQUEST_BYTES", "Requests", "refuse", "shown"]
@@ -67,13 +68,15 @@ class Requests:
 
     Args:
         key: checks the callers' proofs; None to admit every caller.
+        callers: is told of the calls that are admitted.
 
     Attributes:
         on_exhausted: called if a method fails because this process has no memory, thread or descriptor left.
     """
 
-    def __init__(self, key: DoorKey | None = None) -> None:
+    def __init__(self, key: DoorKey | None, callers: Callers) -> None:
         self._key = key
+        self._callers = callers
         self.on_exhausted: Callable[[BaseException], None] = lambda error: None
         self._reading: Counter[str] = Counter()  # by connection
         self._unhurried: set[asyncio.Timeout] = set()
@@ -85,7 +88,9 @@ class Requests:
 
         async def handle(_: Any, context: Any) -> None:
             with self._telling():
-                await context.write(await handler(await self._parsed(request, context), context))
+                message = await self._parsed(request, context)
+                with self._callers.one(context.peer()):
+                    await context.write(await handler(message, context))
 
         made: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(
             handle, response_serializer=response.SerializeToString
@@ -99,8 +104,10 @@ class Requests:
 
         async def handle(_: Any, context: Any) -> AsyncIterator[R]:
             with self._telling():
-                async for answer in handler(await self._parsed(request, context), context):
-                    yield answer
+                message = await self._parsed(request, context)
+                with self._callers.one(context.peer()):
+                    async for answer in handler(message, context):
+                        yield answer
 
         made: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(
             handle, response_serializer=response.SerializeToString

@@ -17,19 +17,20 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Iterator, MutableSequence, Sized
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from google.protobuf.message import Message
 
 from paceline_server._grpc import EOF, aio, grpc
 from paceline_server.errors import LimitMet, NoRoom
-from paceline_server.limits import Budget, Pacers
+from paceline_server.limits import Budget, Pacers, is_unknown
 from paceline_server.services.authenticate import authorization_of
 from paceline_server.services.probes import PROBE, Probes
 from paceline_server.services.refusals import refuse
 from paceline_server.settings import ServerSettings
 from paceline_server.vitals import Vitals
+from pacelinepb.memory_guard import Callers
 from pacelinepb.pieces import MESSAGE_BYTES
 from pacelinepb.v1 import session_pb2, store_pb2
 
@@ -154,6 +155,7 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
         calls: the open calls.
         payer_of: gives the payer of a call, from its `authorization` and its peer.
         vitals: counts refusals.
+        callers: is told of the calls that have a valid token, or need none.
     """
 
     def __init__(
@@ -162,12 +164,14 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
         calls: OpenCalls,
         payer_of: Callable[[str | None, str], str],
         vitals: Vitals,
+        callers: Callers,
     ) -> None:
         self._pacers = Pacers(settings.call_rate, settings.call_burst, _MOST_PAYERS)
         self._settings = settings
         self._calls = calls
         self._payer_of = payer_of
         self._vitals = vitals
+        self._callers = callers
         self._probes = Probes()
 
     async def intercept_service(
@@ -195,9 +199,11 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
             await self._probes.serve(handler.unary_unary, context)
 
         async def count(requests: Any, context: aio.ServicerContext[Any, Any]) -> None:
-            payer = self._payer_of(authorization, context.peer())
+            peer = context.peer()
+            payer = self._payer_of(authorization, peer)
+            known: AbstractContextManager[None] = nullcontext() if is_unknown(payer) else self._callers.one(peer)
             try:
-                with self._calls.one(payer, lasts) as call:
+                with known, self._calls.one(payer, lasts) as call:
                     await self._turn(payer)
                     await serve(requests, context, call)
             except NoRoom as refused:
