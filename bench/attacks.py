@@ -141,11 +141,15 @@ def calls(token: str, method: str, data: bytes) -> Attack:
         made = target.attacker(token)
         yield
         made.open(method, [data] * target.crowd, CONNECTIONS, again=True)
-        while True:
-            made.press(0.1)
-            yield
+        yield from pressed(made)
 
     return attack
+
+
+def pressed(made: Attacker) -> Iterator[None]:
+    while True:
+        made.press(0.1)
+        yield
 
 
 def beside(prepare: Callable[[Target], object], attack: Attack) -> Attack:
@@ -224,9 +228,7 @@ def registrations(target: Target) -> Iterator[None]:
     made = target.attacker(THEIRS)
     yield
     made.open(SESSION, [first("attacker", at, 1) + leave for at in range(target.crowd)], CONNECTIONS, again=True)
-    while True:
-        made.press(0.1)
-        yield
+    yield from pressed(made)
 
 
 def connections(port: Callable[[Target], int], says: bytes) -> Attack:
@@ -269,9 +271,7 @@ def stored(size: int) -> Attack:
         made = target.attacker(THEIRS)
         yield
         made.open(f"{STORE}/Set", [sets[at % 100] for at in range(target.crowd)], CONNECTIONS, again=True, whole=True)
-        while True:
-            made.press(0.1)
-            yield
+        yield from pressed(made)
 
     return attack
 
