@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 
 from paceline_server.failover import FailoverCoordinator, make_coordinator
-from paceline_server.process_limits import raise_file_limit, share_one_heap
+from paceline_server.process_limits import collect_rarely, raise_file_limit, share_one_heap
 from paceline_server.settings import ServerSettings
 
 __all__ = ["serve"]
@@ -52,6 +52,7 @@ async def _serve(settings: ServerSettings, announce: Callable[[str, str], None] 
         if starting.cancelled():
             return
     address = starting.result()
+    collect_rarely()
     if announce is not None:
         announce(address, coordinator.http_url)
     if isinstance(coordinator, FailoverCoordinator):

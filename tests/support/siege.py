@@ -187,7 +187,26 @@ class Attacker:
         """Bytes."""
         return sum(each.sent for each in self._connections)
 
-    def open(self, method: str, requests: Sequence[bytes], connections: int, *, deaf: bool = False) -> None:
+    @property
+    def ended(self) -> int:
+        """Calls that the coordinator has ended."""
+        return sum(each.ended for each in self._connections)
+
+    @property
+    def heard(self) -> int:
+        """Frames with data of the coordinator's answers."""
+        return sum(each.heard for each in self._connections)
+
+    def open(
+        self,
+        method: str,
+        requests: Sequence[bytes],
+        connections: int,
+        *,
+        deaf: bool = False,
+        again: bool = False,
+        whole: bool = False,
+    ) -> None:
         """Begins a call for each request.
 
         Args:
@@ -195,10 +214,23 @@ class Attacker:
             requests: each with its head (`http2.claimed`); it may be a part of one.
             connections: on so many.
             deaf: nothing of the answers is read.
+            again: a call that has ended is made again.
+            whole: a call's requests end with the one that is given.
         """
         headers = call_headers(method, self._more)
         for at in range(connections):
-            self._connections.append(_Connection(connect(self._address), headers, requests[at::connections], deaf))
+            there = connect(self._address)
+            self._connections.append(_Connection(there, headers, requests[at::connections], deaf, again, whole))
+
+    @property
+    def saying(self) -> bool:
+        """True if not all is sent that is to be said."""
+        return any(each.saying for each in self._connections)
+
+    def say(self, data: bytes, but: int = 0) -> None:
+        """Sends more on all calls that are open, but for so many of the first; all that was said before is sent."""
+        for at, each in enumerate(self._connections):
+            each.say(data, but if at == 0 else 0)
 
     def press(self, seconds: float) -> None:
         """Sends what the coordinator lets through, for so long."""
@@ -220,24 +252,27 @@ class Attacker:
 
 
 class _Connection:
-    def __init__(self, there: socket.socket, headers: bytes, requests: Sequence[bytes], deaf: bool) -> None:
+    def __init__(
+        self, there: socket.socket, headers: bytes, requests: Sequence[bytes], deaf: bool, again: bool, whole: bool
+    ) -> None:
         there.setblocking(False)
         self.socket = there
         self.over = False
-        self.sent = 0
+        self.sent = self.ended = self.heard = 0
         self.outgoing = bytearray(PREFACE + frame(SETTINGS, 0, 0, struct.pack(">HI", _INITIAL_WINDOW_SIZE, 1 << 30)))
-        if deaf:
-            self.outgoing += frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", 1 << 30))
+        self.outgoing += frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", 1 << 30))
         self._deaf = deaf
         self._incoming = bytearray()
         self._window, self._initial = _WINDOW, _WINDOW
         self._windows: Counter[int] = Counter()
         """By stream: what it has been granted besides the initial window, less what has been sent."""
         self._left: deque[tuple[int, memoryview]] = deque()
-        for number, request in enumerate(requests):
-            self.outgoing += frame(HEADERS, END_HEADERS, 2 * number + 1, headers)
-            if request:
-                self._left.append((2 * number + 1, memoryview(request)))
+        self._headers, self._again, self._whole = headers, again, whole
+        self._open: dict[int, bytes] = {}
+        """By stream: its request."""
+        self._next = 1
+        for request in requests:
+            self._begin(request)
         self._fill()
 
     @property
@@ -247,6 +282,14 @@ class _Connection:
 
     def fileno(self) -> int:
         return self.socket.fileno()
+
+    @property
+    def saying(self) -> bool:
+        return bool(self._left) and not self.over
+
+    def say(self, data: bytes, but: int) -> None:
+        self._left += [(stream, memoryview(data)) for stream in list(self._open)[but:]]
+        self._fill()
 
     def send(self) -> None:
         try:
@@ -286,8 +329,27 @@ class _Connection:
             self.outgoing += frame(SETTINGS, _ACK, 0, b"")
         elif kind == PING and not flags & _ACK:
             self.outgoing += frame(PING, _ACK, 0, payload)
+        elif kind == DATA:
+            self.heard += 1
         elif kind == RST_STREAM or (kind == HEADERS and flags & END_STREAM):
-            self._left = deque(each for each in self._left if each[0] != stream)
+            self._end(stream)
+
+    def _begin(self, request: bytes) -> None:
+        stream, self._next = self._next, self._next + 2
+        self.outgoing += frame(HEADERS, END_HEADERS, stream, self._headers)
+        self._open[stream] = request
+        if request:
+            self._left.append((stream, memoryview(request)))
+
+    def _end(self, stream: int) -> None:
+        request = self._open.pop(stream, None)
+        if request is None:
+            return
+        self.ended += 1
+        self._windows.pop(stream, None)
+        self._left = deque(each for each in self._left if each[0] != stream)
+        if self._again:
+            self._begin(request)
 
     def _fill(self) -> None:
         """Queues data of the calls in turn, as far as the windows go."""
@@ -298,7 +360,7 @@ class _Connection:
             room = min(self._window, self._initial + self._windows[stream], _PIECE)
             if room > 0:
                 piece, rest = bytes(rest[:room]), rest[room:]
-                self.outgoing += frame(DATA, 0, stream, piece)
+                self.outgoing += frame(DATA, END_STREAM if self._whole and not rest else 0, stream, piece)
                 self._window -= len(piece)
                 self._windows[stream] -= len(piece)
             if rest:

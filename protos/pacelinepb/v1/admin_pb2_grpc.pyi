@@ -34,7 +34,9 @@ class AdminServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminServiceAsyncStub: ...
     ListJobs: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListJobsRequest, _admin_pb2.ListJobsResponse]
-    """All jobs that the coordinator knows, by name."""
+    """All jobs that the coordinator knows, by name. Of more than 200 jobs, the list may be one that others were given a
+    moment ago: some 0.2 ms for each job.
+    """
     GetJob: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetJobRequest, _admin_pb2.GetJobResponse]
     """One job with its members. Of a job with more than 200 members, the answer may be one that others were given a moment
     ago: some 0.2 ms for each member.
@@ -61,7 +63,9 @@ class AdminServiceAsyncStub(AdminServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListJobs: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListJobsRequest, _admin_pb2.ListJobsResponse]  # type: ignore[assignment]
-    """All jobs that the coordinator knows, by name."""
+    """All jobs that the coordinator knows, by name. Of more than 200 jobs, the list may be one that others were given a
+    moment ago: some 0.2 ms for each job.
+    """
     GetJob: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetJobRequest, _admin_pb2.GetJobResponse]  # type: ignore[assignment]
     """One job with its members. Of a job with more than 200 members, the answer may be one that others were given a moment
     ago: some 0.2 ms for each member.
@@ -91,7 +95,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListJobsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListJobsResponse, _abc.Awaitable[_admin_pb2.ListJobsResponse]]:
-        """All jobs that the coordinator knows, by name."""
+        """All jobs that the coordinator knows, by name. Of more than 200 jobs, the list may be one that others were given a
+        moment ago: some 0.2 ms for each job.
+        """
 
     @_abc_1.abstractmethod
     def GetJob(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -26,6 +26,8 @@ from pacelinepb.v1.admin_pb2_grpc import AdminServiceServicer
 
 __all__ = ["AT_ONCE", "AdminHandlers", "phase_of", "standing_of"]
 
+T = TypeVar("T")
+
 _Context = aio.ServicerContext[Any, Any]
 
 _MOST_PATIENCE_S = 60.0
@@ -37,11 +39,14 @@ _MOST_SUM = (1 << 64) - 1
 """The most that a message can say. Members choose their numbers, and the sum of one job's must not fail all others."""
 
 AT_ONCE = 200
-"""Members that are written into an answer before other calls have a turn: some 5 ms."""
+"""Members or jobs that are written into an answer before other calls have a turn: some 5 ms."""
 
 _KEPT_S = 200e-6
-"""Seconds, for each member of a job with more, for which an answer about the job is given to others who ask. To write
-it takes 25 us for each, so at most an eighth of a core goes into this."""
+"""Seconds, for each member or job of an answer with more, for which the answer is given to others who ask. To write it
+takes 25 us at most for each, so at most an eighth of a core goes into this."""
+
+_ALL = ""
+"""Stands for the list of all jobs where other answers have the name of a job."""
 
 MOST_LISTED = 1_000
 """The most events in one answer."""
@@ -56,25 +61,45 @@ class AdminHandlers(AdminServiceServicer):
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
-        self._answers: dict[str, asyncio.Task[pb.GetJobResponse]] = {}  # about jobs with many members
+        self._answers: dict[str, asyncio.Task[Any]] = {}  # the long ones of the last moment
+        self._giving = asyncio.Lock()
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: _Context | None = None) -> pb.ListJobsResponse:
-        """Returns all jobs, sorted by name."""
-        found = [self._job(name) for name in self._dispatcher.names()]
-        return pb.ListJobsResponse(jobs=[self._summary(job.membership) for job in found], leader=self._leader())
+        """Returns all jobs, sorted by name; an answer that others have just been given, if there are many jobs."""
+        names = [] if _ALL in self._answers else self._dispatcher.names()
+        return await self._answer(_ALL, len(names), lambda: self._list(names))
 
     async def GetJob(self, request: pb.GetJobRequest, context: _Context | None = None) -> pb.GetJobResponse:
         """Returns one job with its members; an answer that others have just been given, if there are many members."""
-        name, membership = request.job, self._job(request.job).membership
-        count = len(membership.state.sessions)
-        if count <= AT_ONCE:
-            return await self._detail(membership)
-        answer = self._answers.get(name)
+        membership = self._job(request.job).membership
+        return await self._answer(request.job, len(membership.state.sessions), lambda: self._detail(membership))
+
+    async def _answer(self, key: str, count: int, write: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Writes an answer with so many members or jobs, or gives the long one that others have just been given."""
+        answer: asyncio.Task[T] | None = self._answers.get(key)
         if answer is None:
-            answer = self._answers[name] = asyncio.create_task(self._detail(membership))
+            if count <= AT_ONCE:
+                return await write()
+            answer = self._answers[key] = asyncio.create_task(write())
             loop = asyncio.get_running_loop()
-            answer.add_done_callback(lambda _: loop.call_later(_KEPT_S * count, self._answers.pop, name))
-        return await asyncio.shield(answer)
+            answer.add_done_callback(lambda _: loop.call_later(_KEPT_S * count, self._answers.pop, key))
+        await asyncio.shield(answer)
+        await self._turn()
+        return answer.result()
+
+    async def _turn(self) -> None:
+        """Lets one long answer leave in each round of the loop: many callers may wait for one, and grpc copies it."""
+        async with self._giving:
+            await asyncio.sleep(0)
+
+    async def _list(self, names: list[str]) -> pb.ListJobsResponse:
+        answer = pb.ListJobsResponse(leader=self._leader())
+        for first in range(0, len(names), AT_ONCE):
+            if first:
+                await asyncio.sleep(0)
+            found = (self._dispatcher.find(name) for name in names[first : first + AT_ONCE])
+            answer.jobs.extend(self._summary(job.membership) for job in found if job is not None)
+        return answer
 
     async def _detail(self, membership: Membership) -> pb.GetJobResponse:
         now, observatory = self._now(), self._dispatcher.observatory
@@ -104,6 +129,8 @@ class AdminHandlers(AdminServiceServicer):
     async def ListEvents(self, request: pb.ListEventsRequest, context: _Context | None = None) -> pb.ListEventsResponse:
         """Returns what has happened."""
         most = min(request.most or MOST_LISTED, MOST_LISTED)
+        if most > AT_ONCE:
+            await self._turn()
         found, looked = self._dispatcher.observatory.events(request.job, request.after, most)
         return pb.ListEventsResponse(events=map(_event, found), next=looked)
 

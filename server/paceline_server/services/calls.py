@@ -213,9 +213,10 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
             try:
                 await (probe if method == PROBE else count)(requests, context)
             except aio.AbortError as ended:
-                # grpc keeps the exception with the call, and its traceback refers to the call. This cycle would keep
-                # the request in memory until the garbage collector runs.
+                # grpc keeps the exception with the call, so its traceback must not refer to the call. This cycle would
+                # keep the request in memory until the garbage collector runs, which would then hold up the loop.
                 ended.__context__ = None
+                del requests, context
                 raise ended.with_traceback(None) from None
 
         paced: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(

@@ -88,7 +88,8 @@ def _refusing(handler: _Handler, method: str, vitals: Vitals) -> _Handler:
         try:
             return await handler(request, context)
         except Refused as refused:
-            await refuse(context, refused, vitals)
+            # `AuthenticationInterceptor` keeps what it raises, and the traceback refers to the interceptor's handler.
+            await refuse(context, refused.with_traceback(None), vitals)
         except Exception:  # noqa: BLE001 - a bug in one call must not look like a lost connection
             _log.exception("%s failed", method)
             await context.abort(grpc.StatusCode.INTERNAL, "the coordinator failed; its log has more")

@@ -21,8 +21,8 @@ from pacelinepb.v1.admin_pb2 import JobPhase
 __all__ = ["JobCollector", "MOST_JOBS", "histogram_family"]
 
 MOST_JOBS = 100
-"""The most jobs with series of their own: each has some 60, and one for each rank. A scrape holds up the coordinator's
-loop, for some 10 microseconds for each series."""
+"""The most jobs with series of their own: each has some 60, and one for each rank. A scrape takes the coordinator's
+loop some 10 microseconds for each series; others have a turn after each metric."""
 
 _PHASES = {number: name.removeprefix("JOB_PHASE_").lower() for name, number in JobPhase.items() if number}
 

@@ -19,15 +19,18 @@ import logging
 import math
 import mimetypes
 import time
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from paceline_server.dispatcher import Dispatcher
 from paceline_server.errors import (
@@ -163,6 +166,7 @@ class Routes:
         self._building = asyncio.Lock()
         self._asking = 0
         self._built: dict[Hashable, tuple[float, bytes]] = {}
+        self._pause = 0.0  # seconds
 
     def application(self) -> web.Application:
         """Makes the application."""
@@ -269,8 +273,8 @@ class Routes:
     async def _shared(self, key: Hashable, build: Callable[[], Awaitable[bytes]]) -> bytes:
         """Returns an answer whose building has begun since the call. One is built at a time, for all who wait for it.
 
-        To build one holds up the coordinator's loop, for milliseconds if a job has 1,000 members. So others get a turn
-        between two of them.
+        To build one takes the coordinator's loop long: 40 ms for the metrics of 100 jobs. So others have it for as long
+        before the next one is built.
         """
         loop = asyncio.get_running_loop()
         asked = loop.time()
@@ -279,15 +283,17 @@ class Routes:
             async with self._building:
                 began, answer = self._built.get(key, (asked, b""))
                 if began <= asked:
-                    await asyncio.sleep(0)
+                    await asyncio.sleep(self._pause)
                     began = loop.time()
                     answer = await build()
+                    self._pause = loop.time() - began
                     self._built[key] = began, answer
                 return answer
         finally:
             self._asking -= 1
             if not self._asking:
                 self._built.clear()
+                self._pause = 0.0
 
     # Probes and metrics -----------------------------------------------------------------------------------------------
 
@@ -306,11 +312,12 @@ class Routes:
         grant = await self._grant(request)
 
         async def build() -> bytes:
-            registry = CollectorRegistry()
-            now = asyncio.get_running_loop().time()
-            registry.register(self._of_coordinator)
-            registry.register(JobCollector(self._dispatcher, now, grant.allows))
-            return generate_latest(registry)
+            now, written = asyncio.get_running_loop().time(), []
+            jobs = JobCollector(self._dispatcher, now, grant.allows)
+            for metric in chain(self._of_coordinator.collect(), jobs.collect()):
+                written.append(generate_latest(_One(metric)))
+                await asyncio.sleep(0)  # others have a turn
+            return b"".join(written)
 
         body = await self._shared(("metrics", grant.jobs), build)
         return web.Response(body=body, headers={"Content-Type": _METRICS})
@@ -466,6 +473,16 @@ def _read_files(folder: Path) -> dict[str, _File]:
             tag = f'"{hashlib.sha256(data).hexdigest()[:16]}"'
             found[path.relative_to(folder).as_posix()] = _File(data, kind + text, tag)
     return found
+
+
+class _One(Collector):
+    """One metric, to be written by itself."""
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+
+    def collect(self) -> Iterable[Metric]:
+        return [self._metric]
 
 
 class _Readiness:
