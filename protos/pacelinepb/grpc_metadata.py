@@ -56,8 +56,10 @@ def bound_metadata(cygrpc: Any) -> None:
     async def bounded_serve(*arguments: Any) -> None:
         nonlocal left
         left = MOST_BYTES
+        served = serve(*arguments)
+        del arguments  # the call keeps the exception that ends it, whose traceback must not lead back to the call
         try:
-            await serve(*arguments)
+            await served
         finally:  # the method's name may have been unreadable
             left = math.inf
 

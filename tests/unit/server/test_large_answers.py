@@ -252,7 +252,7 @@ def test_of_metrics_one_is_written_before_others_have_their_turn(monkeypatch: py
 
     async def main(dispatcher: Dispatcher) -> None:
         register(dispatcher, "job", 1)
-        site = routes.Routes(dispatcher, None, names=None, streaming=nullcontext)
+        site = routes.Routes(dispatcher, None, None, names=None, streaming=nullcontext)
         answer = asyncio.ensure_future(site._metrics(make_mocked_request("GET", "/metrics")))
         most = before = 0
         while not answer.done():
@@ -278,7 +278,7 @@ def test_others_have_the_loop_for_as_long_as_an_answer_over_http_took_to_build()
         return b""
 
     async def main(dispatcher: Dispatcher) -> None:
-        site = routes.Routes(dispatcher, None, names=None, streaming=nullcontext)
+        site = routes.Routes(dispatcher, None, None, names=None, streaming=nullcontext)
         await asyncio.gather(*(site._shared(key, build) for key in "abc"))
         for (began, ended), (next_began, _) in pairwise(built):
             assert next_began - ended > 0.99 * (ended - began)
