@@ -22,7 +22,6 @@ import time
 from collections.abc import Awaitable, Callable, Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +47,7 @@ from paceline_server.security.tokens import Grant, Role
 from paceline_server.services.admin import AT_ONCE, AdminHandlers
 from paceline_server.web.metrics import JobCollector
 from paceline_server.web.stream import Broadcasts
+from pacelinepb import __version__
 from pacelinepb.status_json import detail_as_dict, event_as_dict, job_as_dict, members_as_dicts
 from pacelinepb.v1 import admin_pb2 as pb
 
@@ -143,7 +143,6 @@ class Routes:
         self._dispatcher = dispatcher
         self._admin = AdminHandlers(dispatcher)
         self._tokens = tokens
-        self._version = _version()
         self._names = names
         self._streaming = streaming
         self._pacers = Pacers(REQUEST_RATE, REQUEST_BURST, _MOST_PAYERS)
@@ -296,7 +295,7 @@ class Routes:
         async def build() -> bytes:
             registry = CollectorRegistry()
             now = asyncio.get_running_loop().time()
-            registry.register(JobCollector(self._dispatcher, self._version, self._started, now, grant.allows))
+            registry.register(JobCollector(self._dispatcher, __version__, self._started, now, grant.allows))
             return generate_latest(registry)
 
         body = await self._shared(("metrics", grant.jobs), build)
@@ -322,7 +321,7 @@ class Routes:
             await self._grant(request, Role.OPERATOR)
         except (Unauthenticated, PermissionDenied):
             may_drain = False
-        facts = {"needs_token": self._tokens is not None, "may_drain": may_drain, "version": self._version}
+        facts = {"needs_token": self._tokens is not None, "may_drain": may_drain, "version": __version__}
         return _json(_dump(facts))
 
     async def _jobs(self, request: web.Request) -> web.Response:
@@ -400,13 +399,6 @@ class Routes:
             raise BadRequest('the body must be {"members": ["3", ...]}: ranks or member ids, none for all')
         told = await self._admin.DrainMembers(pb.DrainMembersRequest(job=name, members=members))
         return _json(_dump({"member_ids": list(told.member_ids)}))
-
-
-def _version() -> str:
-    try:
-        return version("paceline")
-    except PackageNotFoundError:  # it runs from a checkout
-        return "unknown"
 
 
 def _dump(value: object) -> bytes:
