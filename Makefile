@@ -6,7 +6,7 @@ PEERS  := .venv-peers
 RAY    := .venv-ray
 NEWEST := $(or $(PACELINE_CACHE),$(HOME)/.cache/paceline)/torch-newest
 WHICH  := peers
-VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' client/paceline/_version.py)
+VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' protos/pacelinepb/_release.py)
 
 # Python keeps what it has compiled: otherwise each process of pytest compiles all tests anew, and each worker all of Paceline.
 unexport PYTHONDONTWRITEBYTECODE
@@ -83,7 +83,7 @@ test-browser: $(VENV)/.installed  ## the tests of the page in headless Chromium,
 	$(BIN)/pytest -m 'browser and not exhaustive' $(call marked,browser)
 
 test-etcd: $(VENV)/.installed  ## run the tests of several coordinators, with a real etcd (etcd-server, etcd-client)
-	REQUIRE_ETCD=1 $(BIN)/pytest $(MOSTLY_WAITING) -m "etcd and not exhaustive" tests/etcd
+	REQUIRE_ETCD=1 $(BIN)/pytest $(MOSTLY_WAITING) -m "etcd and not exhaustive" tests/etcd tests/upgrade
 
 page-pictures: $(VENV)/.installed  ## record the page while the demo kills a worker: docs/images/page-*.png (needs Chromium)
 	$(BIN)/python tests/record_page.py

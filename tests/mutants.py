@@ -53,6 +53,28 @@ class Mutant:
 
 
 MUTANTS = (
+    # Versions of the protocol.
+    Mutant(
+        "a member that has come back speaks no more than its view",
+        f"{PROTOCOL}/_membership.py",
+        "        self.state.sessions.learn(session, event.versions)\n",
+        "",
+        ("unit/protocol/test_versions.py",),
+    ),
+    Mutant(
+        "a newcomer without a common version is refused for good because of a member that is away",
+        f"{PROTOCOL}/_admission.py",
+        "        if other.stream is not None:\n            raise VersionMismatch",
+        "        if other.standing is not Standing.CANDIDATE:\n            raise VersionMismatch",
+        ("unit/protocol/test_versions.py",),
+    ),
+    Mutant(
+        "a view that the last release has stored gets the version of an earlier one",
+        f"{SERVER}/storage/schema.py",
+        "told.get((name, generation, first), UNTOLD)",
+        "next((v for (n, _, f), v in told.items() if (n, f) == (name, first)), UNTOLD)",
+        ("unit/server/test_storage.py",),
+    ),
     # Gradients that an engine carries.
     Mutant(
         "a failed generation does not abort the engine",

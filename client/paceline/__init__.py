@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from paceline._version import __version__
 from paceline.errors import (
     CheckpointDamaged,
     CheckpointFailed,
@@ -46,6 +45,7 @@ from paceline.errors import (
     TlsFailed,
     UnsupportedOp,
 )
+from pacelinepb import __version__
 
 if TYPE_CHECKING:
     from paceline import checkpoint, compression, nn, optim, testing

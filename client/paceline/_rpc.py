@@ -10,7 +10,7 @@ from google.rpc import error_details_pb2
 
 from paceline import errors
 from paceline._grpc import aio, grpc, rpc_status
-from pacelinepb import ERROR_DOMAIN
+from pacelinepb import ERROR_DOMAIN, RELEASE
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = [
@@ -22,9 +22,12 @@ __all__ = [
     "error_from_status",
     "error_type",
     "is_leaving",
+    "is_other_version",
     "is_transient",
     "leader_named_by",
 ]
+
+_VERSION = "ERROR_REASON_VERSION"
 
 _BACKOFF_FIRST, _BACKOFF_MOST = 0.05, 1.0
 """First and longest pause between attempts, in seconds; it doubles each time, with jitter."""
@@ -115,6 +118,8 @@ def error_from_status(error: aio.AioRpcError, doing: str) -> errors.PacelineErro
     if name is not None:
         reason = ErrorReason.Value(name) if name in ErrorReason.keys() else 0  # noqa: SIM118  # not a dict
         kind, text = error_type(reason), error.details() or name
+        if name == _VERSION:
+            text = f"{text} (the caller is {RELEASE})"
         if issubclass(kind, (errors.NotAuthenticated, errors.NotPermitted)):
             text = f"{doing}: {text}"  # so that the text says which call had the wrong token
         return kind(text)
@@ -139,6 +144,11 @@ def _reason(error: aio.AioRpcError) -> str | None:
 def is_leaving(error: aio.AioRpcError) -> bool:
     """Returns True if the other side has refused the call because it is leaving or stopping."""
     return _reason(error) == "ERROR_REASON_DRAINING"
+
+
+def is_other_version(error: aio.AioRpcError) -> bool:
+    """Returns True if the other side has refused the call because it speaks other versions of the protocol."""
+    return _reason(error) == _VERSION
 
 
 def leader_named_by(error: aio.AioRpcError) -> str | None:

@@ -25,6 +25,7 @@ Words
     laggard     a member that has to take the base before the next view forms; a donor gives it
     prepared    said of a member that can finish a step which others may have applied
     lease       how long a member may be silent; evicted: without its session, though it may be alive
+    version     of the protocol: each program speaks a range of them, and each view has one that all its members speak
     void        said of a generation that is over because of a failure; its verdict says which, and who is to blame
 
 A worker, as the coordinator sees it (`Standing`)
@@ -108,6 +109,7 @@ from paceline_protocol._values import (
     View,
     share_of,
 )
+from paceline_protocol._versions import OURS, UNTOLD, Versions, has_our_frames
 
 __all__ = [
     "Counters",
@@ -116,6 +118,7 @@ __all__ = [
     "Meet",
     "MemberState",
     "MemberView",
+    "OURS",
     "Phase",
     "Process",
     "Progress",
@@ -127,11 +130,14 @@ __all__ = [
     "StepFlag",
     "Tag",
     "Take",
+    "UNTOLD",
     "Verdict",
+    "Versions",
     "View",
     "WHOLE",
     "agrees",
     "flags_of",
+    "has_our_frames",
     "share_of",
     "step_word",
 ]

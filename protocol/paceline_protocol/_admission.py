@@ -10,7 +10,15 @@ import secrets
 
 from paceline_protocol._events import Registered, Reported
 from paceline_protocol._job_state import JobState, Session, Standing, is_loopback
-from paceline_protocol._refusals import BadRequest, InvalidRank, InvalidWorldSize, RankTaken, SettingsDisagree
+from paceline_protocol._refusals import (
+    BadRequest,
+    InvalidRank,
+    InvalidWorldSize,
+    RankTaken,
+    SettingsDisagree,
+    VersionMismatch,
+    VersionPending,
+)
 from paceline_protocol._values import JobSettings, Meet, Seat
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
@@ -24,6 +32,7 @@ _REPORTABLE = {
     ErrorReason.ERROR_REASON_TIMEOUT,
     ErrorReason.ERROR_REASON_STEP_DIFFERS,
     ErrorReason.ERROR_REASON_STEP_SKIPPED,
+    ErrorReason.ERROR_REASON_VERSION,
 }
 
 
@@ -31,8 +40,9 @@ def check(state: JobState, claim: Registered) -> list[Session]:
     """Checks a claim against itself and against the live and waiting members of its job.
 
     Returns:
-        The candidates without a stream that have the newcomer's rank or other settings, and give way to it: a worker
-        that died before the first view and was started again must not be refused because of its own former session.
+        The candidates without a stream that have the newcomer's rank, other settings or no version of the protocol in
+        common with it, and give way to it: a worker that died before the first view and was started again must not be
+        refused because of its own former session.
 
     Raises:
         InvalidWorldSize: min below 1, max below min, or explicit ranks with min and max apart.
@@ -40,6 +50,8 @@ def check(state: JobState, claim: Registered) -> list[Session]:
         SettingsDisagree: another member has another min, max, failure timeout or way to get its rank; or one of the two
             advertises a loopback address, which the other cannot reach.
         RankTaken: a live member claims the same rank.
+        VersionMismatch: another session's program has no version of the protocol in common with the worker's.
+        VersionPending: the same, of a member that is away.
     """
     _check_alone(claim)
     if _fits_all(state, claim):
@@ -62,6 +74,7 @@ def check(state: JobState, claim: Registered) -> list[Session]:
             f"rank {claim.claimed_rank} of job {state.name!r} is claimed twice: by {holder.process.host} "
             f"(pid {holder.process.pid}), which holds it, and by {claim.process.host} (pid {claim.process.pid})"
         )
+    _check_versions(state, claim)
     return [stale for stale in stale_sessions if _in_the_way(claim, stale)]
 
 
@@ -121,13 +134,40 @@ def _fits_all(state: JobState, claim: Registered) -> bool:
         rank is not None and sessions.is_claimed(rank)
     ):
         return False
-    return sessions.are_in_reach(claim.process, claim.address)
+    return sessions.all_understand(claim.versions) and sessions.are_in_reach(claim.process, claim.address)
+
+
+def _check_versions(state: JobState, claim: Registered) -> None:
+    """Checks that any view of the job may have the newcomer: whoever is not dismissed may be in its next one."""
+    pending: Session | None = None
+    for other in state.sessions.values():
+        if other.standing is Standing.DISMISSED or other.versions.common(claim.versions) is not None:
+            continue
+        if other.stream is not None:
+            raise VersionMismatch(
+                f"{_strangers(claim, other)} speaks {other.versions}: start the worker with that one's release, or "
+                "drain that one first (paceline drain)"
+            )
+        if other.standing is not Standing.CANDIDATE:  # a candidate gives way
+            pending = other
+    if pending is not None:
+        raise VersionPending(
+            f"{_strangers(claim, pending)} is away, and is known to speak only {pending.versions}: the worker waits "
+            "until that member has come back or has ended"
+        )
+
+
+def _strangers(claim: Registered, other: Session) -> str:
+    return (
+        f"the worker at {claim.process.host} (pid {claim.process.pid}) speaks {claim.versions} of the protocol, but "
+        f"the one at {other.process.host} (pid {other.process.pid})"
+    )
 
 
 def _in_the_way(claim: Registered, stale: Session) -> bool:
     if claim.settings != stale.settings or (claim.claimed_rank is None) != (stale.claimed_rank is None):
         return True
-    if _is_out_of_reach(claim, stale):
+    if _is_out_of_reach(claim, stale) or claim.versions.common(stale.versions) is None:
         return True
     return claim.claimed_rank is not None and claim.claimed_rank == stale.claimed_rank
 

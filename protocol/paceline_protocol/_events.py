@@ -23,6 +23,7 @@ from paceline_protocol._values import (
     Verdict,
     View,
 )
+from paceline_protocol._versions import Versions
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = [
@@ -84,6 +85,8 @@ class Registered:
     settings: JobSettings
     claimed_rank: int | None
     generation_floor: int
+    versions: Versions
+    """What the worker's program speaks."""
     former_member_id: str = ""
     """Which member this process was before, empty for none."""
     former_token_sha256: bytes = b""
@@ -99,6 +102,8 @@ class Resumed:
     stream: int
     generation: int
     """The generation that it knows to be in, 0 for none."""
+    versions: Versions
+    """What its program speaks."""
 
 
 @dataclass(frozen=True, slots=True)

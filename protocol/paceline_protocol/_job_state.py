@@ -8,6 +8,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 from paceline_protocol._values import Ending, JobSettings, Meet, Process, Progress, Tag, Verdict, View
+from paceline_protocol._versions import Versions
 
 __all__ = ["JobState", "Session", "Sessions", "Standing", "is_loopback", "restore"]
 
@@ -49,6 +50,8 @@ class Session:
     lease_from: float | None
     """Silence is counted from here: the last message, the last answer of its door, the stream's end, or the end of a
     stall. None: a member of a stored view that has not been seen since the restart; others vouch for it."""
+    versions: Versions
+    """What its program is known to speak: of a member of a stored view only what all speak there, until it resumes."""
     standing: Standing = Standing.CANDIDATE
     generation: int = 0
     """Generation of the view that it is or was in, 0 for none."""
@@ -99,14 +102,16 @@ class Session:
 class Sessions(dict[str, Session]):
     """Live sessions by member id, in order of arrival, which also counts those that are alike in something.
 
-    It also finds those of a process. A session counts as it was when it was added. Sessions are added and removed one
-    by one: `sessions[id] = session` and `del sessions[id]` keep the counts, other methods of a dict do not.
+    It also finds those of a process. A session counts as it was when it was added, or as `learn` says. Sessions are
+    added and removed one by one: `sessions[id] = session` and `del sessions[id]` keep the counts, other methods of a
+    dict do not.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._traits: dict[str, tuple[Hashable, ...]] = {}
         self._counts: Counter[Hashable] = Counter()
+        self._spoken: Counter[Versions] = Counter()
         self._by_process: dict[tuple[str, int], list[Session]] = {}
 
     def __setitem__(self, member_id: str, session: Session) -> None:
@@ -119,11 +124,13 @@ class Sessions(dict[str, Session]):
             traits += ["loopback", ("loopback", place)]
         self._traits[member_id] = tuple(traits)
         self._counts.update(traits)
+        self._spoken[session.versions] += 1
         self._by_process.setdefault((session.process.host, session.process.pid), []).append(session)
 
     def __delitem__(self, member_id: str) -> None:
         session = self[member_id]
         super().__delitem__(member_id)
+        self._forget(session.versions)
         name = (session.process.host, session.process.pid)
         self._by_process[name].remove(session)
         if not self._by_process[name]:
@@ -132,6 +139,21 @@ class Sessions(dict[str, Session]):
             self._counts[trait] -= 1
             if not self._counts[trait]:
                 del self._counts[trait]
+
+    def learn(self, session: Session, versions: Versions) -> None:
+        """Notes what a member's program speaks."""
+        self._forget(session.versions)
+        session.versions = versions
+        self._spoken[versions] += 1
+
+    def _forget(self, versions: Versions) -> None:
+        self._spoken[versions] -= 1
+        if not self._spoken[versions]:
+            del self._spoken[versions]
+
+    def all_understand(self, versions: Versions) -> bool:
+        """True if each of them has a version of the protocol in common with a program that speaks these."""
+        return all(spoken.common(versions) is not None for spoken in self._spoken)
 
     def of(self, process: Process) -> list[Session]:
         """The sessions of a process."""
@@ -309,6 +331,7 @@ def restore(
             heard=now,
             # Training goes on without the coordinator: members of a live view were not silent because it was away.
             lease_from=None if verdict is None else now,
+            versions=view.versions,
             standing=Standing.IN_VIEW if verdict is None else Standing.VOID,
             generation=view.generation,
             last_generation=view.generation,

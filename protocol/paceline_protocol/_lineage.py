@@ -36,6 +36,7 @@ from paceline_protocol._orders import Announcer, Orders
 from paceline_protocol._policy import Decision, decide
 from paceline_protocol._refusals import BadRequest, SessionEnded
 from paceline_protocol._values import Ending, Meet, Progress, ProtocolSettings, Seat, Verdict, View
+from paceline_protocol._versions import spoken_by
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["Lineage"]
@@ -373,7 +374,8 @@ class Lineage:
             Seat(rank, s.member_id, s.token_sha256, s.process, s.address, s.arrival) for rank, s in enumerate(members)
         )
         explicit = members[0].claimed_rank is not None
-        view = View(self._state.generation, members[0].settings, explicit, seats)
+        versions = spoken_by([session.versions for session in members])
+        view = View(self._state.generation, members[0].settings, explicit, seats, versions)
         if meeting is not None:
             assert self._state.view is not None, "a meeting is of a view's members"
             assert meeting.base is not None, "a line goes on from a state"

@@ -172,6 +172,7 @@ class Membership:
             stream=event.stream,
             heard=now,
             lease_from=now,
+            versions=event.versions,
             came_back=bool(seat_freed),
         )
         self.state.sessions[session.member_id] = session
@@ -200,8 +201,11 @@ class Membership:
         session = self.state.sessions.get(event.member_id)
         if session is None or session.token_sha256 != event.token_sha256:
             raise SessionEnded(self._why_unknown(event))
+        if not event.versions.cover(session.versions):
+            raise BadRequest(f"the member speaks {session.versions} of the protocol, and says {event.versions} now")
         if superseded := self._lineage.see_generation(now, event.generation, session.settings.failure_timeout):
             return superseded + self._lineage.reconsider(now)  # this session is among those that have ended
+        self.state.sessions.learn(session, event.versions)
         session.stream, session.stream_ended = event.stream, None
         session.heard = session.lease_from = now
         session.overdue_from = None

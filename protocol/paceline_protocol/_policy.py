@@ -15,11 +15,12 @@ from paceline_protocol._job_state import JobState, Session
 from paceline_protocol._meeting import Meeting, convene, way_out
 from paceline_protocol._seating import by_host
 from paceline_protocol._values import Tag, View
+from paceline_protocol._versions import OURS
 
 __all__ = ["Decision", "decide", "spares"]
 
 _NAMED = 8
-"""Most missing ranks that are listed by number: the sentence is for people."""
+"""Most missing ranks, and members, that are listed: the sentence is for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,8 @@ def _running(state: JobState, live: View) -> Decision:
     text = f"generation {live.generation} is running with {there} {_plural('member', there)}"
     if live.lost:
         text += f"; {live.lost}"
+    if live.version < OURS.newest:
+        text += _why_old(state, live)
     if live.base is None:
         return Decision(None, f"{text}; a newcomer waits until it ends")
     if state.candidates() and (reason := _with_way_out(state, live, text)) != text:
@@ -125,6 +128,17 @@ def _running(state: JobState, live: View) -> Decision:
         spare = f"{ready} {_plural('spare', ready)} {'waits' if ready == 1 else 'wait'} for {lacking} more"
         return Decision(None, f"{text}; {spare}, because members join in nodes of {node}")
     return Decision(None, f"{text}; {ready} {_plural('newcomer', ready)} will join after this step", summon=True)
+
+
+def _why_old(state: JobState, live: View) -> str:
+    """Says in which version its members speak, and because of whom. What a member that is away speaks is not known."""
+    text = f"; it speaks version {live.version} of the protocol"
+    here = (s for s in state.present() if s.stream is not None)
+    old = [live.seats[s.rank].short_label for s in here if s.rank is not None and s.versions.newest == live.version]
+    if not old:
+        return text
+    more = f" and {len(old) - _NAMED} more" if len(old) > _NAMED else ""
+    return f"{text}, because {', '.join(old[:_NAMED])}{more} {'speaks' if len(old) == 1 else 'speak'} no newer one"
 
 
 def spares(state: JobState) -> list[Session]:

@@ -15,6 +15,8 @@ __all__ = [
     "Refused",
     "SessionEnded",
     "SettingsDisagree",
+    "VersionMismatch",
+    "VersionPending",
 ]
 
 
@@ -68,3 +70,15 @@ class SettingsDisagree(Refused):
     """The member disagrees with its job; the text names the setting and both values."""
 
     reason = ErrorReason.ERROR_REASON_SETTINGS_DISAGREE
+
+
+class VersionMismatch(Refused):
+    """Two programs have no version of the protocol in common; the text says which versions each speaks."""
+
+    reason = ErrorReason.ERROR_REASON_VERSION
+
+
+class VersionPending(Refused):
+    """The same, but only with members that are away: they will come back and say what they speak, or end."""
+
+    reason = ErrorReason.ERROR_REASON_VERSION

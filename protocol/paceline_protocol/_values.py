@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
+from paceline_protocol._versions import Versions
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = [
@@ -300,6 +301,9 @@ class View:
     explicit: bool
     """True if the members claimed their ranks."""
     seats: tuple[Seat, ...]
+    versions: Versions
+    """The versions of the protocol that all its members speak, up to the coordinator's newest. They are decided once,
+    when the view forms."""
     base: Tag | None = None
     """The state that it starts from; None where members have no line, or have yet to compare what they hold."""
     newcomers: tuple[int, ...] = ()
@@ -308,6 +312,11 @@ class View:
     """Hash that all members' `Meet.manifest` equals, once there is a base."""
     lost: str = ""
     """A sentence about steps that the job had trained before this line, and that are lost; empty if there are none."""
+
+    @property
+    def version(self) -> int:
+        """The version that its members speak with each other."""
+        return self.versions.newest
 
     def __repr__(self) -> str:  # short: a view of 1,000 members has a long list of seats, with hashes of tokens
         return f"<View generation {self.generation}, {len(self.seats)} member{'s' * (len(self.seats) != 1)}>"

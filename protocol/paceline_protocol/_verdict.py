@@ -29,6 +29,7 @@ __all__ = ["Case", "Evidence", "cover", "describe_exit", "has_second_witness", "
 
 _LOST = ErrorReason.ERROR_REASON_PEER_LOST
 _BROKE = ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL
+_VERSION = ErrorReason.ERROR_REASON_VERSION
 
 _TOLD_BY_ITSELF = (
     ErrorReason.ERROR_REASON_PEER_RAISED,
@@ -94,6 +95,8 @@ def judge(now: float, case: Case) -> Verdict:
         return _verdict(case, first, pair, first.text)
     if broke := by_reason[_BROKE]:
         return _directly(case, _strongest(broke))
+    if (refused := by_reason[_VERSION]) and not case.gone:
+        return _directly(case, refused)
     lost = by_reason[_LOST]
     if case.gone or lost:
         return _lost(case, lost)

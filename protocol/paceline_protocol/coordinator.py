@@ -64,6 +64,8 @@ from paceline_protocol._refusals import (
     Refused,
     SessionEnded,
     SettingsDisagree,
+    VersionMismatch,
+    VersionPending,
 )
 from paceline_protocol._silence import Abandonment, Wakefulness
 from paceline_protocol._verdict import describe_exit
@@ -125,6 +127,8 @@ __all__ = [
     "StoreView",
     "StreamEnded",
     "Ticked",
+    "VersionMismatch",
+    "VersionPending",
     "ViewStored",
     "Wakefulness",
     "Welcome",

@@ -1,9 +1,28 @@
 """Messages and stubs of Paceline's protocol, generated from the .proto files beside them."""
 
-__all__ = ["ERROR_DOMAIN", "MOST_KINDS", "MOST_PIDS", "PROTOCOL_VERSION", "install_command"]
+from pacelinepb._release import __version__
 
-PROTOCOL_VERSION = 8
-"""The version changes when an old worker and a new coordinator (or the reverse) could misunderstand each other."""
+__all__ = [
+    "ERROR_DOMAIN",
+    "FRAMES_VERSION",
+    "MOST_KINDS",
+    "MOST_PIDS",
+    "OLDEST_PROTOCOL_VERSION",
+    "PROTOCOL_VERSION",
+    "RELEASE",
+    "__version__",
+    "install_command",
+]
+
+PROTOCOL_VERSION = 9
+"""The version changes when programs of two releases could misunderstand each other. CONTRIBUTING.md says what else
+changes with it."""
+
+OLDEST_PROTOCOL_VERSION = 8
+"""This release speaks all versions from this one on: that of the last release, and its own."""
+
+FRAMES_VERSION = 8
+"""The version that changed last what members of a generation send each other."""
 
 ERROR_DOMAIN = "paceline"
 """The `domain` of every `google.rpc.ErrorInfo` that Paceline sends."""
@@ -13,6 +32,9 @@ MOST_KINDS = 8
 
 MOST_PIDS = 64
 """The most processes of its host that a member is asked to signal at one time (`AskMembersRequest.pids`)."""
+
+RELEASE = f"Paceline {__version__}"
+"""Names this release in texts."""
 
 
 def install_command(extra: str) -> str:

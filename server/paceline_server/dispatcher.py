@@ -298,7 +298,7 @@ class Dispatcher:
             Refused: the worker cannot become a member; the text says why.
         """
         self._check_running()
-        wire.check_version(message.protocol_version)
+        versions = wire.read_versions(message)
         name = wire.read_job_name(message.job, self.settings)
         wire.check_number(message.generation_floor, "generation_floor")
         token = secrets.token_bytes(16)
@@ -312,6 +312,7 @@ class Dispatcher:
             settings=wire.read_settings(message.settings, self.settings),
             claimed_rank=message.rank if message.HasField("rank") else None,
             generation_floor=message.generation_floor,
+            versions=versions,
             former_member_id=message.former_member_id,
             former_token_sha256=wire.token_hash(message.former_session_token),
         )
@@ -336,7 +337,7 @@ class Dispatcher:
             Refused: the session has ended, or the token is not the session's.
         """
         self._check_running()
-        wire.check_version(message.protocol_version)
+        versions = wire.read_versions(message)
         wire.check_number(message.generation, "resume.generation")
         job = self.find(message.job)
         if job is None:
@@ -347,7 +348,7 @@ class Dispatcher:
             )
         stream = self._new_stream(message.job, message.member_id)
         digest = wire.token_hash(message.session_token)
-        event = Resumed(message.member_id, digest, stream.number, message.generation)
+        event = Resumed(message.member_id, digest, stream.number, message.generation, versions)
         self._attach(job, stream, message.session_token, event)
         return stream
 

@@ -13,7 +13,8 @@ Refused
     LimitMet             a limit on size or number
     Draining             the coordinator is stopping
     TimedOut             what the caller waited for did not come in time
-    VersionMismatch      the versions of the protocol differ
+    VersionMismatch      two programs have no version of the protocol in common
+    VersionPending       the same, with a member that is away
     Unauthenticated      no token came, or an unknown one
     PermissionDenied     the token is good for another job, or for less
     Damaged              the bytes are no message: they changed on the way
@@ -35,6 +36,8 @@ from paceline_protocol.coordinator import (
     Refused,
     SessionEnded,
     SettingsDisagree,
+    VersionMismatch,
+    VersionPending,
 )
 from paceline_server._grpc import grpc
 from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -60,6 +63,7 @@ __all__ = [
     "TimedOut",
     "Unauthenticated",
     "VersionMismatch",
+    "VersionPending",
 ]
 
 
@@ -97,12 +101,6 @@ class TimedOut(Refused):
     """What the caller waited for did not come in time; the text lists what is missing."""
 
     reason = ErrorReason.ERROR_REASON_TIMEOUT
-
-
-class VersionMismatch(Refused):
-    """The versions of the protocol differ; the text names both."""
-
-    reason = ErrorReason.ERROR_REASON_VERSION
 
 
 class Unauthenticated(Refused):
@@ -153,6 +151,7 @@ STATUS: Mapping[type[Refused], grpc.StatusCode] = {
     Draining: grpc.StatusCode.UNAVAILABLE,
     TimedOut: grpc.StatusCode.DEADLINE_EXCEEDED,
     VersionMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    VersionPending: grpc.StatusCode.UNAVAILABLE,
     Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     Damaged: grpc.StatusCode.DATA_LOSS,

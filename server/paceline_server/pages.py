@@ -85,6 +85,7 @@ class ViewPages:
             base=None if self.view.base is None else wire.write_tag(self.view.base),
             newcomers=self.view.newcomers,
             lost=self.view.lost,
+            protocol_version=self.view.version,
         )
 
 

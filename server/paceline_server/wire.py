@@ -13,7 +13,21 @@ from collections.abc import Iterable
 
 from google.protobuf.duration_pb2 import Duration
 
-from paceline_protocol import WHOLE, Counters, JobSettings, Meet, Process, Progress, Report, Seat, Share, Tag, Verdict
+from paceline_protocol import (
+    OURS,
+    WHOLE,
+    Counters,
+    JobSettings,
+    Meet,
+    Process,
+    Progress,
+    Report,
+    Seat,
+    Share,
+    Tag,
+    Verdict,
+    Versions,
+)
 from paceline_protocol.coordinator import (
     FailBarrier,
     PassBarrier,
@@ -32,13 +46,12 @@ from paceline_protocol.coordinator import (
 from paceline_server import wire
 from paceline_server.errors import BadRequest, VersionMismatch
 from paceline_server.settings import ServerSettings
-from pacelinepb import MOST_KINDS, PROTOCOL_VERSION
+from pacelinepb import MOST_KINDS, RELEASE
 from pacelinepb.v1 import session_pb2 as pb
 
 __all__ = [
     "check_name",
     "check_number",
-    "check_version",
     "cut",
     "from_duration",
     "Push",
@@ -49,6 +62,7 @@ __all__ = [
     "read_progress",
     "read_report",
     "read_settings",
+    "read_versions",
     "to_duration",
     "to_message",
     "token_hash",
@@ -126,16 +140,22 @@ def read_job_name(text: str, settings: ServerSettings) -> str:
     return text
 
 
-def check_version(version: int) -> None:
-    """Checks that the worker speaks our protocol.
+def read_versions(message: pb.Register | pb.Resume) -> Versions:
+    """Reads which versions of the protocol a worker speaks.
 
     Raises:
-        VersionMismatch: the worker does not; the text names both versions.
+        VersionMismatch: this coordinator speaks none of them; the text names those of both.
+        BadRequest: they are no range.
     """
-    if version != PROTOCOL_VERSION:
+    versions = Versions(message.protocol_version, message.newest_protocol_version or message.protocol_version)
+    if versions.oldest > versions.newest:
+        raise BadRequest(f"a worker cannot speak {versions.oldest} to {versions.newest} of the protocol")
+    if versions.common(OURS) is None:
         raise VersionMismatch(
-            f"the worker speaks version {version} of the protocol, the coordinator version {PROTOCOL_VERSION}"
+            f"the worker speaks {versions} of the protocol, and the coordinator ({RELEASE}) {OURS}: run workers and "
+            "coordinators of one release, or of two that follow each other"
         )
+    return versions
 
 
 def cut(text: str, limit: int) -> str:

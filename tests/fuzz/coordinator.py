@@ -13,7 +13,7 @@ from pathlib import Path
 from google.protobuf.message import DecodeError
 
 from fuzz.wire import pack_chunks, unpack_chunks
-from paceline_protocol import Ending, Seat, Verdict, View
+from paceline_protocol import OURS, Ending, Seat, Verdict, View
 from paceline_server import wire
 from paceline_server.errors import Refused
 from paceline_server.key_values import KeyValues
@@ -31,7 +31,6 @@ from paceline_server.storage.base import (
     ViewFormed,
 )
 from paceline_server.storage.sqlite import SqliteStorage
-from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.bounds import too_much
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -58,7 +57,7 @@ def requests(data: bytes) -> None:
 def _read(message: pb.SessionRequest) -> None:
     match message.WhichOneof("event"):
         case "register":
-            wire.check_version(message.register.protocol_version)
+            assert wire.read_versions(message.register).common(OURS) is not None
             name = wire.read_job_name(message.register.job, _SETTINGS)
             assert 1 <= len(name.encode()) <= _SETTINGS.max_name_bytes
             process = wire.read_process(message.register.process, _SETTINGS)
@@ -119,8 +118,9 @@ def _changes(job: StoredJob, message: pb.SessionRequest, values: KeyValues) -> l
                 return []
             settings = wire.read_settings(register.settings, _SETTINGS)
             seat = Seat(0, "member-0", wire.token_hash(b""), process, where, 1)
+            versions = wire.read_versions(register)
             job.generation = max(job.generation, register.generation_floor) + 1
-            job.view = View(job.generation, settings, register.HasField("rank"), (seat,))
+            job.view = View(job.generation, settings, register.HasField("rank"), (seat,), versions)
             job.verdict, job.endings = None, {}
             return [ViewFormed(job.name, job.view)]
         case "report" if job.view is not None:
@@ -171,7 +171,8 @@ async def _load(path: Path) -> list[StoredJob]:
 def _messages() -> list[pb.SessionRequest]:
     register = pb.Register(
         job="job",
-        protocol_version=PROTOCOL_VERSION,
+        protocol_version=OURS.oldest,
+        newest_protocol_version=OURS.newest,
         process=pb.ProcessIdentity(host="host-a", pid=7, boot_id="b00t", start_ticks=99),
         address="127.0.0.1:7401",
         settings=pb.JobSettings(min_workers=2, max_workers=2),

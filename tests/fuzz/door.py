@@ -29,7 +29,7 @@ from paceline._links.tcp import TcpKind
 from paceline.config import MAX_STREAMS, Config
 from paceline.credentials import IN_THE_CLEAR, Credentials
 from paceline.errors import PacelineError
-from pacelinepb import PROTOCOL_VERSION
+from pacelinepb import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 from pacelinepb.memory_guard import Callers
 from pacelinepb.v1 import peer_pb2
 
@@ -77,6 +77,7 @@ class _House:
     """Member 1 of a generation of 2."""
 
     generation = 1
+    version = PROTOCOL_VERSION
     member_id = "member-1"
     node = "node"
     size = 2
@@ -192,7 +193,8 @@ def hello(data: bytes) -> None:
         assert not shm.expected + tcp.expected
     else:
         assert len(answer.ticket) == 16
-        assert (request.protocol_version, request.job) == (PROTOCOL_VERSION, _JOB)
+        assert request.protocol_version in (OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION)
+        assert request.job == _JOB
         assert (request.to_member, request.generation) == ("member-1", 1)
         assert request.from_member in ("member-0", "member-1")
         _check_chosen(request, answer, shm, tcp)

@@ -11,7 +11,6 @@ import pytest
 from paceline_server import Coordinator, ServerSettings, StateUnusable
 from paceline_server._grpc import EOF, aio, grpc
 from paceline_server.storage.memory import MemoryStorage
-from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import admin_pb2, session_pb2, store_pb2
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
 from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -373,7 +372,9 @@ def test_a_second_register_ends_the_stream() -> None:
 @pytest.mark.parametrize(
     ("fields", "reason", "text"),
     [
-        ({"protocol_version": 9}, "VERSION", f"version 9 of the protocol, the coordinator version {PROTOCOL_VERSION}"),
+        ({"protocol_version": 10, "newest_protocol_version": 11}, "VERSION", "versions 10 to 11 of the protocol"),
+        ({"protocol_version": 7, "newest_protocol_version": 0}, "VERSION", "version 7 of the protocol"),
+        ({"protocol_version": 9, "newest_protocol_version": 8}, "BAD_REQUEST", "9 to 8 of the protocol"),
         ({"job": "a\nb"}, "BAD_REQUEST", "must be printable"),
         ({"least": 0}, "INVALID_WORLD_SIZE", "min_workers must be 1 or more"),
         ({"rank": 2}, "INVALID_RANK", "rank 2 is outside the world of 2"),

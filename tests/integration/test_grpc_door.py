@@ -20,7 +20,8 @@ from paceline._links.fault import Suspicion
 from paceline._links.frame import MAX_FRAME_BYTES, Frame, FrameKind, encode
 from paceline._loop import loop_thread
 from paceline._rpc import error_from_status
-from pacelinepb import PROTOCOL_VERSION
+from paceline_protocol import _versions
+from pacelinepb import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, RELEASE
 from pacelinepb.v1 import peer_pb2, peer_pb2_grpc
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from pacelinepb.v1.session_pb2 import Verdict
@@ -80,6 +81,7 @@ async def deliver(channel: aio.Channel, ticket: bytes, *frames: bytes, half_clos
     ("changes", "code"),
     [
         ({"protocol_version": 99}, grpc.StatusCode.FAILED_PRECONDITION),
+        ({"protocol_version": 7}, grpc.StatusCode.FAILED_PRECONDITION),
         ({"job": "another"}, grpc.StatusCode.NOT_FOUND),
         ({"to_member": "member-7"}, grpc.StatusCode.NOT_FOUND),
         ({"from_member": "stranger"}, grpc.StatusCode.NOT_FOUND),
@@ -92,6 +94,25 @@ def test_who_does_not_belong_is_refused(changes: dict[str, Any], code: grpc.Stat
             at_door_1(world, lambda channel: knock(channel, hello(**changes)))
         assert not world.faults[1].failed
     assert caught.value.code() is code
+
+
+def test_a_member_that_a_coordinator_of_the_last_release_has_told_of_the_view_is_let_in() -> None:
+    with grpc_world() as world:
+        assert world.meshes[1].version == PROTOCOL_VERSION
+        at_door_1(world, lambda channel: knock(channel, hello(protocol_version=OLDEST_PROTOCOL_VERSION)))
+
+
+def test_a_refusal_for_the_version_is_reported_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_versions, "FRAMES_VERSION", PROTOCOL_VERSION)
+    with grpc_world() as world:
+        world.meshes[0].version = OLDEST_PROTOCOL_VERSION
+        with pytest.raises(errors.PeerLost) as caught:
+            world.meshes[0].link(1, Purpose.POINT_TO_POINT).recv(time.monotonic() + 5.0)
+        assert world.faults[0].first is not None
+        assert (world.faults[0].first.reason, world.faults[0].first.accused) == (ErrorReason.ERROR_REASON_VERSION, 1)
+    text = f"speaks version 8 of the protocol in generation 1, but its peer ({RELEASE}) was told version 9"
+    assert text in str(caught.value)
+    assert f"(the caller is {RELEASE})" in str(caught.value)
 
 
 def test_a_generation_that_is_over_is_refused_typed() -> None:

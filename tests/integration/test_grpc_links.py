@@ -21,6 +21,7 @@ from paceline._loop import loop_thread
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
 from paceline.testing import LinkPair, check_link
+from paceline_protocol import OURS
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.grpc_pair import JOB, grpc_world
 from support.ports import free_port
@@ -76,7 +77,7 @@ def test_a_lost_link_says_whether_it_was_ever_open() -> None:
     thread, fault = loop_thread(), Fault(1, 0, 0.05)
     door = Door(JOB, IN_THE_CLEAR, Config())
     peers = [Peer(rank, f"member-{rank}", f"host-{rank}", f"127.0.0.1:{free_port()}", 100) for rank in range(2)]
-    mesh = GrpcMesh(JOB, 1, 0, peers, fault, thread, 3.0, IN_THE_CLEAR, door.kinds)
+    mesh = GrpcMesh(JOB, 1, OURS.newest, 0, peers, fault, thread, 3.0, IN_THE_CLEAR, door.kinds)
     link = mesh.link(1, Purpose.COLLECTIVE)
     with pytest.raises(LinkEnded, match="its address refuses connections") as caught:
         link.recv(monotonic() + 5)

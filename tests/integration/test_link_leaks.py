@@ -29,6 +29,7 @@ from paceline._loop import loop_thread
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
 from paceline.errors import PacelineError
+from paceline_protocol import OURS
 from support.reference import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -94,7 +95,16 @@ class Members:
         for rank, door in enumerate(self._doors):
             fault = Fault(self._generation, rank, 0.02)
             mesh = GrpcMesh(
-                "leaks", self._generation, rank, self._peers, fault, self._thread, 3.0, IN_THE_CLEAR, door.kinds
+                "leaks",
+                self._generation,
+                OURS.newest,
+                rank,
+                self._peers,
+                fault,
+                self._thread,
+                3.0,
+                IN_THE_CLEAR,
+                door.kinds,
             )
             meshes.append(mesh)
             self._thread.loop.call_soon_threadsafe(door.enter, mesh)

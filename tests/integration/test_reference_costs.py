@@ -25,6 +25,7 @@ from paceline.errors import (
     CollectiveMismatch,
 )
 from paceline.testing import run_groups
+from paceline_protocol import OURS
 from support.grpc_pair import JOB, grpc_world
 from support.reference import MIB, Background, X, every, states, talk_both_ways, wait_for
 from support.worlds import SOON, run_over, scheduled, world_over
@@ -231,7 +232,9 @@ def test_21_links_over_ipv6() -> None:
         ports = [thread.run(door.start("::1", 0)) for door in doors]
         peers = [Peer(rank, f"member-{rank}", "host", f"[::1]:{ports[rank]}", 100 + rank) for rank in range(2)]
         meshes = [
-            GrpcMesh(JOB, 1, rank, peers, Fault(1, rank, 0.05), thread, 3.0, IN_THE_CLEAR, doors[rank].kinds)
+            GrpcMesh(
+                JOB, 1, OURS.newest, rank, peers, Fault(1, rank, 0.05), thread, 3.0, IN_THE_CLEAR, doors[rank].kinds
+            )
             for rank in range(2)
         ]
         for door, mesh in zip(doors, meshes, strict=True):

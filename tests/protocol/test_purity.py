@@ -15,6 +15,7 @@ _ALLOWED = {
     "enum",
     "itertools",
     "paceline_protocol",
+    "pacelinepb",
     "pacelinepb.v1.errors_pb2",
     "re",
     "secrets",  # compare_digest: tokens are compared in constant time

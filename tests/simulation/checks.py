@@ -239,6 +239,9 @@ class Checks:
         stored = self._world.coordinator.stored.generation
         if stored < view.generation and self._strict:
             raise Broken(f"I3: generation {view.generation} is announced, and generation {stored} is stored")
+        newest = min(self._world.by_id[seat.member_id].newest for seat in view.seats)
+        if view.version != newest:
+            raise Broken(f"versions: generation {view.generation} speaks {view.version}, and its members {newest}")
         known = self._pushed.setdefault(view.generation, view)
         if self._strict and known != view:
             raise Broken(f"I3: generation {view.generation} is the number of two views")

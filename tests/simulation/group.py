@@ -45,6 +45,7 @@ class Mesh:
         self,
         job: str,
         generation: int,
+        version: int,
         rank: int,
         peers: Sequence[Peer],
         fault: Fault,
@@ -60,7 +61,7 @@ class Mesh:
         self.size = len(peers)
         self.fault = fault
         self.member_id = self.peers[rank].member_id
-        self.key = (generation, *(peer.member_id for peer in peers))
+        self.key = (generation, version, *(peer.member_id for peer in peers))
         self.left: set[int] = set()
         self._closed = self._retired = self.ended = False
         fault.on_suspicion(self._pass_on)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 from simulation.broken import Broken
@@ -27,7 +28,7 @@ from paceline._work import Progress
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
 from paceline.errors import Dismissed
-from paceline_protocol import MemberState, Share, Tag
+from paceline_protocol import OURS, MemberState, Share, Tag
 from paceline_protocol import Process as Identity
 from pacelinepb.v1 import session_pb2 as pb
 
@@ -124,6 +125,17 @@ class Spot(NamedTuple):
     ticks: int
 
 
+class _Request(JoinRequest):
+    """What a worker of this release or of the last one asks for."""
+
+    newest = OURS.newest
+
+    def register(self, address: str, failure_timeout: float) -> pb.Register:
+        request = super().register(address, failure_timeout)
+        request.newest_protocol_version = self.newest
+        return request
+
+
 class Process:
     """One worker process.
 
@@ -157,6 +169,8 @@ class Process:
         self.host, self.boot, self.namespace, self.space, self.pid, self.ticks = spot
         self.node = f"{self.boot}/{self.space}/0" if self.space else ""
         self.rank = rank
+        # Half of the programs are of the last release. That is no matter of chance, so that old seeds do what they did.
+        self.newest = OURS.newest - crc32(f"{world.seed} {name}".encode()) % 2
         self.process = Identity(self.host, self.pid, self.boot, self.ticks, self.namespace, self.node)
         self.alive = True
         self.reaped = True
@@ -329,7 +343,8 @@ class Process:
 
     def _train(self) -> None:
         world = self.world
-        wanted = JoinRequest("job", world.settings.min_workers, world.settings.max_workers, self.rank)
+        wanted = _Request("job", world.settings.min_workers, world.settings.max_workers, self.rank)
+        wanted.newest = self.newest
         self.connection = Connection(
             CoordinatorAddresses([Endpoint(each.name, 1) for each in world.coordinators]),
             wanted,

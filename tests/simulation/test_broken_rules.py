@@ -16,6 +16,7 @@ from simulation.world import Shape
 
 from paceline._elastic.step import Step
 from paceline_protocol import (
+    OURS,
     WHOLE,
     Meet,
     MemberState,
@@ -33,11 +34,13 @@ from paceline_protocol import (
 from paceline_protocol._values import Lack
 from paceline_protocol.coordinator import JobState, Session, StoreView, ViewStored
 from paceline_server.keeper import Job, Keeper, Kept
+from paceline_server.storage import job_records
 
 HARSH = Shape(members=(2, 4), steps=(4, 8), faults=(3, 9))
 FEW = replace(HARSH, members=(2, 3), faults=(5, 9))
 AWAY = replace(HARSH, away=True)
 TWICE = Shape(members=(2, 4), faults=(2, 7), twice=True)
+TWO = Shape(members=(2, 4), faults=(2, 7), coordinators=2)
 APART = replace(HARSH, members=(2, 2), faults=(2, 5), apart=True)
 
 
@@ -144,6 +147,20 @@ def test_a_view_is_pushed_before_it_is_stored(monkeypatch: pytest.MonkeyPatch) -
     honest = Keeper.keep
     monkeypatch.setattr(Keeper, "keep", keep)
     assert "I3" in found(500)
+
+
+def test_a_view_speaks_what_one_of_its_members_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_lineage, "spoken_by", lambda programs: OURS)
+    assert "versions" in found(20)
+
+
+def test_a_view_that_is_restored_speaks_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgets(view: Any, door_secret: bytes) -> dict[str, Any]:
+        return {name: value for name, value in honest(view, door_secret).items() if name != "versions"}
+
+    honest = job_records._view_out
+    monkeypatch.setattr(job_records, "_view_out", forgets)
+    assert found(200, TWO).startswith(("I3", "versions"))
 
 
 def test_a_step_is_applied_that_not_all_gave_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc.error_details_pb2 import ErrorInfo
 from grpc_status import rpc_status
 
-from paceline_protocol import JobSettings, Process, Progress, Report
+from paceline_protocol import OURS, JobSettings, Process, Progress, Report, Versions
 from paceline_protocol.coordinator import (
     BarrierEntered,
     Effect,
@@ -39,7 +39,7 @@ from paceline_server import Coordinator, ServerSettings
 from paceline_server._grpc import EOF, aio
 from paceline_server.dispatcher import Observer
 from paceline_server.storage.base import Storage
-from pacelinepb import ERROR_DOMAIN, PROTOCOL_VERSION, checks
+from pacelinepb import ERROR_DOMAIN, checks
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1 import store_pb2
 from pacelinepb.v1.session_pb2_grpc import SessionServiceStub
@@ -139,7 +139,7 @@ class RawSession:
         """Registers and reads the answer."""
         session = cls(channel, job, token)
         settings = pb.JobSettings(min_workers=least, max_workers=most, failure_timeout=duration(failure_timeout))
-        fields.setdefault("protocol_version", PROTOCOL_VERSION)
+        fields = {"protocol_version": OURS.oldest, "newest_protocol_version": OURS.newest, **fields}
         register = pb.Register(
             job=job,
             process=pb.ProcessIdentity(host=host, pid=pid),
@@ -159,7 +159,8 @@ class RawSession:
             member_id=fields.get("member_id", old.member_id),
             session_token=fields.get("session_token", old.token),
             generation=generation,
-            protocol_version=PROTOCOL_VERSION,
+            protocol_version=OURS.oldest,
+            newest_protocol_version=OURS.newest,
         )
         await session.send(resume=resume)
         return await session._registered()
@@ -300,6 +301,7 @@ class PureJob:
         former: str = "",
         former_token: bytes | None = None,
         tuning: str = "",
+        versions: Versions = OURS,
     ) -> str:
         """A worker registers; returns its member id. `effects` has what followed."""
         self._count += 1
@@ -313,6 +315,7 @@ class PureJob:
             settings=JobSettings(least, most, timeout, tuning),
             claimed_rank=rank,
             generation_floor=floor,
+            versions=versions,
             former_member_id=former,
             former_token_sha256=former_token or b"token-" + former[1:].encode(),
         )
@@ -347,9 +350,16 @@ class PureJob:
         assert stream is not None
         return self.do(StreamEnded(member_id, stream))
 
-    def resume(self, member_id: str, generation: int, token: bytes | None = None, stream: int = 99) -> list[Effect]:
+    def resume(
+        self,
+        member_id: str,
+        generation: int,
+        token: bytes | None = None,
+        stream: int = 99,
+        versions: Versions = OURS,
+    ) -> list[Effect]:
         """The member comes back."""
-        return self.do(Resumed(member_id, token or b"token-" + member_id[1:].encode(), stream, generation))
+        return self.do(Resumed(member_id, token or b"token-" + member_id[1:].encode(), stream, generation, versions))
 
     def report(
         self, member_id: str, reason: int, accused: int | None, text: str = "the link ended", operation: int = 7

@@ -15,6 +15,7 @@ from paceline._links.grpc_mesh import GrpcMesh
 from paceline._loop import loop_thread
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
+from paceline_protocol import OURS
 
 __all__ = ["JOB", "GrpcWorld", "grpc_world"]
 
@@ -68,7 +69,7 @@ def grpc_world(
     ]
     faults = [Fault(generation, rank, verdict_timeout) for rank in range(world)]
     meshes = [
-        GrpcMesh(JOB, generation, rank, peers, faults[rank], thread, 3.0, IN_THE_CLEAR, doors[rank].kinds)
+        GrpcMesh(JOB, generation, OURS.newest, rank, peers, faults[rank], thread, 3.0, IN_THE_CLEAR, doors[rank].kinds)
         for rank in range(world)
     ]
     for door, mesh in zip(doors, meshes, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline_protocol import Ending, JobSettings, Meet, Process, Seat, Tag, View
+from paceline_protocol import OURS, Ending, JobSettings, Meet, Process, Seat, Tag, View
 from paceline_protocol.coordinator import JobState, Session, Standing
 
 __all__ = ["BASE", "SILENT", "SURE", "job", "names"]
@@ -28,14 +28,14 @@ def job(
         Seat(rank, f"m{rank}", b"", Process(f"host-{rank}", 1), "", rank) for rank in range(len(members) + ready)
     )
     state = JobState("job", generation=7)
-    state.view = View(7, settings, False, seats[: len(members)], base, newcomers)
+    state.view = View(7, settings, False, seats[: len(members)], OURS, base, newcomers)
     for seat, what in zip(seats, [*members, *[Meet(0, Tag(0, 0), False)] * ready], strict=True):
         if isinstance(what, Ending):
             state.endings[seat.rank] = what
             continue
         of_view = seat.rank < len(members)
         state.sessions[seat.member_id] = Session(
-            seat.member_id, b"", seat.process, "", settings, None, 0, seat.rank, 1, 0.0, 0.0,
+            seat.member_id, b"", seat.process, "", settings, None, 0, seat.rank, 1, 0.0, 0.0, OURS,
             standing=Standing.IN_VIEW if of_view else Standing.CANDIDATE,
             generation=7 if of_view else 0,
             last_generation=7 if of_view else 0,

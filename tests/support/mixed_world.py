@@ -20,6 +20,7 @@ from paceline._links.grpc_mesh import GrpcMesh
 from paceline._loop import loop_thread
 from paceline.config import LINKS, Config
 from paceline.credentials import IN_THE_CLEAR, Credentials
+from paceline_protocol import OURS
 
 __all__ = ["MixedWorld", "Place", "kinds_of", "mixed_world", "run_all"]
 
@@ -88,7 +89,7 @@ def mixed_world(
         meshes = []
         for rank, (door, place) in enumerate(zip(doors, places, strict=True)):
             fault = Fault(1, rank, 0.05)
-            mesh = GrpcMesh(JOB, 1, rank, peers, fault, thread, patience, place.credentials, door.kinds)
+            mesh = GrpcMesh(JOB, 1, OURS.newest, rank, peers, fault, thread, patience, place.credentials, door.kinds)
             stack.callback(_close, mesh)
             meshes.append(mesh)
             thread.loop.call_soon_threadsafe(door.enter, mesh)

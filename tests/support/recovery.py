@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from paceline_protocol import JobSettings, Meet, Process, Report, Seat, Tag, View
+from paceline_protocol import OURS, JobSettings, Meet, Process, Report, Seat, Tag, View
 from paceline_protocol.coordinator import (
     Effect,
     Event,
@@ -193,7 +193,7 @@ def _line(now: float, world: int) -> JobState:
         )
         for rank in range(world)
     )
-    view = View(_GENERATION, settings, False, seats, base=Tag(_GENERATION - 1, 40), manifest=_MANIFEST)
+    view = View(_GENERATION, settings, False, seats, OURS, base=Tag(_GENERATION - 1, 40), manifest=_MANIFEST)
     sessions = {
         seat.member_id: Session(
             seat.member_id,
@@ -207,6 +207,7 @@ def _line(now: float, world: int) -> JobState:
             stream=seat.rank + 1,
             heard=now,
             lease_from=now,
+            versions=OURS,
             standing=Standing.IN_VIEW,
             generation=_GENERATION,
             last_generation=_GENERATION,

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from paceline_protocol import (
+    OURS,
     Ending,
     JobSettings,
     Meet,
@@ -427,6 +428,7 @@ class _Story:
             settings,
             None,
             worker.generation,
+            OURS,
             former,
             former.encode(),
         )
@@ -547,7 +549,7 @@ class _Story:
         worker = self.workers[host]
         self._streams += 1
         worker.stream = self._streams
-        self._tell(Resumed(worker.member_id, worker.member_id.encode(), worker.stream, worker.generation))
+        self._tell(Resumed(worker.member_id, worker.member_id.encode(), worker.stream, worker.generation, OURS))
 
     def restarts(self) -> None:
         """An operator says that the members of the last generation are dead."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hashlib import sha256
 
-from paceline_protocol import JobSettings, Process, Seat, View
+from paceline_protocol import OURS, JobSettings, Process, Seat, View
 
 __all__ = ["view"]
 
@@ -22,4 +22,4 @@ def view(generation: int, world: int = 2) -> View:
         )
         for rank in range(world)
     )
-    return View(generation, JobSettings(1, 4, 2.5, "0123456789abcdef"), False, seats)
+    return View(generation, JobSettings(1, 4, 2.5, "0123456789abcdef"), False, seats, OURS)

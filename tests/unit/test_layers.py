@@ -21,7 +21,7 @@ LAYERS = (
     {
         *("_address", "_allocator", "_arrays", "_counters", "_door_key", "_embedded", "_exhausted", "_fork", "_grpc"),
         *("_lookup", "_loop", "_once", "_recorder", "_rpc", "_signature", "_tls", "_token_source", "_uncaught"),
-        *("_user_folder", "_version", "_wait", "_work", "config", "credentials", "errors"),
+        *("_user_folder", "_wait", "_work", "config", "credentials", "errors"),
     },
     {"compression"},
     {"_links"},

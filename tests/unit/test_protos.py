@@ -35,4 +35,4 @@ def test_every_reason_has_its_own_number() -> None:
     from pacelinepb.v1.errors_pb2 import ErrorReason
 
     assert len(set(ErrorReason.values())) == len(ErrorReason.keys())
-    assert pacelinepb.PROTOCOL_VERSION == 8
+    assert (pacelinepb.OLDEST_PROTOCOL_VERSION, pacelinepb.PROTOCOL_VERSION) == (8, 9)

@@ -19,7 +19,7 @@ from paceline._links.nowhere import NoMesh
 from paceline.config import Config
 from paceline.errors import PeerLost
 from paceline.testing import local_groups, next_generation, run_groups
-from paceline_protocol import JobSettings, Process, Seat, View
+from paceline_protocol import OURS, JobSettings, Process, Seat, View
 from pacelinepb import install_command
 
 ROOT = Path(__file__).parents[2]
@@ -143,7 +143,7 @@ def test_work_shows_how_far_it_is() -> None:
 def test_a_view_shows_its_size_and_no_hash() -> None:
     token = bytes(range(32))
     seat = Seat(0, "7", token, Process("host-a", 11, "node", 5), "host-a:1", 1)
-    view = View(3, JobSettings(1, 4, 3.0), explicit=False, seats=(seat,))
+    view = View(3, JobSettings(1, 4, 3.0), explicit=False, seats=(seat,), versions=OURS)
     assert repr(view) == "<View generation 3, 1 member>"
 
 

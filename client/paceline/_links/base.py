@@ -68,13 +68,15 @@ class Purpose(IntEnum):
 class LinkEnded(ConnectionError):
     """The other side closed or broke the link.
 
-    `orderly` is True if it closed the link after its last frame, `unopened` if the link could never be opened.
+    `orderly` is True if it closed the link after its last frame, `unopened` if the link could never be opened, and
+    `version` if the other side has refused it because of the version of the protocol.
     """
 
-    def __init__(self, message: str, *, orderly: bool = False, unopened: bool = False) -> None:
+    def __init__(self, message: str, *, orderly: bool = False, unopened: bool = False, version: bool = False) -> None:
         super().__init__(message)
         self.orderly = orderly
         self.unopened = unopened
+        self.version = version
 
 
 class LinkTimeout(TimeoutError):

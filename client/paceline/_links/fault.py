@@ -52,7 +52,9 @@ class Suspicion:
 
 def error_of(verdict: Verdict) -> errors.PacelineError:
     """Returns a new error of the type that belongs to the verdict's reason."""
-    error = error_type(verdict.reason)
+    # Of two members with different versions neither has lost the coordinator.
+    is_version = verdict.reason == ErrorReason.ERROR_REASON_VERSION
+    error = errors.PeerLost if is_version else error_type(verdict.reason)
     return error(verdict.text, ranks=verdict.culprits, operation=verdict.operation, generation=verdict.generation)
 
 

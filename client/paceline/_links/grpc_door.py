@@ -33,7 +33,8 @@ from paceline._links.registry import LinkKinds
 from paceline.config import Config
 from paceline.credentials import Credentials
 from paceline.errors import LinkUnavailable
-from pacelinepb import PROTOCOL_VERSION
+from paceline_protocol import has_our_frames
+from pacelinepb import RELEASE
 from pacelinepb.memory_guard import Callers, MemoryGuard
 from pacelinepb.v1 import peer_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -209,9 +210,6 @@ class Door:
         await asyncio.gather(*(server.stop(grace) for server in self._servers))
 
     async def _hello(self, request: peer_pb2.HelloRequest, context: Any) -> peer_pb2.HelloResponse:
-        if request.protocol_version != PROTOCOL_VERSION:
-            text = f"this worker speaks version {PROTOCOL_VERSION} of the protocol, not {request.protocol_version}"
-            await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, ErrorReason.ERROR_REASON_VERSION, text)
         if request.job != self._job:
             text = f"this is no member of job {shown(request.job)}"  # do not reveal our job to strangers
             await refuse(context, grpc.StatusCode.NOT_FOUND, ErrorReason.ERROR_REASON_NOT_FOUND, text)
@@ -232,6 +230,12 @@ class Door:
         if peer is None:
             text = f"member {shown(request.from_member)} is not in generation {mesh.generation}"
             await refuse(context, grpc.StatusCode.NOT_FOUND, ErrorReason.ERROR_REASON_NOT_FOUND, text)
+        if not has_our_frames(request.protocol_version, mesh.version):
+            text = (
+                f"{peer} speaks version {request.protocol_version} of the protocol in generation {mesh.generation}, "
+                f"but its peer ({RELEASE}) was told version {mesh.version}"
+            )
+            await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, ErrorReason.ERROR_REASON_VERSION, text)
         if int(request.purpose) not in Purpose.__members__.values():
             text = "a link cannot have this purpose"
             await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
@@ -300,6 +304,7 @@ class ServedMesh(Protocol):
     """The part of a mesh that a door needs: one member's links in one generation."""
 
     generation: int
+    version: int
     member_id: str
     node: str
     fault: Fault

@@ -31,11 +31,10 @@ from paceline._links.kind import ProtocolError
 from paceline._links.member_link import MemberLink
 from paceline._links.registry import LinkKinds, Openings
 from paceline._loop import LoopThread
-from paceline._rpc import channel_options, error_from_status, is_leaving, is_transient
+from paceline._rpc import channel_options, error_from_status, is_leaving, is_other_version, is_transient
 from paceline.credentials import Credentials
 from paceline.errors import LinkUnavailable, SessionClosed
 from paceline_protocol import Verdict
-from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import peer_pb2, session_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
@@ -74,6 +73,7 @@ class GrpcMesh(Mesh):
     Args:
         job: name of the job.
         generation: the generation.
+        version: the version of the protocol that its members speak.
         rank: this member's rank.
         peers: all members in rank order.
         fault: how the generation ends.
@@ -88,6 +88,7 @@ class GrpcMesh(Mesh):
         self,
         job: str,
         generation: int,
+        version: int,
         rank: int,
         peers: Sequence[Peer],
         fault: Fault,
@@ -97,6 +98,7 @@ class GrpcMesh(Mesh):
         kinds: LinkKinds,
     ) -> None:
         self.generation = generation
+        self.version = version
         self.rank = rank
         self.peers = tuple(peers)
         self.fault = fault
@@ -241,8 +243,8 @@ class GrpcMesh(Mesh):
                 link.end_out(error)
                 link.end_in(error)
         else:
-            lost = ErrorReason.ERROR_REASON_PEER_LOST
-            self.fault.suspect(Suspicion(lost, rank, 0, str(error), unopened=error.unopened))
+            reason = ErrorReason.ERROR_REASON_VERSION if error.version else ErrorReason.ERROR_REASON_PEER_LOST
+            self.fault.suspect(Suspicion(reason, rank, 0, str(error), unopened=error.unopened))
 
     def _get(self, rank: int, purpose: Purpose, group: str) -> MemberLink:
         with self._lock:
@@ -277,7 +279,7 @@ class GrpcMesh(Mesh):
             options = [*channel_options(self._patience), ("paceline.from", self.peers[self.rank].address)]
             self._channels[rank] = self._credentials.member_channel(link.peer.address, options)
         hello = peer_pb2.HelloRequest(
-            protocol_version=PROTOCOL_VERSION,
+            protocol_version=self.version,
             job=self._job,
             from_member=self.member_id,
             to_member=link.peer.member_id,
@@ -459,7 +461,7 @@ async def _say_hello(
                 typed = error_from_status(error, f"{link.peer} at {link.peer.address}")
                 why = "its address refuses connections" if refused else f"its door does not open: {typed}"
                 text = f"{link.peer}: {why} (tried {waited:.1f} s)"
-                raise LinkEnded(text, orderly=refused, unopened=True) from error
+                raise LinkEnded(text, orderly=refused, unopened=True, version=is_other_version(error)) from error
         await asyncio.sleep(_RETRY)
 
 

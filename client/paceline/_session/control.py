@@ -16,13 +16,14 @@ from typing import Any, Protocol
 from paceline import errors
 from paceline._address import CoordinatorAddresses, is_refused
 from paceline._grpc import aio, grpc
-from paceline._rpc import backoff, duration, error_from_status, is_transient, leader_named_by
+from paceline._rpc import backoff, duration, error_from_status, is_other_version, is_transient, leader_named_by
 from paceline._session.connection import CoordinatorChannel, SessionStream, check_tls, open_stream
 from paceline._work import Progress
 from paceline.config import Config
 from paceline.credentials import Credentials
 from paceline_protocol import Counters
-from pacelinepb import MOST_KINDS, PROTOCOL_VERSION
+from pacelinepb import MOST_KINDS
+from pacelinepb.remarks import Remarks
 from pacelinepb.v1 import session_pb2 as pb
 
 __all__ = ["ControlStream", "ControlListener"]
@@ -43,6 +44,10 @@ _EACH_S = 1.0
 _KNOCK_S = 1.0
 """Seconds in which the coordinator's host must say that nobody listens at the address."""
 
+
+_OTHER_VERSION_S = 5.0
+"""Seconds until a session is resumed again at a coordinator that speaks none of this worker's versions: it answers the
+same until another release runs there."""
 
 _LOOK_AGAIN_S = 0.1
 """Seconds between the look that finds the coordinator silent and the look that believes it: enough for grpc's thread to
@@ -93,6 +98,7 @@ class ControlStream:
         self._leaving = False
         self._farewell: pb.SessionRequest | None = None
         self._refusals = _Refusals()
+        self._other_versions = Remarks(60.0)
         self._short = 0  # streams in a row that ended before a heartbeat
         self._task: asyncio.Task[None] | None = None
 
@@ -347,7 +353,8 @@ class ControlStream:
                 member_id=self.registered.member_id,
                 session_token=self.registered.session_token,
                 generation=self.generation,
-                protocol_version=PROTOCOL_VERSION,
+                protocol_version=self._register.protocol_version,
+                newest_protocol_version=self._register.newest_protocol_version,
             )
         )
 
@@ -387,11 +394,12 @@ class ControlStream:
         last = "no answer"
         began = start
         leads = not self._silent  # the coordinator that is tried leads, as far as this member knows
+        patiently = False
         for attempt in range(1 << 30):
             # The pauses grow from one round of all addresses to the next: the one that takes over is not there yet.
             pause = min(backoff(attempt // len(self._addresses) + self._short), self._config.heartbeat_interval)
-            await asyncio.sleep(began + pause - time.monotonic())
-            began = time.monotonic()
+            await asyncio.sleep(began + (_OTHER_VERSION_S if patiently else pause) - time.monotonic())
+            began, patiently = time.monotonic(), False
             most = 2 * _EACH_S if self._addresses.several else _ATTEMPT_S  # another one may lead meanwhile
             patience = min(most, self._config.failure_timeout / 3 * 2.0 ** min(attempt, 10))
             give_up = min(deadline, began + patience)
@@ -405,7 +413,11 @@ class ControlStream:
                 typed = error_from_status(error, f"the coordinator at {self.target}")
                 last = str(typed)
                 self._leader = leader_named_by(error)
-                final = None if is_transient(error) else self._refusals.final(typed)
+                # One that speaks other versions is as good as away: an operator has changed its release, and may again.
+                patiently = is_other_version(error) and request.HasField("resume")
+                if patiently and self._other_versions.count("", began):
+                    self._warn("this worker goes on without a coordinator: %s", typed)
+                final = None if patiently or is_transient(error) else self._refusals.final(typed)
                 leads = isinstance(typed, errors.SessionClosed)  # a standby does not say that
                 if final is not None and self._may_rejoin(final) and request.HasField("resume"):
                     request = self._register_again()

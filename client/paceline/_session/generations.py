@@ -18,7 +18,7 @@ from paceline._loop import LoopThread
 from paceline._session.control import ControlStream
 from paceline.config import Config
 from paceline.credentials import Credentials
-from paceline_protocol import Verdict
+from paceline_protocol import UNTOLD, Verdict
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
@@ -87,6 +87,7 @@ class Generations:
         return GrpcMesh(
             self._job,
             view.generation,
+            view.protocol_version or UNTOLD.newest,
             view.rank,
             peers,
             fault,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from paceline._collectives.choose import RULES, Rules, rules_digest
 from paceline._rpc import duration
-from pacelinepb import PROTOCOL_VERSION
+from paceline_protocol import OURS
 from pacelinepb.v1 import session_pb2 as pb
 
 __all__ = ["is_gone", "JoinRequest", "process_identity"]
@@ -157,7 +157,8 @@ class JoinRequest:
         """
         return pb.Register(
             job=self.job,
-            protocol_version=PROTOCOL_VERSION,
+            protocol_version=OURS.oldest,
+            newest_protocol_version=OURS.newest,
             process=process_identity(),
             address=address,
             settings=pb.JobSettings(

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from paceline._version import __version__
 from paceline.cli.output import UsageError, one_line_errors
 from paceline.cli.run_command import RUN_SETTINGS, run, run_rank
+from pacelinepb import __version__
 
 __all__ = ["app"]
 

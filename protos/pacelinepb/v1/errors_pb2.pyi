@@ -61,7 +61,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_PEER_RAISED: _ErrorReason.ValueType  # 16
     """A member's own code raised inside a collective, or was interrupted there (ABORTED)."""
     ERROR_REASON_VERSION: _ErrorReason.ValueType  # 17
-    """The versions of the protocol differ (FAILED_PRECONDITION). The text names both."""
+    """Two programs have no version of the protocol in common (FAILED_PRECONDITION); the text names the versions of both. If
+    that may change when members have come back or have gone (UNAVAILABLE), try again, with backoff. As a verdict's
+    reason: a member's door has refused another member for its version.
+    """
     ERROR_REASON_UNAUTHENTICATED: _ErrorReason.ValueType  # 18
     """The caller shows no token, or one that is unknown here (UNAUTHENTICATED). Do not repeat the call with it."""
     ERROR_REASON_PERMISSION_DENIED: _ErrorReason.ValueType  # 19
@@ -127,7 +130,10 @@ ERROR_REASON_COLLECTIVE_MISMATCH: ErrorReason.ValueType  # 15
 ERROR_REASON_PEER_RAISED: ErrorReason.ValueType  # 16
 """A member's own code raised inside a collective, or was interrupted there (ABORTED)."""
 ERROR_REASON_VERSION: ErrorReason.ValueType  # 17
-"""The versions of the protocol differ (FAILED_PRECONDITION). The text names both."""
+"""Two programs have no version of the protocol in common (FAILED_PRECONDITION); the text names the versions of both. If
+that may change when members have come back or have gone (UNAVAILABLE), try again, with backoff. As a verdict's
+reason: a member's door has refused another member for its version.
+"""
 ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 18
 """The caller shows no token, or one that is unknown here (UNAUTHENTICATED). Do not repeat the call with it."""
 ERROR_REASON_PERMISSION_DENIED: ErrorReason.ValueType  # 19

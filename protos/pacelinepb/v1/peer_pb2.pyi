@@ -138,7 +138,9 @@ class HelloRequest(_message.Message):
     GROUP_FIELD_NUMBER: _builtins.int
     TCP_STREAMS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
-    """Version of this protocol that the caller speaks."""
+    """Version of this protocol that the members of the generation speak with each other, as the caller was told
+    (`ViewFormed`). A callee that was told of one with other frames MUST refuse (VERSION).
+    """
     job: _builtins.str
     """Name of the job, at most 128 bytes."""
     from_member: _builtins.str

@@ -230,10 +230,13 @@ class Register(_message.Message):
     GENERATION_FLOOR_FIELD_NUMBER: _builtins.int
     FORMER_MEMBER_ID_FIELD_NUMBER: _builtins.int
     FORMER_SESSION_TOKEN_FIELD_NUMBER: _builtins.int
+    NEWEST_PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """Name of the job, 1 to 128 bytes."""
     protocol_version: _builtins.int
-    """Version of this protocol that the worker speaks; the coordinator refuses another."""
+    """The oldest version of this protocol that the worker speaks. One of version 8 speaks no other, and takes this for the
+    only one of its callers.
+    """
     address: _builtins.str
     """Where the worker's PeerService answers, "host:port"; 1 to 512 bytes."""
     rank: _builtins.int
@@ -248,6 +251,10 @@ class Register(_message.Message):
     """
     former_session_token: _builtins.bytes
     """That member's token, from its `Registered`; at most 64 bytes."""
+    newest_protocol_version: _builtins.int
+    """The newest version of this protocol that the worker speaks; it speaks all between the two. 0 counts as
+    `protocol_version`.
+    """
     @_builtins.property
     def process(self) -> Global___ProcessIdentity:
         """The worker's process."""
@@ -268,10 +275,11 @@ class Register(_message.Message):
         generation_floor: _builtins.int = ...,
         former_member_id: _builtins.str = ...,
         former_session_token: _builtins.bytes = ...,
+        newest_protocol_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "process", b"process", "rank", b"rank", "settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "address", b"address", "former_member_id", b"former_member_id", "former_session_token", b"former_session_token", "generation_floor", b"generation_floor", "job", b"job", "process", b"process", "protocol_version", b"protocol_version", "rank", b"rank", "settings", b"settings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "address", b"address", "former_member_id", b"former_member_id", "former_session_token", b"former_session_token", "generation_floor", b"generation_floor", "job", b"job", "newest_protocol_version", b"newest_protocol_version", "process", b"process", "protocol_version", b"protocol_version", "rank", b"rank", "settings", b"settings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__rank: _TypeAlias = _typing.Literal["rank"]  # noqa: Y015
     _WhichOneofArgType__rank: _TypeAlias = _typing.Literal["_rank", b"_rank"]  # noqa: Y015
@@ -290,6 +298,7 @@ class Resume(_message.Message):
     SESSION_TOKEN_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    NEWEST_PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """Name of the job, at most 128 bytes."""
     member_id: _builtins.str
@@ -301,7 +310,9 @@ class Resume(_message.Message):
     coordinator answers with the verdict if it is void.
     """
     protocol_version: _builtins.int
-    """Version of this protocol that the worker speaks."""
+    """As in `Register`."""
+    newest_protocol_version: _builtins.int
+    """As in `Register`."""
     def __init__(
         self,
         *,
@@ -310,10 +321,11 @@ class Resume(_message.Message):
         session_token: _builtins.bytes = ...,
         generation: _builtins.int = ...,
         protocol_version: _builtins.int = ...,
+        newest_protocol_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "job", b"job", "member_id", b"member_id", "protocol_version", b"protocol_version", "session_token", b"session_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "job", b"job", "member_id", b"member_id", "newest_protocol_version", b"newest_protocol_version", "protocol_version", b"protocol_version", "session_token", b"session_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -897,6 +909,7 @@ class ViewFormed(_message.Message):
     BASE_FIELD_NUMBER: _builtins.int
     NEWCOMERS_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """Its generation; above every earlier one of the job."""
     world_size: _builtins.int
@@ -910,6 +923,11 @@ class ViewFormed(_message.Message):
     lost: _builtins.str
     """A sentence about earlier training that is lost to the receiver's line, at most 500 bytes; empty if none is known to
     be lost.
+    """
+    protocol_version: _builtins.int
+    """The version of this protocol that the members of this generation speak with each other, the newest that all of them
+    and their coordinator speak. It stays, whichever coordinator tells it again; but one of version 8 tells none. 0
+    counts as 8.
     """
     @_builtins.property
     def base(self) -> Global___Tag:
@@ -932,10 +950,11 @@ class ViewFormed(_message.Message):
         base: Global___Tag | None = ...,
         newcomers: _abc.Iterable[_builtins.int] | None = ...,
         lost: _builtins.str = ...,
+        protocol_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "generation", b"generation", "lost", b"lost", "members_sha256", b"members_sha256", "newcomers", b"newcomers", "pages", b"pages", "rank", b"rank", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "generation", b"generation", "lost", b"lost", "members_sha256", b"members_sha256", "newcomers", b"newcomers", "pages", b"pages", "protocol_version", b"protocol_version", "rank", b"rank", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

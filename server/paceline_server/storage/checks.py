@@ -13,14 +13,43 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from paceline_protocol import Tag
 from paceline_server.storage.base import StoredJob
+from pacelinepb import RELEASE
 
-__all__ = ["MOST_SILENCE_S", "check_job"]
+__all__ = ["MOST_SILENCE_S", "check_job", "check_writer"]
 
 _MOST = (1 << 63) - 1
 """The greatest number that a message carries in all fields."""
 
 MOST_SILENCE_S = 86_400.0
 """The longest `failure_timeout` that a coordinator ever accepts, whatever its `max_silence`."""
+
+_MOST_VERSION = 1 << 16
+"""The greatest version of the protocol that is believed, or of the format of a state."""
+
+_LONGEST_RELEASE = 64
+
+
+def check_writer(number: object, writer: object, newest: int) -> None:
+    """Checks that a state can be read, before anything else of it is.
+
+    Args:
+        number: of its format, as it is stored.
+        writer: the release that wrote it, as it is stored; empty if it is not known.
+        newest: the greatest number that this release reads.
+
+    Raises:
+        ValueError: this release does not read it; the text says which format it has, and what to do.
+    """
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 < number <= _MOST_VERSION:
+        raise ValueError("its format is no number of ours")
+    if not isinstance(writer, str) or len(writer) > _LONGEST_RELEASE or not writer.isprintable():
+        raise ValueError("the release that wrote it is none of ours")
+    if number > newest:
+        by = f", written by {writer}" if writer else ""
+        raise ValueError(
+            f"it is of format {number}{by}, and this release ({RELEASE}) reads formats up to {newest}: start the "
+            "release that wrote it, or a later one"
+        )
 
 
 def check_job(job: StoredJob) -> None:
@@ -48,6 +77,8 @@ def _check_relations(job: StoredJob) -> None:
         if [seat.rank for seat in view.seats] != list(range(size)):
             raise ValueError("the seats of its view are not in rank order")
         _check_ranks(view.newcomers, size, "newcomers")
+        if not 0 < view.versions.oldest <= view.versions.newest <= _MOST_VERSION:
+            raise ValueError(f"its view speaks {view.versions}")
     _check_ranks(job.endings, size, "endings")
     if verdict is not None:
         _check_ranks(verdict.culprits, size, "verdict")

@@ -17,7 +17,16 @@ from dataclasses import replace
 
 from paceline_server.errors import NotLeader
 from paceline_server.storage.base import Change, KeySet, StateUnusable, StoredJob, ViewFormed
-from paceline_server.storage.job_records import JOBS, emptied_by, jobs_of, touched_by, value_of
+from paceline_server.storage.job_records import (
+    FORMAT,
+    JOBS,
+    check_format,
+    emptied_by,
+    format_of_ours,
+    jobs_of,
+    touched_by,
+    value_of,
+)
 from paceline_server.storage.memory import MemoryStorage
 from paceline_server.storage.shared_keys import Item, KeysRefused, KeysUnavailable, LeaderRecord, SharedKeys
 
@@ -113,6 +122,7 @@ class EtcdStorage:
         self._stored_at = 0.0
         self._task: asyncio.Task[None] | None = None
         self._ending = self._deposed = False
+        self._format: dict[bytes, bytes] = {}  # what the next batch says of the format of the state
 
     def begin(self) -> None:
         """Begins to show that this coordinator leads, also while it does not serve yet; `load` does so, too."""
@@ -125,13 +135,19 @@ class EtcdStorage:
         """Reads all jobs. They are of one moment only if `confirm` returns afterwards.
 
         Raises:
-            StateUnusable: the store does not answer, or holds data of another program.
+            StateUnusable: the store does not answer, or holds data of another program, or of a later release.
         """
         self.begin()
+        key, ours = f"{self._prefix}/{FORMAT}".encode(), format_of_ours()
         try:
+            found = next((item.value for item in await self._keys.read(key) if item.key == key), None)
+            if found is not None:
+                check_format(found)
             await self._read()
         except (OSError, ValueError) as error:
             raise StateUnusable(f"cannot use the state in etcd: {error}") from None
+        if found != ours:
+            self._format = {key: ours}
         return copy.deepcopy(list(self._jobs.jobs.values()))
 
     def write(self, changes: Sequence[Change]) -> asyncio.Future[None]:
@@ -256,6 +272,7 @@ class EtcdStorage:
                 self._jobs.take(change)
         empties = [f"{self._prefix}/{prefix}".encode() for write in batch for prefix in write.empties]
         changes = {f"{self._prefix}/{name}".encode(): value_of(name, self._jobs.jobs) for name in touched}
+        changes |= self._format
         record = replace(self._record, batch=self._record.batch + 1)
         held = self._held
 
@@ -272,6 +289,7 @@ class EtcdStorage:
             self._record, self._held, self._stored_at = record, value, began
 
         await self._repeat(swap)
+        self._format = {}
 
     async def _repeat(self, call: Callable[[], object]) -> None:
         """Makes a call until the store answers.

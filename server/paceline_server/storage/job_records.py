@@ -1,5 +1,7 @@
 """Jobs as keys and values of a shared store, and which keys a change touches. Pure.
 
+PREFIX/format says how all of this is written, and which release wrote it last.
+
 Each job has the keys PREFIX/jobs/NAME/: `head` (numbers and the verdict), `view`, `endings`, `key/K` for each key K of
 its store, and `key/answers/M` for the answers that member M may ask for again. Names are percent-encoded, so no K has a
 slash. Values are JSON; long ones are compressed, since a view of thousands of members
@@ -15,7 +17,7 @@ from dataclasses import asdict
 from typing import Any
 from urllib.parse import quote, unquote
 
-from paceline_protocol import Ending, JobSettings, Process, Seat, Tag, Verdict, View
+from paceline_protocol import UNTOLD, Ending, JobSettings, Process, Seat, Tag, Verdict, Versions, View
 from paceline_server.storage.base import (
     AnswerKept,
     AnswersDropped,
@@ -29,11 +31,18 @@ from paceline_server.storage.base import (
     ViewForgotten,
     ViewFormed,
 )
-from paceline_server.storage.checks import check_job
+from paceline_server.storage.checks import check_job, check_writer
 from paceline_server.storage.shared_keys import Item
+from pacelinepb import RELEASE
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["JOBS", "emptied_by", "jobs_of", "touched_by", "value_of"]
+__all__ = ["FORMAT", "JOBS", "check_format", "emptied_by", "format_of_ours", "jobs_of", "touched_by", "value_of"]
+
+FORMAT = "format"
+"""The key of the format, behind the prefix of the state."""
+
+_FORMAT = 1
+"""The number grows when an older coordinator would misread what is written."""
 
 JOBS = "jobs/"
 """What the keys of jobs begin with, behind the prefix of the state."""
@@ -46,6 +55,25 @@ _ANSWERS = "key/answers/"  # what empties a store empties this, too
 
 _DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, zlib.error)
 """What reading a value raises if it is none of ours."""
+
+
+def format_of_ours() -> bytes:
+    """Returns the value of the key FORMAT that this release writes."""
+    return json.dumps({"format": _FORMAT, "release": RELEASE}).encode()
+
+
+def check_format(value: bytes) -> None:
+    """Checks that this release reads a state whose key FORMAT has this value.
+
+    Raises:
+        ValueError: it does not, or the key is none of ours.
+    """
+    try:
+        read = json.loads(value)
+        number, writer = read["format"], read["release"]
+    except _DAMAGE:
+        number, writer = 0, ""
+    check_writer(number, writer, _FORMAT)
 
 
 def emptied_by(change: Change) -> str | None:
@@ -159,6 +187,7 @@ def _view_out(view: View, door_secret: bytes) -> dict[str, Any]:
         "generation": view.generation,
         "settings": [settings.min_workers, settings.max_workers, settings.failure_timeout, settings.tuning],
         "explicit": view.explicit,
+        "versions": [view.versions.oldest, view.versions.newest],
         "base": view.base,
         "newcomers": view.newcomers,
         "manifest": view.manifest.hex(),
@@ -195,6 +224,7 @@ def _view_in(read: Any) -> View:
         JobSettings(*read["settings"]),
         read["explicit"],
         seats,
+        Versions(*read["versions"]) if "versions" in read else UNTOLD,
         base,
         tuple(read["newcomers"]),
         bytes.fromhex(read["manifest"]),

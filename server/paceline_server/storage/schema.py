@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 
-from paceline_protocol import Ending, JobSettings, Process, Seat, Tag, Verdict, View
+from paceline_protocol import UNTOLD, Ending, JobSettings, Process, Seat, Tag, Verdict, Versions, View
 from paceline_server.storage.base import (
     AnswerKept,
     AnswersDropped,
@@ -22,6 +22,8 @@ from paceline_server.storage.base import (
     ViewForgotten,
     ViewFormed,
 )
+from paceline_server.storage.checks import check_writer
+from pacelinepb import RELEASE
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["NotAStateFile", "apply", "load", "prepare"]
@@ -39,6 +41,21 @@ CREATE TABLE answer (
     PRIMARY KEY (job, member_id, slot)
 ) STRICT, WITHOUT ROWID;
 """
+
+_BESIDE = (
+    "CREATE TABLE IF NOT EXISTS writer (release TEXT NOT NULL) STRICT",
+    """
+CREATE TABLE IF NOT EXISTS view_versions (
+    job TEXT PRIMARY KEY,
+    generation INTEGER NOT NULL,
+    first_member_id TEXT NOT NULL,        -- of rank 0
+    oldest INTEGER NOT NULL,              -- version of the protocol that all members speak
+    newest INTEGER NOT NULL
+) STRICT, WITHOUT ROWID
+""",
+)
+"""Tables that coordinators of format 6 may have or not: one that does not know them leaves them as they are. So a row
+says something of a view only if it names its generation and its first member."""
 
 _FROM = {
     2: """
@@ -130,13 +147,40 @@ def prepare(connection: sqlite3.Connection) -> None:
         changes = "".join(sql for before, sql in _FROM.items() if before >= version)
         connection.executescript(f"BEGIN; {changes} PRAGMA user_version={_VERSION}; COMMIT;")
     elif version != _VERSION:
-        raise NotAStateFile(f"it is of version {version}; this coordinator reads version {_VERSION}")
+        raise NotAStateFile(_why_not(connection, version))
     connection.execute("BEGIN IMMEDIATE")  # takes the lock now, not at the first write
+    for table in _BESIDE:
+        connection.execute(table)
+    if _writer(connection) != RELEASE:
+        connection.execute("DELETE FROM writer")
+        connection.execute("INSERT INTO writer VALUES (?)", (RELEASE,))
     connection.execute("COMMIT")
+
+
+def _why_not(connection: sqlite3.Connection, version: int) -> str:
+    """Says why a state file of another format cannot be used."""
+    try:
+        check_writer(version, _writer(connection), _VERSION)
+    except ValueError as error:
+        return str(error)
+    return f"it is of format {version}, which no release has written"
+
+
+def _writer(connection: sqlite3.Connection) -> object:
+    """The release that has used the file last, empty if that is not known."""
+    try:
+        found = connection.execute("SELECT release FROM writer").fetchone()
+    except sqlite3.Error:  # there is no such table
+        return ""
+    return "" if found is None else found[0]
 
 
 def load(connection: sqlite3.Connection) -> list[StoredJob]:
     """Returns all jobs."""
+    told = {
+        (job, generation, first): Versions(oldest, newest)
+        for job, generation, first, oldest, newest in connection.execute("SELECT * FROM view_versions")
+    }
     jobs: dict[str, StoredJob] = {}
     for (
         name,
@@ -165,7 +209,11 @@ def load(connection: sqlite3.Connection) -> list[StoredJob]:
             settings = JobSettings(least, most, timeout, tuning)
             seats = _load_seats(connection, job)
             base = None if base_generation is None else Tag(base_generation, base_step)
-            job.view = View(generation, settings, bool(explicit), seats, base, _split(newcomers), manifest, lost)
+            first = seats[0].member_id if seats else ""
+            versions = told.get((name, generation, first), UNTOLD)
+            job.view = View(
+                generation, settings, bool(explicit), seats, versions, base, _split(newcomers), manifest, lost
+            )
         if has_view and reason is not None:
             job.verdict = Verdict(generation, ErrorReason.ValueType(reason), _split(culprits), operation, text)
     for name, key, value in connection.execute("SELECT job, key, value FROM key"):
@@ -268,6 +316,7 @@ def apply(connection: sqlite3.Connection, change: Change) -> None:
                 "DELETE FROM seat WHERE job = ?",
                 "DELETE FROM key WHERE job = ?",
                 "DELETE FROM answer WHERE job = ?",
+                "DELETE FROM view_versions WHERE job = ?",
             ):
                 connection.execute(statement, (job,))
 
@@ -289,6 +338,10 @@ def _store_view(connection: sqlite3.Connection, job: str, view: View, door_secre
             view.lost,
             door_secret,
         ),
+    )
+    connection.execute(
+        "INSERT OR REPLACE INTO view_versions VALUES (?, ?, ?, ?, ?)",
+        (job, view.generation, view.seats[0].member_id, view.versions.oldest, view.versions.newest),
     )
     connection.execute("DELETE FROM seat WHERE job = ?", (job,))
     connection.executemany(

@@ -22,7 +22,6 @@ import time
 from collections.abc import Awaitable, Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -55,6 +54,7 @@ from paceline_server.services.audit import Action, Audit
 from paceline_server.web.coordinator_metrics import CoordinatorCollector
 from paceline_server.web.metrics import JobCollector
 from paceline_server.web.stream import Broadcasts
+from pacelinepb import __version__
 from pacelinepb.status_json import detail_as_dict, event_as_dict, job_as_dict, members_as_dicts
 from pacelinepb.v1 import admin_pb2 as pb
 
@@ -153,10 +153,7 @@ class Routes:
         self._admin = AdminHandlers(dispatcher)
         self._tokens = tokens
         self._audit = Audit(tokens)
-        self._version = _version()
-        self._of_coordinator = CoordinatorCollector(
-            dispatcher, certificates, self._version, time.time(), usable_bytes()
-        )
+        self._of_coordinator = CoordinatorCollector(dispatcher, certificates, __version__, time.time(), usable_bytes())
         self._names = names
         self._streaming = streaming
         self._pacers = Pacers(REQUEST_RATE, REQUEST_BURST, _MOST_PAYERS)
@@ -342,7 +339,7 @@ class Routes:
             await self._grant(request, Role.OPERATOR)
         except (Unauthenticated, PermissionDenied):
             may_drain = False
-        facts = {"needs_token": self._tokens is not None, "may_drain": may_drain, "version": self._version}
+        facts = {"needs_token": self._tokens is not None, "may_drain": may_drain, "version": __version__}
         return _json(_dump(facts))
 
     async def _jobs(self, request: web.Request) -> web.Response:
@@ -439,13 +436,6 @@ def _address(request: web.Request) -> str:
 def _common_name(request: web.Request) -> str | None:
     held = request.get_extra_info("peercert") or {}
     return next((value for part in held.get("subject", ()) for name, value in part if name == "commonName"), None)
-
-
-def _version() -> str:
-    try:
-        return version("paceline")
-    except PackageNotFoundError:  # it runs from a checkout
-        return "unknown"
 
 
 def _dump(value: object) -> bytes:

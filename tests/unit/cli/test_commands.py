@@ -11,10 +11,9 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from paceline._version import __version__
 from paceline.cli.app import app
 from paceline_server.settings import ServerSettings
-from pacelinepb import install_command
+from pacelinepb import __version__, install_command
 
 runner = CliRunner()
 

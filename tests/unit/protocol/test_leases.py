@@ -6,7 +6,7 @@ And members that send no heartbeats: their doors are asked, and those that answe
 import pytest
 from unit.protocol.test_meeting import elastic
 
-from paceline_protocol import Ending, JobSettings, Process, Progress, Seat, Tag, Verdict, View
+from paceline_protocol import OURS, Ending, JobSettings, Process, Progress, Seat, Tag, Verdict, View
 from paceline_protocol.coordinator import (
     AskDoor,
     DoorAnswered,
@@ -24,7 +24,7 @@ from support.coordinator import PureJob
 SEATS = tuple(
     Seat(rank, f"m{rank}", b"token-%d" % rank, Process(f"host-{rank}", 1000 + rank), "", rank) for rank in range(3)
 )
-VIEW = View(7, JobSettings(2, 3, 3.0), False, SEATS)
+VIEW = View(7, JobSettings(2, 3, 3.0), False, SEATS, OURS)
 
 
 def restarted(verdict: Verdict | None = None, endings: dict[int, Ending] | None = None) -> PureJob:
@@ -220,7 +220,7 @@ LONGEST = 3_600.0
 
 def stored(failure_timeout: float, base: Tag | None = None) -> PureJob:
     """A job of before a restart."""
-    view = View(7, JobSettings(2, 3, failure_timeout), False, SEATS, base=base)
+    view = View(7, JobSettings(2, 3, failure_timeout), False, SEATS, OURS, base=base)
     return PureJob(restore(100.0, "job", generation=7, view=view))
 
 

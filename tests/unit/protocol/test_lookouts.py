@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from unit.protocol.test_meeting import elastic
 
-from paceline_protocol import JobSettings, Meet, Process, Seat, Tag
+from paceline_protocol import OURS, JobSettings, Meet, Process, Seat, Tag
 from paceline_protocol._job_state import Session
 from paceline_protocol._lookouts import _FIRST_S, _LONGEST_S, _NAMED, Lookouts
 from paceline_protocol.coordinator import Effect, ExitReported, MetOthers, PushMissing, Registered, Ticked
@@ -20,7 +20,7 @@ _HERE, _THERE = Process("host-x", 1, "boot", 77, 4026), Process("host-y", 1, "ot
 
 def _worker(number: int, process: Process = _HERE) -> Session:
     settings = JobSettings(1, 9, 3.0)
-    return Session(f"m{number}", b"", replace(process, pid=number), "", settings, None, 0, number, 1, 0.0, 0.0)
+    return Session(f"m{number}", b"", replace(process, pid=number), "", settings, None, 0, number, 1, 0.0, 0.0, OURS)
 
 
 def _seats(count: int, process: Process = _HERE, first: int = 0) -> list[Seat]:
@@ -112,7 +112,7 @@ def _silent(count: int) -> tuple[PureJob, list[str]]:
 def _come(job: PureJob, name: str, pid: int) -> list[Effect]:
     settings = next(iter(job.state.sessions.values())).settings
     process = replace(_HERE, pid=pid)
-    return job.do(Registered(name, b"token", 55 + pid, process, "host-x:1", settings, None, 0))
+    return job.do(Registered(name, b"token", 55 + pid, process, "host-x:1", settings, None, 0, OURS))
 
 
 def _wait(job: PureJob) -> list[Effect]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from unit.protocol.test_meeting import elastic
 
-from paceline_protocol import Meet, Process, Tag
+from paceline_protocol import OURS, Meet, Process, Tag
 from paceline_protocol.coordinator import ExitReported, MetOthers, PushCatchUp, PushMissing, PushRunning, Registered
 from support.coordinator import PureJob
 
@@ -36,7 +36,7 @@ def test_a_newcomer_is_asked_for_processes_of_its_own_host_that_are_silent() -> 
 
 def registered(job: PureJob, process: Process) -> Registered:
     settings = next(iter(job.state.sessions.values())).settings
-    return Registered("new", b"token", 55, process, "host-x:1", settings, None, 0)
+    return Registered("new", b"token", 55, process, "host-x:1", settings, None, 0, OURS)
 
 
 def test_only_a_process_of_the_same_pid_namespace_can_tell() -> None:

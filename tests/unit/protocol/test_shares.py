@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline_protocol import JobSettings, Meet, Process, Share, Tag, share_of
+from paceline_protocol import OURS, JobSettings, Meet, Process, Share, Tag, share_of
 from paceline_protocol import share_of as share_of_member
 from paceline_protocol._seating import seated
 from paceline_protocol._values import lacking
@@ -20,7 +20,7 @@ def who(name: str, held: str, tag: Tag = BASE) -> Session:
     """Whose host is the name's first letter's, if that is a capital; else it has one of its own."""
     met = Meet(7, tag, True, shares=shares(held))
     process = Process(name[0] if name[0].isupper() else name, 1)
-    return Session(name, b"", process, "", JobSettings(1, 9, 3.0), None, 0, 0, 1, 0.0, 0.0, met=met)
+    return Session(name, b"", process, "", JobSettings(1, 9, 3.0), None, 0, 0, 1, 0.0, 0.0, OURS, met=met)
 
 
 @pytest.mark.parametrize(

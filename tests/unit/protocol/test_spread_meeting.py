@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline_protocol import Meet, Process, Share, Tag, Verdict
+from paceline_protocol import OURS, Meet, Process, Share, Tag, Verdict
 from paceline_protocol._meeting import Meeting, convene
 from paceline_protocol._orders import Orders
 from paceline_protocol._policy import decide
@@ -36,7 +36,7 @@ def part(text: str, tag: Tag | None = BASE, *, node_size: int = 0, **how: object
 def candidate(state: JobState, met: Meet, name: str = "new", **how: object) -> Session:
     """Somebody who is in no view, and says what it brings."""
     settings = state.view.settings  # type: ignore[union-attr]
-    session = Session(name, b"", Process(name, 1), "", settings, None, 0, 99, 1, 0.0, 0.0, **how)  # type: ignore[arg-type]
+    session = Session(name, b"", Process(name, 1), "", settings, None, 0, 99, 1, 0.0, 0.0, OURS, **how)  # type: ignore[arg-type]
     session.met = replace(met, generation=0, holds_base=False)
     state.sessions[name] = session
     return session

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline_protocol import JobSettings, Process, Progress, Report, Seat, View
+from paceline_protocol import OURS, JobSettings, Process, Progress, Report, Seat, View
 from paceline_protocol._verdict import Case, cover, describe_exit, has_second_witness, judge
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
@@ -21,7 +21,7 @@ SEATS = tuple(
     Seat(rank, f"m{rank}", b"", Process(f"host-{name}", 4711 + rank), "", arrival=rank)
     for rank, name in enumerate("abcd")
 )
-VIEW = View(3, JobSettings(4, 4, 3.0), False, SEATS)
+VIEW = View(3, JobSettings(4, 4, 3.0), False, SEATS, OURS)
 
 
 def report(reporter: int, reason: int, accused: int | None, text: str = "it ended", operation: int = 17) -> Report:
@@ -54,7 +54,7 @@ def test_a_known_death_is_blamed_for_all_lost_links() -> None:
 def test_of_many_culprits_a_few_are_described(how: str) -> None:
     """Each member gets the text: with all of them it would grow as the square of the members."""
     seats = tuple(Seat(rank, f"m{rank}", b"", Process("h" * 512, rank), "", rank) for rank in range(3_000))
-    view = View(3, JobSettings(3_000, 3_000, 3.0), False, seats)
+    view = View(3, JobSettings(3_000, 3_000, 3.0), False, seats, OURS)
     if how == "gone":
         case = Case(view, gone=dict.fromkeys(range(1, 3_000), "was killed by SIGKILL"))
     elif how == "late":

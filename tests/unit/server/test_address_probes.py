@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from paceline_protocol import JobSettings, Process
+from paceline_protocol import OURS, JobSettings, Process
 from paceline_protocol.coordinator import Session
 from paceline_server import probe_address
 from paceline_server.probe_address import AddressProbes, pauses
@@ -17,7 +17,9 @@ from support.coordinator import run
 def _cut_off(number: int = 0, patience: float = 3.0) -> Session:
     """A member without a stream."""
     settings = JobSettings(1, 9, patience)
-    return Session(f"m{number}", b"", Process("host", 1), f"host-{number}:1", settings, None, 0, number, None, 0.0, 0.0)
+    return Session(
+        f"m{number}", b"", Process("host", 1), f"host-{number}:1", settings, None, 0, number, None, 0.0, 0.0, OURS
+    )
 
 
 class Doors:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from paceline_server.storage import etcd
 from paceline_server.storage.base import FinishedStored, KeySet, StateUnusable, StoreCleared, StoredJob, ViewFormed
 from paceline_server.storage.etcd import EtcdStorage, leader_key
 from paceline_server.storage.shared_keys import Item, KeysRefused, KeysUnavailable, LeaderRecord
+from pacelinepb import RELEASE
 from support.coordinator import run
 from support.shared_keys import MemoryKeys, Node
 from support.views import view
@@ -307,3 +310,47 @@ def test_what_is_none_of_ours_is_refused() -> None:
     for value in (b"", b"[]", b'{"epoch": 0}', b'{"epoch": "1", "name": "", "address": "", "batch": 0}'):
         with pytest.raises(ValueError, match="something else"):
             LeaderRecord.from_bytes(value)
+
+
+def test_a_leader_says_how_it_writes_and_refuses_what_a_later_release_has_written() -> None:
+    async def main() -> None:
+        node = Node()
+        leader = Leader(node)
+        await leader.storage.load()
+        await leader.storage.write([ViewFormed("a", view(1))])
+        await leader.storage.close()
+        key = b"p/format"
+        assert json.loads(node.items[key].value) == {"format": 1, "release": RELEASE}
+        revision = node.items[key].revision
+        following = Leader(node, 2)
+        await following.storage.load()
+        await following.storage.confirm()
+        await following.storage.close()
+        assert node.items[key].revision == revision, "it is written again only if it has changed"
+        text = (
+            rf"format 2, written by Paceline 7, and this release \({RELEASE}\) reads formats up to 1: start the release"
+        )
+        node.items[key] = replace(node.items[key], value=b'{"format": 2, "release": "Paceline 7"}')
+        with pytest.raises(StateUnusable, match=text):
+            await load(node)
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(b"", b"[]", b"7", b"{}", b'{"format": 1}', b'{"format": "1", "release": "x"}', b"[" * 100_000),
+        *(b'{"format": true, "release": ""}', b'{"format": 1, "release": "%s"}' % (b"x" * 65)),
+        *(b'{"format": 0, "release": ""}', b'{"format": 1, "release": "a\\nb"}', b'{"format": 1, "release": 5}'),
+        b'{"format": %d, "release": ""}' % (1 << 70),
+    ],
+)
+def test_a_format_that_makes_no_sense_is_refused(value: bytes) -> None:
+    async def main() -> None:
+        node = Node()
+        node.items[b"p/format"] = Item(b"p/format", value, 0)
+        with pytest.raises(StateUnusable, match=r"is no number of ours|is none of ours"):
+            await load(node)
+
+    run(main)

@@ -6,13 +6,12 @@ from typing import Any
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
-from paceline_protocol import Process
+from paceline_protocol import Process, Versions
 from paceline_protocol.coordinator import Wakefulness
 from paceline_server import errors, wire
 from paceline_server.errors import BadRequest, LimitMet, Refused, VersionMismatch
 from paceline_server.settings import ServerSettings
 from paceline_server.streams import SessionStream
-from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.coordinator import run
@@ -128,10 +127,12 @@ def test_progress_since_whenever_can_be_told(seconds: int, told: float) -> None:
 
 
 def test_versions_are_named() -> None:
-    with pytest.raises(
-        VersionMismatch, match=f"version 99 of the protocol, the coordinator version {PROTOCOL_VERSION}"
-    ):
-        wire.check_version(99)
+    with pytest.raises(VersionMismatch, match=r"speaks version 99 of the protocol, .* versions 8 to 9: run workers"):
+        wire.read_versions(pb.Register(protocol_version=99))
+    assert wire.read_versions(pb.Register(protocol_version=8)) == Versions(8, 8)
+    assert wire.read_versions(pb.Resume(protocol_version=8, newest_protocol_version=9)) == Versions(8, 9)
+    with pytest.raises(BadRequest, match="9 to 8"):
+        wire.read_versions(pb.Register(protocol_version=9, newest_protocol_version=8))
 
 
 def test_long_texts_are_cut_between_characters() -> None:

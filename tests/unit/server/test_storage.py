@@ -35,6 +35,7 @@ from paceline_server.storage.base import (
 )
 from paceline_server.storage.memory import MemoryStorage
 from paceline_server.storage.sqlite import SqliteStorage
+from pacelinepb import RELEASE
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.coordinator import run
 from support.shared_keys import Node, next_leader
@@ -213,6 +214,47 @@ def test_a_file_of_a_version_before_is_taken_over(tmp_path: Path, version: int) 
     assert (job.view, job.reached, job.door_secret) == (expected, None, b"")
 
 
+@pytest.mark.parametrize("what", ["none", "of the view before", "of a job that was forgotten"])
+def test_a_view_that_the_last_release_has_stored_has_its_version(tmp_path: Path, what: str) -> None:
+    """It knows nothing of `view_versions`, and leaves what is there."""
+    path = tmp_path / "s.db"
+    stored(lambda: SqliteStorage(path), ViewFormed("a", view(1)), ViewFormed("b", view(1)))
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        if what == "none":
+            connection.execute("DROP TABLE view_versions")
+            connection.execute("DROP TABLE writer")
+        elif what == "of the view before":
+            connection.execute("UPDATE job SET generation = 2")
+        else:
+            connection.execute("UPDATE seat SET member_id = 'another' WHERE rank = 0")
+    jobs = stored(lambda: SqliteStorage(path))
+    assert [job.view.version for job in jobs.values() if job.view is not None] == [8, 8]
+
+
+def test_a_forgotten_job_leaves_no_version(tmp_path: Path) -> None:
+    path = tmp_path / "s.db"
+    stored(lambda: SqliteStorage(path), ViewFormed("a", view(1)), ViewFormed("b", view(1)), JobForgotten("a"))
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("SELECT job, generation, newest FROM view_versions").fetchall() == [("b", 1, 9)]
+        assert connection.execute("SELECT release FROM writer").fetchall() == [(RELEASE,)]
+
+
+@pytest.mark.parametrize("versions", [(0, 9), (-1, 9), (9, 1 << 17), (9, 8)])
+def test_a_version_that_makes_no_sense_is_refused(tmp_path: Path, versions: tuple[int, int]) -> None:
+    path = tmp_path / "s.db"
+    stored(lambda: SqliteStorage(path), ViewFormed("a", view(1)))
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("UPDATE view_versions SET oldest = ?, newest = ?", versions)
+
+    async def main() -> None:
+        storage = SqliteStorage(path)
+        with pytest.raises(StateUnusable, match=r"job 'a' is damaged: its (view|record.view.versions)"):
+            await storage.load()
+        await storage.close()
+
+    run(main)
+
+
 @pytest.mark.parametrize("kind", ["row", "ranks", "schema"])
 def test_a_damaged_file_is_said_to_be_unusable(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "s.db"
@@ -247,11 +289,17 @@ def test_a_file_that_is_no_state_file(tmp_path: Path, kind: str) -> None:
         if kind == "future":
             connection.execute(f"PRAGMA application_id={0x50414345}")
             connection.execute("PRAGMA user_version=99")
+            connection.execute("CREATE TABLE writer (release TEXT NOT NULL) STRICT")
+            connection.execute("INSERT INTO writer VALUES ('Paceline 7.0.0')")
+            connection.commit()
         connection.close()
+
+    path.chmod(path.stat().st_mode & ~0o077)
+    future = r"it is of format 99, written by Paceline 7\.0\.0, and this release .* reads formats up to 6: start"
 
     async def main() -> None:
         storage = SqliteStorage(path)
-        with pytest.raises(StateUnusable, match="cannot use the state file"):
+        with pytest.raises(StateUnusable, match=f"cannot use the state file .*{future if kind == 'future' else ''}"):
             await storage.load()
         await storage.close()
 

@@ -106,3 +106,9 @@ def test_a_member_that_a_peer_tells_of_a_failure_reports_nothing_and_shows_that_
     saw = generations.make(pb.ViewFormed(generation=3, rank=0), PEERS)
     saw.fault.suspect(Suspicion(lost, 1, 7, "the link ended"))
     assert said == ["beat", "report"]
+
+
+@pytest.mark.parametrize(("told", "version"), [(9, 9), (8, 8), (0, 8)])
+def test_links_speak_the_version_that_the_view_tells_and_8_if_it_tells_none(told: int, version: int) -> None:
+    view = pb.ViewFormed(generation=3, world_size=1, rank=0, protocol_version=told)
+    assert member().make(view, PEERS).version == version

@@ -11,7 +11,7 @@ import pytest
 
 from paceline import errors
 from paceline._session.view import MemberLists
-from paceline_protocol import JobSettings, Process, Seat, View
+from paceline_protocol import OURS, JobSettings, Process, Seat, View
 from paceline_server.pages import ViewPages
 from pacelinepb.v1 import session_pb2 as pb
 
@@ -24,7 +24,7 @@ def seat(number: int) -> Seat:
 
 def view(generation: int, numbers: list[int]) -> View:
     seats = tuple(replace(seat(number), rank=rank) for rank, number in enumerate(numbers))
-    return View(generation, SETTINGS, False, seats)
+    return View(generation, SETTINGS, False, seats, OURS)
 
 
 class Coordinator:
@@ -44,7 +44,9 @@ class Coordinator:
     def forms(self, numbers: list[int]) -> pb.ViewFormed:
         generation = self.pages.view.generation + 1 if self.pages is not None else 1
         self.pages = ViewPages.of(view(generation, numbers), self.page_members, self.pages)
-        return self.pages.formed(0)
+        formed = self.pages.formed(0)
+        assert formed.protocol_version == self.pages.view.version
+        return formed
 
     async def call(self, make: Callable[[Any], Awaitable[bytes]]) -> bytes:
         return await make(self)

@@ -1,0 +1,194 @@
+"""Which versions of the protocol programs have in common, which one a view speaks, and who is refused for its own."""
+
+from dataclasses import replace
+
+import pytest
+
+from paceline_protocol import OURS, Versions, View, has_our_frames
+from paceline_protocol import _versions as versions
+from paceline_protocol.coordinator import EndSession, PushView, Standing, StoreView, VersionMismatch, VersionPending
+from paceline_protocol.coordinator import restore as restored
+from paceline_server.errors import BadRequest
+from pacelinepb.v1.errors_pb2 import ErrorReason
+from support.coordinator import PureJob
+
+LAST, NEXT = Versions(8, 8), Versions(9, 10)
+"""What the last release speaks, and the next one."""
+
+
+def joined(*programs: Versions) -> PureJob:
+    """A job whose first view has workers with these programs."""
+    job = PureJob()
+    for each in programs:
+        job.join(len(programs), 8, versions=each)
+    job.pass_time(1.0)
+    assert job.state.live is not None
+    return job
+
+
+def view_of(job: PureJob) -> View:
+    assert job.state.view is not None
+    return job.state.view
+
+
+def again(job: PureJob) -> PureJob:
+    """The job at the next coordinator, which knows what is stored."""
+    return PureJob(restored(job.now, "job", generation=job.state.generation, view=job.state.view))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "common"),
+    [(OURS, LAST, 8), (OURS, OURS, 9), (OURS, NEXT, 9), (LAST, NEXT, None), (Versions(8, 12), OURS, 9)],
+)
+def test_two_programs_speak_the_newest_version_of_both(one: Versions, other: Versions, common: int | None) -> None:
+    assert one.common(other) == other.common(one) == common
+
+
+@pytest.mark.parametrize(
+    ("programs", "version"),
+    [((OURS, OURS), 9), ((OURS, LAST), 8), ((LAST, LAST, OURS), 8), ((NEXT, OURS), 9), ((NEXT, NEXT), 9)],
+)
+def test_a_view_speaks_the_newest_version_of_all_members_and_the_coordinator(
+    programs: tuple[Versions, ...], version: int
+) -> None:
+    job = joined(*programs)
+    assert view_of(job).version == version
+    assert all(effect.view.version == version for effect in job.effects if isinstance(effect, PushView))
+
+
+def test_the_version_of_a_view_is_that_which_was_stored_until_the_next_one_forms() -> None:
+    """It was formed by a coordinator of the last release, although its members speak more."""
+    job = joined(OURS, OURS)
+    job.state.view = replace(view_of(job), versions=LAST)
+    later = again(job)
+    told = [effect for member in ("m1", "m2") for effect in later.resume(member, 0) if isinstance(effect, PushView)]
+    assert [effect.view.version for effect in told] == [8, 8]
+    assert (
+        later.reason
+        == "generation 1 is running with 2 members; it speaks version 8 of the protocol; a newcomer "
+        + ("waits until it ends")
+    )
+
+
+def test_the_sentence_says_which_members_speak_no_newer_version() -> None:
+    assert "version" not in joined(OURS, OURS).reason
+    job = joined(OURS, LAST, LAST)
+    assert "speaks version 8 of the protocol, because rank 1 (host-2), rank 2 (host-3) speak no newer one" in job.reason
+    later = again(job)
+    later.resume("m1", 1)
+    assert "it speaks version 8 of the protocol; a newcomer" in later.reason, "nobody knows what the others speak"
+    later.resume("m2", 1, versions=LAST)
+    assert "because rank 1 (host-2) speaks no newer one" in later.reason
+
+
+def test_a_newcomer_without_a_common_version_is_refused_with_the_versions_of_both() -> None:
+    job = joined(OURS, LAST)
+    before = set(job.state.sessions)
+    text = (
+        r"the worker at host-3 \(pid 1003\) speaks versions 9 to 10 of the protocol, but the one at host-2 \(pid 1002\)"
+        r" speaks version 8: start the worker with that one's release, or drain that one first \(paceline drain\)"
+    )
+    with pytest.raises(VersionMismatch, match=text):
+        job.join(2, 8, versions=NEXT)
+    assert set(job.state.sessions) == before
+    job.join(2, 8, versions=OURS)
+
+
+def test_a_member_that_may_go_bars_nobody() -> None:
+    job = joined(OURS, LAST)
+    job.state.sessions["m2"].standing = Standing.DISMISSED
+    job.join(2, 8, versions=NEXT)
+
+
+def test_a_candidate_that_is_away_gives_way() -> None:
+    job = PureJob()
+    job.join(2, 8, versions=LAST)
+    job.cut("m1")
+    job.join(2, 8, versions=NEXT)
+    assert [effect.member_id for effect in job.effects if isinstance(effect, EndSession)] == ["m1"]
+
+
+def test_a_newcomer_waits_for_members_that_are_away_and_may_speak_more() -> None:
+    job = joined(OURS, OURS)
+    job.state.view = replace(view_of(job), versions=LAST)
+    later = again(job)
+    with pytest.raises(VersionPending, match=r"host-2 .* is away, and is known to speak only version 8: .* come back"):
+        later.join(2, 8, versions=NEXT)
+    for member in ("m1", "m2"):
+        later.resume(member, 1)
+    later.join(2, 8, versions=NEXT)
+
+
+def test_a_member_does_not_forget_a_version() -> None:
+    job = joined(OURS, OURS)
+    later = again(job)
+    with pytest.raises(BadRequest, match="speaks versions 8 to 9 of the protocol, and says version 8 now"):
+        later.resume("m1", 1, versions=LAST)
+    assert later.state.sessions["m1"].stream is None
+    later.resume("m1", 1)
+    with pytest.raises(BadRequest, match="speaks versions 8 to 9 of the protocol, and says versions 9 to 10 now"):
+        later.resume("m1", 1, versions=NEXT)
+
+
+def test_a_registration_compares_programs_and_not_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = PureJob()
+    for number in range(600):
+        job.join(2_000, 2_000, versions=(OURS, LAST)[number % 2])
+        if number % 3 == 0:
+            job.cut(f"m{number + 1}")
+    compared = 0
+
+    def common(one: Versions, other: Versions) -> int | None:
+        nonlocal compared
+        compared += 1
+        return honest(one, other)
+
+    honest = Versions.common
+    monkeypatch.setattr(versions.Versions, "common", common)
+    job.join(2_000, 2_000)
+    assert compared == 2
+    with pytest.raises(VersionMismatch):
+        job.join(2_000, 2_000, versions=NEXT)
+    assert compared < 10
+
+
+def test_a_door_that_refuses_a_version_is_believed_and_nobody_is_evicted() -> None:
+    job = joined(OURS, OURS)
+    said = "rank 1 (host-2): its door does not open: rank 0 speaks version 9 of the protocol, but ..."
+    job.report("m1", ErrorReason.ERROR_REASON_VERSION, 1, said)
+    job.pass_time(0.5, ["m1", "m2"])
+    verdict = job.state.verdict
+    assert verdict is not None
+    assert (verdict.reason, verdict.culprits, verdict.text) == (ErrorReason.ERROR_REASON_VERSION, (1,), said)
+    assert not any(isinstance(effect, EndSession) for effect in job.effects)
+    assert set(job.state.sessions) == {"m1", "m2"}
+
+
+@pytest.mark.parametrize(
+    ("said", "told", "alike"),
+    [(8, 8, True), (9, 9, True), (8, 9, True), (9, 8, True), (7, 8, False), (10, 9, False), (0, 8, False)],
+)
+def test_frames_are_the_same_since_version_8(said: int, told: int, alike: bool) -> None:
+    assert has_our_frames(said, told) is alike
+
+
+def test_frames_that_a_version_changes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "FRAMES_VERSION", 9)
+    assert [has_our_frames(*pair) for pair in ((8, 8), (9, 9), (8, 9), (9, 8))] == [True, True, False, False]
+
+
+def test_what_is_stored_has_the_version_before_anybody_is_told() -> None:
+    job = PureJob()
+    job.slow_disk = True
+    job.join(2, 2, versions=LAST)
+    job.join(2, 2)
+    (stored,) = [effect for effect in job.effects if isinstance(effect, StoreView)]
+    assert stored.view.version == 8
+
+
+def test_a_newcomer_of_the_last_release_is_taken_at_once_after_a_restart() -> None:
+    """The members have not come back yet, and some never will: what all of them speak is stored with their view."""
+    later = again(joined(OURS, OURS))
+    later.join(2, 8, versions=LAST)
+    assert view_of(joined(OURS, LAST)).versions == LAST
+    assert view_of(joined(NEXT, OURS)).versions == Versions(9, 9)

@@ -1,0 +1,75 @@
+"""A coordinator with a state file and its workers are upgraded and downgraded one by one, and the job trains on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.elastic.same_bits import in_parts
+from support.ports import free_port
+from support.releases import THIS, check_undisturbed, places, replace_workers, start_workers, unpacked
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+OLD = "it speaks version 8 of the protocol, because rank "
+
+
+def test_one_by_one_up_and_down_and_up_again(tmp_path: Path) -> None:
+    last = unpacked(tmp_path)
+    address = f"127.0.0.1:{free_port()}"
+    with (
+        places(tmp_path, [address], str(tmp_path / "state.db")) as (place,),
+        in_parts(tmp_path, "mlp", coordinators=address, total=1 << 30, pace=0.04) as c,
+    ):
+        place.start(last)
+        workers = start_workers(c, last, 2)
+        place.stop()
+        place.start(THIS)
+        first, second = workers = replace_workers(c, workers, THIS)
+        assert OLD in place.log
+        c.wait_for_step(max(c.line()) + 2)
+        place.kill()  # at a view of version 9
+        assert OLD not in place.log.rpartition("generation ")[2], place.log
+        place.start(last)
+        third, *_ = replace_workers(c, [first], last)
+        place.kill()  # at a view that the last release has formed, of which one member speaks no newer version
+        place.start(THIS)
+        replace_workers(c, [second, third], THIS)
+        assert OLD in place.log
+        check_undisturbed(c, tmp_path, "mlp", [place])
+
+
+_DIES_AFTER_ONE_PUSH = """
+import asyncio, os
+from paceline_protocol.coordinator import PushView
+from paceline_server.dispatcher import Dispatcher
+
+honest = Dispatcher._perform
+
+def perform(self, job, effect):
+    if not isinstance(effect, PushView) or effect.view.base is None or effect.rank == 0:
+        honest(self, job, effect)
+    if isinstance(effect, PushView) and effect.view.base is not None:
+        assert effect.view.version == 9
+        asyncio.get_running_loop().call_later(0.1, os._exit, 9)
+
+Dispatcher._perform = perform
+"""
+
+
+def test_a_view_of_which_the_last_release_tells_the_other_half(tmp_path: Path) -> None:
+    """One member hears of it from a coordinator of this release, the other from one that tells no version."""
+    last = unpacked(tmp_path)
+    address = f"127.0.0.1:{free_port()}"
+    with (
+        places(tmp_path, [address], str(tmp_path / "state.db")) as (place,),
+        in_parts(tmp_path, "mlp", coordinators=address, total=1 << 30, pace=0.04) as c,
+    ):
+        place.start(THIS, _DIES_AFTER_ONE_PUSH)
+        c.start(2)
+        place.wait()
+        place.start(last)
+        for trainer in c.trainers:
+            c.wait_for_step(5, [trainer])
+        check_undisturbed(c, tmp_path, "mlp", [place])
