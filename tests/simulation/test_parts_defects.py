@@ -14,6 +14,7 @@ from simulation.links import LinkedGroup
 from simulation.test_broken_rules import found
 from simulation.test_schedules import PARTS
 
+from paceline._collectives import tasks
 from paceline._collectives.arithmetic import TreeArithmetic
 from paceline._elastic.kept_parts import KeptParts
 from paceline._elastic.step import Step
@@ -54,12 +55,13 @@ def test_a_part_that_is_kept_is_counted_twice(monkeypatch: pytest.MonkeyPatch) -
 def test_sums_of_a_repair_are_added_up_rank_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a quiet step that is the order of the tree."""
 
-    def begin(arithmetic: TreeArithmetic, *of: Any, **how: Any) -> None:
-        honest(arithmetic, *of, **how)
-        arithmetic._places = sorted(arithmetic._places)
+    def broken(*of: Any) -> TreeArithmetic:
+        made = TreeArithmetic(*of)
+        made._places = sorted(made._places)
+        return made
 
-    honest = TreeArithmetic.__init__
-    monkeypatch.setattr(TreeArithmetic, "__init__", begin)
+    # In place of the function with the cache, which would keep what is broken for later tests.
+    monkeypatch.setattr(tasks, "tree_arithmetic", broken)
     assert found(200, PARTS).startswith("I6")
 
 
