@@ -151,7 +151,7 @@ def read_versions(message: pb.Register | pb.Resume) -> Versions:
     versions = Versions(message.protocol_version, message.newest_protocol_version or message.protocol_version)
     if not 0 < versions.oldest <= versions.newest <= MOST_VERSION:
         raise BadRequest(f"a worker cannot speak {versions.oldest} to {versions.newest} of the protocol")
-    if versions.common(OURS) is None:
+    if not versions.overlap(OURS):
         raise VersionMismatch(
             f"the worker speaks {versions} of the protocol, and the coordinator ({RELEASE}) {OURS}: run workers and "
             "coordinators of one release, or of two that follow each other"

@@ -59,7 +59,7 @@ def requests(data: bytes) -> None:
 def _read(message: pb.SessionRequest) -> None:
     match message.WhichOneof("event"):
         case "register":
-            assert wire.read_versions(message.register).common(OURS) is not None
+            assert wire.read_versions(message.register).overlap(OURS)
             name = wire.read_job_name(message.register.job, _SETTINGS)
             assert 1 <= len(name.encode()) <= _SETTINGS.max_name_bytes
             process = wire.read_process(message.register.process, _SETTINGS)
