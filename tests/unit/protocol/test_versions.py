@@ -80,7 +80,25 @@ def test_the_sentence_says_which_members_speak_no_newer_version() -> None:
     later.resume("m1", 1)
     assert "it speaks version 8 of the protocol; a newcomer" in later.reason, "nobody knows what the others speak"
     later.resume("m2", 1, versions=LAST)
+    assert "it speaks version 8 of the protocol; a newcomer" in later.reason
+    later.resume("m3", 1)
     assert "because rank 1 (host-2) speaks no newer one" in later.reason
+
+
+def test_the_sentence_does_not_change_with_each_member_that_comes_back() -> None:
+    """Each change is a line of log; after a restart the members come back in any order."""
+    job = PureJob()
+    for _ in range(10):
+        job.join(10, 10, versions=LAST)
+    later = again(job)
+    said = [later.reason]
+    for number in (5, 10, 2, 8, 1, 7, 9, 3, 6, 4):
+        later.resume(f"m{number}", 1, versions=LAST)
+        said.append(later.reason)
+    assert len(set(said[1:-1])) == 1
+    assert said[-1] != said[-2]
+    assert "because rank 0 (host-1), rank 1 (host-2)," in said[-1]
+    assert "rank 7 (host-8) and 2 more speak no newer one" in said[-1]
 
 
 def test_a_newcomer_without_a_common_version_is_refused_with_the_versions_of_both() -> None:
