@@ -120,6 +120,15 @@ def test_a_member_that_may_go_bars_nobody() -> None:
     job.join(2, 8, versions=NEXT)
 
 
+def test_a_session_that_has_ended_bars_nobody() -> None:
+    job = PureJob()
+    job.join(2, 8, versions=LAST)
+    job.leave("m1")
+    assert job.state.sessions.all_understand(NEXT)
+    job.join(2, 8, versions=OURS)
+    assert not job.state.sessions.all_understand(Versions(10, 11))
+
+
 def test_a_candidate_that_is_away_gives_way() -> None:
     job = PureJob()
     job.join(2, 8, versions=LAST)
