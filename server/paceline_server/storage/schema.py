@@ -344,7 +344,8 @@ def _store_view(connection: sqlite3.Connection, job: str, view: View, door_secre
         ),
     )
     connection.execute(
-        "INSERT OR REPLACE INTO view_versions (job, generation, first_member_id, oldest, newest) VALUES (?, ?, ?, ?, ?)",
+        "INSERT OR REPLACE INTO view_versions (job, generation, first_member_id, oldest, newest) "
+        "VALUES (?, ?, ?, ?, ?)",
         (job, view.generation, view.seats[0].member_id, view.versions.oldest, view.versions.newest),
     )
     connection.execute("DELETE FROM seat WHERE job = ?", (job,))
