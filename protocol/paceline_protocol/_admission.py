@@ -17,7 +17,6 @@ from paceline_protocol._refusals import (
     RankTaken,
     SettingsDisagree,
     VersionMismatch,
-    VersionPending,
 )
 from paceline_protocol._values import JobSettings, Meet, Seat
 from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -51,7 +50,6 @@ def check(state: JobState, claim: Registered) -> list[Session]:
             advertises a loopback address, which the other cannot reach.
         RankTaken: a live member claims the same rank.
         VersionMismatch: another session's program has no version of the protocol in common with the worker's.
-        VersionPending: the same, of a member that is away.
     """
     _check_alone(claim)
     if _fits_all(state, claim):
@@ -139,35 +137,23 @@ def _fits_all(state: JobState, claim: Registered) -> bool:
 
 def _check_versions(state: JobState, claim: Registered) -> None:
     """Checks that any view of the job may have the newcomer: whoever is not dismissed may be in its next one."""
-    pending: Session | None = None
     for other in state.sessions.values():
-        if other.standing is Standing.DISMISSED or other.versions.common(claim.versions) is not None:
+        if other.standing is Standing.DISMISSED or other.versions.overlap(claim.versions):
             continue
-        if other.stream is not None:
-            raise VersionMismatch(
-                f"{_strangers(claim, other)} speaks {other.versions}: start the worker with that one's release, or "
-                "drain that one first (paceline drain)"
-            )
-        if other.standing is not Standing.CANDIDATE:  # a candidate gives way
-            pending = other
-    if pending is not None:
-        raise VersionPending(
-            f"{_strangers(claim, pending)} is away, and is known to speak only {pending.versions}: the worker waits "
-            "until that member has come back or has ended"
+        if other.stream is None and other.standing is Standing.CANDIDATE:  # it gives way
+            continue
+        waits = other.standing is Standing.CANDIDATE
+        raise VersionMismatch(
+            f"the worker at {claim.process.host} (pid {claim.process.pid}) speaks {claim.versions} of the protocol, "
+            f"but the one at {other.process.host} (pid {other.process.pid}) speaks {other.versions}: start the worker "
+            f"with that one's release, or {'stop that one first' if waits else 'drain that one first (paceline drain)'}"
         )
-
-
-def _strangers(claim: Registered, other: Session) -> str:
-    return (
-        f"the worker at {claim.process.host} (pid {claim.process.pid}) speaks {claim.versions} of the protocol, but "
-        f"the one at {other.process.host} (pid {other.process.pid})"
-    )
 
 
 def _in_the_way(claim: Registered, stale: Session) -> bool:
     if claim.settings != stale.settings or (claim.claimed_rank is None) != (stale.claimed_rank is None):
         return True
-    if _is_out_of_reach(claim, stale) or claim.versions.common(stale.versions) is None:
+    if _is_out_of_reach(claim, stale) or not claim.versions.overlap(stale.versions):
         return True
     return claim.claimed_rank is not None and claim.claimed_rank == stale.claimed_rank
 

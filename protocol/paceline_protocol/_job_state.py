@@ -153,7 +153,7 @@ class Sessions(dict[str, Session]):
 
     def all_understand(self, versions: Versions) -> bool:
         """True if each of them has a version of the protocol in common with a program that speaks these."""
-        return all(spoken.common(versions) is not None for spoken in self._spoken)
+        return all(spoken.overlap(versions) for spoken in self._spoken)
 
     def of(self, process: Process) -> list[Session]:
         """The sessions of a process."""

@@ -131,11 +131,15 @@ def _running(state: JobState, live: View) -> Decision:
 
 
 def _why_old(state: JobState, live: View) -> str:
-    """Says in which version its members speak, and because of whom. What a member that is away speaks is not known."""
+    """Says in which version its members speak, and because of whom.
+
+    What a member that is away speaks may not be known. So nobody is named before all are there: otherwise the sentence
+    would change, and be logged, with each member that comes back.
+    """
     text = f"; it speaks version {live.version} of the protocol"
-    here = (s for s in state.present() if s.stream is not None)
-    old = [live.seats[s.rank].short_label for s in here if s.rank is not None and s.versions.newest == live.version]
-    if not old:
+    there = state.present()
+    old = [live.seats[s.rank].short_label for s in there if s.rank is not None and s.versions.newest == live.version]
+    if not old or any(session.stream is None for session in there):
         return text
     more = f" and {len(old) - _NAMED} more" if len(old) > _NAMED else ""
     return f"{text}, because {', '.join(old[:_NAMED])}{more} {'speaks' if len(old) == 1 else 'speak'} no newer one"

@@ -16,7 +16,6 @@ __all__ = [
     "SessionEnded",
     "SettingsDisagree",
     "VersionMismatch",
-    "VersionPending",
 ]
 
 
@@ -74,11 +73,5 @@ class SettingsDisagree(Refused):
 
 class VersionMismatch(Refused):
     """Two programs have no version of the protocol in common; the text says which versions each speaks."""
-
-    reason = ErrorReason.ERROR_REASON_VERSION
-
-
-class VersionPending(Refused):
-    """The same, but only with members that are away: they will come back and say what they speak, or end."""
 
     reason = ErrorReason.ERROR_REASON_VERSION

@@ -27,10 +27,9 @@ class Versions:
             f" to {self.newest}" if self.newest > self.oldest else ""
         )
 
-    def common(self, other: Versions) -> int | None:
-        """The newest version that both programs speak; None if there is none."""
-        newest = min(self.newest, other.newest)
-        return newest if newest >= max(self.oldest, other.oldest) else None
+    def overlap(self, other: Versions) -> bool:
+        """True if there is a version that both programs speak."""
+        return self.oldest <= other.newest and other.oldest <= self.newest
 
     def cover(self, other: Versions) -> bool:
         """True if this program speaks all that the other one speaks."""

@@ -65,7 +65,6 @@ from paceline_protocol._refusals import (
     SessionEnded,
     SettingsDisagree,
     VersionMismatch,
-    VersionPending,
 )
 from paceline_protocol._silence import Abandonment, Wakefulness
 from paceline_protocol._verdict import describe_exit
@@ -128,7 +127,6 @@ __all__ = [
     "StreamEnded",
     "Ticked",
     "VersionMismatch",
-    "VersionPending",
     "ViewStored",
     "Wakefulness",
     "Welcome",

@@ -14,7 +14,6 @@ Refused
     Draining             the coordinator is stopping
     TimedOut             what the caller waited for did not come in time
     VersionMismatch      two programs have no version of the protocol in common
-    VersionPending       the same, with a member that is away
     Unauthenticated      no token came, or an unknown one
     PermissionDenied     the token is good for another job, or for less
     Damaged              the bytes are no message: they changed on the way
@@ -37,7 +36,6 @@ from paceline_protocol.coordinator import (
     SessionEnded,
     SettingsDisagree,
     VersionMismatch,
-    VersionPending,
 )
 from paceline_server._grpc import grpc
 from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -63,7 +61,6 @@ __all__ = [
     "TimedOut",
     "Unauthenticated",
     "VersionMismatch",
-    "VersionPending",
 ]
 
 
@@ -151,7 +148,6 @@ STATUS: Mapping[type[Refused], grpc.StatusCode] = {
     Draining: grpc.StatusCode.UNAVAILABLE,
     TimedOut: grpc.StatusCode.DEADLINE_EXCEEDED,
     VersionMismatch: grpc.StatusCode.FAILED_PRECONDITION,
-    VersionPending: grpc.StatusCode.UNAVAILABLE,
     Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     Damaged: grpc.StatusCode.DATA_LOSS,

@@ -21,8 +21,9 @@ from paceline_server.election import LOOK_S, Election
 from paceline_server.errors import NotLeader
 from paceline_server.settings import ServerSettings
 from paceline_server.storage.base import StateUnusable
-from paceline_server.storage.etcd import FENCE_S, EtcdStorage, leader_key
+from paceline_server.storage.etcd import FENCE_S, EtcdStorage, format_key, leader_key
 from paceline_server.storage.etcd_keys import EtcdKeys
+from paceline_server.storage.job_records import check_format
 from paceline_server.storage.memory import MemoryStorage
 from paceline_server.storage.shared_keys import Item, KeysRefused, KeysUnavailable, LeaderRecord, SharedKeys
 from pacelinepb.private_files import FileTooOpen
@@ -51,6 +52,7 @@ class Candidacy:
         self.election = Election(name)
         self._keys = keys
         self._key = leader_key(prefix)
+        self._format_key = format_key(prefix)
         self._name = name
         self._address = address
         self._woken = asyncio.Event()
@@ -101,7 +103,22 @@ class Candidacy:
         """
         self._note(await self._keys.get(self._key))
 
+    async def check_format(self) -> None:
+        """Checks that this release reads the state: otherwise it must not lead.
+
+        Raises:
+            KeysUnavailable, KeysRefused: the store does not answer.
+            StateUnusable: a later release has written it, or another program.
+        """
+        found = await self._keys.get(self._format_key)
+        try:
+            if found is not None:
+                check_format(found.value)
+        except ValueError as error:
+            raise StateUnusable(f"cannot use the state in etcd: {error}") from None
+
     async def _try(self) -> tuple[LeaderRecord, int] | None:
+        await self.check_format()
         election = self.election
         record = LeaderRecord(election.highest + 1, self._name, self._address)
         found = await self._keys.swap(self._key, election.revision, record.to_bytes(), held=self._held)
@@ -235,6 +252,7 @@ class FailoverCoordinator:
         while True:
             try:
                 await probe.look()
+                await probe.check_format()
                 return
             except KeysUnavailable as error:
                 if asyncio.get_running_loop().time() >= give_up:

@@ -46,6 +46,7 @@ from paceline_protocol.coordinator import (
 from paceline_server import wire
 from paceline_server.errors import BadRequest, VersionMismatch
 from paceline_server.settings import ServerSettings
+from paceline_server.storage.checks import MOST_VERSION
 from pacelinepb import MOST_KINDS, RELEASE
 from pacelinepb.v1 import session_pb2 as pb
 
@@ -145,12 +146,12 @@ def read_versions(message: pb.Register | pb.Resume) -> Versions:
 
     Raises:
         VersionMismatch: this coordinator speaks none of them; the text names those of both.
-        BadRequest: they are no range.
+        BadRequest: they are no range, or one that a storage would refuse to read back.
     """
     versions = Versions(message.protocol_version, message.newest_protocol_version or message.protocol_version)
-    if versions.oldest > versions.newest:
+    if not 0 < versions.oldest <= versions.newest <= MOST_VERSION:
         raise BadRequest(f"a worker cannot speak {versions.oldest} to {versions.newest} of the protocol")
-    if versions.common(OURS) is None:
+    if not versions.overlap(OURS):
         raise VersionMismatch(
             f"the worker speaks {versions} of the protocol, and the coordinator ({RELEASE}) {OURS}: run workers and "
             "coordinators of one release, or of two that follow each other"

@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 
 from fuzz.wire import pack_chunks, unpack_chunks
 from paceline_protocol import OURS, Ending, Seat, Verdict, View
+from paceline_protocol._versions import spoken_by
 from paceline_server import wire
 from paceline_server.errors import Refused
 from paceline_server.key_values import KeyValues
@@ -30,6 +31,7 @@ from paceline_server.storage.base import (
     VerdictStored,
     ViewFormed,
 )
+from paceline_server.storage.checks import check_job
 from paceline_server.storage.sqlite import SqliteStorage
 from pacelinepb.bounds import too_much
 from pacelinepb.v1 import session_pb2 as pb
@@ -57,7 +59,7 @@ def requests(data: bytes) -> None:
 def _read(message: pb.SessionRequest) -> None:
     match message.WhichOneof("event"):
         case "register":
-            assert wire.read_versions(message.register).common(OURS) is not None
+            assert wire.read_versions(message.register).overlap(OURS)
             name = wire.read_job_name(message.register.job, _SETTINGS)
             assert 1 <= len(name.encode()) <= _SETTINGS.max_name_bytes
             process = wire.read_process(message.register.process, _SETTINGS)
@@ -105,6 +107,8 @@ def storage(data: bytes) -> None:
             schema.apply(connection, change)
         found = schema.load(connection)
     assert found == ([job] if changes else [])
+    for each in found:
+        check_job(each)
 
 
 def _changes(job: StoredJob, message: pb.SessionRequest, values: KeyValues) -> list[Change]:
@@ -118,14 +122,14 @@ def _changes(job: StoredJob, message: pb.SessionRequest, values: KeyValues) -> l
                 return []
             settings = wire.read_settings(register.settings, _SETTINGS)
             seat = Seat(0, "member-0", wire.token_hash(b""), process, where, 1)
-            versions = wire.read_versions(register)
+            versions = spoken_by([wire.read_versions(register)])
             job.generation = max(job.generation, register.generation_floor) + 1
             job.view = View(job.generation, settings, register.HasField("rank"), (seat,), versions)
             job.verdict, job.endings = None, {}
             return [ViewFormed(job.name, job.view)]
         case "report" if job.view is not None:
             report = wire.read_report(message.report, _SETTINGS)
-            culprits = () if report.accused is None else (report.accused,)
+            culprits = (0,) if report.accused == 0 else ()  # the membership refuses ranks outside the view
             job.verdict = Verdict(job.generation, report.reason, culprits, report.operation, report.text)
             return [VerdictStored(job.name, job.verdict)]
         case "heartbeat" if (
@@ -187,6 +191,9 @@ def _messages() -> list[pb.SessionRequest]:
     lost = ErrorReason.ERROR_REASON_PEER_LOST
     enter = pb.EnterBarrier(call=1, generation=4, name="epoch", round=2)
     enter.timeout.seconds = 60
+    damaging = pb.Register()
+    damaging.CopyFrom(register)
+    damaging.protocol_version = 0
     return [
         pb.SessionRequest(register=register),
         pb.SessionRequest(heartbeat=beat),
@@ -195,6 +202,7 @@ def _messages() -> list[pb.SessionRequest]:
         pb.SessionRequest(leave=pb.Leave(cause="ValueError: no")),
         pb.SessionRequest(heartbeat=far),
         pb.SessionRequest(report=pb.Report(operation=2**63, reason=lost)),
+        pb.SessionRequest(register=damaging),
     ]
 
 

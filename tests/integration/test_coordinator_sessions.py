@@ -375,6 +375,7 @@ def test_a_second_register_ends_the_stream() -> None:
         ({"protocol_version": 10, "newest_protocol_version": 11}, "VERSION", "versions 10 to 11 of the protocol"),
         ({"protocol_version": 7, "newest_protocol_version": 0}, "VERSION", "version 7 of the protocol"),
         ({"protocol_version": 9, "newest_protocol_version": 8}, "BAD_REQUEST", "9 to 8 of the protocol"),
+        ({"protocol_version": 0, "newest_protocol_version": 9}, "BAD_REQUEST", "0 to 9 of the protocol"),
         ({"job": "a\nb"}, "BAD_REQUEST", "must be printable"),
         ({"least": 0}, "INVALID_WORLD_SIZE", "min_workers must be 1 or more"),
         ({"rank": 2}, "INVALID_RANK", "rank 2 is outside the world of 2"),

@@ -449,9 +449,14 @@ class TrainingLoop:
         mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, None, operation, text))
 
     def _compare_blocks(self) -> bool:
-        """Compares finished blocks. Not called with newcomers: then no member was in a block (`closed`)."""
+        """Compares finished blocks. Not called with newcomers: then no member was in a block (`closed`).
+
+        Raises:
+            StepVoid: this, or the step that follows, has failed too often.
+        """
         if self._member.phase is not Phase.READY:
             return False
+        self._failures.begin(f"step {self._state.step + 1}", self._coordinator.group.mesh.peers)
         asked, _ = self.guard.asked
         try:
             self._skipped = self._blocks.compare(self._coordinator.group, asked)

@@ -46,8 +46,9 @@ _KNOCK_S = 1.0
 
 
 _OTHER_VERSION_S = 5.0
-"""Seconds until a session is resumed again at a coordinator that speaks none of this worker's versions: it answers the
-same until another release runs there."""
+"""Most seconds until a session is resumed again at a coordinator that speaks none of this worker's versions: it answers
+the same until another release runs there. The first member that comes back to that one starts the leases of all, so
+nobody pauses for longer than half a lease."""
 
 _LOOK_AGAIN_S = 0.1
 """Seconds between the look that finds the coordinator silent and the look that believes it: enough for grpc's thread to
@@ -398,7 +399,9 @@ class ControlStream:
         for attempt in range(1 << 30):
             # The pauses grow from one round of all addresses to the next: the one that takes over is not there yet.
             pause = min(backoff(attempt // len(self._addresses) + self._short), self._config.heartbeat_interval)
-            await asyncio.sleep(began + (_OTHER_VERSION_S if patiently else pause) - time.monotonic())
+            if patiently:
+                pause = min(_OTHER_VERSION_S, self._config.failure_timeout / 2, deadline - began)
+            await asyncio.sleep(began + pause - time.monotonic())
             began, patiently = time.monotonic(), False
             most = 2 * _EACH_S if self._addresses.several else _ATTEMPT_S  # another one may lead meanwhile
             patience = min(most, self._config.failure_timeout / 3 * 2.0 ** min(attempt, 10))

@@ -15,7 +15,7 @@ from paceline_protocol import Tag
 from paceline_server.storage.base import StoredJob
 from pacelinepb import RELEASE
 
-__all__ = ["MOST_SILENCE_S", "check_job", "check_writer"]
+__all__ = ["MOST_SILENCE_S", "MOST_VERSION", "check_job", "check_writer"]
 
 _MOST = (1 << 63) - 1
 """The greatest number that a message carries in all fields."""
@@ -23,7 +23,7 @@ _MOST = (1 << 63) - 1
 MOST_SILENCE_S = 86_400.0
 """The longest `failure_timeout` that a coordinator ever accepts, whatever its `max_silence`."""
 
-_MOST_VERSION = 1 << 16
+MOST_VERSION = 1 << 16
 """The greatest version of the protocol that is believed, or of the format of a state."""
 
 _LONGEST_RELEASE = 64
@@ -40,7 +40,7 @@ def check_writer(number: object, writer: object, newest: int) -> None:
     Raises:
         ValueError: this release does not read it; the text says which format it has, and what to do.
     """
-    if not isinstance(number, int) or isinstance(number, bool) or not 0 < number <= _MOST_VERSION:
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 < number <= MOST_VERSION:
         raise ValueError("its format is no number of ours")
     if not isinstance(writer, str) or len(writer) > _LONGEST_RELEASE or not writer.isprintable():
         raise ValueError("the release that wrote it is none of ours")
@@ -77,7 +77,7 @@ def _check_relations(job: StoredJob) -> None:
         if [seat.rank for seat in view.seats] != list(range(size)):
             raise ValueError("the seats of its view are not in rank order")
         _check_ranks(view.newcomers, size, "newcomers")
-        if not 0 < view.versions.oldest <= view.versions.newest <= _MOST_VERSION:
+        if not 0 < view.versions.oldest <= view.versions.newest <= MOST_VERSION:
             raise ValueError(f"its view speaks {view.versions}")
     _check_ranks(job.endings, size, "endings")
     if verdict is not None:

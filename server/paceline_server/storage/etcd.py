@@ -30,7 +30,7 @@ from paceline_server.storage.job_records import (
 from paceline_server.storage.memory import MemoryStorage
 from paceline_server.storage.shared_keys import Item, KeysRefused, KeysUnavailable, LeaderRecord, SharedKeys
 
-__all__ = ["FENCE_S", "TICK_S", "EtcdStorage", "leader_key"]
+__all__ = ["FENCE_S", "TICK_S", "EtcdStorage", "format_key", "leader_key"]
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +51,11 @@ _VIEW_BYTES = 300_000
 def leader_key(prefix: str) -> bytes:
     """Returns the key of the leader's record."""
     return f"{prefix}/leader".encode()
+
+
+def format_key(prefix: str) -> bytes:
+    """Returns the key of the format of the state."""
+    return f"{prefix}/{FORMAT}".encode()
 
 
 class _Write:
@@ -138,7 +143,7 @@ class EtcdStorage:
             StateUnusable: the store does not answer, or holds data of another program, or of a later release.
         """
         self.begin()
-        key, ours = f"{self._prefix}/{FORMAT}".encode(), format_of_ours()
+        key, ours = format_key(self._prefix), format_of_ours()
         try:
             found = next((item.value for item in await self._keys.read(key) if item.key == key), None)
             if found is not None:

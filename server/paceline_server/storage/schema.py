@@ -151,9 +151,11 @@ def prepare(connection: sqlite3.Connection) -> None:
     connection.execute("BEGIN IMMEDIATE")  # takes the lock now, not at the first write
     for table in _BESIDE:
         connection.execute(table)
+    # A coordinator that does not know the table has forgotten these jobs.
+    connection.execute("DELETE FROM view_versions WHERE job NOT IN (SELECT name FROM job)")
     if _writer(connection) != RELEASE:
         connection.execute("DELETE FROM writer")
-        connection.execute("INSERT INTO writer VALUES (?)", (RELEASE,))
+        connection.execute("INSERT INTO writer (release) VALUES (?)", (RELEASE,))
     connection.execute("COMMIT")
 
 
@@ -179,7 +181,9 @@ def load(connection: sqlite3.Connection) -> list[StoredJob]:
     """Returns all jobs."""
     told = {
         (job, generation, first): Versions(oldest, newest)
-        for job, generation, first, oldest, newest in connection.execute("SELECT * FROM view_versions")
+        for job, generation, first, oldest, newest in connection.execute(
+            "SELECT job, generation, first_member_id, oldest, newest FROM view_versions"
+        )
     }
     jobs: dict[str, StoredJob] = {}
     for (
@@ -340,7 +344,8 @@ def _store_view(connection: sqlite3.Connection, job: str, view: View, door_secre
         ),
     )
     connection.execute(
-        "INSERT OR REPLACE INTO view_versions VALUES (?, ?, ?, ?, ?)",
+        "INSERT OR REPLACE INTO view_versions (job, generation, first_member_id, oldest, newest) "
+        "VALUES (?, ?, ?, ?, ?)",
         (job, view.generation, view.seats[0].member_id, view.versions.oldest, view.versions.newest),
     )
     connection.execute("DELETE FROM seat WHERE job = ?", (job,))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import paceline
+from paceline._elastic.attempts import MAX_ATTEMPTS
 from paceline._elastic.coordination import NullCoordinator
 from paceline._elastic.saver import Saver
 from paceline._elastic.training_loop import TrainingLoop
@@ -18,6 +19,7 @@ from paceline._links.fault import Suspicion
 from paceline._links.local import local_meshes
 from paceline._session.line_messages import CaughtOut, ReachResult, ViewCame
 from paceline.config import Config
+from paceline.errors import StepVoid
 from paceline_protocol import Meet, MemberState, Phase, Tag
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
@@ -70,6 +72,18 @@ def test_a_member_that_refuses_a_view_tells_the_others() -> None:
     (suspicion,) = suspicions
     assert suspicion.reason == ErrorReason.ERROR_REASON_PEER_RAISED
     assert "holds the state" in suspicion.text
+
+
+def test_generations_that_fail_before_their_first_step_are_counted() -> None:
+    """Members that no door lets in compare nothing, so they never come to a step."""
+    port, line, place = line_that_holds(Tag(2, 7))
+    for generation in range(3, 3 + MAX_ATTEMPTS):
+        came = view(port, generation, Tag(2, 7), "former")
+        port.meshes[0].fault.suspect(Suspicion(ErrorReason.ERROR_REASON_VERSION, 1, 0, "its door does not open"))
+        line._read(came)
+        assert place.phase is Phase.MEETING
+    with pytest.raises(StepVoid, match=r"step 1 failed 5 times in a row: .*its door does not open"):
+        line._read(view(port, 3 + MAX_ATTEMPTS, Tag(2, 7), "former"))
 
 
 def test_a_view_that_formed_with_the_former_member_is_ignored() -> None:

@@ -15,6 +15,7 @@ BROKE = ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL
 RAISED = ErrorReason.ERROR_REASON_PEER_RAISED
 MISMATCH = ErrorReason.ERROR_REASON_COLLECTIVE_MISMATCH
 TIMEOUT = ErrorReason.ERROR_REASON_TIMEOUT
+VERSION = ErrorReason.ERROR_REASON_VERSION
 DIFFERS = ErrorReason.ERROR_REASON_STEP_DIFFERS
 
 SEATS = tuple(
@@ -34,6 +35,15 @@ def test_a_suspect_with_an_accusing_edge_has_died() -> None:
     verdict = judge(0.0, case)
     assert (verdict.generation, verdict.reason, verdict.culprits, verdict.operation) == (3, LOST, (2,), 17)
     assert verdict.text == "rank 2 (host-c, pid 4713) died: its session and its links to ranks 1, 3 ended"
+
+
+def test_a_death_explains_a_door_that_refused_a_version() -> None:
+    """The next generation has other members, and perhaps another version: the death is what has to be known."""
+    refused = (report(1, VERSION, 2, "its door does not open"),)
+    alone = judge(0.0, Case(VIEW, refused))
+    assert (alone.reason, alone.culprits) == (VERSION, (2,))
+    verdict = judge(0.0, Case(VIEW, refused, gone={3: "exited with code 1"}))
+    assert (verdict.reason, verdict.culprits) == (LOST, (3,))
 
 
 def test_one_broken_link_without_an_explanation_is_reason_to_wait() -> None:

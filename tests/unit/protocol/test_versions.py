@@ -6,7 +6,7 @@ import pytest
 
 from paceline_protocol import OURS, Versions, View, has_our_frames
 from paceline_protocol import _versions as versions
-from paceline_protocol.coordinator import EndSession, PushView, Standing, StoreView, VersionMismatch, VersionPending
+from paceline_protocol.coordinator import EndSession, PushView, Standing, StoreView, VersionMismatch
 from paceline_protocol.coordinator import restore as restored
 from paceline_server.errors import BadRequest
 from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -38,10 +38,12 @@ def again(job: PureJob) -> PureJob:
 
 @pytest.mark.parametrize(
     ("one", "other", "common"),
-    [(OURS, LAST, 8), (OURS, OURS, 9), (OURS, NEXT, 9), (LAST, NEXT, None), (Versions(8, 12), OURS, 9)],
+    [(OURS, LAST, True), (OURS, OURS, True), (OURS, NEXT, True), (LAST, NEXT, False), (Versions(8, 12), NEXT, True)],
 )
-def test_two_programs_speak_the_newest_version_of_both(one: Versions, other: Versions, common: int | None) -> None:
-    assert one.common(other) == other.common(one) == common
+def test_two_programs_speak_with_each_other_if_they_have_a_version_in_common(
+    one: Versions, other: Versions, common: bool
+) -> None:
+    assert one.overlap(other) is other.overlap(one) is common
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,25 @@ def test_the_sentence_says_which_members_speak_no_newer_version() -> None:
     later.resume("m1", 1)
     assert "it speaks version 8 of the protocol; a newcomer" in later.reason, "nobody knows what the others speak"
     later.resume("m2", 1, versions=LAST)
+    assert "it speaks version 8 of the protocol; a newcomer" in later.reason
+    later.resume("m3", 1)
     assert "because rank 1 (host-2) speaks no newer one" in later.reason
+
+
+def test_the_sentence_does_not_change_with_each_member_that_comes_back() -> None:
+    """Each change is a line of log; after a restart the members come back in any order."""
+    job = PureJob()
+    for _ in range(10):
+        job.join(10, 10, versions=LAST)
+    later = again(job)
+    said = [later.reason]
+    for number in (5, 10, 2, 8, 1, 7, 9, 3, 6, 4):
+        later.resume(f"m{number}", 1, versions=LAST)
+        said.append(later.reason)
+    assert len(set(said[1:-1])) == 1
+    assert said[-1] != said[-2]
+    assert "because rank 0 (host-1), rank 1 (host-2)," in said[-1]
+    assert "rank 7 (host-8) and 2 more speak no newer one" in said[-1]
 
 
 def test_a_newcomer_without_a_common_version_is_refused_with_the_versions_of_both() -> None:
@@ -100,6 +120,15 @@ def test_a_member_that_may_go_bars_nobody() -> None:
     job.join(2, 8, versions=NEXT)
 
 
+def test_a_session_that_has_ended_bars_nobody() -> None:
+    job = PureJob()
+    job.join(2, 8, versions=LAST)
+    job.leave("m1")
+    assert job.state.sessions.all_understand(NEXT)
+    job.join(2, 8, versions=OURS)
+    assert not job.state.sessions.all_understand(Versions(10, 11))
+
+
 def test_a_candidate_that_is_away_gives_way() -> None:
     job = PureJob()
     job.join(2, 8, versions=LAST)
@@ -108,15 +137,20 @@ def test_a_candidate_that_is_away_gives_way() -> None:
     assert [effect.member_id for effect in job.effects if isinstance(effect, EndSession)] == ["m1"]
 
 
-def test_a_newcomer_waits_for_members_that_are_away_and_may_speak_more() -> None:
-    job = joined(OURS, OURS)
-    job.state.view = replace(view_of(job), versions=LAST)
-    later = again(job)
-    with pytest.raises(VersionPending, match=r"host-2 .* is away, and is known to speak only version 8: .* come back"):
-        later.join(2, 8, versions=NEXT)
-    for member in ("m1", "m2"):
-        later.resume(member, 1)
-    later.join(2, 8, versions=NEXT)
+def test_a_candidate_cannot_be_drained_so_the_advice_is_to_stop_it() -> None:
+    job = PureJob()
+    job.join(2, 8, versions=LAST)
+    with pytest.raises(VersionMismatch, match="or stop that one first"):
+        job.join(2, 8, versions=NEXT)
+
+
+def test_a_member_that_is_away_bars_a_newcomer_as_if_it_were_there() -> None:
+    """What is known of its program is what it has said, or what all members of its view speak."""
+    job = joined(OURS, LAST)
+    job.cut("m2")
+    for each in (job, again(job)):
+        with pytest.raises(VersionMismatch, match=r"the one at host-[12] \(pid 100[12]\) speaks version 8"):
+            each.join(2, 8, versions=NEXT)
 
 
 def test_a_member_does_not_forget_a_version() -> None:
@@ -138,13 +172,13 @@ def test_a_registration_compares_programs_and_not_sessions(monkeypatch: pytest.M
             job.cut(f"m{number + 1}")
     compared = 0
 
-    def common(one: Versions, other: Versions) -> int | None:
+    def overlap(one: Versions, other: Versions) -> bool:
         nonlocal compared
         compared += 1
         return honest(one, other)
 
-    honest = Versions.common
-    monkeypatch.setattr(versions.Versions, "common", common)
+    honest = Versions.overlap
+    monkeypatch.setattr(versions.Versions, "overlap", overlap)
     job.join(2_000, 2_000)
     assert compared == 2
     with pytest.raises(VersionMismatch):

@@ -318,10 +318,12 @@ def test_a_leader_says_how_it_writes_and_refuses_what_a_later_release_has_writte
         leader = Leader(node)
         await leader.storage.load()
         await leader.storage.write([ViewFormed("a", view(1))])
-        await leader.storage.close()
         key = b"p/format"
         assert json.loads(node.items[key].value) == {"format": 1, "release": RELEASE}
         revision = node.items[key].revision
+        await leader.storage.write([ViewFormed("a", view(2))])
+        assert node.items[key].revision == revision, "the next batch does not say it again"
+        await leader.storage.close()
         following = Leader(node, 2)
         await following.storage.load()
         await following.storage.confirm()

@@ -1,20 +1,27 @@
 """Settings, the table of refusals, stalls, wire checks, and the outgoing queue of a stream."""
 
 import asyncio
+import contextlib
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from paceline_protocol import Process, Versions
+from paceline_protocol._versions import spoken_by
 from paceline_protocol.coordinator import Wakefulness
 from paceline_server import errors, wire
 from paceline_server.errors import BadRequest, LimitMet, Refused, VersionMismatch
 from paceline_server.settings import ServerSettings
+from paceline_server.storage.base import StoredJob
+from paceline_server.storage.checks import MOST_VERSION, check_job
 from paceline_server.streams import SessionStream
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.coordinator import run
+from support.views import view
 
 
 @pytest.mark.parametrize("listen", ["7400", "host:", ":7400", "host:x", "host:99999"])
@@ -133,6 +140,23 @@ def test_versions_are_named() -> None:
     assert wire.read_versions(pb.Resume(protocol_version=8, newest_protocol_version=9)) == Versions(8, 9)
     with pytest.raises(BadRequest, match="9 to 8"):
         wire.read_versions(pb.Register(protocol_version=9, newest_protocol_version=8))
+
+
+@pytest.mark.parametrize("kind", [pb.Register, pb.Resume])
+def test_what_is_accepted_as_a_range_of_versions_can_be_read_back(kind: type[pb.Register] | type[pb.Resume]) -> None:
+    """Otherwise one worker would make the state of all jobs unreadable."""
+    numbers = (0, 1, 7, 8, 9, 10, MOST_VERSION, MOST_VERSION + 1, 2**32 - 1)
+    accepted: set[Versions] = set()
+    for oldest, newest in product(numbers, numbers):
+        with contextlib.suppress(BadRequest, VersionMismatch):
+            accepted.add(wire.read_versions(kind(protocol_version=oldest, newest_protocol_version=newest)))
+    assert {Versions(1, 8), Versions(8, 9), Versions(9, MOST_VERSION)} < accepted
+    for versions in accepted:
+        for spoken in (versions, spoken_by([versions])):
+            check_job(StoredJob("job", 1, replace(view(1), versions=spoken)))
+    for damage in ((0, 9), (8, MOST_VERSION + 1)):
+        with pytest.raises(BadRequest, match="cannot speak"):
+            wire.read_versions(kind(protocol_version=damage[0], newest_protocol_version=damage[1]))
 
 
 def test_long_texts_are_cut_between_characters() -> None:

@@ -239,6 +239,31 @@ def test_a_forgotten_job_leaves_no_version(tmp_path: Path) -> None:
         assert connection.execute("SELECT release FROM writer").fetchall() == [(RELEASE,)]
 
 
+def test_what_the_last_release_leaves_beside_its_tables_is_put_right(tmp_path: Path) -> None:
+    """It forgets a job and not the versions of its view, and it does not say that it has used the file."""
+    path = tmp_path / "s.db"
+    stored(lambda: SqliteStorage(path), ViewFormed("a", view(1)), ViewFormed("b", view(1)))
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("DELETE FROM job WHERE name = 'a'")
+        connection.execute("DELETE FROM seat WHERE job = 'a'")
+        connection.execute("UPDATE writer SET release = 'Paceline 0.0.9'")
+    stored(lambda: SqliteStorage(path))
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("SELECT job FROM view_versions").fetchall() == [("b",)]
+        assert connection.execute("SELECT release FROM writer").fetchall() == [(RELEASE,)]
+
+
+def test_a_later_release_may_add_columns_to_the_tables_beside(tmp_path: Path) -> None:
+    path = tmp_path / "s.db"
+    stored(lambda: SqliteStorage(path), ViewFormed("a", view(1)))
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("ALTER TABLE view_versions ADD COLUMN more INTEGER")
+        connection.execute("ALTER TABLE writer ADD COLUMN more INTEGER")
+        connection.execute("UPDATE writer SET release = 'Paceline 7'")
+    jobs = stored(lambda: SqliteStorage(path), ViewFormed("b", view(1)))
+    assert [job.view for job in jobs.values()] == [view(1), view(1)]
+
+
 @pytest.mark.parametrize("versions", [(0, 9), (-1, 9), (9, 1 << 17), (9, 8)])
 def test_a_version_that_makes_no_sense_is_refused(tmp_path: Path, versions: tuple[int, int]) -> None:
     path = tmp_path / "s.db"

@@ -246,6 +246,48 @@ def test_a_standby_says_once_that_etcd_takes_no_writes(
     run(main)
 
 
+_LATER = Item(b"p/format", b'{"format": 2, "release": "Paceline 7"}', 1)
+_SAYS = "it is of format 2, written by Paceline 7"
+
+
+def test_a_standby_does_not_start_on_a_state_of_a_later_format() -> None:
+    async def main() -> None:
+        keys = MemoryKeys(Node())
+        keys.node.items[_LATER.key] = _LATER
+        coordinator = FailoverCoordinator(SETTINGS, keys=keys, make=Served, notice=silence)  # type: ignore[arg-type]
+        with pytest.raises(StateUnusable, match=_SAYS):
+            await coordinator.start()
+
+    run(main)
+
+
+def test_a_standby_does_not_take_over_a_state_that_a_later_release_has_written_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(failover, "LOOK_S", 0.001)
+
+    async def main() -> None:
+        keys = MemoryKeys(Node())
+        keys.node.items[_LATER.key] = _LATER
+        asked = 0
+        honest = keys.get
+
+        async def get(key: bytes) -> Item | None:
+            nonlocal asked
+            asked += key == _LATER.key
+            if asked == 20:
+                assert not keys.swaps
+                keys.node.items.pop(_LATER.key)
+                asked += 1
+            return await honest(key)
+
+        keys.get = get  # type: ignore[method-assign]
+        await Candidacy(keys, "p", "me", "k:1").win()
+        assert sum(_SAYS in record.getMessage() for record in caplog.records) == 1
+
+    run(main)
+
+
 def test_a_standby_notes_whether_it_has_reached_the_leader() -> None:
     async def main() -> None:
         async def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

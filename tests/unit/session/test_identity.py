@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from paceline._session import identity
-from paceline._session.identity import is_gone, process_identity
+from paceline._session.identity import JoinRequest, is_gone, process_identity
+from paceline_protocol import OURS
 from pacelinepb.v1.session_pb2 import ProcessIdentity
 
 CODE = """
@@ -132,3 +133,9 @@ def _ended() -> Iterator[ProcessIdentity]:
     finally:
         with suppress(ChildProcessError):
             os.waitpid(pid, 0)
+
+
+def test_a_registration_says_the_oldest_and_the_newest_version() -> None:
+    """Without the newest it is a worker of the last release to the coordinator, and no generation speaks more."""
+    request = JoinRequest("job", 1, 2, None).register("127.0.0.1:1", 3.0)
+    assert (request.protocol_version, request.newest_protocol_version) == (OURS.oldest, OURS.newest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,7 +61,9 @@ class Coordinator:
         return SimpleNamespace(cancel=lambda: None), answer
 
 
-def reconnect(coordinator: Coordinator, generation: int = 7, *, rejoins: bool = True) -> tuple[Any, list[Any]]:
+def reconnect(
+    coordinator: Coordinator, config: Config | None = None, generation: int = 7, *, rejoins: bool = True
+) -> tuple[Any, list[Any]]:
     """What becomes of a member that has lost its stream: the new stream, and the errors that its listener was told."""
     ended: list[Any] = []
 
@@ -72,7 +75,7 @@ def reconnect(coordinator: Coordinator, generation: int = 7, *, rejoins: bool = 
         nothing: Any = None
         register = pb.Register(job="job", protocol_version=OURS.oldest, newest_protocol_version=OURS.newest)
         stream = ControlStream(
-            CoordinatorAddresses.parse("127.0.0.1:9"), register, Config(), listener, nothing, IN_THE_CLEAR
+            CoordinatorAddresses.parse("127.0.0.1:9"), register, config or Config(), listener, nothing, IN_THE_CLEAR
         )
         stream.registered, stream.generation, stream.rejoins = pb.Registered(member_id="m1"), generation, rejoins
         try:
@@ -92,7 +95,7 @@ def test_a_resume_that_is_refused_for_the_version_is_repeated_slowly_and_said_on
 
     coordinator = Coordinator(monkeypatch, answer)
     with caplog.at_level(logging.WARNING):
-        stream, ended = reconnect(coordinator)
+        stream, ended = reconnect(coordinator, Config(failure_timeout=20.0))
     assert stream is not None
     assert not ended
     assert {what for _, what in coordinator.asked} == {"resume"}
@@ -100,6 +103,19 @@ def test_a_resume_that_is_refused_for_the_version_is_repeated_slowly_and_said_on
     said = [record.message for record in caplog.records if "goes on without a coordinator" in record.message]
     assert len(said) == 4
     assert "it says VERSION" in said[0]
+
+
+@pytest.mark.parametrize(("failure_timeout", "pause"), [(3.0, 1.5), (1.0, 0.5), (60.0, 5.0)])
+def test_no_member_pauses_longer_than_half_a_lease(
+    monkeypatch: pytest.MonkeyPatch, failure_timeout: float, pause: float
+) -> None:
+    """The first one that comes back to the right coordinator starts the leases of the others."""
+    coordinator = Coordinator(monkeypatch, lambda _: refusal("VERSION"))
+    reconnect(coordinator, Config(failure_timeout=failure_timeout, rejoin_timeout=18.0))
+    times = [now for now, _ in coordinator.asked]
+    assert [later - earlier for earlier, later in pairwise(times[:-1])] == pytest.approx([pause] * (len(times) - 2))
+    assert times[-1] - times[-2] <= pause
+    assert times[-1] == pytest.approx(18.0), "the last attempt is at the deadline, not after it"
 
 
 def test_a_coordinator_that_never_understands_counts_as_away_for_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
