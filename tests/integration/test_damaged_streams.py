@@ -18,6 +18,7 @@ from paceline.credentials import IN_THE_CLEAR
 from paceline_server._grpc import aio, grpc
 from paceline_server.errors import BadRequest, Refused, SessionEnded
 from paceline_server.services.refusals import refuse
+from paceline_server.vitals import Vitals
 from pacelinepb import checks
 from pacelinepb.v1 import session_pb2 as pb
 from support.coordinator import RawSession, reason_of, refused, run, running
@@ -129,7 +130,7 @@ def refusing(refusal: Refused, *, first: bool = True) -> Stream:
     async def stream(context: Any) -> None:
         if not first:
             await context.write(checks.with_check(REGISTERED, 0))
-        await refuse(context, refusal)
+        await refuse(context, refusal, Vitals())
 
     return stream
 
