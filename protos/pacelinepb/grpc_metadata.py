@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from typing import Any
 
 __all__ = ["MOST_BYTES", "TooMuchMetadata", "bound_metadata"]
@@ -42,30 +43,26 @@ def bound_metadata(cygrpc: Any) -> None:
         )
         return
     field, serve, find = (getattr(cygrpc, name) for name in _NAMES)
-    # Nothing is awaited between `bounded_serve` and `bounded_find`. A client in another thread may make objects of an
-    # answer's metadata meanwhile, and takes some of what is left then.
-    left = math.inf
+    # Nothing is awaited between `bounded_serve` and `bounded_find`. Other threads may serve or make calls meanwhile.
+    count = threading.local()
 
     def bounded_field(key: str, value: str | bytes) -> Any:
-        nonlocal left
-        left -= _FIELD_BYTES + len(key) + len(value)
-        if left < 0:
+        count.left = getattr(count, "left", math.inf) - (_FIELD_BYTES + len(key) + len(value))
+        if count.left < 0:
             raise TooMuchMetadata
         return field(key, value)
 
     async def bounded_serve(*arguments: Any) -> None:
-        nonlocal left
-        left = MOST_BYTES
+        count.left = MOST_BYTES
         served = serve(*arguments)
         del arguments  # the call keeps the exception that ends it, whose traceback must not lead back to the call
         try:
             await served
         finally:  # the method's name may have been unreadable
-            left = math.inf
+            count.left = math.inf
 
     def bounded_find(*arguments: Any) -> Any:
-        nonlocal left
-        left = math.inf
+        count.left = math.inf
         return find(*arguments)
 
     for name, bounded in zip(_NAMES, (bounded_field, bounded_serve, bounded_find), strict=True):

@@ -11,7 +11,8 @@ caller that is kept out because it shares an address with a stranger gets in whe
 
 It never cuts off a connection with such a call, no matter how much the process grows. So a worker whose own model takes
 gigabytes loses nobody by it, and nobody in a handshake: members prove themselves with the first few hundred bytes that
-they send.
+they send. One exception is a caller whose first call on a connection has more than `FREE_BYTES`, such as a long list of
+members: while the loop is busy it may be cut off before its token is looked at, and has to call again.
 """
 
 from __future__ import annotations
@@ -77,9 +78,9 @@ class Callers:
         self._calls[place] -= 1
         if self._calls[place]:
             return
-        del self._calls[place]
         self._ended.pop(place, None)
         self._ended[place] = now
+        del self._calls[place]  # last: the guard's thread must find the place in one of the two
         while (first := next(iter(self._ended))) != place and self._ended[first] < now - 2 * self._idle:
             del self._ended[first]
 
@@ -154,6 +155,7 @@ class MemoryGuard:
         self._remarks = Remarks(_REMARK_S)
         self._seen: dict[int, Place] = {}  # by descriptor
         self._blocked: dict[bytes, float] = {}  # until when
+        self._listeners: list[int] = []  # descriptors, as of the last look
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-guard", daemon=True)
         self._thread.start()
@@ -202,10 +204,10 @@ class MemoryGuard:
                 blocked[block_of(place[0])] = now + BLOCK_SECONDS
                 self._remark(place[0], received, now)
         blocked = dict(list(blocked.items())[-_MOST_BLOCKED:])
-        if blocked.keys() != self._blocked.keys():
+        if blocked.keys() != self._blocked.keys() or (blocked and listeners != self._listeners):
             for fd in listeners:
                 block(fd, blocked)
-        self._blocked = blocked
+        self._blocked, self._listeners = blocked, listeners
         return cuts
 
     def _remark(self, host: str, received: int, now: float) -> None:

@@ -128,9 +128,10 @@ def _borrowed(fd: int) -> Iterator[socket.socket]:
     """Lends a socket object for the block, which leaves the descriptor open.
 
     Raises:
-        OSError: it is no socket.
+        OSError: it is no socket, or one that blocks. Those of grpc never do, and Python would change another's to one
+            that does not if the process has a default timeout (`socket.setdefaulttimeout`).
     """
-    if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+    if not stat.S_ISSOCK(os.fstat(fd).st_mode) or os.get_blocking(fd):
         raise OSError
     sock = socket.socket(fileno=fd)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import select
 import socket
 import threading
@@ -24,7 +25,7 @@ from paceline_server.dispatcher import Observer
 from pacelinepb import PROTOCOL_VERSION, memory_guard
 from pacelinepb.memory_guard import FREE_BYTES, Callers, MemoryGuard
 from pacelinepb.pieces import cut, in_messages
-from pacelinepb.server_sockets import block, block_of
+from pacelinepb.server_sockets import block, block_of, seen
 from pacelinepb.v1 import admin_pb2, peer_pb2
 from pacelinepb.v1 import store_pb2 as pb
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
@@ -47,6 +48,7 @@ class House:
 
     Attributes:
         callers: who has proved to be one.
+        guard: of the port.
     """
 
     def __init__(self, stack: ExitStack, idle: float = 60.0) -> None:
@@ -55,7 +57,8 @@ class House:
         self.listener.settimeout(PATIENCE)
         port = self.listener.getsockname()[1]
         self.callers = Callers(idle)
-        stack.callback(MemoryGuard(self.callers, {port}).close)
+        self.guard = MemoryGuard(self.callers, {port})
+        stack.callback(self.guard.close)
         self._address = (HERE, port)
 
     def come(self, sends: int, origin: str = HERE) -> tuple[socket.socket, socket.socket]:
@@ -113,6 +116,7 @@ def test_an_address_is_blocked_for_a_moment_and_its_connections_go_on(
         blocked.set()
 
     monkeypatch.setattr(memory_guard, "block", blocks)
+    monkeypatch.setattr(memory_guard, "BLOCK_SECONDS", 2.5)  # TCP tries again after 1 s and after 3 s
     member, _ = house.come(100, THERE), house.come(FREE_BYTES + 1, THERE)
     assert blocked.wait(PATIENCE)
     with ExitStack() as stack:
@@ -125,6 +129,27 @@ def test_an_address_is_blocked_for_a_moment_and_its_connections_go_on(
         assert works(member)
         assert select.select([], [again], [], PATIENCE)[1], "it has tried again, as TCP does"
         assert not again.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+
+
+def test_an_address_is_also_blocked_for_a_socket_that_listens_only_since(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A door that moves to another port opens a new one."""
+    blocked = threading.Event()
+
+    def blocks(fd: int, blocks: Collection[bytes]) -> None:
+        if fd == later.fileno() and blocks:
+            blocked.set()
+
+    with socket.create_server((HERE, 0)) as later:
+        later.setblocking(False)
+        monkeypatch.setattr(memory_guard, "block", blocks)
+        monkeypatch.setattr(memory_guard, "BLOCK_SECONDS", PATIENCE)
+        with pytest.raises(ConnectionResetError):
+            house.come(FREE_BYTES + 1)[0].recv(1)
+        assert not blocked.is_set()
+        house.guard.ports = {later.getsockname()[1]}
+        assert blocked.wait(PATIENCE)
 
 
 def test_a_descriptor_is_found_when_none_is_left(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,6 +172,17 @@ def test_other_ports_and_other_files_are_left_alone(house: House) -> None:
         with pytest.raises(ConnectionResetError):
             stranger[0].recv(1)
         assert works((caller, ours))
+
+
+def test_a_socket_that_blocks_still_does_though_the_process_has_a_default_timeout() -> None:
+    """Libraries in C have such sockets; to look at one with Python's would make it one that does not block."""
+    with socket.create_server((HERE, 0)) as listener, socket.create_connection(listener.getsockname()) as caller:
+        socket.setdefaulttimeout(PATIENCE)
+        try:
+            assert seen(caller.fileno(), {caller.getsockname()[1]}) is None
+        finally:
+            socket.setdefaulttimeout(None)
+        assert os.get_blocking(caller.fileno())
 
 
 def test_a_block_is_of_ipv4_addresses_and_of_ipv6_networks() -> None:

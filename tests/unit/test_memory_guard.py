@@ -48,6 +48,22 @@ def test_after_a_cut_it_looks_each_time_and_more_often_for_5_s() -> None:
     assert not looks.is_alert(5.1)
 
 
+def test_a_caller_is_known_at_each_moment_in_which_its_last_call_ends() -> None:
+    """The guard's thread may look at any of them."""
+
+    class Watched(dict[Any, float]):
+        def __setitem__(self, place: Any, now: float) -> None:
+            assert callers.has(place, now)
+            super().__setitem__(place, now)
+            assert callers.has(place, now)
+
+    callers = Callers(1.0)
+    callers._ended = Watched()
+    callers.came(PEER)
+    callers.went(PEER, 5.0)
+    assert callers._ended == {PLACE: 5.0}
+
+
 def test_a_caller_is_known_while_it_has_calls_and_until_grpc_has_closed_its_connection() -> None:
     callers = Callers(1.0)
     assert not callers.has(PLACE, 0.0)

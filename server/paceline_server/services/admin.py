@@ -39,11 +39,11 @@ _MOST_SUM = (1 << 64) - 1
 """The most that a message can say. Members choose their numbers, and the sum of one job's must not fail all others."""
 
 AT_ONCE = 200
-"""Members or jobs that are written into an answer before other calls have a turn: some 5 ms."""
+"""Members or jobs that are written into an answer before other calls have a turn: 5 to 8 ms."""
 
 _KEPT_S = 200e-6
 """Seconds, for each member or job of an answer with more, for which the answer is given to others who ask. To write it
-takes 25 us at most for each, so at most an eighth of a core goes into this."""
+takes 25 us for a member, and up to 40 us for a job, so at most a fifth of a core goes into this."""
 
 _ALL = ""
 """Stands for the list of all jobs where other answers have the name of a job."""

@@ -145,13 +145,13 @@ class EtcdStorage:
         self.begin()
         key, ours = format_key(self._prefix), format_of_ours()
         try:
-            found = next((item.value for item in await self._keys.read(key) if item.key == key), None)
-            if found is not None:
-                check_format(found)
+            item = await self._keys.get(key)
+            if item is not None:
+                check_format(item.value)
             await self._read()
         except (OSError, ValueError) as error:
             raise StateUnusable(f"cannot use the state in etcd: {error}") from None
-        if found != ours:
+        if item is None or item.value != ours:
             self._format = {key: ours}
         return copy.deepcopy(list(self._jobs.jobs.values()))
 
