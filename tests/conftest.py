@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -28,17 +27,10 @@ _NAMED_IN_FILE = ("alone", "browser", "containers", "root", "slow")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Gives slow tests more time before they count as hung, and makes all but one in n of `sampled` ones exhaustive.
-
-    Files with the longest time limits go first: at the end no process has a long test left while all others are done.
-    """
+    """Gives slow tests more time before they count as hung, and makes all but one in n of `sampled` ones exhaustive."""
     _check_marks(items)
     seen: Counter[str] = Counter()
-    longest: Counter[Path] = Counter()
     for item in items:
-        limit = item.get_closest_marker("timeout")
-        if limit is not None:
-            longest[item.path] = max(longest[item.path], limit.args[0])
         if item.get_closest_marker("slow") is not None and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(_SLOW_S))
         sampled = item.get_closest_marker("sampled")
@@ -48,7 +40,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             at, seen[test] = seen[test], seen[test] + 1
             if at % n != at // n % n:  # a diagonal: of a product each value of each argument has its turn
                 item.add_marker(pytest.mark.exhaustive)
-    items.sort(key=lambda item: -longest[item.path])
 
 
 def _check_marks(items: list[pytest.Item]) -> None:

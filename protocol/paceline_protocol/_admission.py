@@ -142,11 +142,15 @@ def _check_versions(state: JobState, claim: Registered) -> None:
             continue
         if other.stream is None and other.standing is Standing.CANDIDATE:  # it gives way
             continue
-        waits = other.standing is Standing.CANDIDATE
+        advice = "drain that one first (paceline drain)"
+        if other.stream is None:
+            advice = "wait until that one has come back, and drain it, or until it has been given up"
+        elif other.standing is Standing.CANDIDATE:
+            advice = "stop that one first"
         raise VersionMismatch(
             f"the worker at {claim.process.host} (pid {claim.process.pid}) speaks {claim.versions} of the protocol, "
             f"but the one at {other.process.host} (pid {other.process.pid}) speaks {other.versions}: start the worker "
-            f"with that one's release, or {'stop that one first' if waits else 'drain that one first (paceline drain)'}"
+            f"with that one's release, or {advice}"
         )
 
 

@@ -110,12 +110,12 @@ def _running(state: JobState, live: View) -> Decision:
     text = f"generation {live.generation} is running with {there} {_plural('member', there)}"
     if live.lost:
         text += f"; {live.lost}"
-    if live.version < OURS.newest:
-        text += _why_old(state, live)
+    version = _why_old(state, live) if live.version < OURS.newest else ""
     if live.base is None:
-        return Decision(None, f"{text}; a newcomer waits until it ends")
+        return Decision(None, f"{text}{version}; a newcomer waits until it ends")
     if state.candidates() and (reason := _with_way_out(state, live, text)) != text:
         return Decision(None, reason)
+    text += version
     fitting = _fitting(state, live)
     ready = len(fitting)
     if not ready:

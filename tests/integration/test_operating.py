@@ -79,7 +79,9 @@ class Operated:
         """The lines of the audit so far, once there are so many."""
         assert self._process.stderr is not None
         while len(found := re.findall(r"^\S+ \S+ INFO paceline\.audit: (.*)$", self.log, re.MULTILINE)) < count:
-            self.log += (await self._process.stderr.readline()).decode()
+            line = await self._process.stderr.readline()
+            assert line, self.log
+            self.log += line.decode()
         return [json.loads(line) for line in found]
 
 

@@ -93,10 +93,12 @@ def house() -> Iterator[House]:
 
 def test_only_callers_who_have_sent_much_and_proved_nothing_are_cut_off(house: House) -> None:
     """One in its handshake stays, however much the process takes, and so does a member whose calls have ended."""
-    begins, calls, called = house.come(FREE_BYTES), house.come(100_000), house.come(100_000)
+    begins, calls, called = house.come(FREE_BYTES), house.come(0), house.come(0)
     house.callers.came(house.name(calls[0]))
     with house.callers.one(house.name(called[0])):
         pass
+    for caller, _ in (calls, called):
+        caller.sendall(bytes(100_000))
     stranger = house.come(FREE_BYTES, THERE)
     stranger[0].sendall(b"x")
     with pytest.raises(ConnectionResetError):

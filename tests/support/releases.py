@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ __all__ = [
     "replace_workers",
     "places",
     "start_workers",
+    "status",
     "unpacked",
 ]
 
@@ -67,7 +69,7 @@ class Place:
 
     def start(self, release: Release, plant: str = "") -> None:
         """Starts one, which runs the code `plant` before it serves, and waits until it listens."""
-        self._from = self._log.stat().st_size if self._log.exists() else 0
+        self._from = len(self.logs) if self._log.exists() else 0
         code = f"import sys\n{plant}\nfrom paceline_server.__main__ import main\nsys.exit(main())"
         with self._log.open("a") as log:
             self._process = subprocess.Popen(
@@ -87,10 +89,10 @@ class Place:
         self._process.terminate()
         assert self._process.wait(20) == 0, self.log
 
-    def wait(self) -> None:
-        """Waits until it has ended by itself."""
+    def wait(self) -> int:
+        """Waits until it has ended by itself; returns its exit code."""
         assert self._process is not None
-        self._process.wait(60)
+        return self._process.wait(60)
 
     def kill(self) -> None:
         """SIGKILL."""
@@ -110,9 +112,12 @@ class Place:
 
     def wait_for(self, text: str) -> None:
         """Waits until the last one has logged a text."""
+        deadline = time.monotonic() + 60
         while text not in self.log:
             assert self._process is not None
             assert self._process.poll() is None, self.log
+            assert time.monotonic() < deadline, self.log
+            time.sleep(0.005)
 
 
 @contextmanager
@@ -124,6 +129,12 @@ def places(folder: Path, addresses: list[str], state: str) -> Iterator[list[Plac
     finally:
         for place in made:
             place.kill()
+
+
+def status(release: Release, address: str) -> str:
+    """What `paceline status` of a release prints about the jobs of a coordinator."""
+    command = [sys.executable, "-m", "paceline", "status", "--coordinator", address]
+    return subprocess.check_output(command, env={**os.environ, **release}, text=True)
 
 
 def start_workers(c: Cluster, release: Release, count: int) -> list[Trainer]:

@@ -8,7 +8,7 @@ import pytest
 
 from support.elastic.same_bits import in_parts
 from support.ports import free_port
-from support.releases import THIS, check_undisturbed, places, replace_workers, start_workers, unpacked
+from support.releases import THIS, check_undisturbed, places, replace_workers, start_workers, status, unpacked
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -28,10 +28,12 @@ def test_one_by_one_up_and_down_and_up_again(tmp_path: Path) -> None:
         place.start(THIS)
         first, second = workers = replace_workers(c, workers, THIS)
         assert OLD in place.log
+        assert "running" in status(last, address)
         c.wait_for_step(max(c.line()) + 2)
         place.kill()  # at a view of version 9
         assert OLD not in place.log.rpartition("generation ")[2], place.log
         place.start(last)
+        assert "running" in status(THIS, address)
         third, *_ = replace_workers(c, [first], last)
         place.kill()  # at a view that the last release has formed, of which one member speaks no newer version
         place.start(THIS)
@@ -68,7 +70,7 @@ def test_a_view_of_which_the_last_release_tells_the_other_half(tmp_path: Path) -
     ):
         place.start(THIS, _DIES_AFTER_ONE_PUSH)
         c.start(2)
-        place.wait()
+        assert place.wait() == 9, place.log
         place.start(last)
         for trainer in c.trainers:
             c.wait_for_step(5, [trainer])

@@ -44,7 +44,6 @@ _EACH_S = 1.0
 _KNOCK_S = 1.0
 """Seconds in which the coordinator's host must say that nobody listens at the address."""
 
-
 _OTHER_VERSION_S = 5.0
 """Most seconds until a session is resumed again at a coordinator that speaks none of this worker's versions: it answers
 the same until another release runs there. The first member that comes back to that one starts the leases of all, so
