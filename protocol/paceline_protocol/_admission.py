@@ -136,7 +136,7 @@ def _fits_all(state: JobState, claim: Registered) -> bool:
 
 
 def _check_versions(state: JobState, claim: Registered) -> None:
-    """Checks that any view of the job may have the newcomer: whoever is not dismissed may be in its next one."""
+    """Checks that the newcomer can be in any later view: each session that is not dismissed may be in the next one."""
     for other in state.sessions.values():
         if other.standing is Standing.DISMISSED or other.versions.overlap(claim.versions):
             continue

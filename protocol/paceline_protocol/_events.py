@@ -86,7 +86,7 @@ class Registered:
     claimed_rank: int | None
     generation_floor: int
     versions: Versions
-    """What the worker's program speaks."""
+    """The versions that the worker's program speaks."""
     former_member_id: str = ""
     """Which member this process was before, empty for none."""
     former_token_sha256: bytes = b""
@@ -103,7 +103,7 @@ class Resumed:
     generation: int
     """The generation that it knows to be in, 0 for none."""
     versions: Versions
-    """What its program speaks."""
+    """The versions that its program speaks."""
 
 
 @dataclass(frozen=True, slots=True)

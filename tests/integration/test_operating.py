@@ -241,7 +241,7 @@ def test_each_action_of_an_operator_has_one_line(tokens: Path) -> None:
     run(main)
 
 
-def test_who_may_not_operate_has_a_line_a_minute(tokens: Path) -> None:
+def test_callers_without_the_role_get_one_line_a_minute(tokens: Path) -> None:
     async def main() -> None:
         async with operated("--token-file", str(tokens), token=OPERATOR) as it:
             for _ in range(5):

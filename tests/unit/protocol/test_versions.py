@@ -211,7 +211,7 @@ def test_frames_that_a_version_changes_are_told_apart(monkeypatch: pytest.Monkey
     assert [has_our_frames(*pair) for pair in ((8, 8), (9, 9), (8, 9), (9, 8))] == [True, True, False, False]
 
 
-def test_what_is_stored_has_the_version_before_anybody_is_told() -> None:
+def test_a_view_is_stored_with_its_version_before_it_is_told() -> None:
     job = PureJob()
     job.slow_disk = True
     job.join(2, 2, versions=LAST)

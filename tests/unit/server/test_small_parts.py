@@ -143,7 +143,7 @@ def test_versions_are_named() -> None:
 
 
 @pytest.mark.parametrize("kind", [pb.Register, pb.Resume])
-def test_what_is_accepted_as_a_range_of_versions_can_be_read_back(kind: type[pb.Register] | type[pb.Resume]) -> None:
+def test_each_accepted_range_of_versions_can_be_read_back(kind: type[pb.Register] | type[pb.Resume]) -> None:
     """Otherwise one worker would make the state of all jobs unreadable."""
     numbers = (0, 1, 7, 8, 9, 10, MOST_VERSION, MOST_VERSION + 1, 2**32 - 1)
     accepted: set[Versions] = set()
