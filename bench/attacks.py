@@ -65,7 +65,7 @@ STORE = "/pacelinepb.v1.StoreService"
 
 
 class Target(NamedTuple):
-    """What an attacker knows.
+    """The coordinator that is attacked.
 
     Attributes:
         address: of the coordinator.
@@ -347,7 +347,7 @@ async def _neighbour(address: str) -> None:
 
 
 class Found(NamedTuple):
-    """What an attack did.
+    """The result of one attack.
 
     Attributes:
         waits: seconds of each barrier, in order.

@@ -51,7 +51,7 @@ class Session:
     """Silence is counted from here: the last message, the last answer of its door, the stream's end, or the end of a
     stall. None: a member of a stored view that has not been seen since the restart; others vouch for it."""
     versions: Versions
-    """What its program is known to speak: of a member of a stored view only what all speak there, until it resumes."""
+    """The versions that its program is known to speak. Until a member of a stored view resumes: the view's."""
     standing: Standing = Standing.CANDIDATE
     generation: int = 0
     """Generation of the view that it is or was in, 0 for none."""

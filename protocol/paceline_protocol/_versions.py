@@ -37,15 +37,14 @@ class Versions:
 
 
 OURS = Versions(OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION)
-"""What this release speaks."""
-
+"""The versions that this release speaks."""
 
 UNTOLD = Versions(8, 8)
-"""What a view speaks if nothing else was told or stored of it: coordinators of version 8 do neither."""
+"""The versions of a view if none were told or stored: coordinators of version 8 do neither."""
 
 
 def spoken_by(programs: Sequence[Versions]) -> Versions:
-    """What all members of a view speak, up to our newest version. Each two of the programs must have one in common."""
+    """Returns the versions that all of these programs speak, up to our newest. Each two must have one in common."""
     newest = min(OURS.newest, *(versions.newest for versions in programs))
     return Versions(max(versions.oldest for versions in programs), newest)
 

@@ -6,8 +6,8 @@ acknowledged its settings. One that has not makes it keep some 150 bytes for eac
 A thread reads the resident memory of this process 20 times a second. Once that has grown by `GROWTH_BYTES`, it looks
 at the connections of the ports that it guards. It cuts off those that have sent more than `FREE_BYTES` and have made no
 call that proves where its caller belongs. For `BLOCK_SECONDS` the kernel takes no packets from their addresses for
-these ports, except on connections that they have already: whoever comes again at once would cost as much again. A
-caller that is kept out because it shares an address with a stranger gets in when it tries again.
+these ports, except on connections that they have already: a caller that comes again at once would cost as much again.
+A caller that is kept out because it shares an address with a stranger gets in when it tries again.
 
 It never cuts off a connection with such a call, no matter how much the process grows. So a worker whose own model takes
 gigabytes loses nobody by it, and nobody in a handshake: members prove themselves with the first few hundred bytes that

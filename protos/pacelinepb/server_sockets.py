@@ -71,7 +71,7 @@ def cut(fd: int, spare: int, caller: Place) -> bool:
     Args:
         fd: the descriptor of the connection; it stays open.
         spare: a descriptor that becomes a copy of it, because no new one may be left.
-        caller: who is meant; another one's connection is left alone.
+        caller: whose connection it was; if it is another's by now, it is left alone.
 
     Returns:
         True if it was cut.

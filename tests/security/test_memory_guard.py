@@ -91,7 +91,7 @@ def house() -> Iterator[House]:
         yield House(stack)
 
 
-def test_only_callers_who_have_sent_much_and_proved_nothing_are_cut_off(house: House) -> None:
+def test_only_connections_with_much_sent_and_no_proof_are_cut_off(house: House) -> None:
     """One in its handshake stays, however much the process takes, and so does a member whose calls have ended."""
     begins, calls, called = house.come(FREE_BYTES), house.come(0), house.come(0)
     house.callers.came(house.name(calls[0]))
@@ -261,7 +261,7 @@ def test_a_member_s_session_is_not_cut_off_at_the_coordinator() -> None:
     run(main)
 
 
-def test_a_stranger_who_was_refused_is_cut_off() -> None:
+def test_a_refused_stranger_is_cut_off() -> None:
     async def main() -> None:
         async with serving() as (_, port, _):
             await asyncio.to_thread(refused, port)

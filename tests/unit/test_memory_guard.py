@@ -86,7 +86,7 @@ def test_a_caller_that_comes_back_is_known_for_as_long_again() -> None:
     assert callers.has(PLACE, 3.4)
 
 
-def test_callers_who_have_gone_are_forgotten() -> None:
+def test_callers_are_forgotten_once_they_are_gone() -> None:
     callers = Callers(1.0)
     for number in range(1_000):
         callers.came(f"ipv4:10.0.0.5:{number}")

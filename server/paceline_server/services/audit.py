@@ -49,7 +49,7 @@ _ACTIONS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls.
+    """The caller of an operation, as far as it is known.
 
     Attributes:
         address: IP address and port.

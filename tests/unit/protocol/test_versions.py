@@ -114,13 +114,13 @@ def test_a_newcomer_without_a_common_version_is_refused_with_the_versions_of_bot
     job.join(2, 8, versions=OURS)
 
 
-def test_a_member_that_may_go_bars_nobody() -> None:
+def test_a_dismissed_member_does_not_keep_a_newcomer_out() -> None:
     job = joined(OURS, LAST)
     job.state.sessions["m2"].standing = Standing.DISMISSED
     job.join(2, 8, versions=NEXT)
 
 
-def test_a_session_that_has_ended_bars_nobody() -> None:
+def test_an_ended_session_does_not_keep_a_newcomer_out() -> None:
     job = PureJob()
     job.join(2, 8, versions=LAST)
     job.leave("m1")
@@ -186,7 +186,7 @@ def test_a_registration_compares_programs_and_not_sessions(monkeypatch: pytest.M
     assert compared < 10
 
 
-def test_a_door_that_refuses_a_version_is_believed_and_nobody_is_evicted() -> None:
+def test_a_refused_version_becomes_the_verdict_and_evicts_no_member() -> None:
     job = joined(OURS, OURS)
     said = "rank 1 (host-2): its door does not open: rank 0 speaks version 9 of the protocol, but ..."
     job.report("m1", ErrorReason.ERROR_REASON_VERSION, 1, said)
