@@ -206,7 +206,9 @@ def test_the_leader_of_two_coordinators_is_killed_and_training_goes_on(image: st
         assert max(b - a for a, b in pairwise([at, *times])) < SILENCE_S  # no step waits for a coordinator
 
         run("docker", "start", killed)
-        run(*compose, "up", "-d", "--no-build", "--no-deps", "--force-recreate", "etcd", **settings)
+        run(*compose, "rm", "-s", "-f", "etcd", **settings)
+        _wait_until_none_leads(workers[0])
+        run(*compose, "up", "-d", "--no-build", "--no-deps", "etcd", **settings)
         third = _wait_for_status(workers[0], lambda status: _step(status) > 0 and _epoch(status) > second["epoch"])
         assert third["jobs"][0]["generation"] == found["jobs"][0]["generation"]
         (etcd,) = _containers("etcd", project)
@@ -232,6 +234,14 @@ def _wait_for_status(worker: str, wanted: Callable[[dict[str, Any]], bool]) -> d
             if status["jobs"] and wanted(status):
                 return status
         assert time.monotonic() < deadline, f"{done.stdout}{done.stderr}\n{_logs(worker)}"
+
+
+def _wait_until_none_leads(worker: str) -> None:
+    """Returns once `paceline status` in a worker's container finds no coordinator that leads."""
+    deadline = time.monotonic() + 60.0
+    command = ["docker", "exec", worker, "paceline", "status"]
+    while subprocess.run(command, capture_output=True, timeout=60.0).returncode == 0:
+        assert time.monotonic() < deadline, f"a coordinator leads without etcd\n{_logs(worker)}"
 
 
 def _epoch(status: dict[str, Any]) -> int:
