@@ -20,6 +20,8 @@ from support.elastic.trainer import digest, numbers
 
 __all__ = ["CannotGoOn", "RayRecords", "fail", "train"]
 
+_SLOW_S = 0.5
+
 
 def train(session: Any, folder: str, total: int, pace: float, killed_by_ray: int = 0) -> tuple[int, int]:
     """Trains the problem of tests/elastic, and tells of it in FOLDER/PID. Returns its rank and process id.
@@ -28,7 +30,8 @@ def train(session: Any, folder: str, total: int, pace: float, killed_by_ray: int
         session: what `paceline.ray.run` gives.
         folder: where all tell.
         total: the last step.
-        pace: seconds of computing in each step.
+        pace: seconds of computing in each step. In the second half it is `_SLOW_S` until the file FOLDER.over is there,
+            so that training does not end before the test has done what it does to it.
         killed_by_ray: the step in which rank 1 has Ray kill its actor; 0 for none.
     """
     told = os.open(f"{folder}/{os.getpid()}", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
@@ -49,7 +52,8 @@ def train(session: Any, folder: str, total: int, pace: float, killed_by_ray: int
             with step:
                 used = step.indices.tolist() if step.weight else []
                 emit("attempt", generation=step.generation, step=step.number, rank=step.rank, indices=used)
-                time.sleep(pace)
+                waits = step.number > total // 2 and not Path(f"{folder}.over").exists()
+                time.sleep(_SLOW_S if waits else pace)
                 if step.number == killed_by_ray and step.rank == 1:
                     _have_ray_kill(folder)
                 loss, dy = paceline.nn.softmax_cross_entropy(ddp(x[step.indices]), t[step.indices])
