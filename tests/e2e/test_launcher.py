@@ -5,16 +5,20 @@ No coordinator is needed for that; the address leads nowhere.
 
 from __future__ import annotations
 
+import os
 import re
+import select
 import signal
 import subprocess
 import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from paceline.cli.launcher.worker import Worker
 from support.command import Command, command, wait_until_gone
 from support.terminal import terminal
 
@@ -42,6 +46,26 @@ def write(script: Path, code: str) -> str:
 
 def pids(run: Command) -> list[int]:
     return [int(pid) for pair in re.findall(r"pids (\d+) (\d+)", run.stdout) for pid in pair]
+
+
+def test_a_worker_is_bound_to_its_cores_before_it_runs(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher goes on only when the worker has told which cores it has."""
+
+    class Late(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            select.select([self.stdout], [], [])
+
+    monkeypatch.setattr(subprocess, "Popen", Late)
+    code = write(script, "import os, signal; os.write(1, b'%a\\n' % sorted(os.sched_getaffinity(0))); signal.pause()")
+    before = os.sched_getaffinity(0)
+    one = {max(before)}
+    worker = Worker(0, [code], lambda news: dict(os.environ), one)
+    try:
+        assert [line.text for line in worker.read("stdout")] == [str(sorted(one)).encode()]
+        assert os.sched_getaffinity(0) == before, "the launcher has its own cores again"
+    finally:
+        worker.dismiss()
 
 
 def test_arguments_environment_and_prefixes(script: Path) -> None:

@@ -7,8 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,15 +74,16 @@ class Worker:
                 inherited.append(read_end)
                 waiting = ["--spare", str(read_end)]
             # A session of its own keeps the terminal's Ctrl-C away, so the launcher alone decides how workers end.
-            self._process = subprocess.Popen(
-                [sys.executable, str(_SHIM), str(os.getpid()), *waiting, *command],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=environment(theirs),
-                pass_fds=inherited,
-                start_new_session=True,
-            )
+            with _bound(cores):
+                self._process = subprocess.Popen(
+                    [sys.executable, str(_SHIM), str(os.getpid()), *waiting, *command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env=environment(theirs),
+                    pass_fds=inherited,
+                    start_new_session=True,
+                )
         except OSError:
             os.close(news)
             if self._go is not None:
@@ -93,9 +94,6 @@ class Worker:
                 os.close(fd)
         assert self._process.stdout is not None
         assert self._process.stderr is not None
-        if cores is not None:
-            with suppress(ProcessLookupError):  # it has already ended
-                os.sched_setaffinity(self._process.pid, cores)  # later threads inherit this from its only one so far
         self.identity = process_identity(self._process.pid)
         self.streams: dict[str, int] = {
             NEWS: news,
@@ -235,3 +233,20 @@ class Worker:
             os.killpg(self.pid, signum)
         except ProcessLookupError:  # between fork and setsid the group does not exist yet
             os.kill(self.pid, signum)
+
+
+@contextmanager
+def _bound(cores: Collection[int] | None) -> Iterator[None]:
+    """Binds this thread inside the block, since a process inherits the cores of the thread that starts it.
+
+    Bound later, a worker would start its first threads on all cores whenever the launcher is slow.
+    """
+    if cores is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
