@@ -1,4 +1,4 @@
-"""What is counted of the coordinator itself, beside its jobs, for those who operate it. Pure."""
+"""Counts events of the coordinator itself, beside its jobs, for those who operate it. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STALLS = (0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
 class Vitals:
-    """What is counted of one coordinator; each part of it adds its own.
+    """The counts of one coordinator; each part of it adds its own.
 
     Attributes:
         refusals: how many calls and HTTP requests were refused, by `ErrorReason`.

@@ -85,7 +85,7 @@ class JobController:
 
 
 def scraped(node: Node, port: int) -> str:
-    """What Prometheus gets of a coordinator's pod, by its configuration for Kubernetes."""
+    """Returns the metrics that Prometheus gets from a coordinator's pod, by its configuration for Kubernetes."""
     config = yaml.safe_load((ROOT / "deploy" / "monitoring" / "prometheus-kubernetes.yaml").read_text())
     (scrape,) = config["scrape_configs"]
     ca, cert, key = (

@@ -30,7 +30,7 @@ MANIFESTS = manifests.load(DEPLOY / "kubernetes")
 
 @pytest.fixture(scope="module")
 def metrics(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What a coordinator with TLS and a job of two workers says under /metrics."""
+    """Returns the metrics of a coordinator that has TLS and a job of two workers."""
     folder = make_folder(tmp_path_factory.mktemp("monitoring") / "tls")
     trusting = ssl.create_default_context(cafile=folder.path / "ca.pem")
     credentials = grpc.ssl_channel_credentials((folder.path / "ca.pem").read_bytes())

@@ -1,4 +1,4 @@
-"""What an operator sees of a coordinator: metrics that move when their cause happens, and a line for each action."""
+"""An operator sees metrics that move when their cause happens, and a line for each action."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class House:
     """A port that is guarded, and the connections to it.
 
     Attributes:
-        callers: who has proved to be one.
+        callers: the connections that have proved who they are.
         guard: of the port.
     """
 

@@ -126,7 +126,7 @@ class Spot(NamedTuple):
 
 
 class _Request(JoinRequest):
-    """What a worker of this release or of the last one asks for."""
+    """The request to join of a worker of this release or of the last one."""
 
     newest = OURS.newest
 

@@ -102,12 +102,12 @@ class Place:
 
     @property
     def log(self) -> str:
-        """What the last one that was started has logged."""
+        """The log of the one that was started last."""
         return self.logs[self._from :]
 
     @property
     def logs(self) -> str:
-        """What all have logged."""
+        """The logs of all of them."""
         return self._log.read_text()
 
     def wait_for(self, text: str) -> None:
@@ -132,7 +132,7 @@ def places(folder: Path, addresses: list[str], state: str) -> Iterator[list[Plac
 
 
 def status(release: Release, address: str) -> str:
-    """What `paceline status` of a release prints about the jobs of a coordinator."""
+    """Returns the output of a release's `paceline status` about the jobs of a coordinator."""
     command = [sys.executable, "-m", "paceline", "status", "--coordinator", address]
     return subprocess.check_output(command, env={**os.environ, **release}, text=True)
 

@@ -110,7 +110,7 @@ def test_grpc_s_words_for_a_caller_are_understood(peer: str, place: tuple[str, i
 
 
 class Extension:
-    """What `bound_metadata` replaces in grpc's extension module, and a call as that serves it."""
+    """Stands in for grpc's extension module, whose function `bound_metadata` replaces, and for a call it serves."""
 
     def __init__(self) -> None:
         self.fields = 0

@@ -66,7 +66,7 @@ class Caller:
 
 @dataclass(slots=True)
 class Action:
-    """What a caller asks for; filled in as its request is read.
+    """A caller's request for an action; filled in as it is read.
 
     Attributes:
         job: the job's name; None while it is not known.

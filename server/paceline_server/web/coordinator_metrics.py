@@ -18,11 +18,11 @@ __all__ = ["CoordinatorCollector"]
 _REASONS = {each.reason: ErrorReason.Name(each.reason).removeprefix("ERROR_REASON_").lower() for each in STATUS}
 
 _PROCESS = ("process_resident_memory_bytes", "process_open_fds", "process_max_fds", "process_cpu_seconds")
-"""What is shown of what `prometheus_client` finds out about the process, on Linux."""
+"""The metrics of the process that are shown, of those that `prometheus_client` collects on Linux."""
 
 
 class CoordinatorCollector:
-    """What `generate_latest` collects from, at each scrape.
+    """The collector that `generate_latest` asks at each scrape.
 
     Args:
         dispatcher: the jobs.

@@ -1,4 +1,4 @@
-"""Which versions of the protocol programs have in common, which one a view speaks, and who is refused for its own."""
+"""Programs share versions of the protocol, a view speaks one of them, and a program without one is refused."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.coordinator import PureJob
 
 LAST, NEXT = Versions(8, 8), Versions(9, 10)
-"""What the last release speaks, and the next one."""
+"""The versions that the last release speaks, and the next one."""
 
 
 def joined(*programs: Versions) -> PureJob:
@@ -145,7 +145,7 @@ def test_a_candidate_cannot_be_drained_so_the_advice_is_to_stop_it() -> None:
 
 
 def test_a_member_that_is_away_bars_a_newcomer_as_if_it_were_there() -> None:
-    """What is known of its program is what it has said, or what all members of its view speak."""
+    """The coordinator knows the versions that the member told, or the one that all members of its view speak."""
     job = joined(OURS, LAST)
     job.cut("m2")
     for each in (job, again(job)):

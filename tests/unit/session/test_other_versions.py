@@ -64,7 +64,7 @@ class Coordinator:
 def reconnect(
     coordinator: Coordinator, config: Config | None = None, generation: int = 7, *, rejoins: bool = True
 ) -> tuple[Any, list[Any]]:
-    """What becomes of a member that has lost its stream: the new stream, and the errors that its listener was told."""
+    """Returns a member's new stream after it has lost one, and the errors that its listener was told."""
     ended: list[Any] = []
 
     async def on_away(timeout: float) -> str:
