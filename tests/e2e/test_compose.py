@@ -267,7 +267,8 @@ def _check_confinement(container: str) -> None:
 
 def _events(folder: Path) -> list[dict[str, Any]]:
     """Returns the records of all workers (deploy/audited.py)."""
-    return [json.loads(line) for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()]
+    lines = [line for path in folder.glob("*.jsonl") for line in path.read_text().splitlines(keepends=True)]
+    return [json.loads(line) for line in lines if line.endswith("\n")]  # a last one may be half written
 
 
 def _check_samples(events: list[dict[str, Any]], last: int) -> None:

@@ -73,11 +73,13 @@ def test_workers_and_nodes_die_and_come(nodes: RayNodes, tmp_path: Path, caplog:
         told.wait_until(lambda: told.step() > step + 5, "two go on while a third one has no room")
         nodes.add()
         told.wait_until(lambda: len(told.in_view(3)) == 3, "a new node has room for the third one")
-        Path(f"{folder}.over").touch()
 
     with ThreadPoolExecutor(1) as pool:  # the story is told here, because Ray starts nodes on the main thread alone
         ran = pool.submit(partial(paceline.ray.run, train, str(folder), total, 0.02, 5, min_workers=2, max_workers=4))
-        story()
+        try:
+            story()
+        finally:
+            Path(f"{folder}.over").touch()
         results = ran.result()
     assert len(results) == 3
     assert list(results) == [rank for rank, _ in results.values()] == [0, 1, 2]

@@ -98,7 +98,9 @@ class _Told:
 
     def __init__(self, path: Path) -> None:
         self.pid = int(path.name)
-        self.events: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = path.read_text().splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith("\n")]  # the last one may be half written
+        self.events: list[dict[str, Any]] = [json.loads(line) for line in whole]
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         """Events of a kind."""
