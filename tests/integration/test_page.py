@@ -7,7 +7,7 @@ import pytest
 from pacelinepb.v1 import admin_pb2 as pb
 from support.browser import Page, browser
 from support.coordinator import run
-from support.page_server import add_event, add_gone, add_member, new_job, page_server
+from support.page_server import HeldAnswer, add_event, add_gone, add_member, new_job, page_server
 
 pytestmark = pytest.mark.browser
 
@@ -202,19 +202,26 @@ def test_events_are_read_on_to_the_last_one() -> None:
     run(main)
 
 
-def test_all_events_are_shown_though_a_message_has_the_last_ones_only() -> None:
+@pytest.mark.parametrize("after", [0, 50])
+def test_all_events_are_shown_though_a_message_has_the_last_ones_only(after: int) -> None:
+    """Also if an answer is late, so that it knows nothing of the events of a message that overtakes it."""
+
     async def main() -> None:
         job = new_job()
         for number in range(50):
             add_event(job, "view", f"view number {number}", generation=number)
         async with page_server(job) as server, browser() as chromium:
+            held = server.held[after] = HeldAnswer()
             page = await chromium.page(server.url + "?job=digits")
-            await page.until("document.querySelectorAll('#events li').length === 50")
+            await page.until(f"document.querySelectorAll('#events li').length === {50 if after else 20}")
+            if not after:
+                await held.made.wait()
             for number in range(50, 90):
                 add_event(job, "view", f"view number {number}", generation=number)
             server.push()
+            await page.until("document.querySelector('#events li .text').textContent === 'view number 89'")
+            held.may_go.set()
             await page.until("document.querySelectorAll('#events li').length === 90")
-            assert await page.text("#events li .text") == "view number 89"
             assert await page.text("#generations li .number") == "89"
 
     run(main)

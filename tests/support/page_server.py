@@ -21,7 +21,7 @@ from pacelinepb.status_json import detail_as_dict
 from pacelinepb.v1 import admin_pb2 as pb
 from pacelinepb.v1 import session_pb2
 
-__all__ = ["PageServer", "add_event", "add_gone", "add_member", "new_job", "page_server"]
+__all__ = ["HeldAnswer", "PageServer", "add_event", "add_gone", "add_member", "new_job", "page_server"]
 
 _STATIC = Path(str(paceline_server.__file__)).parent / "web" / "static"
 
@@ -81,6 +81,13 @@ def add_event(detail: pb.GetJobResponse, kind: str, text: str, generation: int =
     made.at.FromNanoseconds(round(at * 1e9))
 
 
+class HeldAnswer:
+    """An answer that is made at once, and sent when the test lets it go."""
+
+    def __init__(self) -> None:
+        self.made, self.may_go = asyncio.Event(), asyncio.Event()
+
+
 class PageServer:
     """A server under the control of a test.
 
@@ -91,6 +98,7 @@ class PageServer:
         drained: what was asked to leave, as the page named it.
         refuses: True while it answers no stream.
         may_drain: False if its callers may look only.
+        held: answers that wait, by the number after which a caller asks for events.
     """
 
     def __init__(self) -> None:
@@ -100,6 +108,7 @@ class PageServer:
         self.drained: list[list[str]] = []
         self.refuses = False
         self.may_drain = True
+        self.held: dict[int, HeldAnswer] = {}
         self._streams: dict[asyncio.Queue[bytes | None], str | None] = {}
 
     def push(self, message: dict[str, Any] | None = None) -> None:
@@ -155,6 +164,9 @@ class PageServer:
         after = int(request.query["after"])
         (job,) = (detail_as_dict(job) for job in self.jobs if job.summary.name == request.match_info["name"])
         found = [event for event in job["events"] if event["number"] > after][:1000]
+        if after in self.held:
+            self.held[after].made.set()
+            await self.held[after].may_go.wait()
         return web.json_response({"events": found, "next": found[-1]["number"] if found else after})
 
     async def _drain(self, request: web.Request) -> web.Response:

@@ -223,6 +223,7 @@ const members = new Map();
 const events = new Map();
 let detail = null;
 let askingForEvents = false;
+let completeTo = 0; // no event up to this number is missing
 let frame = 0;
 
 function takeJob(message) {
@@ -247,24 +248,27 @@ function showSoon() {
 
 /** Keeps new events; asks for those between, if the message may have left some out. */
 function takeEvents(latest) {
-  const known = Math.max(0, ...events.keys());
-  const missed = latest.length > 0 && latest[0].number > known && !askingForEvents;
   for (const event of latest) events.set(event.number, event);
-  if (!missed) return;
-  askingForEvents = true;
-  askForEvents(known)
-    .catch(() => {}) // the stream says that the connection is lost
-    .finally(() => (askingForEvents = false));
+  if (latest.length === 0) return;
+  if (latest[0].number <= completeTo) completeTo = Math.max(completeTo, latest.at(-1).number);
+  else if (!askingForEvents) askForEvents();
 }
 
-/** Reads events after a number to the last one; the coordinator keeps 10,000, and answers with 1,000 at most. */
-async function askForEvents(after) {
-  for (let asked = 0; asked < 11; asked++) {
-    const answer = await (await call(`api/jobs/${encodeURIComponent(jobName)}/events?after=${after}`)).json();
-    for (const event of answer.events) events.set(event.number, event);
-    showSoon();
-    if (answer.next <= after) return;
-    after = answer.next;
+/** Reads events until none is missing; the coordinator keeps 10,000, and answers with 1,000 at most. */
+async function askForEvents() {
+  askingForEvents = true;
+  try {
+    // An answer may be older than a message that has come since: then it ends before the newest event.
+    for (let asked = 0; asked < 11 && completeTo < Math.max(...events.keys()); asked++) {
+      const answer = await (await call(`api/jobs/${encodeURIComponent(jobName)}/events?after=${completeTo}`)).json();
+      for (const event of answer.events) events.set(event.number, event);
+      completeTo = Math.max(completeTo, answer.next);
+      showSoon();
+    }
+  } catch {
+    // The stream says that the connection is lost. The next message asks again.
+  } finally {
+    askingForEvents = false;
   }
 }
 
