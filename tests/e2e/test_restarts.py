@@ -305,7 +305,8 @@ def test_a_storm_of_kills(folder: str) -> None:
     assert {step for _, step in told} == set(range(1, max(step for _, step in told) + 1)), "the line was never lost"
     for pid in {pid for pid, _ in told}:
         steps = [step for one, step in told if one == pid]
-        assert steps == list(range(steps[0], steps[0] + len(steps))), "no step was lost or done again"
+        # A survivor that was a step behind takes that step with another's state.
+        assert steps == sorted(set(steps)), "no step was done again"
 
 
 COMPILING = """
