@@ -27,7 +27,7 @@ from typing import IO, Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # for `support`, which a script does not find
 
-from paceline._rpc import backoff
+from paceline._base.rpc import backoff
 from paceline_server import Coordinator, ServerSettings
 from paceline_server._grpc import aio, grpc
 from paceline_server.failover import FailoverCoordinator

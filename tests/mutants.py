@@ -349,14 +349,14 @@ MUTANTS = (
     # Who may come to a member's door.
     Mutant(
         "what was overheard opens a door again",
-        "client/paceline/_door_key.py",
+        "client/paceline/_base/proofs.py",
         'return "this call was made before" if again else ""',
         'return ""',
         ("unit/test_door_key.py",),
     ),
     Mutant(
         "calls with a stream of answers prove nothing",
-        "client/paceline/_door_key.py",
+        "client/paceline/_base/proofs.py",
         "return [_ProvesUnary(key), _ProvesStream(key)]",
         "return [_ProvesUnary(key)]",
         ("security/test_doors.py",),
@@ -975,7 +975,7 @@ MUTANTS = (
     ),
     Mutant(
         "a host that is silent at one of its addresses is taken for gone",
-        "client/paceline/_address.py",
+        "client/paceline/_base/addresses.py",
         "None if None in said or not said else False",
         "False",
         ("unit/test_address.py",),
@@ -990,14 +990,14 @@ MUTANTS = (
     # Once for each host.
     Mutant(
         "a block that has ended well is run again",
-        "client/paceline/_once.py",
+        "client/paceline/_base/processes.py",
         "            os.write(descriptor, _DONE)\n",
         "",
         ("unit/test_once.py",),
     ),
     Mutant(
         "a block that raised counts as done",
-        "client/paceline/_once.py",
+        "client/paceline/_base/processes.py",
         "        yield first\n        if first:\n            os.write(descriptor, _DONE)\n",
         '        os.write(descriptor, _DONE if first else b"")\n        yield first\n        if first:\n',
         ("unit/test_once.py",),

@@ -49,6 +49,8 @@ from pacelinepb import __version__
 
 if TYPE_CHECKING:
     from paceline import checkpoint, compression, nn, optim, testing
+    from paceline._base.processes import once_per_host
+    from paceline._base.work import Work
     from paceline._elastic.join import join
     from paceline._elastic.sampler import ElasticSampler
     from paceline._elastic.session import Session
@@ -56,14 +58,12 @@ if TYPE_CHECKING:
     from paceline._elastic.step import Step
     from paceline._elastic.step_parts import StepPart
     from paceline._group import Group
-    from paceline._once import once_per_host
     from paceline._parallel._data_parallel import DDP
     from paceline._parallel._fully_sharded import FSDP
     from paceline._parallel._parameter import Module, Parameter
     from paceline._parallel.sharding._holdings import load_sharded_state, sharded_state
     from paceline._parallel.sharding._placement import ShardingStrategy
     from paceline._session.store import Store
-    from paceline._work import Work
     from paceline.config import Config
     from paceline.credentials import Credentials
     from paceline.errors import Dismissed
@@ -136,10 +136,10 @@ _HOME = {
     "Session": "paceline._elastic.session",
     "Store": "paceline._session.store",
     "Group": "paceline._group",
-    "Work": "paceline._work",
+    "Work": "paceline._base.work",
     "Config": "paceline.config",
     "Credentials": "paceline.credentials",
-    "once_per_host": "paceline._once",
+    "once_per_host": "paceline._base.processes",
     "DDP": "paceline._parallel._data_parallel",
     "FSDP": "paceline._parallel._fully_sharded",
     "ShardingStrategy": "paceline._parallel.sharding._placement",

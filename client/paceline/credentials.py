@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
 
-from paceline._door_key import DoorKey, proving
-from paceline._grpc import aio, grpc, untyped
-from paceline._tls import TlsFiles, check_member, make_context
-from paceline._token_source import TokenSource
+from paceline._base.proofs import DoorKey, TokenSource, proving
+from paceline._base.rpc import aio, grpc, untyped
+from paceline._base.tls import TlsFiles, check_member, make_context
 from pacelinepb.private_files import FileTooOpen, read_private
 from pacelinepb.token_lines import token_flaw
 

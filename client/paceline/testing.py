@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import TypeVar
 
-from paceline._embedded import coordinator
+from paceline._base.embedded import coordinator
 from paceline._engines.engine_check import check_engine
 from paceline._group import Group
 from paceline._links.base import Purpose

@@ -21,8 +21,6 @@ from paceline_protocol._refusals import (
 from paceline_protocol._values import JobSettings, Meet, Seat
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["check", "check_meet", "check_report", "was_this_member"]
-
 _REPORTABLE = {
     ErrorReason.ERROR_REASON_PEER_LOST,
     ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL,

@@ -15,8 +15,6 @@ from paceline_protocol._events import BarrierEntered, Effect, FailBarrier, PassB
 from paceline_protocol._values import Seat, Verdict, View
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["Barriers", "Whereabouts"]
-
 Whereabouts = Callable[[int], str]
 """Says of a rank when it was last seen: "last heard 0.3 s ago", "disconnected 12.1 s ago"."""
 

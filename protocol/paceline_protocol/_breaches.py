@@ -16,8 +16,6 @@ from paceline_protocol._job_state import JobState
 from paceline_protocol._refusals import Barred
 from paceline_protocol._values import Process, Report, Tag
 
-__all__ = ["Breaches"]
-
 _ALONE = 3
 """Generations in which a member may name others alone. A step is given up after five (`StepVoid`): one more is left for
 a second witness, after the one that was alone has gone."""

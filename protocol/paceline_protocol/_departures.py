@@ -19,8 +19,6 @@ from paceline_protocol._values import Ending, ProtocolSettings, Verdict, View
 from paceline_protocol._verdict import Evidence
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["Departures", "rank_of"]
-
 
 class Departures:
     """Ends sessions and views.

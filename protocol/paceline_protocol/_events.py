@@ -26,52 +26,6 @@ from paceline_protocol._values import (
 from paceline_protocol._versions import Versions
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = [
-    "AddressRefused",
-    "AskDoor",
-    "BarrierEntered",
-    "DrainAsked",
-    "Effect",
-    "EndSession",
-    "Event",
-    "ExitReported",
-    "FailBarrier",
-    "FinishStored",
-    "FinishedLine",
-    "ForgetView",
-    "Heard",
-    "LeftJob",
-    "MetOthers",
-    "PassBarrier",
-    "PushCatchUp",
-    "PushDismissed",
-    "PushDrain",
-    "PushFinished",
-    "PushMismatch",
-    "PushMissing",
-    "PushRunning",
-    "PushSpare",
-    "PushStateLost",
-    "PushSummons",
-    "PushVerdict",
-    "PushView",
-    "PushWaiting",
-    "Registered",
-    "Reported",
-    "RestartAsked",
-    "Resumed",
-    "StoreEnding",
-    "StoreFailed",
-    "StoreFinished",
-    "StoreReached",
-    "StoreVerdict",
-    "StoreView",
-    "StreamEnded",
-    "Ticked",
-    "ViewStored",
-    "Welcome",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Registered:

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from paceline_protocol._values import Ending, JobSettings, Meet, Process, Progress, Tag, Verdict, View
 from paceline_protocol._versions import Versions
 
-__all__ = ["JobState", "Session", "Sessions", "Standing", "is_loopback", "restore"]
-
 _LOOPBACK = ("127.", "[::1]:", "localhost:")
 """Beginnings of addresses that only their own machine reaches. Only the text is looked at: each pair is checked."""
 

@@ -39,8 +39,6 @@ from paceline_protocol._values import Ending, Meet, Progress, ProtocolSettings, 
 from paceline_protocol._versions import spoken_by
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["Lineage"]
-
 _NEVER = float("inf")
 _SHORTEST_PAUSE = 0.002
 """A job whose pause between two decisions would be shorter, in seconds, has none."""

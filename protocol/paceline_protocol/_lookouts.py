@@ -9,8 +9,6 @@ from paceline_protocol._events import PushMissing
 from paceline_protocol._job_state import Session
 from paceline_protocol._values import Seat
 
-__all__ = ["Lookouts", "Sight"]
-
 Sight = tuple[str, str, int]
 """`Process.sight`: processes with the same one can tell whether the others are still there."""
 

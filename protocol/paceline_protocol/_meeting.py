@@ -37,8 +37,6 @@ from paceline_protocol._job_state import JobState, Session, Standing
 from paceline_protocol._seating import holds, seated
 from paceline_protocol._values import WHOLE, Lack, Meet, Seat, Share, Tag, View, lacking, share_of
 
-__all__ = ["Awaited", "Meeting", "convene", "has_caught_up", "names", "way_out", "what_is_lost"]
-
 _BEGINNING = Tag(0, 0)
 """The state before the first step, which members make for themselves."""
 

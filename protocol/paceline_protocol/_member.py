@@ -25,8 +25,6 @@ from dataclasses import dataclass
 
 from paceline_protocol._values import WHOLE, Meet, Share, Tag, share_of
 
-__all__ = ["Phase", "MemberState", "Take", "MemberView"]
-
 
 class Phase(enum.Enum):
     """What a member is doing."""

@@ -55,8 +55,6 @@ from paceline_protocol._values import Ending, Process, Progress, ProtocolSetting
 from paceline_protocol._verdict import describe_exit
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["Membership"]
-
 
 class Membership:
     """The state machine of one job.

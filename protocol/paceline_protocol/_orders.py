@@ -18,8 +18,6 @@ from paceline_protocol._meeting import Meeting
 from paceline_protocol._policy import Decision
 from paceline_protocol._values import WHOLE, Seat, Share, View
 
-__all__ = ["Announcer", "Donor", "Donors", "Orders", "seat_of"]
-
 Donor = tuple[Seat, tuple[Share, ...]]
 """A member that holds a state, with its shares of it."""
 

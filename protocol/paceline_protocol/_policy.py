@@ -17,8 +17,6 @@ from paceline_protocol._seating import by_host
 from paceline_protocol._values import Tag, View
 from paceline_protocol._versions import OURS
 
-__all__ = ["Decision", "decide", "spares"]
-
 _NAMED = 8
 """Most missing ranks, and members, that are listed: the sentence is for people."""
 

@@ -6,18 +6,6 @@ from typing import ClassVar
 
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = [
-    "BadRequest",
-    "Barred",
-    "InvalidRank",
-    "InvalidWorldSize",
-    "RankTaken",
-    "Refused",
-    "SessionEnded",
-    "SettingsDisagree",
-    "VersionMismatch",
-]
-
 
 class Refused(Exception):
     """A request that is not carried out; the text says why, for people.

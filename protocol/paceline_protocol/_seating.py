@@ -12,8 +12,6 @@ from collections.abc import Collection, Iterable, Sequence
 from paceline_protocol._job_state import Session
 from paceline_protocol._values import Share, Tag
 
-__all__ = ["by_host", "holds", "seated"]
-
 _Node = list[Session | None]
 """The seats of one node: the member at index p holds part p."""
 

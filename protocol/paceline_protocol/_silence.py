@@ -11,8 +11,6 @@ from paceline_protocol._job_state import JobState, Session, Standing
 from paceline_protocol._values import View
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["Abandonment", "LOOK_AGAIN", "Leases", "Stragglers", "Wakefulness"]
-
 LOOK_AGAIN = 0.02
 """Seconds between the look that finds a lease lapsed and the look that believes it: some rounds of the event loop."""
 

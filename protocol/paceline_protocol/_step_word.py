@@ -16,8 +16,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
-__all__ = ["StepFlag", "STEP_WORD_SIZE", "agrees", "flags_of", "step_word"]
-
 _DIGITS = 3 + 8
 """Digits of 4 bits: 3 of the step, 8 of the digest. Sums of their squares are exact in float32 for 70,000 members."""
 

@@ -14,26 +14,6 @@ from typing import NamedTuple
 from paceline_protocol._versions import Versions
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = [
-    "ProtocolSettings",
-    "Counters",
-    "Ending",
-    "JobSettings",
-    "Lack",
-    "Meet",
-    "Process",
-    "Progress",
-    "Report",
-    "Seat",
-    "Share",
-    "Tag",
-    "Verdict",
-    "View",
-    "WHOLE",
-    "lacking",
-    "share_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Process:

@@ -25,8 +25,6 @@ from paceline_protocol._silence import LOOK_AGAIN
 from paceline_protocol._values import Progress, ProtocolSettings, Report, Seat, Verdict, View
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["Case", "Evidence", "cover", "describe_exit", "has_second_witness", "judge"]
-
 _LOST = ErrorReason.ERROR_REASON_PEER_LOST
 _BROKE = ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL
 _VERSION = ErrorReason.ERROR_REASON_VERSION

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from pacelinepb import FRAMES_VERSION, OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 
-__all__ = ["OURS", "UNTOLD", "Versions", "has_our_frames", "spoken_by"]
-
 
 @dataclass(frozen=True, slots=True)
 class Versions:

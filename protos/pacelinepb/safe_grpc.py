@@ -6,7 +6,7 @@ What strangers can make it log is paced (`grpc_log`), and the metadata that it m
 grpc reads these variables once, when it is imported. One that the user has set stays.
 
 Fork support is switched off: with it on, a forked child of a process with a live aio stream crashes, and a worker of a
-DataLoader is such a child. `paceline._fork` does what the child needs instead.
+DataLoader is such a child. `paceline._base.processes` does what the child needs instead.
 
 Names are resolved by the system. grpc's own resolver asks DNS for IPv6 addresses even of names that /etc/hosts has an
 IPv4 address of, and if no DNS server answers (a network without a way out), each look-up takes 11 s.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from pacelinepb.safe_grpc import EOF, aio, grpc, rpc_status
-
-__all__ = ["EOF", "aio", "grpc", "rpc_status"]
+from pacelinepb.safe_grpc import EOF as EOF
+from pacelinepb.safe_grpc import aio as aio
+from pacelinepb.safe_grpc import grpc as grpc
+from pacelinepb.safe_grpc import rpc_status as rpc_status

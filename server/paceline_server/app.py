@@ -46,8 +46,6 @@ from pacelinepb.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
 if TYPE_CHECKING:
     from paceline_server.web.server import HttpServer
 
-__all__ = ["Coordinator"]
-
 _log = logging.getLogger(__name__)
 
 _SERVICES = tuple(

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-__all__ = ["call_apart", "start_apart"]
-
 T = TypeVar("T")
 
 

@@ -74,8 +74,6 @@ from paceline_server.vitals import Vitals
 from paceline_server.wire import to_message
 from pacelinepb.v1 import session_pb2 as pb
 
-__all__ = ["Dispatcher", "Job", "Observer"]
-
 _NOT_KNOWN = ""
 """The name under which the storage keeps facts about all unknown jobs; no job has this name."""
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from paceline_server.storage.etcd import FENCE_S
 from paceline_server.storage.shared_keys import LeaderRecord
 
-__all__ = ["Decision", "Election", "LOOK_S"]
-
 LOOK_S = 0.1
 """Seconds between two looks at the record."""
 

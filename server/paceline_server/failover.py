@@ -28,8 +28,6 @@ from paceline_server.storage.memory import MemoryStorage
 from paceline_server.storage.shared_keys import Item, KeysRefused, KeysUnavailable, LeaderRecord, SharedKeys
 from pacelinepb.private_files import FileTooOpen
 
-__all__ = ["Candidacy", "FailoverCoordinator", "follow", "make_coordinator"]
-
 _log = logging.getLogger(__name__)
 
 _FIRST_LOOK_S = 10.0

@@ -42,8 +42,6 @@ from paceline_server.storage.base import (
 )
 from pacelinepb.remarks import Remarks
 
-__all__ = ["Job", "Keeper"]
-
 _log = logging.getLogger(__name__)
 
 _REMARK_S = 10.0

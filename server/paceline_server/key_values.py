@@ -27,8 +27,6 @@ from paceline_server.limits import Budget
 from paceline_server.settings import ServerSettings
 from paceline_server.storage.base import AnswerKept, Change, KeyDeleted, KeySet
 
-__all__ = ["Answers", "KeyValues", "Storeroom"]
-
 _INTEGER = re.compile(rb"-?[0-9]{1,19}", re.ASCII)
 _INT64 = 1 << 63
 _ANSWERS = 16

@@ -28,8 +28,6 @@ from urllib.parse import unquote
 from paceline_server.errors import Unauthenticated
 from paceline_server.security.tokens import Tokens
 
-__all__ = ["Budget", "Pacer", "Pacers", "Places", "in_words", "is_unknown", "payer", "peer_of"]
-
 T = TypeVar("T", bound=Hashable)
 
 

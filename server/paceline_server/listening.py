@@ -12,8 +12,6 @@ from typing import Any
 from paceline_server._grpc import aio, grpc
 from paceline_server.blocking_calls import call_apart
 
-__all__ = ["PortInUse", "check_free", "listen", "targets_of"]
-
 LOOK_UP_S = 10.0
 """The most seconds for the look-up of a name."""
 

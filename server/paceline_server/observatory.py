@@ -15,8 +15,6 @@ from itertools import islice
 from paceline_protocol.coordinator import Effect, Event, JobState
 from paceline_server.tally import Happening, Histogram, Tally
 
-__all__ = ["JobEvent", "Observatory"]
-
 _log = logging.getLogger(__name__)
 
 MOST_EVENTS = 10_000

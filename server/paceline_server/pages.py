@@ -14,8 +14,6 @@ from paceline_protocol import Seat, View
 from paceline_server import wire
 from pacelinepb.v1 import session_pb2 as pb
 
-__all__ = ["ViewPages"]
-
 
 @dataclass(frozen=True, slots=True)
 class ViewPages:

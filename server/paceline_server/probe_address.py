@@ -23,8 +23,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Ite
 from paceline_protocol.coordinator import Session
 from paceline_server.blocking_calls import start_apart
 
-__all__ = ["AddressProbes", "Own", "answers", "greeting", "is_refused", "pauses"]
-
 _TIMEOUT_S = 1.0
 """Seconds for the look-up of a name, and for an answer. The host of a dead process refuses within microseconds; a
 host's silence proves nothing."""

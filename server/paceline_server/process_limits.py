@@ -23,8 +23,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["collect_rarely", "raise_file_limit", "share_one_heap", "usable_bytes"]
-
 _M_ARENA_MAX = -8
 """The constant of malloc.h; see mallopt(3)."""
 

@@ -17,8 +17,6 @@ from paceline_server.errors import NoRoom, Refused
 from paceline_server.settings import ServerSettings
 from pacelinepb.v1 import session_pb2 as pb
 
-__all__ = ["Answer", "Questions"]
-
 _MOST_OF_A_JOB, _MOST = 4, 16
 """The most questions at one time, to one job and to all."""
 

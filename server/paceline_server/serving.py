@@ -10,8 +10,6 @@ from paceline_server.failover import FailoverCoordinator, make_coordinator
 from paceline_server.process_limits import collect_rarely, raise_file_limit, share_one_heap
 from paceline_server.settings import ServerSettings
 
-__all__ = ["serve"]
-
 
 def serve(settings: ServerSettings, announce: Callable[[str, str], None] | None = None, grace: float = 1.0) -> None:
     """Serves until SIGTERM or SIGINT; a second signal cuts the drain short. A signal during the start ends the start.

@@ -15,8 +15,6 @@ from paceline_server.limits import Budget, in_words
 from paceline_server.security.tokens import run_of
 from paceline_server.settings import ServerSettings
 
-__all__ = ["SessionPlaces"]
-
 
 class SessionPlaces:
     """The places of all sessions.

@@ -21,9 +21,6 @@ from pacelinepb.bounds import MOST
 from pacelinepb.pieces import MESSAGE_BYTES
 from pacelinepb.token_lines import token_flaw
 
-__all__ = ["MOST_SILENCE_S", "HttpUnusable", "ServerSettings", "check_http", "state_settings", "token_settings"]
-
-
 _MOST_MEMORY = 2 << 30
 
 

@@ -12,8 +12,6 @@ from collections.abc import AsyncIterator
 from paceline_server.errors import LimitMet
 from pacelinepb.v1 import session_pb2 as pb
 
-__all__ = ["SessionStream"]
-
 
 class SessionStream:
     """A stream that carries a session.

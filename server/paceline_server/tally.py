@@ -40,8 +40,6 @@ from paceline_protocol.coordinator import (
 from pacelinepb import MOST_KINDS
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["CHANGE_REASONS", "Gone", "Happening", "Histogram", "LOSSES", "Tally", "USES"]
-
 Use = Literal["committed", "undone", "reforming", "waiting"]
 
 USES: tuple[Use, ...] = ("committed", "undone", "reforming", "waiting")

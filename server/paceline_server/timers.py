@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping
 from paceline_protocol.coordinator import Event, Ticked, Wakefulness
 from paceline_server.keeper import Job
 
-__all__ = ["Timers"]
-
 _log = logging.getLogger(__name__)
 
 _PULSE = 0.05

@@ -9,8 +9,6 @@ from paceline_server.errors import Refused
 from paceline_server.limits import Budget, Places
 from paceline_server.tally import Histogram
 
-__all__ = ["Vitals"]
-
 _STALLS = (0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 

@@ -50,32 +50,6 @@ from paceline_server.storage.checks import MOST_VERSION
 from pacelinepb import MOST_KINDS, RELEASE
 from pacelinepb.v1 import session_pb2 as pb
 
-__all__ = [
-    "check_name",
-    "check_number",
-    "cut",
-    "from_duration",
-    "Push",
-    "read_counters",
-    "read_job_name",
-    "read_meet",
-    "read_process",
-    "read_progress",
-    "read_report",
-    "read_settings",
-    "read_versions",
-    "to_duration",
-    "to_message",
-    "token_hash",
-    "write_member",
-    "write_process",
-    "write_progress",
-    "write_settings",
-    "write_shares",
-    "write_tag",
-    "write_verdict",
-]
-
 _SHORTEST_FAILURE_TIMEOUT = 0.05
 
 _CENTURY = 3.15e9

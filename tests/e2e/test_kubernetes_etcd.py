@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import paceline
-from paceline._address import CoordinatorAddresses
+from paceline._base.addresses import CoordinatorAddresses
 from paceline_server.storage.etcd_address import EtcdAddress
 from support import manifests
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from rich.console import Console as RichConsole
 
-from paceline._address import parse_endpoint
-from paceline._recorder import FlightRecorder
+from paceline._base.activity import FlightRecorder
+from paceline._base.addresses import parse_endpoint
 from paceline._session.answers import record_answer, whole_record
 from paceline._session.stack_file import own_stacks
 from paceline.cli.bench.jobs import parse_sizes

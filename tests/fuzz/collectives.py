@@ -12,7 +12,7 @@ import numpy as np
 
 from fuzz.decoders import SEGMENT
 from fuzz.wire import ScriptedMesh, pack_frames, unpack_frames
-from paceline._arrays import Array
+from paceline._base.arrays import Array
 from paceline._group import Group
 from paceline._links.faulty import FaultyMesh
 from paceline._links.frame import Frame
@@ -73,7 +73,7 @@ _CALLS: tuple[_Call, ...] = (
 def short_frames() -> Iterator[None]:
     """Short frames, small arrays, and little patience."""
     with (
-        mock.patch("paceline._signature.MAX_ARRAY_BYTES", 4 << 20),
+        mock.patch("paceline._base.arrays.MAX_ARRAY_BYTES", 4 << 20),
         mock.patch("paceline._collectives.gather_tasks.MAX_ARRAY_BYTES", 4 << 20),
         mock.patch("paceline._collectives.tasks.SEGMENT_BYTES", SEGMENT),
         mock.patch("paceline._collectives.mailbox.SEGMENT_BYTES", SEGMENT),

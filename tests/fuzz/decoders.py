@@ -18,16 +18,15 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from fuzz.wire import pack_chunks, pack_frames, unpack_chunks, unpack_frames, without_checksums
+from paceline._base.arrays import MAX_ARRAY_BYTES, MAX_SIGNATURE_BYTES, Signature
+from paceline._base.rpc import aio, error_from_status, grpc
 from paceline._collectives.choose import choose, dump_rules, format_rules, parse_rules, rules_digest
 from paceline._collectives.mailbox import Assembler, to_frames
 from paceline._collectives.objects import decode_object, encode_object
 from paceline._collectives.schedules import SCHEDULES
-from paceline._grpc import aio, grpc
 from paceline._links.fault import error_of, read_verdict
-from paceline._links.frame import MAX_SIGNATURE_BYTES, Frame, FrameError, FrameKind, decode, encode
-from paceline._rpc import error_from_status
+from paceline._links.frame import Frame, FrameError, FrameKind, decode, encode
 from paceline._session.view import MemberLists
-from paceline._signature import MAX_ARRAY_BYTES, Signature
 from paceline.errors import PacelineError
 from pacelinepb import ERROR_DOMAIN
 from pacelinepb.v1 import session_pb2

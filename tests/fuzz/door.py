@@ -14,9 +14,9 @@ from google.protobuf.message import DecodeError
 
 from fuzz.decoders import SEEDS as DECODERS
 from fuzz.wire import PEERS, pack_chunks, unpack_chunks, without_checksums
-from paceline._address import parse_endpoint
-from paceline._door_key import DoorKey
-from paceline._grpc import EOF
+from paceline._base.addresses import parse_endpoint
+from paceline._base.proofs import DoorKey
+from paceline._base.rpc import EOF
 from paceline._links.base import MAX_GROUP_NAME, LinkEnded, Peer, Purpose
 from paceline._links.fault import MAX_TEXT, Fault
 from paceline._links.frame import Frame, FrameKind, encode

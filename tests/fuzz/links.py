@@ -16,9 +16,10 @@ from google.protobuf.message import DecodeError
 
 from fuzz.door import _loop
 from fuzz.wire import PEERS, pack_chunks, unpack_chunks, without_checksums
+from paceline._base.arrays import MAX_SIGNATURE_BYTES
 from paceline._links.base import LinkEnded, LinkTimeout, Peer
 from paceline._links.fault import Fault
-from paceline._links.frame import MAX_FRAME_BYTES, MAX_SIGNATURE_BYTES, Frame, FrameError, FrameKind
+from paceline._links.frame import MAX_FRAME_BYTES, Frame, FrameError, FrameKind
 from paceline._links.grpc_kind import GrpcOutgoing
 from paceline._links.outbox import Outbox
 from paceline._links.registry import LinkKinds

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import paceline
-from paceline._address import parse_endpoint
+from paceline._base.addresses import parse_endpoint
 from paceline.config import Config
 from paceline.testing import coordinator
 

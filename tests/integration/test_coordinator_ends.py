@@ -151,8 +151,8 @@ def test_nobody_waits_where_nobody_listens() -> None:
 
 
 END = """
-from paceline._embedded import coordinator
-import paceline._embedded as lasting
+from paceline._base.embedded import coordinator
+import paceline._base.embedded as lasting
 
 lasting.block = coordinator(for_good=True)
 address = lasting.block.__enter__()

@@ -10,9 +10,9 @@ from socket import socket
 import numpy as np
 import pytest
 
+from paceline._base.waits import loop_thread
 from paceline._links import grpc_door
 from paceline._links.grpc_door import Door
-from paceline._loop import loop_thread
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
 from support.grpc_pair import JOB

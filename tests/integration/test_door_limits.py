@@ -16,14 +16,14 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from paceline._base.rpc import aio, grpc, untyped
+from paceline._base.waits import loop_thread
 from paceline._elastic.peer_calls import get_manifest, out_of_reach, take_state
-from paceline._grpc import aio, grpc, untyped
 from paceline._links import grpc_door, grpc_methods
 from paceline._links.frame import MAX_FRAME_BYTES
 from paceline._links.grpc_door import Door
 from paceline._links.grpc_mesh import GrpcMesh
 from paceline._links.grpc_methods import MAX_REQUEST_BYTES
-from paceline._loop import loop_thread
 from paceline.cli.launcher.reports import ExitReports
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.bounds import MOST

@@ -6,8 +6,8 @@ import socket
 from concurrent.futures import Future
 from typing import Any
 
-from paceline._grpc import aio
-from paceline._loop import loop_thread
+from paceline._base.rpc import aio
+from paceline._base.waits import loop_thread
 from paceline.cli.launcher.reports import ExitReports
 from paceline.credentials import IN_THE_CLEAR
 from pacelinepb.v1 import session_pb2 as pb

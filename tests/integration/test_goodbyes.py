@@ -20,12 +20,12 @@ import numpy as np
 import pytest
 
 import paceline
+from paceline._base.waits import loop_thread
 from paceline._links import grpc_mesh
 from paceline._links.base import LinkEnded, Purpose
 from paceline._links.frame import Frame, FrameKind
 from paceline._links.grpc_door import Intake
 from paceline._links.grpc_mesh import GrpcMesh
-from paceline._loop import loop_thread
 from paceline._session.member import MemberConnection
 from paceline.config import Config
 from paceline.testing import coordinator

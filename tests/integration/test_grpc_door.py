@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 
 from paceline import errors
-from paceline._grpc import aio, grpc
+from paceline._base.rpc import aio, error_from_status, grpc
+from paceline._base.waits import loop_thread
 from paceline._links.base import Purpose
 from paceline._links.fault import Suspicion
 from paceline._links.frame import MAX_FRAME_BYTES, Frame, FrameKind, encode
-from paceline._loop import loop_thread
-from paceline._rpc import error_from_status
 from paceline_protocol import _versions
 from pacelinepb import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, RELEASE
 from pacelinepb.v1 import peer_pb2, peer_pb2_grpc

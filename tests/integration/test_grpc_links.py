@@ -10,6 +10,7 @@ from time import monotonic
 
 import pytest
 
+from paceline._base.waits import loop_thread
 from paceline._collectives.blame import link_ended
 from paceline._links.base import LinkEnded, Peer, Purpose
 from paceline._links.fault import Fault, Suspicion
@@ -17,7 +18,6 @@ from paceline._links.frame import Frame, FrameKind
 from paceline._links.grpc_door import Door
 from paceline._links.grpc_mesh import GrpcMesh
 from paceline._links.member_link import MemberLink
-from paceline._loop import loop_thread
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
 from paceline.testing import LinkPair, check_link

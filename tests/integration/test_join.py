@@ -97,7 +97,7 @@ def test_members_that_disagree_are_told_the_setting(mine: dict[str, int], theirs
 
 def wait_for_candidates(address: str, job: str, count: int) -> None:
     """Asks the coordinator until so many candidates wait; each answer is an event, so no time is guessed."""
-    from paceline._grpc import grpc
+    from paceline._base.rpc import grpc
     from pacelinepb.v1 import admin_pb2, admin_pb2_grpc
 
     deadline = time.monotonic() + 10.0

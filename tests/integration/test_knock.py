@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from paceline._base.rpc import aio, grpc
+from paceline._base.waits import loop_thread
 from paceline._elastic.peer_calls import out_of_reach
-from paceline._grpc import aio, grpc
 from paceline._links import grpc_knock
 from paceline._links.base import Peer
 from paceline._links.grpc_door import Door
 from paceline._links.grpc_knock import Knocker, knock, process_runs
-from paceline._loop import loop_thread
 from paceline.credentials import IN_THE_CLEAR, Credentials
 from paceline.errors import LinkUnavailable
 from pacelinepb.v1 import peer_pb2

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from paceline._base.waits import loop_thread
 from paceline._group import Group
 from paceline._links import registry
 from paceline._links.base import Peer, Purpose
@@ -25,7 +26,6 @@ from paceline._links.grpc_mesh import GrpcMesh
 from paceline._links.shm import handover
 from paceline._links.shm.shm_kind import ShmKind
 from paceline._links.tcp import TcpKind, _tcp_kind
-from paceline._loop import loop_thread
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
 from paceline.errors import PacelineError

@@ -28,8 +28,8 @@ def add_gated_reader(loop, fd, callback, *args):
 BaseSelectorEventLoop.add_reader = add_gated_reader
 held = False
 
-from paceline._grpc import aio
-from paceline._loop import loop_thread
+from paceline._base.rpc import aio
+from paceline._base.waits import loop_thread
 
 nobody = socket.create_server(("127.0.0.1", 0))  # takes the call and never answers: only `end` ends it
 

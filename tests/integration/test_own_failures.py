@@ -18,7 +18,7 @@ from paceline._collectives.engine import Engine
 from paceline._links import grpc_mesh
 from paceline._links.base import Purpose
 from paceline._session.control import ControlStream
-from paceline._work import Lane
+from paceline._base.work import Lane
 
 def fail_thread(name):
     start = threading.Thread.start

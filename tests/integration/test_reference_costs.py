@@ -14,12 +14,12 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from paceline._base.waits import loop_thread
 from paceline._group import Group
 from paceline._links.base import Peer
 from paceline._links.fault import Fault
 from paceline._links.grpc_door import Door
 from paceline._links.grpc_mesh import GrpcMesh
-from paceline._loop import loop_thread
 from paceline.credentials import IN_THE_CLEAR
 from paceline.errors import (
     CollectiveMismatch,

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline._base.waits import loop_thread
 from paceline._group import Group
 from paceline._links.grpc_door import Door
 from paceline._links.grpc_mesh import GrpcMesh
 from paceline._links.local import LocalMesh
-from paceline._loop import loop_thread
 from paceline.errors import (
     OperationTimeout,
     PeerLost,

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from paceline._arrays import Array, as_bytes, from_bytes
+from paceline._base.arrays import Array, as_bytes, from_bytes
 from paceline._collectives.choose import choose as choose_by_rules
 from paceline._collectives.rows import chunk_bounds, ring_neighbours
 from paceline._collectives.schedules import SCHEDULES

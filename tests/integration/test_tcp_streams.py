@@ -20,7 +20,7 @@ _WINDOW = 512 << 10
 
 _SIDE = """
 import asyncio, json, sys, threading, time
-from paceline._loop import loop_thread
+from paceline._base.waits import loop_thread
 from paceline._links.fault import Fault
 from paceline._links.frame import Frame, FrameKind
 from paceline._links.tcp import TcpHost, connect

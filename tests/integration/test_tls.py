@@ -18,13 +18,12 @@ import pytest
 from typer.testing import CliRunner
 
 import paceline
+from paceline._base.rpc import CHANNEL_OPTIONS, aio, grpc
+from paceline._base.waits import loop_thread
 from paceline._elastic.peer_calls import out_of_reach
-from paceline._grpc import aio, grpc
 from paceline._links.base import Peer
 from paceline._links.grpc_door import Door
 from paceline._links.grpc_knock import Knocker
-from paceline._loop import loop_thread
-from paceline._rpc import CHANNEL_OPTIONS
 from paceline.cli.app import app
 from paceline.cli.health import trouble_at
 from paceline.config import Config

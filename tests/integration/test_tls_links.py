@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 import paceline
+from paceline._base.waits import loop_thread
 from paceline._group import Group
 from paceline._links.fault import Fault
 from paceline._links.grpc_door import Door
 from paceline._links.tcp import TICKET_BYTES, TcpIncoming, TcpKind, client_context, connect
 from paceline._links.tcp._tcp_wire import Hello, encode_hello
-from paceline._loop import loop_thread
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR, MEMBER_NAME, Credentials
 from paceline.errors import LinkUnavailable

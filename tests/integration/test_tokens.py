@@ -18,8 +18,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 import paceline
-from paceline import _token_source
-from paceline._loop import loop_thread
+from paceline._base import proofs as _token_source
+from paceline._base.waits import loop_thread
 from paceline.cli import admin
 from paceline.config import Config
 from paceline.credentials import Credentials
@@ -197,8 +197,8 @@ def test_processes_end_while_their_token_files_hang(tmp_path: Path) -> None:
     mine.touch(0o600)
     mine.write_text(ALL)
     script = (
-        "import paceline, paceline._token_source, sys\n"
-        "paceline._token_source.LOOK_S = 0.0\n"
+        "import paceline, paceline._base.proofs, sys\n"
+        "paceline._base.proofs.LOOK_S = 0.0\n"
         "with paceline.join(job='one') as session:\n"
         "    print('joined', flush=True)\n"
         "    sys.stdin.readline()\n"

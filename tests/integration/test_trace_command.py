@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline._recorder import FlightRecorder
+from paceline._base.activity import FlightRecorder
 from paceline._session.answers import record_answer, whole_record
 from paceline.cli.debug import trace_command
 from paceline.cli.debug.gathering import Gathered

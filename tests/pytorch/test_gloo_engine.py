@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from paceline._arrays import Array
+from paceline._base.arrays import Array
 from paceline._engines.data_engine import DataEngine, EngineFailed
 from paceline._engines.engine_check import ENGINE_RULES, MakeEngines, check_engine, open_engines
 from paceline._links.base import Peer

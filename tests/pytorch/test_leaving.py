@@ -75,7 +75,7 @@ def test_ranks_go_on_without_one_that_has_left(leaver: int, end: str) -> None:
 LATE_LINK = """
 import asyncio
 from paceline._links import grpc_mesh
-from paceline._loop import loop_thread
+from paceline._base.waits import loop_thread
 
 open_link, over = grpc_mesh.dial, threading.Event()
 

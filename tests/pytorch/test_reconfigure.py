@@ -22,10 +22,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from paceline._address import Endpoint
-from paceline._embedded import coordinator
-from paceline._lookup import Found
-from paceline._loop import loop_thread
+from paceline._base.addresses import Endpoint, Found
+from paceline._base.embedded import coordinator
+from paceline._base.waits import loop_thread
 from paceline.errors import CoordinatorUnreachable, PeerRaised
 from paceline.torch.backend import _handles
 from paceline.torch.backend._handles import Handle, Presence, PresenceWatcher
@@ -747,7 +746,7 @@ def test_a_name_that_does_not_resolve_is_said_while_it_is_looked_up(
     async def unknown(host: str, timeout: float) -> Found:
         raise OSError(f"{host} is unknown")
 
-    monkeypatch.setattr("paceline._address.look_up_within", unknown)
+    monkeypatch.setattr("paceline._base.addresses.look_up_within", unknown)
     group = Reconfigurable(0, 1, 0.1, Endpoint("nowhere", 1))
     with pytest.raises(CoordinatorUnreachable, match="nowhere is unknown"):
         group.get_reconfigure_handle()

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline._door_key import METADATA, DoorKey
-from paceline._grpc import aio, grpc
-from paceline._loop import loop_thread
-from paceline._rpc import error_from_status
+from paceline._base.proofs import METADATA, DoorKey
+from paceline._base.rpc import aio, error_from_status, grpc
+from paceline._base.waits import loop_thread
 from paceline.credentials import IN_THE_CLEAR, Credentials
 from paceline.testing import coordinator
 from paceline_server import Coordinator, ServerSettings

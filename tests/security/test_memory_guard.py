@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline._address import parse_endpoint
+from paceline._base.addresses import parse_endpoint
+from paceline._base.waits import loop_thread
 from paceline._group import Group
 from paceline._links.grpc_door import Door
-from paceline._loop import loop_thread
 from paceline.credentials import IN_THE_CLEAR
 from paceline_server import Coordinator, ServerSettings
 from paceline_server._grpc import aio

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline._grpc import grpc
+from paceline._base.rpc import grpc
 from paceline.testing import coordinator
 from paceline_server import Coordinator, ServerSettings
 from pacelinepb.grpc_metadata import TooMuchMetadata

@@ -16,13 +16,12 @@ import numpy as np
 from simulation.broken import Broken
 from simulation.threads import Waiters
 
-from paceline._counters import MemberCounters
+from paceline._base.activity import FlightRecorder, MemberCounters
+from paceline._base.work import Progress
 from paceline._group.group_core import Piggyback
 from paceline._links.base import Peer
 from paceline._links.fault import Fault, Suspicion
 from paceline._links.nowhere import NoMesh
-from paceline._recorder import FlightRecorder
-from paceline._work import Progress
 from paceline.errors import StepOrderError
 from pacelinepb.v1.errors_pb2 import ErrorReason
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from simulation.clock import Clock
 
-from paceline._loop import LoopThread
+from paceline._base.waits import LoopThread
 
 __all__ = ["Loop", "SimulatedLoopThread"]
 

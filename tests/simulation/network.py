@@ -15,7 +15,7 @@ from google.protobuf.any_pb2 import Any as AnyMessage
 from google.rpc.error_details_pb2 import ErrorInfo
 from google.rpc.status_pb2 import Status
 
-from paceline._grpc import EOF, aio, grpc
+from paceline._base.rpc import EOF, aio, grpc
 from paceline_server.errors import STATUS, NotLeader, Refused
 from pacelinepb import ERROR_DOMAIN
 from pacelinepb.v1.errors_pb2 import ErrorReason

@@ -19,12 +19,12 @@ from simulation.threads import Thread, current
 from simulation.training import Training
 
 from paceline import errors
-from paceline._address import CoordinatorAddresses, Endpoint
+from paceline._base.addresses import CoordinatorAddresses, Endpoint
+from paceline._base.work import Progress
 from paceline._elastic.session import CoordinatedSession
 from paceline._links.base import Peer
 from paceline._session.identity import JoinRequest
 from paceline._session.member import MemberConnection
-from paceline._work import Progress
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
 from paceline.errors import Dismissed

@@ -30,8 +30,11 @@ from simulation.threads import (
     new_thread,
 )
 
-from paceline import _counters, _rpc, _wait, _work
-from paceline._address import CoordinatorAddresses
+from paceline._base import activity as _counters
+from paceline._base import rpc as _rpc
+from paceline._base import waits as _wait
+from paceline._base import work as _work
+from paceline._base.addresses import CoordinatorAddresses
 from paceline._collectives import engine, exchange
 from paceline._elastic import coordination, recovery, saver, session, steps, waiting
 from paceline._group import group as real_group

@@ -14,12 +14,12 @@ from simulation.links import LinkedGroup
 from simulation.test_broken_rules import found
 from simulation.test_schedules import PARTS
 
+from paceline._base.work import Lane
 from paceline._collectives import tasks
 from paceline._collectives.arithmetic import TreeArithmetic
 from paceline._elastic.kept_parts import KeptParts
 from paceline._elastic.step import Step
 from paceline._parallel import _buckets
-from paceline._work import Lane
 from paceline_protocol import Tag
 
 

@@ -9,10 +9,10 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescri
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from paceline._base.arrays import MAX_SIGNATURE_BYTES
 from paceline._links.base import MAX_GROUP_NAME
 from paceline._links.frame import MAX_FRAME_BYTES
 from paceline._links.grpc_knock import MAX_ADDRESS_BYTES
-from paceline._signature import MAX_SIGNATURE_BYTES
 from paceline_server.settings import ServerSettings
 from pacelinepb import MOST_KINDS, MOST_PIDS
 from pacelinepb.bounds import MOST

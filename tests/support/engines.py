@@ -12,11 +12,11 @@ from time import monotonic
 
 import numpy as np
 
-from paceline._arrays import Array
+from paceline._base.arrays import Array
+from paceline._base.waits import Latch
+from paceline._base.work import Work
 from paceline._engines.data_engine import DataEngine, EngineFailed, EngineTimeout, EngineTraits, Ticket
 from paceline._links.base import Peer
-from paceline._wait import Latch
-from paceline._work import Work
 from paceline.errors import PacelineError
 from paceline.testing import local_groups
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from paceline._base.waits import loop_thread
 from paceline._links.base import Peer
 from paceline._links.fault import Fault
 from paceline._links.grpc_door import Door
 from paceline._links.grpc_mesh import GrpcMesh
-from paceline._loop import loop_thread
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
 from paceline_protocol import OURS

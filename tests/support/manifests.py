@@ -15,7 +15,7 @@ from typing import Any
 import kubernetes_validate
 import yaml
 
-from paceline._address import CoordinatorAddresses
+from paceline._base.addresses import CoordinatorAddresses
 from paceline_server.storage.etcd_address import EtcdAddress
 
 __all__ = ["DRAINED", "VERSIONS", "job_of", "load", "pods_of", "problems", "schema_problems", "template_of"]

@@ -12,12 +12,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
+from paceline._base.waits import loop_thread
 from paceline._group import Group
 from paceline._links.base import Peer
 from paceline._links.fault import Fault
 from paceline._links.grpc_door import Door
 from paceline._links.grpc_mesh import GrpcMesh
-from paceline._loop import loop_thread
 from paceline.config import LINKS, Config
 from paceline.credentials import IN_THE_CLEAR, Credentials
 from paceline_protocol import OURS

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline._arrays import Array
+from paceline._base.arrays import Array
 from paceline._engines.data_engine import DataEngine, EngineFailed, EngineTimeout, Ticket
 from paceline._engines.engine_check import ENGINE_RULES, check_engine
 from paceline._engines.mpi_engine import MpiEngine, load_mpi

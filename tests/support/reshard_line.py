@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 import paceline
+from paceline._base.waits import loop_thread
 from paceline._elastic.offer import OfferedState
 from paceline._elastic.peer_calls import Holder, take_shards
 from paceline._elastic.state import TrainState
@@ -24,7 +25,6 @@ from paceline._group import Group
 from paceline._links.base import Peer
 from paceline._links.grpc_door import Door
 from paceline._links.nowhere import NoMesh
-from paceline._loop import loop_thread
 from paceline._parallel._parameter import Parameter
 from paceline._session.identity import process_identity
 from paceline.checkpoint import Tag

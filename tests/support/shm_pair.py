@@ -13,6 +13,7 @@ from time import monotonic
 
 import numpy as np
 
+from paceline._base.waits import LoopThread, loop_thread
 from paceline._links.base import Link, LinkEnded, Peer
 from paceline._links.conformance import LinkPair
 from paceline._links.fault import Fault
@@ -21,7 +22,6 @@ from paceline._links.shm.arena import Arena, arena
 from paceline._links.shm.handover import ShmHost, connect
 from paceline._links.shm.incoming import ShmIncoming
 from paceline._links.shm.outgoing import ShmOutgoing
-from paceline._loop import LoopThread, loop_thread
 
 __all__ = [
     "PEERS",

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+from paceline._base.waits import loop_thread
 from paceline._links.base import Link, LinkEnded, Peer
 from paceline._links.fault import Fault
 from paceline._links.frame import Frame, FrameKind
@@ -27,7 +28,6 @@ from paceline._links.tcp import (
     server_context,
 )
 from paceline._links.tcp._tcp_wire import ACCEPTED, Hello, encode_hello
-from paceline._loop import loop_thread
 from paceline.credentials import IN_THE_CLEAR, MEMBER_NAME, Credentials
 from paceline.testing import LinkPair
 

@@ -12,8 +12,8 @@ from unittest import mock
 
 import pytest
 
-from paceline import _address as address
-from paceline._address import Endpoint, listening_host, parse_endpoint, reachable_endpoint
+from paceline._base import addresses as address
+from paceline._base.addresses import Endpoint, listening_host, parse_endpoint, reachable_endpoint
 from paceline.errors import CoordinatorUnreachable, LinkUnavailable
 
 

@@ -6,7 +6,7 @@ import platform
 
 import pytest
 
-from paceline._allocator import keep_frame_memory
+from paceline._base.arrays import keep_frame_memory
 
 
 def test_the_users_own_thresholds_stay(monkeypatch: pytest.MonkeyPatch) -> None:

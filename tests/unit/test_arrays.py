@@ -9,9 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline._arrays import as_array, as_bytes, as_flat, check_out, deliver, from_bytes, landing
-from paceline._links.frame import MAX_SIGNATURE_BYTES
-from paceline._signature import Signature
+from paceline._base.arrays import (
+    MAX_SIGNATURE_BYTES,
+    Signature,
+    as_array,
+    as_bytes,
+    as_flat,
+    check_out,
+    deliver,
+    from_bytes,
+    landing,
+)
 from paceline.errors import LimitExceeded, SizeMismatch, UnsupportedOp
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

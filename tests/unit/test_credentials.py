@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from paceline import _token_source
-from paceline._grpc import aio, grpc
-from paceline._token_source import TokenSource
+from paceline._base import proofs as _token_source
+from paceline._base.proofs import TokenSource
+from paceline._base.rpc import aio, grpc
 from paceline.credentials import IN_THE_CLEAR, Credentials
 from support.certificates import CertificateFolder, make_folder
 from support.hanging import hanging

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from paceline import _door_key as door_key
-from paceline._door_key import WINDOW, DoorKey
+from paceline._base import proofs as door_key
+from paceline._base.proofs import WINDOW, DoorKey
 from pacelinepb.v1 import peer_pb2
 
 SECRET = bytes(range(32))

@@ -290,7 +290,7 @@ def test_who_announces_what_no_memory_holds_is_named(call: Any, monkeypatch: pyt
             raise MemoryError
         return real(shape, *of, **more)
 
-    monkeypatch.setattr("paceline._arrays.np.empty", empty)
+    monkeypatch.setattr("paceline._base.arrays.np.empty", empty)
     groups = local_groups(2, CONFIG)
     call(groups[1])
     with pytest.raises(CollectiveMismatch, match=r"rank 1 .* announces .* not enough memory") as caught:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline._base.work import Lane
 from paceline._group import Group
-from paceline._work import Lane
 from paceline.config import Config
 from paceline.errors import ConcurrentUse, OperationTimeout, PacelineError, PeerRaised, SessionClosed
 from paceline.testing import local_groups, run_ranks

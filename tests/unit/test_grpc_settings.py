@@ -18,7 +18,7 @@ from support.grpc_settings import SET, run_asked
 ENTRIES = {
     "join": "import paceline; paceline.join().leave()",
     "coordinator": "import paceline_server",
-    "embedded coordinator": "from paceline._embedded import coordinator\nwith coordinator(): pass",
+    "embedded coordinator": "from paceline._base.embedded import coordinator\nwith coordinator(): pass",
     "test": "import paceline.testing",
     "command": "import paceline.cli\nsys.argv = ['paceline', 'status', '127.0.0.1:1']\n"
     "try: paceline.cli.main()\nexcept SystemExit: pass",

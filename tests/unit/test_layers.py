@@ -18,11 +18,7 @@ import paceline
 import paceline_server
 
 LAYERS = (
-    {
-        *("_address", "_allocator", "_arrays", "_counters", "_door_key", "_embedded", "_exhausted", "_fork", "_grpc"),
-        *("_lookup", "_loop", "_once", "_recorder", "_rpc", "_signature", "_tls", "_token_source", "_uncaught"),
-        *("_user_folder", "_wait", "_work", "config", "credentials", "errors"),
-    },
+    {"_base", "config", "credentials", "errors"},
     {"compression"},
     {"_links"},
     {"_engines"},
@@ -101,7 +97,7 @@ def test_an_import_points_to_a_lower_layer() -> None:
 
 
 def test_the_library_imports_the_coordinator_only_to_start_one() -> None:
-    starts_one = {"paceline._embedded", "paceline.cli.coordinator", "paceline.cli.access"}
+    starts_one = {"paceline._base.embedded", "paceline.cli.coordinator", "paceline.cli.access"}
     files = files_of("paceline")
     found = {
         name

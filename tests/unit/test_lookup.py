@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from paceline import _lookup as lookup
-from paceline._lookup import look_up, look_up_all, look_up_within
+from paceline._base import addresses as lookup
+from paceline._base.addresses import look_up, look_up_all, look_up_within
 
 
 class Stall:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from paceline import _loop
-from paceline._loop import LoopThread
+from paceline._base import waits as _loop
+from paceline._base.waits import LoopThread
 
 SOON = 5.0
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline._base.work import Work
 from paceline._group import Group
-from paceline._work import Work
 from paceline.testing import local_groups
 
 WORLD = 3

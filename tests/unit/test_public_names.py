@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -30,7 +31,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = paceline.no_such_name
 
 
-def test_every_module_names_what_it_offers() -> None:
+def test_modules_for_users_name_what_they_offer_and_others_name_only_what_they_hand_on() -> None:
     for package in ("paceline", "paceline_protocol", "paceline_server"):
         root = importlib.import_module(package)
         for info in pkgutil.walk_packages(root.__path__, f"{package}."):
@@ -40,11 +41,19 @@ def test_every_module_names_what_it_offers() -> None:
                 continue  # where it is there, tests/pytorch looks at these
             module = importlib.import_module(info.name)
             offered = getattr(module, "__all__", None)
-            if offered is None:
-                assert info.ispkg, f"{info.name} has no __all__"
-                continue
-            for name in offered:
+            if info.name in {f"paceline.{name}" for name in (*_MODULES, *_OFFERED_ABOVE)}:
+                assert offered, f"{info.name} has no __all__"
+            for name in offered or ():
                 assert hasattr(module, name), f"{info.name}.__all__ names {name}, which is not there"
+            if offered and any(word.startswith("_") for word in info.name.split(".")):
+                assert handed_on(module) & set(offered), f"{info.name} is internal and needs no __all__"
+
+
+def handed_on(module: ModuleType) -> set[str]:
+    """The names that a module has imported from others."""
+    assert module.__file__ is not None
+    imports = (node for node in ast.parse(Path(module.__file__).read_text()).body if isinstance(node, ast.ImportFrom))
+    return {alias.asname or alias.name for node in imports for alias in node.names}
 
 
 def test_the_tree_at_the_top_of_errors_is_the_tree() -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline._recorder import FlightRecorder, error_text
-from paceline._signature import Signature
+from paceline._base.activity import FlightRecorder, error_text
+from paceline._base.arrays import Signature
 from paceline.errors import PeerLost
 
 SUM = b"all_reduce op=sum float32[1024,3]"
@@ -170,7 +170,7 @@ def test_a_snapshot_may_interrupt_the_recording_anywhere(recorder: FlightRecorde
     recording = {"issue", "__init__", "begin", "end"}
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:
-        if frame.f_globals.get("__name__") != "paceline._recorder" or frame.f_code.co_name not in recording:
+        if frame.f_globals.get("__name__") != "paceline._base.activity" or frame.f_code.co_name not in recording:
             return None
         frame.f_trace_opcodes = True
         seen.append([entry["state"] for entry in recorder.snapshot()])

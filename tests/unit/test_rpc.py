@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from paceline import errors
-from paceline._grpc import aio, grpc
-from paceline._rpc import is_transient
+from paceline._base.rpc import aio, grpc, is_transient
 from paceline._session.view import MemberLists
 from pacelinepb.v1 import session_pb2 as pb
 

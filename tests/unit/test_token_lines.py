@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import Credentials
-from paceline._token_source import TokenSource
+from paceline._base.proofs import TokenSource
 from paceline_server.security.token_file import read_tokens
 from paceline_server.security.tokens import TokensUnusable
 from paceline_server.settings import token_settings

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline._uncaught import in_short, users_place
+from paceline._base.uncaught import in_short, users_place
 from paceline.errors import InvalidRank, PacelineError, PeerLost, PeerRaised
 from paceline.testing import local_groups
 

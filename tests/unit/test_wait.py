@@ -13,13 +13,12 @@ from unittest import mock
 
 import pytest
 
-from paceline import _wait
+from paceline._base import waits as _wait
+from paceline._base.waits import SLICE, Latch, Outcome, loop_thread, wait_in_slices
+from paceline._base.work import Work
 from paceline._links.base import LinkTimeout
 from paceline._links.fault import Fault
 from paceline._links.grpc_kind import GrpcIncoming
-from paceline._loop import loop_thread
-from paceline._wait import SLICE, Latch, Outcome, wait_in_slices
-from paceline._work import Work
 
 
 def test_it_ends_when_it_comes_or_when_the_time_is_up() -> None:
@@ -76,8 +75,8 @@ def test_a_link_and_an_operation_are_waited_for_in_slices() -> None:
 
 STORM = """
 import asyncio, random, signal, threading, time
-from paceline._loop import loop_thread
-from paceline._wait import Latch
+from paceline._base.waits import loop_thread
+from paceline._base.waits import Latch
 
 class Interrupt(BaseException):
     pass

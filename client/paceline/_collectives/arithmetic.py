@@ -14,12 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paceline._arrays import Array
+from paceline._base.arrays import Array
 from paceline._collectives.part_tree import Node, merges
 from paceline._collectives.rows import SumOrder
 from paceline.errors import UnsupportedOp
-
-__all__ = ["Arithmetic", "Reduction", "TreeArithmetic", "arithmetic", "name_of_op", "reduction", "tree_arithmetic"]
 
 _PIECE = 1 << 15
 """Elements that are summed in a tree at a time: its partial sums stay in the processor's caches."""

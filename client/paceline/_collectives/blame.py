@@ -12,8 +12,6 @@ from paceline._links.fault import Suspicion
 from paceline._links.frame import Frame
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["broke_protocol", "disagrees", "link_ended", "misfits", "not_begun", "raised", "timed_out"]
-
 
 def disagrees(peers: Sequence[Peer], me: int, peer: int, operation: int, mine: str, frame: Frame) -> Suspicion:
     """Reports that the peer is in another operation than this member, or in the same with other arguments."""

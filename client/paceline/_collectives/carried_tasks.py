@@ -12,15 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from paceline._arrays import Array
+from paceline._base.arrays import Array
+from paceline._base.waits import Latch
 from paceline._collectives.engine import CollectiveCall, Engine
 from paceline._collectives.tasks import Chooser, Task, reducing_task
 from paceline._engines.data_engine import DataEngine, EngineFailed, EngineTimeout, OnDevice
 from paceline._links.fault import Fault
-from paceline._wait import Latch
 from paceline.errors import LinkUnavailable
-
-__all__ = ["carried_task"]
 
 _SLICE = 1.0
 """Seconds for which an aborted engine is waited for at a time; it takes milliseconds."""

@@ -21,23 +21,6 @@ from paceline._collectives.rows import Nodes, SumOrder
 from paceline._collectives.schedules import SCHEDULES
 from paceline._links.base import Peer
 
-__all__ = [
-    "Choice",
-    "RULES",
-    "Rule",
-    "Rules",
-    "Where",
-    "choose",
-    "rules_digest",
-    "dump_rules",
-    "format_rules",
-    "load_rules",
-    "nodes_of",
-    "only",
-    "parse_rules",
-    "where_of",
-]
-
 Where: TypeAlias = Literal["any", "one_node", "shared_nodes"]
 """Where the ranks of a rule are: anywhere; all on one node, in shared memory; on several nodes, one with several."""
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline._arrays import Array, as_flat, check_out, deliver, landing, native
+from paceline._base.arrays import Array, as_flat, check_out, deliver, landing, native
 from paceline._collectives.arithmetic import name_of_op
 from paceline._collectives.engine import CollectiveCall, Engine
 from paceline._collectives.program import all_gather_program, all_to_all_program
@@ -24,8 +24,6 @@ from paceline._collectives.rows import chunk_bounds
 from paceline._collectives.tasks import Chooser, Task, segment
 from paceline.compression import PIECE, Codec, Memory, words_of
 from paceline.errors import SizeMismatch, UnsupportedOp
-
-__all__ = ["Empty", "all_reduce_compressed_task"]
 
 Empty = Callable[[int, Any], Array]
 """Makes an array of a size and dtype that links can use without a copy."""

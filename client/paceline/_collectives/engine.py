@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from paceline._arrays import Array, as_bytes, copy_bytes, from_bytes
+from paceline._base.arrays import Array, Signature, as_bytes, copy_bytes, from_bytes
 from paceline._collectives import blame
 from paceline._collectives.arithmetic import Arithmetic
 from paceline._collectives.choose import nodes_of
@@ -25,10 +25,7 @@ from paceline._collectives.program import Area, Do, Move, Program
 from paceline._links.base import LEND_BYTES, LinkEnded, LinkTimeout, Mesh
 from paceline._links.fault import Suspicion
 from paceline._links.frame import Frame, FrameKind
-from paceline._signature import Signature
 from paceline.errors import PacelineError
-
-__all__ = ["PHASE", "CollectiveCall", "Engine"]
 
 T = TypeVar("T")
 

@@ -18,8 +18,6 @@ from typing import TypeAlias, TypeVar
 from paceline._links.base import Link, LinkEnded, LinkTimeout, Mesh, Purpose
 from paceline._links.frame import Frame, FrameKind
 
-__all__ = ["PATIENCE", "WAITING", "Disagreement", "Exchange", "History"]
-
 M = TypeVar("M")
 
 History: TypeAlias = Callable[[int], bytes | None]

@@ -12,14 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from paceline._arrays import Array, as_flat, check_out, deliver, landing, native, same_elements
+from paceline._base.arrays import MAX_ARRAY_BYTES, Array, as_flat, check_out, deliver, landing, native, same_elements
 from paceline._collectives.engine import CollectiveCall, Engine
 from paceline._collectives.program import Program, all_gather_program, all_to_all_program, gather_program
 from paceline._collectives.tasks import Chooser, Task, segment
-from paceline._signature import MAX_ARRAY_BYTES
 from paceline.errors import LimitExceeded, SizeMismatch
-
-__all__ = ["all_gather_task", "all_to_all_task", "gather_task"]
 
 _COUNT = np.dtype(np.int64)
 
@@ -227,7 +224,7 @@ def _landing(
     dtype: np.dtype[Any],
     shape: tuple[int, ...],
 ) -> Array:
-    """As `_arrays.landing`; if there is no memory for all rows, blames the rank that announces the most."""
+    """As `landing`; if there is no memory for all rows, blames the rank that announces the most."""
     try:
         return landing(out, x, dtype, shape)
     except LimitExceeded as error:

@@ -25,16 +25,13 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from paceline._arrays import Array, as_bytes, as_flat, check_out, deliver, landing, native
+from paceline._base.arrays import Array, Signature, as_bytes, as_flat, check_out, deliver, landing, native
+from paceline._base.waits import SLICE
 from paceline._collectives import blame
 from paceline._collectives.program import SEGMENT_BYTES
 from paceline._links.base import Link, LinkEnded, LinkTimeout, Mesh, Purpose
 from paceline._links.frame import Frame, FrameKind
-from paceline._signature import Signature
-from paceline._wait import SLICE
 from paceline.errors import OperationTimeout
-
-__all__ = ["Assembler", "MAX_WAITING_BYTES", "Mailbox", "ArrayMessage", "to_frames"]
 
 
 @dataclass(slots=True, eq=False)

@@ -20,11 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline._arrays import Array, as_bytes, as_flat, from_bytes
-from paceline._signature import Signature
+from paceline._base.arrays import Array, Signature, as_bytes, as_flat, from_bytes
 from paceline.errors import LimitExceeded, UnsupportedOp
-
-__all__ = ["MAX_DEPTH", "decode_object", "encode_object"]
 
 MAX_DEPTH = 64
 """Most containers around a value; far below what the interpreter's stack allows."""

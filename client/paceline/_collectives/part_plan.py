@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 
 from paceline._collectives.part_tree import Node, joined, maximal_subtrees, part_range, subtrees_by_rank
 
-__all__ = ["PartShare", "even_share", "held_of_row", "plan_parts", "row_of_held", "sums_at_once"]
-
 _REFUSES = -1
 """In all places of a row: this rank refuses any sums that were kept."""
 

@@ -18,8 +18,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import TypeAlias
 
-__all__ = ["Node", "closes", "joined", "maximal_subtrees", "merges", "part_range", "split_of", "subtrees_by_rank"]
-
 Node: TypeAlias = tuple[int, int]
 """The parts lo to hi - 1, as (lo, hi)."""
 

@@ -20,27 +20,6 @@ from typing import NamedTuple, TypeAlias
 from paceline._collectives.rows import Action, Nodes, Row, chunk_bounds
 from paceline._collectives.schedules import SCHEDULES, chunks_of, rows_of
 
-__all__ = [
-    "AHEAD",
-    "Area",
-    "Bounds",
-    "Do",
-    "ChunkLayout",
-    "Move",
-    "Program",
-    "SEGMENT_BYTES",
-    "all_gather_program",
-    "all_reduce_program",
-    "all_to_all_program",
-    "barrier_program",
-    "broadcast_program",
-    "compile_rows",
-    "gather_program",
-    "reduce_program",
-    "reduce_scatter_program",
-    "scatter_program",
-]
-
 SEGMENT_BYTES = 1 << 20
 """Bytes per frame, for messages and for collectives between nodes (within a node: `tasks.segment`). Source: as for
 `AHEAD`."""

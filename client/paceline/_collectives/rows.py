@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple, TypeAlias
 
-__all__ = ["Action", "Nodes", "Row", "SumOrder", "chunk_bounds", "format_schedule", "ring_neighbours"]
-
 Nodes: TypeAlias = tuple[int, ...]
 """The number of each rank's node, from 0 in the order of the lowest ranks; ranks of one node share memory. Empty if
 nodes are not known."""

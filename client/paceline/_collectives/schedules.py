@@ -16,38 +16,6 @@ from typing import NamedTuple
 
 from paceline._collectives.rows import Action, Nodes, Row, SumOrder, ring_neighbours
 
-__all__ = [
-    "SCHEDULES",
-    "Schedule",
-    "bruck_all_gather",
-    "chunks_of",
-    "direct_all_gather",
-    "direct_all_reduce",
-    "direct_gather",
-    "direct_reduce_scatter",
-    "direct_scatter",
-    "dissemination_barrier",
-    "doubling_all_reduce",
-    "halving_doubling_all_reduce",
-    "hierarchical_all_reduce",
-    "hierarchical_chunks",
-    "pairwise_all_to_all",
-    "power_of_two",
-    "ring_all_gather",
-    "ring_all_reduce",
-    "ring_barrier",
-    "ring_reduce_scatter",
-    "rows_of",
-    "scatter_broadcast",
-    "star_all_reduce",
-    "star_barrier",
-    "star_reduce",
-    "tree_broadcast",
-    "tree_children",
-    "tree_parent",
-    "tree_reduce",
-]
-
 
 def star_all_reduce(rank: int, world: int) -> list[Row]:
     """One chunk. All send to rank 0, which sums in rank order and sends the total back: two steps in latency."""

@@ -17,7 +17,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from paceline._arrays import Array, as_array, as_flat, check_out, deliver, landing, native, new_array
+from paceline._base.arrays import Array, as_array, as_flat, check_out, deliver, landing, native, new_array
 from paceline._collectives.arithmetic import (
     Arithmetic,
     Reduction,
@@ -43,18 +43,6 @@ from paceline._collectives.rows import SumOrder
 from paceline._collectives.schedules import tree_parent
 from paceline._links.shm.control_segment import frame_bytes
 from paceline.errors import LimitExceeded, SizeMismatch, UnsupportedOp
-
-__all__ = [
-    "Chooser",
-    "Task",
-    "barrier_task",
-    "broadcast_task",
-    "check_terms",
-    "reduce_task",
-    "reducing_task",
-    "scatter_task",
-    "segment",
-]
 
 T = TypeVar("T")
 

@@ -11,10 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline._arrays import Array, as_array, as_flat
-from paceline._signature import dtype_name
-
-__all__ = ["Fusion", "leaves"]
+from paceline._base.arrays import Array, as_array, as_flat, dtype_name
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:

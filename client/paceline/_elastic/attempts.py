@@ -16,8 +16,6 @@ from paceline._group import Group
 from paceline._links.base import Peer
 from paceline.errors import PacelineError, StepVoid
 
-__all__ = ["FinishedBlocks", "FailedAttempts", "MAX_ATTEMPTS", "BlockOutcome"]
-
 MAX_ATTEMPTS = 5
 """Failures in a row, of workers that are all still present, after which another attempt is pointless."""
 

@@ -21,8 +21,6 @@ from paceline.errors import LinkUnavailable
 from paceline_protocol import WHOLE, Meet, Tag
 from pacelinepb.v1 import session_pb2 as pb
 
-__all__ = ["RemoteCoordinator", "NullCoordinator", "JobCoordinator"]
-
 
 class JobCoordinator(abc.ABC):
     """The part of a session that the steps use.

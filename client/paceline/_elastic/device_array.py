@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 
 from paceline.errors import UnsupportedOp
 
-__all__ = ["DeviceArray", "DeviceBytes", "is_on_device", "memory_of", "on_host"]
-
 _PARCEL_BYTES = 32 << 20
 """Bytes that are copied through pinned memory at a time."""
 

@@ -22,16 +22,6 @@ from paceline.checkpoint.tree import split
 from paceline.errors import DivergenceError, PacelineError, SettingsMismatch, SizeMismatch
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = [
-    "compare_twice",
-    "crc_of",
-    "difference",
-    "digests_of",
-    "find_minority",
-    "partial_digest",
-    "where_they_differ",
-]
-
 _log = logging.getLogger("paceline.elastic")
 
 _MOST_NAMES = 6

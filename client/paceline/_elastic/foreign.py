@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from paceline._elastic.device_array import DeviceArray, is_on_device, memory_of, on_host
 from paceline.errors import UnsupportedOp
 
-__all__ = ["copied", "from_arrays", "is_foreign", "seed_frameworks", "store", "taken", "to_arrays", "to_plain", "view"]
-
 Tree = Any
 """Nested dicts, lists and tuples of arrays and plain values."""
 

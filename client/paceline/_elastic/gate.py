@@ -16,12 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline._base.work import Work
 from paceline._group import Group
 from paceline._links.fault import Fault
-from paceline._work import Work
 from paceline.errors import StepOrderError
-
-__all__ = ["BARRED", "BETWEEN_STEPS", "HALF_UPDATED", "OR_COPY", "PendingStepWord", "acting_alone"]
 
 BARRED = (
     "a collective after optimizer.step() of the same step: the state has changed, and could not be restored if the "

@@ -16,8 +16,6 @@ from paceline._elastic.step import Step
 from paceline.errors import DivergenceError, StepOrderError
 from paceline_protocol import MemberState
 
-__all__ = ["StateGuard"]
-
 _MOST_DIVERGENCES = 3
 """Divergences after which a member leaves: one may be a flipped bit, three have a lasting cause."""
 

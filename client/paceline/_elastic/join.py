@@ -9,22 +9,20 @@ from functools import partial
 from pathlib import Path
 from typing import SupportsIndex
 
-from paceline._address import DEFAULT_PORT, CoordinatorAddresses
-from paceline._allocator import keep_frame_memory
+from paceline._base.addresses import DEFAULT_PORT, CoordinatorAddresses
+from paceline._base.arrays import keep_frame_memory
+from paceline._base.processes import check_process
+from paceline._base.uncaught import install_hook
+from paceline._base.waits import loop_thread
 from paceline._collectives.choose import RULES, Rules, load_rules
 from paceline._elastic.session import CoordinatedSession, Session, SoloSession
 from paceline._elastic.torchrun_world import join_torchruns_world
 from paceline._engines.catalogue import load_engine
-from paceline._fork import check_process
-from paceline._loop import loop_thread
 from paceline._session.identity import JoinRequest
 from paceline._session.member import MemberConnection
-from paceline._uncaught import install_hook
 from paceline.config import Config, checked_timeout
 from paceline.credentials import Credentials
 from paceline.errors import InvalidRank, InvalidWorldSize
-
-__all__ = ["connect", "join", "rules_of"]
 
 DEFAULT_JOB = "default"
 MAX_JOB_BYTES = 128

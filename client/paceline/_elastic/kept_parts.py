@@ -12,15 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from paceline._base.work import Work
 from paceline._collectives.part_plan import PartShare, row_of_held
 from paceline._collectives.part_tree import Node, joined
 from paceline._group import Group
 from paceline._group.group_core import PartHolder, PartRecord, PartTurn
-from paceline._work import Work
 from paceline.errors import StepOrderError
 from paceline_protocol import Tag
-
-__all__ = ["KeptParts", "PartProgress"]
 
 
 class PartProgress:

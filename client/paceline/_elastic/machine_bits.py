@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["MACHINE_SETTINGS", "machine_words", "numpy_probe", "torch_probe"]
-
 MACHINE_SETTINGS = ("libraries", "number of threads", "processor (digest of what it computes)")
 """Names of the settings of a machine. Members are told the first that differs, in this order, which is alphabetical."""
 

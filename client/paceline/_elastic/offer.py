@@ -19,16 +19,14 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline._base.arrays import MAX_ARRAY_BYTES, MAX_DIMENSIONS, dtype_name, dtype_named
 from paceline._elastic.device_array import DeviceArray, DeviceBytes
 from paceline._elastic.parcel import Parcel
 from paceline._elastic.reshard_plan import ElementRun, checksum
-from paceline._signature import MAX_ARRAY_BYTES, MAX_DIMENSIONS, dtype_name, dtype_named
 from paceline.checkpoint.pieces import Shard
 from paceline.checkpoint.tree import Skeleton, join, split_shards
 from paceline.errors import PacelineError, SizeMismatch
 from paceline_protocol import Tag
-
-__all__ = ["CHUNK_BYTES", "HASH_BYTES", "Content", "Description", "OfferedState", "hash_of"]
 
 CHUNK_BYTES = 1 << 20
 HASH_BYTES = 16

@@ -25,8 +25,6 @@ from paceline._session.identity import process_identity
 from paceline.errors import PacelineError
 from pacelinepb.v1 import peer_pb2, session_pb2
 
-__all__ = ["Parcel", "borrow", "unpack"]
-
 
 class Parcel:
     """Copies of some runs of a state.

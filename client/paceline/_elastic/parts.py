@@ -39,8 +39,6 @@ from paceline.checkpoint.pieces import Shard
 from paceline.checkpoint.tree import Leaf
 from paceline.errors import SizeMismatch, UnsupportedOp
 
-__all__ = ["as_trained", "check_fit", "opaque", "StatePart", "part_of", "trains", "write_in_place"]
-
 Tree = Any
 """Nested dicts, lists and tuples of arrays and plain values."""
 

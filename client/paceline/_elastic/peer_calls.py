@@ -18,33 +18,20 @@ from functools import partial
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
+from paceline._base.rpc import CHANNEL_OPTIONS, aio, call_options, error_from_status, grpc
 from paceline._elastic.offer import Content, Description, hash_of
 from paceline._elastic.parcel import borrow, unpack
 from paceline._elastic.reshard_plan import ElementRun, ReshardPlan, assign, checksum
-from paceline._grpc import aio, grpc
 from paceline._links.base import Peer
 from paceline._links.grpc_knock import Knocker, knock
 from paceline._links.grpc_state import MAX_PARCEL_BYTES, MAX_RUNS
 from paceline._links.shm.segment import Attached, SegmentError
-from paceline._rpc import CHANNEL_OPTIONS, call_options, error_from_status
 from paceline._session.identity import process_identity
 from paceline.credentials import Credentials
 from paceline.errors import LimitExceeded, LinkUnavailable, NotAuthenticated, PacelineError
 from paceline_protocol import Share, Tag
 from pacelinepb.v1 import peer_pb2, session_pb2
 from pacelinepb.v1.peer_pb2_grpc import PeerServiceStub
-
-__all__ = [
-    "get_manifest",
-    "Holder",
-    "refuses_for_now",
-    "out_of_reach",
-    "refusal_text",
-    "retry_while_refused",
-    "take_shards",
-    "take_state",
-    "wire_tag",
-]
 
 _log = logging.getLogger("paceline.elastic")
 

@@ -19,17 +19,6 @@ from typing import Protocol
 
 from paceline._session.launcher_pipe import tell_once
 
-__all__ = [
-    "EVERY",
-    "KEPT",
-    "Receipt",
-    "ReceiptBook",
-    "ReceiptDamaged",
-    "checked_lines",
-    "due",
-    "read_chain",
-]
-
 _log = logging.getLogger("paceline.elastic")
 
 EVERY = 10

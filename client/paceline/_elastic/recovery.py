@@ -31,8 +31,6 @@ from paceline.errors import (
 from paceline_protocol import Meet, MemberState, Share, Tag, Take
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["StateRecovery"]
-
 _log = logging.getLogger("paceline.elastic")
 
 _FIRST_S, _MOST_S = 0.05, 1.0

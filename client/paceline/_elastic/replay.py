@@ -20,8 +20,6 @@ from paceline.checkpoint.reading import Reader
 from paceline.errors import Dismissed
 from paceline_protocol import Tag
 
-__all__ = ["SCRIPT", "VARIABLE", "Replay", "ReplayOrder", "ReplayResult", "compare", "compare_inputs"]
-
 VARIABLE = "PACELINE_REPLAY"
 
 SCRIPT = "the script"

@@ -19,8 +19,6 @@ from paceline.checkpoint.pieces import Shard
 from paceline.checkpoint.reading import Reader
 from paceline_protocol import Share
 
-__all__ = ["assign", "checksum", "fill", "ReshardPlan", "ElementRun"]
-
 K = TypeVar("K")
 
 

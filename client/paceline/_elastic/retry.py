@@ -12,12 +12,10 @@ from collections.abc import Iterator
 from types import TracebackType
 
 from paceline._elastic.attempts import BlockOutcome, FailedAttempts
-from paceline._elastic.step import BETWEEN_STEPS
+from paceline._elastic.gate import BETWEEN_STEPS
 from paceline._elastic.training_loop import TrainingLoop
 from paceline._group import Group
 from paceline.errors import PacelineError
-
-__all__ = ["Attempt", "attempts"]
 
 _log = logging.getLogger("paceline.elastic")
 

@@ -22,8 +22,6 @@ from paceline._elastic.parts import as_trained
 from paceline._elastic.state import TrainState
 from paceline.errors import StepOrderError, UnsupportedOp
 
-__all__ = ["StateWatch", "check_complete", "no_other_optimizer"]
-
 _STEPS = 3
 """Number of steps of a job that are checked: a script that breaks a rule mostly does so in every step."""
 

@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 
 from paceline.errors import InvalidRank, InvalidWorldSize
 
-__all__ = ["CHECK_EVERY", "ElasticSampler", "Planned", "share_out"]
-
 CHECK_EVERY = "sampler check_every"
 """Name of the setting that must be the same on every rank, but does not change what they compute."""
 

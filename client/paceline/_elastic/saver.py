@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from paceline import checkpoint
-from paceline._counters import MemberCounters
+from paceline._base.activity import MemberCounters
 from paceline._elastic.parts import trains
 from paceline._elastic.reshard_plan import ReshardPlan
 from paceline._elastic.state import TrainState
@@ -31,8 +31,6 @@ from paceline.checkpoint.keep import none_intact, save_once
 from paceline.checkpoint.sharded import ShardedSaver, save_sharded
 from paceline.errors import CheckpointDamaged, CheckpointFailed, PacelineError
 from paceline_protocol import Tag
-
-__all__ = ["Saver", "JointSaver", "VISIBLE_S", "warning_of_frozen"]
 
 VISIBLE_S = 70.0
 """Seconds after which all hosts see what one of them has written: a network file system caches directories for up to a

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from paceline import errors
-from paceline._fork import check_process
+from paceline._base.processes import check_process
 from paceline._group import Group
 from paceline._links.base import Peer
 from paceline._links.local import local_meshes
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from paceline._elastic.step import Step
     from paceline._elastic.training_loop import TrainingLoop
     from paceline._session.member import MemberConnection
-
-__all__ = ["CoordinatedSession", "Session", "SoloSession"]
 
 MAX_NAME_BYTES = 256
 """Longest name of a barrier (session.proto)."""

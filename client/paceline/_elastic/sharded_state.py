@@ -17,8 +17,6 @@ from paceline.checkpoint.pieces import Shard
 from paceline.errors import UnsupportedOp
 from paceline_protocol import Share
 
-__all__ = ["ShardedState"]
-
 
 class ShardedState:
     """The part of a `TrainState` that FSDP shards.

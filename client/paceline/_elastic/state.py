@@ -29,8 +29,6 @@ from paceline.checkpoint.tree import Leaf, join, split, split_shards
 from paceline.errors import SizeMismatch, StepOrderError, UnsupportedOp
 from paceline_protocol import WHOLE, Share
 
-__all__ = ["Gate", "TrainState"]
-
 _log = logging.getLogger("paceline.elastic")
 
 _BLOCK = 1 << 20

@@ -11,6 +11,8 @@ from typing import Any, Literal, NoReturn, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline._base.uncaught import users_place
+from paceline._base.work import Work
 from paceline._collectives.part_plan import even_share, held_of_row, plan_parts
 from paceline._collectives.part_tree import Node
 from paceline._elastic.differences import compare_twice, find_minority
@@ -25,8 +27,6 @@ from paceline._group import Group
 from paceline._group.group_core import PartsNotHeld, PartTurn
 from paceline._links.fault import Suspicion
 from paceline._parallel._agreement import NewcomerDiffers
-from paceline._uncaught import users_place
-from paceline._work import Work
 from paceline.errors import (
     DivergenceError,
     SettingsMismatch,
@@ -37,8 +37,6 @@ from paceline.errors import (
 )
 from paceline_protocol import StepFlag, Tag, agrees, flags_of
 from pacelinepb.v1.errors_pb2 import ErrorReason
-
-__all__ = ["BETWEEN_STEPS", "Step", "StepRunner"]
 
 _log = logging.getLogger("paceline.elastic")
 

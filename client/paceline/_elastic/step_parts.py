@@ -14,8 +14,6 @@ from paceline._elastic.foreign import seed_frameworks
 from paceline._elastic.sampler import ElasticSampler, Planned
 from paceline._group.group_core import PartTurn
 
-__all__ = ["PartRunner", "StepPart", "part_seed"]
-
 _PARTS = 1 << 41
 """Tells seeds of parts from those of ranks and samples."""
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+from paceline._base.uncaught import is_let_go, takers, users_place
 from paceline._elastic.coordination import JobCoordinator
 from paceline._elastic.machine_bits import machine_words
 from paceline._elastic.receipts import EVERY, ReceiptBook
@@ -23,11 +24,8 @@ from paceline._elastic.state import TrainState
 from paceline._elastic.step import Step
 from paceline._elastic.training_loop import TrainingLoop
 from paceline._group import Group
-from paceline._uncaught import is_let_go, takers, users_place
 from paceline.errors import Dismissed, StepOrderError, UnsupportedOp
 from paceline_protocol import MemberState, Tag
-
-__all__ = ["make_loop", "run_steps"]
 
 _SAME_S = 1.0
 """Seconds within which two SIGTERMs are one order."""

@@ -14,14 +14,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from paceline._address import Endpoint, parse_endpoint, probe
+from paceline._base.addresses import Endpoint, parse_endpoint, probe
+from paceline._base.embedded import coordinator
+from paceline._base.waits import loop_thread
 from paceline._elastic.session import CoordinatedSession, Session
-from paceline._embedded import coordinator
-from paceline._loop import loop_thread
 from paceline.errors import CoordinatorUnreachable, InvalidWorldSize, OrphanedError
 from pacelinepb import install_command
-
-__all__ = ["join_rank_0", "join_torchruns_world", "next_world"]
 
 _log = logging.getLogger("paceline.torch")
 

@@ -17,27 +17,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline._base.waits import SLICE
 from paceline._elastic.attempts import BlockOutcome, FailedAttempts, FinishedBlocks
 from paceline._elastic.coordination import JobCoordinator
 from paceline._elastic.differences import difference, partial_digest
-from paceline._elastic.gate import PendingStepWord, acting_alone
+from paceline._elastic.gate import BETWEEN_STEPS, PendingStepWord, acting_alone
 from paceline._elastic.guard import StateGuard
 from paceline._elastic.kept_parts import KeptParts
 from paceline._elastic.peer_calls import Holder
 from paceline._elastic.recovery import StateRecovery
 from paceline._elastic.saver import Saver
 from paceline._elastic.state import TrainState
-from paceline._elastic.step import BETWEEN_STEPS, Step, not_entered
+from paceline._elastic.step import Step, not_entered
 from paceline._elastic.waiting import MeetingWait, await_finish
 from paceline._links.fault import Suspicion
 from paceline._session import line_messages
 from paceline._session.launcher_pipe import tell_launcher, tell_once
-from paceline._wait import SLICE
 from paceline.errors import CheckpointFailed, Dismissed, OrphanedError, PacelineError, StepOrderError
 from paceline_protocol import WHOLE, Meet, MemberState, MemberView, Phase, StepFlag, Tag, Take, step_word
 from pacelinepb.v1.errors_pb2 import ErrorReason
-
-__all__ = ["TrainingLoop"]
 
 _log = logging.getLogger("paceline.elastic")
 

@@ -10,8 +10,6 @@ import numpy as np
 
 from paceline._collectives.part_tree import part_range
 
-__all__ = ["TwicePart", "odd_ones", "twice_part"]
-
 _TWICE = 1 << 42
 """Tells this choice from the seeds of parts."""
 

@@ -12,17 +12,15 @@ import random
 import time
 from collections.abc import Callable, Sequence
 
+from paceline._base.waits import SLICE
 from paceline._elastic.coordination import JobCoordinator
 from paceline._links.base import Peer
 from paceline._links.fault import Suspicion
 from paceline._session.launcher_pipe import tell_once
 from paceline._session.line_messages import JobDone, LineMessage, Lost, News
-from paceline._wait import SLICE
 from paceline.errors import Dismissed
 from paceline_protocol import Meet, MemberState, Phase
 from pacelinepb.v1.errors_pb2 import ErrorReason
-
-__all__ = ["await_finish", "ReachTests", "MeetingWait"]
 
 _log = logging.getLogger("paceline.elastic")
 

@@ -15,8 +15,6 @@ from paceline._engines.data_engine import DataEngine
 from paceline.config import know_engine
 from paceline.errors import LinkUnavailable
 
-__all__ = ["load_engine", "make_engine", "package_of", "register", "unregister"]
-
 
 class _Entry(NamedTuple):
     """How an engine is made, the package that it needs, which build of it if that matters, and what is imported."""

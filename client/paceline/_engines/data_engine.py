@@ -27,8 +27,6 @@ from typing import Any
 
 from paceline._links.base import Peer
 
-__all__ = ["MAX_CONTACT_BYTES", "DataEngine", "EngineFailed", "EngineTimeout", "EngineTraits", "OnDevice", "Ticket"]
-
 MAX_CONTACT_BYTES = 1 << 20
 """Longest contact of one rank. Gloo's grows by 40 bytes with each rank."""
 

@@ -20,12 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from paceline._arrays import Array
+from paceline._base.arrays import Array
+from paceline._base.waits import Latch, Outcome
 from paceline._engines.data_engine import DataEngine, EngineFailed, EngineTimeout, EngineTraits, Ticket
 from paceline._links.base import Peer
-from paceline._wait import Latch, Outcome
-
-__all__ = ["MpiEngine", "end_without_others", "has_ulfm", "load_mpi"]
 
 _RING = "OMPI_MCA_coll_libnbc_iallreduce_algorithm"
 """Open MPI's setting: 1 is a ring. By default its `Iallreduce` sums at one rank in worlds of 2 and 3, and in place."""

@@ -14,8 +14,6 @@ import logging
 import os
 from collections.abc import Mapping, MutableMapping
 
-__all__ = ["set_variables", "variables_of"]
-
 _NEEDED: Mapping[str, Mapping[str, str]] = {
     # Under these c10d only sums: the fault of the generation decides what has failed. Source: torch's
     # ProcessGroupNCCL.hpp, which reads them when a group is made; NVIDIA's resiliency extension sets the third too.

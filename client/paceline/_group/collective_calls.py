@@ -11,7 +11,8 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 import numpy as np
 import numpy.typing as npt
 
-from paceline._arrays import Array, as_array
+from paceline._base.arrays import Array, as_array
+from paceline._base.work import Work
 from paceline._collectives import blame
 from paceline._collectives.compressed_tasks import all_reduce_compressed_task
 from paceline._collectives.gather_tasks import all_gather_task, all_to_all_task, gather_task
@@ -20,10 +21,7 @@ from paceline._collectives.part_tree import Node, subtrees_by_rank
 from paceline._collectives.tasks import broadcast_task, check_terms, reduce_task, reducing_task, scatter_task
 from paceline._collectives.trees import Fusion
 from paceline._group.group_core import GroupCore, labelled
-from paceline._work import Work
 from paceline.compression import Codec, Memory, codec_of
-
-__all__ = ["Collectives"]
 
 T = TypeVar("T")
 

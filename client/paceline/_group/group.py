@@ -12,19 +12,17 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from paceline._arrays import Array, as_array, check_writable, native
+from paceline._base.activity import FlightRecorder, MemberCounters
+from paceline._base.arrays import Array, Signature, as_array, check_writable, native
 from paceline._collectives.carried_tasks import carried_task
 from paceline._collectives.choose import choose as choose_by_rules
 from paceline._collectives.tasks import Chooser
-from paceline._counters import MemberCounters
 from paceline._engines.catalogue import make_engine
 from paceline._engines.data_engine import MAX_CONTACT_BYTES, DataEngine, EngineFailed, EngineTimeout
 from paceline._group.collective_calls import Collectives
 from paceline._group.group_core import Binding
 from paceline._links.base import MAX_GROUP_NAME, Mesh, Peer
 from paceline._links.submesh import SubMesh
-from paceline._recorder import FlightRecorder
-from paceline._signature import Signature
 from paceline.config import Config
 from paceline.errors import (
     InvalidRank,
@@ -34,8 +32,6 @@ from paceline.errors import (
     SettingsMismatch,
     UnsupportedOp,
 )
-
-__all__ = ["Group"]
 
 Rule: TypeAlias = Callable[[Sequence[Peer], int], list[int]]
 """Maps all members and the own rank to the ranks of the members of a part, in order."""

@@ -16,32 +16,19 @@ from typing import Any, Literal, Protocol, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
-from paceline._arrays import Array
+from paceline._base.activity import FlightRecorder, MemberCounters
+from paceline._base.arrays import Array
+from paceline._base.work import Lane, Progress, Work
 from paceline._collectives.choose import choose as choose_by_rules
 from paceline._collectives.engine import CollectiveCall, Engine
 from paceline._collectives.mailbox import Mailbox
 from paceline._collectives.part_plan import PartShare
 from paceline._collectives.part_tree import Node
 from paceline._collectives.tasks import Chooser, Task, barrier_task
-from paceline._counters import MemberCounters
 from paceline._engines.data_engine import DataEngine
 from paceline._links.base import Mesh, Peer
-from paceline._recorder import FlightRecorder
-from paceline._work import Lane, Progress, Work
 from paceline.config import Config, checked_timeout
 from paceline.errors import ConcurrentUse, InvalidRank, PacelineError, StaleGeneration, StepOrderError, UnsupportedOp
-
-__all__ = [
-    "Binding",
-    "GroupCore",
-    "PIGGYBACK_SIZE",
-    "PartHolder",
-    "PartRecord",
-    "PartTurn",
-    "PartsNotHeld",
-    "Piggyback",
-    "labelled",
-]
 
 PIGGYBACK_SIZE = 26
 """Most numbers in a piggyback."""

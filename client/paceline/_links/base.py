@@ -35,19 +35,6 @@ from numpy.typing import NDArray
 from paceline._links.fault import Fault
 from paceline._links.frame import Frame
 
-__all__ = [
-    "LEND_BYTES",
-    "MARKS",
-    "MAX_GROUP_NAME",
-    "Link",
-    "LinkEnded",
-    "LinkTimeout",
-    "Mesh",
-    "Peer",
-    "Purpose",
-]
-
-
 LEND_BYTES = 16 << 10
 """Smaller payloads are never lent: copying one costs no more than waiting for its release."""
 

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from time import monotonic, sleep
 from typing import Any
 
+from paceline._base.arrays import MAX_SIGNATURE_BYTES
 from paceline._links.base import MARKS, Link, LinkEnded, LinkTimeout
 from paceline._links.fault import Fault
-from paceline._links.frame import MAX_SIGNATURE_BYTES, Frame, FrameKind
+from paceline._links.frame import Frame, FrameKind
 from paceline.errors import PacelineError
 from paceline_protocol import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
-
-__all__ = ["RULES", "LinkPair", "check_link"]
 
 _PROMPT = 1.0
 """Seconds within which a failure must wake a blocked call (I7), and a deadline must end one. Links do it in well under

@@ -14,14 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from paceline import errors
-from paceline._fork import check_process
-from paceline._rpc import error_type
-from paceline._wait import Latch
+from paceline._base.processes import check_process
+from paceline._base.rpc import error_type
+from paceline._base.waits import Latch
 from paceline_protocol import Verdict
 from pacelinepb.v1 import session_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason
-
-__all__ = ["MAX_TEXT", "Fault", "Suspicion", "error_of", "read_verdict"]
 
 MAX_TEXT = 2000
 """Longest text in characters that is sent to peers, and accepted from a peer; the rest is cut off."""

@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 from paceline._links.base import Link, Mesh, Purpose
 from paceline._links.frame import Frame
 
-__all__ = ["FaultyMesh", "Tamper"]
-
 Tamper: TypeAlias = Callable[[str, int, Frame], Frame | None]
 """Gets "send" or "recv", the peer's rank and the frame. Returns the frame that goes on, or None to lose it. The link
 raises what it raises."""

@@ -24,21 +24,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from paceline._signature import MAX_SIGNATURE_BYTES
-
-__all__ = [
-    "COLUMNS",
-    "FOLDED",
-    "MAX_FRAME_BYTES",
-    "MAX_SIGNATURE_BYTES",
-    "Frame",
-    "FrameDamaged",
-    "FrameError",
-    "FrameKind",
-    "checksum",
-    "decode",
-    "encode",
-]
+from paceline._base.arrays import MAX_SIGNATURE_BYTES
 
 MAX_FRAME_BYTES = (4 << 20) + 4096
 """Longest frame in bytes; the receiver refuses a longer one before it allocates memory."""

@@ -18,8 +18,8 @@ from typing import Any, NoReturn, Protocol
 
 from google.protobuf.message import DecodeError
 
-from paceline._exhausted import is_exhausted
-from paceline._grpc import EOF, aio, grpc
+from paceline._base.addresses import is_exhausted
+from paceline._base.rpc import EOF, aio, grpc
 from paceline._links.base import MAX_GROUP_NAME, LinkEnded, Peer, Purpose
 from paceline._links.fault import MAX_TEXT, Fault, Suspicion
 from paceline._links.frame import MAX_FRAME_BYTES, Frame, FrameDamaged, FrameError, FrameKind, decode
@@ -39,8 +39,6 @@ from pacelinepb.memory_guard import Callers, MemoryGuard
 from pacelinepb.v1 import peer_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from pacelinepb.v1.session_pb2 import Verdict
-
-__all__ = ["Door", "ServedMesh", "Intake"]
 
 _log = logging.getLogger("paceline.links")
 

@@ -13,23 +13,15 @@ import threading
 import time
 from collections.abc import Callable
 
+from paceline._base.waits import SLICE
 from paceline._links.base import LinkEnded, LinkTimeout
 from paceline._links.fault import Fault
 from paceline._links.frame import Frame, encode
 from paceline._links.kind import Incoming, Kind, LinkContext, Outgoing
 from paceline._links.outbox import Outbox
-from paceline._wait import SLICE
 from paceline.config import Config
 from paceline.credentials import Credentials
 from pacelinepb.v1 import peer_pb2
-
-__all__ = [
-    "EARLY_INBOX_BYTES",
-    "INBOX_BYTES",
-    "GrpcIncoming",
-    "GrpcKind",
-    "GrpcOutgoing",
-]
 
 INBOX_BYTES = 32 << 20
 """Unread bytes from which on the stream's reader stops, so that HTTP/2 flow control holds the sender."""

@@ -14,16 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from paceline._address import parse_endpoint
-from paceline._grpc import aio, grpc
+from paceline._base.addresses import parse_endpoint
+from paceline._base.rpc import aio, call_options, grpc
 from paceline._links.grpc_methods import Requests, refuse, shown
-from paceline._rpc import call_options
 from paceline.credentials import Credentials
 from pacelinepb.v1 import peer_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from pacelinepb.v1.peer_pb2_grpc import PeerServiceStub
-
-__all__ = ["Knocker", "Knocks", "knock", "process_runs"]
 
 MAX_AT_ONCE = 64
 """Doors that one worker knocks at for others at one time. It refuses one more caller, which asks again."""

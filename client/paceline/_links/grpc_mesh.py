@@ -20,9 +20,19 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline._address import is_refused, parse_endpoint
-from paceline._exhausted import is_exhausted
-from paceline._grpc import EOF, aio, grpc, untyped
+from paceline._base.addresses import is_exhausted, is_refused, parse_endpoint
+from paceline._base.rpc import (
+    EOF,
+    aio,
+    channel_options,
+    error_from_status,
+    grpc,
+    is_leaving,
+    is_other_version,
+    is_transient,
+    untyped,
+)
+from paceline._base.waits import LoopThread
 from paceline._links.base import Link, LinkEnded, Mesh, Peer, Purpose
 from paceline._links.fault import MAX_TEXT, Fault, Suspicion
 from paceline._links.frame import Frame, FrameKind, encode
@@ -30,15 +40,11 @@ from paceline._links.grpc_knock import process_runs
 from paceline._links.kind import ProtocolError
 from paceline._links.member_link import MemberLink
 from paceline._links.registry import LinkKinds, Openings
-from paceline._loop import LoopThread
-from paceline._rpc import channel_options, error_from_status, is_leaving, is_other_version, is_transient
 from paceline.credentials import Credentials
 from paceline.errors import LinkUnavailable, SessionClosed
 from paceline_protocol import Verdict
 from pacelinepb.v1 import peer_pb2, session_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason
-
-__all__ = ["GrpcMesh", "dial"]
 
 _log = logging.getLogger("paceline.links")
 

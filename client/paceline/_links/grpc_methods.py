@@ -21,15 +21,13 @@ from google.protobuf import any_pb2
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 
-from paceline._door_key import METADATA, DoorKey
-from paceline._exhausted import is_exhausted
-from paceline._grpc import EOF, grpc, rpc_status
+from paceline._base.addresses import is_exhausted
+from paceline._base.proofs import METADATA, DoorKey
+from paceline._base.rpc import EOF, grpc, rpc_status
 from pacelinepb import ERROR_DOMAIN
 from pacelinepb.bounds import too_much
 from pacelinepb.memory_guard import Callers
 from pacelinepb.v1.errors_pb2 import ErrorReason
-
-__all__ = ["MAX_REQUEST_BYTES", "Requests", "refuse", "shown"]
 
 Q = TypeVar("Q", bound=Message)
 R = TypeVar("R", bound=Message)

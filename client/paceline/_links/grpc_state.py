@@ -8,15 +8,13 @@ from collections.abc import AsyncIterator, Sequence
 from itertools import pairwise
 from typing import Any, NoReturn, Protocol
 
-from paceline._grpc import grpc
+from paceline._base.rpc import grpc
 from paceline._links.grpc_methods import Requests, refuse, shown
 from paceline.errors import PacelineError
 from paceline_protocol import Tag
 from pacelinepb.bounds import MOST
 from pacelinepb.v1 import peer_pb2, session_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason
-
-__all__ = ["MAX_PARCEL_BYTES", "MAX_RUNS", "ServedParcel", "StateDescription", "StateSource", "StateWindow"]
 
 _PIECE_BYTES = 1 << 20
 """Bytes of a description, or of a parcel, in one message."""

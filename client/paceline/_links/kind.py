@@ -28,17 +28,6 @@ from paceline.config import Config
 from paceline.credentials import Credentials
 from pacelinepb.v1 import peer_pb2
 
-__all__ = [
-    "TICKET_BYTES",
-    "TICKET_LIFETIME",
-    "ProtocolError",
-    "LinkContext",
-    "Incoming",
-    "Kind",
-    "KindNumber",
-    "Outgoing",
-]
-
 TICKET_BYTES = 16
 """Length of a ticket, which is random and valid for one half (peer.proto)."""
 

@@ -21,8 +21,6 @@ from paceline.errors import InvalidWorldSize
 from paceline_protocol import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["CAPACITY", "LocalLink", "LocalMesh", "Pipe", "local_meshes", "next_meshes"]
-
 VERDICT_TIMEOUT = 10.0
 """Seconds to wait for the verdict. It comes at once unless a thread is starved; all ranks must raise the same one."""
 

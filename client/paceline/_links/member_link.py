@@ -14,16 +14,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Literal
 
+from paceline._base.waits import SLICE, Latch
 from paceline._links.base import Link, LinkEnded, LinkTimeout, Peer
 from paceline._links.fault import Fault, Suspicion
 from paceline._links.frame import Frame, FrameKind, encode
 from paceline._links.kind import Incoming, Outgoing, ProtocolError
 from paceline._links.outbox import Outbox
-from paceline._wait import SLICE, Latch
 from paceline.errors import PacelineError
 from pacelinepb.v1.errors_pb2 import ErrorReason
-
-__all__ = ["MemberLink"]
 
 
 class MemberLink(Link):

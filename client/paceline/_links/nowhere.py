@@ -13,8 +13,6 @@ from paceline._links.fault import Fault
 from paceline._links.registry import LinkKinds
 from paceline.errors import PacelineError, StepOrderError
 
-__all__ = ["NoMesh"]
-
 
 class _Outside(Fault):
     """A fault that makes every call raise, although no member has failed."""

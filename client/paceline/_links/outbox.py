@@ -7,11 +7,9 @@ import threading
 import time
 from collections import deque
 
+from paceline._base.waits import SLICE
 from paceline._links.base import LinkEnded, LinkTimeout
 from paceline._links.fault import Fault
-from paceline._wait import SLICE
-
-__all__ = ["OUTBOX_FRAMES", "Outbox"]
 
 OUTBOX_FRAMES = 8
 """Frames that can wait to be written before `send` blocks: twice as many as a schedule sends ahead."""

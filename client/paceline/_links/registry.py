@@ -32,8 +32,6 @@ from paceline.credentials import Credentials
 from paceline.errors import LinkUnavailable
 from pacelinepb.v1 import peer_pb2
 
-__all__ = ["LinkKinds", "Openings", "register", "unregister"]
-
 OPEN_SECONDS = 1.0
 """Seconds to open a half. An answer takes milliseconds; if a firewall drops the packets, gRPC is used instead."""
 

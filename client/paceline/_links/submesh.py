@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from paceline._links.base import Link, Mesh, Purpose
 
-__all__ = ["SubMesh"]
-
 
 class SubMesh(Mesh):
     """The mesh of a group. A rank is a place in the group; peers, and so errors, keep their rank in the view.

@@ -15,8 +15,6 @@ import numpy as np
 from paceline._parallel._parameter import Parameter
 from paceline.errors import StepOrderError
 
-__all__ = ["Accumulation"]
-
 
 class Accumulation:
     """The micro-batches of one wrapper since the last reduction.

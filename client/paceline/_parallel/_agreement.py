@@ -29,8 +29,6 @@ from paceline.errors import (
     UnsupportedOp,
 )
 
-__all__ = ["ManifestEntry", "ModelManifest", "NewcomerDiffers", "agree", "first_difference", "give"]
-
 
 @dataclass(frozen=True, slots=True)
 class ManifestEntry:

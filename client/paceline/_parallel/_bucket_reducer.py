@@ -27,8 +27,6 @@ from paceline._parallel._synchronizer import check_follows
 from paceline._parallel._transport import GradientBucket, GradientTransport
 from paceline.errors import PacelineError, StepOrderError, UnsupportedOp
 
-__all__ = ["BucketReducer", "Readiness"]
-
 _TOO_SMALL_BYTES = 64 << 10
 """A model's only bucket, if it has at most this many bytes, is sent at the end of backward in the caller's thread: the
 hand-over to the group's thread and back, 30 us and more on a busy machine, takes longer than overlap could save."""

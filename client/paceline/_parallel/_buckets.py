@@ -29,9 +29,6 @@ from paceline._parallel._parameter import Parameter
 from paceline.compression import Codec, Memory
 from paceline.errors import StepOrderError, UnsupportedOp
 
-__all__ = ["FIRST_BYTES", "Bucket", "Empty", "plan_buckets"]
-
-
 FIRST_BYTES = 1 << 20
 """Bytes of gradients in the first bucket of a dtype, unless one parameter has more. A small first bucket leaves early,
 so the links start early. Source: torch's DDP (`dist._DEFAULT_FIRST_BUCKET_BYTES`), for the same reason."""

@@ -23,8 +23,6 @@ from paceline._parallel._transport import EngineTransport, GradientTransport, Ho
 from paceline.compression import Codec, PowerSGD, codec_of
 from paceline.errors import UnsupportedOp
 
-__all__ = ["DDP", "ReplicatedModel"]
-
 _USUAL_MB = 25.0
 """Default of `bucket_mb`. Source: torch's DDP (`bucket_cap_mb`)."""
 

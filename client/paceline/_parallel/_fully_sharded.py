@@ -20,8 +20,6 @@ from paceline._parallel.sharding._placement import ShardingStrategy
 from paceline._parallel.sharding._sharded_model import ShardedModel
 from paceline._parallel.sharding._unit import checked_wire
 
-__all__ = ["FSDP"]
-
 
 class FSDP:
     """Trains one model on the samples of all ranks; each rank keeps its shard of parameters, gradients and state.

@@ -21,8 +21,6 @@ from numpy.typing import NDArray
 from paceline._parallel._buckets import Bucket, Empty
 from paceline._parallel._parameter import Parameter
 
-__all__ = ["LowRankBucket", "shrinks"]
-
 
 def shrinks(parameter: Parameter, rank: int) -> bool:
     """Returns True if `rank` directions take fewer numbers than the gradient."""

@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from paceline._parallel._parameter import Parameter
 from paceline.errors import SizeMismatch
 
-__all__ = ["OptimizerState", "standing_for", "stands_in"]
-
 
 class OptimizerState(abc.ABC):
     """An optimizer's settings, and for each trained parameter its arrays (of the parameter's shape) and other values.

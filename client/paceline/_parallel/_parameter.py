@@ -17,19 +17,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from paceline.errors import SizeMismatch, StepOrderError, UnsupportedOp
 
-__all__ = [
-    "GradientObserver",
-    "HasParameters",
-    "Module",
-    "Parameter",
-    "buffers_of",
-    "ignoring_gradients",
-    "parameters_of",
-    "power_of",
-    "write_back",
-]
-
-
 _CHUNK = 1 << 16
 """Number of elements that are raised to a power at once, in float64."""
 

@@ -12,8 +12,6 @@ from paceline._group.group_core import PartTurn, Piggyback
 from paceline._links.base import Peer
 from paceline.compression import Codec, Memory
 
-__all__ = ["CarryingGroup", "PendingWork", "RankGroup", "ShardRankGroup"]
-
 
 class PendingWork(Protocol):
     """A collective under way (`paceline.Work`)."""

@@ -45,19 +45,6 @@ from paceline._parallel._parameter import Parameter
 from paceline._parallel._ranks import RankGroup
 from paceline.errors import SizeMismatch, StepOrderError
 
-__all__ = [
-    "GradientReducer",
-    "GradientSynchronizer",
-    "SpreadParameters",
-    "SynchronizedModel",
-    "check_follows",
-    "checked_weight",
-    "clip",
-    "own_collectives",
-    "rows_of",
-    "total_norm",
-]
-
 SpreadParameters: TypeAlias = tuple[RankGroup | None, Sequence[Parameter]]
 """Parameters, and the ranks over which they are spread; None if this rank has all of them whole."""
 

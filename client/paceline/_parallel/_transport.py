@@ -25,15 +25,6 @@ from paceline._parallel._parameter import Parameter
 from paceline._parallel._ranks import CarryingGroup, PendingWork, RankGroup
 from paceline.compression import Bf16, Codec
 
-__all__ = [
-    "NO_FIXED_ORDER",
-    "EngineTransport",
-    "GradientBucket",
-    "GradientTransport",
-    "GroupTransport",
-    "HostTransport",
-]
-
 NO_FIXED_ORDER = (
     "gradients of parts are summed in one fixed order, which neither compression nor an engine keeps: leave out "
     "compression= and --engine, or the parts of the sampler"

@@ -16,10 +16,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from paceline._door_key import DoorKey
-from paceline._grpc import aio
-from paceline._recorder import FlightRecorder
-from paceline._rpc import is_transient
+from paceline._base.activity import FlightRecorder
+from paceline._base.proofs import DoorKey
+from paceline._base.rpc import aio, is_transient
 from paceline._session.control import ControlStream
 from paceline._session.flight import flight_head
 from paceline._session.stack_file import own_stacks, stacks_by_signal, trouble_here
@@ -27,8 +26,6 @@ from pacelinepb import MOST_PIDS
 from pacelinepb.pieces import cut, in_messages
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1.session_pb2_grpc import SessionServiceStub
-
-__all__ = ["MAX_ANSWER_BYTES", "answer_question", "record_answer", "stacks_answer", "whole_record"]
 
 MAX_ANSWER_BYTES = 1_000_000
 

@@ -9,11 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from paceline import errors
-from paceline._rpc import duration, error_type
-from paceline._wait import Outcome
+from paceline._base.rpc import duration, error_type
+from paceline._base.waits import Outcome
 from pacelinepb.v1 import session_pb2 as pb
-
-__all__ = ["Barriers"]
 
 _SLACK = 5.0
 """Extra seconds to wait for the coordinator's answer after a timeout, because it names the missing members."""

@@ -20,17 +20,13 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError
 
-from paceline._address import CoordinatorAddresses, parse_endpoint
-from paceline._grpc import aio, grpc, untyped
-from paceline._lookup import look_up, look_up_within
-from paceline._rpc import channel_options
-from paceline._tls import TlsFiles, make_context, what_is_wrong
+from paceline._base.addresses import CoordinatorAddresses, look_up, look_up_within, parse_endpoint
+from paceline._base.rpc import aio, channel_options, grpc, untyped
+from paceline._base.tls import TlsFiles, make_context, what_is_wrong
 from paceline.credentials import Credentials
 from paceline.errors import TlsFailed
 from pacelinepb import checks
 from pacelinepb.v1 import session_pb2 as pb
-
-__all__ = ["check_tls", "CoordinatorChannel", "open_stream", "SessionStream"]
 
 T = TypeVar("T")
 

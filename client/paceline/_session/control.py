@@ -14,19 +14,25 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from paceline import errors
-from paceline._address import CoordinatorAddresses, is_refused
-from paceline._grpc import aio, grpc
-from paceline._rpc import backoff, duration, error_from_status, is_other_version, is_transient, leader_named_by
+from paceline._base.addresses import CoordinatorAddresses, is_refused
+from paceline._base.rpc import (
+    aio,
+    backoff,
+    duration,
+    error_from_status,
+    grpc,
+    is_other_version,
+    is_transient,
+    leader_named_by,
+)
+from paceline._base.work import Progress
 from paceline._session.connection import CoordinatorChannel, SessionStream, check_tls, open_stream
-from paceline._work import Progress
 from paceline.config import Config
 from paceline.credentials import Credentials
 from paceline_protocol import Counters
 from pacelinepb import MOST_KINDS
 from pacelinepb.remarks import Remarks
 from pacelinepb.v1 import session_pb2 as pb
-
-__all__ = ["ControlStream", "ControlListener"]
 
 _log = logging.getLogger("paceline.session")
 

@@ -1,7 +1,7 @@
 """Dumps the flight recorder to a file: on SIGUSR2, and on an abort.
 
 This module owns the directory, the files and the signal. A dump is one JSON file for each process and rank, and each
-new dump replaces it; of one rank of a job the latest ten files are kept. A dump holds the records of `_recorder.py`,
+new dump replaces it; of one rank of a job the latest ten files are kept. A dump holds the flight recorder's records,
 and from the session only what `_FIELDS` lists: no token, nothing of the environment, no array.
 """
 
@@ -24,11 +24,9 @@ from types import FrameType
 from typing import Any
 from weakref import WeakValueDictionary
 
-from paceline._recorder import FlightRecorder, error_text
+from paceline._base.activity import FlightRecorder, error_text
+from paceline._base.processes import make_private, user_folder
 from paceline._session.launcher_pipe import tell_once
-from paceline._user_folder import make_private, user_folder
-
-__all__ = ["FLIGHT_DIR", "FlightLog", "flight_directory", "flight_head"]
 
 FLIGHT_DIR = "PACELINE_FLIGHT_DIR"
 

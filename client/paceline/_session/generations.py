@@ -9,20 +9,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+from paceline._base.waits import LoopThread
 from paceline._links.base import Peer
 from paceline._links.fault import Fault, Suspicion
 from paceline._links.grpc_mesh import GrpcMesh
 from paceline._links.nowhere import NoMesh
 from paceline._links.registry import LinkKinds
-from paceline._loop import LoopThread
 from paceline._session.control import ControlStream
 from paceline.config import Config
 from paceline.credentials import Credentials
 from paceline_protocol import UNTOLD, Verdict
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1.errors_pb2 import ErrorReason
-
-__all__ = ["Generations"]
 
 _AWAY_S = 0.05
 """Seconds in which a stream that was reset opens again; a coordinator whose process died takes longer."""

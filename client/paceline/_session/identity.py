@@ -7,12 +7,10 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
+from paceline._base.rpc import duration
 from paceline._collectives.choose import RULES, Rules, rules_digest
-from paceline._rpc import duration
 from paceline_protocol import OURS
 from pacelinepb.v1 import session_pb2 as pb
-
-__all__ = ["is_gone", "JoinRequest", "process_identity"]
 
 _STATE, _FLAGS, _THREADS, _START_TIME = 3, 9, 20, 22
 """Fields of /proc/PID/stat, counted from 1 (proc(5))."""

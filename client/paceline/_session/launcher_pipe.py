@@ -14,8 +14,6 @@ import stat
 import time
 from typing import Any
 
-__all__ = ["LAUNCHER_FD", "notify_launcher", "tell_launcher", "tell_once"]
-
 LAUNCHER_FD = "PACELINE_LAUNCHER_FD"
 """Variable that names the descriptor of the pipe."""
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from paceline import errors
-from paceline._grpc import aio
+from paceline._base.rpc import aio
+from paceline._base.waits import LoopThread
 from paceline._links.base import Mesh, Peer
-from paceline._loop import LoopThread
 from paceline._session.control import ControlStream
 from paceline._session.identity import is_gone
 from paceline._session.view import MemberLists, read_peer
@@ -27,23 +27,6 @@ from paceline.config import Config
 from paceline_protocol import WHOLE, Share, Tag
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1.session_pb2_grpc import SessionServiceStub
-
-__all__ = [
-    "CatchUpAsked",
-    "CaughtOut",
-    "JobDone",
-    "LineMessage",
-    "LineClient",
-    "Lost",
-    "MemberInbox",
-    "MayGo",
-    "ManifestMismatch",
-    "NoSeat",
-    "Runs",
-    "StateGone",
-    "ViewCame",
-    "Waits",
-]
 
 
 @dataclass(frozen=True, slots=True)

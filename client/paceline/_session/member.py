@@ -16,10 +16,10 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from paceline import errors
-from paceline._address import CoordinatorAddresses, parse_endpoint
-from paceline._counters import counted_since
-from paceline._door_key import DoorKey
-from paceline._exhausted import is_exhausted
+from paceline._base.activity import counted_since
+from paceline._base.addresses import CoordinatorAddresses, is_exhausted, parse_endpoint
+from paceline._base.proofs import DoorKey
+from paceline._base.waits import LoopThread, Outcome
 from paceline._group import Group
 from paceline._links.fault import Suspicion, error_of, read_verdict
 from paceline._links.grpc_door import Door
@@ -27,7 +27,6 @@ from paceline._links.grpc_knock import Knocker
 from paceline._links.grpc_mesh import GrpcMesh
 from paceline._links.grpc_state import StateSource
 from paceline._links.nowhere import NoMesh
-from paceline._loop import LoopThread
 from paceline._session.answers import answer_question, whole_record
 from paceline._session.barrier import Barriers
 from paceline._session.control import ControlStream, heartbeat
@@ -39,15 +38,12 @@ from paceline._session.line_messages import CaughtOut, LineClient, Lost, MemberI
 from paceline._session.stack_file import JobMark, keep_stack_file
 from paceline._session.store import CoordinatorStore
 from paceline._session.whereabouts import Sockets, Whereabouts
-from paceline._wait import Outcome
 from paceline.config import Config, checked_timeout
 from paceline.credentials import Credentials
 from paceline_protocol import Counters, Tag
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1 import store_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason
-
-__all__ = ["MemberConnection"]
 
 _log = logging.getLogger("paceline.session")
 

@@ -29,18 +29,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from paceline._door_key import DoorKey
-from paceline._user_folder import check_own, make_private, user_folder
-
-__all__ = [
-    "MAX_STACK_BYTES",
-    "JobMark",
-    "StackFile",
-    "keep_stack_file",
-    "own_stacks",
-    "stacks_by_signal",
-    "trouble_here",
-]
+from paceline._base.processes import check_own, make_private, user_folder
+from paceline._base.proofs import DoorKey
 
 _FOLDER = "stacks"
 

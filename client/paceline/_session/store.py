@@ -12,17 +12,14 @@ from concurrent import futures
 from typing import Any
 
 from paceline import errors
-from paceline._fork import check_process
-from paceline._grpc import aio, grpc
-from paceline._loop import LoopThread
-from paceline._rpc import backoff, duration, error_from_status, is_transient
+from paceline._base.processes import check_process
+from paceline._base.rpc import aio, backoff, duration, error_from_status, grpc, is_transient
+from paceline._base.waits import LoopThread
 from paceline._session.connection import CoordinatorChannel
 from paceline.config import checked_timeout
 from pacelinepb.pieces import MESSAGE_BYTES, cut, in_messages
 from pacelinepb.v1 import store_pb2 as pb
 from pacelinepb.v1 import store_pb2_grpc
-
-__all__ = ["CoordinatorStore", "MemoryStore", "Store"]
 
 _MOST_BYTES = (1 << 20) + (15 << 10)
 """Largest request. The coordinator refuses a value that is a little too long; a far longer one is not sent."""

@@ -10,14 +10,10 @@ from collections.abc import Awaitable, Sequence
 from google.protobuf.message import DecodeError
 
 from paceline import errors
-from paceline._grpc import aio, grpc, untyped
+from paceline._base.rpc import aio, backoff, error_from_status, grpc, is_transient, untyped
 from paceline._links.base import Peer
-from paceline._rpc import backoff, error_from_status, is_transient
 from paceline._session.connection import CoordinatorChannel
 from pacelinepb.v1 import session_pb2 as pb
-
-__all__ = ["MemberLists", "read_peer"]
-
 
 _BELIEVED = 3
 """Refusals in a row after which a refusal is final: a byte of the request may have changed on the way."""

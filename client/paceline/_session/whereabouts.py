@@ -14,13 +14,10 @@ import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-from paceline._address import CoordinatorAddresses, Endpoint, listening_host, reachable_endpoint
-from paceline._fork import protect
+from paceline._base.addresses import CoordinatorAddresses, Endpoint, listening_host, look_up_all, reachable_endpoint
+from paceline._base.processes import protect
 from paceline._links.grpc_door import Door
-from paceline._lookup import look_up_all
 from paceline.errors import CoordinatorUnreachable
-
-__all__ = ["is_here", "Sockets", "Whereabouts"]
 
 _log = logging.getLogger("paceline.session")
 

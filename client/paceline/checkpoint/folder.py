@@ -32,27 +32,6 @@ from paceline.checkpoint.tree import Skeleton
 from paceline.errors import CheckpointDamaged, CheckpointFailed
 from paceline_protocol import Tag
 
-__all__ = [
-    "MANIFEST",
-    "MAX_MANIFEST_BYTES",
-    "Manifest",
-    "ON_ONE_DISK",
-    "check_sizes",
-    "damage_of",
-    "discard",
-    "fingerprint",
-    "hidden_folder",
-    "hidden_tag",
-    "is_there",
-    "new_attempt",
-    "open_folder",
-    "publish",
-    "read_manifest",
-    "sync_folder",
-    "unreadable",
-    "write_file",
-]
-
 _START_WRITE = 2
 """SYNC_FILE_RANGE_WRITE: starts to write pages out, and waits for none. Source: sync_file_range(2)."""
 

@@ -29,8 +29,6 @@ from paceline.checkpoint.writing import write_part
 from paceline.errors import CheckpointDamaged
 from paceline_protocol import Tag
 
-__all__ = ["Checkpoint", "checked_tag", "load", "none_intact", "remove", "save", "save_once", "set_aside", "tags"]
-
 _log = logging.getLogger("paceline.checkpoint")
 
 _ABANDONED = 600.0

@@ -15,10 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paceline._signature import MAX_ARRAY_BYTES, MAX_DIMENSIONS, dtype_name, dtype_named
+from paceline._base.arrays import MAX_ARRAY_BYTES, MAX_DIMENSIONS, dtype_name, dtype_named
 from paceline.checkpoint.pieces import Piece
-
-__all__ = ["CHUNK_BYTES", "Part", "PieceEntry", "Run", "Stored", "entry_of", "header_of", "index_of", "part_name"]
 
 CHUNK_BYTES = 1 << 20
 """Bytes under one checksum. A range is read in whole chunks, so at most two of them are read in part for nothing."""

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Piece", "Shard", "pieces_of"]
-
 
 @dataclass(frozen=True, eq=False)
 class Shard:

@@ -19,8 +19,6 @@ from paceline.checkpoint.pieces import Shard
 from paceline.checkpoint.tree import join
 from paceline.errors import CheckpointDamaged, SizeMismatch
 
-__all__ = ["Reader"]
-
 _CHUNKS = 4
 """Chunks that are read at once."""
 

@@ -24,8 +24,6 @@ from paceline.checkpoint.writing import PartWriter, write_part
 from paceline.errors import CheckpointDamaged, CheckpointFailed, PacelineError, SizeMismatch, StepOrderError
 from paceline_protocol import Tag
 
-__all__ = ["Ranks", "ShardedSaver", "load_sharded", "save_sharded"]
-
 _log = logging.getLogger("paceline.checkpoint")
 
 _NAMED = 8

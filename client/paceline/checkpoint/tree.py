@@ -13,11 +13,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline._signature import dtype_name
+from paceline._base.arrays import dtype_name
 from paceline.checkpoint.pieces import Shard
 from paceline.errors import UnsupportedOp
-
-__all__ = ["Leaf", "Skeleton", "join", "split", "split_shards"]
 
 Skeleton: TypeAlias = Any
 """JSON. A value that JSON lacks is an object with one key that begins with "$"."""

@@ -17,14 +17,12 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline._wait import Latch
+from paceline._base.waits import Latch
 from paceline.checkpoint.folder import hidden_folder, write_file
 from paceline.checkpoint.part import CHUNK_BYTES, Part, entry_of, header_of, part_name
 from paceline.checkpoint.pieces import Piece
 from paceline.errors import StepOrderError
 from paceline_protocol import Tag
-
-__all__ = ["PartWriter", "write_part"]
 
 _BLOCK_BYTES = 4 * CHUNK_BYTES
 """Bytes for one write."""

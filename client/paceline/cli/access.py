@@ -21,27 +21,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from paceline._address import DEFAULT_PORT, CoordinatorAddresses, Endpoint, parse_endpoint
-from paceline._embedded import coordinator
-from paceline._user_folder import check_own, make_private, user_folder
+from paceline._base.addresses import DEFAULT_PORT, CoordinatorAddresses, Endpoint, parse_endpoint
+from paceline._base.embedded import coordinator
+from paceline._base.processes import check_own, make_private, user_folder
 from paceline.cli.output import UsageError, say
 from paceline.credentials import Credentials
 from pacelinepb.private_files import FileTooOpen, read_own
-
-__all__ = [
-    "Served",
-    "addresses_of",
-    "coordinator_address",
-    "embedded_coordinator",
-    "endpoint",
-    "own_addresses",
-    "own_coordinator",
-    "own_credentials",
-    "own_token",
-    "published",
-    "say_where_the_page_is",
-    "worker_credentials",
-]
 
 _MAX_BYTES = 1024
 

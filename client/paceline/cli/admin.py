@@ -10,17 +10,16 @@ from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
-from paceline._address import CoordinatorAddresses
-from paceline._grpc import EOF, aio, grpc
-from paceline._loop import loop_thread
-from paceline._rpc import CHANNEL_OPTIONS, error_from_status, leader_named_by
+from paceline._base.addresses import CoordinatorAddresses
+from paceline._base.rpc import CHANNEL_OPTIONS, EOF, aio, error_from_status, grpc, leader_named_by
+from paceline._base.waits import loop_thread
 from paceline._session.connection import check_tls
 from paceline.cli.access import coordinator_address, own_addresses, own_credentials
 from paceline.cli.output import UsageError, say
 from paceline.credentials import Credentials
 from paceline.errors import CoordinatorUnreachable, LimitExceeded, PacelineError
 from pacelinepb.pieces import MESSAGE_BYTES
-from pacelinepb.status_json import in_order, seconds, stragglers
+from pacelinepb.status_json import seconds
 from pacelinepb.v1.admin_pb2 import (
     AskMembersRequest,
     AskMembersResponse,
@@ -38,25 +37,6 @@ from pacelinepb.v1.admin_pb2 import (
 )
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
 from pacelinepb.v1.session_pb2 import JobSettings, Member, Question
-
-__all__ = [
-    "Answered",
-    "Connection",
-    "ask_members",
-    "coordinator_of",
-    "drain",
-    "forget",
-    "get_job",
-    "in_order",
-    "is_heard",
-    "label",
-    "list_all",
-    "list_events",
-    "list_jobs",
-    "restart",
-    "seconds",
-    "stragglers",
-]
 
 T = TypeVar("T")
 

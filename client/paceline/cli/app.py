@@ -12,8 +12,6 @@ from paceline.cli.output import UsageError, one_line_errors
 from paceline.cli.run_command import RUN_SETTINGS, run, run_rank
 from pacelinepb import __version__
 
-__all__ = ["app"]
-
 _ABOUT = (
     "Paceline trains a model on several processes or machines, and training goes on when some of them die, freeze, "
     "join or leave."

@@ -15,8 +15,6 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-__all__ = ["Authority"]
-
 _LEAST_DAYS = 3_650
 """Least lifetime of an authority. It outlives its certificates several times: replacing it is work on every host."""
 

@@ -20,8 +20,6 @@ from pacelinepb.private_files import read_private
 if TYPE_CHECKING:
     from paceline.cli.authority import Authority
 
-__all__ = ["make_certificates"]
-
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 _KEY_MODE, _CERT_MODE = 0o600, 0o644

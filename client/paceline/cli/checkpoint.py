@@ -14,8 +14,6 @@ from paceline.checkpoint.folder import MANIFEST
 from paceline.checkpoint.reading import Reader
 from paceline.cli.output import UsageError, print_json, printable
 
-__all__ = ["inspect_checkpoint"]
-
 _MOST_PARTS = 8
 """Most parts that the table lists for one array; of more it shows only the number."""
 

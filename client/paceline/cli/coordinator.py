@@ -13,8 +13,6 @@ from paceline.cli.output import UsageError, say
 if TYPE_CHECKING:
     from paceline_server.settings import ServerSettings
 
-__all__ = ["DEFAULT_HTTP_PORT", "run_coordinator"]
-
 DEFAULT_HTTP_PORT = 7401
 
 

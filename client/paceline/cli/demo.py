@@ -30,19 +30,6 @@ from paceline.cli.run import launch
 from paceline.demo.progress import DemoProgress, Stage, sparkline
 from pacelinepb import install_command
 
-__all__ = [
-    "GOOD_ACCURACY",
-    "DemoListener",
-    "LiveView",
-    "PlainView",
-    "QuietView",
-    "View",
-    "as_result",
-    "faults",
-    "picture",
-    "run_demo",
-]
-
 GOOD_ACCURACY = 0.95
 """Least accuracy on the held-back fifth of the samples; a run below it has failed."""
 

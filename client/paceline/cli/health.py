@@ -10,16 +10,13 @@ from __future__ import annotations
 import sys
 import time
 
-from paceline._grpc import grpc
-from paceline._rpc import call_options
+from paceline._base.rpc import call_options, grpc
 from paceline.credentials import Credentials
 
 # isort: split
-# It imports grpc itself, so `paceline._grpc` comes first.
+# It imports grpc itself, so `paceline._base.rpc` comes first.
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
-
-__all__ = ["main", "trouble_at"]
 
 _TIMEOUT_S = 3.0
 _AGAIN_S = 0.1

@@ -10,8 +10,6 @@ from paceline.cli.output import UsageError, print_json, say
 from paceline.errors import PacelineError
 from pacelinepb.v1.admin_pb2 import GetJobResponse, JobPhase, MemberStatus
 
-__all__ = ["connected", "drain_members", "forget_job", "restart_job"]
-
 
 def drain_members(
     coordinator: str | None, job: str, members: Sequence[str], timeout: float, *, everyone: bool, as_json: bool

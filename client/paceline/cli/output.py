@@ -14,8 +14,6 @@ import typer
 
 from paceline.errors import PacelineError
 
-__all__ = ["UsageError", "flush_output", "one_line_errors", "print_json", "printable", "say"]
-
 
 class UsageError(Exception):
     """The command line asks for something impossible; the text says what would work."""

@@ -13,8 +13,6 @@ from paceline.cli.output import printable
 from pacelinepb.status_json import HEARTBEATS, phase_name, seconds, stragglers
 from pacelinepb.v1.admin_pb2 import GetJobResponse, GoneMember, JobEvent, JobSummary, JobTotals, MemberStatus
 
-__all__ = ["EVENTS", "PHASE_STYLE", "job_picture", "jobs_picture", "state_of", "step_of", "why_text"]
-
 PHASE_STYLE = {"running": "green", "waiting": "yellow", "void": "red", "finished": "blue"}
 
 _NOTABLE_S = 1.0

@@ -15,8 +15,6 @@ from paceline.checkpoint.reading import Reader
 from paceline.cli.output import UsageError, print_json, say
 from paceline.cli.run import check_command, run_workers
 
-__all__ = ["RECEIPTS", "gap_before", "plan", "replay_step"]
-
 RECEIPTS = "receipts.jsonl"
 """Name of the receipts' file beside the checkpoints, by default."""
 

@@ -38,8 +38,6 @@ from paceline.cli.step_coordinator import coordinator_of_step
 from paceline.cli.torchrun import Flags, Plan, Workers, read_flags, read_streams, run_worlds, token_of
 from paceline.config import ENGINES, Config
 
-__all__ = ["DrainSource", "check_command", "engine_for_workers", "launch", "run_nodes", "run_workers"]
-
 _GRACE_S = 5.0
 """Seconds beyond `failure_timeout` within which a failed worker's peers notice the failure, raise, and end."""
 

@@ -11,8 +11,6 @@ import typer
 from paceline.cli.output import UsageError, one_line_errors, printable, say
 from paceline.cli.slurm import DRAIN_BEFORE_S
 
-__all__ = ["RUN_SETTINGS", "run", "run_rank"]
-
 RUN_SETTINGS: dict[str, Any] = {
     "allow_interspersed_args": False,  # options after SCRIPT belong to the script
     "token_normalize_func": lambda token: token.replace("_", "-"),  # --nproc_per_node, as torchrun takes it

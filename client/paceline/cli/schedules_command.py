@@ -11,8 +11,6 @@ from paceline._collectives.schedules import ROOTED, SCHEDULES, chunks_of, rows_o
 from paceline.cli.bench.jobs import ELEMENT_BYTES, measured_size, parse_size, size_text
 from paceline.cli.output import UsageError, print_json
 
-__all__ = ["ScheduleOptions", "SchedulePlan", "make_plan", "show_schedules"]
-
 _NAMES = ", ".join(collective.replace("_", "-") for collective in SCHEDULES)
 
 

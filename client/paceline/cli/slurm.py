@@ -10,8 +10,6 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["DRAIN_BEFORE_S", "SlurmStep", "drain_at", "drain_seconds", "expand_hostlist", "slurm_step"]
-
 DRAIN_BEFORE_S = 60.0
 """Default seconds before the end of the job's time at which workers leave: a step and a checkpoint fit in."""
 

@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 
 from paceline.cli.output import printable
 
-__all__ = ["PROVIDERS", "Poll", "Provider", "aws_notice", "azure_notice", "gcp_notice", "read_providers"]
-
 _POLL_S = 1.0
 """Seconds between two questions. Google and Azure give 30 s of notice, AWS 2 minutes."""
 

@@ -15,8 +15,6 @@ from paceline.cli.pictures import PHASE_STYLE, job_picture, why_text
 from pacelinepb.status_json import detail_as_dict, job_as_dict, phase_name
 from pacelinepb.v1.admin_pb2 import JobSummary, ListJobsResponse
 
-__all__ = ["jobs_table", "show_status"]
-
 
 def show_status(coordinator: str | None, job: str | None, timeout: float, *, as_json: bool) -> None:
     """Shows all jobs, or one with its members.

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-from paceline._address import Endpoint
+from paceline._base.addresses import Endpoint
 from paceline.cli.access import Served, worker_credentials
 from paceline.cli.admin import get_job
 from paceline.cli.launcher.supervision import DRAIN_S, SAME_S
@@ -17,8 +17,6 @@ from paceline.cli.slurm import SlurmStep
 from paceline.cli.torchrun.meeting import coordinator_at
 from paceline.cli.torchrun.rounds import join_seconds
 from paceline.errors import CoordinatorUnreachable, OperationTimeout, PacelineError
-
-__all__ = ["coordinator_of_step"]
 
 _ANSWER_S, _PAUSE_S = 1.0, 0.1
 """Seconds for the coordinator's answer to a question, and between two questions."""

@@ -22,8 +22,6 @@ from pathlib import Path
 
 import paceline
 
-__all__ = ["Import", "find_imports", "warm_up"]
-
 
 @dataclass(frozen=True, slots=True)
 class Import:

@@ -15,8 +15,6 @@ from paceline.cli.pictures import EVENTS, job_picture, jobs_picture
 from paceline.errors import CoordinatorUnreachable, OperationTimeout, PacelineError, TlsFailed
 from pacelinepb.v1.admin_pb2 import GetJobResponse, JobSummary
 
-__all__ = ["Sight", "fitting", "watch"]
-
 _EVERY_S = 0.5
 """Seconds between two looks at the coordinator."""
 

@@ -28,8 +28,6 @@ from paceline import nn, optim
 from paceline._session.identity import process_identity
 from paceline._session.launcher_pipe import tell_launcher
 
-__all__ = ["Digits", "DemoResult", "DemoPlan", "Tell", "build_model", "load_digits", "main", "train"]
-
 Tell = Callable[[str, dict[str, Any]], None]
 """Takes a report: its kind ("share", "applied", ...) and its facts."""
 

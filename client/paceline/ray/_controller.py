@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from paceline._loop import loop_thread
-from paceline._token_source import TokenSource
+from paceline._base.proofs import TokenSource
+from paceline._base.waits import loop_thread
 from paceline.cli.access import own_coordinator, own_credentials
 from paceline.cli.admin import Connection, drain
 from paceline.cli.launcher.supervision import Exit, Supervision, Terms
@@ -27,8 +27,6 @@ from paceline.config import Config
 from paceline.errors import PacelineError
 from paceline.ray._hosted_worker import Fate, Finished, HostedWorker, JoinTerms, WorkerPlace
 from pacelinepb import install_command
-
-__all__ = ["ActorEnd", "actor_options", "is_over", "results_of", "run_workers"]
 
 _log = logging.getLogger("paceline.ray")
 

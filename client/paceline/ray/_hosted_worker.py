@@ -14,8 +14,6 @@ from paceline.config import Config
 from paceline.credentials import Credentials
 from paceline.errors import Dismissed, PacelineError
 
-__all__ = ["Finished", "Fate", "HostedWorker", "JoinTerms", "WorkerPlace"]
-
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:

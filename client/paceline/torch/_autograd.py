@@ -28,16 +28,6 @@ from paceline._parallel._transport import EngineTransport, GradientTransport
 from paceline.errors import StepOrderError, UnsupportedOp
 from paceline.torch._tensors import Tensor, array_of, on_host, tensor_of, values_of
 
-__all__ = [
-    "AutogradDriver",
-    "AutogradObserver",
-    "AutogradPass",
-    "TorchModule",
-    "TorchParameter",
-    "Uneven",
-    "refuse_sync_batch_norm",
-]
-
 _OUTSIDE = -1
 """The number that autograd reports outside of a backward pass."""
 

@@ -16,22 +16,12 @@ from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
-from paceline._arrays import Array
+from paceline._base.arrays import Array
+from paceline._base.waits import Outcome
 from paceline._engines.data_engine import DataEngine, EngineFailed, EngineTimeout, OnDevice, Ticket
 from paceline._links.base import Peer
-from paceline._wait import Outcome
 from paceline.torch._contact_store import ContactStore
 from paceline.torch._tensors import Tensor, tensor_of
-
-__all__ = [
-    "CONNECT_SECONDS",
-    "EVER",
-    "C10dEngine",
-    "C10dTicket",
-    "in_time",
-    "sum_options",
-    "tensor_in",
-]
 
 CONNECT_SECONDS = 10.0
 """Seconds in which all ranks must connect once they have each other's contacts."""

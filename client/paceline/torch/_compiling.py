@@ -19,8 +19,6 @@ import logging
 from types import FunctionType
 from typing import TypeVar
 
-__all__ = ["never_traced", "stay_out_of_graphs"]
-
 _log = logging.getLogger("paceline.torch")
 
 _Class = TypeVar("_Class", bound=type)

@@ -14,10 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from paceline._base.waits import Outcome
 from paceline._engines.data_engine import EngineFailed
-from paceline._wait import Outcome
-
-__all__ = ["ContactStore"]
 
 
 class ContactStore(dist.Store):  # type: ignore[misc]  # torch has no types here

@@ -21,8 +21,6 @@ from paceline._elastic.step_parts import StepPart
 from paceline.errors import SizeMismatch, StepOrderError, UnsupportedOp
 from paceline.torch._fetching import Fetcher, sow
 
-__all__ = ["ElasticDataLoader"]
-
 
 class ElasticDataLoader:
     """Fetches each step's samples from a map-style dataset; with worker processes, ahead of time.

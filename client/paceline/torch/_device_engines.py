@@ -20,15 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline._arrays import Array
+from paceline._base.arrays import Array
+from paceline._base.waits import Latch
 from paceline._engines.data_engine import EngineFailed, EngineTimeout, EngineTraits, OnDevice
 from paceline._engines.variables import set_variables
-from paceline._wait import Latch
 from paceline.torch._c10d_engine import EVER, C10dEngine, C10dTicket, sum_options, tensor_in
 from paceline.torch._contact_store import ContactStore
 from paceline.torch._device_streams import DeviceStreams, Mark, streams_of
-
-__all__ = ["NcclEngine", "XcclEngine"]
 
 _POLL = 0.0002
 """Seconds between two looks at a mark. Looking is a call into the driver, and a sum takes longer than this."""

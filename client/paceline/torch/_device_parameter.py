@@ -15,8 +15,6 @@ from paceline.torch._autograd import TorchParameter
 from paceline.torch._device_streams import streams_of
 from paceline.torch._tensors import Tensor, array_of, numpy_dtype, on_host, values_of
 
-__all__ = ["DeviceParameter"]
-
 
 class DeviceParameter(TorchParameter):
     """A torch parameter on a device, or on the CPU.

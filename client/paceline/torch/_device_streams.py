@@ -22,8 +22,6 @@ import torch
 
 from paceline.errors import UnsupportedOp
 
-__all__ = ["CudaStreams", "DeviceStreams", "HostStreams", "Mark", "streams_of"]
-
 
 class Mark(abc.ABC):
     """A point in the work of a stream."""

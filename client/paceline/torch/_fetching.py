@@ -18,8 +18,6 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from paceline.errors import DataWorkerLost
 
-__all__ = ["Fetcher", "SampleSource", "sow"]
-
 
 class SampleSource(Protocol):
     """Fetches samples. Worker processes have a copy of the source."""

@@ -23,14 +23,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paceline._arrays import Array
+from paceline._base.arrays import Array
+from paceline._base.waits import SLICE
 from paceline._engines.data_engine import EngineFailed, EngineTimeout, EngineTraits, OnDevice
 from paceline._links.base import Peer
-from paceline._wait import SLICE
 from paceline.torch._c10d_engine import CONNECT_SECONDS, C10dEngine, C10dTicket, tensor_in
 from paceline.torch._contact_store import ContactStore
-
-__all__ = ["GlooEngine"]
 
 Address = tuple[str, int]
 """IP address and port."""

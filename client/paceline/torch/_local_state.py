@@ -24,8 +24,6 @@ from paceline.checkpoint.tree import Leaf
 from paceline.errors import SizeMismatch, UnsupportedOp
 from paceline.optim import Optimizer
 
-__all__ = ["InnerOptimizers", "OuterModel", "Round", "RoundPart"]
-
 
 class InnerOptimizers:
     """One or more torch optimizers that take the inner steps.

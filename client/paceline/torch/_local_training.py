@@ -25,8 +25,6 @@ from paceline.optim import SGD, Optimizer
 from paceline.torch._autograd import refuse_sync_batch_norm
 from paceline.torch._local_state import InnerOptimizers, OuterModel, RoundPart
 
-__all__ = ["DiLoCo", "LocalSGD", "LocalTraining"]
-
 
 class LocalTraining:
     """The common base of `LocalSGD` and `DiLoCo`.

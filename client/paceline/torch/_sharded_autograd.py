@@ -37,8 +37,6 @@ from paceline.errors import StepOrderError
 from paceline.torch._autograd import AutogradPass
 from paceline.torch._sharded_tensors import Adapter, Mirror, ModuleCall, mapped, mirror_in, tensors_in
 
-__all__ = ["ShardedDriver", "UnitRun", "saving"]
-
 
 class UnitRuns:
     """A backward pass of the whole model, and the running units in it.

@@ -28,9 +28,6 @@ from paceline.errors import StepOrderError, UnsupportedOp
 from paceline.torch._sharded_tensors import TorchPiece, mirror_in, piece_of
 from paceline.torch._tensors import array_of, tensor_of
 
-__all__ = ["TorchOptimizer", "optimizer_of", "watch_optimizers"]
-
-
 _KEPT = "_paceline_state"
 """Name of the attribute of a torch optimizer that holds its `TorchOptimizer`."""
 

@@ -19,22 +19,6 @@ from paceline._parallel.sharding._sharded_model import ShardedModel
 from paceline.errors import UnsupportedOp
 from paceline.torch._tensors import array_of, placeholder_like, tensor_of
 
-__all__ = [
-    "Adapter",
-    "ModuleCall",
-    "Mirror",
-    "GradientShard",
-    "TorchPiece",
-    "Wrapped",
-    "mapped",
-    "mirror_in",
-    "mirror_of",
-    "piece_of",
-    "replaced",
-    "tensors_in",
-]
-
-
 _NORMS = frozenset({torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm, torch._foreach_norm})
 
 

@@ -24,8 +24,6 @@ from paceline.checkpoint.tree import split
 from paceline.errors import UnsupportedOp
 from paceline.torch._fetching import Fetcher, sow
 
-__all__ = ["ElasticStreamLoader"]
-
 
 class ElasticStreamLoader:
     """Gives each step its part of a stream; with a worker process, fetches it ahead of time.

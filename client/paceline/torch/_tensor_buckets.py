@@ -28,8 +28,6 @@ from paceline.torch._device_parameter import DeviceParameter
 from paceline.torch._device_streams import streams_of
 from paceline.torch._tensors import Tensor, array_of, numpy_dtype, on_host
 
-__all__ = ["TensorBucket", "TensorTransport"]
-
 _NOT_ON_DEVICES = (
     "models on a device cannot do parts yet: train on the CPU and leave out --engine, or leave out the parts of the "
     "sampler"

@@ -11,22 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline._arrays import Array
+from paceline._base.arrays import Array
 from paceline.errors import UnsupportedOp
-
-__all__ = [
-    "ResultBuffer",
-    "Tensor",
-    "array_of",
-    "can_combine",
-    "elements_of",
-    "numpy_dtype",
-    "on_host",
-    "placeholder_like",
-    "result_buffer",
-    "tensor_of",
-    "values_of",
-]
 
 Tensor = Any
 """`torch.Tensor`."""

@@ -22,15 +22,13 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from paceline._arrays import Array
+from paceline._base.arrays import Array
+from paceline._base.waits import Latch
 from paceline._engines.data_engine import EngineFailed, EngineTimeout, EngineTraits, OnDevice
 from paceline._engines.variables import set_variables
-from paceline._wait import Latch
 from paceline.torch._c10d_engine import CONNECT_SECONDS, C10dEngine, C10dTicket, tensor_in
 from paceline.torch._contact_store import ContactStore
 from paceline.torch._tensors import Tensor
-
-__all__ = ["UccEngine"]
 
 _PIECE_BYTES = 4 << 20
 """Bytes that are summed at a time: an abort may wait for one copy of them, which takes a millisecond."""

@@ -22,8 +22,6 @@ from paceline.torch._device_parameter import DeviceParameter
 from paceline.torch._tensor_buckets import TensorTransport
 from paceline.torch._tensors import Tensor
 
-__all__ = ["DDP"]
-
 
 class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where types are checked
     """Trains one model on the samples of all ranks, as if one process had seen them all.

@@ -24,8 +24,6 @@ from paceline.torch._sharded_optimizer import optimizer_of, watch_optimizers
 from paceline.torch._sharded_tensors import Adapter, Mirror, ModuleCall, TorchPiece, Wrapped, replaced
 from paceline.torch._tensors import Tensor, array_of, tensor_of
 
-__all__ = ["FSDP"]
-
 
 class FSDP(Wrapped):
     """Trains one model on the samples of all ranks; each rank keeps its shard of parameters, gradients and state.

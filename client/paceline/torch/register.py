@@ -16,8 +16,6 @@ from typing import Any
 
 from pacelinepb import install_command
 
-__all__ = ["register"]
-
 _NAME = "paceline"
 
 

@@ -26,8 +26,6 @@ from paceline_server.blocking_calls import call_apart
 from paceline_server.settings import ServerSettings
 from pacelinepb.private_files import FileTooOpen, read_private
 
-__all__ = ["CertificateKeeper", "Certificates", "TlsPaths", "TlsUnusable"]
-
 _log = logging.getLogger(__name__)
 
 _NO_CHECK_TIME = 0x200000

@@ -19,8 +19,6 @@ from paceline_server.blocking_calls import call_apart, start_apart
 from paceline_server.security.tokens import Tokens, TokensUnusable
 from pacelinepb.private_files import FileTooOpen, read_private
 
-__all__ = ["TokenKeeper", "read_tokens"]
-
 _log = logging.getLogger(__name__)
 
 LOOK_S = 1.0

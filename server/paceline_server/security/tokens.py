@@ -17,8 +17,6 @@ from paceline_server.errors import PermissionDenied, Unauthenticated
 from paceline_server.settings import ServerSettings
 from pacelinepb.token_lines import MIN_TOKEN_CHARACTERS, token_flaw, token_lines
 
-__all__ = ["exposure", "Grant", "MAX_TOKENS", "Role", "Tokens", "TokensUnusable", "is_loopback", "run_of"]
-
 MAX_TOKENS = 1_000
 """The most tokens: each call's token is compared with all of them, at about 0.5 microseconds each."""
 

@@ -24,8 +24,6 @@ from pacelinepb.v1 import admin_pb2 as pb
 from pacelinepb.v1 import session_pb2
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceServicer
 
-__all__ = ["AT_ONCE", "AdminHandlers", "phase_of", "standing_of"]
-
 T = TypeVar("T")
 
 _Context = aio.ServicerContext[Any, Any]

@@ -28,8 +28,6 @@ from pacelinepb.v1 import admin_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from pacelinepb.v1.session_pb2 import Question
 
-__all__ = ["Action", "Audit", "AuditInterceptor", "Caller"]
-
 _log = logging.getLogger("paceline.audit")
 
 _PERIOD_S = 60.0

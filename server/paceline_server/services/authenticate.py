@@ -19,8 +19,6 @@ from paceline_server.services.refusals import OURS, refuse
 from paceline_server.vitals import Vitals
 from pacelinepb.v1 import admin_pb2, session_pb2
 
-__all__ = ["JOB_OF", "LIST_JOBS", "AuthenticationInterceptor", "authorization_of", "jobs_of", "role_for"]
-
 _SESSION = "/pacelinepb.v1.SessionService/Session"
 
 _FIRST = ("register", "resume")

@@ -34,8 +34,6 @@ from pacelinepb.memory_guard import Callers
 from pacelinepb.pieces import MESSAGE_BYTES
 from pacelinepb.v1 import session_pb2, store_pb2
 
-__all__ = ["CALL_BYTES", "OpenCall", "OpenCalls", "PacingInterceptor"]
-
 CALL_BYTES = 48 << 10
 """The cost of any open call: a `Get` that waits takes some 27 KB, and grpc may hold 16 KiB unread."""
 

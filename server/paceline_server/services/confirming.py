@@ -15,8 +15,6 @@ from paceline_server.errors import PermissionDenied, Refused, Unauthenticated
 from paceline_server.services.refusals import OURS
 from paceline_server.storage.base import Storage
 
-__all__ = ["ConfirmingInterceptor"]
-
 
 class ConfirmingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
     """Confirms each refusal, and each answer to a call that has one. Messages of sessions carry an epoch instead.

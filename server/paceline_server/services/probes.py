@@ -13,8 +13,6 @@ from typing import Any
 from paceline_server._grpc import EOF, aio, grpc
 from paceline_server.limits import Places
 
-__all__ = ["MOST_PROBES", "PROBE", "Probes"]
-
 PROBE = "/grpc.health.v1.Health/Check"
 
 MOST_PROBES = 32

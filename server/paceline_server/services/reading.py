@@ -19,8 +19,6 @@ from pacelinepb import checks
 from pacelinepb.bounds import too_much
 from pacelinepb.v1 import session_pb2 as pb
 
-__all__ = ["SessionMessages", "check_readable", "forgiving"]
-
 _TEXT = "the bytes of the request are not a message of this call"
 
 

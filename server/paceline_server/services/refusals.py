@@ -18,8 +18,6 @@ from paceline_server.wire import cut
 from pacelinepb import ERROR_DOMAIN
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["OURS", "RefusalInterceptor", "refuse"]
-
 _log = logging.getLogger(__name__)
 
 OURS = "/pacelinepb."

@@ -15,8 +15,6 @@ from paceline_server.services.authenticate import jobs_of
 from paceline_server.streams import SessionStream
 from pacelinepb.v1 import session_pb2 as pb
 
-__all__ = ["SessionHandlers"]
-
 _Context = aio.ServicerContext[Any, Any]
 
 

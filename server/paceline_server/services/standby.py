@@ -11,8 +11,6 @@ from paceline_server._grpc import aio, grpc
 from paceline_server.errors import NotLeader
 from pacelinepb.v1 import admin_pb2, session_pb2, store_pb2
 
-__all__ = ["StandbyHandlers"]
-
 _SESSION = "Session"
 """The one method of which both sides are streams; all other requests reach handlers as one message."""
 

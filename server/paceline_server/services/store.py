@@ -15,8 +15,6 @@ from paceline_server.key_values import KeyValues
 from paceline_server.storage.base import Change
 from pacelinepb.v1 import store_pb2 as pb
 
-__all__ = ["StoreHandlers"]
-
 _Context = aio.ServicerContext[Any, Any]
 
 

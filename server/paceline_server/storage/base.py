@@ -12,26 +12,6 @@ from typing import Protocol
 
 from paceline_protocol import Ending, Verdict, View
 
-__all__ = [
-    "AnswerKept",
-    "AnswersDropped",
-    "Change",
-    "EndingStored",
-    "FinishedStored",
-    "JobForgotten",
-    "KeyDeleted",
-    "KeySet",
-    "NumbersUsed",
-    "ReachedStored",
-    "StateUnusable",
-    "Storage",
-    "StoreCleared",
-    "StoredJob",
-    "VerdictStored",
-    "ViewFormed",
-    "ViewForgotten",
-]
-
 
 class StateUnusable(OSError):
     """The state file cannot be opened, is damaged, or belongs to another program or coordinator; the text names it."""

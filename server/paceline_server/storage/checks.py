@@ -15,8 +15,6 @@ from paceline_protocol import Tag
 from paceline_server.storage.base import StoredJob
 from pacelinepb import RELEASE
 
-__all__ = ["MOST_SILENCE_S", "MOST_VERSION", "check_job", "check_writer"]
-
 _MOST = (1 << 63) - 1
 """The greatest number that a message carries in all fields."""
 

@@ -30,8 +30,6 @@ from paceline_server.storage.job_records import (
 from paceline_server.storage.memory import MemoryStorage
 from paceline_server.storage.shared_keys import Item, KeysRefused, KeysUnavailable, LeaderRecord, SharedKeys
 
-__all__ = ["FENCE_S", "TICK_S", "EtcdStorage", "format_key", "leader_key"]
-
 _log = logging.getLogger(__name__)
 
 TICK_S = 0.25

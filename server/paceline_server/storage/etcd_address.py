@@ -9,8 +9,6 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from pacelinepb.private_files import read_private
 
-__all__ = ["EtcdAddress", "TlsFiles", "is_etcd"]
-
 _SCHEME = "etcd://"
 _FILES = ("ca", "cert", "key")
 

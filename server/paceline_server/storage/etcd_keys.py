@@ -13,8 +13,6 @@ from paceline_server.storage.etcd_address import EtcdAddress, TlsFiles
 from paceline_server.storage.shared_keys import Item, KeysRefused, KeysUnavailable
 from pacelinepb.v1 import etcd_pb2 as pb
 
-__all__ = ["EtcdKeys"]
-
 _CALL_S = 0.4
 """Seconds for a call: a node that is frozen or cut off must leave time for another one before the leader gives up."""
 

@@ -36,8 +36,6 @@ from paceline_server.storage.shared_keys import Item
 from pacelinepb import RELEASE
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["FORMAT", "JOBS", "check_format", "emptied_by", "format_of_ours", "jobs_of", "touched_by", "value_of"]
-
 FORMAT = "format"
 """The key of the format, behind the prefix of the state."""
 

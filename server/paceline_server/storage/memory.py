@@ -24,8 +24,6 @@ from paceline_server.storage.base import (
     ViewFormed,
 )
 
-__all__ = ["MemoryStorage"]
-
 _REMOVALS = (KeyDeleted, AnswersDropped, StoreCleared)
 """Changes after which nothing may be left of a job."""
 

@@ -26,8 +26,6 @@ from paceline_server.storage.checks import check_writer
 from pacelinepb import RELEASE
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["NotAStateFile", "apply", "load", "prepare"]
-
 _APPLICATION_ID = 0x50414345  # "PACE": tells `file` and us our file from another program's database
 _VERSION = 6
 

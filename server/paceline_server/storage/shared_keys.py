@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-__all__ = ["Item", "KeysRefused", "KeysUnavailable", "LeaderRecord", "SharedKeys"]
-
 
 class KeysUnavailable(OSError):
     """The store has not answered; nobody knows whether it did what it was asked to do."""

@@ -25,8 +25,6 @@ from paceline_server.storage.base import Change, StateUnusable, StoredJob
 from paceline_server.storage.checks import check_job
 from pacelinepb.private_files import FileTooOpen, check_private
 
-__all__ = ["SqliteStorage"]
-
 T = TypeVar("T")
 
 

@@ -13,8 +13,6 @@ from paceline_server.security.tls import CertificateKeeper
 from paceline_server.web.metrics import histogram_family
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = ["CoordinatorCollector"]
-
 _REASONS = {each.reason: ErrorReason.Name(each.reason).removeprefix("ERROR_REASON_").lower() for each in STATUS}
 
 _PROCESS = ("process_resident_memory_bytes", "process_open_fds", "process_max_fds", "process_cpu_seconds")

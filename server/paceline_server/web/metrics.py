@@ -18,8 +18,6 @@ from paceline_server.services.admin import phase_of, standing_of
 from paceline_server.tally import CHANGE_REASONS, LOSSES, USES, Histogram, Tally
 from pacelinepb.v1.admin_pb2 import JobPhase
 
-__all__ = ["JobCollector", "MOST_JOBS", "histogram_family"]
-
 MOST_JOBS = 100
 """The most jobs with series of their own: each has some 60, and one for each rank. A scrape takes the coordinator's
 loop some 10 microseconds for each series; others have a turn after each metric."""

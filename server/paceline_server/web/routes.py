@@ -58,8 +58,6 @@ from pacelinepb import __version__
 from pacelinepb.status_json import detail_as_dict, event_as_dict, job_as_dict, members_as_dicts
 from pacelinepb.v1 import admin_pb2 as pb
 
-__all__ = ["MAX_BODY_BYTES", "POLICY", "Routes", "error_answer"]
-
 _log = logging.getLogger(__name__)
 
 STATIC = Path(__file__).parent / "static"

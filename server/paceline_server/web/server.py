@@ -35,8 +35,6 @@ from paceline_server.security.token_file import TokenKeeper
 from paceline_server.web.routes import Routes, error_answer
 from pacelinepb.remarks import Remarks
 
-__all__ = ["HttpServer"]
-
 _log = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 256

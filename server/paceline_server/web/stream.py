@@ -19,8 +19,6 @@ from aiohttp import web
 from paceline_server.errors import Draining, NoRoom, Refused
 from paceline_server.limits import Budget
 
-__all__ = ["Broadcast", "Broadcasts", "difference", "pause"]
-
 _log = logging.getLogger(__name__)
 
 INTERVAL_S = 0.5

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline._user_folder import user_folder
+from paceline._base.processes import user_folder
 from paceline.cli.launcher.leftovers import OLD_S, compile_folder, remove_leftovers
 
 GONE = 1 << 22

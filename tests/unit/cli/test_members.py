@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from paceline._rpc import duration
-from paceline.cli.admin import in_order, label, stragglers
+from paceline._base.rpc import duration
+from paceline.cli.admin import label
 from paceline.cli.orders import connected
+from pacelinepb.status_json import in_order, stragglers
 from pacelinepb.v1 import admin_pb2, session_pb2
 
 

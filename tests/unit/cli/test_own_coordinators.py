@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline._base.proofs import TokenSource
 from paceline._session.flight import flight_directory
-from paceline._token_source import TokenSource
 from paceline.cli import access, admin
 from paceline.cli.access import coordinator_address, own_addresses, own_credentials, own_token, published
 from paceline.cli.output import UsageError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline._rpc import duration
+from paceline._base.rpc import duration
 from paceline.cli.status import jobs_table
 from pacelinepb.status_json import job_as_dict, member_as_dict
 from pacelinepb.v1 import admin_pb2, session_pb2

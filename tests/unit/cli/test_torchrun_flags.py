@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline._address import Endpoint
+from paceline._base.addresses import Endpoint
 from paceline.cli.torchrun import Flags, Plan, read_flags, read_streams, token_of
 
 

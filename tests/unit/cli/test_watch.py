@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from paceline._rpc import duration
+from paceline._base.rpc import duration
 from paceline.cli.pictures import job_picture, jobs_picture, state_of, step_of
 from paceline.cli.watch import Sight, fitting
 from pacelinepb.v1 import admin_pb2, session_pb2

@@ -11,9 +11,9 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from paceline._base.rpc import aio, grpc
 from paceline._elastic import peer_calls
 from paceline._elastic.peer_calls import refuses_for_now, retry_while_refused
-from paceline._grpc import aio, grpc
 from pacelinepb import ERROR_DOMAIN
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline._counters import MemberCounters
+from paceline._base.activity import MemberCounters
 from paceline._elastic import training_loop
 from paceline._elastic.saver import Saver
 from paceline._elastic.state import TrainState

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from paceline._elastic.attempts import BlockOutcome
+from paceline._elastic.gate import BETWEEN_STEPS
 from paceline._elastic.retry import attempts
-from paceline._elastic.step import BETWEEN_STEPS
 from paceline.errors import PeerLost
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paceline import checkpoint
-from paceline._counters import MemberCounters
+from paceline._base.activity import MemberCounters
 from paceline._elastic import saver as saver_module
 from paceline._elastic.saver import JointSaver
 from paceline._group import Group

@@ -8,7 +8,7 @@ import pytest
 from unit.elastic.solo import ENVIRONMENT, Training, fail, writing_at_once
 
 import paceline
-from paceline._counters import MemberCounters, counted_since
+from paceline._base.activity import MemberCounters, counted_since
 from paceline_protocol import Counters
 from support.worlds import local_world
 

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline._base.rpc import grpc
+from paceline._base.waits import loop_thread
 from paceline._elastic import offer, peer_calls
 from paceline._elastic.offer import Content, OfferedState
 from paceline._elastic.peer_calls import get_manifest, take_state
-from paceline._grpc import grpc
 from paceline._links.base import Peer
 from paceline._links.grpc_door import Door
 from paceline._links.grpc_methods import refuse
-from paceline._loop import loop_thread
 from paceline.credentials import IN_THE_CLEAR, Credentials
 from paceline.errors import LimitExceeded, LinkUnavailable, PacelineError
 from paceline_protocol import Tag

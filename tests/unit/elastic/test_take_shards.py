@@ -12,20 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline._base.rpc import CHANNEL_OPTIONS, grpc
+from paceline._base.waits import loop_thread
 from paceline._elastic import parcel as parcels
 from paceline._elastic import peer_calls as taking
 from paceline._elastic.offer import Content, OfferedState
 from paceline._elastic.parcel import Parcel, borrow, unpack
 from paceline._elastic.peer_calls import Holder, take_shards
 from paceline._elastic.reshard_plan import ElementRun, ReshardPlan, checksum
-from paceline._grpc import grpc
 from paceline._links import grpc_state
 from paceline._links.base import Peer
 from paceline._links.grpc_door import Door
 from paceline._links.shm.arena import arena
 from paceline._links.shm.segment import SegmentError
-from paceline._loop import loop_thread
-from paceline._rpc import CHANNEL_OPTIONS
 from paceline._session.identity import process_identity
 from paceline.checkpoint.pieces import Shard
 from paceline.credentials import IN_THE_CLEAR

@@ -9,7 +9,7 @@ from time import monotonic
 
 import pytest
 
-from paceline._arrays import Array
+from paceline._base.arrays import Array
 from paceline._engines.data_engine import DataEngine, EngineTimeout, Ticket
 from paceline._engines.engine_check import ENDING_RULES, ENGINE_RULES, MakeEngines, check_engine
 from support.engines import FakeEngine, HangingEngine, _FakeTicket, _Hub, engines_of, link_engines

@@ -8,16 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline._links.frame import (
-    MAX_FRAME_BYTES,
-    MAX_SIGNATURE_BYTES,
-    Frame,
-    FrameDamaged,
-    FrameError,
-    FrameKind,
-    decode,
-    encode,
-)
+from paceline._base.arrays import MAX_SIGNATURE_BYTES
+from paceline._links.frame import MAX_FRAME_BYTES, Frame, FrameDamaged, FrameError, FrameKind, decode, encode
 from pacelinepb.v1.peer_pb2 import FramesRequest
 
 U64 = st.integers(0, 2**64 - 1)

@@ -9,6 +9,7 @@ from time import monotonic
 import numpy as np
 import pytest
 
+from paceline._base.waits import loop_thread
 from paceline._links import member_link
 from paceline._links.base import LinkEnded, LinkTimeout, Peer
 from paceline._links.fault import Fault
@@ -16,7 +17,6 @@ from paceline._links.frame import Frame, FrameKind
 from paceline._links.kind import Incoming, Outgoing
 from paceline._links.member_link import MemberLink
 from paceline._links.shm.arena import Arena
-from paceline._loop import loop_thread
 from paceline.errors import PeerLost
 from paceline_protocol import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason

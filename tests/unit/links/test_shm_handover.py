@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from paceline._base.waits import LoopThread
 from paceline._links.fault import Fault
 from paceline._links.frame import Frame, FrameKind
 from paceline._links.shm import handover
@@ -18,7 +19,6 @@ from paceline._links.shm.handover import ShmHost, connect
 from paceline._links.shm.incoming import ShmIncoming
 from paceline._links.shm.outgoing import ShmOutgoing
 from paceline._links.shm.segment import Segment
-from paceline._loop import LoopThread
 from paceline.errors import LinkUnavailable
 from support.shm_pair import PEERS, descriptors, shm_host
 

@@ -15,9 +15,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from paceline._base.arrays import MAX_SIGNATURE_BYTES
 from paceline._links.base import MARKS, LinkEnded, LinkTimeout
 from paceline._links.fault import Fault
-from paceline._links.frame import MAX_SIGNATURE_BYTES, Frame, FrameKind
+from paceline._links.frame import Frame, FrameKind
 from paceline._links.shm import incoming
 from paceline._links.shm.control_segment import (
     CONTROL_BYTES,

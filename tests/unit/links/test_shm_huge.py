@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from paceline._arrays import Array
+from paceline._base.arrays import Array
 from paceline._links.shm import huge
 from paceline._links.shm.segment import Attached, Segment, attach
 from support.shm_pair import descriptors

@@ -19,6 +19,7 @@ from typing import NoReturn
 import numpy as np
 import pytest
 
+from paceline._base.waits import loop_thread
 from paceline._links.base import LinkEnded, LinkTimeout
 from paceline._links.fault import Fault
 from paceline._links.frame import Frame, FrameKind
@@ -26,14 +27,13 @@ from paceline._links.shm.arena import arena
 from paceline._links.shm.handover import connect
 from paceline._links.shm.incoming import ShmIncoming
 from paceline._links.shm.outgoing import ShmOutgoing
-from paceline._loop import loop_thread
 from support.shm_pair import PEERS, shm_host
 
 PEER = """
 import sys
 from time import monotonic
 import numpy as np
-from paceline._loop import loop_thread
+from paceline._base.waits import loop_thread
 from paceline._links.base import Peer
 from paceline._links.fault import Fault
 from paceline._links.frame import Frame, FrameKind

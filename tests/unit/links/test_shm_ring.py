@@ -15,8 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from paceline._base.arrays import MAX_SIGNATURE_BYTES
 from paceline._links.base import LinkEnded, LinkTimeout
-from paceline._links.frame import MAX_SIGNATURE_BYTES, Frame, FrameError
+from paceline._links.frame import Frame, FrameError
 from paceline._links.shm import bell
 from paceline._links.shm.arena import Arena
 from paceline._links.shm.bell import _WAKE

@@ -15,9 +15,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from paceline._base.arrays import MAX_SIGNATURE_BYTES
 from paceline._links.base import LinkEnded, LinkTimeout
 from paceline._links.fault import Fault
-from paceline._links.frame import MAX_FRAME_BYTES, MAX_SIGNATURE_BYTES, FrameError
+from paceline._links.frame import MAX_FRAME_BYTES, FrameError
 from paceline._links.tcp import _tcp_incoming, _tcp_kind, _tcp_outgoing
 from paceline._links.tcp._tcp_outgoing import MAX_WAITING_BYTES, TcpOutgoing
 from paceline._links.tcp._tcp_sockets import SendStream, Stream

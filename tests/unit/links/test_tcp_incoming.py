@@ -11,8 +11,9 @@ import zlib
 
 import pytest
 
+from paceline._base.arrays import MAX_SIGNATURE_BYTES
 from paceline._links.base import LinkEnded, LinkTimeout
-from paceline._links.frame import MAX_FRAME_BYTES, MAX_SIGNATURE_BYTES
+from paceline._links.frame import MAX_FRAME_BYTES
 from paceline._links.kind import ProtocolError
 from paceline._links.tcp._tcp_wire import HEAD_BYTES, cut, encode_head
 from support.tcp_pair import data, on_loop, one_way, raw_writer, soon

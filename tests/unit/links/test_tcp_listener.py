@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
+from paceline._base.waits import loop_thread
 from paceline._links.base import LinkEnded, LinkTimeout
 from paceline._links.fault import Fault
 from paceline._links.tcp import TICKET_BYTES, TcpHost, TcpIncoming, client_context, connect, server_context
 from paceline._links.tcp import _tcp_kind as listeners
 from paceline._links.tcp._tcp_wire import ACCEPTED, MAX_STREAMS, Hello, encode_hello
-from paceline._loop import loop_thread
 from paceline.credentials import MEMBER_NAME, Credentials
 from paceline.errors import ForkedSession, LinkUnavailable
 from support.certificates import CertificateFolder, make_folder

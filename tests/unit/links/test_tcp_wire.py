@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline._links.frame import MAX_FRAME_BYTES, MAX_SIGNATURE_BYTES, Frame, FrameDamaged, FrameError, FrameKind
+from paceline._base.arrays import MAX_SIGNATURE_BYTES
+from paceline._links.frame import MAX_FRAME_BYTES, Frame, FrameDamaged, FrameError, FrameKind
 from paceline._links.tcp._tcp_wire import (
     HEAD_BYTES,
     HELLO_BYTES,

@@ -11,8 +11,8 @@ from typing import Any, cast
 
 import pytest
 
-from paceline._door_key import DoorKey
-from paceline._recorder import FlightRecorder
+from paceline._base.activity import FlightRecorder
+from paceline._base.proofs import DoorKey
 from paceline._session import answers
 from paceline._session.answers import MAX_ANSWER_BYTES, answer_question, record_answer, stacks_answer, whole_record
 from paceline._session.control import ControlStream

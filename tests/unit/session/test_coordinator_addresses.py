@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline._address import CoordinatorAddresses
+from paceline._base.addresses import CoordinatorAddresses
 
 
 def test_addresses_are_parsed_with_their_ports() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline._address import CoordinatorAddresses
+from paceline._base.addresses import CoordinatorAddresses
 from paceline._session import control
 from paceline._session.control import ControlStream
 from paceline.config import Config

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from paceline._recorder import FlightRecorder
+from paceline._base.activity import FlightRecorder
 from paceline._session import flight
 from paceline._session.flight import FlightLog, flight_directory
 from paceline.errors import PeerLost

@@ -30,7 +30,7 @@ _PRELUDE = """
 import logging, os, queue, re, signal, sys, threading, time
 from logging.handlers import QueueHandler
 from pathlib import Path
-from paceline._recorder import FlightRecorder
+from paceline._base.activity import FlightRecorder
 from paceline._session.flight import FlightLog
 
 recorder = FlightRecorder()

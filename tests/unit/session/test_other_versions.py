@@ -16,8 +16,8 @@ from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 
 from paceline import errors
-from paceline._address import CoordinatorAddresses
-from paceline._grpc import aio, grpc
+from paceline._base.addresses import CoordinatorAddresses
+from paceline._base.rpc import aio, grpc
 from paceline._session import control
 from paceline._session.control import ControlStream
 from paceline.config import Config

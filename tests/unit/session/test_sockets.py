@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline._address import Endpoint
+from paceline._base.addresses import Endpoint
 from paceline._session import whereabouts
 from paceline._session.whereabouts import Sockets
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline._address import CoordinatorAddresses, Endpoint
+from paceline._base.addresses import CoordinatorAddresses, Endpoint
 from paceline._session import whereabouts
 from paceline._session.whereabouts import Whereabouts, is_here
 from paceline.errors import CoordinatorUnreachable, LinkUnavailable

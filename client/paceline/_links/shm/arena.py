@@ -20,12 +20,10 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from paceline._arrays import Array
+from paceline._base.arrays import Array
 from paceline._links.shm.control_segment import PAGE
 from paceline._links.shm.segment import Segment
 from paceline.errors import LinkUnavailable
-
-__all__ = ["Arena", "ArenaSegment", "FreeBlocks", "LEND_BYTES", "SEGMENT_BYTES", "Watcher", "arena"]
 
 SEGMENT_BYTES = 64 << 20
 """Size of a segment in bytes; a larger array has a segment of its own."""

@@ -16,9 +16,7 @@ import threading
 from collections.abc import Callable
 from time import monotonic
 
-from paceline._wait import SLICE
-
-__all__ = ["AWAKE", "Bell", "SpinPolicy", "awake_for"]
+from paceline._base.waits import SLICE
 
 _LOST = 60e-6
 """Seconds that waking from sleep costs."""

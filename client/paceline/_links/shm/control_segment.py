@@ -15,34 +15,9 @@ import struct
 from enum import IntEnum
 from typing import NamedTuple
 
+from paceline._base.arrays import MAX_SIGNATURE_BYTES
 from paceline._links.base import MARKS
-from paceline._links.frame import MAX_FRAME_BYTES, MAX_SIGNATURE_BYTES
-
-__all__ = [
-    "CONTROL_BYTES",
-    "ControlMemory",
-    "DESCRIPTOR",
-    "Descriptor",
-    "FRAME",
-    "INLINE_AT",
-    "INLINE_BYTES",
-    "LAYOUT",
-    "MARK",
-    "MARKS_AT",
-    "MAX_PAYLOAD_BYTES",
-    "PAGE",
-    "SIGNATURE_AT",
-    "SLOTS",
-    "SLOTS_AT",
-    "SLOT_BYTES",
-    "STAGING_AT",
-    "STAGING_BYTES",
-    "TOLD_AT",
-    "VOID_AT",
-    "PayloadPlace",
-    "frame_bytes",
-    "staging_bytes",
-]
+from paceline._links.frame import MAX_FRAME_BYTES
 
 LAYOUT = 3
 """Number of this layout. Both sides must have the same one."""

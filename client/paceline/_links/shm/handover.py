@@ -24,8 +24,6 @@ from paceline._links.shm.outgoing import ShmOutgoing
 from paceline._links.shm.segment import Segment, SegmentError, attach, check_available
 from paceline.errors import LinkUnavailable
 
-__all__ = ["MAX_TICKET_BYTES", "ShmHost", "connect"]
-
 MAX_TICKET_BYTES = 64
 """Longest ticket in bytes."""
 

@@ -17,8 +17,6 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["collapse", "huge_page_bytes", "map_aligned"]
-
 _SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _MOST = 32 << 20
 """Largest huge page in bytes that is used. With pages of 64 KiB, a huge page has 512 MiB: more than most arrays."""

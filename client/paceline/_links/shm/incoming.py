@@ -18,11 +18,11 @@ from time import monotonic
 
 import numpy as np
 
-from paceline._arrays import copy_bytes
-from paceline._fork import check_process
+from paceline._base.arrays import MAX_SIGNATURE_BYTES, copy_bytes
+from paceline._base.processes import check_process
 from paceline._links.base import MARKS, LinkEnded, LinkTimeout, Peer
 from paceline._links.fault import Fault
-from paceline._links.frame import MAX_SIGNATURE_BYTES, Frame, FrameKind
+from paceline._links.frame import Frame, FrameKind
 from paceline._links.kind import Incoming
 from paceline._links.shm.bell import AWAKE, Bell, SpinPolicy, awake_for
 from paceline._links.shm.control_segment import (
@@ -39,8 +39,6 @@ from paceline._links.shm.control_segment import (
 from paceline._links.shm.outgoing import ANNOUNCEMENT, again, breach
 from paceline._links.shm.segment import Attached, SegmentError, attach
 from paceline.errors import LimitExceeded
-
-__all__ = ["LentSegments", "ShmIncoming", "receive_descriptors"]
 
 MAX_SEGMENTS = 4096
 """Most segments of one peer that are mapped at a time."""

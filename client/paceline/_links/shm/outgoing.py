@@ -16,11 +16,11 @@ from typing import NoReturn
 
 import numpy as np
 
-from paceline._arrays import copy_bytes
-from paceline._fork import check_process
+from paceline._base.arrays import MAX_SIGNATURE_BYTES, copy_bytes
+from paceline._base.processes import check_process
 from paceline._links.base import MARKS, LinkEnded, LinkTimeout, Peer
 from paceline._links.fault import Fault, Suspicion
-from paceline._links.frame import MAX_SIGNATURE_BYTES, Frame, FrameError, FrameKind
+from paceline._links.frame import Frame, FrameError, FrameKind
 from paceline._links.kind import Outgoing
 from paceline._links.shm import arena as arenas
 from paceline._links.shm.bell import Bell, awake_for
@@ -40,8 +40,6 @@ from paceline._links.shm.control_segment import (
 from paceline._links.shm.segment import Segment
 from paceline.errors import LimitExceeded
 from pacelinepb.v1.errors_pb2 import ErrorReason
-
-__all__ = ["ANNOUNCEMENT", "ShmOutgoing", "again", "breach"]
 
 ANNOUNCEMENT = struct.Struct("<QQ")
 """Number and size of an arena's segment, sent with its descriptor. Size 0, without a descriptor, says that the segment

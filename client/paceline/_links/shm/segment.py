@@ -19,11 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from paceline._arrays import Array
+from paceline._base.arrays import Array
 from paceline._links.shm.huge import collapse, huge_page_bytes, map_aligned
 from paceline.errors import LinkUnavailable
-
-__all__ = ["Attached", "MAX_SEGMENT_BYTES", "MEMORY_NAME", "Segment", "SegmentError", "attach", "check_available"]
 
 MAX_SEGMENT_BYTES = 1 << 44
 """Largest segment of a peer that is mapped: 16 TiB, the largest array that a signature can announce."""

@@ -18,8 +18,6 @@ from paceline.credentials import Credentials
 from paceline.errors import LinkUnavailable
 from pacelinepb.v1 import peer_pb2
 
-__all__ = ["ShmKind"]
-
 _log = logging.getLogger("paceline.links")
 
 

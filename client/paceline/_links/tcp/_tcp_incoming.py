@@ -20,15 +20,14 @@ from typing import NoReturn
 
 import numpy as np
 
+from paceline._base.arrays import MAX_SIGNATURE_BYTES
+from paceline._base.waits import SLICE
 from paceline._links.base import LinkEnded, LinkTimeout
 from paceline._links.fault import Fault
-from paceline._links.frame import MAX_SIGNATURE_BYTES, Frame, FrameDamaged, FrameError
+from paceline._links.frame import Frame, FrameDamaged, FrameError
 from paceline._links.kind import Incoming, ProtocolError
 from paceline._links.tcp._tcp_sockets import SocketBell, Stream, Waker, make_bell, wait_ready
 from paceline._links.tcp._tcp_wire import HEAD_BYTES, Head, checksum_of, cut, decode_head
-from paceline._wait import SLICE
-
-__all__ = ["TcpIncoming"]
 
 _log = logging.getLogger("paceline.links")
 

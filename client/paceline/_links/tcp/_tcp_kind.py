@@ -22,7 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from paceline._address import parse_endpoint
+from paceline._base.addresses import look_up, parse_endpoint
+from paceline._base.tls import make_context
 from paceline._links.fault import Fault
 from paceline._links.frame import FrameError
 from paceline._links.kind import TICKET_BYTES, TICKET_LIFETIME, Incoming, Kind, LinkContext, Outgoing
@@ -30,14 +31,10 @@ from paceline._links.tcp._tcp_incoming import TcpIncoming
 from paceline._links.tcp._tcp_outgoing import TcpOutgoing
 from paceline._links.tcp._tcp_sockets import make_stream, retry, tune
 from paceline._links.tcp._tcp_wire import ACCEPTED, HELLO_BYTES, Hello, decode_hello, encode_hello
-from paceline._lookup import look_up
-from paceline._tls import make_context
 from paceline.config import MAX_STREAMS, Config
 from paceline.credentials import MEMBER_NAME, Credentials
 from paceline.errors import LinkUnavailable
 from pacelinepb.v1 import peer_pb2
-
-__all__ = ["MAX_STRANGERS", "PATIENCE", "TcpHost", "TcpKind", "client_context", "connect", "server_context"]
 
 _log = logging.getLogger("paceline.links")
 

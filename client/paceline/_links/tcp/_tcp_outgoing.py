@@ -13,16 +13,14 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from time import monotonic
 
-from paceline._exhausted import is_exhausted
+from paceline._base.addresses import is_exhausted
+from paceline._base.waits import SLICE
 from paceline._links.base import LinkEnded, LinkTimeout
 from paceline._links.fault import Fault
 from paceline._links.frame import Frame
 from paceline._links.kind import Outgoing
 from paceline._links.tcp._tcp_sockets import Stream, Waker, wait_ready
 from paceline._links.tcp._tcp_wire import cut, encode_head
-from paceline._wait import SLICE
-
-__all__ = ["MAX_WAITING_BYTES", "MAX_WAITING_FRAMES", "TcpOutgoing"]
 
 MAX_WAITING_FRAMES = 8
 """Frames that can wait for the kernel before `send` blocks: twice as many as a schedule sends ahead."""

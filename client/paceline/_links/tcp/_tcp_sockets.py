@@ -18,21 +18,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias, TypeVar
 
-from paceline._fork import protect
-
-__all__ = [
-    "Buffer",
-    "SendStream",
-    "SocketBell",
-    "Stream",
-    "TlsStream",
-    "Waker",
-    "make_bell",
-    "make_stream",
-    "retry",
-    "tune",
-    "wait_ready",
-]
+from paceline._base.processes import protect
 
 T = TypeVar("T")
 

@@ -14,32 +14,10 @@ import struct
 import zlib
 from dataclasses import dataclass
 
-from paceline._links.frame import (
-    MAX_FRAME_BYTES,
-    MAX_SIGNATURE_BYTES,
-    Frame,
-    FrameDamaged,
-    FrameError,
-    FrameKind,
-    checksum,
-)
+from paceline._base.arrays import MAX_SIGNATURE_BYTES
+from paceline._links.frame import MAX_FRAME_BYTES, Frame, FrameDamaged, FrameError, FrameKind, checksum
 from paceline._links.kind import TICKET_BYTES
 from paceline.config import MAX_STREAMS
-
-__all__ = [
-    "ACCEPTED",
-    "HEAD_BYTES",
-    "HELLO_BYTES",
-    "MIN_PIECE",
-    "Head",
-    "Hello",
-    "checksum_of",
-    "cut",
-    "decode_head",
-    "decode_hello",
-    "encode_head",
-    "encode_hello",
-]
 
 MIN_PIECE = 64 << 10
 """Shortest piece in bytes: another system call costs as much as copying this many bytes."""

@@ -23,8 +23,6 @@ from paceline._parallel._ranks import PendingWork, ShardRankGroup
 from paceline._parallel.sharding._placement import FlatLayout, Placement
 from paceline.errors import PacelineError
 
-__all__ = ["Flat", "Gradients", "Room"]
-
 
 class Gradients:
     """The gradients of one flat array before the reduction: this rank's own, whole, laid out like the values.

@@ -22,17 +22,6 @@ from paceline._parallel.sharding._unit import Unit
 from paceline.checkpoint.pieces import Shard
 from paceline.errors import SizeMismatch, UnsupportedOp
 
-__all__ = [
-    "Holding",
-    "ShardMove",
-    "holding",
-    "load_sharded_state",
-    "model_shards",
-    "optimizer_shards",
-    "places_of",
-    "sharded_state",
-]
-
 
 @dataclass(frozen=True)
 class Holding:

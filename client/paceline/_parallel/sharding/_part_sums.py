@@ -19,8 +19,6 @@ from paceline._parallel.sharding._placement import Placement
 from paceline._parallel.sharding._unit import Unit
 from paceline.errors import UnsupportedOp
 
-__all__ = ["PartScattering", "PartSums", "check_parts"]
-
 
 class PartSums:
     """Arrays of adjacent nodes of the tree, added up as far as the tree allows: a binary counter.

@@ -23,8 +23,6 @@ from operator import index
 from paceline._links.base import Peer
 from paceline.errors import InvalidWorldSize
 
-__all__ = ["FlatLayout", "Placement", "ShardingStrategy", "place"]
-
 
 class ShardingStrategy(Enum):
     """Names the parts of the training state that are sharded over the ranks. All strategies train the same model."""

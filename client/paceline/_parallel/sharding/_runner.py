@@ -31,8 +31,6 @@ from paceline._parallel.sharding._part_sums import PartScattering, PartSums, che
 from paceline._parallel.sharding._unit import Unit
 from paceline.errors import StepOrderError
 
-__all__ = ["MAX_SCATTERING", "UnitOrder", "UnitReduction", "Scattering", "UnitRunner"]
-
 
 class UnitOrder:
     """Learns from pass to pass in which order units run, so that the next ones can be gathered ahead. Pure.

@@ -33,8 +33,6 @@ from paceline._parallel.sharding._state_dicts import (
 from paceline._parallel.sharding._unit import Unit, join_units
 from paceline.errors import InvalidRank, InvalidWorldSize, StepOrderError, UnsupportedOp
 
-__all__ = ["ShardedModel"]
-
 
 class ShardedModel:
     """One FSDP wrapper, for any framework; the `SynchronizedModel` of FSDP.

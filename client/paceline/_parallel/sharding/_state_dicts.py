@@ -15,9 +15,6 @@ from paceline._parallel._parameter import Parameter
 from paceline._parallel.sharding._unit import Unit
 from paceline.errors import SizeMismatch
 
-__all__ = ["full_state", "load_full", "load_shards", "padded_gradients", "set_shards", "shard_state"]
-
-
 _Paths = Mapping[int, str]
 """Paths by the identity of the piece."""
 _Buffers = Mapping[str, NDArray[Any]]

@@ -13,16 +13,14 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from paceline._base.arrays import dtype_name
 from paceline._parallel._agreement import ModelManifest, agree
 from paceline._parallel._buckets import Empty
 from paceline._parallel._parameter import Parameter, ignoring_gradients
 from paceline._parallel._ranks import ShardRankGroup
 from paceline._parallel.sharding._flat import Flat, Room
 from paceline._parallel.sharding._placement import Placement
-from paceline._signature import dtype_name
 from paceline.errors import UnsupportedOp
-
-__all__ = ["Unit", "checked_wire", "join_units"]
 
 
 class Unit:

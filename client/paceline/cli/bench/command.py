@@ -22,7 +22,6 @@ from rich.console import Console as RichConsole
 from paceline._collectives.choose import RULES, Rule, Rules, dump_rules, format_rules
 from paceline.cli.bench.jobs import MEMORIES, BenchRow, Job, make_row, plan, size_text
 from paceline.cli.bench.measure import (
-    BETWEEN_PROCESSES,
     BUDGET_S,
     LINKS,
     ContenderFailed,
@@ -35,8 +34,7 @@ from paceline.cli.bench.measure import (
 from paceline.cli.bench.peers import check_peer, peer_recipe
 from paceline.cli.bench.plot import check_plot, lines_of, plot
 from paceline.cli.output import UsageError, print_json, say
-
-__all__ = ["BenchOptions", "Table", "link_name", "run_bench", "tuned_rules"]
+from paceline.config import LINKS as BETWEEN_PROCESSES
 
 
 @dataclass(frozen=True, slots=True)

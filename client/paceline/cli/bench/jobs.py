@@ -12,32 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paceline._arrays import Array
+from paceline._base.arrays import Array
 from paceline._collectives.choose import only
 from paceline._collectives.schedules import SCHEDULES
-
-__all__ = [
-    "ALL",
-    "COLLECTIVES",
-    "ELEMENT_BYTES",
-    "MEMORIES",
-    "PLACES",
-    "ROOT",
-    "SEPARATE",
-    "Job",
-    "BenchRow",
-    "bus_bandwidth",
-    "bus_factor",
-    "check_result",
-    "given",
-    "make_row",
-    "measured_size",
-    "parse_size",
-    "parse_sizes",
-    "plan",
-    "result_parts",
-    "size_text",
-]
 
 COLLECTIVES = (
     "all-reduce",

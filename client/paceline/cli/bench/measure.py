@@ -30,25 +30,6 @@ from paceline.cli.launcher import shim
 from paceline.cli.launcher.supervision import shell_code
 from paceline.config import LINKS as BETWEEN_PROCESSES
 
-__all__ = [
-    "BETWEEN_PROCESSES",
-    "BUDGET_S",
-    "LINKS",
-    "ONE_THREAD",
-    "SOCKET",
-    "Contender",
-    "ContenderFailed",
-    "Ensemble",
-    "Measured",
-    "Recipe",
-    "Turn",
-    "clean_environment",
-    "measure",
-    "paceline_recipe",
-    "stage",
-    "tied",
-]
-
 LINKS = (*BETWEEN_PROCESSES, "local")
 """Kinds of links that can be requested; "local" links are between threads of one process."""
 

@@ -30,8 +30,6 @@ from paceline.cli.launcher import shim
 from paceline.cli.launcher.environment import allowed_cores, share_of_cores
 from paceline.cli.output import UsageError
 
-__all__ = ["PEERS", "GlooRanks", "OpenMpiRanks", "check_peer", "main", "mpirun_command", "peer_recipe"]
-
 PEERS = ("gloo", "openmpi")
 """The other implementations that can be measured beside Paceline."""
 

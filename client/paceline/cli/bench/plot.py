@@ -14,8 +14,6 @@ from paceline.cli.bench.jobs import BenchRow, bus_bandwidth, size_text
 from paceline.cli.output import UsageError
 from pacelinepb import install_command
 
-__all__ = ["Lines", "check_plot", "lines_of", "plot"]
-
 Lines = Mapping[str, Mapping[str, list[tuple[int, float]]]]
 """Maps a collective to its lines, and a line's name to its points: (bytes, GB/s)."""
 

@@ -27,26 +27,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import paceline
-from paceline._arrays import Array
+from paceline._base.arrays import Array
 from paceline._collectives.choose import choose, nodes_of, only
 from paceline._collectives.schedules import SCHEDULES
 from paceline._group import Group
 from paceline._links.base import Purpose
 from paceline.cli.bench.jobs import ELEMENT_BYTES, ROOT, SEPARATE, check_result, given, result_parts
 from paceline.testing import run_ranks
-
-__all__ = [
-    "Call",
-    "Lacking",
-    "PacelineRanks",
-    "RankSide",
-    "arrays_of",
-    "forced",
-    "main",
-    "make_call",
-    "serve",
-    "time_calls",
-]
 
 _PURPOSES = {"send_recv": Purpose.POINT_TO_POINT}
 """The purpose of the links that a measurement uses, if it is not collectives."""

@@ -31,8 +31,6 @@ from typing import Any
 from paceline.cli.debug.clocks import Clock
 from paceline.cli.debug.records import GroupKey, MemberRecord, RecordedOperation
 
-__all__ = ["Happened", "make_trace"]
-
 COORDINATOR = 1_000_000
 """The number of the coordinator's process; ranks have their own, and members without a rank come after it."""
 

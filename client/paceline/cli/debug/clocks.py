@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Clock", "Sighting", "align"]
-
 
 @dataclass(frozen=True, slots=True)
 class Sighting:

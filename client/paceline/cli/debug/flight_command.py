@@ -10,8 +10,6 @@ from paceline.cli.debug.stuck import find_stuck
 from paceline.cli.output import print_json, printable
 from paceline.errors import PacelineError
 
-__all__ = ["show_flight"]
-
 
 def show_flight(
     job: str | None, coordinator: str | None, directory: Path | None, timeout: float, *, as_json: bool

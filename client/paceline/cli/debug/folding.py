@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-__all__ = ["Process", "Stack", "by_trouble", "fold", "read_stacks", "shorten"]
-
 _HEAD = re.compile(
     r"(?:Current thread|Thread) 0x[0-9a-f]+(?: \[([^\]\n]{0,64})\])? ?(?:\([^)\n]{0,200}\))?:?", re.IGNORECASE
 )

@@ -16,8 +16,6 @@ from pacelinepb.status_json import seconds
 from pacelinepb.v1.admin_pb2 import GetJobResponse, JobPhase
 from pacelinepb.v1.session_pb2 import QUESTION_RECORDS
 
-__all__ = ["Gathered", "gather_records", "without_members"]
-
 PATIENCE_S = 1.0
 """Seconds to wait for each member. One that runs Python answers within milliseconds."""
 

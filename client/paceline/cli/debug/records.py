@@ -12,8 +12,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MAX_DUMP_BYTES", "Entered", "GroupKey", "MemberRecord", "RecordedOperation", "newest_dumps", "read_record"]
-
 MAX_DUMP_BYTES = 16 << 20
 """The longest file that is read: a dump of 1,000 operations with the longest names has some 3 MB."""
 

@@ -21,8 +21,6 @@ from paceline.errors import PacelineError
 from pacelinepb import MOST_PIDS
 from pacelinepb.v1.session_pb2 import QUESTION_STACKS, ProcessIdentity
 
-__all__ = ["show_stacks"]
-
 PATIENCE_S = 1.0
 """Seconds to wait for each member. One that does not hold the GIL answers within milliseconds."""
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from paceline.cli.debug.records import GroupKey, MemberRecord, RecordedOperation
 
-__all__ = ["Finding", "Report", "find_stuck", "in_ranks"]
-
 LEAST_S = 0.5
 """Seconds after which a wait is worth a word. Records of a job that runs are milliseconds apart, and so differ too."""
 

@@ -14,8 +14,6 @@ from paceline.cli.debug.gathering import Gathered, gather_records
 from paceline.cli.output import print_json, printable
 from paceline.errors import PacelineError
 
-__all__ = ["write_trace"]
-
 
 def write_trace(
     job: str | None, coordinator: str | None, directory: Path | None, timeout: float, out: Path, *, as_json: bool

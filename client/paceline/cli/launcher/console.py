@@ -24,8 +24,6 @@ from paceline.cli.launcher.supervision import Exit
 from paceline.cli.launcher.worker import Worker
 from paceline.cli.output import printable
 
-__all__ = ["Console", "LogFiles", "prefixed"]
-
 _COLOURS = (36, 33, 32, 35, 34, 31)  # cyan, yellow, green, magenta, blue, red: distinct on dark and on light
 _DIM, _RESET = "\x1b[2m", "\x1b[0m"
 

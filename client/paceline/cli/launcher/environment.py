@@ -13,17 +13,6 @@ from pathlib import Path
 from paceline._engines.variables import variables_of
 from paceline._session.launcher_pipe import LAUNCHER_FD
 
-__all__ = [
-    "LOCAL_RANK",
-    "Place",
-    "WorkerSettings",
-    "allowed_cores",
-    "share_of_cores",
-    "torch_variables",
-    "worker_bounds",
-    "worker_environment",
-]
-
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 _THREAD_POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")

@@ -23,8 +23,6 @@ from paceline.cli.launcher.supervision import DRAIN_S, Exit, SpareSchedule, Supe
 from paceline.cli.launcher.worker import NEWS, Worker
 from pacelinepb.v1.session_pb2 import ProcessIdentity
 
-__all__ = ["Launcher", "LaunchListener"]
-
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals on which the launcher ends the workers; it passes SIGUSR2 on to them."""
 

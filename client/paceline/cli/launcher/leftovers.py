@@ -18,9 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from paceline._user_folder import check_own, make_private, user_folder
-
-__all__ = ["OLD_S", "compile_folder", "remove_leftovers"]
+from paceline._base.processes import check_own, make_private, user_folder
 
 OLD_S = 86_400.0
 """Age in seconds from which a file may go: until then its user may want to read it."""

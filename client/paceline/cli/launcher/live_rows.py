@@ -11,8 +11,6 @@ from collections.abc import Hashable, Sequence
 
 from rich.cells import cell_len, set_cell_size
 
-__all__ = ["LiveRows", "plain"]
-
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[@-~]|[\x00-\x1f\x7f-\x9f]")
 """Escape sequences and control characters: a row must take exactly one row."""
 

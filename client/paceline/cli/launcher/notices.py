@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["Notices"]
-
 _KEPT = 64
 """Most sentences that are remembered, the latest ones."""
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["LineSplitter", "Printed", "present_state"]
-
 _MAX_LINE_BYTES = 64 << 10
 """Longer lines are passed on in pieces, so that a worker that never ends its line cannot fill the launcher's memory."""
 

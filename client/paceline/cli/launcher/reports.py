@@ -7,15 +7,12 @@ import time
 from concurrent.futures import Future, wait
 from types import TracebackType
 
-from paceline._address import CoordinatorAddresses
-from paceline._grpc import aio
-from paceline._loop import loop_thread
-from paceline._rpc import CHANNEL_OPTIONS, backoff, is_transient, leader_named_by
+from paceline._base.addresses import CoordinatorAddresses
+from paceline._base.rpc import CHANNEL_OPTIONS, aio, backoff, is_transient, leader_named_by
+from paceline._base.waits import loop_thread
 from paceline.credentials import Credentials
 from pacelinepb.v1.session_pb2 import ProcessIdentity, ReportExitRequest
 from pacelinepb.v1.session_pb2_grpc import SessionServiceStub
-
-__all__ = ["ExitReports"]
 
 _TIMEOUT_S = 5.0
 """Seconds for one report. A coordinator that is away for longer notices the death by the member's silence."""

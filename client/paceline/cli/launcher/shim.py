@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-__all__ = ["main", "run_here"]
-
 _PR_SET_PDEATHSIG = 1
 """Source: prctl(2), linux/prctl.h."""
 
@@ -146,7 +144,7 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
         if isinstance(error, errors.CoordinatorUnreachable) and not whole and _all_say(error):
             return
         if not whole:
-            from paceline._uncaught import in_short
+            from paceline._base.uncaught import in_short
 
             print(in_short(error, trace), file=sys.stderr)
             return

@@ -12,25 +12,6 @@ import signal
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-__all__ = [
-    "AT_ONCE_S",
-    "DRAIN_S",
-    "Exit",
-    "GIVE_UP_AFTER",
-    "KILL_AFTER_S",
-    "Restart",
-    "Restarts",
-    "SAME_S",
-    "SETTLED_S",
-    "SpareSchedule",
-    "Supervision",
-    "Terms",
-    "default_spares",
-    "in_order_of_blame",
-    "shell_code",
-    "spares_error",
-]
-
 AT_ONCE_S = 5.0
 """A worker that fails within so many seconds, before it was in a view, died at once: its start-up kills it."""
 

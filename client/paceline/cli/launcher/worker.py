@@ -16,8 +16,6 @@ from paceline._session.identity import process_identity
 from paceline.cli.launcher.printed import LineSplitter, Printed
 from paceline.cli.launcher.supervision import Exit
 
-__all__ = ["NEWS", "Worker"]
-
 NEWS = "news"
 """Name of the stream on which a worker reports to its launcher, such as views; the others are "stdout" and "stderr"."""
 

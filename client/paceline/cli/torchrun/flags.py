@@ -6,9 +6,7 @@ import hmac
 import re
 from dataclasses import dataclass, fields
 
-from paceline._address import Endpoint, parse_endpoint
-
-__all__ = ["DEFAULT_MASTER_PORT", "Flags", "Plan", "Streams", "read_flags", "read_streams", "token_of"]
+from paceline._base.addresses import Endpoint, parse_endpoint
 
 _STREAMS = {"0": (), "1": ("stdout",), "2": ("stderr",), "3": ("stdout", "stderr")}
 """The streams that torchrun's numbers stand for."""

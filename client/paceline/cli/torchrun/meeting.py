@@ -9,12 +9,10 @@ import socket
 import time
 from collections.abc import Iterator
 
-from paceline._address import Endpoint, probe
-from paceline._loop import loop_thread
+from paceline._base.addresses import Endpoint, probe
+from paceline._base.waits import loop_thread
 from paceline.cli.access import embedded_coordinator, own_addresses, own_coordinator, own_token, worker_credentials
 from paceline.errors import CoordinatorUnreachable
-
-__all__ = ["coordinator_at", "free_port", "is_here"]
 
 _SETTLE_S = 1.0
 """Launchers of one job start within about a second of each other; each that comes later ends the current world."""

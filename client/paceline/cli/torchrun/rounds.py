@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import paceline
-from paceline._address import Endpoint, parse_endpoint
+from paceline._base.addresses import Endpoint, parse_endpoint
 from paceline.cli.access import Served, own_coordinator, worker_credentials
 from paceline.cli.admin import get_job
 from paceline.cli.launcher import Launcher, Place, Terms, WorkerSettings
@@ -27,8 +27,6 @@ from paceline.cli.torchrun.meeting import coordinator_at, free_port, is_here
 from paceline.cli.torchrun.world import Ending, World
 from paceline.config import Config
 from paceline.errors import PacelineError, PeerLost
-
-__all__ = ["Workers", "enter_world", "join_seconds", "node_waits", "run_worlds", "wait_until_left"]
 
 _JOIN_S = 600.0
 """torchrun's default (join_timeout of its dynamic rendezvous)."""

@@ -14,8 +14,6 @@ from paceline.cli.launcher import Place
 from paceline.cli.launcher.supervision import KILL_AFTER_S
 from paceline.errors import PacelineError
 
-__all__ = ["Ending", "NodeFailed", "World"]
-
 _FOR_EVER_S = 1e8
 _GROWN = "another node has come"
 _WHY_BYTES = 2000

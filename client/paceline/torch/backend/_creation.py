@@ -24,8 +24,6 @@ from paceline.errors import InvalidRank
 from paceline.torch.backend._process_group import NAME, ProcessGroup
 from paceline.torch.backend._torch_store import Store, unwrap_store
 
-__all__ = ["create", "rendezvous"]
-
 _default: weakref.ref[ProcessGroup] | None = None
 
 

@@ -14,12 +14,8 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from paceline._address import Endpoint, parse_endpoint
-from paceline._exhausted import is_exhausted
-from paceline._fork import protect
-from paceline._lookup import look_up
-
-__all__ = ["Handle", "Presence", "PresenceWatcher"]
+from paceline._base.addresses import Endpoint, is_exhausted, look_up, parse_endpoint
+from paceline._base.processes import protect
 
 _SCHEME = "paceline://"
 

@@ -16,14 +16,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from paceline._base.waits import Latch
 from paceline._group import Group
-from paceline._wait import Latch
 from paceline.errors import OperationTimeout, PacelineError, SessionClosed
 from paceline.torch._compiling import never_traced
 from paceline.torch._tensors import elements_of, result_buffer
 from paceline.torch.backend._operation import Promise, as_torch_error, seconds_of
-
-__all__ = ["MessageWork", "Messenger", "only_tensor"]
 
 _SMALL = 8 << 10
 """The largest message, in bytes, that the caller's thread sends: one frame, which is sent whole or not at all."""

@@ -22,11 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline._work import Work
+from paceline._base.work import Work
 from paceline.errors import OperationTimeout, PacelineError
 from paceline.torch._compiling import never_traced
-
-__all__ = ["FutureThreads", "Operation", "Promise", "as_torch_error", "raising_torch_errors", "seconds_of"]
 
 _MAX_THREADS = 32
 """Number of callbacks that may wait for further operations at the same time."""

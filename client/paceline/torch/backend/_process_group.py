@@ -33,16 +33,14 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed import ReduceOp
 
-from paceline._arrays import Array
+from paceline._base.arrays import Array
+from paceline._base.work import Work
 from paceline._group import Group
-from paceline._work import Work
 from paceline.errors import OperationTimeout, SizeMismatch, UnsupportedOp
 from paceline.torch._compiling import never_traced
 from paceline.torch._tensors import ResultBuffer, can_combine, elements_of, result_buffer, tensor_of
 from paceline.torch.backend._messenger import MessageWork, Messenger, only_tensor
 from paceline.torch.backend._operation import FutureThreads, Operation, raising_torch_errors, seconds_of
-
-__all__ = ["NAME", "ProcessGroup", "close_group"]
 
 NAME = "paceline"
 

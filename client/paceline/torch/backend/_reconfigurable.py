@@ -22,15 +22,15 @@ from dataclasses import replace
 from torch._C import _distributed_c10d as c10d  # lacks ReconfigureOptions before torch 2.15
 from torch.distributed import distributed_c10d
 
-from paceline._address import CoordinatorAddresses, Endpoint, listening_host, parse_endpoint, reachable_endpoint
+from paceline._base.addresses import CoordinatorAddresses, Endpoint, listening_host, parse_endpoint, reachable_endpoint
+from paceline._base.embedded import coordinator
+from paceline._base.processes import protect
+from paceline._base.waits import loop_thread
 from paceline._elastic.join import connect, rules_of
 from paceline._elastic.session import CoordinatedSession
-from paceline._embedded import coordinator
-from paceline._fork import protect
 from paceline._group import Group
 from paceline._links.fault import Fault, Suspicion
 from paceline._links.nowhere import NoMesh
-from paceline._loop import loop_thread
 from paceline._session.identity import JoinRequest
 from paceline.config import Config
 from paceline.errors import (
@@ -52,8 +52,6 @@ from paceline.torch.backend._process_group import ProcessGroup, close_group
 from paceline.torch.backend._torch_store import unwrap_store
 from paceline_protocol import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
-
-__all__ = ["Reconfigurable", "meeting_point"]
 
 _log = logging.getLogger("paceline.torch")
 

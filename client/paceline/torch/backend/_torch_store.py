@@ -11,8 +11,6 @@ import torch.distributed as dist
 from paceline._elastic.session import Session
 from paceline.errors import OperationTimeout
 
-__all__ = ["Store", "unwrap_store"]
-
 _KEY_COUNT = "paceline/keys"
 """Name of the key that holds the number of keys, for `num_keys`."""
 

@@ -1,31 +1,40 @@
-"""Calls to coordinators and doors: channel options, the typed error of a failed call, and when to try again."""
+"""Calls to coordinators and doors: channel options, the typed error of a failed call, and when to try again.
+
+The package imports grpc only from here, set up as `pacelinepb.safe_grpc` says.
+"""
 
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2
 
 from paceline import errors
-from paceline._grpc import aio, grpc, rpc_status
 from pacelinepb import ERROR_DOMAIN, RELEASE
+from pacelinepb.safe_grpc import EOF as EOF
+from pacelinepb.safe_grpc import aio as aio
+from pacelinepb.safe_grpc import grpc as grpc
+from pacelinepb.safe_grpc import rpc_status as rpc_status
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
-__all__ = [
-    "CHANNEL_OPTIONS",
-    "backoff",
-    "call_options",
-    "channel_options",
-    "duration",
-    "error_from_status",
-    "error_type",
-    "is_leaving",
-    "is_other_version",
-    "is_transient",
-    "leader_named_by",
-]
+
+def hold_aio() -> None:
+    """Keeps grpc.aio running for as long as the process lives; call it on the loop that grpc.aio uses.
+
+    Otherwise it shuts down when its last object is freed, in whichever thread frees it (a traceback may hold a channel,
+    for example). It then closes the socket by which its poller wakes the loop, while the loop still reads from it:
+    "Exception in callback None()", OSError 9 (grpcio 1.85.1).
+    """
+    aio.init_grpc_aio()  # type: ignore[attr-defined]  # not in grpc-stubs
+
+
+def untyped(value: Any) -> Any:
+    """Returns a grpc.aio object typed as Any: grpc-stubs lacks the defaults of arguments that we leave out."""
+    return value
+
 
 _VERSION = "ERROR_REASON_VERSION"
 

@@ -25,9 +25,7 @@ from types import CodeType, FrameType, TracebackType
 
 from paceline.errors import PacelineError
 
-__all__ = ["in_short", "install_hook", "is_let_go", "takers", "users_place", "wants_whole_stack"]
-
-_HERE = f"{Path(__file__).parent}{os.sep}"
+_HERE = f"{Path(__file__).parents[1]}{os.sep}"
 _OURS = ("paceline_protocol", "paceline_server", "pacelinepb")
 _SITES = {"site-packages", "dist-packages"}
 _LIBRARIES = ("numpy", "torch")

@@ -8,8 +8,6 @@ import ssl
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-__all__ = ["TlsFiles", "check_member", "make_context", "what_is_wrong"]
-
 _VERIFY = {
     9: "is not valid yet: is a clock wrong?",
     10: "has expired",

@@ -9,9 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from paceline._loop import loop_thread
-
-__all__ = ["coordinator"]
+from paceline._base.waits import loop_thread
 
 _STOP_GRACE = 1.0  # seconds for sessions to end by themselves
 
@@ -44,7 +42,8 @@ def coordinator(
     """
     # Only here does the client's package load the server's, and only when a coordinator is embedded.
     from paceline_server.app import Coordinator
-    from paceline_server.settings import MOST_SILENCE_S, ServerSettings
+    from paceline_server.settings import ServerSettings
+    from paceline_server.storage.checks import MOST_SILENCE_S
 
     settings = {"max_silence": MOST_SILENCE_S, **settings}
     server = Coordinator(ServerSettings(listen=listen, state_path=state, **settings))

@@ -14,11 +14,9 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
-from paceline._counters import MemberCounters
-from paceline._wait import SLICE, Latch
+from paceline._base.activity import MemberCounters
+from paceline._base.waits import SLICE, Latch
 from paceline.errors import ConcurrentUse, SessionClosed
-
-__all__ = ["Lane", "Progress", "Work"]
 
 T = TypeVar("T")
 Abort: TypeAlias = Callable[[int, BaseException], None]
