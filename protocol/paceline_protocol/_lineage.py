@@ -2,7 +2,7 @@
 
 Every event that may change the policy's decision ends in `Lineage.reconsider`, which asks `_policy` again and carries
 out what it decides. To decide, it looks at all workers. So in a job of many workers it is asked only now and then while
-many events come (decision 009).
+many events come (decision 01).
 """
 
 from __future__ import annotations

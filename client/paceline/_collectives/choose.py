@@ -114,7 +114,7 @@ RULES: Rules = {
         Rule("dissemination", reason="log2 W steps"),
     ),
 }
-"""Source: medians over gRPC on loopback, W=2, 3, 4 and 8 processes on 2 cores (docs/decisions/016; `paceline bench
+"""Source: medians over gRPC on loopback, W=2, 3, 4 and 8 processes on 2 cores (docs/decisions/09; `paceline bench
 --schedule` repeats them). Beyond W=8 the rules follow from the number of steps, bytes and links."""
 
 

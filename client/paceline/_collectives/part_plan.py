@@ -2,7 +2,7 @@
 
 In an undisturbed step rank r computes the parts [r V // W, (r + 1) V // W). If an attempt at the step was undone,
 ranks may still hold sums of parts from it: nodes of the tree (`part_tree`). Then these are kept, and only the missing
-parts are computed, spread evenly over the ranks (docs/decisions/064). All ranks compute the same plan from the same
+parts are computed, spread evenly over the ranks (docs/decisions/18). All ranks compute the same plan from the same
 table of what each of them holds.
 
 Letters: V parts, W world size.

@@ -1,4 +1,4 @@
-"""Keeps sums of parts from an undone step, in the buckets of this member's wrappers (docs/decisions/064).
+"""Keeps sums of parts from an undone step, in the buckets of this member's wrappers (docs/decisions/18).
 
 The state after a step follows from the state before it, the seed and the step. So does the gradient of each part: in
 the next attempt, in another generation, it is as good as in the one that was undone, if the state before is the same.

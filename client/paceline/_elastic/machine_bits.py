@@ -1,6 +1,6 @@
 """Describes what the bits of a machine depend on: threads, libraries, and a digest of a small sample of computations.
 
-Members with the same words compute the same bits, as far as a sample can tell; see docs/decisions/063.
+Members with the same words compute the same bits, as far as a sample can tell; see docs/decisions/17.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Receipts of steps: a chain of hashes that says what the state was after each of them (docs/decisions/065).
+"""Receipts of steps: a chain of hashes that says what the state was after each of them (docs/decisions/18).
 
 A receipt is one line of JSON. It names the step, where the sampler stood, what the step depends on, the SHA-256 of the
 state after it, and the hash of the receipt before. All members compute the same receipts; rank 0 writes them.

@@ -6,7 +6,7 @@ goes: the step runs again with other ranges (I6). The sampler's position is part
 step is applied.
 
 With V *parts*, the batch is divided into V parts by the same rule, whatever W is, and rank r computes the parts
-[r V // W, (r + 1) V // W): see docs/decisions/063.
+[r V // W, (r + 1) V // W): see docs/decisions/17.
 """
 
 from __future__ import annotations

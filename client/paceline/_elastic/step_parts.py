@@ -1,4 +1,4 @@
-"""The parts of a step: what a rank computes one after the other, alike in every world (docs/decisions/063)."""
+"""The parts of a step: what a rank computes one after the other, alike in every world (docs/decisions/17)."""
 
 from __future__ import annotations
 

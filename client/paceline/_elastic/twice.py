@@ -1,4 +1,4 @@
-"""Chooses the part that several ranks compute, and finds the rank with other bits (docs/decisions/065). Pure."""
+"""Chooses the part that several ranks compute, and finds the rank with other bits (docs/decisions/18). Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trains on a Ray cluster: actors host the workers, and training goes on when an actor or a node dies (decision 061).
+"""Trains on a Ray cluster: actors host the workers, and training goes on when an actor or a node dies (decision 22).
 
     def train(session):
         ...

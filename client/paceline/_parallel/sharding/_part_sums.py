@@ -1,4 +1,4 @@
-"""Sums the gradients of a step's parts for FSDP, in the fixed tree over parts (`part_tree`; docs/decisions/063).
+"""Sums the gradients of a step's parts for FSDP, in the fixed tree over parts (`part_tree`; docs/decisions/17).
 
 `PartSums` adds up the parts that this rank has finished. `PartScattering` sums what the ranks have over the ranks, so
 that each gets its shard. Letters: V parts, W ranks, n of them in a node, R nodes, S elements in a shard.
