@@ -164,5 +164,19 @@ def test_code_names_decisions_that_are_there() -> None:
                 assert number in numbers, f"{file} names decision {number}"
 
 
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/development/where-to-look.md"])
+def test_files_that_contributors_are_sent_to_are_there(page: str) -> None:
+    places = [path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    there = [f"/{path.relative_to(ROOT)}" for place in places for path in (place, *place.rglob("*"))]
+    for name in re.findall(r"`([\w./-]+(?:\.(?:py|js|md|proto|toml)|/))`", (ROOT / page).read_text()):
+        found = (ROOT / name).exists() or any(path.endswith(f"/{name.rstrip('/')}") for path in there)
+        assert found, f"{page} names {name}"
+
+
+@pytest.mark.parametrize(("page", "words"), [("CONTRIBUTING.md", 950), ("SECURITY.md", 950)])
+def test_pages_that_everybody_opens_stay_short(page: str, words: int) -> None:
+    assert len((ROOT / page).read_text().split()) <= words
+
+
 def test_the_design_can_be_read_in_a_quarter_of_an_hour() -> None:
     assert len((ROOT / "DESIGN.md").read_text().split()) <= 4000
