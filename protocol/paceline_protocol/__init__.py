@@ -3,7 +3,7 @@
 Everything here is a value or a function of (time, state, settings): no socket, clock, thread or file. `paceline_server`
 and `paceline` are the shells: they carry the messages (protobuf, `pacelinepb`), tell the time and perform what is
 decided. This package exports what both sides use, `paceline_protocol.coordinator` what only the coordinator uses.
-`docs/protocol.md` draws a death and a join; `tests/protocol/transcripts` has whole stories, line by line.
+DESIGN.md draws a death, a join and a member's phases; `tests/protocol/transcripts` has whole stories, line by line.
 
 Words
     job         a training run, known by its name; its coordinator keeps it
