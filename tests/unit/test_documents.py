@@ -156,6 +156,10 @@ def test_no_two_decisions_have_one_number() -> None:
     assert len(set(numbers)) == len(numbers)
 
 
+def test_decisions_are_few_because_they_go_by_subject() -> None:
+    assert len([name for name in DECISIONS if re.match(r"\d\d-", name)]) <= 30
+
+
 def test_code_names_decisions_that_are_there() -> None:
     numbers = {name.partition("-")[0] for name in DECISIONS}
     for folder in ("client", "server", "protocol", "protos", "bench", "tests"):
