@@ -249,15 +249,23 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """One member of a view, as it is stored."""
+class Member:
+    """One member of a view, as others are told of it."""
 
     rank: int
+    """Its rank; means nothing if it is a candidate."""
     member_id: str
-    token_sha256: bytes
-    """Only the hash is kept, so the state file reveals no session."""
     process: Process
     address: str
+    """Where its door is, "host:port"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat(Member):
+    """One member of a view, as it is stored."""
+
+    token_sha256: bytes
+    """Only the hash is kept, so the state file reveals no session."""
     arrival: int
     """Position in the order of arrival; the greater, the younger."""
 

@@ -12,6 +12,8 @@ import pytest
 from paceline import errors
 from paceline._session.view import MemberLists
 from paceline_protocol import OURS, JobSettings, Process, Seat, View
+from paceline_protocol.messages import ViewFormed
+from paceline_protocol.translation import write_message
 from paceline_server.pages import ViewPages
 from pacelinepb.v1 import session_pb2 as pb
 
@@ -19,7 +21,7 @@ SETTINGS = JobSettings(1, 5_000, 3.0)
 
 
 def seat(number: int) -> Seat:
-    return Seat(0, f"m{number}", b"token", Process(f"host-{number}", number), f"host-{number}:1", number)
+    return Seat(0, f"m{number}", Process(f"host-{number}", number), f"host-{number}:1", b"token", number)
 
 
 def view(generation: int, numbers: list[int]) -> View:
@@ -44,9 +46,8 @@ class Coordinator:
     def forms(self, numbers: list[int]) -> pb.ViewFormed:
         generation = self.pages.view.generation + 1 if self.pages is not None else 1
         self.pages = ViewPages.of(view(generation, numbers), self.page_members, self.pages)
-        formed = self.pages.formed(0)
-        assert formed.protocol_version == self.pages.view.version
-        return formed
+        formed = replace(ViewFormed.of(self.pages.view, 0), members=self.pages.announced)
+        return write_message(formed).view_formed
 
     async def call(self, make: Callable[[Any], Awaitable[bytes]]) -> bytes:
         return await make(self)
