@@ -774,7 +774,7 @@ MUTANTS = (
     ),
     Mutant(
         "the end of the line is not said again after a reconnect",
-        f"{SESSION}/line_messages.py",
+        f"{SESSION}/line_client.py",
         "(self._meet, self._finish) if",
         "(self._meet,) if",
         ("unit/session/test_line_side.py",),
@@ -783,8 +783,8 @@ MUTANTS = (
     Mutant(
         "a late view of the member that this worker was before is entered",
         f"{ELASTIC}/training_loop.py",
-        "case line_messages.ViewCame(member_id=member_id) if member_id != self._coordinator.member_id:",
-        "case line_messages.ViewCame(member_id=member_id) if member_id is None:",
+        "case ViewLinked(member_id=member_id) if member_id != self._coordinator.member_id:",
+        "case ViewLinked(member_id=member_id) if member_id is None:",
         ("unit/elastic/test_line.py",),
     ),
     Mutant(

@@ -302,6 +302,11 @@ class View:
     """A sentence about steps that the job had trained before this line, and that are lost; empty if there are none."""
 
     @property
+    def world_size(self) -> int:
+        """Number of its members."""
+        return len(self.seats)
+
+    @property
     def version(self) -> int:
         """The version that its members speak with each other."""
         return self.versions.newest

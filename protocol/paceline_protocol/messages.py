@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline_protocol._values import Member, Process, Share, Tag, Verdict, View
+from paceline_protocol._versions import UNTOLD
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = [
@@ -39,9 +40,9 @@ class MemberList:
 
     generation: int
     world_size: int
-    sha256: bytes
+    sha256: bytes = b""
     """Hash of the pages, one after another."""
-    pages: int
+    pages: int = 0
     """Number of pages."""
 
 
@@ -61,13 +62,13 @@ class ViewFormed:
     """The view, at the coordinator; the announcement of its list, at a member."""
     rank: int
     """The receiver's rank."""
-    base: Tag | None
+    base: Tag | None = None
     """The state that the generation starts from; None if its members have yet to compare what they hold."""
-    newcomers: tuple[int, ...]
+    newcomers: tuple[int, ...] = ()
     """Ranks that do not hold the base."""
-    lost: str
+    lost: str = ""
     """A sentence about earlier training that is lost; empty if there is none."""
-    version: int
+    version: int = UNTOLD.newest
     """The version of the protocol that the members of this generation speak with each other."""
 
     @classmethod

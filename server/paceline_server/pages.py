@@ -66,7 +66,7 @@ class ViewPages:
     @property
     def announced(self) -> MemberList:
         """The announcement of the list, for the messages about the view."""
-        return MemberList(self.view.generation, len(self.view.seats), self.sha256, len(self.pages))
+        return MemberList(self.view.generation, self.view.world_size, self.sha256, len(self.pages))
 
 
 def _stretches(before: Sequence[Seat], seats: Sequence[Seat]) -> list[pb.Stretch]:

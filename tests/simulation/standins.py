@@ -40,9 +40,10 @@ from paceline._elastic import coordination, recovery, saver, session, steps, wai
 from paceline._group import group as real_group
 from paceline._group import group_core
 from paceline._links import fault
-from paceline._session import control, generations, identity, line_messages, member, view
+from paceline._session import control, generations, identity, inbox, line_client, member, view
 from paceline_protocol import Process as Identity
 from paceline_protocol.coordinator import Session
+from paceline_protocol.messages import MemberList
 from paceline_server import dispatcher, failover, timers
 from paceline_server.errors import Refused
 from paceline_server.storage import etcd
@@ -134,7 +135,7 @@ class _Calls:
         return stream, answer
 
     async def fetch_pages(
-        self, channel: Any, job: str, formed: pb.ViewFormed, deadline: float, known_sha256: bytes
+        self, channel: Any, job: str, formed: MemberList, deadline: float, known_sha256: bytes
     ) -> list[bytes]:
         """See `view._fetch_pages`: the answer may come late, behind what was said afterwards."""
         process, world = _process(), self._world
@@ -249,7 +250,7 @@ def installed(world: World) -> Iterator[None]:
     names: list[tuple[Any, str, Any]] = [
         *(
             (module, "time", time)
-            for module in (fault, waiting, recovery, saver, line_messages, control, member, session)
+            for module in (fault, waiting, recovery, saver, line_client, control, member, session)
         ),
         (_wait.Latch, "wait", _wait_for),
         (_wait.Latch, "set", _set),
@@ -258,7 +259,7 @@ def installed(world: World) -> Iterator[None]:
         (control, "open_stream", calls.open_stream),
         (control, "CoordinatorChannel", _Channel),
         (control, "check_tls", _nothing),
-        (line_messages, "queue", SimpleNamespace(SimpleQueue=SimulatedQueue, Empty=queue.Empty)),
+        (inbox, "queue", SimpleNamespace(SimpleQueue=SimulatedQueue, Empty=queue.Empty)),
         (saver, "threading", SimpleNamespace(Thread=_Thread)),
         (saver, "checkpoint", world.files),
         (saver, "damage_of", world.files.damage_of),
@@ -278,7 +279,7 @@ def installed(world: World) -> Iterator[None]:
         (view, "_fetch_pages", calls.fetch_pages),
         (view, "time", time),
         (
-            line_messages,
+            line_client,
             "SessionServiceStub",
             lambda channel: SimpleNamespace(ReportExit=functools.partial(calls.report_exit, channel)),
         ),

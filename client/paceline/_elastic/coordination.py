@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import asyncio
-import math
 from collections.abc import Sequence
 
 from paceline._elastic.offer import Content, OfferedState
@@ -14,12 +13,12 @@ from paceline._group import Group
 from paceline._links.base import Mesh, Peer
 from paceline._links.grpc_mesh import GrpcMesh
 from paceline._links.local import LocalMesh, next_meshes
-from paceline._session.line_messages import CatchUpAsked, JobDone, MayGo, MemberInbox, ReachResult, ViewCame
+from paceline._session.inbox import MemberInbox, ReachResult, ViewLinked
 from paceline._session.member import MemberConnection
 from paceline.config import Config
 from paceline.errors import LinkUnavailable
-from paceline_protocol import WHOLE, Meet, Tag
-from pacelinepb.v1 import session_pb2 as pb
+from paceline_protocol import Meet, Tag
+from paceline_protocol.messages import CatchUp, Dismissed, Finished, MemberList, ViewFormed
 
 
 class JobCoordinator(abc.ABC):
@@ -124,26 +123,7 @@ class RemoteCoordinator(JobCoordinator):
 
     def meet(self, meet: Meet) -> None:
         """See `JobCoordinator.meet`."""
-        said = pb.Meet(
-            generation=meet.generation,
-            holds_base=meet.holds_base,
-            fingerprint=meet.fingerprint,
-            manifest=meet.manifest,
-            leaving=meet.leaving,
-            closed=meet.closed,
-            unproven=meet.unproven,
-        )
-        if math.isfinite(meet.step_timeout):
-            said.step_timeout.FromMilliseconds(round(1e3 * meet.step_timeout))
-        if meet.tag is not None:
-            said.tag.generation, said.tag.step = meet.tag
-            said.tag.SetInParent()
-        if meet.node_size != 1:
-            said.node_size, said.stored = meet.node_size, meet.stored
-            said.shares.extend(pb.Share(part=share.part, parts=share.parts) for share in meet.shares)
-        if meet.prepared is not None:
-            said.prepared.generation, said.prepared.step = meet.prepared
-        self._connection.line.meet(said)
+        self._connection.line.meet(meet)
 
     def go_on(self) -> None:
         """See `JobCoordinator.go_on`."""
@@ -217,24 +197,25 @@ class NullCoordinator(JobCoordinator):
     def meet(self, meet: Meet) -> None:
         """See `JobCoordinator.meet`."""
         if meet.leaving:
-            self.inbox.put(MayGo(last=True))
+            self.inbox.put(Dismissed(last=True))
             return
         if meet.stored:
             assert meet.tag is not None
-            self.inbox.put(CatchUpAsked(meet.generation, meet.tag, [], WHOLE, b""))
+            self.inbox.put(CatchUp(meet.generation, meet.tag, (), None))
             return
         mesh = self.group.mesh
         assert isinstance(mesh, LocalMesh)
         (following,) = next_meshes([mesh])
         following.generation = max(following.generation, (meet.tag or Tag(0, 0)).generation + 1)
-        self.inbox.put(ViewCame(following.generation, 0, meet.tag, frozenset(), following, self.member_id))
+        view = ViewFormed(MemberList(following.generation, 1), 0, meet.tag)
+        self.inbox.put(ViewLinked(view, following, self.member_id))
 
     def go_on(self) -> None:
         """See `JobCoordinator.go_on`; does nothing, since no message is ever repeated."""
 
     def finish(self, step: int) -> None:
         """See `JobCoordinator.finish`."""
-        self.inbox.put(JobDone(step))
+        self.inbox.put(Finished(step))
 
     def move(self, mesh: Mesh) -> None:
         """See `JobCoordinator.move`."""

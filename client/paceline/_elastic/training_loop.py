@@ -30,11 +30,12 @@ from paceline._elastic.saver import Saver
 from paceline._elastic.state import TrainState
 from paceline._elastic.step import Step, not_entered
 from paceline._elastic.waiting import MeetingWait, await_finish
+from paceline._links.base import Mesh, Peer
 from paceline._links.fault import Suspicion
-from paceline._session import line_messages
+from paceline._session.inbox import InboxMessage, LineMembers, ReachResult, SessionOver, SessionReplaced, ViewLinked
 from paceline._session.launcher_pipe import tell_launcher, tell_once
 from paceline.errors import CheckpointFailed, Dismissed, OrphanedError, PacelineError, StepOrderError
-from paceline_protocol import WHOLE, Meet, MemberState, MemberView, Phase, StepFlag, Tag, Take, step_word
+from paceline_protocol import WHOLE, Meet, MemberState, MemberView, Phase, StepFlag, Tag, Take, messages, step_word
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 _log = logging.getLogger("paceline.elastic")
@@ -345,25 +346,26 @@ class TrainingLoop:
 
     # Messages ---------------------------------------------------------------------------------------------------------
 
-    def _read(self, message: line_messages.LineMessage) -> None:
+    def _read(self, message: InboxMessage) -> None:
         match message:
-            case line_messages.ViewCame(member_id=member_id) if member_id != self._coordinator.member_id:
-                _log.info("generation %d formed with this worker's former member id", message.generation)
-            case line_messages.ViewCame():
-                self._enter_view(message)
-            case line_messages.CatchUpAsked(generation, base, holders, share, fingerprint):
-                self._recovery.learn([Holder(*holder) for holder in holders], fingerprint)
-                own = any(peer.member_id == self._coordinator.member_id for peer, _ in holders)
-                self._do(self._member.catch_up(generation, base, share, own=own))
-            case line_messages.NoSeat(reason):
+            case ViewLinked(member_id=member_id) if member_id != self._coordinator.member_id:
+                _log.info("generation %d formed with this worker's former member id", message.view.generation)
+            case ViewLinked(view, mesh):
+                self._enter_view(view, mesh)
+            case messages.CatchUp(generation, base, holders, share, fingerprint):
+                self._recovery.learn([Holder(Peer.of(member), shares) for member, shares in holders], fingerprint)
+                own = any(member.member_id == self._coordinator.member_id for member, _ in holders)
+                self._do(self._member.catch_up(generation, base, share or WHOLE, own=own))
+            case messages.Spare(reason):
                 _log.info("this worker has no place in the next generation and is spare: %s", reason)
                 self._come_back()
-            case line_messages.StateGone(reason):
+            case messages.StateLost(reason):
                 self._committed, meet = self._recovery.start_from_checkpoint(reason)
                 self._say(meet)
-            case line_messages.ManifestMismatch(donor):
+            case messages.Mismatch(member):
+                donor = Peer.of(member)
                 raise difference(self._manifest, self._coordinator.manifest_of(donor), donor)
-            case line_messages.MayGo(last):
+            case messages.Dismissed(last):
                 if last:
                     if not self._saver.keeps:
                         number = self._state.step
@@ -372,32 +374,35 @@ class TrainingLoop:
                         )
                     self._saver.keep_last(self._member.held, self._state, self._coordinator.group)
                 raise Dismissed(self._coordinator.inbox.draining or "this worker was drained")
-            case line_messages.JobDone(step):
+            case messages.Finished(step):
                 self._job_done(step)
-            case line_messages.CaughtOut():
+            case SessionReplaced():
                 if self._member.held is None:
                     raise OrphanedError("the training state is lost, and this worker's own state was half changed")
                 _log.warning("this worker was declared lost; it rejoins with the state %s", self._member.held)
                 self._come_back()
-            case line_messages.Runs(_, members):
+            case messages.Running():
+                self._meeting_wait.line_runs(None)
+            case LineMembers(members):
                 self._meeting_wait.line_runs(members)
-            case line_messages.ReachResult(members, troubles):
+            case ReachResult(members, troubles):
                 self._meeting_wait.tried(members, troubles)
-            case line_messages.Waits(reason):
+            case messages.Waiting(reason):
                 self._meeting_wait.waits_for(reason)
-            case line_messages.Lost(error):
+            case SessionOver(error):
                 raise error
 
-    def _enter_view(self, view: line_messages.ViewCame) -> None:
+    def _enter_view(self, view: messages.ViewFormed, mesh: Mesh | None) -> None:
         if view.generation <= self._member.generation:
             return
-        world = len(view.mesh.peers) if view.mesh is not None else 0
-        order = self._member.formed(MemberView(view.generation, view.rank, view.base, view.newcomers, world or 1))
-        if view.mesh is None:
+        world = len(mesh.peers) if mesh is not None else 0
+        newcomers = frozenset(view.newcomers)
+        order = self._member.formed(MemberView(view.generation, view.rank, view.base, newcomers, world or 1))
+        if mesh is None:
             self._say(self._member.meet())
             return
-        self._coordinator.move(view.mesh)
-        self._recovery.learn([Holder(peer, (WHOLE,)) for peer in view.mesh.peers if peer.rank not in view.newcomers])
+        self._coordinator.move(mesh)
+        self._recovery.learn([Holder(peer, (WHOLE,)) for peer in mesh.peers if peer.rank not in newcomers])
         self._meeting_wait.view_came()
         if view.lost and view.lost != self._told_lost:
             self._told_lost = view.lost

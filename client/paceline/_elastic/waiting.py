@@ -16,10 +16,11 @@ from paceline._base.waits import SLICE
 from paceline._elastic.coordination import JobCoordinator
 from paceline._links.base import Peer
 from paceline._links.fault import Suspicion
+from paceline._session.inbox import InboxMessage, News, SessionOver
 from paceline._session.launcher_pipe import tell_once
-from paceline._session.line_messages import JobDone, LineMessage, Lost, News
 from paceline.errors import Dismissed
 from paceline_protocol import Meet, MemberState, Phase
+from paceline_protocol.messages import Finished
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 _log = logging.getLogger("paceline.elastic")
@@ -143,7 +144,7 @@ class MeetingWait:
         self._say(self._member.meet())
 
 
-def await_finish(coordinator: JobCoordinator) -> LineMessage | None:
+def await_finish(coordinator: JobCoordinator) -> InboxMessage | None:
     """Waits until the coordinator knows that the job is done, so that it can tell late comers; gives up after a while.
 
     Returns:
@@ -153,9 +154,9 @@ def await_finish(coordinator: JobCoordinator) -> LineMessage | None:
     deadline = time.monotonic() + coordinator.config.failure_timeout
     while (left := deadline - time.monotonic()) > 0:
         message = coordinator.inbox.get(min(left, SLICE))
-        if isinstance(message, JobDone):
+        if isinstance(message, Finished):
             return None
-        if isinstance(message, Lost):
+        if isinstance(message, SessionOver):
             break
         if message is not None and not isinstance(message, News):
             return message

@@ -30,6 +30,8 @@ from paceline._session.connection import CoordinatorChannel, SessionStream, chec
 from paceline.config import Config
 from paceline.credentials import Credentials
 from paceline_protocol import Counters
+from paceline_protocol.messages import Message, Spare, ViewFormed
+from paceline_protocol.translation import read_message
 from pacelinepb import MOST_KINDS
 from pacelinepb.remarks import Remarks
 from pacelinepb.v1 import session_pb2 as pb
@@ -323,33 +325,25 @@ class ControlStream:
             await asyncio.sleep(interval)
             self.beat()
 
-    def _dispatch(self, message: pb.SessionResponse) -> None:
-        kind = message.WhichOneof("event")
-        if kind == "view_formed":
-            self.generation = message.view_formed.generation
-            self._listener.on_view(message.view_formed)
-        elif kind == "verdict":
-            self._listener.on_verdict(message.verdict)
-        elif kind == "waiting":
-            self._listener.on_waiting(message.waiting.reason)
-        elif kind == "barrier_passed":
-            self._listener.on_barrier(message.barrier_passed.call, None)
-        elif kind == "barrier_failed":
-            self._listener.on_barrier(message.barrier_failed.call, message.barrier_failed)
-        elif kind == "new_door_secret":
-            assert self.registered is not None
-            self.registered.door_secret = message.new_door_secret.door_secret
-            self._listener.on_registered()
-        elif kind == "asked":
-            self._listener.on_asked(message.asked)
-        elif kind == "left":
-            self._left.set()
-            if not self._leaving:
-                self._listener.on_closed()
-        else:
-            if kind == "spare":
-                self.generation = max(self.generation, message.spare.generation)
-            self._listener.on_line(message)
+    def _dispatch(self, response: pb.SessionResponse) -> None:
+        match response.WhichOneof("event"):
+            case "new_door_secret":
+                assert self.registered is not None
+                self.registered.door_secret = response.new_door_secret.door_secret
+                self._listener.on_registered()
+            case "asked":
+                self._listener.on_asked(response.asked)
+            case "left":
+                self._left.set()
+                if not self._leaving:
+                    self._listener.on_closed()
+        message = read_message(response)
+        if isinstance(message, ViewFormed):
+            self.generation = message.generation
+        elif isinstance(message, Spare):
+            self.generation = max(self.generation, message.generation)
+        if message is not None:
+            self._listener.on_message(message)
 
     def _resume_request(self) -> pb.SessionRequest:
         assert self.registered is not None
@@ -589,17 +583,8 @@ class ControlListener(Protocol):
     def on_registered(self) -> None:
         """Is called when `registered` is set or has changed: after each connection, and when a line has ended."""
 
-    def on_waiting(self, reason: str) -> None:
-        """Is called while there is no view yet, with the reason."""
-
-    def on_view(self, view: pb.ViewFormed) -> None:
-        """Is called when a view has formed."""
-
-    def on_verdict(self, verdict: pb.Verdict) -> None:
-        """Is called when the coordinator has ended a generation."""
-
-    def on_barrier(self, call: int, failed: pb.BarrierFailed | None) -> None:
-        """Is called when a barrier was passed, or has failed."""
+    def on_message(self, message: Message) -> None:
+        """Is called with each message of the coordinator about training."""
 
     def on_ended(self, error: errors.PacelineError) -> None:
         """Is called when the session is over for good."""
@@ -631,6 +616,3 @@ class ControlListener(Protocol):
 
     def on_asked(self, asked: pb.Asked) -> None:
         """Is called when an operator asks this member something."""
-
-    def on_line(self, message: pb.SessionResponse) -> None:
-        """A message about the line arrived: running, summons, catch_up, mismatch, drain, dismissed or finished."""

@@ -21,7 +21,7 @@ from paceline._base.addresses import CoordinatorAddresses, is_exhausted, parse_e
 from paceline._base.proofs import DoorKey
 from paceline._base.waits import LoopThread, Outcome
 from paceline._group import Group
-from paceline._links.fault import Suspicion, error_of, read_verdict
+from paceline._links.fault import Suspicion, error_of
 from paceline._links.grpc_door import Door
 from paceline._links.grpc_knock import Knocker
 from paceline._links.grpc_mesh import GrpcMesh
@@ -33,14 +33,16 @@ from paceline._session.control import ControlStream, heartbeat
 from paceline._session.flight import FlightLog, flight_directory
 from paceline._session.generations import Generations
 from paceline._session.identity import JoinRequest
+from paceline._session.inbox import MemberInbox, SessionOver, SessionReplaced, ViewLinked
 from paceline._session.launcher_pipe import tell_launcher
-from paceline._session.line_messages import CaughtOut, LineClient, Lost, MemberInbox, ViewCame, Waits
+from paceline._session.line_client import LineClient
 from paceline._session.stack_file import JobMark, keep_stack_file
 from paceline._session.store import CoordinatorStore
 from paceline._session.whereabouts import Sockets, Whereabouts
 from paceline.config import Config, checked_timeout
 from paceline.credentials import Credentials
-from paceline_protocol import Counters, Tag
+from paceline_protocol import Counters, Verdict
+from paceline_protocol.messages import BarrierFailed, BarrierPassed, Message, ViewFormed, Waiting
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1 import store_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -201,7 +203,7 @@ class MemberConnection:
         Args:
             cause: this member's own error in words, for the others; empty for an orderly end.
         """
-        self.inbox.put(Lost(errors.SessionClosed("this member has left the job")))
+        self.inbox.put(SessionOver(errors.SessionClosed("this member has left the job")))
         mesh = self._generations.mesh
         # A coordinator that lives in one of the members may have failed together with a failed generation.
         doubted = not self._coordinator_returns and mesh is not None and mesh.fault.failed
@@ -333,36 +335,36 @@ class MemberConnection:
             await self._door.close()
         self._sockets.forget()
 
-    def on_waiting(self, reason: str) -> None:
+    def on_message(self, message: Message) -> None:
         """See `ControlListener`."""
-        if reason == self._reason:
+        match message:
+            case Waiting():
+                self._wait_for(message)
+            case ViewFormed():
+                self.line.forget_meeting()
+                self._generations.formed(message.generation)
+                self._start(self._adopt(message))
+            case Verdict():
+                if not self._generations.settle(message):
+                    self._fail_join(error_of(message))
+            case BarrierPassed() | BarrierFailed():
+                self._barriers.answer(message)
+            case _:
+                self.line.hear(message)
+
+    def _wait_for(self, message: Waiting) -> None:
+        if message.reason == self._reason:
             return
-        self.inbox.put(Waits(reason))
-        _log.info("job %r: %s", self.job, reason)
-        self._reason = reason
+        self.inbox.put(message)
+        _log.info("job %r: %s", self.job, message.reason)
+        self._reason = message.reason
         if time.monotonic() - self._opened > _PATIENT:
             self._tell_waiting()
-
-    def on_view(self, view: pb.ViewFormed) -> None:
-        """See `ControlListener`."""
-        self.line.forget_meeting()
-        self._generations.formed(view.generation)
-        self._start(self._adopt(view))
-
-    def on_verdict(self, verdict: pb.Verdict) -> None:
-        """See `ControlListener`."""
-        word = read_verdict(verdict)
-        if not self._generations.settle(word):
-            self._fail_join(error_of(word))
-
-    def on_barrier(self, call: int, failed: pb.BarrierFailed | None) -> None:
-        """See `ControlListener`."""
-        self._barriers.answer(call, failed)
 
     def on_ended(self, error: errors.PacelineError) -> None:
         """See `ControlListener`: the coordinator has ended the session, or it cannot be reached any more."""
         self._barriers.fail(error)
-        self.inbox.put(Lost(error))
+        self.inbox.put(SessionOver(error))
         if not self._joined.done():
             self._fail_join(error)
         elif isinstance(error, errors.OrphanedError):
@@ -377,7 +379,7 @@ class MemberConnection:
         text = f"the coordinator at {self._coordinators} has ended for good, with the process that ran it"
         error = errors.OrphanedError(text if self._joined.done() else f"{text}; before that: {self._reason}")
         self._barriers.fail(error)
-        self.inbox.put(Lost(error))
+        self.inbox.put(SessionOver(error))
         self._fail_join(error)
         if self._generations.mesh is not None:
             self.store.close()
@@ -387,12 +389,12 @@ class MemberConnection:
         """See `ControlListener`: tells the others, and ends every wait of this member with the error."""
         self._end_with(error)
 
-    def _end_with(self, error: BaseException, view: pb.ViewFormed | None = None) -> None:
+    def _end_with(self, error: BaseException, view: ViewFormed | None = None) -> None:
         if self._closed or self._broken:
             return
         self._broken = True
         self._generations.broke(error, view)
-        self.inbox.put(Lost(error))
+        self.inbox.put(SessionOver(error))
         self._barriers.fail(error)
         self._fail_join(error)
 
@@ -420,7 +422,7 @@ class MemberConnection:
         if self._generations.mesh is not None:
             text = "the session has ended: this member was declared lost while it could not be reached"
             self._generations.outdate(text)
-            self.inbox.put(CaughtOut())
+            self.inbox.put(SessionReplaced())
 
     async def on_away(self, timeout: float) -> str:
         """See `ControlListener`: breaks links to an address that has gone, since waits on them would not end."""
@@ -436,10 +438,6 @@ class MemberConnection:
         if self._generations.mesh is None:
             return whole_record(None, {"job": self.job, "member_id": self.member_id})
         return whole_record(self.group.recorder, self._describe())
-
-    def on_line(self, message: pb.SessionResponse) -> None:
-        """See `ControlListener`."""
-        self.line.hear(message)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -459,7 +457,7 @@ class MemberConnection:
         if not self._joined.done():
             self._enter(NoMesh(reason, self._door.kinds))
 
-    async def _adopt(self, view: pb.ViewFormed) -> None:
+    async def _adopt(self, view: ViewFormed) -> None:
         """Makes the links of a view. In `join` the group begins with them; later the training thread moves it there."""
         try:
             await self._make_links(view)
@@ -467,11 +465,13 @@ class MemberConnection:
             _log.exception("job %r: the links of generation %d could not be created", self.job, view.generation)
             self._end_with(error, view)
 
-    async def _make_links(self, view: pb.ViewFormed) -> None:
+    async def _make_links(self, view: ViewFormed) -> None:
         assert self._control is not None
         member_id, mesh = self.member_id, None
         try:
-            peers = await self.line.members.fetch(self._control.channel, self.job, view, self._config.call_timeout)
+            peers = await self.line.members.fetch(
+                self._control.channel, self.job, view.members, self._config.call_timeout
+            )
             self._sockets.dial([*self._coordinators, *(parse_endpoint(peer.address) for peer in peers)])
         except Exception as error:  # `join` must raise it, whatever it is
             if is_exhausted(error):
@@ -488,17 +488,15 @@ class MemberConnection:
                 return
             mesh = self._generations.make(view, peers)
             self._door.enter(mesh)
-            facts = {"job": self.job, "rank": view.rank, "world_size": view.world_size, "generation": view.generation}
+            facts = {"job": self.job, "rank": view.rank, "world_size": mesh.size, "generation": view.generation}
             tell_launcher("view", {**facts, "pid": os.getpid()})
-            _log.info("job %r: rank %d of %d in generation %d", self.job, view.rank, view.world_size, view.generation)
+            _log.info("job %r: rank %d of %d in generation %d", self.job, view.rank, mesh.size, view.generation)
         if not self._joined.done():
             if mesh is not None:
                 self._enter(mesh)
             return
         self._generations.coming = mesh
-        base = Tag(view.base.generation, view.base.step) if view.HasField("base") else None
-        newcomers = frozenset(view.newcomers)
-        self.inbox.put(ViewCame(view.generation, view.rank, base, newcomers, mesh, member_id, view.lost))
+        self.inbox.put(ViewLinked(view, mesh, member_id))
 
     def _enter(self, mesh: GrpcMesh | NoMesh) -> None:
         """Lets `join` return; the group begins here."""

@@ -17,10 +17,11 @@ from paceline._group import Group
 from paceline._links.base import Peer
 from paceline._links.fault import Suspicion
 from paceline._links.local import local_meshes
-from paceline._session.line_messages import CaughtOut, ReachResult, ViewCame
+from paceline._session.inbox import ReachResult, SessionReplaced, ViewLinked
 from paceline.config import Config
 from paceline.errors import StepVoid
 from paceline_protocol import Meet, MemberState, Phase, Tag
+from paceline_protocol.messages import MemberList, ViewFormed
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 
@@ -56,9 +57,10 @@ def line_that_holds(held: Tag, **parts: Any) -> tuple[TwoPort, TrainingLoop, Any
 
 def view(
     port: TwoPort, generation: int, base: Tag, member_id: str, newcomers: frozenset[int] = frozenset()
-) -> ViewCame:
+) -> ViewLinked:
     port.meshes[0].generation = port.meshes[0].fault.generation = generation
-    return ViewCame(generation, 0, base, newcomers, port.meshes[0], member_id)
+    formed = ViewFormed(MemberList(generation, 2), 0, base, tuple(sorted(newcomers)))
+    return ViewLinked(formed, port.meshes[0], member_id)
 
 
 def test_a_member_that_refuses_a_view_tells_the_others() -> None:
@@ -91,7 +93,7 @@ def test_a_view_that_formed_with_the_former_member_is_ignored() -> None:
     port, line, place = line_that_holds(Tag(2, 7))
     late = view(port, 3, Tag(2, 7), "former")
     port.id = "new"
-    line._read(CaughtOut())
+    line._read(SessionReplaced())
     line._read(late)
     assert place.generation == 0, "it is a candidate, and what it says is to be heard"
 

@@ -17,9 +17,10 @@ from paceline._elastic.steps import make_loop, run_steps
 from paceline._group import Group
 from paceline._links.base import Peer
 from paceline._links.local import next_meshes
-from paceline._session.line_messages import ViewCame
+from paceline._session.inbox import ViewLinked
 from paceline.config import Config
 from paceline_protocol import Meet, Tag
+from paceline_protocol.messages import MemberList, ViewFormed
 from support.parts import local_mesh, world_of
 
 BASE = Tag(4, 6)
@@ -43,7 +44,8 @@ class NewcomersPort(NullCoordinator):
         self.came_in = True
         (mesh,) = next_meshes([local_mesh(self.group.mesh)])
         mesh.generation = 5
-        self.inbox.put(ViewCame(5, 0, BASE, frozenset([0]), mesh, self.member_id))
+        view = ViewFormed(MemberList(5, 1), 0, BASE, newcomers=(0,))
+        self.inbox.put(ViewLinked(view, mesh, self.member_id))
 
     def take(self, tag: Tag, donors: Sequence[Peer], own: Content) -> Content:
         assert tag == BASE
