@@ -36,7 +36,7 @@ from paceline._base import waits as _wait
 from paceline._base import work as _work
 from paceline._base.addresses import CoordinatorAddresses
 from paceline._collectives import engine, exchange
-from paceline._elastic import coordination, recovery, saver, session, steps, waiting
+from paceline._elastic import job_line, recovery, saver, session, steps, waiting
 from paceline._group import group as real_group
 from paceline._group import group_core
 from paceline._links import fault
@@ -238,7 +238,7 @@ def _for_real_groups(time: SimulatedTime) -> list[tuple[Any, str, Any]]:
         (steps, "machine_words", dict),  # they take longer than all else; and all run on one machine
         (member, "Group", LinkedGroup),
         (generations, "GrpcMesh", LinkedMesh),
-        (coordination, "GrpcMesh", LinkedMesh),
+        (job_line, "GrpcMesh", LinkedMesh),
     ]
 
 
@@ -287,11 +287,11 @@ def installed(world: World) -> Iterator[None]:
         (identity, "socket", world.proc),
         (identity, "Path", world.proc.open),
         (generations, "GrpcMesh", Mesh),
-        (coordination, "GrpcMesh", Mesh),
-        (coordination, "take_state", peers.take_state),
-        (coordination, "take_shards", peers.take_shards),
-        (coordination, "out_of_reach", peers.out_of_reach),
-        (coordination, "get_manifest", peers.get_manifest),
+        (job_line, "GrpcMesh", Mesh),
+        (job_line, "take_state", peers.take_state),
+        (job_line, "take_shards", peers.take_shards),
+        (job_line, "out_of_reach", peers.out_of_reach),
+        (job_line, "get_manifest", peers.get_manifest),
         (session, "atexit", SimpleNamespace(register=lambda _: None, unregister=lambda _: None)),
         (
             dispatcher,

@@ -70,7 +70,7 @@ def test_the_line_is_finished_while_its_last_checkpoint_is_written(monkeypatch: 
     honest = TrainingLoop.close
 
     def close(line: TrainingLoop) -> None:
-        line._coordinator.finish(line._total)
+        line._job_line.finish(line._total)
         honest(line)
 
     monkeypatch.setattr(TrainingLoop, "close", close)
@@ -106,14 +106,14 @@ def test_a_member_that_refuses_a_view_tells_nobody(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_view_is_entered_that_came_for_the_former_member(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = TrainingLoop._read
+    honest = TrainingLoop._handle
 
     def read(line: TrainingLoop, message: InboxMessage) -> None:
-        mine = line._coordinator.member_id
+        mine = line._job_line.member_id
         renamed = replace(message, member_id=mine) if isinstance(message, ViewLinked) else message
         honest(line, renamed)
 
-    monkeypatch.setattr(TrainingLoop, "_read", read)
+    monkeypatch.setattr(TrainingLoop, "_handle", read)
     assert found(400, replace(LATE, step_timeout=600.0), first=435).startswith("liveness")
 
 

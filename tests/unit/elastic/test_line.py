@@ -10,7 +10,7 @@ import pytest
 
 import paceline
 from paceline._elastic.attempts import MAX_ATTEMPTS
-from paceline._elastic.coordination import NullCoordinator
+from paceline._elastic.job_line import SoloLine
 from paceline._elastic.saver import Saver
 from paceline._elastic.training_loop import TrainingLoop
 from paceline._group import Group
@@ -25,7 +25,7 @@ from paceline_protocol.messages import MemberList, ViewFormed
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 
-class TwoPort(NullCoordinator):
+class TwoPort(SoloLine):
     """A member of a world of two whose coordinator is the test; remembers what it says."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ def test_a_member_that_refuses_a_view_tells_the_others() -> None:
     port, line, place = line_that_holds(Tag(2, 7))
     suspicions: list[Suspicion] = []
     port.meshes[0].fault.on_suspicion(suspicions.append)
-    line._read(view(port, 3, Tag(2, 5), "former"))
+    line._handle(view(port, 3, Tag(2, 5), "former"))
     assert place.phase is Phase.MEETING
     assert [(meet.generation, meet.tag) for meet in port.said] == [(3, Tag(2, 7))]
     (suspicion,) = suspicions
@@ -82,10 +82,10 @@ def test_generations_that_fail_before_their_first_step_are_counted() -> None:
     for generation in range(3, 3 + MAX_ATTEMPTS):
         came = view(port, generation, Tag(2, 7), "former")
         port.meshes[0].fault.suspect(Suspicion(ErrorReason.ERROR_REASON_VERSION, 1, 0, "its door does not open"))
-        line._read(came)
+        line._handle(came)
         assert place.phase is Phase.MEETING
     with pytest.raises(StepVoid, match=r"step 1 failed 5 times in a row: .*its door does not open"):
-        line._read(view(port, 3 + MAX_ATTEMPTS, Tag(2, 7), "former"))
+        line._handle(view(port, 3 + MAX_ATTEMPTS, Tag(2, 7), "former"))
 
 
 def test_a_view_that_formed_with_the_former_member_is_ignored() -> None:
@@ -93,8 +93,8 @@ def test_a_view_that_formed_with_the_former_member_is_ignored() -> None:
     port, line, place = line_that_holds(Tag(2, 7))
     late = view(port, 3, Tag(2, 7), "former")
     port.id = "new"
-    line._read(SessionReplaced())
-    line._read(late)
+    line._handle(SessionReplaced())
+    line._handle(late)
     assert place.generation == 0, "it is a candidate, and what it says is to be heard"
 
 
@@ -105,5 +105,5 @@ def test_a_newcomer_keeps_no_sums_of_parts(newcomers: frozenset[int]) -> None:
     port, line, _ = line_that_holds(base, sampler=paceline.ElasticSampler(8, global_batch=4, parts=2))
     assert line._kept_parts is not None
     line._kept_parts._base, line._kept_parts._nodes = base, ((0, 1),)
-    line._read(view(port, 3, base, "former", newcomers | {1}))
+    line._handle(view(port, 3, base, "former", newcomers | {1}))
     assert line._kept_parts.nodes() == (() if newcomers else ((0, 1),))

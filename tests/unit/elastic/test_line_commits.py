@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paceline import checkpoint
-from paceline._elastic.coordination import NullCoordinator
+from paceline._elastic.job_line import SoloLine
 from paceline._elastic.offer import Content
 from paceline._elastic.state import TrainState
 from paceline._elastic.steps import make_loop, run_steps
@@ -32,7 +32,7 @@ def state_at(step: int, value: float) -> TrainState:
     return state
 
 
-class NewcomersPort(NullCoordinator):
+class NewcomersPort(SoloLine):
     """The first view has this member as a newcomer to a line that is at step 6; others give it that state."""
 
     came_in = False
@@ -52,7 +52,7 @@ class NewcomersPort(NullCoordinator):
         return state_at(6, 60.0).offered()
 
 
-class WatchedPort(NullCoordinator):
+class WatchedPort(SoloLine):
     """Looks at the disk when the coordinator is told that the line is done."""
 
     def __init__(self, group: Group, directory: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from paceline._elastic import coordination
-from paceline._elastic.coordination import RemoteCoordinator
+from paceline._elastic import job_line
+from paceline._elastic.job_line import JobLine
 from paceline._links.base import Peer
 from paceline._session.inbox import MemberInbox, ReachResult
 from paceline.config import Config
@@ -38,7 +38,7 @@ class Connection:
 @pytest.mark.parametrize("node_size", [1, 0])
 def test_a_candidate_that_has_yet_to_show_its_links_says_so(node_size: int) -> None:
     connection = Connection()
-    of_port = RemoteCoordinator(connection, Config())  # type: ignore[arg-type]
+    of_port = JobLine(connection, Config())  # type: ignore[arg-type]
     meet = Meet(0, Tag(2, 5), False, leaving=True, node_size=node_size, unproven=True)
     of_port.meet(meet)
     assert [write_meet(said).unproven for said in connection.said] == [True]
@@ -56,9 +56,9 @@ def test_a_try_is_given_up_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> 
                 await asyncio.Event().wait()  # it does not answer
             return []
 
-        monkeypatch.setattr(coordination, "out_of_reach", out_of_reach)
+        monkeypatch.setattr(job_line, "out_of_reach", out_of_reach)
         connection = Connection()
-        of_port = RemoteCoordinator(connection, Config())  # type: ignore[arg-type]
+        of_port = JobLine(connection, Config())  # type: ignore[arg-type]
         of_port.try_to_reach([ONE, TWO])
         await began.wait()
         of_port.try_to_reach([ONE])

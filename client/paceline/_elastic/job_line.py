@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import asyncio
 from collections.abc import Sequence
 
@@ -21,8 +20,12 @@ from paceline_protocol import Meet, Tag
 from paceline_protocol.messages import CatchUp, Dismissed, Finished, MemberList, ViewFormed
 
 
-class JobCoordinator(abc.ABC):
+class JobLine:
     """The part of a session that the steps use.
+
+    Args:
+        connection: the session.
+        config: timeouts.
 
     Attributes:
         job: name of the job.
@@ -31,76 +34,6 @@ class JobCoordinator(abc.ABC):
         offered: the state that other members may fetch.
         config: timeouts.
     """
-
-    job: str
-    group: Group
-    inbox: MemberInbox
-    offered: OfferedState
-    config: Config
-
-    @property
-    @abc.abstractmethod
-    def member_id(self) -> str:
-        """This member's id, as others know it now."""
-
-    @abc.abstractmethod
-    def open(self) -> None:
-        """Tells the coordinator that training begins."""
-
-    @abc.abstractmethod
-    def meet(self, meet: Meet) -> None:
-        """Tells the coordinator that this member has stopped between steps and what state it holds."""
-
-    @abc.abstractmethod
-    def go_on(self) -> None:
-        """Stops repeating the last `meet`, for instance after a reconnect: this member goes on."""
-
-    @abc.abstractmethod
-    def finish(self, step: int) -> None:
-        """Tells the coordinator that all steps are done; the answer arrives in `inbox`."""
-
-    @abc.abstractmethod
-    def move(self, mesh: Mesh) -> None:
-        """Moves the group to the links of the next generation."""
-
-    @abc.abstractmethod
-    def word_completed(self, step: int) -> None:
-        """Notes the last step that every member has entered, for the next heartbeat."""
-
-    @abc.abstractmethod
-    def take(self, tag: Tag, donors: Sequence[Peer], own: Content) -> Content:
-        """Fetches a state that other members hold.
-
-        Raises:
-            LinkUnavailable: no member gave it.
-        """
-
-    @abc.abstractmethod
-    def take_shards(self, tag: Tag, holders: Sequence[Holder], plan: ReshardPlan) -> None:
-        """Fetches the shards that a plan needs of a state that other members hold in parts.
-
-        Raises:
-            LinkUnavailable: no member gave one of them.
-        """
-
-    @abc.abstractmethod
-    def try_to_reach(self, members: Sequence[Peer]) -> None:
-        """Starts to test whether this member and each of these can connect. `inbox` gets the `ReachResult`.
-
-        A test that already runs is given up.
-        """
-
-    @abc.abstractmethod
-    def manifest_of(self, donor: Peer) -> bytes:
-        """Fetches another member's manifest.
-
-        Raises:
-            PacelineError: the member did not give it.
-        """
-
-
-class RemoteCoordinator(JobCoordinator):
-    """A session with a coordinator."""
 
     def __init__(self, connection: MemberConnection, config: Config) -> None:
         self.job = connection.job
@@ -114,37 +47,41 @@ class RemoteCoordinator(JobCoordinator):
 
     @property
     def member_id(self) -> str:
-        """See `JobCoordinator.member_id`."""
+        """This member's id, as others know it now."""
         return self._connection.member_id
 
     def open(self) -> None:
-        """See `JobCoordinator.open`."""
+        """Tells the coordinator that training begins."""
         self._connection.start_line(self.offered)
 
     def meet(self, meet: Meet) -> None:
-        """See `JobCoordinator.meet`."""
+        """Tells the coordinator that this member has stopped between steps and what state it holds."""
         self._connection.line.meet(meet)
 
     def go_on(self) -> None:
-        """See `JobCoordinator.go_on`."""
+        """Stops repeating the last `meet`, for instance after a reconnect: this member goes on."""
         self._connection.line.go_on()
 
     def finish(self, step: int) -> None:
-        """See `JobCoordinator.finish`."""
+        """Tells the coordinator that all steps are done; the answer arrives in `inbox`."""
         self._connection.line.finish(self.group.generation, step)
 
     def move(self, mesh: Mesh) -> None:
-        """See `JobCoordinator.move`."""
+        """Moves the group to the links of the next generation."""
         assert isinstance(mesh, GrpcMesh)
         self._connection.move(mesh)
 
     def word_completed(self, step: int) -> None:
-        """See `JobCoordinator.word_completed`."""
+        """Notes the last step that every member has entered, for the next heartbeat."""
         self._connection.line.word_completed(step)
-        self._connection.group.recorder.step(self.group.generation, step)
+        self.group.recorder.step(self.group.generation, step)
 
     def take(self, tag: Tag, donors: Sequence[Peer], own: Content) -> Content:
-        """See `JobCoordinator.take`."""
+        """Fetches a state that other members hold.
+
+        Raises:
+            LinkUnavailable: no member gave it.
+        """
         counters = self.group.counters
         with counters.fetching_state():
             return self._connection.run(
@@ -152,7 +89,11 @@ class RemoteCoordinator(JobCoordinator):
             )
 
     def take_shards(self, tag: Tag, holders: Sequence[Holder], plan: ReshardPlan) -> None:
-        """See `JobCoordinator.take_shards`."""
+        """Fetches the shards that a plan needs of a state that other members hold in parts.
+
+        Raises:
+            LinkUnavailable: no member gave one of them.
+        """
         counters = self.group.counters
         with counters.fetching_state():
             self._connection.run(
@@ -160,7 +101,10 @@ class RemoteCoordinator(JobCoordinator):
             )
 
     def try_to_reach(self, members: Sequence[Peer]) -> None:
-        """See `JobCoordinator.try_to_reach`."""
+        """Starts to test whether this member and each of these can connect. `inbox` gets the `ReachResult`.
+
+        A test that already runs is given up.
+        """
 
         async def ask() -> None:
             if self._trying is not None:
@@ -172,12 +116,16 @@ class RemoteCoordinator(JobCoordinator):
         self._connection.begin(ask)
 
     def manifest_of(self, donor: Peer) -> bytes:
-        """See `JobCoordinator.manifest_of`."""
+        """Fetches another member's manifest.
+
+        Raises:
+            PacelineError: the member did not give it.
+        """
         return self._connection.run(get_manifest(self.job, donor, *self._how))
 
 
-class NullCoordinator(JobCoordinator):
-    """Stands in for the coordinator in a world of one: it answers every call at once, as a coordinator would."""
+class SoloLine(JobLine):
+    """The line of a world of one: it answers every call at once, as a coordinator would."""
 
     def __init__(self, job: str, group: Group, config: Config) -> None:
         self.job = job
@@ -188,14 +136,14 @@ class NullCoordinator(JobCoordinator):
 
     @property
     def member_id(self) -> str:
-        """See `JobCoordinator.member_id`; empty, since there are no other members."""
+        """Empty: there are no other members."""
         return ""
 
     def open(self) -> None:
-        """See `JobCoordinator.open`."""
+        """Does nothing."""
 
     def meet(self, meet: Meet) -> None:
-        """See `JobCoordinator.meet`."""
+        """Lets this member go, read its checkpoint, or go on in the next generation."""
         if meet.leaving:
             self.inbox.put(Dismissed(last=True))
             return
@@ -211,31 +159,23 @@ class NullCoordinator(JobCoordinator):
         self.inbox.put(ViewLinked(view, following, self.member_id))
 
     def go_on(self) -> None:
-        """See `JobCoordinator.go_on`; does nothing, since no message is ever repeated."""
+        """Does nothing: no message is ever repeated."""
 
     def finish(self, step: int) -> None:
-        """See `JobCoordinator.finish`."""
+        """Says at once that the job is done."""
         self.inbox.put(Finished(step))
 
     def move(self, mesh: Mesh) -> None:
-        """See `JobCoordinator.move`."""
+        """Moves the group."""
         self.group.move(mesh)
 
     def word_completed(self, step: int) -> None:
-        """See `JobCoordinator.word_completed`."""
+        """Does nothing."""
 
     def take(self, tag: Tag, donors: Sequence[Peer], own: Content) -> Content:
-        """See `JobCoordinator.take`; always raises, since there are no other members."""
+        """Always raises: no other member holds a state."""
         raise LinkUnavailable("this job has a single worker: no other member holds a state")
 
     def take_shards(self, tag: Tag, holders: Sequence[Holder], plan: ReshardPlan) -> None:
-        """See `JobCoordinator.take_shards`; always raises, since there are no other members."""
+        """Always raises: no other member holds a state."""
         raise LinkUnavailable("this job has a single worker: no other member holds a state")
-
-    def try_to_reach(self, members: Sequence[Peer]) -> None:
-        """See `JobCoordinator.try_to_reach`; never called, since there are no other members."""
-        raise AssertionError("this job has a single worker: there is no member to reach")
-
-    def manifest_of(self, donor: Peer) -> bytes:
-        """See `JobCoordinator.manifest_of`; never called, since there are no other members."""
-        raise AssertionError("this job has a single worker: there is no manifest to compare with")
