@@ -40,7 +40,7 @@ from paceline._elastic import job_line, recovery, saver, session, steps, waiting
 from paceline._group import group as real_group
 from paceline._group import group_core
 from paceline._links import fault
-from paceline._session import control, generations, identity, inbox, line_client, member, view
+from paceline._session import control, first_view, generations, identity, inbox, joining, line_client, member, view
 from paceline_protocol import Process as Identity
 from paceline_protocol.coordinator import Session
 from paceline_protocol.messages import MemberList
@@ -250,7 +250,7 @@ def installed(world: World) -> Iterator[None]:
     names: list[tuple[Any, str, Any]] = [
         *(
             (module, "time", time)
-            for module in (fault, waiting, recovery, saver, line_client, control, member, session)
+            for module in (fault, waiting, recovery, saver, line_client, control, member, first_view, joining, session)
         ),
         (_wait.Latch, "wait", _wait_for),
         (_wait.Latch, "set", _set),
@@ -272,10 +272,11 @@ def installed(world: World) -> Iterator[None]:
         (member, "Door", lambda *_: _Door(current().process)),
         (member, "Sockets", lambda *_: _Sockets()),
         (member, "Whereabouts", lambda *_: _Whereabouts(current().process.name)),
-        (member, "FlightLog", lambda *_: _Flight()),
+        (joining, "FlightLog", lambda *_: _Flight()),
         (member, "CoordinatorStore", lambda *_: _Store()),
         (member, "Group", Group),
         (member, "tell_launcher", lambda *_: None),
+        (first_view, "tell_launcher", lambda *_: None),
         (view, "_fetch_pages", calls.fetch_pages),
         (view, "time", time),
         (

@@ -455,6 +455,8 @@ class CoordinatedSession(Session):
 
     def leave(self, cause: BaseException | None = None) -> None:
         """See `Session.leave`."""
+        from paceline._session.leaving import leave
+
         check_process()
         with self._leave_lock:
             if self._left:
@@ -468,7 +470,7 @@ class CoordinatedSession(Session):
         fault = self._connection.mesh.fault
         own = cause is not None and not isinstance(cause, SystemExit) and (fault.is_own or not fault.failed)
         try:
-            self._connection.close(f"{type(cause).__name__}: {cause}".rstrip(": ") if own else "")
+            leave(self._connection, f"{type(cause).__name__}: {cause}".rstrip(": ") if own else "")
         finally:
             self.after()
         _log.debug("left job %r in %.3f s", self.job, time.monotonic() - start)
