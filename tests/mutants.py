@@ -92,7 +92,7 @@ MUTANTS = (
     Mutant(
         "generations that fail before their first step are not counted",
         "client/paceline/_elastic/training_loop.py",
-        '        self._failures.begin(f"step {self._state.step + 1}", self._coordinator.group.mesh.peers)\n',
+        '        self._failures.begin(f"step {self._state.step + 1}", self._job_line.group.mesh.peers)\n',
         "",
         ("unit/elastic/test_line.py",),
     ),
@@ -774,7 +774,7 @@ MUTANTS = (
     ),
     Mutant(
         "the end of the line is not said again after a reconnect",
-        f"{SESSION}/line_messages.py",
+        f"{SESSION}/line_client.py",
         "(self._meet, self._finish) if",
         "(self._meet,) if",
         ("unit/session/test_line_side.py",),
@@ -783,8 +783,8 @@ MUTANTS = (
     Mutant(
         "a late view of the member that this worker was before is entered",
         f"{ELASTIC}/training_loop.py",
-        "case line_messages.ViewCame(member_id=member_id) if member_id != self._coordinator.member_id:",
-        "case line_messages.ViewCame(member_id=member_id) if member_id is None:",
+        "case ViewLinked(member_id=member_id) if member_id != self._job_line.member_id:",
+        "case ViewLinked(member_id=member_id) if member_id is None:",
         ("unit/elastic/test_line.py",),
     ),
     Mutant(
@@ -804,7 +804,7 @@ MUTANTS = (
     Mutant(
         "a member goes on in a generation that has failed because the coordinator is away",
         f"{ELASTIC}/waiting.py",
-        "if self.planned and not self._coordinator.group.mesh.fault.failed:",
+        "if self.planned and not self._job_line.group.mesh.fault.failed:",
         "if self.planned:",
         ("unit/elastic/test_waiting.py",),
     ),
@@ -834,7 +834,7 @@ MUTANTS = (
         "the job is done before its last checkpoint is written",
         f"{ELASTIC}/training_loop.py",
         "            self._saver.keep(self._member.held, self._state, group)\n        except",
-        "            self._coordinator.finish(self._total)\n"
+        "            self._job_line.finish(self._total)\n"
         "            self._saver.keep(self._member.held, self._state, group)\n        except",
         ("unit/elastic/test_line_commits.py",),
     ),

@@ -24,6 +24,7 @@ from paceline._base.work import Progress
 from paceline._elastic.session import CoordinatedSession
 from paceline._links.base import Peer
 from paceline._session.identity import JoinRequest
+from paceline._session.joining import Joining
 from paceline._session.member import MemberConnection
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
@@ -244,7 +245,7 @@ class Process:
     @property
     def window(self) -> _Window:
         """Who it is, at its door."""
-        return self.connection._door.window  # type: ignore[return-value]
+        return self.connection.door.window  # type: ignore[return-value]
 
     @property
     def offered(self) -> Any:
@@ -271,7 +272,7 @@ class Process:
 
     def believes(self, other: Process) -> bool:
         """True if it takes the other for a member of its job: proofs and their numbers are for the tests of the key."""
-        own, shown = self.connection._door_key, other.connection._door_key
+        own, shown = self.connection.door_key, other.connection.door_key
         return bool(own._secret) and own._secret == shown._secret
 
     def peer(self, rank: int = -1) -> Peer:
@@ -354,7 +355,7 @@ class Process:
             IN_THE_CLEAR,
         )
         current().park(world.delay(0.01, 0.3))  # imports
-        self.connection.open(1e6)
+        Joining(self.connection).join(1e6)
         directory = world.directory_of(self)
         with CoordinatedSession(self.connection, world.config) as session:
             self.session = session

@@ -184,3 +184,12 @@ def test_pages_that_everybody_opens_stay_short(page: str, words: int) -> None:
 
 def test_the_design_can_be_read_in_a_quarter_of_an_hour() -> None:
     assert len((ROOT / "DESIGN.md").read_text().split()) <= 4000
+
+
+def test_a_death_leads_through_files_that_are_there_and_at_most_32_of_them() -> None:
+    text = (ROOT / "docs/protocol.md").read_text().partition("### Through the code")[2].partition("## The rules")[0]
+    named = re.findall(r"[\w/]+\.py", text)
+    assert 0 < len(named) == len(set(named)) <= 32
+    folders = ("client/paceline", "server/paceline_server", "protocol/paceline_protocol")
+    there = [str(path) for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    assert not [name for name in named if not any(path.endswith(f"/{name}") for path in there)]

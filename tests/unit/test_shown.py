@@ -142,7 +142,7 @@ def test_work_shows_how_far_it_is() -> None:
 
 def test_a_view_shows_its_size_and_no_hash() -> None:
     token = bytes(range(32))
-    seat = Seat(0, "7", token, Process("host-a", 11, "node", 5), "host-a:1", 1)
+    seat = Seat(0, "7", Process("host-a", 11, "node", 5), "host-a:1", token, 1)
     view = View(3, JobSettings(1, 4, 3.0), explicit=False, seats=(seat,), versions=OURS)
     assert repr(view) == "<View generation 3, 1 member>"
 

@@ -23,7 +23,7 @@ from paceline._session.store import MemoryStore, Store
 from paceline.config import Config
 
 if TYPE_CHECKING:
-    from paceline._elastic.coordination import JobCoordinator
+    from paceline._elastic.job_line import JobLine
     from paceline._elastic.retry import Attempt
     from paceline._elastic.state import TrainState
     from paceline._elastic.step import Step
@@ -198,7 +198,7 @@ class Session(abc.ABC):
             )
         replay = Replay.of_environment(os.environ)
         self._line = make_loop(
-            self._port(),
+            self._job_line(),
             state,
             total if replay is None else replay.step,
             checkpoint_dir=checkpoint_dir,
@@ -312,7 +312,7 @@ class Session(abc.ABC):
         self._on_view.append(hear)
 
     @abc.abstractmethod
-    def _port(self) -> JobCoordinator:
+    def _job_line(self) -> JobLine:
         """Returns the part of this session that steps use."""
 
     @abc.abstractmethod
@@ -383,10 +383,10 @@ class SoloSession(Session):
         self._config = config
         self._on_commit, self._on_view = [], []
 
-    def _port(self) -> JobCoordinator:
-        from paceline._elastic.coordination import NullCoordinator
+    def _job_line(self) -> JobLine:
+        from paceline._elastic.job_line import SoloLine
 
-        return NullCoordinator(self.job, self.group, self._config)
+        return SoloLine(self.job, self.group, self._config)
 
     @property
     def members(self) -> Sequence[Peer]:
@@ -433,10 +433,10 @@ class CoordinatedSession(Session):
         tell_once(_log, text)
         return errors.Dismissed(text)
 
-    def _port(self) -> JobCoordinator:
-        from paceline._elastic.coordination import RemoteCoordinator
+    def _job_line(self) -> JobLine:
+        from paceline._elastic.job_line import JobLine
 
-        return RemoteCoordinator(self._connection, self._config)
+        return JobLine(self._connection, self._config)
 
     @property
     def members(self) -> Sequence[Peer]:
@@ -455,6 +455,8 @@ class CoordinatedSession(Session):
 
     def leave(self, cause: BaseException | None = None) -> None:
         """See `Session.leave`."""
+        from paceline._session.leaving import leave
+
         check_process()
         with self._leave_lock:
             if self._left:
@@ -468,7 +470,7 @@ class CoordinatedSession(Session):
         fault = self._connection.mesh.fault
         own = cause is not None and not isinstance(cause, SystemExit) and (fault.is_own or not fault.failed)
         try:
-            self._connection.close(f"{type(cause).__name__}: {cause}".rstrip(": ") if own else "")
+            leave(self._connection, f"{type(cause).__name__}: {cause}".rstrip(": ") if own else "")
         finally:
             self.after()
         _log.debug("left job %r in %.3f s", self.job, time.monotonic() - start)

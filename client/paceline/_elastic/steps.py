@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from paceline._base.uncaught import is_let_go, takers, users_place
-from paceline._elastic.coordination import JobCoordinator
+from paceline._elastic.job_line import JobLine
 from paceline._elastic.machine_bits import machine_words
 from paceline._elastic.receipts import EVERY, ReceiptBook
 from paceline._elastic.replay import SCRIPT, Replay
@@ -32,7 +32,7 @@ _SAME_S = 1.0
 
 
 def make_loop(
-    coordinator: JobCoordinator,
+    job_line: JobLine,
     state: TrainState,
     total: int,
     *,
@@ -59,14 +59,14 @@ def make_loop(
             "the training state is half changed: a step or a load was interrupted. Load a checkpoint with "
             "state.load_state_dict(...), or create its objects again"
         )
-    _check_parts(state, coordinator.group)
+    _check_parts(state, job_line.group)
     state.check_round_trip()
     check_complete(state)
     if replay is not None:
         saver: Saver = replay.saver
     else:
         kind = JointSaver if state.is_sharded else Saver
-        saver = kind(checkpoint_dir, checkpoint_every, coordinator.group.counters)
+        saver = kind(checkpoint_dir, checkpoint_every, job_line.group.counters)
     held = before.held_of(state) if before is not None else None
     stored = False
     if held is None and state.is_sharded:
@@ -95,7 +95,7 @@ def make_loop(
         settings |= {"checkpoint_dir": checkpoint_dir is not None, "checkpoint_every": checkpoint_every}
     manifest = state.manifest(**settings)
     loop = TrainingLoop(
-        coordinator,
+        job_line,
         state,
         total,
         seed,

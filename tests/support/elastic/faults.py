@@ -160,8 +160,10 @@ def abort(at: str, rank: int | None = None, step: int | None = None) -> Fault:
 
 def inflict(faults: Sequence[Fault], emit: Callable[..., None]) -> None:
     """Puts the faults that happen inside the library where they happen."""
+    if not faults:
+        return  # the library may be the last release, whose modules have other names
     from paceline._collectives.exchange import Exchange
-    from paceline._elastic.coordination import RemoteCoordinator
+    from paceline._elastic.job_line import JobLine
     from paceline._elastic.offer import Content, OfferedState
     from paceline._elastic.saver import Saver
     from paceline._elastic.state import TrainState
@@ -235,7 +237,7 @@ def inflict(faults: Sequence[Fault], emit: Callable[..., None]) -> None:
     _before(OfferedState, "pack", lambda *_: strike("giving_share"))
     _before(Content, "write", lambda *_: strike("taking"))
     _before(TrainState, "switch", lambda *_: strike("taking_share"))
-    _after(RemoteCoordinator, "meet", lambda port, _: port.group.generation > 1 and strike("meeting"))
+    _after(JobLine, "meet", lambda port, _: port.group.generation > 1 and strike("meeting"))
     _before(TrainingLoop, "close", lambda *_: strike("closing"))
     _before(Saver, "keep", lambda *_: strike("keeping"))
     _before(MemberConnection, "start_line", lambda *_: strike("joining"))
@@ -248,13 +250,13 @@ def flip(at: str, rank: int | None = None, step: int | None = None) -> Fault:
 
 def take_nothing() -> None:
     """Nobody gives this process any state, now or ever."""
-    from paceline._elastic.coordination import RemoteCoordinator
+    from paceline._elastic.job_line import JobLine
     from paceline.errors import LinkUnavailable
 
     def refuse(*_: Any) -> Any:
         raise LinkUnavailable("no member sent it, for a test")
 
-    RemoteCoordinator.take = RemoteCoordinator.take_shards = refuse  # type: ignore[method-assign]
+    JobLine.take = JobLine.take_shards = refuse  # type: ignore[method-assign]
 
 
 def _is_first(path: str) -> bool:
