@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 import paceline
-from paceline._collectives.part_plan import even_share
 from paceline._group.group_core import PartRecord, PartTurn
+from paceline._microbatch.rank_plan import even_plan
 
 KINDS = ("plain", "slices", "parts")
 
@@ -114,7 +114,7 @@ CASES: dict[str, Callable[[Any], Any]] = {"mlp": NumpyCase, "cnn": Cnn, "lm": Lm
 
 def step(kind: str, case: Any, group: Any, parts: int) -> None:
     """One step of one kind."""
-    batch, share = case.batch, even_share(group.rank, group.size, parts)
+    batch, share = case.batch, even_plan(group.rank, group.size, parts)
     record = PartRecord()
     case.optimizer.zero_grad()
     if kind == "plain":

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import pytest
 
-from paceline._collectives.part_plan import even_share
 from paceline._engines import catalogue
 from paceline._engines.data_engine import DataEngine, EngineFailed, EngineTimeout, EngineTraits, OnDevice
 from paceline._engines.engine_check import ENGINE_RULES, MakeEngines, check_engine, open_engines
 from paceline._group.group_core import PartTurn
 from paceline._links.base import Peer
+from paceline._microbatch.rank_plan import even_plan
 from paceline.config import Config
 from paceline.errors import LinkUnavailable, PacelineError, PeerLost, UnsupportedOp
 from paceline.testing import local_groups, next_generation, run_groups
@@ -517,7 +517,7 @@ def test_a_model_on_a_device_trains_as_over_links(dtype: str, config: Config, mo
 
 def test_parts_are_refused_with_a_way_out_that_helps(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     def compute(group: Any) -> None:
-        group.set_part(4, PartTurn(0, even_share(0, 1, 4)))
+        group.set_part(4, PartTurn(0, even_plan(0, 1, 4)))
         DDP(net(), group)(torch.ones(4, 20)).sum().backward()
 
     with pytest.raises(UnsupportedOp, match="models on a device cannot do parts yet"):

@@ -13,9 +13,9 @@ from torch import nn
 
 import paceline
 import paceline.torch
-from paceline._collectives.part_plan import even_share
 from paceline._group import Group
 from paceline._group.group_core import PartRecord, PartTurn
+from paceline._microbatch.rank_plan import even_plan
 from paceline.errors import StepOrderError, UnsupportedOp
 from paceline.testing import run_ranks
 
@@ -51,7 +51,7 @@ def train(group: Group, dtype: Any) -> str:
     ddp = paceline.torch.DDP(net, group, bucket_mb=1e-3)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     sampler = paceline.ElasticSampler(N, global_batch=BATCH, parts=V)
-    share = even_share(group.rank, group.size, V)
+    share = even_plan(group.rank, group.size, V)
     for _ in range(7):
         optimizer.zero_grad()
         record = PartRecord()
@@ -112,7 +112,7 @@ def test_one_loss_of_two_wrappers() -> None:
         first, second = (paceline.torch.DDP(net, group) for net in nets)
         first.prepare()
         second.prepare()
-        share = even_share(group.rank, group.size, 3)
+        share = even_plan(group.rank, group.size, 3)
         record = PartRecord()
         for number in share.numbers:
             group.set_part(3, PartTurn(number, share, record))

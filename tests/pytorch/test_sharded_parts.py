@@ -14,9 +14,9 @@ from torch import nn
 import paceline
 import paceline.torch
 from paceline import ShardingStrategy
-from paceline._collectives.part_plan import even_share
 from paceline._group import Group
 from paceline._group.group_core import PartRecord, PartTurn
+from paceline._microbatch.rank_plan import even_plan
 from paceline.testing import run_ranks
 
 pytestmark = [pytest.mark.torch]
@@ -76,7 +76,7 @@ def train(group: Group, how: Any, node: int | None, kind: str, optimizer_of: Any
     optimizer = optimizer_of(model.parameters())
     sampler = paceline.ElasticSampler(N, global_batch=BATCH, parts=V)
     state = paceline.TrainState(model=model, optimizer=optimizer, sampler=sampler)
-    share = even_share(group.rank, group.size, V)
+    share = even_plan(group.rank, group.size, V)
     for _ in range(3):
         optimizer.zero_grad()
         record = PartRecord()

@@ -17,8 +17,8 @@ from simulation.state import Spoiled
 from simulation.threads import current
 
 import paceline
-from paceline._collectives.part_tree import split_of
 from paceline._elastic.step_parts import part_seed
+from paceline._microbatch.sum_tree import split_of
 from paceline._parallel._parameter import Parameter
 from paceline_protocol import WHOLE, Share
 

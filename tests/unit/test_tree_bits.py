@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline._collectives.part_tree import joined, maximal_subtrees, part_range, split_of, subtrees_by_rank
 from paceline._group import Group
+from paceline._microbatch.sum_tree import joined, leaves_of, maximal_subtrees, split_of, subtrees_by_rank
 from paceline.errors import CollectiveMismatch, SizeMismatch, UnsupportedOp
 from paceline.testing import run_groups
 from support.collective_calls import BF16, bits, groups_by, quick, random_values, segments_of
@@ -30,7 +30,7 @@ def tree(leaves: list[Any], lo: int = 0, hi: int | None = None) -> Any:
 
 def terms_of(leaves: list[Any], rank: int, world: int) -> list[Any]:
     parts = len(leaves)
-    return [tree(leaves, *node).copy() for node in maximal_subtrees(*part_range(rank, world, parts), parts)]
+    return [tree(leaves, *node).copy() for node in maximal_subtrees(*leaves_of(rank, world, parts), parts)]
 
 
 @pytest.mark.parametrize("schedule", ["star", "direct"])

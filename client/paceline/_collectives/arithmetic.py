@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paceline._base.arrays import Array
-from paceline._collectives.part_tree import Node, merges
-from paceline._collectives.rows import SumOrder
+from paceline._collectives.rows import SumRule
+from paceline._microbatch.sum_tree import Node, merges
 from paceline.errors import UnsupportedOp
 
 _PIECE = 1 << 15
@@ -62,7 +62,7 @@ class Reduction(NamedTuple):
     ufunc: np.ufunc
     dtype: np.dtype[Any]
     wide: np.dtype[Any] | None = None
-    sums: SumOrder = SumOrder.ALIKE
+    sums: SumRule = SumRule.ALIKE
 
     def scale(self, world: int) -> np.generic | None:
         """Returns the factor by which each rank first multiplies its values: for a mean, a power of two up to 1/W.
@@ -108,12 +108,12 @@ def _reduction(op: str, dtype: np.dtype[Any]) -> Reduction:
         raise UnsupportedOp(f"op {op!r} is not defined for dtype {dtype}{_advice(op, dtype)}")
     half = dtype == np.float16 or dtype.kind == "V"
     wide = np.dtype(np.float32) if half and ufunc in (np.add, np.multiply) else None
-    sums = SumOrder.ALIKE
+    sums = SumRule.ALIKE
     if op == "mean" and dtype == np.float16:  # needs `wide`
-        sums = SumOrder.IN_RANK_ORDER
+        sums = SumRule.IN_RANK_ORDER
     elif (op == "prod" and dtype.kind == "c") or (op in ("min", "max") and dtype.kind in "fV"):
         # CPUs differ in how they round a product of complex numbers, and in the result of min(0.0, -0.0).
-        sums = SumOrder.ONCE
+        sums = SumRule.ONCE
     return Reduction(op, ufunc, dtype, wide, sums)
 
 
@@ -198,7 +198,7 @@ class Arithmetic:
 
 
 class TreeArithmetic(Arithmetic):
-    """Sums in the fixed tree over the parts of a step (`part_tree`), of which the ranks have nodes.
+    """Sums in the fixed tree over the parts of a step (`sum_tree`), of which the ranks have nodes.
 
     Args:
         reduction: the reduction.

@@ -28,7 +28,6 @@ from paceline._collectives.arithmetic import (
 )
 from paceline._collectives.choose import Choice, where_of
 from paceline._collectives.engine import CollectiveCall, Engine
-from paceline._collectives.part_tree import Node, joined, subtrees_by_rank
 from paceline._collectives.program import (
     SEGMENT_BYTES,
     Program,
@@ -39,9 +38,10 @@ from paceline._collectives.program import (
     reduce_scatter_program,
     scatter_program,
 )
-from paceline._collectives.rows import SumOrder
+from paceline._collectives.rows import SumRule
 from paceline._collectives.schedules import tree_parent
 from paceline._links.shm.control_segment import frame_bytes
+from paceline._microbatch.sum_tree import Node, joined, subtrees_by_rank
 from paceline.errors import LimitExceeded, SizeMismatch, UnsupportedOp
 
 T = TypeVar("T")
@@ -122,7 +122,7 @@ def reducing_task(
         order: as for the group's methods.
         detail: a part of the signature.
         divisor: as for the group's methods.
-        terms: the sums of this rank's nodes (`part_tree`), contiguous, each like `x`; empty for `x` alone.
+        terms: the sums of this rank's nodes (`sum_tree`), contiguous, each like `x`; empty for `x` alone.
         parts: V, the number of parts of the whole tree; 0 for one from each rank.
         nodes: for each rank the nodes that it has; None for the maximal subtrees of its range.
     """
@@ -277,8 +277,8 @@ def _reduce(
         how.finish(flat)
 
 
-def _sums(reduce: Reduction, order: str) -> SumOrder:
-    return reduce.sums if order == "fastest" else SumOrder.IN_RANK_ORDER
+def _sums(reduce: Reduction, order: str) -> SumRule:
+    return reduce.sums if order == "fastest" else SumRule.IN_RANK_ORDER
 
 
 def _divided(op: str, x: Array) -> str:

@@ -7,12 +7,12 @@ from typing import Any
 
 from paceline._elastic.attempts import FinishedBlocks
 from paceline._elastic.coordination import JobCoordinator
-from paceline._elastic.receipts import ReceiptBook
 from paceline._elastic.recovery import StateRecovery
 from paceline._elastic.rules import StateWatch
 from paceline._elastic.saver import Saver
 from paceline._elastic.state import TrainState
 from paceline._elastic.step import Step
+from paceline._microbatch.receipts import ReceiptBook
 from paceline.errors import DivergenceError, StepOrderError
 from paceline_protocol import MemberState
 

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline._base.work import Work
-from paceline._collectives.part_plan import PartShare, row_of_held
-from paceline._collectives.part_tree import Node, joined
 from paceline._group import Group
 from paceline._group.group_core import PartHolder, PartRecord, PartTurn
+from paceline._microbatch.rank_plan import RankPlan, row_of_held
+from paceline._microbatch.sum_tree import Node, joined
 from paceline.errors import StepOrderError
 from paceline_protocol import Tag
 
@@ -35,7 +35,7 @@ class PartProgress:
         next: the part whose turn it is.
     """
 
-    def __init__(self, share: PartShare) -> None:
+    def __init__(self, share: RankPlan) -> None:
         self.share = self._usual = share
         self.record = PartRecord()
         self.kept: tuple[Node, ...] = ()
@@ -51,7 +51,7 @@ class PartProgress:
         """This member's first part."""
         return self.share.numbers[0]
 
-    def repair(self, share: PartShare, kept: PartRecord) -> None:
+    def repair(self, share: RankPlan, kept: PartRecord) -> None:
         """Takes what this member does in the first loop over the parts, and the record of the sums that it has kept."""
         self.record.kept = kept
         self.share, self.divided = self._usual if share == self._usual else share, True

@@ -184,8 +184,8 @@ class Session(abc.ABC):
             UnsupportedOp: the state cannot be given to another member; or receipts of a state that follows from the
                 number of workers (no parts), or that no member has whole (FSDP).
         """
-        from paceline._elastic.replay import Replay
         from paceline._elastic.steps import make_loop, run_steps
+        from paceline._microbatch.replay import Replay
 
         check_process()
         if self._line is not None and not (self._line.done or self._line.left):

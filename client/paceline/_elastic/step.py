@@ -13,19 +13,19 @@ from numpy.typing import NDArray
 
 from paceline._base.uncaught import users_place
 from paceline._base.work import Work
-from paceline._collectives.part_plan import even_share, held_of_row, plan_parts
-from paceline._collectives.part_tree import Node
-from paceline._elastic.differences import compare_twice, find_minority
+from paceline._elastic.differences import find_minority
 from paceline._elastic.foreign import seed_frameworks
 from paceline._elastic.gate import BARRED, BETWEEN_STEPS, HALF_UPDATED, OR_COPY, PendingStepWord, acting_alone
 from paceline._elastic.kept_parts import KeptParts, PartProgress
 from paceline._elastic.sampler import ElasticSampler
 from paceline._elastic.state import TrainState
 from paceline._elastic.step_parts import StepPart, part_seed
-from paceline._elastic.twice import TwicePart, twice_part
 from paceline._group import Group
 from paceline._group.group_core import PartsNotHeld, PartTurn
 from paceline._links.fault import Suspicion
+from paceline._microbatch.rank_plan import even_plan, held_of_row, plan_ranks
+from paceline._microbatch.sum_tree import Node
+from paceline._microbatch.twice import ComputedTwice, compare_twice, computed_twice
 from paceline._parallel._agreement import NewcomerDiffers
 from paceline.errors import (
     DivergenceError,
@@ -148,7 +148,7 @@ class Step:
         """This rank's weight as given to `count`; None if `count` was not called."""
         self._parts = 0 if state.sampler is None else state.sampler.parts
         """V; 0 if the sampler has no parts."""
-        self._progress = PartProgress(even_share(self.rank, self.world, self._parts)) if self._parts else None
+        self._progress = PartProgress(even_plan(self.rank, self.world, self._parts)) if self._parts else None
         self._kept = kept
         """The sums that this rank keeps from an undone attempt; None if no rank keeps any in this job."""
         self._told = told
@@ -218,7 +218,7 @@ class Step:
         rows = self._told.wait()
         held = [self._held_by(rank, row) for rank, row in enumerate(rows)]
         usable = tuple(() if None in held else nodes or () for nodes in held)
-        progress.repair(plan_parts(usable, self._parts)[self.rank], self._kept.record)
+        progress.repair(plan_ranks(usable, self._parts)[self.rank], self._kept.record)
         if any(usable):
             mine_now = progress.share.numbers
             _log.info("step %d is repaired: this rank computes part %s", self.number, ", ".join(map(str, mine_now)))
@@ -247,11 +247,11 @@ class Step:
         else:
             kept.keep(base, self._progress)
 
-    def _twice_part(self) -> TwicePart | None:
+    def _twice_part(self) -> ComputedTwice | None:
         """Returns the part of this step that several ranks compute, if there is one."""
         if self._state.sampler is None or not self._parts:
             return None
-        found = twice_part(self._seed, self.number, self.world, self._parts, self._state.sampler.check_every)
+        found = computed_twice(self._seed, self.number, self.world, self._parts, self._state.sampler.check_every)
         if found is not None and found.owner == self.rank and self._progress is not None:
             self._progress.record.digested = found.number
         return found
@@ -661,7 +661,7 @@ class Step:
         if not self._parts:
             indices, weight = sampler.current(self.rank, self.world)
             return len(indices) if weight else 0
-        own = even_share(self.rank, self.world, self._parts).numbers
+        own = even_plan(self.rank, self.world, self._parts).numbers
         return sum(len(indices) for indices, weight in map(sampler.current_part, own) if weight)
 
     def _find_divergence(self) -> None:

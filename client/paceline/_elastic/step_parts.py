@@ -9,10 +9,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline._collectives.part_tree import part_range
 from paceline._elastic.foreign import seed_frameworks
 from paceline._elastic.sampler import ElasticSampler, Planned
 from paceline._group.group_core import PartTurn
+from paceline._microbatch.sum_tree import leaves_of
 
 _PARTS = 1 << 41
 """Tells seeds of parts from those of ranks and samples."""
@@ -102,7 +102,7 @@ class StepPart:
     def ahead(self) -> Iterator[Planned]:
         """Yields this part, and what the rank computes after it if the world stays as it is; never ends."""
         ahead, share = self._runner.sampler.parts_ahead, self._turn.share
-        usual = range(*part_range(share.rank, len(share.nodes), share.parts))
+        usual = range(*leaves_of(share.rank, len(share.nodes), share.parts))
         if self._turn.is_check:
             return ahead([self.number, *share.numbers], usual)
         return ahead(share.numbers[share.numbers.index(self.number) :], usual)

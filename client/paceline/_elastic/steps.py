@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from paceline._base.uncaught import is_let_go, takers, users_place
 from paceline._elastic.coordination import JobCoordinator
-from paceline._elastic.machine_bits import machine_words
-from paceline._elastic.receipts import EVERY, ReceiptBook
-from paceline._elastic.replay import SCRIPT, Replay
 from paceline._elastic.rules import check_complete, no_other_optimizer
 from paceline._elastic.sampler import CHECK_EVERY
-from paceline._elastic.saver import JointSaver, Saver
+from paceline._elastic.saver import JointSaver, Saver, warning_of_frozen
 from paceline._elastic.state import TrainState
 from paceline._elastic.step import Step
 from paceline._elastic.training_loop import TrainingLoop
 from paceline._group import Group
+from paceline._microbatch.machine_bits import machine_words
+from paceline._microbatch.receipts import EVERY, ReceiptBook
+from paceline._microbatch.replay import SCRIPT, Replay
+from paceline._session.launcher_pipe import tell_once
+from paceline.checkpoint.reading import Reader
 from paceline.errors import Dismissed, StepOrderError, UnsupportedOp
 from paceline_protocol import MemberState, Tag
+
+_log = logging.getLogger("paceline.elastic")
 
 _SAME_S = 1.0
 """Seconds within which two SIGTERMs are one order."""
@@ -63,7 +70,7 @@ def make_loop(
     state.check_round_trip()
     check_complete(state)
     if replay is not None:
-        saver: Saver = replay.saver
+        saver: Saver = _ReplaySaver(replay.checkpoint)
     else:
         kind = JointSaver if state.is_sharded else Saver
         saver = kind(checkpoint_dir, checkpoint_every, coordinator.group.counters)
@@ -88,7 +95,14 @@ def make_loop(
         if replay is not None:
             replay.words = words
         elif receipts is not None:
-            book = ReceiptBook(receipts, words, total=total, every=receipts_every, checkpoint_every=checkpoint_every)
+            book = ReceiptBook(
+                receipts,
+                words,
+                total=total,
+                every=receipts_every,
+                checkpoint_every=checkpoint_every,
+                tell=partial(tell_once, _log, level=logging.ERROR),
+            )
             # The receipts are part of the state, so all members must make the same ones.
             settings |= {"receipts_every": receipts_every, "checkpoint_every": checkpoint_every}
     if state.is_sharded:  # members write checkpoints together
@@ -137,6 +151,31 @@ def _check_receipts(state: TrainState) -> None:
         )
     if state.is_sharded:
         raise UnsupportedOp("receipts of a state that is sharded over the members (FSDP): no member can digest it all")
+
+
+class _ReplaySaver(Saver):
+    """Gives one checkpoint, and writes none.
+
+    Args:
+        folder: the checkpoint's folder; empty for none.
+    """
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(None, None)
+        self._folder = folder
+
+    def load(self, state: TrainState) -> None:
+        """See `Saver.load`."""
+        if self._folder:
+            reader = Reader(Path(self._folder))
+            saved: Any = reader.state()
+            with warning_of_frozen(state, reader.tag.step):
+                state.load_state_dict(saved)
+            self.tag = reader.tag
+
+    def where(self, tag: Tag) -> str:
+        """See `Saver.where`."""
+        return self._folder
 
 
 def run_steps(loop: TrainingLoop, state: TrainState) -> Iterator[Step]:

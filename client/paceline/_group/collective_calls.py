@@ -17,10 +17,10 @@ from paceline._collectives import blame
 from paceline._collectives.compressed_tasks import all_reduce_compressed_task
 from paceline._collectives.gather_tasks import all_gather_task, all_to_all_task, gather_task
 from paceline._collectives.objects import decode_object, encode_object
-from paceline._collectives.part_tree import Node, subtrees_by_rank
 from paceline._collectives.tasks import broadcast_task, check_terms, reduce_task, reducing_task, scatter_task
 from paceline._collectives.trees import Fusion
 from paceline._group.group_core import GroupCore, labelled
+from paceline._microbatch.sum_tree import Node, subtrees_by_rank
 from paceline.compression import Codec, Memory, codec_of
 
 T = TypeVar("T")

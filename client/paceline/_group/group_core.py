@@ -22,11 +22,11 @@ from paceline._base.work import Lane, Progress, Work
 from paceline._collectives.choose import choose as choose_by_rules
 from paceline._collectives.engine import CollectiveCall, Engine
 from paceline._collectives.mailbox import Mailbox
-from paceline._collectives.part_plan import PartShare
-from paceline._collectives.part_tree import Node
 from paceline._collectives.tasks import Chooser, Task, barrier_task
 from paceline._engines.data_engine import DataEngine
 from paceline._links.base import Mesh, Peer
+from paceline._microbatch.rank_plan import RankPlan
+from paceline._microbatch.sum_tree import Node
 from paceline.config import Config, checked_timeout
 from paceline.errors import ConcurrentUse, InvalidRank, PacelineError, StaleGeneration, StepOrderError, UnsupportedOp
 
@@ -181,7 +181,7 @@ class PartTurn:
     """
 
     number: int
-    share: PartShare
+    share: RankPlan
     record: PartRecord = field(default_factory=PartRecord)
     is_check: bool = False
 

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 
-from paceline._collectives.part_plan import sums_at_once
-from paceline._collectives.part_tree import Node
 from paceline._group.group_core import PIGGYBACK_SIZE, PartRecord, PartsNotHeld, PartTurn, Piggyback
+from paceline._microbatch.rank_plan import sums_at_once
+from paceline._microbatch.sum_tree import Node
 from paceline._parallel._buckets import FIRST_BYTES, plan_buckets
 from paceline._parallel._parameter import Parameter, ignoring_gradients
 from paceline._parallel._ranks import PendingWork
@@ -303,7 +303,7 @@ class BucketReducer:
 
         It does not wait, because other ranks may never send their part. A collective that still runs when the next
         attempt begins keeps its memory and cannot touch that of the new attempt. Sums of finished parts stay, because
-        the next attempt may keep them (`PartShare.kept`).
+        the next attempt may keep them (`RankPlan.kept`).
         """
         for parameter in self.parameters.values():
             parameter._hold(None)

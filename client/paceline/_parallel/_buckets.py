@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline._collectives.part_tree import Node, closes
 from paceline._group.group_core import PartTurn
+from paceline._microbatch.sum_tree import Node, closes
 from paceline._parallel._parameter import Parameter
 from paceline.compression import Codec, Memory
 from paceline.errors import StepOrderError, UnsupportedOp
@@ -236,7 +236,7 @@ class Bucket:
         self._encode(alone=alone)
 
     def close_part(self, turn: PartTurn) -> None:
-        """Adds the packed gradients of a finished part to others, in the tree over parts (`part_tree`).
+        """Adds the packed gradients of a finished part to others, in the tree over parts (`sum_tree`).
 
         After a rank's last part `terms` are ready to be summed over the ranks, into `flat`, which is other memory then.
         After any other part the gradients may be written again.

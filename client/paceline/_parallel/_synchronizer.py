@@ -37,8 +37,8 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline._collectives.part_tree import Node
 from paceline._group.group_core import PartRecord, PartTurn
+from paceline._microbatch.sum_tree import Node
 from paceline._parallel._accumulation import Accumulation
 from paceline._parallel._agreement import give
 from paceline._parallel._parameter import Parameter

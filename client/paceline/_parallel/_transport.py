@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from paceline._collectives.part_tree import Node
 from paceline._group.group_core import PartTurn, Piggyback
+from paceline._microbatch.sum_tree import Node
 from paceline._parallel._buckets import Bucket
 from paceline._parallel._low_rank import LowRankBucket, shrinks
 from paceline._parallel._parameter import Parameter

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from paceline._collectives.choose import RULES, Choice, choose, format_rules, only
-from paceline._collectives.part_tree import Node, subtrees_by_rank
-from paceline._collectives.rows import Row, SumOrder, format_schedule
+from paceline._collectives.rows import Row, SumRule, format_schedule
 from paceline._collectives.schedules import ROOTED, SCHEDULES, chunks_of, rows_of
+from paceline._microbatch.sum_tree import Node, subtrees_by_rank
 from paceline.cli.bench.jobs import ELEMENT_BYTES, measured_size, parse_size, size_text
 from paceline.cli.output import UsageError, print_json
 
@@ -47,7 +47,7 @@ class SchedulePlan(NamedTuple):
         rank: the rank.
         rows: what the rank does; the root is rank 0.
         nodes: the host of each rank, from 0; empty if they are not known.
-        subtrees: with parts, the subtrees whose sums each rank sends (`part_tree`).
+        subtrees: with parts, the subtrees whose sums each rank sends (`sum_tree`).
     """
 
     collective: str
@@ -170,7 +170,7 @@ def make_plan(collective: str, asked: ScheduleOptions) -> SchedulePlan:
         raise UsageError(
             f"--parts is for all-reduce, with one part for each rank at least, not {parts} for {world} ranks"
         )
-    sums = SumOrder.ALIKE if parts is None else SumOrder.IN_RANK_ORDER
+    sums = SumRule.ALIKE if parts is None else SumRule.IN_RANK_ORDER
     chosen = choose(name, size, world, sums=sums, nodes=nodes)
     if parts is not None and asked.schedule is not None and SCHEDULES[name][asked.schedule].sums < sums:
         raise UsageError(

@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))  # tests/, for `sup
 import numpy as np
 
 import paceline
-from paceline._collectives import part_plan
-from paceline._elastic import kept_parts, machine_bits
+from paceline._elastic import kept_parts
 from paceline._elastic import step as steps
+from paceline._microbatch import machine_bits, rank_plan
 from support.elastic.brake import Brake
 from support.elastic.faults import Fault, inflict
 from support.elastic.parts_problem import problem_of
@@ -45,12 +45,12 @@ def send_bad_rows() -> None:
     """Has this worker tell the others that it holds parts which are no node, and find nothing wrong with that."""
 
     def bad_row(nodes: Any, parts: int) -> Any:
-        row = part_plan.row_of_held(nodes, parts)
+        row = rank_plan.row_of_held(nodes, parts)
         row[1] = 4
         return row
 
     def nodes_of(row: Any) -> Any:
-        return () if row[1] == 4 else part_plan.held_of_row(row)
+        return () if row[1] == 4 else rank_plan.held_of_row(row)
 
     mock.patch.object(kept_parts, "row_of_held", bad_row).start()
     mock.patch.object(steps, "held_of_row", nodes_of).start()

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from paceline import ElasticSampler
-from paceline._collectives.part_plan import even_share, plan_parts
-from paceline._collectives.part_tree import Node
 from paceline._elastic.kept_parts import KeptParts, PartProgress
 from paceline._elastic.step import Step
 from paceline._group.group_core import PartRecord, PartTurn
+from paceline._microbatch.rank_plan import even_plan, plan_ranks
+from paceline._microbatch.sum_tree import Node
 from paceline.errors import StepOrderError
 from paceline_protocol import Tag
 
@@ -37,7 +37,7 @@ def attempt(
     kept: KeptParts, wrappers: Sequence[Wrapper], ended: int, begun: int = 0, progress: PartProgress | None = None
 ) -> PartProgress:
     """An attempt of rank 1 of 2 with the parts 4 to 7, which has ended so many of them and begun some more."""
-    progress = PartProgress(even_share(1, 2, 8)) if progress is None else progress
+    progress = PartProgress(even_plan(1, 2, 8)) if progress is None else progress
     for count, number in enumerate(progress.share.numbers[: ended + begun]):
         turn = PartTurn(number, progress.share, progress.record)
         progress.begin(turn)
@@ -144,11 +144,11 @@ def test_what_was_kept_before_is_kept_again() -> None:
     kept, wrapper = KeptParts(), Wrapper((4, 6))
     kept.keep(BASE, attempt(kept, [wrapper], 2))
     kept.enter(BASE)
-    progress = PartProgress(even_share(0, 1, 8))
+    progress = PartProgress(even_plan(0, 1, 8))
     progress.divided = False
     kept.keep(BASE, progress)  # the exchange failed
     assert kept.nodes() == ((4, 6),)
-    progress.repair(plan_parts((((4, 6),),), 8)[0], kept.record)
+    progress.repair(plan_ranks((((4, 6),),), 8)[0], kept.record)
     kept.keep(BASE, progress)  # it died before a part began
     assert kept.nodes() == ((4, 6),)
     wrapper.nodes = ((0, 1), (4, 6))
@@ -157,20 +157,20 @@ def test_what_was_kept_before_is_kept_again() -> None:
 
 
 def test_parts_of_an_earlier_loop_are_refused_after_a_repair() -> None:
-    progress = PartProgress(even_share(0, 1, 8))
-    progress.repair(plan_parts((((4, 8),),), 8)[0], PartRecord())
+    progress = PartProgress(even_plan(0, 1, 8))
+    progress.repair(plan_ranks((((4, 8),),), 8)[0], PartRecord())
     turns = [PartTurn(number, progress.share, progress.record) for number in progress.share.numbers]
     for turn in turns:
         progress.begin(turn)
         progress.end(turn)
-    assert progress.share == even_share(0, 1, 8)
+    assert progress.share == even_plan(0, 1, 8)
     with pytest.raises(StepOrderError, match=r"read step\.parts again for each loop"):
         progress.begin(turns[0])
 
 
 def test_parts_of_an_earlier_loop_are_refused_in_a_quiet_step_too() -> None:
     """Otherwise a script would learn of this rule only after a death."""
-    progress = PartProgress(even_share(0, 1, 2))
+    progress = PartProgress(even_plan(0, 1, 2))
     turns = [PartTurn(number, progress.share, progress.record) for number in progress.share.numbers]
     for turn in turns:
         progress.begin(turn)
@@ -202,7 +202,7 @@ def test_a_refusal_lasts_until_the_step_was_tried_again() -> None:
 
 def test_a_loader_sees_the_rest_of_the_repaired_step_and_then_whole_ranges() -> None:
     sampler = ElasticSampler(80, global_batch=16, parts=8)
-    share = plan_parts((((0, 2), (3, 4)), ((4, 7),)), 8)[0]
+    share = plan_ranks((((0, 2), (3, 4)), ((4, 7),)), 8)[0]
     assert share.numbers == (2,)
     ahead = sampler.parts_ahead(share.numbers, range(0, 4))
     seen = [next(ahead).indices.tolist() for _ in range(5)]

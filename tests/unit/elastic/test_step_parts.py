@@ -15,15 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import paceline
-from paceline._collectives.part_plan import PartShare, even_share
-from paceline._collectives.part_tree import part_range
 from paceline._elastic.differences import difference
 from paceline._elastic.gate import PendingStepWord
-from paceline._elastic.machine_bits import machine_words
 from paceline._elastic.step import Step
 from paceline._group import Group
 from paceline._group.group_core import PartRecord, PartTurn
 from paceline._links.base import Peer
+from paceline._microbatch.machine_bits import machine_words
+from paceline._microbatch.rank_plan import RankPlan, even_plan
+from paceline._microbatch.sum_tree import leaves_of
 from paceline.errors import PeerRaised, SettingsMismatch, StepOrderError, UnsupportedOp
 from paceline.nn import Linear, softmax_cross_entropy
 from paceline.testing import run_ranks
@@ -68,7 +68,7 @@ def test_parts_are_the_batch_in_every_world(n: int, batch: int, parts: int, data
         for indices, weight in shares:
             assert weight == (len(indices) / len(whole) if weight else 0)
         world = data.draw(st.integers(1, parts))
-        ranges = [range(*part_range(rank, world, parts)) for rank in range(world)]
+        ranges = [range(*leaves_of(rank, world, parts)) for rank in range(world)]
         assert [number for of in ranges for number in of] == list(range(parts))
         assert all(ranges)
         sampler.advance(world)
@@ -240,11 +240,11 @@ def test_a_first_part_that_was_left_out_after_a_step_with_other_parts() -> None:
             _, dy = softmax_cross_entropy(ddp(X[:3]), T[:3])
             ddp.backward(dy)
 
-        compute(PartTurn(1, PartShare(4, 0, (1,), (((0, 4),),)), PartRecord()))
+        compute(PartTurn(1, RankPlan(4, 0, (1,), (((0, 4),),)), PartRecord()))
         for _, parameter in ddp.named_parameters():
             parameter.grad = None
         with pytest.raises(StepOrderError, match="part 1 had no backward pass, but part 2 has one"):
-            compute(PartTurn(2, even_share(0, 1, 4), PartRecord()))
+            compute(PartTurn(2, even_plan(0, 1, 4), PartRecord()))
         session.group.set_part(0)
 
 
@@ -436,7 +436,7 @@ def test_a_model_that_trains_in_rounds_of_its_own_is_not_summed() -> None:
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names a kernel of OpenBLAS for x86")
 def test_another_kernel_has_another_digest() -> None:
-    code = "from paceline._elastic.machine_bits import numpy_probe; print(numpy_probe().hex())"
+    code = "from paceline._microbatch.machine_bits import numpy_probe; print(numpy_probe().hex())"
     found = set()
     for kernel in ("", "Nehalem"):
         variables = {**os.environ, "OMP_NUM_THREADS": "1", **({"OPENBLAS_CORETYPE": kernel} if kernel else {})}

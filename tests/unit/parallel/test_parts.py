@@ -10,10 +10,10 @@ import pytest
 from unit.parallel.helpers import CLASSES, INPUTS, N, mlp, samples
 
 from paceline import nn, optim
-from paceline._collectives.part_plan import even_share
 from paceline._elastic.sampler import ElasticSampler
 from paceline._group import Group
 from paceline._group.group_core import PartRecord, PartTurn
+from paceline._microbatch.rank_plan import even_plan
 from paceline._parallel import DDP, Parameter
 from paceline.testing import run_groups
 from support.collective_calls import groups_by
@@ -59,7 +59,7 @@ def train(group: Group, parts: int, *, dtype: Any, bucket_mb: float, batch: int)
     ddp = DDP(model, group, bucket_mb=bucket_mb)
     optimizer = optim.Adam(ddp, lr=0.01)
     sampler = ElasticSampler(N, global_batch=batch, parts=parts)
-    share = even_share(group.rank, group.size, parts)
+    share = even_plan(group.rank, group.size, parts)
     for step in range(STEPS):
         optimizer.zero_grad()
         record = PartRecord()

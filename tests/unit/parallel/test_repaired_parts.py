@@ -13,12 +13,12 @@ from unit.parallel.helpers import INPUTS, N, run_open, samples
 from unit.parallel.test_parts import Normed
 
 from paceline import nn, optim
-from paceline._collectives.part_plan import PartShare, even_share, plan_parts
-from paceline._collectives.part_tree import Node
 from paceline._elastic.sampler import ElasticSampler
 from paceline._group import Group
 from paceline._group.group_core import PartRecord, PartsNotHeld, PartTurn
 from paceline._links.fault import Suspicion
+from paceline._microbatch.rank_plan import RankPlan, even_plan, plan_ranks
+from paceline._microbatch.sum_tree import Node
 from paceline._parallel import DDP
 from paceline.errors import PacelineError
 from paceline.testing import next_generation
@@ -41,7 +41,7 @@ class Rank:
         self.step = 0
         self.records: list[PartRecord] = []
 
-    def attempt(self, share: PartShare, count: int | None = None, *, undone: bool = False) -> None:
+    def attempt(self, share: RankPlan, count: int | None = None, *, undone: bool = False) -> None:
         """Computes its parts; or so many of them, or all, and undoes the step."""
         self.ddp.prepare()
         self.optimizer.zero_grad()
@@ -80,11 +80,11 @@ class Rank:
         return digest.hexdigest()
 
 
-def in_order(places: list[int], parts: int) -> tuple[PartShare, ...]:
+def in_order(places: list[int], parts: int) -> tuple[RankPlan, ...]:
     """Shares of an undisturbed step, but each rank has the parts of another: as survivors whose ranks are new."""
-    even = [even_share(place, len(places), parts) for place in places]
+    even = [even_plan(place, len(places), parts) for place in places]
     nodes = tuple(share.nodes[share.rank] for share in even)
-    return tuple(PartShare(parts, rank, share.numbers, nodes) for rank, share in enumerate(even))
+    return tuple(RankPlan(parts, rank, share.numbers, nodes) for rank, share in enumerate(even))
 
 
 def quiet(parts: int) -> str:
@@ -92,7 +92,7 @@ def quiet(parts: int) -> str:
     (group,) = groups_by(1, "all_reduce", "direct")
     rank = Rank(group, parts, 25.0)
     for _ in range(STEPS):
-        rank.attempt(even_share(0, 1, parts), None)
+        rank.attempt(even_plan(0, 1, parts), None)
     return rank.digest()
 
 
@@ -120,7 +120,7 @@ def test_any_mixture_of_kept_and_computed_parts(data: Any, world: int, parts: in
                 run_open(groups, lambda g: ranks[g.rank].ddp.prepare())
                 held = [rank.held() for rank in ranks]
                 lost = data.draw(st.sets(st.integers(0, world - 1)), label="ranks that died and came back with nothing")
-                shares = plan_parts(tuple(() if rank in lost else nodes for rank, nodes in enumerate(held)), parts)
+                shares = plan_ranks(tuple(() if rank in lost else nodes for rank, nodes in enumerate(held)), parts)
             run_open(groups, lambda g, of=shares: ranks[g.rank].attempt(of[g.rank]))
     finally:
         for group in groups:
@@ -133,10 +133,10 @@ def test_ranks_for_which_nothing_is_left_drop_what_they_compute() -> None:
     groups = groups_by(3, "all_reduce", "direct")
     ranks = [Rank(group, 3, 1e-4) for group in groups]
     for _ in range(STEPS):
-        run_open(groups, lambda g: ranks[g.rank].attempt(even_share(g.rank, 3, 3), undone=True))
+        run_open(groups, lambda g: ranks[g.rank].attempt(even_plan(g.rank, 3, 3), undone=True))
         next_generation(groups)
         run_open(groups, lambda g: ranks[g.rank].ddp.prepare())
-        shares = plan_parts(((), ranks[1].held(), ranks[2].held()), 3)
+        shares = plan_ranks(((), ranks[1].held(), ranks[2].held()), 3)
         assert [share.repeats for share in shares] == [True, True, False]
         assert shares[0].root == 2
         run_open(groups, lambda g, of=shares: ranks[g.rank].attempt(of[g.rank]))
@@ -156,7 +156,7 @@ def test_a_pass_that_was_interrupted_leaves_nothing_to_keep(sent: str) -> None:
     """Buckets may hold the part already: not all of them, or without a gradient that would have come later."""
     rank = alone()
     rank.x[:, 0] = 9.0  # all parameters are used in all parts
-    share = even_share(0, 2, 8)
+    share = even_plan(0, 2, 8)
     rank.attempt(share, 3)
     assert rank.held() == ((0, 2), (2, 3))
     last = rank.model.body.modules[0] if sent == "some" else rank.model
@@ -176,7 +176,7 @@ def test_a_pass_that_was_interrupted_leaves_nothing_to_keep(sent: str) -> None:
 def test_a_pass_goes_on_after_a_failure_so_that_its_part_is_kept() -> None:
     groups = groups_by(2, "all_reduce", "direct")
     ranks = [Rank(group, 8, 1e-4) for group in groups]
-    run_open(groups, lambda g: ranks[g.rank].attempt(even_share(g.rank, 2, 8)))
+    run_open(groups, lambda g: ranks[g.rank].attempt(even_plan(g.rank, 2, 8)))
     first = ranks[0].model.body.modules[0]
     backward = first.backward
 
@@ -188,7 +188,7 @@ def test_a_pass_goes_on_after_a_failure_so_that_its_part_is_kept() -> None:
 
     first.backward = failing
     with pytest.raises(PacelineError, match="rank 1 is gone"):
-        run_open(groups[:1], lambda g: ranks[0].attempt(even_share(0, 2, 8)))
+        run_open(groups[:1], lambda g: ranks[0].attempt(even_plan(0, 2, 8)))
     groups[0].set_part(0)
     next_generation(groups)
     run_open(groups, lambda g: ranks[g.rank].ddp.prepare())
@@ -199,16 +199,16 @@ def test_a_pass_goes_on_after_a_failure_so_that_its_part_is_kept() -> None:
 
 def test_a_wrapper_without_the_sums_that_all_count_on() -> None:
     rank = alone()
-    share, *_ = plan_parts((((0, 4),),), 8)
+    share, *_ = plan_ranks((((0, 4),),), 8)
     with pytest.raises(PartsNotHeld):
         rank.attempt(share, 1)
 
 
 def test_sums_of_the_same_parts_of_another_step_are_not_taken() -> None:
     rank = alone()
-    rank.attempt(even_share(0, 1, 8), 4, undone=True)
+    rank.attempt(even_plan(0, 1, 8), 4, undone=True)
     assert rank.held() == ((0, 4),)
-    share, *_ = plan_parts((((0, 4),),), 8)
+    share, *_ = plan_ranks((((0, 4),),), 8)
     turn = PartTurn(4, share, PartRecord(kept=PartRecord()))  # what was told is of another attempt
     with pytest.raises(PartsNotHeld):
         rank.ddp._synchronizer.reducer.begin_part(turn)  # type: ignore[union-attr]
@@ -216,7 +216,7 @@ def test_sums_of_the_same_parts_of_another_step_are_not_taken() -> None:
 
 def test_kept_sums_carry_no_step_word() -> None:
     rank = alone(25.0)
-    rank.attempt(even_share(0, 1, 8), 2)
+    rank.attempt(even_plan(0, 1, 8), 2)
     (bucket,) = rank.ddp._model.reducer._buckets  # type: ignore[union-attr]
     assert bucket.nodes == ((0, 2),)
     ((_, memory),) = bucket._sums

@@ -1,4 +1,4 @@
-"""Sums the gradients of a step's parts for FSDP, in the fixed tree over parts (`part_tree`; docs/decisions/063).
+"""Sums the gradients of a step's parts for FSDP, in the fixed tree over parts (`sum_tree`; docs/decisions/063).
 
 `PartSums` adds up the parts that this rank has finished. `PartScattering` sums what the ranks have over the ranks, so
 that each gets its shard. Letters: V parts, W ranks, n of them in a node, R nodes, S elements in a shard.
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline._collectives.part_tree import Node, closes, subtrees_by_rank
+from paceline._microbatch.sum_tree import Node, closes, subtrees_by_rank
 from paceline._parallel._ranks import PendingWork
 from paceline._parallel.sharding._flat import Flat
 from paceline._parallel.sharding._placement import Placement

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline._collectives.part_tree import Node
 from paceline._group.group_core import PartTurn
+from paceline._microbatch.sum_tree import Node
 from paceline._parallel._parameter import Parameter
 from paceline._parallel._ranks import PendingWork, RankGroup
 from paceline._parallel._synchronizer import check_follows, own_collectives

@@ -14,11 +14,11 @@ from unit.parallel.helpers import CLASSES, INPUTS, N, mlp, samples
 
 import paceline
 from paceline import nn, optim
-from paceline._collectives.part_plan import even_share
-from paceline._collectives.part_tree import maximal_subtrees, part_range
 from paceline._elastic.sampler import ElasticSampler
 from paceline._group import Group
 from paceline._group.group_core import PartRecord, PartTurn
+from paceline._microbatch.rank_plan import even_plan
+from paceline._microbatch.sum_tree import leaves_of, maximal_subtrees
 from paceline._parallel import DDP, FSDP, Parameter, ShardingStrategy
 from paceline._parallel.sharding._part_sums import PartSums
 from paceline.errors import StepOrderError, UnsupportedOp
@@ -100,7 +100,7 @@ def wrapped(group: Group, dtype: Any, how: ShardingStrategy | str, node: int | N
 
 def in_parts(group: Group, sampler: ElasticSampler, compute: Any) -> None:
     """What a step of `session.steps` does with its parts, without a coordinator."""
-    share = even_share(group.rank, group.size, sampler.parts)
+    share = even_plan(group.rank, group.size, sampler.parts)
     record = PartRecord()
     for number in share.numbers:
         indices, weight = sampler.current_part(number)
@@ -169,7 +169,7 @@ def test_every_strategy_and_world_has_the_bits_of_one_process(parts: int, dtype:
 def test_the_counter_makes_the_maximal_subtrees_of_adjacent_nodes(world: int, more: int) -> None:
     """Of a rank's parts, and of the subtrees that the ranks of a node exchange."""
     parts = world + more
-    for lo, hi in [part_range(rank, world, parts) for rank in range(world)]:
+    for lo, hi in [leaves_of(rank, world, parts) for rank in range(world)]:
         sums = PartSums(parts)
         for number in range(lo, hi):
             sums.add((number, number + 1), np.array([float(number)]))
@@ -179,9 +179,9 @@ def test_the_counter_makes_the_maximal_subtrees_of_adjacent_nodes(world: int, mo
         for node in range(world // size):
             ranks = range(node * size, (node + 1) * size)
             sums = PartSums(parts)
-            for subtree in (s for rank in ranks for s in maximal_subtrees(*part_range(rank, world, parts), parts)):
+            for subtree in (s for rank in ranks for s in maximal_subtrees(*leaves_of(rank, world, parts), parts)):
                 sums.add(subtree, np.array([float(sum(range(*subtree)))]))
-            as_a_rank = maximal_subtrees(*part_range(node, world // size, parts), parts)
+            as_a_rank = maximal_subtrees(*leaves_of(node, world // size, parts), parts)
             assert [term.item() for term in sums.terms] == [sum(range(*subtree)) for subtree in as_a_rank]
 
 

@@ -1,7 +1,7 @@
 """Divides the parts of a step among ranks, and chooses the sums of parts that each rank gives to the total. Pure.
 
 In an undisturbed step rank r computes the parts [r V // W, (r + 1) V // W). If an attempt at the step was undone,
-ranks may still hold sums of parts from it: nodes of the tree (`part_tree`). Then these are kept, and only the missing
+ranks may still hold sums of parts from it: nodes of the tree (`sum_tree`). Then these are kept, and only the missing
 parts are computed, spread evenly over the ranks (docs/decisions/064). All ranks compute the same plan from the same
 table of what each of them holds.
 
@@ -17,14 +17,14 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline._collectives.part_tree import Node, joined, maximal_subtrees, part_range, subtrees_by_rank
+from paceline._microbatch.sum_tree import Node, joined, leaves_of, maximal_subtrees, subtrees_by_rank
 
 _REFUSES = -1
 """In all places of a row: this rank refuses any sums that were kept."""
 
 
 @dataclass(frozen=True, slots=True)
-class PartShare:
+class RankPlan:
     """The share of one rank in the parts of a step.
 
     Attributes:
@@ -50,17 +50,17 @@ class PartShare:
         return next(rank for rank, nodes in enumerate(self.nodes) if nodes and nodes[0][0] == 0)
 
 
-def even_share(rank: int, world: int, parts: int) -> PartShare:
+def even_plan(rank: int, world: int, parts: int) -> RankPlan:
     """Returns the share of a rank in an undisturbed step.
 
     Raises:
         ValueError: there are fewer parts than ranks.
     """
-    return plan_parts(((),) * world, parts)[rank]
+    return plan_ranks(((),) * world, parts)[rank]
 
 
 @lru_cache(maxsize=64)
-def plan_parts(held: tuple[tuple[Node, ...], ...], parts: int) -> tuple[PartShare, ...]:
+def plan_ranks(held: tuple[tuple[Node, ...], ...], parts: int) -> tuple[RankPlan, ...]:
     """Returns the share of each rank.
 
     Of nodes that overlap the greatest is kept, of equal ones that of the lowest rank. The missing parts are divided in
@@ -86,15 +86,15 @@ def plan_parts(held: tuple[tuple[Node, ...], ...], parts: int) -> tuple[PartShar
             taken.update(range(*node))
             kept[rank].append(node)
     missing = [number for number in range(parts) if number not in taken]
-    own = [missing[slice(*part_range(rank, world, len(missing)))] for rank in range(world)]
+    own = [missing[slice(*leaves_of(rank, world, len(missing)))] for rank in range(world)]
     nodes = tuple(
         joined([*kept[rank], *((number, number + 1) for number in own[rank])], parts) for rank in range(world)
     )
     if not taken:
         nodes = subtrees_by_rank(world, parts)  # the same, and the object that others compare with
-    usual = [part_range(rank, world, parts)[0] for rank in range(world)]
+    usual = [leaves_of(rank, world, parts)[0] for rank in range(world)]
     return tuple(
-        PartShare(
+        RankPlan(
             parts, rank, tuple(own[rank]) or (usual[rank],), nodes, tuple(sorted(kept[rank])), repeats=not own[rank]
         )
         for rank in range(world)
@@ -102,7 +102,7 @@ def plan_parts(held: tuple[tuple[Node, ...], ...], parts: int) -> tuple[PartShar
 
 
 @lru_cache(maxsize=64)
-def sums_at_once(share: PartShare) -> int:
+def sums_at_once(share: RankPlan) -> int:
     """Returns the greatest number of sums that a rank has at one time while it computes its parts."""
     ranges = [(number, number + 1) for number in share.numbers]
     return max(len(joined([*share.kept, *ranges[:count]], share.parts)) for count in range(1, len(ranges) + 1))

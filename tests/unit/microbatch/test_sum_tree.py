@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline._collectives.part_tree import (
+from paceline._microbatch.sum_tree import (
     Node,
     closes,
+    leaves_of,
     maximal_subtrees,
     merges,
-    part_range,
     split_of,
     subtrees_by_rank,
 )
@@ -73,7 +73,7 @@ def test_subtrees_are_the_greatest_nodes_of_a_range(parts: int, data: st.DataObj
 def test_all_ranks_together_sum_up_the_tree(parts: int, data: st.DataObject) -> None:
     world = data.draw(st.integers(1, parts))
     by_rank = subtrees_by_rank(world, parts)
-    assert [part_range(rank, world, parts) for rank in range(world)] == [(of[0][0], of[-1][1]) for of in by_rank]
+    assert [leaves_of(rank, world, parts) for rank in range(world)] == [(of[0][0], of[-1][1]) for of in by_rank]
     assert summed([node for of in by_rank for node in of], parts) == [(0, parts)]
 
 

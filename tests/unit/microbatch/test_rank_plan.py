@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline._collectives.part_plan import PartShare, even_share, held_of_row, plan_parts, row_of_held
-from paceline._collectives.part_tree import Node, joined, maximal_subtrees, part_range, subtrees_by_rank
+from paceline._microbatch.rank_plan import RankPlan, even_plan, held_of_row, plan_ranks, row_of_held
+from paceline._microbatch.sum_tree import Node, joined, leaves_of, maximal_subtrees, subtrees_by_rank
 
 
 @st.composite
@@ -26,7 +26,7 @@ def of(nodes: tuple[Node, ...]) -> list[int]:
     return [number for node in nodes for number in range(*node)]
 
 
-def computed(shares: tuple[PartShare, ...]) -> list[int]:
+def computed(shares: tuple[RankPlan, ...]) -> list[int]:
     """The parts that count, of all ranks."""
     return [number for share in shares if not share.repeats for number in share.numbers]
 
@@ -35,7 +35,7 @@ def computed(shares: tuple[PartShare, ...]) -> list[int]:
 @settings(deadline=None, max_examples=300)
 def test_each_part_is_kept_once_or_computed_once(found: tuple[tuple[tuple[Node, ...], ...], int]) -> None:
     held, parts = found
-    shares = plan_parts(held, parts)
+    shares = plan_ranks(held, parts)
     kept = [number for share in shares for number in of(share.kept)]
     assert sorted(kept + computed(shares)) == list(range(parts))
     assert set(kept) == {number for nodes in held for number in of(nodes)}, "what one of them holds is not lost"
@@ -51,7 +51,7 @@ def test_each_part_is_kept_once_or_computed_once(found: tuple[tuple[tuple[Node, 
 @settings(deadline=None, max_examples=300)
 def test_what_is_missing_is_spread_evenly(found: tuple[tuple[tuple[Node, ...], ...], int]) -> None:
     held, parts = found
-    shares = plan_parts(held, parts)
+    shares = plan_ranks(held, parts)
     counts = [0 if share.repeats else len(share.numbers) for share in shares]
     assert max(counts) - min(counts) <= 1
     assert all(share.numbers for share in shares), "each has a turn, so that its loop leads to the collectives"
@@ -94,22 +94,22 @@ def test_what_no_rank_can_hold_is_refused(row: list[int]) -> None:
 @pytest.mark.parametrize(("world", "parts"), [(1, 1), (1, 8), (3, 8), (4, 16), (5, 7), (8, 8)])
 def test_an_undisturbed_step(world: int, parts: int) -> None:
     for rank in range(world):
-        share = even_share(rank, world, parts)
-        assert share.numbers == tuple(range(*part_range(rank, world, parts)))
+        share = even_plan(rank, world, parts)
+        assert share.numbers == tuple(range(*leaves_of(rank, world, parts)))
         assert share.nodes == subtrees_by_rank(world, parts)
         assert (share.kept, share.repeats, share.root) == ((), False, 0)
 
 
 def test_a_death_among_four() -> None:
     """Rank 2 of 4 dies when each has two of its four parts, and the last one three."""
-    shares = plan_parts((((0, 2),), ((4, 6),), ((12, 14), (14, 15))), 16)
+    shares = plan_ranks((((0, 2),), ((4, 6),), ((12, 14), (14, 15))), 16)
     assert [share.numbers for share in shares] == [(2, 3, 6), (7, 8, 9), (10, 11, 15)]
     assert [share.kept for share in shares] == [((0, 2),), ((4, 6),), ((12, 14), (14, 15))]
     assert shares[0].nodes == (((0, 4), (6, 7)), ((4, 6), (7, 8), (8, 10)), ((10, 12), (12, 16)))
 
 
 def test_a_node_held_twice_is_kept_by_one_and_the_greatest_wins() -> None:
-    shares = plan_parts((((0, 2), (4, 5)), ((0, 2),), ((4, 8),)), 8)
+    shares = plan_ranks((((0, 2), (4, 5)), ((0, 2),), ((4, 8),)), 8)
     assert [share.kept for share in shares] == [((0, 2),), (), ((4, 8),)]
     assert [(share.numbers, share.repeats) for share in shares] == [((0,), True), ((2,), False), ((3,), False)]
     assert shares[0].root == 0
@@ -117,4 +117,4 @@ def test_a_node_held_twice_is_kept_by_one_and_the_greatest_wins() -> None:
 
 def test_fewer_parts_than_ranks() -> None:
     with pytest.raises(ValueError, match="1 parts for 2 ranks"):
-        plan_parts(((), ()), 1)
+        plan_ranks(((), ()), 1)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import paceline
-from paceline._elastic.twice import odd_ones, twice_part
+from paceline._microbatch.twice import computed_twice, odd_ones
 from paceline.errors import DivergenceError, StepOrderError, UnsupportedOp
 from paceline.nn import Linear, softmax_cross_entropy
 
@@ -20,21 +20,21 @@ T = np.arange(30) % 3
 
 @given(seed=st.integers(0, 99), step=st.integers(1, 99), world=st.integers(1, 9), more=st.integers(0, 9))
 def test_a_part_has_its_owner_and_two_other_ranks_if_there_are_any(seed: int, step: int, world: int, more: int) -> None:
-    found = twice_part(seed, step, world, world + more, 1)
+    found = computed_twice(seed, step, world, world + more, 1)
     assert found is not None
     assert found.number * world // (world + more) <= found.owner <= found.number
     assert len(found.checkers) == max(1, min(2, world - 1))
     assert world == 1 or len({found.owner, *found.checkers}) == len(found.checkers) + 1
-    same = twice_part(seed, step, 1, world + more, 1)
+    same = computed_twice(seed, step, 1, world + more, 1)
     assert same is not None
     assert same.number == found.number
 
 
 def test_all_parts_get_their_turn() -> None:
-    found = [twice_part(0, step, 2, 8, 5) for step in range(1, 401)]
+    found = [computed_twice(0, step, 2, 8, 5) for step in range(1, 401)]
     assert [number for number, part in enumerate(found, 1) if part is not None] == list(range(5, 401, 5))
     assert {part.number for part in found if part is not None} == set(range(8))
-    assert twice_part(0, 5, 2, 8, 0) is None
+    assert computed_twice(0, 5, 2, 8, 0) is None
 
 
 def test_who_differs_from_a_majority_is_odd() -> None:

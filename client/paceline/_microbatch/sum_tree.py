@@ -4,7 +4,7 @@ The tree has the parts 0 to V-1 as leaves, and its nodes are ranges [lo, hi) of 
 splits after the greatest power of two below its size, so all left children are whole powers of two. A node's sum is the
 sum of its left child plus that of its right one.
 
-A rank has contiguous parts, [r V // W, (r + 1) V // W), unless a step is repaired (`part_plan`). It adds up the
+A rank has contiguous parts, [r V // W, (r + 1) V // W), unless a step is repaired (`rank_plan`). It adds up the
 *maximal subtrees* of this range: the greatest nodes that lie within it, one after the other. All ranks' maximal
 subtrees together cover the tree from left to right, so any rank that has their sums can finish it: each addition is a
 node of the same tree, and gives the same bits.
@@ -22,7 +22,7 @@ Node: TypeAlias = tuple[int, int]
 """The parts lo to hi - 1, as (lo, hi)."""
 
 
-def part_range(rank: int, world: int, parts: int) -> Node:
+def leaves_of(rank: int, world: int, parts: int) -> Node:
     """Returns the parts of a rank; at least one if there are as many parts as ranks."""
     return rank * parts // world, (rank + 1) * parts // world
 
@@ -52,7 +52,7 @@ def _within(lo: int, hi: int, node: Node) -> Iterator[Node]:
 @lru_cache(maxsize=256)
 def subtrees_by_rank(world: int, parts: int) -> tuple[tuple[Node, ...], ...]:
     """Returns the maximal subtrees of each rank."""
-    return tuple(maximal_subtrees(*part_range(rank, world, parts), parts) for rank in range(world))
+    return tuple(maximal_subtrees(*leaves_of(rank, world, parts), parts) for rank in range(world))
 
 
 def closes(left: Node, right: Node, parts: int) -> bool:
