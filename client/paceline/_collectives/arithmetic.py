@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paceline._base.arrays import Array
+from paceline._base.sum_order import Node
 from paceline._collectives.rows import SumRule
-from paceline._microbatch.sum_tree import Node, merges
+from paceline._microbatch.sum_tree import merges
 from paceline.errors import UnsupportedOp
 
 _PIECE = 1 << 15
@@ -198,23 +199,23 @@ class Arithmetic:
 
 
 class TreeArithmetic(Arithmetic):
-    """Sums in the fixed tree over the parts of a step (`sum_tree`), of which the ranks have nodes.
+    """Sums in the fixed tree over the microbatches of a step (`sum_tree`), of which the ranks have nodes.
 
     Args:
         reduction: the reduction.
         nodes: for each rank, the nodes whose sums it has, from left to right; all together are the whole tree.
-        parts: V, number of parts.
+        leaves: V, number of leaves.
         divisor: as for `Arithmetic`.
     """
 
     def __init__(
-        self, reduction: Reduction, nodes: tuple[tuple[Node, ...], ...], parts: int, divisor: float | None = None
+        self, reduction: Reduction, nodes: tuple[tuple[Node, ...], ...], leaves: int, divisor: float | None = None
     ) -> None:
         super().__init__(reduction, len(nodes), divisor)
         self._counts = [len(of_rank) for of_rank in nodes]
         from_the_left = sorted((node, rank, i) for rank, of_rank in enumerate(nodes) for i, node in enumerate(of_rank))
         self._places = [(rank, i) for _, rank, i in from_the_left]
-        self._merges = merges(tuple(node for node, _, _ in from_the_left), parts)
+        self._merges = merges(tuple(node for node, _, _ in from_the_left), leaves)
 
     def terms_of(self, rank: int) -> int:
         """See `Arithmetic`: a rank contributes its nodes; one without any sends an array that counts for nothing."""
@@ -251,7 +252,7 @@ class TreeArithmetic(Arithmetic):
                 self.combine(left, right, into)
                 waiting.append((into, True))
         ((total, _),) = waiting
-        if len(rows) == 1 and self._wide is None:  # one rank has the sum of all parts
+        if len(rows) == 1 and self._wide is None:  # one rank has the sum of all leaves
             target[...] = total
         if self._wide is not None:
             with np.errstate(all="ignore"):
@@ -260,10 +261,10 @@ class TreeArithmetic(Arithmetic):
 
 @lru_cache(maxsize=64)
 def tree_arithmetic(
-    reduction: Reduction, nodes: tuple[tuple[Node, ...], ...], parts: int, divisor: float | None = None
+    reduction: Reduction, nodes: tuple[tuple[Node, ...], ...], leaves: int, divisor: float | None = None
 ) -> TreeArithmetic:
     """Returns the cached arithmetic of a sum in a tree; arguments as for `TreeArithmetic`."""
-    return TreeArithmetic(reduction, nodes, parts, divisor)
+    return TreeArithmetic(reduction, nodes, leaves, divisor)
 
 
 @lru_cache(maxsize=64)

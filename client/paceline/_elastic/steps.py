@@ -66,7 +66,7 @@ def make_loop(
             "the training state is half changed: a step or a load was interrupted. Load a checkpoint with "
             "state.load_state_dict(...), or create its objects again"
         )
-    _check_parts(state, coordinator.group)
+    _check_microbatches(state, coordinator.group)
     state.check_round_trip()
     check_complete(state)
     if replay is not None:
@@ -121,21 +121,22 @@ def make_loop(
     return loop
 
 
-def _check_parts(state: TrainState, group: Group) -> None:
-    """Checks that the parts of a step can be divided among all members.
+def _check_microbatches(state: TrainState, group: Group) -> None:
+    """Checks that the microbatches of a step can be divided among all members.
 
     Raises:
-        ValueError: there are fewer parts than members.
+        ValueError: there are fewer microbatches than members.
     """
-    parts = 0 if state.sampler is None else state.sampler.parts
-    if not parts:
+    microbatches = 0 if state.sampler is None else state.sampler.microbatches
+    if not microbatches:
         return
-    if parts < (most := group.most_members):
+    if microbatches < (most := group.most_members):
         raise ValueError(
-            f"ElasticSampler(..., parts={parts}) has too few parts for a job of at most {most} workers: each needs one"
+            f"ElasticSampler(..., microbatches={microbatches}) has too few for a job of at most {most} workers: each "
+            "needs one"
         )
     if state.uses_fsdp and state.sampler is not None and state.sampler.check_every:
-        raise UnsupportedOp("check_every with FSDP, which has no gradients of a single part to compare: leave it out")
+        raise UnsupportedOp("check_every with FSDP, which has no gradients of one microbatch to compare: leave it out")
 
 
 def _check_receipts(state: TrainState) -> None:
@@ -147,7 +148,7 @@ def _check_receipts(state: TrainState) -> None:
     if state.sampler is None or not state.sampler.same_bits:
         raise UnsupportedOp(
             "receipts need steps whose result does not depend on the workers: give the training state a sampler with "
-            "parts, ElasticSampler(..., parts=8), and leave same_bits=True"
+            "microbatches, ElasticSampler(..., microbatches=8), and leave same_bits=True"
         )
     if state.is_sharded:
         raise UnsupportedOp("receipts of a state that is sharded over the members (FSDP): no member can digest it all")

@@ -23,7 +23,6 @@ from paceline._elastic.coordination import JobCoordinator
 from paceline._elastic.differences import difference, partial_digest
 from paceline._elastic.gate import BETWEEN_STEPS, PendingStepWord, acting_alone
 from paceline._elastic.guard import StateGuard
-from paceline._elastic.kept_parts import KeptParts
 from paceline._elastic.peer_calls import Holder
 from paceline._elastic.recovery import StateRecovery
 from paceline._elastic.saver import Saver
@@ -31,6 +30,7 @@ from paceline._elastic.state import TrainState
 from paceline._elastic.step import Step, not_entered
 from paceline._elastic.waiting import MeetingWait, await_finish
 from paceline._links.fault import Suspicion
+from paceline._microbatch.kept_sums import KeptSums
 from paceline._session import line_messages
 from paceline._session.launcher_pipe import tell_launcher, tell_once
 from paceline.errors import CheckpointFailed, Dismissed, OrphanedError, PacelineError, StepOrderError
@@ -101,8 +101,8 @@ class TrainingLoop:
         self._last_update = 0
         self._large: list[NDArray[Any]] = []
         self._told_lost = ""
-        self._parts = 0 if state.sampler is None else state.sampler.parts
-        self._kept_parts = KeptParts() if self._parts and not state.is_sharded else None
+        self._microbatches = 0 if state.sampler is None else state.sampler.microbatches
+        self._kept_sums = KeptSums() if self._microbatches and not state.is_sharded else None
         self.guard = StateGuard(coordinator, state, member, saver, self._recovery, self._blocks, self._tell_committed)
 
     def held_of(self, state: TrainState) -> Tag | None:
@@ -170,12 +170,12 @@ class TrainingLoop:
             self._saver.begin(self._member.held, self._state, group)  # first: the word says whether it writes
             values = step_word(self._flags(), number, digest)
             pending = PendingStepWord(group, values, number, with_gradients=with_gradients)
-            told = None if self._kept_parts is None else self._kept_parts.tell(group, number, self._parts)
+            told = None if self._kept_sums is None else self._kept_sums.tell(group, number, self._microbatches)
         except PacelineError as error:
             self._failed(error)
             return None
         step = self.guard.step = Step(
-            number, attempt, group, self._state, self.guard, pending, digest, self._seed, self._kept_parts, told
+            number, attempt, group, self._state, self.guard, pending, digest, self._seed, self._kept_sums, told
         )
         group.ban_collectives(BETWEEN_STEPS)
         return step
@@ -216,11 +216,11 @@ class TrainingLoop:
             self._counters.step_undone()
         if step.passed and step.number >= self.guard.asked[0]:
             self.guard.asked = 0, ""
-        if self._kept_parts is not None:
+        if self._kept_sums is not None:
             if step.passed or over:
-                self._kept_parts.step_over()
+                self._kept_sums.step_over()
             else:
-                step.keep_parts(self._kept_parts, self._member.held)
+                step.keep_sums(self._member.held)
         if not step.passed:
             self._failed(step.cause, meet=not over)
         elif step.flags & StepFlag.STOP and not over:
@@ -412,8 +412,8 @@ class TrainingLoop:
         self._large = self._state.large()
         self.guard.forget()
         self._last_update = self._skipped = 0
-        if self._kept_parts is not None:
-            self._kept_parts.enter(None if view.rank in view.newcomers else view.base)
+        if self._kept_sums is not None:
+            self._kept_sums.enter(None if view.rank in view.newcomers else view.base)
         if view.base is not None:
             self._recovery.has_a_base()
             self._coordinator.group.confirm_same_state()

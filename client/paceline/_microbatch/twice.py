@@ -12,7 +12,7 @@ import numpy as np
 
 from paceline._links.base import Peer
 from paceline._links.fault import Suspicion
-from paceline._microbatch.sum_order import StepGroup
+from paceline._microbatch.microbatch import StepGroup
 from paceline._microbatch.sum_tree import leaves_of
 from paceline.errors import DivergenceError, PacelineError
 from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -83,7 +83,9 @@ def compare_twice(group: StepGroup, what: ComputedTwice, digests: Mapping[bool, 
         return
     with contextlib.suppress(PacelineError):
         group.barrier()  # no member may end the generation before all know
-    text = _said_of(odd, [rank for rank, _ in found], mesh.peers, f"gradients of part {what.number} in step {step}")
+    text = _said_of(
+        odd, [rank for rank, _ in found], mesh.peers, f"gradients of microbatch {what.number} in step {step}"
+    )
     _log.error("%s", text)
     if mesh.rank in odd or len(odd) == len({rank for rank, _ in found}):
         raise DivergenceError(text, ranks=tuple(odd), generation=mesh.generation)
@@ -95,7 +97,9 @@ def compare_twice(group: StepGroup, what: ComputedTwice, digests: Mapping[bool, 
 def _said_of(odd: Sequence[int], ranks: Sequence[int], peers: Sequence[Peer], what: str) -> str:
     """Returns a sentence about the ranks that computed other gradients of a microbatch than the others."""
     names = " and ".join(str(peers[rank]) for rank in odd)
-    why = "A processor or memory is at fault, or the script does not compute a part from its samples and seed alone"
+    why = (
+        "A processor or memory is at fault, or the script does not compute a microbatch from its samples and seed alone"
+    )
     if set(odd) != set(ranks):
         rest = " and ".join(str(peers[rank]) for rank in ranks if rank not in odd)
         return f"{names} computed other {what} than {rest}. {why}"

@@ -1,17 +1,18 @@
 """The order in which gradients are summed over the ranks: all that groups, wrappers and reducers know of microbatches.
 
-A group holds one (`Group.order`). It is `EVEN` but in a step with microbatches (`attempt`). Letters: V leaves.
+A group holds one (`Group.order`). It is `EVEN`, but in a step with microbatches a `Turn` (`_microbatch.attempt`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
-from paceline._links.base import Mesh, Peer
-from paceline._microbatch.sum_tree import Node
 from paceline.errors import PacelineError
+
+Node: TypeAlias = tuple[int, int]
+"""The leaves lo to hi - 1 of a tree over microbatches, as (lo, hi)."""
 
 _NOTHING = nullcontext()
 
@@ -129,38 +130,3 @@ class SumOrder:
 
 EVEN = SumOrder()
 """The order outside of steps with microbatches."""
-
-
-class StepGroup(Protocol):
-    """The part of `paceline.Group` that this package uses."""
-
-    @property
-    def rank(self) -> int:
-        """This member's rank."""
-
-    @property
-    def size(self) -> int:
-        """W."""
-
-    @property
-    def mesh(self) -> Mesh:
-        """The links to the members."""
-
-    @property
-    def members(self) -> Sequence[Peer]:
-        """The members in rank order."""
-
-    def set_order(self, order: SumOrder) -> None:
-        """Sets the order in which gradients are summed from now on."""
-
-    def set_gradient_weight(self, weight: float) -> None:
-        """Sets the weight of this member's gradients from now on."""
-
-    def all_gather(self, x: Any, *, label: Any = "", async_op: Any = False) -> Any:
-        """Joins the arrays of all ranks on axis 0."""
-
-    def barrier(self) -> Any:
-        """Waits for all ranks."""
-
-    def progress(self) -> Any:
-        """Returns the operation that this member is at."""
