@@ -1,8 +1,8 @@
 """Measures how much work is done again if a worker is killed in the middle of a step: `python bench/repair_cost.py`.
 
 Four workers take steps of 16 microbatches, each of which sleeps for a quarter of a second in place of computing, so a
-quiet step takes a second. At each tenth of a step one worker is killed, and another one joins afterwards. Printed are, for
-each kill:
+quiet step takes a second. At each tenth of a step one worker is killed, and another one joins afterwards. Printed are,
+for each kill:
 
 - the seconds of work that were done again, for each survivor: what all workers have spent on the step's microbatches,
   less what a quiet step takes, over the survivors;

@@ -25,7 +25,7 @@ import numpy as np
 
 import paceline
 from paceline._base.sum_order import EVEN
-from paceline._microbatch.attempt import Attempt
+from paceline._microbatch.attempt import StepAttempt
 from paceline._microbatch.rank_plan import even_plan
 
 KINDS = ("plain", "slices", "microbatches")
@@ -116,7 +116,7 @@ CASES: dict[str, Callable[[Any], Any]] = {"mlp": NumpyCase, "cnn": Cnn, "lm": Lm
 def step(kind: str, case: Any, group: Any, microbatches: int) -> None:
     """One step of one kind."""
     batch, plan = case.batch, even_plan(group.rank, group.size, microbatches)
-    attempt = Attempt(plan)
+    attempt = StepAttempt(plan)
     case.optimizer.zero_grad()
     if kind == "plain":
         lo, hi = group.rank * batch // group.size, (group.rank + 1) * batch // group.size

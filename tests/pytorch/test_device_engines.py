@@ -24,7 +24,7 @@ from paceline._engines import catalogue
 from paceline._engines.data_engine import DataEngine, EngineFailed, EngineTimeout, EngineTraits, OnDevice
 from paceline._engines.engine_check import ENGINE_RULES, MakeEngines, check_engine, open_engines
 from paceline._links.base import Peer
-from paceline._microbatch.attempt import Attempt
+from paceline._microbatch.attempt import StepAttempt
 from paceline._microbatch.rank_plan import even_plan
 from paceline.config import Config
 from paceline.errors import LinkUnavailable, PacelineError, PeerLost, UnsupportedOp
@@ -517,7 +517,7 @@ def test_a_model_on_a_device_trains_as_over_links(dtype: str, config: Config, mo
 
 def test_microbatches_are_refused_with_a_way_out_that_helps(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     def compute(group: Any) -> None:
-        attempt = Attempt(even_plan(0, 1, 4))
+        attempt = StepAttempt(even_plan(0, 1, 4))
         turn, *_ = attempt.turns()
         attempt.enter(turn)
         group.set_order(turn)

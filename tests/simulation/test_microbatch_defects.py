@@ -1,4 +1,4 @@
-"""Bugs in how sums of microbatches are kept and added up, and in the group that moves them: the simulation notices each.
+"""Bugs in how sums of microbatches are kept and added up, and in the group: the simulation notices each.
 
 What is expected is the kind of breach, not its seed: which schedule finds it first may change with any change.
 """

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from paceline._microbatch.attempt import Attempt
+from paceline._microbatch.attempt import StepAttempt
 from paceline._microbatch.rank_plan import even_plan
 
 __all__ = ["microbatches"]
 
 
-def microbatches(group: Any, leaves: int, attempt: Attempt | None = None) -> Iterator[int]:
+def microbatches(group: Any, leaves: int, attempt: StepAttempt | None = None) -> Iterator[int]:
     """Yields the number of each microbatch of this rank while it runs; behind the loop the group is between two.
 
     Args:
@@ -19,7 +19,7 @@ def microbatches(group: Any, leaves: int, attempt: Attempt | None = None) -> Ite
         leaves: V.
         attempt: the attempt at the step; None for an undisturbed one.
     """
-    attempt = Attempt(even_plan(group.rank, group.size, leaves)) if attempt is None else attempt
+    attempt = StepAttempt(even_plan(group.rank, group.size, leaves)) if attempt is None else attempt
     for turn in attempt.turns():
         attempt.enter(turn)
         group.set_order(turn)

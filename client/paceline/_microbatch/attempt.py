@@ -1,6 +1,6 @@
 """The machine of one attempt at a step with microbatches, on one rank. Pure: it calls no collective.
 
-`StepMicrobatches` reports which microbatch begins and ends, and wrappers report their passes, through the `Turn` that
+`StepMicrobatches` reports which microbatch begins and ends, and wrappers report their passes, through the `MicrobatchTurn` that
 the group holds. `AttemptPhase` says what may happen next (docs/decisions/076).
 """
 
@@ -65,7 +65,7 @@ _NEXT = {
 """All events that a phase allows, and where they lead."""
 
 
-class Attempt:
+class StepAttempt:
     """What one rank does with the microbatches in one attempt at a step, and how far it is.
 
     Args:
@@ -90,7 +90,7 @@ class Attempt:
     def __init__(self, plan: RankPlan, *, asks: bool = False, digested: int | None = None) -> None:
         self.phase = AttemptPhase.ASKING if asks else AttemptPhase.BETWEEN
         self.plan = self._usual = plan
-        self.turn: Turn | None = None
+        self.turn: MicrobatchTurn | None = None
         self.between = _BetweenTurns(plan.leaves)
         self.label = object()
         self.kept_label: object | None = None
@@ -102,7 +102,7 @@ class Attempt:
         self._next = plan.numbers[0]
         """The microbatch whose turn it is."""
         self._loops = 0
-        self._ended: set[Turn] = set()
+        self._ended: set[MicrobatchTurn] = set()
         self._whole: list[Node] = []
         """Nodes that are in the sums of each wrapper, if all is well."""
         self._begun: Node | None = None
@@ -124,13 +124,13 @@ class Attempt:
         self.kept, self._whole = plan.kept, list(plan.kept)
         self._next = plan.numbers[0]
 
-    def turns(self, check: int | None = None) -> tuple[Turn, ...]:
+    def turns(self, check: int | None = None) -> tuple[MicrobatchTurn, ...]:
         """Returns the turns of the next loop over this rank's microbatches, with a check of another rank's before."""
         assert self.phase is not AttemptPhase.ASKING
-        checks = () if check is None else (Turn(self, check, is_check=True),)
-        return (*checks, *(Turn(self, number) for number in self.plan.numbers))
+        checks = () if check is None else (MicrobatchTurn(self, check, is_check=True),)
+        return (*checks, *(MicrobatchTurn(self, number) for number in self.plan.numbers))
 
-    def enter(self, turn: Turn) -> None:
+    def enter(self, turn: MicrobatchTurn) -> None:
         """Begins a turn.
 
         Raises:
@@ -150,7 +150,7 @@ class Attempt:
         self._loops += turn.is_first
         self._begun = None if turn.is_check else turn.leaf
 
-    def leave(self, turn: Turn, *, whole: bool) -> bool:
+    def leave(self, turn: MicrobatchTurn, *, whole: bool) -> bool:
         """Ends a turn; `whole` is False if its block raised. Returns True if this rank's microbatch counts."""
         self._take(AttemptEvent.END)
         self.turn = None
@@ -259,7 +259,7 @@ class Attempt:
         self.phase = after
 
 
-class Turn(SumOrder):
+class MicrobatchTurn(SumOrder):
     """One turn of a rank at one microbatch; each turn is an object of its own.
 
     Args:
@@ -274,7 +274,7 @@ class Turn(SumOrder):
 
     is_leaf = True
 
-    def __init__(self, attempt: Attempt, number: int, *, is_check: bool = False) -> None:
+    def __init__(self, attempt: StepAttempt, number: int, *, is_check: bool = False) -> None:
         plan = attempt.plan
         self._attempt = attempt
         self.number, self.plan, self.is_check = number, plan, is_check
@@ -337,7 +337,7 @@ class Turn(SumOrder):
     def _follows(self, before: SumOrder) -> bool:
         """True if it is the turn after `before` in the same attempt."""
         return (
-            isinstance(before, Turn)
+            isinstance(before, MicrobatchTurn)
             and before._attempt is self._attempt
             and (before.number, self.number) in pairwise(self.plan.numbers)
         )

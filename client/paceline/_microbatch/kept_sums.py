@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline._base.sum_order import Node, SumsHolder
-from paceline._microbatch.attempt import Attempt, AttemptPhase
+from paceline._microbatch.attempt import AttemptPhase, StepAttempt
 from paceline._microbatch.microbatch import StepGroup
 from paceline._microbatch.rank_plan import row_of_held
 from paceline._microbatch.sum_tree import joined
@@ -63,11 +63,11 @@ class KeptSums:
         self.drop()
         self._refuses = True
 
-    def microbatch_ended(self, attempt: Attempt) -> None:
+    def microbatch_ended(self, attempt: StepAttempt) -> None:
         """Notes which wrappers take part in the script's loop: those that were in a whole microbatch."""
         self._holders = tuple(attempt.wrappers)
 
-    def keep(self, base: Tag | None, attempt: Attempt) -> None:
+    def keep(self, base: Tag | None, attempt: StepAttempt) -> None:
         """Keeps what the wrappers hold of an undone step, if it is certain that all hold the same microbatches.
 
         Args:

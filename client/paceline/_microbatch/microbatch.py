@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from paceline._base.sum_order import SumOrder
 from paceline._links.base import Mesh, Peer
-from paceline._microbatch.attempt import Turn
+from paceline._microbatch.attempt import MicrobatchTurn
 from paceline._microbatch.sum_tree import leaves_of
 
 _MICROBATCHES = 1 << 41
@@ -96,7 +96,7 @@ class MicrobatchRunner(Protocol):
 
     step: MicrobatchedStep
 
-    def enter(self, turn: Turn, weight: float, seed: Sequence[int]) -> None:
+    def enter(self, turn: MicrobatchTurn, weight: float, seed: Sequence[int]) -> None:
         """Begins a turn.
 
         Raises:
@@ -104,7 +104,7 @@ class MicrobatchRunner(Protocol):
             PacelineError: the generation has failed.
         """
 
-    def leave(self, turn: Turn, *, whole: bool) -> None:
+    def leave(self, turn: MicrobatchTurn, *, whole: bool) -> None:
         """Ends a turn; `whole` is False if its block raised."""
 
 
@@ -124,7 +124,7 @@ class Microbatch:
     """
 
     def __init__(
-        self, runner: MicrobatchRunner, turn: Turn, share: tuple[NDArray[np.intp], float], seed: list[int]
+        self, runner: MicrobatchRunner, turn: MicrobatchTurn, share: tuple[NDArray[np.intp], float], seed: list[int]
     ) -> None:
         self.number = turn.number
         self.is_check = turn.leaf is None or turn.is_check

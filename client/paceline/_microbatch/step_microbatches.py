@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from paceline._base.sum_order import EVEN, Node
 from paceline._links.fault import Suspicion
-from paceline._microbatch.attempt import Attempt, AttemptPhase, Turn
+from paceline._microbatch.attempt import AttemptPhase, MicrobatchTurn, StepAttempt
 from paceline._microbatch.kept_sums import KeptSums
 from paceline._microbatch.microbatch import Batches, Microbatch, MicrobatchedStep, StepGroup, microbatch_seed
 from paceline._microbatch.rank_plan import even_plan, held_of_row, plan_ranks
@@ -67,7 +67,7 @@ class StepMicrobatches:
         rank, world, leaves = group.rank, group.size, sampler.microbatches
         self._twice = computed_twice(seed, step.number, world, leaves, sampler.check_every)
         own = self._twice is not None and self._twice.owner == rank
-        self._attempt = Attempt(
+        self._attempt = StepAttempt(
             even_plan(rank, world, leaves),
             asks=told is not None,
             digested=self._twice.number if own and self._twice is not None else None,
@@ -110,7 +110,7 @@ class StepMicrobatches:
         return sum(len(indices) for indices, weight in map(self._sampler.current_microbatch, own) if weight)
 
     def check_update(self, optimizer: object, *, updates: bool) -> None:
-        """See `Attempt.check_update`."""
+        """See `StepAttempt.check_update`."""
         self._attempt.check_update(optimizer, updates=updates)
 
     def compare_twice(self) -> None:
@@ -148,7 +148,7 @@ class StepMicrobatches:
 
     # Called by a microbatch -------------------------------------------------------------------------------------------
 
-    def enter(self, turn: Turn, weight: float, seed: Sequence[int]) -> None:
+    def enter(self, turn: MicrobatchTurn, weight: float, seed: Sequence[int]) -> None:
         """See `MicrobatchRunner`."""
         if not self.step.entered or self.step.left:
             raise StepOrderError("`with micro:` belongs inside `with step:`, one microbatch after the other")
@@ -164,7 +164,7 @@ class StepMicrobatches:
         self._group.set_gradient_weight(weight)
         self._seed_frameworks(*seed)
 
-    def leave(self, turn: Turn, *, whole: bool) -> None:
+    def leave(self, turn: MicrobatchTurn, *, whole: bool) -> None:
         """See `MicrobatchRunner`."""
         self._group.set_order(self._attempt.between)
         self._group.set_gradient_weight(1.0)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline._base.sum_order import EVEN, Node
-from paceline._microbatch.attempt import Attempt, AttemptPhase, Turn
+from paceline._microbatch.attempt import AttemptPhase, MicrobatchTurn, StepAttempt
 from paceline._microbatch.rank_plan import even_plan, plan_ranks
 from paceline.errors import StepOrderError
 
@@ -28,17 +28,17 @@ class Wrapper:
         pass
 
 
-def fail(turn: Turn) -> None:
+def fail(turn: MicrobatchTurn) -> None:
     """A wrapper's pass raises."""
     with pytest.raises(ZeroDivisionError), turn.collectives():
         raise ZeroDivisionError
 
 
-def in_phase(phase: AttemptPhase) -> tuple[Attempt, tuple[Turn, ...]]:
+def in_phase(phase: AttemptPhase) -> tuple[StepAttempt, tuple[MicrobatchTurn, ...]]:
     """An attempt of rank 1 of 2 in that phase, at its first microbatch if one runs, and the turns of its loop."""
-    attempt = Attempt(PLAN, asks=True)
+    attempt = StepAttempt(PLAN, asks=True)
     if phase is ASKING:
-        return attempt, tuple(Turn(attempt, number) for number in PLAN.numbers)
+        return attempt, tuple(MicrobatchTurn(attempt, number) for number in PLAN.numbers)
     attempt.divide(PLAN, object())
     turns = attempt.turns()
     if phase is not BETWEEN:
@@ -53,13 +53,13 @@ def in_phase(phase: AttemptPhase) -> tuple[Attempt, tuple[Turn, ...]]:
     return attempt, turns
 
 
-Event = Callable[[Attempt, tuple[Turn, ...]], object]
+Event = Callable[[StepAttempt, tuple[MicrobatchTurn, ...]], object]
 
 EVENTS: dict[str, tuple[Event, dict[AttemptPhase, AttemptPhase]]] = {
     "divide": (lambda attempt, turns: attempt.divide(PLAN, object()), {ASKING: BETWEEN}),
     "enter first": (lambda attempt, turns: attempt.enter(turns[0]), {BETWEEN: ENTERED, VOID: FAILED}),
     "enter check": (
-        lambda attempt, turns: attempt.enter(Turn(attempt, 0, is_check=True)),
+        lambda attempt, turns: attempt.enter(MicrobatchTurn(attempt, 0, is_check=True)),
         {BETWEEN: ENTERED, VOID: FAILED},
     ),
     "forward": (
@@ -100,7 +100,7 @@ EVENTS: dict[str, tuple[Event, dict[AttemptPhase, AttemptPhase]]] = {
 """What each event is, and to which phase it leads from those that allow it."""
 
 
-def shown(attempt: Attempt) -> dict[str, Any]:
+def shown(attempt: StepAttempt) -> dict[str, Any]:
     """All that an attempt has noted, but for sums."""
     hidden = ("digests", "_updated")
     kept = {name: value for name, value in vars(attempt).items() if name not in hidden}
@@ -152,7 +152,7 @@ def test_behind_an_error_of_a_wrapper_nothing_is_whole() -> None:
 
 
 def test_a_wrapper_that_has_set_gradients_aside_must_sum_them() -> None:
-    attempt, wrapper = Attempt(even_plan(0, 1, 2)), Wrapper()
+    attempt, wrapper = StepAttempt(even_plan(0, 1, 2)), Wrapper()
     for turn in attempt.turns():
         attempt.enter(turn)
         turn.begin_pass(wrapper, reduces=True)
@@ -180,7 +180,7 @@ def test_an_update_before_the_last_microbatch() -> None:
 @pytest.mark.parametrize("held", [(), ((4, 8),)], ids=["quiet", "repaired"])
 def test_turns_of_an_earlier_loop_are_refused(held: tuple[Node, ...]) -> None:
     """In a quiet step too: otherwise a script would learn of this rule only after a death."""
-    attempt = Attempt(even_plan(0, 1, 8), asks=True)
+    attempt = StepAttempt(even_plan(0, 1, 8), asks=True)
     attempt.divide(plan_ranks((held,), 8)[0], object())
     turns = attempt.turns()
     for turn in turns:

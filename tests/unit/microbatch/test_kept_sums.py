@@ -10,7 +10,7 @@ import pytest
 
 from paceline import ElasticSampler
 from paceline._base.sum_order import Node
-from paceline._microbatch.attempt import Attempt
+from paceline._microbatch.attempt import StepAttempt
 from paceline._microbatch.kept_sums import KeptSums
 from paceline._microbatch.rank_plan import even_plan, plan_ranks
 from paceline._microbatch.step_microbatches import StepMicrobatches
@@ -33,10 +33,10 @@ class Wrapper:
 
 
 def attempt(
-    kept: KeptSums, wrappers: Sequence[Wrapper], ended: int, begun: int = 0, of: Attempt | None = None
-) -> Attempt:
+    kept: KeptSums, wrappers: Sequence[Wrapper], ended: int, begun: int = 0, of: StepAttempt | None = None
+) -> StepAttempt:
     """An attempt of rank 1 of 2 with the microbatches 4 to 7, which has ended so many of them and begun some more."""
-    of = Attempt(even_plan(1, 2, 8)) if of is None else of
+    of = StepAttempt(even_plan(1, 2, 8)) if of is None else of
     for count, turn in enumerate(of.turns()[: ended + begun]):
         of.enter(turn)
         for wrapper in wrappers:
@@ -146,7 +146,7 @@ def test_what_was_kept_before_is_kept_again() -> None:
     kept, wrapper = KeptSums(), Wrapper((4, 6))
     kept.keep(BASE, attempt(kept, [wrapper], 2))
     kept.enter(BASE)
-    tried = Attempt(even_plan(0, 1, 8), asks=True)
+    tried = StepAttempt(even_plan(0, 1, 8), asks=True)
     kept.keep(BASE, tried)  # the exchange failed
     assert kept.nodes() == ((4, 6),)
     tried.divide(plan_ranks((((4, 6),),), 8)[0], kept.label)

@@ -21,7 +21,7 @@ from paceline._elastic.gate import PendingStepWord
 from paceline._elastic.step import Step
 from paceline._group import Group
 from paceline._links.base import Peer
-from paceline._microbatch.attempt import Attempt, AttemptPhase
+from paceline._microbatch.attempt import AttemptPhase, StepAttempt
 from paceline._microbatch.machine_bits import machine_words
 from paceline._microbatch.rank_plan import RankPlan, even_plan
 from paceline._microbatch.sum_tree import leaves_of
@@ -241,7 +241,7 @@ def test_a_first_microbatch_that_was_left_out_after_a_step_with_other_microbatch
         ddp = paceline.DDP(Linear(5, 3, rng=np.random.default_rng(0)), session.group)
 
         def compute(plan: RankPlan, number: int) -> None:
-            attempt = Attempt(plan)
+            attempt = StepAttempt(plan)
             turn = next(turn for turn in attempt.turns() if turn.number == number)
             attempt.phase, attempt.turn = AttemptPhase.COMPUTING, turn
             session.group.set_order(turn)

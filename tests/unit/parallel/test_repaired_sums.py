@@ -18,7 +18,7 @@ from paceline._base.sum_order import EVEN, SumsNotHeld
 from paceline._elastic.sampler import ElasticSampler
 from paceline._group import Group
 from paceline._links.fault import Suspicion
-from paceline._microbatch.attempt import Attempt
+from paceline._microbatch.attempt import StepAttempt
 from paceline._microbatch.rank_plan import RankPlan, even_plan, plan_ranks
 from paceline._microbatch.sum_tree import Node
 from paceline._parallel import DDP
@@ -50,7 +50,7 @@ class Rank:
         self.optimizer.zero_grad()
         before = [buffer.copy() for _, buffer in self.model.named_buffers()]
         held = self.ddp._synchronizer.held_sums()
-        attempt = Attempt(plan, asks=True)
+        attempt = StepAttempt(plan, asks=True)
         attempt.divide(plan, held[0] if held else object())
         self.labels.append(attempt.label)
         for number in islice(in_turn(self.group, self.microbatches, attempt), count):
@@ -217,7 +217,7 @@ def test_sums_of_the_same_microbatches_of_another_step_are_not_taken() -> None:
     rank.attempt(even_plan(0, 1, 8), 4, undone=True)
     assert rank.held() == ((0, 4),)
     plan, *_ = plan_ranks((((0, 4),),), 8)
-    attempt = Attempt(plan, asks=True)
+    attempt = StepAttempt(plan, asks=True)
     attempt.divide(plan, object())  # what was told is of another attempt
     with pytest.raises(SumsNotHeld):
         rank.ddp._synchronizer.reducer.begin_pass(attempt.turns()[0])  # type: ignore[union-attr]
