@@ -1,6 +1,7 @@
 """The order in which gradients are summed over the ranks: all that groups, wrappers and reducers know of microbatches.
 
-A group holds one (`Group.order`). It is `EVEN`, but in a step with microbatches a `MicrobatchTurn` (`_microbatch.attempt`).
+A group holds one (`Group.order`). It is `EVEN`, but in a step with microbatches a `MicrobatchTurn`
+(`_microbatch.attempt`).
 """
 
 from __future__ import annotations
