@@ -31,13 +31,13 @@ def survivors(c: Cluster) -> list[Trainer]:
 
 def run(folder: Path, faults: list[Fault], *, model: str = "mlp", world: int = 4, **plan: Any) -> Cluster:
     """Trains with faults; each step must have the bits of one process."""
-    plan = {"total": 6, "microbatches": V, "tells_parts": True, "most": world, **plan}
+    plan = {"total": 6, "microbatches": V, "tells_microbatches": True, "most": world, **plan}
     with in_microbatches(folder, model, **plan) as c:
         c.start(world, faults)
         codes = c.wait(90)
         kills = sum(fault.what == "kill" for fault in faults)
         assert sorted(codes.values()) == [-9] * kills + [0] * (world - kills), str(c)
-        assert check_bits(c, folder, model, microbatches=plan["parts"]) == plan["total"]
+        assert check_bits(c, folder, model, microbatches=plan["microbatches"]) == plan["total"]
     return c
 
 
@@ -49,11 +49,11 @@ def test_a_kill_in_any_microbatch_costs_the_microbatches_of_the_dead_one(
 
     The training state may have the wrapper, or the bare module.
     """
-    c = run(tmp_path, [kill(at="forward", rank=2, step=STEP)], fault_in_part=microbatch, pace=0.2, bare=bare)
+    c = run(tmp_path, [kill(at="forward", rank=2, step=STEP)], fault_in_microbatch=microbatch, pace=0.2, bare=bare)
     assert computed(survivors(c)) == Counter(range(V)), str(c)
 
 
-@pytest.mark.parametrize(("phase", "bare"), [("in_word", False), ("early_parts", True), ("late_parts", False)])
+@pytest.mark.parametrize(("phase", "bare"), [("in_word", False), ("early_sum", True), ("late_sum", False)])
 def test_a_kill_while_gradients_are_reduced(phase: str, bare: bool, tmp_path: Path) -> None:
     """All are in their last microbatch, and some have sums of all microbatches already."""
     c = run(tmp_path, [kill(at=phase, rank=1, step=STEP)], bare=bare)
@@ -74,7 +74,7 @@ def test_two_kills_in_one_step(tmp_path: Path) -> None:
 
 def test_with_one_microbatch_for_each_worker_all_are_computed_again(tmp_path: Path) -> None:
     """Before a worker's first microbatch is whole it is not known which wrappers are in a microbatch."""
-    c = run(tmp_path, [kill(at="late_parts", rank=1, step=STEP)], world=3, microbatches=3)
+    c = run(tmp_path, [kill(at="late_sum", rank=1, step=STEP)], world=3, microbatches=3)
     assert computed(survivors(c)) == Counter([0, 2, 0, 1, 2]), str(c)
 
 
@@ -107,7 +107,7 @@ def test_the_last_one_that_lives_has_the_rest_alone(tmp_path: Path) -> None:
 
 
 def test_a_frozen_worker_comes_back(tmp_path: Path) -> None:
-    plan = {"total": 20, "microbatches": V, "tells_parts": True, "most": 4, "failure_timeout": 1.0, "pace": 0.2}
+    plan = {"total": 20, "microbatches": V, "tells_microbatches": True, "most": 4, "failure_timeout": 1.0, "pace": 0.2}
     with in_microbatches(tmp_path, "mlp", **plan) as c:
         c.start(4, [freeze(at="forward", rank=2, step=STEP)])
         c.wait_until(lambda: any(t.of("undone") for t in c.trainers), "the others have given it up")
@@ -121,7 +121,7 @@ def test_a_frozen_worker_comes_back(tmp_path: Path) -> None:
 
 
 def test_a_newcomer_in_the_repaired_step(tmp_path: Path) -> None:
-    with in_microbatches(tmp_path, "mlp", total=8, microbatches=V, tells_parts=True, pace=1.0) as c:
+    with in_microbatches(tmp_path, "mlp", total=8, microbatches=V, tells_microbatches=True, pace=1.0) as c:
         first = c.start(3, [kill(at="forward", rank=1, step=STEP)])
         c.wait_for_step(STEP - 1)
         c.start(2)

@@ -45,7 +45,7 @@ def test_half_a_minute_in_a_storm(model: str, tmp_path: Path) -> None:
 
 def test_a_killed_rank_0_costs_its_microbatches_and_statistics_are_still_those_of_microbatch_0(tmp_path: Path) -> None:
     """Another rank computes microbatch 0 again, and all take its buffers; what the others have computed is kept."""
-    with in_microbatches(tmp_path, "cnn", total=6, tells_parts=True, pace=0.2) as c:
+    with in_microbatches(tmp_path, "cnn", total=6, tells_microbatches=True, pace=0.2) as c:
         c.start(3, [kill(at="forward", rank=0, step=3)])
         assert sorted(c.wait(90).values()) == [-9, 0, 0], str(c)
         assert check_bits(c, tmp_path, "cnn") == 6
@@ -62,7 +62,7 @@ def test_a_killed_rank_0_costs_its_microbatches_and_statistics_are_still_those_o
 def test_statistics_of_a_kept_microbatch_0(tmp_path: Path) -> None:
     """Rank 0 keeps the sum with microbatch 0, and its buffers; the last rank dies in its last microbatch."""
     with in_microbatches(tmp_path, "cnn", total=6, pace=0.2) as c:
-        c.start(3, [kill(at="early_parts", rank=2, step=3)])
+        c.start(3, [kill(at="early_sum", rank=2, step=3)])
         assert sorted(c.wait(90).values()) == [-9, 0, 0], str(c)
         assert check_bits(c, tmp_path, "cnn") == 6
         assert any(event["kept"] for trainer in c.trainers for event in trainer.of("attempt")), str(c)
