@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from paceline import ElasticSampler
 from paceline._base.sum_order import Node
+from paceline._elastic.step import Step
 from paceline._microbatch.attempt import StepAttempt
 from paceline._microbatch.kept_sums import KeptSums
 from paceline._microbatch.rank_plan import even_plan, plan_ranks
@@ -54,13 +56,15 @@ def test_whole_microbatches_are_kept() -> None:
     assert kept.nodes() == ((4, 6),)
 
 
-@pytest.mark.parametrize("usable", [True, False])
-def test_sums_that_an_update_may_have_changed_are_not_kept(usable: bool) -> None:
-    """A copy of the state undoes only the state."""
+@pytest.mark.parametrize("opened", [True, False])
+def test_sums_behind_the_gate_are_not_kept(opened: bool) -> None:
+    """The update may have changed them, and a copy of the state undoes only the state."""
     kept, wrapper = KeptSums(), Wrapper((4, 6))
     micro: Any = SimpleNamespace(_attempt=attempt(kept, [wrapper], 2), _kept=kept, _twice=None)
-    StepMicrobatches.keep(micro, BASE, usable=usable, lacks=False)
-    assert kept.nodes() == (((4, 6),) if usable else ())
+    micro.keep = partial(StepMicrobatches.keep, micro)
+    step: Any = SimpleNamespace(is_open=opened, spoiled=False, _lacks_sums=False, _micro=micro)
+    Step.keep_sums(step, BASE)
+    assert kept.nodes() == (() if opened else ((4, 6),))
 
 
 def test_sums_are_refused_behind_a_wrapper_that_lacked_some() -> None:
