@@ -10,6 +10,7 @@ text says what the member that stands alone has done, and in which line.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline._base.uncaught import users_place
 from paceline._base.work import Work
 from paceline._elastic.differences import find_minority
 from paceline._elastic.state import TrainState
@@ -232,9 +234,31 @@ class StepGate:
             self._group.ban_collectives(BARRED if self._state.is_sharded else BARRED + OR_COPY)
         self.is_open = True
 
+    def pass_without_update(self, *, skips: bool) -> None:
+        """Passes the gate at the end of a block without an update: only if all other members do so too."""
+        what = (
+            f"{self._me} ended step {self._number} without optimizer.step() ({users_place(sys._getframe())}), "
+            "and others did not: step.skip() skips a step on all ranks"
+        )
+        with acting_alone(self._group.mesh.fault, what):
+            self.open(None, updates=False, skips=skips, keeps_copy=False)
+
+    def tell(self, error: BaseException) -> None:
+        """Tells the other members that this one's code has raised, so that they do not wait for it."""
+        mesh = self._group.mesh
+        if isinstance(error, GeneratorExit | SystemExit) or not mesh.peers:
+            return
+        text = f"{self._me} raised {type(error).__name__} in step {self._number}: {error}"[:2000]
+        operation = self._group.progress().operation
+        mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, None, operation, text))
+
     def close(self) -> None:
         """Withdraws the step word if it was not sent, because the step is over."""
         self._word.drop()
+
+    @property
+    def _me(self) -> str:
+        return str(self._group.mesh.peers[self._group.rank])
 
     def _check_complete(self) -> None:
         """Waits for all collectives that were called; raises if one of them has failed."""

@@ -156,7 +156,7 @@ class StateGuard:
         try:
             step.open_gate(optimizer)
         except BaseException:
-            step.updating = step.is_open
+            step.updating = step.gate.is_open
             raise
         step.updated = True
 

@@ -159,7 +159,7 @@ class Session(abc.ABC):
                 state is sharded (`FSDP`), it must lie on a disk that all workers share, since they write together.
             checkpoint_every: steps between two checkpoints; with a directory alone, only the last state is kept.
             seed: seed of `step.rng`, and of torch's generator, which each step seeds with (seed, step, rank), or each
-                part of a step with (seed, step, microbatch).
+                microbatch with (seed, step, microbatch).
             receipts: a file to which rank 0 appends a receipt of every tenth step, and of each step with a checkpoint:
                 one line of JSON with the SHA-256 of the state, and of the receipt before. `paceline replay` computes a
                 step again and compares. Needs a sampler with microbatches.

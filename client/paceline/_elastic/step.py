@@ -9,8 +9,7 @@ from typing import Any, Literal, NoReturn
 
 from paceline._base.sum_order import SumsNotHeld
 from paceline._base.uncaught import users_place
-from paceline._elastic.foreign import seed_frameworks
-from paceline._elastic.gate import BETWEEN_STEPS, HALF_UPDATED, PendingStepWord, StepGate, StepRunner, acting_alone
+from paceline._elastic.gate import BETWEEN_STEPS, HALF_UPDATED, PendingStepWord, StepGate, StepRunner
 from paceline._elastic.state import TrainState
 from paceline._elastic.step_batch import StepBatch
 from paceline._group import Group
@@ -25,7 +24,7 @@ from paceline.errors import (
     StepSkipped,
     UnsupportedOp,
 )
-from paceline_protocol import StepFlag, Tag
+from paceline_protocol import Tag
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 _log = logging.getLogger("paceline.elastic")
@@ -87,20 +86,10 @@ class Step(StepBatch):
         self._mesh = group.mesh
         self._runner = runner
         self._small = state.small()
-        self._gate = StepGate(number, group, state, runner, word, digest, self._micro)
+        self.gate = StepGate(number, group, state, runner, word, digest, self._micro)
         self._passes_over = False
         self._lacks_sums = False
         """Whether a wrapper had none of the sums that this rank has told the others it kept."""
-
-    @property
-    def is_open(self) -> bool:
-        """True once the state may change."""
-        return self._gate.is_open
-
-    @property
-    def flags(self) -> StepFlag:
-        """What the members have said with their step words."""
-        return self._gate.flags
 
     def keep_copy(self) -> None:
         """Copies the state, so that the step may communicate after an update; the copy is kept until the step ends.
@@ -123,7 +112,7 @@ class Step(StepBatch):
             StepOrderError: outside of the block, or after an update.
             UnsupportedOp: the state is sharded over the members (FSDP).
         """
-        if not self.entered or self.left or self.is_open:
+        if not self.entered or self.left or self.gate.is_open:
             raise StepOrderError("step.keep_copy() belongs inside `with step:`, before the first optimizer.step()")
         if self._state.is_sharded:
             raise UnsupportedOp(
@@ -163,7 +152,9 @@ class Step(StepBatch):
                 "step.skip() with a batch from a stream: the stream goes back when a step is undone, so the next step "
                 "would get the same batch. Leave out optimizer.step() on all ranks instead"
             )
-        text = f"{self._me} called step.skip() in step {self.number} ({users_place(sys._getframe())})"
+        text = (
+            f"{self._mesh.peers[self.rank]} called step.skip() in step {self.number} ({users_place(sys._getframe())})"
+        )
         self._runner.skip_asked(self.number, text)
         # In place of an operation it names the step: a member may still be in the step before.
         self._mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_STEP_SKIPPED, None, self.number, text))
@@ -184,25 +175,14 @@ class Step(StepBatch):
         self.spoiled = True
         self._runner.spoiled()
 
-    def _pass_without_update(self) -> None:
-        """Passes the gate at the end of a block without an update: only if all other members do so too."""
-        self.skipped = self._passes_over or self._state.has_optimizer
-        self.left_out = self._own_samples() if self.skipped else 0
-        what = (
-            f"{self._me} ended step {self.number} without optimizer.step() ({users_place(sys._getframe())}), "
-            "and others did not: step.skip() skips a step on all ranks"
-        )
-        with acting_alone(self._mesh.fault, what):
-            self.open_gate()
-
     def open_gate(self, optimizer: object = None) -> None:
         """Waits until the state may change; see `StepGate.open`."""
-        self._gate.open(optimizer, updates=self.updates, skips=self.skipped, keeps_copy=self.keeps_copy)
+        self.gate.open(optimizer, updates=self.updates, skips=self.skipped, keeps_copy=self.keeps_copy)
 
     def keep_sums(self, base: Tag | None) -> None:
         """Keeps sums of this attempt, which was undone, for the next one; `base` is the state before."""
         if self._micro is not None:
-            self._micro.keep(base, usable=not (self.is_open or self.spoiled), lacks=self._lacks_sums)
+            self._micro.keep(base, usable=not (self.gate.is_open or self.spoiled), lacks=self._lacks_sums)
 
     def __enter__(self) -> Step:
         if self.entered:
@@ -210,10 +190,7 @@ class Step(StepBatch):
         self._state.is_whole = False
         self.entered = True
         self._group.ban_collectives("")
-        if self._micro is not None:
-            self._micro.begin()
-        else:
-            seed_frameworks(self._seed, self.number, self.rank)
+        self._begin_batch()
         return self
 
     def __exit__(
@@ -227,30 +204,31 @@ class Step(StepBatch):
                 if self.updates:
                     self.open_gate()
                 else:
-                    self._pass_without_update()
+                    self.skipped = self._passes_over or self._state.has_optimizer
+                    self.left_out = self._own_samples() if self.skipped else 0
+                    self.gate.pass_without_update(skips=self.skipped)
             except BaseException as failure:  # noqa: BLE001  raised again below, when the step is undone
                 error = failure
         self._group.ban_collectives(BETWEEN_STEPS)
-        self._group.set_gradient_weight(1.0)
-        if self._micro is not None:
-            self._micro.end()
-        self._gate.close()
+        self._end_batch()
+        self.gate.close()
         if isinstance(error, SumsNotHeld):
             self._lacks_sums = True
-            self._tell(error)  # ends the generation, so that all take the step again
+            self.gate.tell(error)  # ends the generation, so that all take the step again
         failed = self._mesh.fault.failed
-        if self.is_open and not self.spoiled and not self._takes_back(error):
+        takes_back = self.keeps_copy and (self.half_updated or error is not None)  # the block did not finish
+        if self.gate.is_open and not self.spoiled and not takes_back:
             self.passed, self.applied = True, not self.skipped
             self._state.advance(self.world)
             self._runner.applied(self.number)
         else:
-            self.cause = self._why(error) if failed else error
+            self.cause = self._mesh.fault.error() if failed else error  # the block may have seen another
             self.skipped = isinstance(self.cause, StepSkipped) and self.cause.operation == self.number
-            if self._gate.is_prepared:
+            if self.gate.is_prepared:
                 at_gate = self._state.small()
                 self._state.put_back(self._small)
                 self._runner.prepared(self, at_gate)
-            elif self.is_open and self.keeps_copy:
+            elif self.gate.is_open and self.keeps_copy:
                 self._state.undo_updates(self._small)
             elif not self.spoiled:
                 self._state.undo(self._small)
@@ -268,37 +246,11 @@ class Step(StepBatch):
                 _log.warning("step %d was applied, though its block ended with an error", self.number, exc_info=error)
             return True
         self.raised = True
-        self._tell(error)
+        self.gate.tell(error)
         if kind is None:
             raise error
         return False
 
     def drop(self) -> None:
         """Drops the step, which was not entered."""
-        self._gate.close()
-
-    def _takes_back(self, error: BaseException | None) -> bool:
-        """True if the updates are undone from the copy, because the block did not finish."""
-        return self.keeps_copy and (self.half_updated or error is not None)
-
-    def _why(self, error: BaseException | None) -> BaseException | None:
-        """Returns the error that ended the generation, which may not be the one that the block saw."""
-        fault = self._mesh.fault
-        return fault.error() if fault.failed else error
-
-    def _tell(self, error: BaseException) -> None:
-        """Tells the other members that this one's code has raised, so that they do not wait for it."""
-        if isinstance(error, GeneratorExit | SystemExit) or not self._mesh.peers:
-            return
-        text = f"{self._me} raised {type(error).__name__} in step {self.number}: {error}"[:2000]
-        operation = self._group.progress().operation
-        self._mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, None, operation, text))
-
-    @property
-    def _me(self) -> str:
-        return str(self._mesh.peers[self.rank])
-
-
-def not_entered(step: Step) -> StepOrderError:
-    """Returns the error for a loop that does not enter its steps."""
-    return StepOrderError(f"step {step.number} was not entered: write `for step in session.steps(...): with step: ...`")
+        self.gate.close()

@@ -158,6 +158,18 @@ class StepBatch:
         """Returns a random generator seeded with (seed, step, sample): the same on every rank."""
         return np.random.default_rng([self._seed, self.number, 1 << 40, int(index)])
 
+    def _begin_batch(self) -> None:
+        """Seeds the generators of frameworks, when the step's block begins."""
+        if self._micro is not None:
+            self._micro.begin()
+        else:
+            seed_frameworks(self._seed, self.number, self.rank)
+
+    def _end_batch(self) -> None:
+        self._group.set_gradient_weight(1.0)
+        if self._micro is not None:
+            self._micro.end()
+
     def _of_sampler(self) -> tuple[NDArray[np.intp], float]:
         self._refuse_with_microbatches("a rank's share of the batch", "micro.indices and micro.weight")
         if self._share is None:

@@ -27,7 +27,7 @@ from paceline._elastic.peer_calls import Holder
 from paceline._elastic.recovery import StateRecovery
 from paceline._elastic.saver import Saver
 from paceline._elastic.state import TrainState
-from paceline._elastic.step import Step, not_entered
+from paceline._elastic.step import Step
 from paceline._elastic.waiting import MeetingWait, await_finish
 from paceline._links.fault import Suspicion
 from paceline._microbatch.kept_sums import KeptSums
@@ -199,13 +199,15 @@ class TrainingLoop:
         self.guard.step = None
         if not step.entered:
             self.guard.spoiled()
-            raise not_entered(step)
+            raise StepOrderError(
+                f"step {step.number} was not entered: write `for step in session.steps(...): with step: ...`"
+            )
         over = step.generation != self._member.generation  # a block between the steps was interrupted and run again
         if not over:
             # The next word says whether the optimizer ran, so that a member that skipped it is found at once. Not if
             # another generation has begun since: members that took its base ran no optimizer.
             self._last_update = _UPDATED if step.applied and step.updated else 0
-            self._saver.heard(writing=bool(step.flags & StepFlag.WRITES))
+            self._saver.heard(writing=bool(step.gate.flags & StepFlag.WRITES))
         if step.applied:
             self._counters.step_applied(step.number, step.samples)
         elif step.passed:
@@ -223,10 +225,10 @@ class TrainingLoop:
                 step.keep_sums(self._member.held)
         if not step.passed:
             self._failed(step.cause, meet=not over)
-        elif step.flags & StepFlag.STOP and not over:
+        elif step.gate.flags & StepFlag.STOP and not over:
             self.last = step.number
             tell_once(_log, f"job {self._coordinator.job!r} stops after step {step.number} of {self._total}, as asked")
-        elif step.flags & (StepFlag.JOIN | StepFlag.LEAVE) and not over:
+        elif step.gate.flags & (StepFlag.JOIN | StepFlag.LEAVE) and not over:
             self._meeting_wait.planned = True
             self._member.leaving = bool(self._coordinator.inbox.draining)
             self._say(self._member.meet())

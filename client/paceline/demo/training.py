@@ -1,4 +1,4 @@
-"""A worker of `paceline demo`: python -m paceline.demo.training WORKERS KILL_AT_STEP PARTS.
+"""A worker of `paceline demo`: python -m paceline.demo.training WORKERS KILL_AT_STEP MICROBATCHES.
 
 `train` looks like a user's own script, plus reports for the view. Every rank holds the whole model (DDP) and takes its
 share of each global batch, so the run is the same for any number of workers, even if some die or join: but for

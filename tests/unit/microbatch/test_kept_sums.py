@@ -62,7 +62,7 @@ def test_sums_behind_the_gate_are_not_kept(opened: bool) -> None:
     kept, wrapper = KeptSums(), Wrapper((4, 6))
     micro: Any = SimpleNamespace(_attempt=attempt(kept, [wrapper], 2), _kept=kept, _twice=None)
     micro.keep = partial(StepMicrobatches.keep, micro)
-    step: Any = SimpleNamespace(is_open=opened, spoiled=False, _lacks_sums=False, _micro=micro)
+    step: Any = SimpleNamespace(gate=SimpleNamespace(is_open=opened), spoiled=False, _lacks_sums=False, _micro=micro)
     Step.keep_sums(step, BASE)
     assert kept.nodes() == (() if opened else ((4, 6),))
 
