@@ -224,7 +224,7 @@ def test_what_is_refused() -> None:
             pass
 
     run = Run()
-    with pytest.raises(StepOrderError, match=r"join\(\) in a step whose sampler has microbatches"):
+    with pytest.raises(StepOrderError, match=r"join\(\) in a step with microbatches"):
         run.steps(joined)
     run = Run(compression="bf16")
     with pytest.raises(UnsupportedOp, match="neither compression nor an engine keeps"):
@@ -309,7 +309,7 @@ def test_what_is_refused_in_rounds() -> None:
     with pytest.raises(StepOrderError, match="a setting of the inner optimizer, such as its learning rate, changed in"):
         run.rounds(scheduled)
     run = Rounds()
-    with pytest.raises(UnsupportedOp, match="each microbatch has its own weight"):
+    with pytest.raises(UnsupportedOp, match="each has its own weight"):
         run.rounds(lambda step: run.local.outer_step(1.0))
     run = Rounds()
     with pytest.raises(StepOrderError, match="no wrapper has summed the microbatches of this step"):

@@ -169,7 +169,9 @@ class LocalTraining:
             self.outer_optimizer.zero_grad()
             self._wrapper.backward(np.ones(1), float(self._inner_steps) if weight is None else weight)
         elif weight is not None:
-            raise UnsupportedOp("outer_step(weight) in a round in microbatches, which have weights: leave it out")
+            raise UnsupportedOp(
+                "outer_step(weight) in a round in microbatches: each has its own weight, so leave it out"
+            )
         self.outer_optimizer.step()  # inside of session.steps this is the gate
         self._model.push()
         self._end_round()
