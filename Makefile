@@ -100,7 +100,7 @@ soak: $(VENV)/.installed  ## train while workers and the coordinator fail at ran
 soak-failover: $(VENV)/.installed  ## train while one thing after the other fails of two coordinators, three nodes of etcd and the network between all (root): make soak-failover ROUNDS=200 SEED=1
 	$(BIN)/python tests/elastic/soak.py --failover $(or $(ROUNDS),200) --seed $(or $(SEED),1)
 
-soak-bits: $(PEERS)/.installed  ## train in parts in storms of faults, and compare each step's digest with one process: make soak-bits SEEDS=200 FIRST=1
+soak-bits: $(PEERS)/.installed  ## train in microbatches in storms of faults, and compare each step's digest with one process: make soak-bits SEEDS=200 FIRST=1
 	$(PEERS)/bin/python tests/elastic/soak_bits.py --seeds $(or $(SEEDS),200) --first $(or $(FIRST),1)
 
 mutants: $(VENV)/.installed  ## plant one-line bugs in a copy, and check that the tests notice each

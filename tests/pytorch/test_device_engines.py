@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import pytest
 
-from paceline._collectives.part_plan import even_share
 from paceline._engines import catalogue
 from paceline._engines.data_engine import DataEngine, EngineFailed, EngineTimeout, EngineTraits, OnDevice
 from paceline._engines.engine_check import ENGINE_RULES, MakeEngines, check_engine, open_engines
-from paceline._group.group_core import PartTurn
 from paceline._links.base import Peer
+from paceline._microbatch.attempt import StepAttempt
+from paceline._microbatch.rank_plan import even_plan
 from paceline.config import Config
 from paceline.errors import LinkUnavailable, PacelineError, PeerLost, UnsupportedOp
 from paceline.testing import local_groups, next_generation, run_groups
@@ -515,12 +515,15 @@ def test_a_model_on_a_device_trains_as_over_links(dtype: str, config: Config, mo
         torch.testing.assert_close(value, by_links[0][name], **close, msg=name)
 
 
-def test_parts_are_refused_with_a_way_out_that_helps(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_microbatches_are_refused_with_a_way_out_that_helps(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     def compute(group: Any) -> None:
-        group.set_part(4, PartTurn(0, even_share(0, 1, 4)))
+        attempt = StepAttempt(even_plan(0, 1, 4))
+        turn, *_ = attempt.turns()
+        attempt.enter(turn)
+        group.set_order(turn)
         DDP(net(), group)(torch.ones(4, 20)).sum().backward()
 
-    with pytest.raises(UnsupportedOp, match="models on a device cannot do parts yet"):
+    with pytest.raises(UnsupportedOp, match="models on a device cannot do microbatches yet"):
         run_groups(local_groups(1, config), compute)
     monkeypatch.setattr(_tensor_buckets, "on_host", lambda tensor: True)
     with pytest.raises(UnsupportedOp, match="leave out compression= and --engine"):

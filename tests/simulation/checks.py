@@ -322,7 +322,7 @@ class Checks:
             self._commit(mesh.generation, member.bits)
 
     def _compare_with_one_process(self, member: Process) -> None:
-        """The state is that of a process that computes all parts of all steps itself, each once."""
+        """The state is that of a process that computes all microbatches of all steps itself, each once."""
         state = member.state
         if isinstance(state, Training) and not state.is_as_expected:
             raise Broken(f"I6: {member.name} has other numbers after step {state.step} than one process alone")

@@ -235,7 +235,7 @@ class SimulatedDispatcher(Dispatcher):
                 if owner.rules:
                     world.checks.forgot(generation)
             case StoreVerdict(verdict):
-                if world.shape.parts and verdict.reason == _MISMATCH and "kept" not in verdict.text:
+                if world.shape.microbatches and verdict.reason == _MISMATCH and "kept" not in verdict.text:
                     raise Broken(f"mismatch: {verdict.text}")
                 world.note(owner.name, f"generation {verdict.generation} is void: {verdict.text}")
             case StoreEnding(generation, rank, ending):

@@ -360,7 +360,7 @@ class Process:
         with CoordinatedSession(self.connection, world.config) as session:
             self.session = session
             current().park(world.delay(0.0, 0.2))  # a model is built
-            if world.shape.parts:
+            if world.shape.microbatches:
                 self.state = Training(self)  # type: ignore[assignment]
             steps = session.steps(
                 self.state,  # type: ignore[arg-type]
@@ -370,7 +370,7 @@ class Process:
             )
             with contextlib.closing(steps):  # type: ignore[type-var]
                 for step in steps:
-                    if world.shape.parts:
+                    if world.shape.microbatches:
                         with step:
                             self.state.train(step, self._update)  # type: ignore[attr-defined]
                         continue
@@ -390,10 +390,10 @@ class Process:
                             self.group.all_reduce(0.0, label="behind")
         world.checks.done(self)
 
-    def compute(self, part_of: int = 1) -> None:
-        """What the user's code computes between two collectives, or one part of that."""
+    def compute(self, fraction: int = 1) -> None:
+        """What the user's code computes between two collectives, or a fraction of that."""
         world = self.world
-        current().park(world.compute() / part_of)
+        current().park(world.compute() / fraction)
         if self.stuck_next:
             seconds, self.stuck_next = self.stuck_next, 0.0
             world.note(self.name, f"hangs in the user's code for {seconds:.1f} s")

@@ -308,7 +308,7 @@ def installed(world: World) -> Iterator[None]:
         (failover, "secrets", SimpleNamespace(token_hex=lambda _: f"k{world.number()}")),
         (timers, "_PULSE", _PULSE),
     ]
-    if world.shape.parts:
+    if world.shape.microbatches:
         names += _for_real_groups(time)
     before = [(where, name, getattr(where, name)) for where, name, _ in names]
     level = logging.root.manager.disable

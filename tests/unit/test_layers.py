@@ -22,6 +22,7 @@ LAYERS = (
     {"compression"},
     {"_links"},
     {"_engines"},
+    {"_microbatch"},
     {"_collectives"},
     {"_group"},
     {"_session"},

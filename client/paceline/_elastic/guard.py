@@ -7,12 +7,12 @@ from typing import Any
 
 from paceline._elastic.attempts import FinishedBlocks
 from paceline._elastic.job_line import JobLine
-from paceline._elastic.receipts import ReceiptBook
 from paceline._elastic.recovery import StateRecovery
 from paceline._elastic.rules import StateWatch
 from paceline._elastic.saver import Saver
 from paceline._elastic.state import TrainState
 from paceline._elastic.step import Step
+from paceline._microbatch.receipts import ReceiptBook
 from paceline.errors import DivergenceError, StepOrderError
 from paceline_protocol import MemberState
 
@@ -156,7 +156,7 @@ class StateGuard:
         try:
             step.open_gate(optimizer)
         except BaseException:
-            step.updating = step.is_open
+            step.updating = step.gate.is_open
             raise
         step.updated = True
 

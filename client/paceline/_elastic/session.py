@@ -159,10 +159,10 @@ class Session(abc.ABC):
                 state is sharded (`FSDP`), it must lie on a disk that all workers share, since they write together.
             checkpoint_every: steps between two checkpoints; with a directory alone, only the last state is kept.
             seed: seed of `step.rng`, and of torch's generator, which each step seeds with (seed, step, rank), or each
-                part of a step with (seed, step, part).
+                microbatch with (seed, step, microbatch).
             receipts: a file to which rank 0 appends a receipt of every tenth step, and of each step with a checkpoint:
                 one line of JSON with the SHA-256 of the state, and of the receipt before. `paceline replay` computes a
-                step again and compares. Needs a sampler with parts.
+                step again and compares. Needs a sampler with microbatches.
             receipts_every: steps between two receipts. A receipt takes as long as the SHA-256 of the whole state.
 
         Raises:
@@ -182,10 +182,10 @@ class Session(abc.ABC):
             CheckpointDamaged: all checkpoints are damaged.
             InvalidWorldSize: the model is sharded over nodes, and the workers of a fixed world do not fill whole nodes.
             UnsupportedOp: the state cannot be given to another member; or receipts of a state that follows from the
-                number of workers (no parts), or that no member has whole (FSDP).
+                number of workers (no microbatches), or that no member has whole (FSDP).
         """
-        from paceline._elastic.replay import Replay
         from paceline._elastic.steps import make_loop, run_steps
+        from paceline._microbatch.replay import Replay
 
         check_process()
         if self._line is not None and not (self._line.done or self._line.left):
@@ -326,15 +326,12 @@ class Session(abc.ABC):
         Raises:
             OperationTimeout: some members did not arrive; the text lists them (rank, host, since when).
             PeerLost: a member was lost; the text names it.
-            StepOrderError: it was called in a part of a step.
+            StepOrderError: it was called in a microbatch of a step.
         """
 
-    def _refuse_in_part(self) -> None:
-        if (turn := self.group.part) is not None:
-            raise errors.StepOrderError(
-                f"a barrier in part {turn.number} of a step: ranks have different numbers of parts, so they would not "
-                "call it equally often. Call it after the loop over step.parts"
-            )
+    def _refuse_in_microbatch(self) -> None:
+        if refusal := self.group.order.refusal("a barrier"):
+            raise errors.StepOrderError(refusal)
 
     @abc.abstractmethod
     def leave(self, cause: BaseException | None = None) -> None:
@@ -395,7 +392,7 @@ class SoloSession(Session):
 
     def barrier(self, name: str, *, timeout: float | None = None) -> None:
         """See `Session.barrier`: returns at once, since there are no other members."""
-        self._refuse_in_part()
+        self._refuse_in_microbatch()
         if self._left:
             raise errors.SessionClosed("the session has ended")
 
@@ -446,7 +443,7 @@ class CoordinatedSession(Session):
     def barrier(self, name: str, *, timeout: float | None = None) -> None:
         """See `Session.barrier`."""
         check_process()
-        self._refuse_in_part()
+        self._refuse_in_microbatch()
         if not 0 < len(name.encode()) <= MAX_NAME_BYTES:
             raise ValueError(f"a barrier's name has 1 to {MAX_NAME_BYTES} bytes, not {len(name.encode())}")
         if self._left:

@@ -23,15 +23,15 @@ from paceline._elastic.differences import difference, partial_digest
 from paceline._elastic.gate import BETWEEN_STEPS, PendingStepWord, acting_alone
 from paceline._elastic.guard import StateGuard
 from paceline._elastic.job_line import JobLine
-from paceline._elastic.kept_parts import KeptParts
 from paceline._elastic.peer_calls import Holder
 from paceline._elastic.recovery import StateRecovery
 from paceline._elastic.saver import Saver
 from paceline._elastic.state import TrainState
-from paceline._elastic.step import Step, not_entered
+from paceline._elastic.step import Step
 from paceline._elastic.waiting import MeetingWait, await_finish
 from paceline._links.base import Mesh, Peer
 from paceline._links.fault import Suspicion
+from paceline._microbatch.kept_sums import KeptSums
 from paceline._session.inbox import InboxMessage, LineMembers, ReachResult, SessionOver, SessionReplaced, ViewLinked
 from paceline._session.launcher_pipe import tell_launcher, tell_once
 from paceline.errors import CheckpointFailed, Dismissed, OrphanedError, PacelineError, StepOrderError
@@ -102,8 +102,8 @@ class TrainingLoop:
         self._last_update = 0
         self._large: list[NDArray[Any]] = []
         self._told_lost = ""
-        self._parts = 0 if state.sampler is None else state.sampler.parts
-        self._kept_parts = KeptParts() if self._parts and not state.is_sharded else None
+        self._microbatches = 0 if state.sampler is None else state.sampler.microbatches
+        self._kept_sums = KeptSums() if self._microbatches and not state.is_sharded else None
         self.guard = StateGuard(job_line, state, member, saver, self._recovery, self._blocks, self._tell_committed)
 
     def held_of(self, state: TrainState) -> Tag | None:
@@ -171,12 +171,12 @@ class TrainingLoop:
             self._saver.begin(self._member.held, self._state, group)  # first: the word says whether it writes
             values = step_word(self._flags(), number, digest)
             pending = PendingStepWord(group, values, number, with_gradients=with_gradients)
-            told = None if self._kept_parts is None else self._kept_parts.tell(group, number, self._parts)
+            told = None if self._kept_sums is None else self._kept_sums.tell(group, number, self._microbatches)
         except PacelineError as error:
             self._failed(error)
             return None
         step = self.guard.step = Step(
-            number, attempt, group, self._state, self.guard, pending, digest, self._seed, self._kept_parts, told
+            number, attempt, group, self._state, self.guard, pending, digest, self._seed, self._kept_sums, told
         )
         group.ban_collectives(BETWEEN_STEPS)
         return step
@@ -200,13 +200,15 @@ class TrainingLoop:
         self.guard.step = None
         if not step.entered:
             self.guard.spoiled()
-            raise not_entered(step)
+            raise StepOrderError(
+                f"step {step.number} was not entered: write `for step in session.steps(...): with step: ...`"
+            )
         over = step.generation != self._member.generation  # a block between the steps was interrupted and run again
         if not over:
             # The next word says whether the optimizer ran, so that a member that skipped it is found at once. Not if
             # another generation has begun since: members that took its base ran no optimizer.
             self._last_update = _UPDATED if step.applied and step.updated else 0
-            self._saver.heard(writing=bool(step.flags & StepFlag.WRITES))
+            self._saver.heard(writing=bool(step.gate.flags & StepFlag.WRITES))
         if step.applied:
             self._counters.step_applied(step.number, step.samples)
         elif step.passed:
@@ -217,17 +219,17 @@ class TrainingLoop:
             self._counters.step_undone()
         if step.passed and step.number >= self.guard.asked[0]:
             self.guard.asked = 0, ""
-        if self._kept_parts is not None:
+        if self._kept_sums is not None:
             if step.passed or over:
-                self._kept_parts.step_over()
+                self._kept_sums.step_over()
             else:
-                step.keep_parts(self._kept_parts, self._member.held)
+                step.keep_sums(self._member.held)
         if not step.passed:
             self._failed(step.cause, meet=not over)
-        elif step.flags & StepFlag.STOP and not over:
+        elif step.gate.flags & StepFlag.STOP and not over:
             self.last = step.number
             tell_once(_log, f"job {self._job_line.job!r} stops after step {step.number} of {self._total}, as asked")
-        elif step.flags & (StepFlag.JOIN | StepFlag.LEAVE) and not over:
+        elif step.gate.flags & (StepFlag.JOIN | StepFlag.LEAVE) and not over:
             self._meeting_wait.planned = True
             self._member.leaving = bool(self._job_line.inbox.draining)
             self._send_meet(self._member.meet())
@@ -417,8 +419,8 @@ class TrainingLoop:
         self._large = self._state.large()
         self.guard.forget()
         self._last_update = self._skipped = 0
-        if self._kept_parts is not None:
-            self._kept_parts.enter(None if view.rank in view.newcomers else view.base)
+        if self._kept_sums is not None:
+            self._kept_sums.enter(None if view.rank in view.newcomers else view.base)
         if view.base is not None:
             self._recovery.has_a_base()
             self._job_line.group.confirm_same_state()

@@ -114,7 +114,7 @@ class DDP:
             PacelineError: see `prepare`.
         """
         self.prepare()
-        self._synchronizer.begin_part()
+        self._synchronizer.begin_forward()
         shape = x.shape if isinstance(x, np.ndarray) else ()
         self._synchronizer.rows = shape[0] if shape else None
         return self.module.forward(x)
@@ -140,7 +140,7 @@ class DDP:
 
         Args:
             dy: gradient of this rank's *mean* loss with respect to the output, shape [B, ...].
-            weight: weight of this rank's gradient; by default B, or `part.weight` in a part of a step. With 0 the
+            weight: weight of this rank's gradient; by default B, or `micro.weight` in a microbatch. With 0 the
                 module runs, but its gradients, even NaN, are dropped.
 
         Raises:
@@ -152,7 +152,7 @@ class DDP:
                 attempt are dropped, and all ranks together may repeat the attempt.
         """
         if weight is None:
-            weight = rows_of(dy) if self.group.part is None else self.group.gradient_weight
+            weight = self.group.gradient_weight if self.group.order.is_leaf else rows_of(dy)
         with self._synchronizer.backward_pass(weight) as factor:
             # Backward is linear in dy: scaling dy, the smallest array, weights all gradients.
             self.module.backward(dy if factor in (0, 1) else dy * factor)
@@ -339,7 +339,7 @@ class ReplicatedModel:
 
         With compression, the errors for feedback lie in the buckets, which must then keep their sizes. And with
         parameters of several dtypes, the sizes decide which dtype the first bucket has, in which weights are summed:
-        the bits of a run with parts would depend on the hosts.
+        the bits of a run with microbatches would depend on the hosts.
         """
         compresses = self._codec is not None or self._low_rank is not None
         mixed = len({p.dtype for p in parameters.values() if p.requires_grad}) > 1

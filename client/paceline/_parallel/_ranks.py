@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from paceline._group.group_core import PartTurn, Piggyback
+from paceline._base.sum_order import SumOrder
+from paceline._group.group_core import Piggyback
 from paceline._links.base import Peer
 from paceline.compression import Codec, Memory
 
@@ -55,12 +56,8 @@ class RankGroup(Protocol):
         """The present weight of this rank's gradients, relative to the other ranks'."""
 
     @property
-    def parts(self) -> int:
-        """V if the present step has parts, else 0."""
-
-    @property
-    def part(self) -> PartTurn | None:
-        """The part of the step that this rank computes now; None outside of parts."""
+    def order(self) -> SumOrder:
+        """The order in which gradients are summed over the ranks at present."""
 
     @property
     def ban_reason(self) -> str:
@@ -77,18 +74,18 @@ class RankGroup(Protocol):
         `divisor` returns the number to divide the sum by; it is called once the collectives before are complete.
         """
 
-    def all_reduce_parts(
+    def all_reduce_tree(
         self,
         terms: Any,
         *,
-        parts: int,
+        leaves: int,
         out: Any,
         nodes: Any = None,
         label: Any = "",
         divisor: Any = None,
         async_op: Any = False,
     ) -> Any:
-        """Sums the parts of a step in one fixed tree, of which `terms` are this rank's subtrees; see `all_reduce`.
+        """Sums the leaves of one fixed tree, of which `terms` are this rank's subtrees; see `all_reduce`.
 
         With `nodes` they are the sums of other nodes, given for each rank.
         """
@@ -164,10 +161,10 @@ class ShardRankGroup(RankGroup, Protocol):
     ) -> Any:
         """Gives rank r the r-th of W equal parts of the reduced array; otherwise like `all_gather`."""
 
-    def reduce_scatter_parts(
-        self, terms: Any, *, parts: int, label: Any = "", divisor: Any = None, async_op: Any = False
+    def reduce_scatter_tree(
+        self, terms: Any, *, leaves: int, label: Any = "", divisor: Any = None, async_op: Any = False
     ) -> Any:
-        """Sums the parts of a step in one fixed tree, like `all_reduce_parts`, and gives rank r the r-th of W parts."""
+        """Sums the leaves of one fixed tree, like `all_reduce_tree`, and gives rank r the r-th of W pieces."""
 
     def all_to_all(
         self, x: Any, *, send_counts: Any = None, recv_counts: Any = None, out: Any = None, async_op: Any = False

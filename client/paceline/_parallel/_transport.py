@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from paceline._collectives.part_tree import Node
-from paceline._group.group_core import PartTurn, Piggyback
+from paceline._base.sum_order import Node, SumOrder
+from paceline._group.group_core import Piggyback
 from paceline._parallel._buckets import Bucket
 from paceline._parallel._low_rank import LowRankBucket, shrinks
 from paceline._parallel._parameter import Parameter
@@ -26,10 +26,10 @@ from paceline._parallel._ranks import CarryingGroup, PendingWork, RankGroup
 from paceline.compression import Bf16, Codec
 
 NO_FIXED_ORDER = (
-    "gradients of parts are summed in one fixed order, which neither compression nor an engine keeps: leave out "
-    "compression= and --engine, or the parts of the sampler"
+    "gradients of microbatches are summed in one fixed order, which neither compression nor an engine keeps: leave out "
+    "compression= and --engine, or the microbatches of the sampler"
 )
-"""The text of the error that refuses the parts of a step with compression or an engine."""
+"""The text of the error that refuses microbatches with compression or an engine."""
 
 
 class GradientBucket(Protocol):
@@ -54,15 +54,15 @@ class GradientBucket(Protocol):
     def total(self) -> NDArray[Any]:
         """The weight, shape [1]: before the reduction this rank's, after it the sum over all ranks."""
 
-    def close_part(self, turn: PartTurn) -> None:
-        """Adds the packed gradients of a finished part to those of other parts; see `Bucket.close_part`."""
+    def add_leaf(self, order: SumOrder) -> None:
+        """Adds the packed gradients to others, as a leaf of a tree; see `Bucket.add_leaf`."""
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """The nodes of the tree over parts of which it holds the sums."""
+        """The nodes of the tree whose sums it holds."""
 
     def keep_nodes(self, nodes: Sequence[Node], *, spare: int) -> None:
-        """Forgets the gradients of finished parts, except the sums of these nodes; keeps memory for `spare` others."""
+        """Forgets the sums of all nodes but these; keeps memory for `spare` others."""
 
     def pack(self, weight: float, *, alone: bool) -> None:
         """Completes the message with this rank's weight; until `unpack` its gradients must not be written.
@@ -103,8 +103,8 @@ class GradientTransport(Protocol):
         """The reason why no collective may be called now; empty if collectives may be called."""
 
     @property
-    def parts_refusal(self) -> str:
-        """The reason why it cannot sum the parts of a step in one fixed order; empty if it can."""
+    def tree_refusal(self) -> str:
+        """The reason why it cannot sum in a tree; empty if it can."""
 
     def new_bucket(self, parameters: Mapping[str, Parameter], *, room: int) -> Any:
         """Makes a `GradientBucket` for these parameters, all of one dtype.
@@ -175,7 +175,7 @@ class HostTransport(GroupTransport):
         self._feedback = feedback
 
     @property
-    def parts_refusal(self) -> str:
+    def tree_refusal(self) -> str:
         """See `GradientTransport`: compression rounds the sums of each rank."""
         return NO_FIXED_ORDER if self._codec is not None or self._low_rank else ""
 
@@ -191,12 +191,12 @@ class HostTransport(GroupTransport):
     def start(self, bucket: Bucket, *, divisor: Callable[[], float] | None, in_background: bool) -> PendingWork | None:
         """See `GradientTransport`."""
         flat = bucket.flat
-        if bucket.parts:
-            work = self._group.all_reduce_parts(
+        if bucket.order.leaves:
+            work = self._group.all_reduce_tree(
                 bucket.terms,
-                parts=bucket.parts,
+                leaves=bucket.order.leaves,
                 out=flat,
-                nodes=bucket.nodes_by_rank,
+                nodes=bucket.order.nodes,
                 divisor=divisor,
                 async_op=in_background,
             )
@@ -230,7 +230,7 @@ class EngineTransport(HostTransport):
         self._carrying = group
 
     @property
-    def parts_refusal(self) -> str:
+    def tree_refusal(self) -> str:
         """See `GradientTransport`: an engine sums in an order of its own."""
         return NO_FIXED_ORDER
 

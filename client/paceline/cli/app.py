@@ -188,7 +188,8 @@ def demo(
     same_bits: Annotated[
         bool,
         typer.Option(
-            "--same-bits", help="Train in parts, then once more on one worker, and compare the SHA-256 of both results."
+            "--same-bits",
+            help="Train in microbatches, then once more on one worker; compare the SHA-256 of the results.",
         ),
     ] = False,
     json: Json = False,
@@ -463,9 +464,9 @@ def schedules(
     schedule: Annotated[
         str | None, typer.Option(metavar="NAME", help="Show this schedule instead of the chosen one.")
     ] = None,
-    parts: Annotated[
+    microbatches: Annotated[
         int | None,
-        typer.Option(min=1, max=65536, metavar="V", help="Show how the V parts of a step are summed in a tree."),
+        typer.Option(min=1, max=65536, metavar="V", help="Show how the V microbatches of a step are summed in a tree."),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -473,7 +474,7 @@ def schedules(
     with one_line_errors():
         from paceline.cli.schedules_command import ScheduleOptions, show_schedules
 
-        show_schedules(collective, ScheduleOptions(workers, size, rank, schedule, hosts, parts), as_json=json)
+        show_schedules(collective, ScheduleOptions(workers, size, rank, schedule, hosts, microbatches), as_json=json)
 
 
 @app.command(context_settings=RUN_SETTINGS)

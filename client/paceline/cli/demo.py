@@ -40,8 +40,8 @@ _SETTLE_S = 10.0
 """Seconds to wait after the last join for workers that start slowly. A job may begin with fewer workers than its
 maximum; the demo should not."""
 
-_PARTS = 8
-"""Least number of parts of a step with `--same-bits`."""
+_MICROBATCHES = 8
+"""Least number of microbatches of a step with `--same-bits`."""
 
 _STATE_STYLE = {
     "training": "green",
@@ -69,7 +69,7 @@ def run_demo(workers: int, *, kill_at_step: int, as_json: bool, http: bool = Fal
         kill_at_step: the step in which one is killed; 0 for none.
         as_json: print the result as JSON on the last line of standard output.
         http: serve a page too, and print its URL. On a terminal it is served until Enter or Ctrl-C.
-        same_bits: train in parts, then once more on one worker without a failure, and compare the digests.
+        same_bits: train in microbatches, then once more on one worker without a failure, and compare the digests.
 
     Returns:
         The exit code of the first worker that failed, if any. Else 0 if the digits were learnt, every sample counted
@@ -86,7 +86,7 @@ def run_demo(workers: int, *, kill_at_step: int, as_json: bool, http: bool = Fal
         console.print("no worker will be killed: with one worker, training could not go on")
         kill_at_step = 0
     # With a power of two most worlds send one array each.
-    parts = max(_PARTS, 1 << (workers - 1).bit_length()) if same_bits else 0
+    microbatches = max(_MICROBATCHES, 1 << (workers - 1).bit_length()) if same_bits else 0
     view: View = LiveView(console) if console.is_terminal else PlainView(console)
     listener = DemoListener(view)
     with ExitStack() as serving:
@@ -101,7 +101,7 @@ def run_demo(workers: int, *, kill_at_step: int, as_json: bool, http: bool = Fal
             listener.progress.expected = workers
             view.update(listener.progress)
             settings = WorkerSettings(served.address, "demo", max(1, workers - 1), workers, token=served.token)
-            command = _command(workers, kill_at_step, parts)
+            command = _command(workers, kill_at_step, microbatches)
             code = launch(command, workers, settings, listener, restarts=_RESTARTS)
         if code:
             return code
@@ -114,7 +114,7 @@ def run_demo(workers: int, *, kill_at_step: int, as_json: bool, http: bool = Fal
         if same_bits:
             result["digests"] = [
                 listener.progress.result.get("digest", ""),
-                _digest_alone(console, kill_at_step, parts),
+                _digest_alone(console, kill_at_step, microbatches),
             ]
             wrong += _compared(console, result)
         _list(console, wrong)
@@ -125,19 +125,19 @@ def run_demo(workers: int, *, kill_at_step: int, as_json: bool, http: bool = Fal
         return 1 if wrong else 0
 
 
-def _command(workers: int, kill_at_step: int, parts: int) -> list[str]:
+def _command(workers: int, kill_at_step: int, microbatches: int) -> list[str]:
     """Returns the command line of a worker; with one worker, the step in which one is killed only adds steps."""
-    return ["-m", "paceline.demo.training", str(workers), str(kill_at_step), str(parts)]
+    return ["-m", "paceline.demo.training", str(workers), str(kill_at_step), str(microbatches)]
 
 
-def _digest_alone(console: Console, kill_at_step: int, parts: int) -> str:
+def _digest_alone(console: Console, kill_at_step: int, microbatches: int) -> str:
     """Trains once more, with one worker that nobody kills; returns the digest of its state, empty if it failed."""
     view = QuietView(console)
     view.note("the same run on one worker, without a failure")
     listener = DemoListener(view)
     with own_coordinator(settle_time=_SETTLE_S) as served:
         settings = WorkerSettings(served.address, "demo", 1, 1, token=served.token)
-        launch(_command(1, kill_at_step, parts), 1, settings, listener, restarts=0)
+        launch(_command(1, kill_at_step, microbatches), 1, settings, listener, restarts=0)
     return "" if listener.progress.result is None else str(listener.progress.result.get("digest", ""))
 
 

@@ -1,8 +1,8 @@
-"""A worker of `paceline demo`: python -m paceline.demo.training WORKERS KILL_AT_STEP PARTS.
+"""A worker of `paceline demo`: python -m paceline.demo.training WORKERS KILL_AT_STEP MICROBATCHES.
 
 `train` looks like a user's own script, plus reports for the view. Every rank holds the whole model (DDP) and takes its
 share of each global batch, so the run is the same for any number of workers, even if some die or join: but for
-rounding, or with parts (`paceline demo --same-bits`) bit for bit.
+rounding, or with microbatches (`paceline demo --same-bits`) bit for bit.
 The digits are scikit-learn's: 1797 images of 8 x 8 pixels.
 """
 
@@ -86,7 +86,7 @@ class DemoPlan:
         lr: learning rate.
         momentum: of SGD.
         seed: seed of the initial weights and the order of samples.
-        parts: V, parts of a step; 0 for none.
+        microbatches: V, microbatches of a step; 0 for none.
     """
 
     workers: int
@@ -96,7 +96,7 @@ class DemoPlan:
     lr: float = 0.05
     momentum: float = 0.9
     seed: int = 0
-    parts: int = 0
+    microbatches: int = 0
 
     def epochs(self, steps_per_epoch: int) -> int:
         """Returns the number of passes over the training samples, so many that enough of them follow the kill."""
@@ -142,7 +142,7 @@ def train(session: paceline.Session, digits: Digits, plan: DemoPlan, tell: Tell)
     model = build_model(plan)
     ddp = paceline.DDP(model, session.group)
     optimizer = optim.SGD(ddp, lr=plan.lr, momentum=plan.momentum)
-    sampler = paceline.ElasticSampler(len(digits.train_t), plan.global_batch, plan.seed, parts=plan.parts)
+    sampler = paceline.ElasticSampler(len(digits.train_t), plan.global_batch, plan.seed, microbatches=plan.microbatches)
     state = paceline.TrainState(model=model, optimizer=optimizer, sampler=sampler)
     per_epoch = sampler.steps_per_epoch
     total = plan.epochs(per_epoch) * per_epoch
@@ -158,7 +158,11 @@ def train(session: paceline.Session, digits: Digits, plan: DemoPlan, tell: Tell)
             samples = _samples(step, plan)
             tell("share", {**where, "samples": samples})
             optimizer.zero_grad()
-            loss = _in_parts(step, ddp, digits, killer) if plan.parts else _at_once(step, ddp, digits, killer)
+            loss = (
+                _in_microbatches(step, ddp, digits, killer)
+                if plan.microbatches
+                else _at_once(step, ddp, digits, killer)
+            )
             optimizer.step()
         if not step.applied:
             tell("undone", where)
@@ -174,15 +178,15 @@ def train(session: paceline.Session, digits: Digits, plan: DemoPlan, tell: Tell)
 
 
 def _samples(step: paceline.Step, plan: DemoPlan) -> list[int]:
-    """Returns the samples whose gradients this rank gives; a rank or part without one gets one of weight 0."""
-    if plan.parts:
-        own = [part.number for part in step.parts if not part.is_check]
-        return [int(i) for number in sorted([*own, *step.kept_parts]) for i in _of_part(step.sampler, number)]
+    """Returns the samples whose gradients this rank gives; a rank or microbatch without one gets one of weight 0."""
+    if plan.microbatches:
+        own = [micro.number for micro in step.microbatches if not micro.is_check]
+        return [int(i) for number in sorted([*own, *step.kept_microbatches]) for i in _of_part(step.sampler, number)]
     return step.indices.tolist() if step.weight else []
 
 
 def _of_part(sampler: paceline.ElasticSampler, number: int) -> list[int]:
-    indices, weight = sampler.current_part(number)
+    indices, weight = sampler.current_microbatch(number)
     return indices.tolist() if weight else []
 
 
@@ -194,15 +198,15 @@ def _at_once(step: paceline.Step, ddp: paceline.DDP, digits: Digits, killer: _Ki
     return float(loss)
 
 
-def _in_parts(step: paceline.Step, ddp: paceline.DDP, digits: Digits, killer: _Killer) -> float:
-    """Computes this rank's parts of the batch, which have the same bits on any worker; returns their mean loss."""
+def _in_microbatches(step: paceline.Step, ddp: paceline.DDP, digits: Digits, killer: _Killer) -> float:
+    """Computes this rank's microbatches, which have the same bits on any worker; returns their mean loss."""
     total = weight = 0.0
-    for part in step.parts:
-        with part:
-            loss, dy = nn.softmax_cross_entropy(ddp(digits.train_x[part.indices]), digits.train_t[part.indices])
+    for micro in step.microbatches:
+        with micro:
+            loss, dy = nn.softmax_cross_entropy(ddp(digits.train_x[micro.indices]), digits.train_t[micro.indices])
             killer.may_kill(step)
             ddp.backward(dy)
-        total, weight = total + float(loss) * part.weight, weight + part.weight
+        total, weight = total + float(loss) * micro.weight, weight + micro.weight
     return total / weight if weight else 0.0
 
 
@@ -258,12 +262,12 @@ def main() -> None:
     """Joins, trains, and reports to the launcher."""
     began = _began()
     os.environ.setdefault("PACELINE_FLIGHT_DIR", "off")  # the demo kills its workers itself
-    workers, kill_at_step, parts = (int(argument) for argument in sys.argv[1:])
+    workers, kill_at_step, microbatches = (int(argument) for argument in sys.argv[1:])
     digits = load_digits()
     _tell("ready", {})
     with paceline.join() as session:
         _tell("joined", {"began": began})
-        outcome = train(session, digits, DemoPlan(workers, kill_at_step, parts=parts), _tell)
+        outcome = train(session, digits, DemoPlan(workers, kill_at_step, microbatches=microbatches), _tell)
         if session.rank == 0:
             _tell("result", asdict(outcome))
 

@@ -278,7 +278,7 @@ class ShardedDriver:
         if self._given is not None:
             return self._given
         rows, group = self.sharded.synchronizer.rows, self.sharded.group
-        if group.part is not None:
+        if group.order.is_leaf:
             return group.gradient_weight
         return 1 if rows is None else rows
 

@@ -116,7 +116,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
         """
         if torch.is_grad_enabled():
             self._driver.before_forward()
-        self._synchronizer.begin_part()
+        self._synchronizer.begin_forward()
         return self.module(*inputs, **named)
 
     def prepare(self) -> None:
@@ -173,12 +173,12 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
         `session.steps` does not need this: its sampler gives every rank a sample in every step.
 
         Raises:
-            StepOrderError: the step has parts, which the sampler divides among the ranks.
+            StepOrderError: the step has microbatches, which the sampler divides among the ranks.
             PacelineError: a collective failed.
         """
         driver, uneven = self._driver, self._driver.uneven
-        if self.group.parts:
-            raise StepOrderError("join() in a step whose sampler has parts: the sampler gives every rank its parts")
+        if self.group.order.leaves:
+            raise StepOrderError("join() in a step with microbatches: the sampler gives every rank its own")
         self._synchronizer.prepare()
         uneven.open()
         try:

@@ -1,8 +1,8 @@
 """Faults in words: kill(rank=1, at="mid_all_reduce", step=3). Declared by the test, inflicted by the worker on itself.
 
 Phases: joining (a candidate), forward, in_word, mid_all_reduce (first half of the ring), late_all_reduce (second half),
-in_engine (an engine has begun a sum), early_parts and late_parts (in the first and another sum of parts of the step),
-repairing (in a step of which this worker has kept parts), before_gate, second_word (of a state that is spread),
+in_engine (an engine has begun a sum), early_sum and late_sum (in the first and another sum of microbatches),
+repairing (in a step of which this worker has kept sums), before_gate, second_word (of a state that is spread),
 behind_gate, between_steps, giving and taking state, giving_share, taking_share, meeting, closing, keeping (the last
 checkpoint).
 Of an FSDP unit: mid_all_gather (of its values), mid_reduce_scatter (of its gradients),
@@ -179,7 +179,7 @@ def inflict(faults: Sequence[Fault], emit: Callable[..., None]) -> None:
     current: list[Any] = [None]
     # By exchange, for those of the parts of a view run side by side; none is kept alive by it.
     received: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-    sums: dict[int, set[int]] = {}  # for each step, the operations that sum parts
+    sums: dict[int, set[int]] = {}  # for each step, the operations that sum microbatches
     for fault in faults:
         fault.emit = emit
 
@@ -209,7 +209,7 @@ def inflict(faults: Sequence[Fault], emit: Callable[..., None]) -> None:
             strike(of_unit[call.partition(" ")[0]], current[0])
         elif current[0] is not None and " parts=" in call:
             sums.setdefault(current[0].number, set()).add(exchange._call[0])
-            strike("early_parts" if len(sums[current[0].number]) == 1 else "late_parts", current[0])
+            strike("early_sum" if len(sums[current[0].number]) == 1 else "late_sum", current[0])
         elif current[0] is not None and "all_reduce" in call:
             if "label=gate" in call:
                 strike("second_word", current[0])

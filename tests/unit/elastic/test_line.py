@@ -102,8 +102,8 @@ def test_a_view_that_formed_with_the_former_member_is_ignored() -> None:
 def test_a_newcomer_keeps_no_sums_of_parts(newcomers: frozenset[int]) -> None:
     """Each worker builds its own state (0, 0), so its sums may be of another state (0, 0) than the members' one."""
     base = Tag(0, 0)
-    port, line, _ = line_that_holds(base, sampler=paceline.ElasticSampler(8, global_batch=4, parts=2))
-    assert line._kept_parts is not None
-    line._kept_parts._base, line._kept_parts._nodes = base, ((0, 1),)
+    port, line, _ = line_that_holds(base, sampler=paceline.ElasticSampler(8, global_batch=4, microbatches=2))
+    assert line._kept_sums is not None
+    line._kept_sums._base, line._kept_sums._nodes = base, ((0, 1),)
     line._handle(view(port, 3, base, "former", newcomers | {1}))
-    assert line._kept_parts.nodes() == (() if newcomers else ((0, 1),))
+    assert line._kept_sums.nodes() == (() if newcomers else ((0, 1),))

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from paceline import nn
+from paceline._base.sum_order import EVEN
 from paceline._elastic.sampler import ElasticSampler
 from paceline._group import Group
 from paceline._links.base import Peer
@@ -167,8 +168,7 @@ class RecordingGroup:
     members: tuple[Peer, ...] = ()
     ban_reason: str = ""
     engine_name: str = "links"
-    parts: int = 0
-    part: None = None
+    order = EVEN
     take_piggyback: Callable[[], None] = lambda: None
     _reductions: int = 0
 

@@ -9,16 +9,11 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Protocol, TypeVar
 
-from paceline._elastic.machine_bits import MACHINE_SETTINGS
-from paceline._elastic.receipts import Receipt
-from paceline._elastic.saver import Saver, warning_of_frozen
-from paceline._elastic.state import TrainState
-from paceline._elastic.step import Step
-from paceline.checkpoint.reading import Reader
+from paceline._microbatch.machine_bits import MACHINE_SETTINGS
+from paceline._microbatch.receipts import Receipt, ReceiptedState
 from paceline.errors import Dismissed
-from paceline_protocol import Tag
 
 VARIABLE = "PACELINE_REPLAY"
 
@@ -126,6 +121,13 @@ def _differences(receipt: Receipt, words: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+class _Applicable(Protocol):
+    applied: bool
+
+
+_StepT = TypeVar("_StepT", bound=_Applicable)
+
+
 class Replay:
     """Runs the steps of a script up to one step, and compares each with its receipt.
 
@@ -134,13 +136,13 @@ class Replay:
 
     Attributes:
         step: number of the last step.
-        saver: gives the checkpoint to begin with, and writes none.
+        checkpoint: folder of the checkpoint to begin with; empty for none.
         words: what the steps depend on here; see `Receipt.settings`.
     """
 
     def __init__(self, order: ReplayOrder) -> None:
         self.step = order.step
-        self.saver = ReplaySaver(order.checkpoint)
+        self.checkpoint = order.checkpoint
         self.words: Mapping[str, str] = {}
         self._order = order
         self._receipts = {receipt.step: receipt for receipt in map(Receipt.from_line, order.receipts)}
@@ -152,7 +154,7 @@ class Replay:
         path = environment.get(VARIABLE)
         return cls(ReplayOrder.read(Path(path))) if path else None
 
-    def follow(self, steps: Iterator[Step], state: TrainState) -> Iterator[Step]:
+    def follow(self, steps: Iterator[_StepT], state: ReceiptedState) -> Iterator[_StepT]:
         """Yields steps until one does not hold, or all are done; then ends the script, so that it writes no results.
 
         Raises:
@@ -170,7 +172,7 @@ class Replay:
         self._result.write(Path(self._order.result))
         raise Dismissed(f"step {self.step} was computed again")
 
-    def _begins_right(self, state: TrainState) -> bool:
+    def _begins_right(self, state: ReceiptedState) -> bool:
         """Compares the settings of the steps to compute, and the checkpoint, with the receipts."""
         for number, receipt in sorted(self._receipts.items()):
             if number > state.step and (differs := compare_inputs(receipt, self.words)):
@@ -190,7 +192,7 @@ class Replay:
             )
         return not self._result.wrong
 
-    def _holds(self, state: TrainState, what: str) -> bool:
+    def _holds(self, state: ReceiptedState, what: str) -> bool:
         """Compares the state with the receipt of its step, if that has one."""
         receipt = self._receipts.get(state.step)
         if receipt is not None:
@@ -198,28 +200,3 @@ class Replay:
             if not self._result.wrong:
                 self._result.held.append(state.step)
         return not self._result.wrong
-
-
-class ReplaySaver(Saver):
-    """Gives one checkpoint, and writes none.
-
-    Args:
-        folder: the checkpoint's folder; empty for none.
-    """
-
-    def __init__(self, folder: str) -> None:
-        super().__init__(None, None)
-        self._folder = folder
-
-    def load(self, state: TrainState) -> None:
-        """See `Saver.load`."""
-        if self._folder:
-            reader = Reader(Path(self._folder))
-            saved: Any = reader.state()
-            with warning_of_frozen(state, reader.tag.step):
-                state.load_state_dict(saved)
-            self.tag = reader.tag
-
-    def where(self, tag: Tag) -> str:
-        """See `Saver.where`."""
-        return self._folder

@@ -13,11 +13,11 @@ from torch import nn
 
 import paceline
 import paceline.torch
-from paceline._collectives.part_plan import even_share
+from paceline._base.sum_order import EVEN
 from paceline._group import Group
-from paceline._group.group_core import PartRecord, PartTurn
 from paceline.errors import StepOrderError, UnsupportedOp
 from paceline.testing import run_ranks
+from support.microbatches import microbatches as in_turn
 
 pytestmark = [pytest.mark.torch]
 
@@ -29,7 +29,7 @@ _seeding = threading.Lock()
 
 
 class Net(nn.Module):
-    """Convolutions, running statistics, and a parameter that not every part uses."""
+    """Convolutions, running statistics, and a parameter that not every microbatch uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Net(nn.Module):
 
 
 def train(group: Group, dtype: Any) -> str:
-    """What `session.steps` does with parts, without a coordinator; returns a digest of everything."""
+    """What `session.steps` does with microbatches, without a coordinator; returns a digest of everything."""
     rng = np.random.default_rng(5)
     x, t = torch.from_numpy(rng.standard_normal((N, 1, 12))).to(dtype), torch.from_numpy(rng.integers(0, 4, N))
     with _seeding, torch.random.fork_rng():
@@ -50,17 +50,14 @@ def train(group: Group, dtype: Any) -> str:
         net = Net().to(dtype)
     ddp = paceline.torch.DDP(net, group, bucket_mb=1e-3)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    sampler = paceline.ElasticSampler(N, global_batch=BATCH, parts=V)
-    share = even_share(group.rank, group.size, V)
+    sampler = paceline.ElasticSampler(N, global_batch=BATCH, microbatches=V)
     for _ in range(7):
         optimizer.zero_grad()
-        record = PartRecord()
-        for number in share.numbers:
-            indices, weight = sampler.current_part(number)
-            group.set_part(V, PartTurn(number, share, record))
+        for number in in_turn(group, V):
+            indices, weight = sampler.current_microbatch(number)
             group.set_gradient_weight(weight)
             nn.functional.cross_entropy(ddp(x[indices]), t[indices]).backward()
-        group.set_part(0)
+        group.set_order(EVEN)
         ddp.clip_grad_norm(0.7)
         optimizer.step()
         sampler.advance(group.size)
@@ -83,14 +80,14 @@ def test_every_world_has_the_bits_of_one_process(dtype: Any) -> None:
 
 
 class Run:
-    """One process that trains in parts."""
+    """One process that trains in microbatches."""
 
     def __init__(self, **settings: Any) -> None:
         self.session = paceline.join()
         self.net = Net()
         self.ddp = paceline.torch.DDP(self.net, self.session.group, **settings)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
-        self.sampler = paceline.ElasticSampler(N, global_batch=BATCH, parts=4)
+        self.sampler = paceline.ElasticSampler(N, global_batch=BATCH, microbatches=4)
         self.state = paceline.TrainState(model=self.ddp, optimizer=self.optimizer, sampler=self.sampler)
 
     def steps(self, inside: Any, total: int = 1) -> None:
@@ -102,7 +99,7 @@ class Run:
 
 
 def test_one_loss_of_two_wrappers() -> None:
-    """Their backward passes overlap: torch ends that which began first before the other. Rank 1 has one part."""
+    """Their backward passes overlap: torch ends that which began first before the other. Rank 1 has one microbatch."""
 
     def train(group: Group) -> bytes:
         x = torch.linspace(-1, 1, 18).reshape(6, 3)
@@ -112,16 +109,13 @@ def test_one_loss_of_two_wrappers() -> None:
         first, second = (paceline.torch.DDP(net, group) for net in nets)
         first.prepare()
         second.prepare()
-        share = even_share(group.rank, group.size, 3)
-        record = PartRecord()
-        for number in share.numbers:
-            group.set_part(3, PartTurn(number, share, record))
+        for number in in_turn(group, 3):
             group.set_gradient_weight(1 / 3)
-            part = x[2 * number : 2 * number + 2]
-            (first(part).sum() + second(part).square().mean()).backward()
-            with pytest.raises(StepOrderError, match="a collective in part"):
+            samples = x[2 * number : 2 * number + 2]
+            (first(samples).sum() + second(samples).square().mean()).backward()
+            with pytest.raises(StepOrderError, match="a collective in microbatch"):
                 group.all_reduce(np.ones(1))
-        group.set_part(0)
+        group.set_order(EVEN)
         gradients = [p.grad.numpy().tobytes() for net in nets for p in net.parameters()]
         return b"".join(gradients)
 
@@ -129,12 +123,12 @@ def test_one_loss_of_two_wrappers() -> None:
     assert len(set(found)) == 1
 
 
-def test_dropout_follows_the_part() -> None:
+def test_dropout_follows_the_microbatch() -> None:
     run, drawn = Run(), []
 
     def inside(step: Any) -> None:
-        for part in step.parts:
-            with part:
+        for micro in step.microbatches:
+            with micro:
                 drawn.append(torch.rand(1).item())
                 run.ddp(torch.rand(3, 1, 12)).sum().backward()
         drawn.append(torch.rand(1).item())
@@ -150,15 +144,15 @@ def test_dropout_follows_the_part() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_gives_the_samples_of_a_part(workers: int) -> None:
+def test_a_loader_gives_the_samples_of_a_microbatch(workers: int) -> None:
     run, seen = Run(), []
 
     def inside(step: Any) -> None:
-        for part in step.parts:
-            with part:
-                (rows,) = loader.batch(part)
-                assert rows.tolist() == part.indices.tolist()
-                seen.extend(rows.tolist()[: part.samples])
+        for micro in step.microbatches:
+            with micro:
+                (rows,) = loader.batch(micro)
+                assert rows.tolist() == micro.indices.tolist()
+                seen.extend(rows.tolist()[: micro.samples])
                 run.ddp(torch.rand(len(rows), 1, 12)).sum().backward()
         run.optimizer.step()
 
@@ -169,7 +163,7 @@ def test_a_loader_gives_the_samples_of_a_part(workers: int) -> None:
     assert sorted(seen[:N]) == list(range(N))
 
 
-def test_a_loader_gives_no_share_of_a_step_with_parts() -> None:
+def test_a_loader_gives_no_share_of_a_step_with_microbatches() -> None:
     dataset = torch.utils.data.TensorDataset(torch.arange(N))
     with (
         paceline.torch.ElasticDataLoader(dataset) as loader,
@@ -180,7 +174,7 @@ def test_a_loader_gives_no_share_of_a_step_with_parts() -> None:
 
 def test_what_is_refused() -> None:
     def once(step: Any, run: Run, x: Any) -> None:
-        with step.parts[0]:
+        with step.microbatches[0]:
             run.ddp(x).sum().backward()
 
     x = torch.rand(3, 1, 12)
@@ -189,16 +183,16 @@ def test_what_is_refused() -> None:
         run.steps(lambda step: run.ddp(x).sum().backward())
 
     def twice(step: Any) -> None:
-        with step.parts[0]:
+        with step.microbatches[0]:
             run.ddp(x).sum().backward()
             run.ddp(x).sum().backward()
 
     run = Run()
-    with pytest.raises(StepOrderError, match="a second backward pass in part 0"):
+    with pytest.raises(StepOrderError, match="a second backward pass in microbatch 0"):
         run.steps(twice)
 
     def bare(step: Any) -> None:
-        first, second, *_ = step.parts
+        first, second, *_ = step.microbatches
         with first:
             run.ddp(x).sum().backward()
         with second:
@@ -214,23 +208,23 @@ def test_what_is_refused() -> None:
         once(step, run, x)
 
     run = Run()
-    with pytest.raises(StepOrderError, match=r"set gradients to None before the first part"):
+    with pytest.raises(StepOrderError, match=r"set gradients to None before the first microbatch"):
         run.steps(zeros)
 
     def waiting(step: Any) -> None:
-        with step.parts[0]:
+        with step.microbatches[0]:
             run.session.barrier("here")
 
     run = Run()
-    with pytest.raises(StepOrderError, match="a barrier in part 0 of a step"):
+    with pytest.raises(StepOrderError, match="a barrier in microbatch 0 of a step"):
         run.steps(waiting)
 
     def joined(step: Any) -> None:
-        with step.parts[0], run.ddp.join():
+        with step.microbatches[0], run.ddp.join():
             pass
 
     run = Run()
-    with pytest.raises(StepOrderError, match=r"join\(\) in a step whose sampler has parts"):
+    with pytest.raises(StepOrderError, match=r"join\(\) in a step with microbatches"):
         run.steps(joined)
     run = Run(compression="bf16")
     with pytest.raises(UnsupportedOp, match="neither compression nor an engine keeps"):
@@ -238,7 +232,7 @@ def test_what_is_refused() -> None:
 
 
 class Rounds:
-    """One process that trains rounds in parts."""
+    """One process that trains rounds in microbatches."""
 
     def __init__(self, **settings: Any) -> None:
         self.session = paceline.join()
@@ -247,7 +241,7 @@ class Rounds:
             self.net = nn.Linear(3, 2)
         self.inner = torch.optim.AdamW(self.net.parameters(), lr=0.1)
         self.local = paceline.torch.LocalSGD(self.net, self.inner, self.session.group, **settings)
-        sampler = paceline.ElasticSampler(N, global_batch=BATCH, parts=4)
+        sampler = paceline.ElasticSampler(N, global_batch=BATCH, microbatches=4)
         self.state = paceline.TrainState(model=self.local, sampler=sampler)
 
     def rounds(self, inside: Any) -> None:
@@ -256,10 +250,10 @@ class Rounds:
                 with step:
                     inside(step)
 
-    def train(self, part: Any) -> None:
-        with part:
-            for batch in self.local.part_batches(part, 2):
-                self.net(torch.ones(len(batch), 3) * part.number).square().sum().backward()
+    def train(self, micro: Any) -> None:
+        with micro:
+            for batch in self.local.replica_batches(micro, 2):
+                self.net(torch.ones(len(batch), 3) * micro.number).square().sum().backward()
                 self.inner.step()
                 self.inner.zero_grad()
 
@@ -269,9 +263,9 @@ def test_a_round_is_the_mean_of_replicas_that_begin_alike() -> None:
     ends = []
 
     def inside(step: Any) -> None:
-        for part in step.parts:
-            run.train(part)
-            ends.append((run.net.weight.detach().clone(), part.weight))
+        for micro in step.microbatches:
+            run.train(micro)
+            ends.append((run.net.weight.detach().clone(), micro.weight))
         run.local.outer_step()
 
     run.rounds(inside)
@@ -287,12 +281,12 @@ def test_a_replica_begins_without_gradients_that_another_has_left() -> None:
         run, ends = Rounds(), []
 
         def inside(step: Any) -> None:
-            for part in step.parts:
-                if part.number == 2 and clears:
+            for micro in step.microbatches:
+                if micro.number == 2 and clears:
                     run.inner.zero_grad()
-                with part:
-                    for number, batch in enumerate(run.local.part_batches(part, 3)):
-                        run.net(torch.ones(len(batch), 3) * (1 + part.number)).square().sum().backward()
+                with micro:
+                    for number, batch in enumerate(run.local.replica_batches(micro, 3)):
+                        run.net(torch.ones(len(batch), 3) * (1 + micro.number)).square().sum().backward()
                         if number % 2:
                             run.inner.step()
                             run.inner.zero_grad()
@@ -307,27 +301,27 @@ def test_a_replica_begins_without_gradients_that_another_has_left() -> None:
 
 def test_what_is_refused_in_rounds() -> None:
     def scheduled(step: Any) -> None:
-        with step.parts[0] as part:
-            for _ in run.local.part_batches(part, 2):
+        with step.microbatches[0] as micro:
+            for _ in run.local.replica_batches(micro, 2):
                 run.inner.param_groups[0]["lr"] *= 0.5
 
     run = Rounds()
     with pytest.raises(StepOrderError, match="a setting of the inner optimizer, such as its learning rate, changed in"):
         run.rounds(scheduled)
     run = Rounds()
-    with pytest.raises(UnsupportedOp, match="each part has its own weight"):
+    with pytest.raises(UnsupportedOp, match="each has its own weight"):
         run.rounds(lambda step: run.local.outer_step(1.0))
     run = Rounds()
-    with pytest.raises(StepOrderError, match="no wrapper has summed the parts of this step"):
+    with pytest.raises(StepOrderError, match="no wrapper has summed the microbatches of this step"):
         run.rounds(lambda step: run.local.outer_step())
     run = Rounds()
-    with pytest.raises(StepOrderError, match="belongs inside of `with part:`"):
-        run.rounds(lambda step: next(run.local.part_batches(step.parts[0], 2)))
+    with pytest.raises(StepOrderError, match="belongs inside of `with micro:`"):
+        run.rounds(lambda step: next(run.local.replica_batches(step.microbatches[0], 2)))
 
     def broken_off(step: Any) -> None:
-        for part in step.parts:
-            with part:
-                next(run.local.part_batches(part, 2))
+        for micro in step.microbatches:
+            with micro:
+                next(run.local.replica_batches(micro, 2))
         run.local.outer_step()
 
     run = Rounds()
@@ -335,4 +329,4 @@ def test_what_is_refused_in_rounds() -> None:
         run.rounds(broken_off)
     run = Rounds(compression="bf16")
     with pytest.raises(UnsupportedOp, match="neither compression nor an engine keeps"):
-        run.rounds(lambda step: run.train(step.parts[0]))
+        run.rounds(lambda step: run.train(step.microbatches[0]))

@@ -10,13 +10,13 @@ import pytest
 from unit.parallel.helpers import CLASSES, INPUTS, N, mlp, samples
 
 from paceline import nn, optim
-from paceline._collectives.part_plan import even_share
+from paceline._base.sum_order import EVEN
 from paceline._elastic.sampler import ElasticSampler
 from paceline._group import Group
-from paceline._group.group_core import PartRecord, PartTurn
 from paceline._parallel import DDP, Parameter
 from paceline.testing import run_groups
 from support.collective_calls import groups_by
+from support.microbatches import microbatches as in_turn
 
 STEPS = 12
 
@@ -52,25 +52,22 @@ class Normed:
         self.body.backward(dy)
 
 
-def train(group: Group, parts: int, *, dtype: Any, bucket_mb: float, batch: int) -> str:
-    """What `session.steps` does with parts, without a coordinator; returns a digest of everything."""
+def train(group: Group, microbatches: int, *, dtype: Any, bucket_mb: float, batch: int) -> str:
+    """What `session.steps` does with microbatches, without a coordinator; returns a digest of everything."""
     x, t = samples(dtype)
     model = Normed(dtype)
     ddp = DDP(model, group, bucket_mb=bucket_mb)
     optimizer = optim.Adam(ddp, lr=0.01)
-    sampler = ElasticSampler(N, global_batch=batch, parts=parts)
-    share = even_share(group.rank, group.size, parts)
+    sampler = ElasticSampler(N, global_batch=batch, microbatches=microbatches)
     for step in range(STEPS):
         optimizer.zero_grad()
-        record = PartRecord()
-        for number in share.numbers:
-            indices, weight = sampler.current_part(number)
-            group.set_part(parts, PartTurn(number, share, record))
+        for number in in_turn(group, microbatches):
+            indices, weight = sampler.current_microbatch(number)
             group.set_gradient_weight(weight)
             kept = np.random.default_rng([step, number]).random((len(indices), INPUTS)) > 0.2
             _, dy = nn.softmax_cross_entropy(ddp(x[indices] * kept), t[indices])
             ddp.backward(dy)
-        group.set_part(0)
+        group.set_order(EVEN)
         ddp.clip_grad_norm(0.5)
         optimizer.step()
         sampler.advance(group.size)
@@ -84,17 +81,17 @@ def train(group: Group, parts: int, *, dtype: Any, bucket_mb: float, batch: int)
 
 @pytest.mark.parametrize("bucket_mb", [25.0, 1e-4])
 @pytest.mark.parametrize(
-    ("parts", "dtype", "batch"), [(8, "f4", 64), (8, "f8", 61), (5, "f4", 50), (6, "f4", 3)],
-    ids=["even", "shares of two sizes", "no power of two", "empty parts"],
+    ("microbatches", "dtype", "batch"), [(8, "f4", 64), (8, "f8", 61), (5, "f4", 50), (6, "f4", 3)],
+    ids=["even", "shares of two sizes", "no power of two", "empty microbatches"],
 )  # fmt: skip
-def test_every_world_has_the_bits_of_one_process(parts: int, dtype: str, batch: int, bucket_mb: float) -> None:
+def test_every_world_has_the_bits_of_one_process(microbatches: int, dtype: str, batch: int, bucket_mb: float) -> None:
     found = {
         world: set(
             run_groups(
                 groups_by(world, "all_reduce", "direct"),
-                lambda group: train(group, parts, dtype=np.dtype(dtype), bucket_mb=bucket_mb, batch=batch),
+                lambda group: train(group, microbatches, dtype=np.dtype(dtype), bucket_mb=bucket_mb, batch=batch),
             )
         )
-        for world in (1, 2, 3, 4, parts)
+        for world in (1, 2, 3, 4, microbatches)
     }
     assert len(set.union(*found.values())) == 1, found

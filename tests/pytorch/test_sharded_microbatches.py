@@ -14,10 +14,10 @@ from torch import nn
 import paceline
 import paceline.torch
 from paceline import ShardingStrategy
-from paceline._collectives.part_plan import even_share
+from paceline._base.sum_order import EVEN
 from paceline._group import Group
-from paceline._group.group_core import PartRecord, PartTurn
 from paceline.testing import run_ranks
+from support.microbatches import microbatches as in_turn
 
 pytestmark = [pytest.mark.torch]
 
@@ -29,7 +29,7 @@ _seeding = threading.Lock()
 
 
 class Block(nn.Module):
-    """A unit with a parameter that not every part uses; its 31 features make shards of odd sizes."""
+    """A unit with a parameter that not every microbatch uses; its 31 features make shards of odd sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Net(nn.Module):
 
 
 def train(group: Group, how: Any, node: int | None, kind: str, optimizer_of: Any) -> tuple[str, str]:
-    """What `session.steps` does with parts, without a coordinator.
+    """What `session.steps` does with microbatches, without a coordinator.
 
     Returns:
         A digest of weights and buffers, and one of the whole state.
@@ -74,22 +74,18 @@ def train(group: Group, how: Any, node: int | None, kind: str, optimizer_of: Any
         else paceline.torch.FSDP(net, group, how, node, auto_wrap=Block, mixed_precision=precision)
     )
     optimizer = optimizer_of(model.parameters())
-    sampler = paceline.ElasticSampler(N, global_batch=BATCH, parts=V)
+    sampler = paceline.ElasticSampler(N, global_batch=BATCH, microbatches=V)
     state = paceline.TrainState(model=model, optimizer=optimizer, sampler=sampler)
-    share = even_share(group.rank, group.size, V)
     for _ in range(3):
         optimizer.zero_grad()
-        record = PartRecord()
-        for number in share.numbers:
-            indices, weight = sampler.current_part(number)
-            group.set_part(V, PartTurn(number, share, record))
+        for number in in_turn(group, V):
+            indices, weight = sampler.current_microbatch(number)
             group.set_gradient_weight(weight)
             nn.functional.cross_entropy(model(x[indices]), t[indices]).backward()
-        group.set_part(V)
         model.clip_grad_norm(0.4)
         optimizer.step()
         sampler.advance(group.size)
-    group.set_part(0)
+    group.set_order(EVEN)
     weights = net.state_dict() if how == "ddp" else model.state_dict()
     digest = hashlib.sha256()
     for path, tensor in sorted(weights.items()):

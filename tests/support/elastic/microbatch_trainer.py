@@ -1,6 +1,6 @@
-"""A worker that trains in parts, run as a script; tells the digest of its whole state.
+"""A worker that trains in microbatches, run as a script; tells the digest of its whole state.
 
-    python parts_trainer.py '{"model": "mlp", "total": 8, ...}'
+    python microbatch_trainer.py '{"model": "mlp", "total": 8, ...}'
 
 Lines: as those of trainer.py; "done" has the digest, and so has "applied" unless the state is sharded.
 """
@@ -22,12 +22,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))  # tests/, for `sup
 import numpy as np
 
 import paceline
-from paceline._collectives import part_plan
-from paceline._elastic import kept_parts, machine_bits
-from paceline._elastic import step as steps
 from support.elastic.brake import Brake
 from support.elastic.faults import Fault, inflict
-from support.elastic.parts_problem import problem_of
+from support.elastic.microbatch_problem import problem_of
+
+OLD = not hasattr(paceline.Step, "microbatches")
+"""True in a worker of the last release, which called them parts (tests/upgrade)."""
 
 
 def emit(event: str, **facts: Any) -> None:
@@ -36,24 +36,26 @@ def emit(event: str, **facts: Any) -> None:
 
 
 def samples_of(sampler: Any, number: int) -> list[int]:
-    """The samples of a part."""
-    indices, weight = sampler.current_part(number)
+    """The samples of a microbatch."""
+    indices, weight = (sampler.current_part if OLD else sampler.current_microbatch)(number)
     return indices.tolist() if weight else []
 
 
 def send_bad_rows() -> None:
-    """Has this worker tell the others that it holds parts which are no node, and find nothing wrong with that."""
+    """Has this worker tell the others that it holds what is no node of the tree, and find nothing wrong with that."""
 
-    def bad_row(nodes: Any, parts: int) -> Any:
-        row = part_plan.row_of_held(nodes, parts)
+    from paceline._microbatch import kept_sums, rank_plan, step_microbatches
+
+    def bad_row(nodes: Any, microbatches: int) -> Any:
+        row = rank_plan.row_of_held(nodes, microbatches)
         row[1] = 4
         return row
 
     def nodes_of(row: Any) -> Any:
-        return () if row[1] == 4 else part_plan.held_of_row(row)
+        return () if row[1] == 4 else rank_plan.held_of_row(row)
 
-    mock.patch.object(kept_parts, "row_of_held", bad_row).start()
-    mock.patch.object(steps, "held_of_row", nodes_of).start()
+    mock.patch.object(kept_sums, "row_of_held", bad_row).start()
+    mock.patch.object(step_microbatches, "held_of_row", nodes_of).start()
 
 
 def main() -> None:
@@ -71,13 +73,18 @@ def main() -> None:
     if plan.get("bad_rows"):
         send_bad_rows()
     if plan.get("other_processor"):
+        from paceline._microbatch import machine_bits
+
         machine_bits.numpy_probe = lambda: b"other bits"
     emit("ready")
     sys.stdin.readline()  # all that are started together knock together
     with paceline.join(timeout=plan["join_timeout"]) as session:
         emit("joined", rank=session.group.rank, size=session.group.size, pid=os.getpid())
-        kinds = {"parts": 8, "same_bits": True, "check_every": 0}
-        state = problem.build(session.group, **{name: plan.get(name, usual) for name, usual in kinds.items()})
+        kinds = {"microbatches": 8, "same_bits": True, "check_every": 0}
+        settings = {name: plan.get(name, usual) for name, usual in kinds.items()}
+        if OLD:
+            settings["parts"] = settings.pop("microbatches")
+        state = problem.build(session.group, **settings)
         session.on_view(lambda: emit("view", generation=session.generation, rank=session.rank, size=session.size))
         session.on_commit(lambda number: emit("committed", step=number))
         try:
@@ -90,32 +97,36 @@ def main() -> None:
                 with step:
                     if plan.get("looks_early"):
                         if step.rank == 0:
-                            len(step.parts)
+                            len(step.microbatches)
                         session.group.all_reduce(np.ones(1))
-                    parts = step.parts
+                    microbatches, kept = (
+                        (step.parts, step.kept_parts) if OLD else (step.microbatches, step.kept_microbatches)
+                    )
                     problem.flips = step.number >= plan.get("flips_from", step.number + 1)
-                    used = [int(i) for part in parts if not part.is_check for i in part.indices[: part.samples]]
-                    used += [i for number in step.kept_parts for i in samples_of(state.sampler, number)]
+                    used = [
+                        int(i) for micro in microbatches if not micro.is_check for i in micro.indices[: micro.samples]
+                    ]
+                    used += [i for number in kept for i in samples_of(state.sampler, number)]
                     place = {"generation": step.generation, "step": step.number, "rank": step.rank}
-                    told = [part.number for part in parts if not part.is_check]
-                    emit("attempt", **place, indices=used, parts=told, kept=list(step.kept_parts))
+                    told = [micro.number for micro in microbatches if not micro.is_check]
+                    emit("attempt", **place, indices=used, microbatches=told, kept=list(kept))
                     problem.optimizer.zero_grad()
-                    for part in parts:
-                        with part:
-                            if part.number == plan.get("fault_in_part", parts[-1].number):
+                    for micro in microbatches:
+                        with micro:
+                            if micro.number == plan.get("fault_in_microbatch", microbatches[-1].number):
                                 for fault in faults:
                                     fault.in_step(step, "forward")
-                            if step.kept_parts and not part.is_check:
+                            if kept and not micro.is_check:
                                 for fault in faults:
                                     if fault.at == "repairing" and fault.rank in (None, step.rank):
                                         fault.strike()
                             if plan.get("pace"):
-                                brake.compute(plan["pace"] / len(parts))
-                            if plan.get("tells_parts"):
-                                emit("part", **place, part=part.number, is_check=part.is_check)
-                            problem.compute(part)
-                        if part is parts[0] and (step.number, step.generation) == (plan.get("barrier_in"), 2):
-                            session.group.barrier()  # all have computed one part
+                                brake.compute(plan["pace"] / len(microbatches))
+                            if plan.get("tells_microbatches"):
+                                emit("microbatch", **place, microbatch=micro.number, is_check=micro.is_check)
+                            problem.compute(micro)
+                        if micro is microbatches[0] and (step.number, step.generation) == (plan.get("barrier_in"), 2):
+                            session.group.barrier()  # all have computed one microbatch
                     for fault in faults:
                         fault.in_step(step, "before_gate")
                     problem.update()

@@ -1,4 +1,4 @@
-"""What is trained in parts: models with what could differ between worlds (buffers, dropout, clipping, schedulers)."""
+"""What is trained in microbatches: models with what could differ between worlds: buffers, dropout, schedulers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODELS = ("mlp", "torch-mlp", "cnn", "characters", "diloco")
 """The first is of NumPy, the others of torch. Each may be followed by a strategy of FSDP: "mlp/full_shard"."""
 
 _BATCH, _SEED = 29, 4
-"""No multiple of the parts, so their shapes differ; with 8 parts three have one sample less."""
+"""No multiple of the microbatches, so their shapes differ; with 8 microbatches three have one sample less."""
 
 
 def problem_of(model: str) -> Any:
@@ -68,11 +68,11 @@ class Mlp:
         model = self.model.module if self.bare else self.model
         return paceline.TrainState(model=model, optimizer=self.optimizer, sampler=sampler)
 
-    def compute(self, part: Any) -> None:
+    def compute(self, micro: Any) -> None:
         """Forward and backward."""
-        x = self.x[part.indices]
-        kept = part.rng.random(x.shape) > 0.1
-        _, dy = softmax_cross_entropy(self.model(x * kept), self.t[part.indices])
+        x = self.x[micro.indices]
+        kept = micro.rng.random(x.shape) > 0.1
+        _, dy = softmax_cross_entropy(self.model(x * kept), self.t[micro.indices])
         if self.flips:
             dy.view(np.uint32)[0, 0] ^= 1 << 12
         self.model.backward(dy)
@@ -93,12 +93,12 @@ class WrapsAnew(Mlp):
         self._group, self._generation = group, group.generation
         return super().build(group, **settings)
 
-    def compute(self, part: Any) -> None:
+    def compute(self, micro: Any) -> None:
         """Forward and backward."""
         if self._group.generation != self._generation:
             self._generation = self._group.generation
             self.model = paceline.DDP(self.model.module, self._group, bucket_mb=1e-3)
-        super().compute(part)
+        super().compute(micro)
 
 
 class Two(Mlp):
@@ -123,11 +123,11 @@ class Two(Mlp):
         for optimizer in self._optimizers:
             optimizer.zero_grad()
 
-    def compute(self, part: Any) -> None:
+    def compute(self, micro: Any) -> None:
         """Forward and backward."""
-        self._used = 2 - part.step.number % 2
+        self._used = 2 - micro.step.number % 2
         for wrapper in self._wrappers[: self._used]:
-            _, dy = softmax_cross_entropy(wrapper(self.x[part.indices]), self.t[part.indices])
+            _, dy = softmax_cross_entropy(wrapper(self.x[micro.indices]), self.t[micro.indices])
             wrapper.backward(dy)
 
     def update(self) -> None:
@@ -173,12 +173,12 @@ class _Torch:
         sampler = paceline.ElasticSampler(len(self.x), global_batch=_BATCH, **settings)
         return paceline.TrainState(model=self.model, optimizer=self.optimizer, schedule=self.schedule, sampler=sampler)
 
-    def compute(self, part: Any) -> None:
+    def compute(self, micro: Any) -> None:
         """Forward and backward."""
-        y = self.model(self.x[part.indices])
+        y = self.model(self.x[micro.indices])
         if self.flips:
             y.register_hook(self._flip)
-        self.torch.nn.functional.cross_entropy(y.flatten(0, -2), self.t[part.indices].flatten()).backward()
+        self.torch.nn.functional.cross_entropy(y.flatten(0, -2), self.t[micro.indices].flatten()).backward()
 
     def _flip(self, gradient: Any) -> Any:
         """Flips one bit of a gradient."""
@@ -240,9 +240,9 @@ class Rounds(Cnn):
         sampler = paceline.ElasticSampler(len(self.x), global_batch=_BATCH, **settings)
         return paceline.TrainState(model=self.model, sampler=sampler)
 
-    def compute(self, part: Any) -> None:
+    def compute(self, micro: Any) -> None:
         """Inner steps."""
-        for batch in self.model.part_batches(part, 2):
+        for batch in self.model.replica_batches(micro, 2):
             self.torch.nn.functional.cross_entropy(self._net(self.x[batch]), self.t[batch]).backward()
             self.optimizer.step()
             self.optimizer.zero_grad()

@@ -14,15 +14,15 @@ from unit.parallel.helpers import CLASSES, INPUTS, N, mlp, samples
 
 import paceline
 from paceline import nn, optim
-from paceline._collectives.part_plan import even_share
-from paceline._collectives.part_tree import maximal_subtrees, part_range
+from paceline._base.sum_order import EVEN
 from paceline._elastic.sampler import ElasticSampler
 from paceline._group import Group
-from paceline._group.group_core import PartRecord, PartTurn
+from paceline._microbatch.sum_tree import leaves_of, maximal_subtrees
 from paceline._parallel import DDP, FSDP, Parameter, ShardingStrategy
-from paceline._parallel.sharding._part_sums import PartSums
+from paceline._parallel.sharding._tree_sums import TreeSums
 from paceline.errors import StepOrderError, UnsupportedOp
 from paceline.testing import run_ranks
+from support.microbatches import microbatches as in_turn
 
 STEPS = 3
 STRATEGIES = list(ShardingStrategy)
@@ -30,7 +30,7 @@ HYBRID = ShardingStrategy.HYBRID_SHARD
 
 
 class Gated:
-    """A block that about one part in two leaves unused, with running statistics."""
+    """A block that about one microbatch in two leaves unused, with running statistics."""
 
     def __init__(self, dtype: Any) -> None:
         self.gate = Parameter(np.ones(CLASSES, dtype))
@@ -98,26 +98,22 @@ def wrapped(group: Group, dtype: Any, how: ShardingStrategy | str, node: int | N
     return FSDP(Model(blocks), group, how, node)
 
 
-def in_parts(group: Group, sampler: ElasticSampler, compute: Any) -> None:
-    """What a step of `session.steps` does with its parts, without a coordinator."""
-    share = even_share(group.rank, group.size, sampler.parts)
-    record = PartRecord()
-    for number in share.numbers:
-        indices, weight = sampler.current_part(number)
-        group.set_part(sampler.parts, PartTurn(number, share, record))
+def in_microbatches(group: Group, sampler: ElasticSampler, compute: Any) -> None:
+    """What a step of `session.steps` does with its microbatches, without a coordinator."""
+    for number in in_turn(group, sampler.microbatches):
+        indices, weight = sampler.current_microbatch(number)
         group.set_gradient_weight(weight)
         compute(number, indices)
-    group.set_part(sampler.parts)
 
 
 def train(
-    group: Group, how: ShardingStrategy | str, *, parts: int, dtype: Any, batch: int, node: int | None, p: float
+    group: Group, how: ShardingStrategy | str, *, microbatches: int, dtype: Any, batch: int, node: int | None, p: float
 ) -> tuple[str, str]:
     """Returns a digest of weights and buffers, and one of the whole state."""
     x, t = samples(dtype)
     model = wrapped(group, dtype, how, node)
     optimizer = optim.Adam(model, lr=0.01)
-    sampler = ElasticSampler(N, global_batch=batch, parts=parts)
+    sampler = ElasticSampler(N, global_batch=batch, microbatches=microbatches)
     state = paceline.TrainState(model=model, optimizer=optimizer, sampler=sampler)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -127,11 +123,11 @@ def train(
             _, dy = nn.softmax_cross_entropy(model(x[indices] * kept), t[indices])
             model.backward(dy)
 
-        in_parts(group, sampler, compute)
+        in_microbatches(group, sampler, compute)
         model.clip_grad_norm(0.2, p)
         optimizer.step()
         sampler.advance(group.size)
-    group.set_part(0)
+    group.set_order(EVEN)
     digest = hashlib.sha256()
     if isinstance(model, DDP):
         weights = {path: p.data for path, p in model.module.named_parameters()} | dict(model.module.named_buffers())
@@ -143,17 +139,19 @@ def train(
 
 
 @pytest.mark.parametrize(
-    ("parts", "dtype", "batch", "p"), [(8, "f8", 61, 2.0), (7, "f4", 60, math.inf), (6, "f4", 3, 3.0)],
-    ids=["shares of two sizes", "no power of two", "empty parts"],
+    ("microbatches", "dtype", "batch", "p"), [(8, "f8", 61, 2.0), (7, "f4", 60, math.inf), (6, "f4", 3, 3.0)],
+    ids=["shares of two sizes", "no power of two", "empty microbatches"],
 )  # fmt: skip
-def test_every_strategy_and_world_has_the_bits_of_one_process(parts: int, dtype: str, batch: int, p: float) -> None:
+def test_every_strategy_and_world_has_the_bits_of_one_process(
+    microbatches: int, dtype: str, batch: int, p: float
+) -> None:
     kinds: list[tuple[Any, int | None]] = [("ddp", None), *((how, None) for how in STRATEGIES if how is not HYBRID)]
     found = {
         (world, str(how), node): set(
             run_ranks(
                 world,
                 lambda group, how=how, node=node: train(
-                    group, how, parts=parts, dtype=np.dtype(dtype), batch=batch, node=node, p=p
+                    group, how, microbatches=microbatches, dtype=np.dtype(dtype), batch=batch, node=node, p=p
                 ),
             )
         )
@@ -167,26 +165,28 @@ def test_every_strategy_and_world_has_the_bits_of_one_process(parts: int, dtype:
 @given(world=st.integers(1, 9), more=st.integers(0, 14))
 @settings(deadline=None, max_examples=60)
 def test_the_counter_makes_the_maximal_subtrees_of_adjacent_nodes(world: int, more: int) -> None:
-    """Of a rank's parts, and of the subtrees that the ranks of a node exchange."""
-    parts = world + more
-    for lo, hi in [part_range(rank, world, parts) for rank in range(world)]:
-        sums = PartSums(parts)
+    """Of a rank's microbatches, and of the subtrees that the ranks of a node exchange."""
+    microbatches = world + more
+    for lo, hi in [leaves_of(rank, world, microbatches) for rank in range(world)]:
+        sums = TreeSums(microbatches)
         for number in range(lo, hi):
             sums.add((number, number + 1), np.array([float(number)]))
-        nodes = maximal_subtrees(lo, hi, parts)
+        nodes = maximal_subtrees(lo, hi, microbatches)
         assert [term.item() for term in sums.terms] == [sum(range(*node)) for node in nodes]
     for size in (size for size in range(1, world + 1) if world % size == 0):
         for node in range(world // size):
             ranks = range(node * size, (node + 1) * size)
-            sums = PartSums(parts)
-            for subtree in (s for rank in ranks for s in maximal_subtrees(*part_range(rank, world, parts), parts)):
+            sums = TreeSums(microbatches)
+            for subtree in (
+                s for rank in ranks for s in maximal_subtrees(*leaves_of(rank, world, microbatches), microbatches)
+            ):
                 sums.add(subtree, np.array([float(sum(range(*subtree)))]))
-            as_a_rank = maximal_subtrees(*part_range(node, world // size, parts), parts)
+            as_a_rank = maximal_subtrees(*leaves_of(node, world // size, microbatches), microbatches)
             assert [term.item() for term in sums.terms] == [sum(range(*subtree)) for subtree in as_a_rank]
 
 
 def test_memory_of_sums_is_used_again() -> None:
-    sums = PartSums(8)
+    sums = TreeSums(8)
     arrays = [np.ones(1) for _ in range(8)]
     freed = [sums.add((number, number + 1), array) for number, array in enumerate(arrays)]
     assert [len(free) for free in freed] == [0, 1, 0, 2, 0, 1, 0, 3]
@@ -202,11 +202,11 @@ def one_step(group: Group, model: Any, *, backward: bool = True) -> None:
         if backward:
             model.backward(dy)
 
-    in_parts(group, ElasticSampler(N, global_batch=61, parts=8), compute)
+    in_microbatches(group, ElasticSampler(N, global_batch=61, microbatches=8), compute)
 
 
 def test_units_are_gathered_once_for_a_step_and_freed_at_its_end() -> None:
-    """With two parts on one rank and three on others, all ranks gather equally often."""
+    """With two microbatches on one rank and three on others, all ranks gather equally often."""
 
     def gathers(group: Group) -> tuple[list[str], bool, bool]:
         model = wrapped(group, np.dtype("f4"), ShardingStrategy.FULL_SHARD, None)
@@ -224,7 +224,7 @@ def test_units_are_gathered_once_for_a_step_and_freed_at_its_end() -> None:
 
     (first, whole, after), *others = run_ranks(3, gathers)
     assert all(other == (first, whole, after) for other in others)
-    assert whole, "it is needed in the rank's later parts"
+    assert whole, "it is needed in the rank's later microbatches"
     assert not after
     assert len(first) == 2 * len(set(first)), f"each unit once in each of two attempts, not {first}"
 
@@ -251,7 +251,7 @@ def test_what_is_refused() -> None:
             _, dy = nn.softmax_cross_entropy(model(x[indices]), t[indices])
             model.backward(dy)
 
-        in_parts(group, ElasticSampler(N, global_batch=61, parts=8), compute)
+        in_microbatches(group, ElasticSampler(N, global_batch=61, microbatches=8), compute)
 
     with pytest.raises(UnsupportedOp, match="a single worker sends none, so the bits would depend"):
         run_ranks(1, rounded)
@@ -259,5 +259,5 @@ def test_what_is_refused() -> None:
         run_ranks(4, odd_nodes)
     for few in (0, 1):  # too many, too few
         for world in (1, 2):
-            with pytest.raises(StepOrderError, match="part 1 does not run the same units as part 0"):
+            with pytest.raises(StepOrderError, match="microbatch 1 does not run the same units as this rank's"):
                 run_ranks(world, lambda group, few=few: other_units(group, few=few))

@@ -12,12 +12,10 @@ import logging
 import os
 import re
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
-
-from paceline._session.launcher_pipe import tell_once
 
 _log = logging.getLogger("paceline.elastic")
 
@@ -173,6 +171,7 @@ class ReceiptBook:
         total: number of the last step.
         every: steps between two receipts.
         checkpoint_every: steps between two checkpoints, None for none.
+        tell: tells the user that receipts cannot be written.
 
     Raises:
         ValueError: `every` is below 1.
@@ -186,12 +185,14 @@ class ReceiptBook:
         total: int,
         every: int,
         checkpoint_every: int | None,
+        tell: Callable[[str], None] = _log.error,
     ) -> None:
         if every < 1:
             raise ValueError(f"receipts_every must be at least 1 step, not {every}")
         self._path = Path(path)
         self._settings = dict(settings)
         self._total, self._every, self._checkpoint_every = total, every, checkpoint_every
+        self._tell = tell
         self._generation = 0
         self._last = ""  # the last line that was written in this generation
 
@@ -214,7 +215,7 @@ class ReceiptBook:
             else:  # another rank 0, or an earlier run, may have written some of them
                 self._append_missing(state.receipts)
         except OSError as error:  # as with checkpoints, a full disk does not end training
-            tell_once(_log, f"receipts cannot be written to {self._path}: {error}", level=logging.ERROR)
+            self._tell(f"receipts cannot be written to {self._path}: {error}")
             self._generation = 0  # a line may have been cut
             return
         self._generation, self._last = generation, state.receipts[-1]

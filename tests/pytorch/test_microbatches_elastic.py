@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from support.elastic.faults import kill
-from support.elastic.same_bits import BitsSoak, check_bits, come_and_go, find_the_one_that_flips, in_parts
+from support.elastic.same_bits import BitsSoak, check_bits, come_and_go, find_the_one_that_flips, in_microbatches
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
@@ -43,21 +43,26 @@ def test_half_a_minute_in_a_storm(model: str, tmp_path: Path) -> None:
     BitsSoak(model, 30, print).run(1, tmp_path)
 
 
-def test_a_killed_rank_0_costs_its_parts_and_statistics_are_still_those_of_part_0(tmp_path: Path) -> None:
-    """Another rank computes part 0 again, and all take its buffers; what the others have computed is kept."""
-    with in_parts(tmp_path, "cnn", total=6, tells_parts=True, pace=0.2) as c:
+def test_a_killed_rank_0_costs_its_microbatches_and_statistics_are_still_those_of_microbatch_0(tmp_path: Path) -> None:
+    """Another rank computes microbatch 0 again, and all take its buffers; what the others have computed is kept."""
+    with in_microbatches(tmp_path, "cnn", total=6, tells_microbatches=True, pace=0.2) as c:
         c.start(3, [kill(at="forward", rank=0, step=3)])
         assert sorted(c.wait(90).values()) == [-9, 0, 0], str(c)
         assert check_bits(c, tmp_path, "cnn") == 6
         lived = [trainer for trainer in c.trainers if trainer.process.poll() == 0]
-        told = [event["part"] for t in lived for event in t.of("part") if event["step"] == 3 and not event["is_check"]]
+        told = [
+            event["microbatch"]
+            for t in lived
+            for event in t.of("microbatch")
+            if event["step"] == 3 and not event["is_check"]
+        ]
         assert sorted(told) == list(range(8)), str(c)
 
 
-def test_statistics_of_a_kept_part_0(tmp_path: Path) -> None:
-    """Rank 0 keeps the sum with part 0, and its buffers; the last rank dies in its last part."""
-    with in_parts(tmp_path, "cnn", total=6, pace=0.2) as c:
-        c.start(3, [kill(at="early_parts", rank=2, step=3)])
+def test_statistics_of_a_kept_microbatch_0(tmp_path: Path) -> None:
+    """Rank 0 keeps the sum with microbatch 0, and its buffers; the last rank dies in its last microbatch."""
+    with in_microbatches(tmp_path, "cnn", total=6, pace=0.2) as c:
+        c.start(3, [kill(at="early_sum", rank=2, step=3)])
         assert sorted(c.wait(90).values()) == [-9, 0, 0], str(c)
         assert check_bits(c, tmp_path, "cnn") == 6
         assert any(event["kept"] for trainer in c.trainers for event in trainer.of("attempt")), str(c)

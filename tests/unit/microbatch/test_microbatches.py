@@ -15,15 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import paceline
-from paceline._collectives.part_plan import PartShare, even_share
-from paceline._collectives.part_tree import part_range
+from paceline._base.sum_order import EVEN
 from paceline._elastic.differences import difference
 from paceline._elastic.gate import PendingStepWord
-from paceline._elastic.machine_bits import machine_words
 from paceline._elastic.step import Step
 from paceline._group import Group
-from paceline._group.group_core import PartRecord, PartTurn
 from paceline._links.base import Peer
+from paceline._microbatch.attempt import AttemptPhase, StepAttempt
+from paceline._microbatch.machine_bits import machine_words
+from paceline._microbatch.rank_plan import RankPlan, even_plan
+from paceline._microbatch.sum_tree import leaves_of
 from paceline.errors import PeerRaised, SettingsMismatch, StepOrderError, UnsupportedOp
 from paceline.nn import Linear, softmax_cross_entropy
 from paceline.testing import run_ranks
@@ -34,14 +35,14 @@ T = np.arange(30) % 3
 
 
 class Run:
-    """One process that trains in parts."""
+    """One process that trains in microbatches."""
 
-    def __init__(self, parts: int = 4, **settings: Any) -> None:
+    def __init__(self, microbatches: int = 4, **settings: Any) -> None:
         self.session = paceline.join()
         self.model = Linear(5, 3, rng=np.random.default_rng(0))
         self.ddp = paceline.DDP(self.model, self.session.group, **settings)
         self.optimizer = paceline.optim.Adam(self.ddp, lr=0.1)
-        self.sampler = paceline.ElasticSampler(30, global_batch=11, parts=parts)
+        self.sampler = paceline.ElasticSampler(30, global_batch=11, microbatches=microbatches)
         self.state = paceline.TrainState(model=self.ddp, optimizer=self.optimizer, sampler=self.sampler)
 
     def steps(self, inside: Callable[[Any], None], total: int = 1) -> None:
@@ -52,39 +53,39 @@ class Run:
                     self.optimizer.zero_grad()
                     inside(step)
 
-    def compute(self, part: Any) -> None:
-        _, dy = softmax_cross_entropy(self.ddp(X[part.indices]), T[part.indices])
+    def compute(self, micro: Any) -> None:
+        _, dy = softmax_cross_entropy(self.ddp(X[micro.indices]), T[micro.indices])
         self.ddp.backward(dy)
 
 
-@given(n=st.integers(1, 90), batch=st.integers(1, 40), parts=st.integers(1, 12), data=st.data())
+@given(n=st.integers(1, 90), batch=st.integers(1, 40), microbatches=st.integers(1, 12), data=st.data())
 @settings(deadline=None, max_examples=60)
-def test_parts_are_the_batch_in_every_world(n: int, batch: int, parts: int, data: st.DataObject) -> None:
-    sampler = paceline.ElasticSampler(n, global_batch=batch, parts=parts)
+def test_microbatches_are_the_batch_in_every_world(n: int, batch: int, microbatches: int, data: st.DataObject) -> None:
+    sampler = paceline.ElasticSampler(n, global_batch=batch, microbatches=microbatches)
     for step in range(data.draw(st.integers(0, 12))):
         whole = sampler.batch(step).tolist()
-        shares = [sampler.current_part(number) for number in range(parts)]
+        shares = [sampler.current_microbatch(number) for number in range(microbatches)]
         assert [int(i) for indices, weight in shares if weight for i in indices] == whole
         for indices, weight in shares:
             assert weight == (len(indices) / len(whole) if weight else 0)
-        world = data.draw(st.integers(1, parts))
-        ranges = [range(*part_range(rank, world, parts)) for rank in range(world)]
-        assert [number for of in ranges for number in of] == list(range(parts))
+        world = data.draw(st.integers(1, microbatches))
+        ranges = [range(*leaves_of(rank, world, microbatches)) for rank in range(world)]
+        assert [number for of in ranges for number in of] == list(range(microbatches))
         assert all(ranges)
         sampler.advance(world)
 
 
-def test_a_part_has_samples_weight_and_random_numbers_of_its_own() -> None:
+def test_a_microbatch_has_samples_weight_and_random_numbers_of_its_own() -> None:
     run = Run()
     drawn = []
 
     def inside(step: Any) -> None:
-        for part in step.parts:
-            with part:
-                drawn.append(part.rng.random())
-                assert run.session.group.gradient_weight == part.weight
-                run.compute(part)
-        assert [part.samples for part in step.parts] == [2, 3, 3, 3]
+        for micro in step.microbatches:
+            with micro:
+                drawn.append(micro.rng.random())
+                assert run.session.group.gradient_weight == micro.weight
+                run.compute(micro)
+        assert [micro.samples for micro in step.microbatches] == [2, 3, 3, 3]
         assert step.samples == 11
         run.optimizer.step()
 
@@ -105,55 +106,55 @@ def test_what_follows_the_rank_is_refused() -> None:
     plain = paceline.ElasticSampler(30, global_batch=11)
     with paceline.join() as session:
         for step in session.steps(paceline.TrainState(sampler=plain), total=1):
-            with step, pytest.raises(UnsupportedOp, match=r"has no parts: make it with ElasticSampler"):
-                _ = step.parts
+            with step, pytest.raises(UnsupportedOp, match=r"has no microbatches: make it with ElasticSampler"):
+                _ = step.microbatches
 
 
-def test_a_pass_in_no_part() -> None:
+def test_a_pass_in_no_microbatch() -> None:
     run = Run()
     with pytest.raises(StepOrderError, match="belong to none of them"):
-        run.steps(lambda step: run.compute(step.parts[0]))
+        run.steps(lambda step: run.compute(step.microbatches[0]))
 
 
 @pytest.mark.parametrize("number", [0, 1, 3])
-def test_a_second_pass_in_a_part(number: int) -> None:
+def test_a_second_pass_in_a_microbatch(number: int) -> None:
     run = Run()
 
     def inside(step: Any) -> None:
-        for part in step.parts:
-            with part:
-                run.compute(part)
-                if part.number == number:
-                    run.compute(part)
+        for micro in step.microbatches:
+            with micro:
+                run.compute(micro)
+                if micro.number == number:
+                    run.compute(micro)
 
-    with pytest.raises(StepOrderError, match=f"a second backward pass in part {number}"):
+    with pytest.raises(StepOrderError, match=f"a second backward pass in microbatch {number}"):
         run.steps(inside)
 
 
-def test_a_part_without_a_pass() -> None:
+def test_a_microbatch_without_a_pass() -> None:
     run = Run()
 
     def inside(step: Any) -> None:
-        for part in step.parts:
-            with part:
-                if part.number != 1:
-                    run.compute(part)
+        for micro in step.microbatches:
+            with micro:
+                if micro.number != 1:
+                    run.compute(micro)
 
-    with pytest.raises(StepOrderError, match="part 1 had no backward pass, but part 2 has one"):
+    with pytest.raises(StepOrderError, match="microbatch 1 had no backward pass, but microbatch 2 has one"):
         run.steps(inside)
 
 
-def test_the_last_part_without_a_pass() -> None:
+def test_the_last_microbatch_without_a_pass() -> None:
     run = Run()
 
     def inside(step: Any) -> None:
-        for part in step.parts:
-            with part:
-                if part.number != 3:
-                    run.compute(part)
+        for micro in step.microbatches:
+            with micro:
+                if micro.number != 3:
+                    run.compute(micro)
         run.optimizer.step()
 
-    with pytest.raises(StepOrderError, match="part 3 had no backward pass, but the parts before it had one"):
+    with pytest.raises(StepOrderError, match="microbatch 3 had no backward pass, but those before it had one"):
         run.steps(inside)
 
 
@@ -163,13 +164,13 @@ def test_an_update_with_gradients_of_the_bare_model(goes_through: bool) -> None:
     before = run.model.weight.data.copy()
 
     def inside(step: Any) -> None:
-        for part in step.parts if goes_through else ():
-            with part:
-                _, dy = softmax_cross_entropy(run.model.forward(X[part.indices]), T[part.indices])
-                run.model.backward(dy * part.weight)
+        for micro in step.microbatches if goes_through else ():
+            with micro:
+                _, dy = softmax_cross_entropy(run.model.forward(X[micro.indices]), T[micro.indices])
+                run.model.backward(dy * micro.weight)
         run.optimizer.step()
 
-    with pytest.raises(StepOrderError, match="no wrapper has summed the parts of this step"):
+    with pytest.raises(StepOrderError, match="no wrapper has summed the microbatches of this step"):
         run.steps(inside)
     assert np.array_equal(run.model.weight.data, before)
 
@@ -187,65 +188,73 @@ def test_a_second_update_without_a_second_sum() -> None:
 
     def inside(step: Any) -> None:
         step.keep_copy()
-        for part in step.parts:
-            with part:
-                run.compute(part)
+        for micro in step.microbatches:
+            with micro:
+                run.compute(micro)
         run.optimizer.step()
         run.optimizer.zero_grad()
-        for part in step.parts:
-            with part:
-                _, dy = softmax_cross_entropy(run.model.forward(X[part.indices]), T[part.indices])
-                run.model.backward(dy * part.weight)
+        for micro in step.microbatches:
+            with micro:
+                _, dy = softmax_cross_entropy(run.model.forward(X[micro.indices]), T[micro.indices])
+                run.model.backward(dy * micro.weight)
         run.optimizer.step()
 
-    with pytest.raises(StepOrderError, match="a second update by this Adam, but no wrapper has summed the parts again"):
+    with pytest.raises(
+        StepOrderError, match="a second update by this Adam, but no wrapper has summed the microbatches again"
+    ):
         run.steps(inside)
     assert np.array_equal(run.model.weight.data, before)
 
 
 @pytest.mark.parametrize("collective", ["all_reduce", "broadcast"])
-def test_a_collective_of_the_script_in_a_part(collective: str) -> None:
+def test_a_collective_of_the_script_in_a_microbatch(collective: str) -> None:
     run = Run()
 
     def inside(step: Any) -> None:
         run.session.group.barrier()
-        with step.parts[0] as part:
-            run.compute(part)
+        with step.microbatches[0] as micro:
+            run.compute(micro)
             getattr(run.session.group, collective)(np.ones(2))
 
-    with pytest.raises(StepOrderError, match="a collective in part 0 of a step: ranks have different numbers of parts"):
+    with pytest.raises(
+        StepOrderError, match="a collective in microbatch 0 of a step: ranks have different numbers of microbatches"
+    ):
         run.steps(inside)
 
 
-def test_a_collective_after_the_parts() -> None:
+def test_a_collective_after_the_microbatches() -> None:
     run = Run()
 
     def inside(step: Any) -> None:
-        for part in step.parts:
-            with part:
-                run.compute(part)
+        for micro in step.microbatches:
+            with micro:
+                run.compute(micro)
         assert run.session.group.all_reduce(np.ones(2)).tolist() == [1, 1]
         run.optimizer.step()
 
     run.steps(inside, total=2)
 
 
-def test_a_first_part_that_was_left_out_after_a_step_with_other_parts() -> None:
-    """The parts of the step before are no parts of this one, whatever their numbers are."""
+def test_a_first_microbatch_that_was_left_out_after_a_step_with_other_microbatches() -> None:
+    """The microbatches of the step before are no microbatches of this one, whatever their numbers are."""
     with paceline.join() as session:
         ddp = paceline.DDP(Linear(5, 3, rng=np.random.default_rng(0)), session.group)
 
-        def compute(turn: PartTurn) -> None:
-            session.group.set_part(4, turn)
+        def compute(plan: RankPlan, number: int) -> None:
+            attempt = StepAttempt(plan)
+            turn = next(turn for turn in attempt.turns() if turn.number == number)
+            attempt.phase, attempt.turn = AttemptPhase.COMPUTING, turn
+            session.group.set_order(turn)
             _, dy = softmax_cross_entropy(ddp(X[:3]), T[:3])
             ddp.backward(dy)
 
-        compute(PartTurn(1, PartShare(4, 0, (1,), (((0, 4),),)), PartRecord()))
+        ddp.prepare()
+        compute(RankPlan(4, 0, (1,), (((0, 4),),)), 1)
         for _, parameter in ddp.named_parameters():
             parameter.grad = None
-        with pytest.raises(StepOrderError, match="part 1 had no backward pass, but part 2 has one"):
-            compute(PartTurn(2, even_share(0, 1, 4), PartRecord()))
-        session.group.set_part(0)
+        with pytest.raises(StepOrderError, match="microbatch 1 had no backward pass, but microbatch 2 has one"):
+            compute(even_plan(0, 1, 4), 2)
+        session.group.set_order(EVEN)
 
 
 class Quiet:
@@ -262,19 +271,19 @@ class Quiet:
 
 
 def two_wrappers(group: Group, given: Callable[[dict[str, paceline.DDP]], dict[str, Any]]) -> list[bytes]:
-    """Two models in one loop over parts, two steps; returns their gradients."""
+    """Two models in one loop over microbatches, two steps; returns their gradients."""
     ddps = {name: paceline.DDP(Linear(5, 3, rng=np.random.default_rng(i)), group) for i, name in enumerate("ab")}
-    sampler = paceline.ElasticSampler(30, global_batch=11, parts=4)
+    sampler = paceline.ElasticSampler(30, global_batch=11, microbatches=4)
     state = paceline.TrainState(sampler=sampler, **given(ddps))
     found = []
     for number in (1, 2):
         group.ban_collectives("")
         word = PendingStepWord(group, step_word(StepFlag(0), number, 0), number, with_gradients=False)
         with Step(number, 1, group, state, Quiet(), word, 0, 0) as step:  # type: ignore[arg-type]
-            for part in step.parts:
-                with part:
+            for micro in step.microbatches:
+                with micro:
                     for ddp in ddps.values():
-                        _, dy = softmax_cross_entropy(ddp(X[part.indices]), T[part.indices])
+                        _, dy = softmax_cross_entropy(ddp(X[micro.indices]), T[micro.indices])
                         ddp.backward(dy)
             for ddp in ddps.values():
                 for _, parameter in ddp.named_parameters():
@@ -283,8 +292,8 @@ def two_wrappers(group: Group, given: Callable[[dict[str, paceline.DDP]], dict[s
     return found
 
 
-def test_two_wrappers_in_one_loop_over_parts() -> None:
-    """Ranks with one part and ranks with two call the same collectives in the same order."""
+def test_two_wrappers_in_one_loop_over_microbatches() -> None:
+    """Ranks with one microbatch and ranks with two call the same collectives in the same order."""
     found = [of for world in (1, 2, 3, 4) for of in run_ranks(world, lambda group: two_wrappers(group, dict))]
     assert len(found[0]) == 8
     assert all(of == found[0] for of in found)
@@ -303,45 +312,48 @@ def test_a_second_wrapper_that_the_state_does_not_know(world: int) -> None:
     assert all("Give each wrapper itself to TrainState(...), or call its prepare() before" in text for text in texts)
 
 
-def test_two_updates_in_a_step_go_through_the_parts_twice() -> None:
+def test_two_updates_in_a_step_go_through_the_microbatches_twice() -> None:
     run = Run()
 
     def inside(step: Any) -> None:
         step.keep_copy()
         for _ in range(2):
             run.optimizer.zero_grad()
-            for part in step.parts:
-                with part:
-                    run.compute(part)
+            for micro in step.microbatches:
+                with micro:
+                    run.compute(micro)
             run.optimizer.step()
 
     run.steps(inside, total=2)
     assert run.state.step == 2
 
 
-def test_an_update_before_the_last_part() -> None:
+def test_an_update_before_the_last_microbatch() -> None:
     run = Run()
     before = run.model.weight.data.copy()
 
     def inside(step: Any) -> None:
-        for part in step.parts[:2]:
-            with part:
-                run.compute(part)
+        for micro in step.microbatches[:2]:
+            with micro:
+                run.compute(micro)
         run.optimizer.step()
 
-    with pytest.raises(StepOrderError, match="ends after part 1, but this rank has part 0 to part 3"):
+    with pytest.raises(StepOrderError, match="ends after microbatch 1, but this rank has microbatch 0 to microbatch 3"):
         run.steps(inside)
     assert np.array_equal(run.model.weight.data, before)
 
 
-def test_parts_in_another_order_or_one_in_another() -> None:
+def test_microbatches_in_another_order_or_one_in_another() -> None:
     run = Run()
 
     def inside(step: Any) -> None:
-        with pytest.raises(StepOrderError, match="part 1 begins, but it is the turn of part 0"), step.parts[1]:
+        with (
+            pytest.raises(StepOrderError, match="microbatch 1 begins, but it is the turn of microbatch 0"),
+            step.microbatches[1],
+        ):
             pass
-        first, second = step.parts[:2]
-        with first, pytest.raises(StepOrderError, match="one part after the other"), second:
+        first, second = step.microbatches[:2]
+        with first, pytest.raises(StepOrderError, match="one microbatch after the other"), second:
             pass
         run.compute(second)
 
@@ -354,10 +366,10 @@ def test_gradients_that_were_there_before() -> None:
 
     def inside(step: Any) -> None:
         run.model.bias.grad = np.ones(3, "f4")
-        with step.parts[0] as part:
-            run.compute(part)
+        with step.microbatches[0] as micro:
+            run.compute(micro)
 
-    with pytest.raises(StepOrderError, match="parameter 'bias' has a gradient when part 0 begins"):
+    with pytest.raises(StepOrderError, match="parameter 'bias' has a gradient when microbatch 0 begins"):
         run.steps(inside)
 
 
@@ -365,8 +377,8 @@ def test_accumulation_by_hand_is_refused() -> None:
     run = Run()
 
     def inside(step: Any) -> None:
-        with step.parts[0] as part, run.ddp.no_sync():
-            run.compute(part)
+        with step.microbatches[0] as micro, run.ddp.no_sync():
+            run.compute(micro)
 
     with pytest.raises(StepOrderError, match="no_sync"):
         run.steps(inside)
@@ -377,28 +389,28 @@ def test_compression_is_refused(compression: str) -> None:
     run = Run(compression=compression)
 
     def inside(step: Any) -> None:
-        with step.parts[0] as part:
-            run.compute(part)
+        with step.microbatches[0] as micro:
+            run.compute(micro)
 
     with pytest.raises(UnsupportedOp, match="which neither compression nor an engine keeps"):
         run.steps(inside)
 
 
-def test_sharded_models_go_through_parts() -> None:
+def test_sharded_models_go_through_microbatches() -> None:
     """Alone, with FSDP and with DDP: the whole states have one digest."""
 
     def digest(wrapper: Any) -> bytes:
         with paceline.join() as session:
             model = wrapper(Linear(5, 3, rng=np.random.default_rng(0)), session.group)
             optimizer = paceline.optim.Adam(model, lr=0.1)
-            sampler = paceline.ElasticSampler(30, global_batch=11, parts=4)
+            sampler = paceline.ElasticSampler(30, global_batch=11, microbatches=4)
             state = paceline.TrainState(model=model, optimizer=optimizer, sampler=sampler)
             for step in session.steps(state, total=3):
                 with step:
                     optimizer.zero_grad()
-                    for part in step.parts:
-                        with part:
-                            _, dy = softmax_cross_entropy(model(X[part.indices]), T[part.indices])
+                    for micro in step.microbatches:
+                        with micro:
+                            _, dy = softmax_cross_entropy(model(X[micro.indices]), T[micro.indices])
                             model.backward(dy)
                     model.clip_grad_norm(0.1)
                     optimizer.step()
@@ -407,36 +419,36 @@ def test_sharded_models_go_through_parts() -> None:
     assert digest(paceline.FSDP) == digest(paceline.DDP)
 
 
-def test_a_job_may_not_have_more_workers_than_parts() -> None:
-    run = Run(parts=4)
+def test_a_job_may_not_have_more_workers_than_microbatches() -> None:
+    run = Run(microbatches=4)
     run.session.group.make_elastic(5)
-    with pytest.raises(ValueError, match="too few parts for a job of at most 5 workers"):
+    with pytest.raises(ValueError, match="too few for a job of at most 5 workers"):
         run.steps(lambda step: None)
 
 
-def test_a_batch_that_grows_with_the_world_has_no_parts() -> None:
+def test_a_batch_that_grows_with_the_world_has_no_microbatches() -> None:
     with pytest.raises(ValueError, match="not per_rank_batch"):
-        paceline.ElasticSampler(30, per_rank_batch=4, parts=4)
+        paceline.ElasticSampler(30, per_rank_batch=4, microbatches=4)
     with pytest.raises(ValueError, match="0 or more"):
-        paceline.ElasticSampler(30, global_batch=4, parts=-1)
+        paceline.ElasticSampler(30, global_batch=4, microbatches=-1)
 
 
 def test_a_model_that_trains_in_rounds_of_its_own_is_not_summed() -> None:
-    """An update inside of a part would come at other times in other worlds."""
-    run = Run(parts=1)
+    """An update inside of a microbatch would come at other times in other worlds."""
+    run = Run(microbatches=1)
 
     def inside(step: Any) -> None:
-        with step.parts[0] as part:
-            run.compute(part)
+        with step.microbatches[0] as micro:
+            run.compute(micro)
             run.optimizer.step()
 
-    with pytest.raises(StepOrderError, match=r"optimizer.step\(\) in part 0"):
+    with pytest.raises(StepOrderError, match=r"optimizer.step\(\) in microbatch 0"):
         run.steps(inside)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names a kernel of OpenBLAS for x86")
 def test_another_kernel_has_another_digest() -> None:
-    code = "from paceline._elastic.machine_bits import numpy_probe; print(numpy_probe().hex())"
+    code = "from paceline._microbatch.machine_bits import numpy_probe; print(numpy_probe().hex())"
     found = set()
     for kernel in ("", "Nehalem"):
         variables = {**os.environ, "OMP_NUM_THREADS": "1", **({"OPENBLAS_CORETYPE": kernel} if kernel else {})}
@@ -456,6 +468,6 @@ def test_the_manifest_has_what_decides_the_bits() -> None:
     found = difference(other, manifest, donor)
     assert isinstance(found, SettingsMismatch)
     assert "processor (digest of what it computes) is 0000000000000000 here but" in str(found)
-    plain = paceline.ElasticSampler(30, global_batch=4, parts=4, same_bits=False)
+    plain = paceline.ElasticSampler(30, global_batch=4, microbatches=4, same_bits=False)
     assert not plain.same_bits
     assert plain.settings["sampler same_bits"] is False

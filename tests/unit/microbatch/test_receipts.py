@@ -12,10 +12,10 @@ import pytest
 
 import paceline
 from paceline import ElasticSampler, TrainState
-from paceline._elastic.machine_bits import machine_words
-from paceline._elastic.receipts import Receipt, ReceiptBook, ReceiptDamaged, due, read_chain
-from paceline._elastic.replay import SCRIPT, Replay, ReplayOrder, ReplayResult, compare, compare_inputs
 from paceline._elastic.step import Step
+from paceline._microbatch.machine_bits import machine_words
+from paceline._microbatch.receipts import Receipt, ReceiptBook, ReceiptDamaged, due, read_chain
+from paceline._microbatch.replay import SCRIPT, Replay, ReplayOrder, ReplayResult, compare, compare_inputs
 from paceline.cli.output import UsageError
 from paceline.cli.replay_command import gap_before, plan
 from paceline.errors import Dismissed, SizeMismatch, UnsupportedOp
@@ -24,7 +24,7 @@ WORDS = {"seed": "0", "sampler parts": "8", "libraries": "numpy 2"}
 
 
 def new_state() -> TrainState:
-    return TrainState(values={"n": np.zeros(3)}, sampler=ElasticSampler(64, global_batch=16, parts=8))
+    return TrainState(values={"n": np.zeros(3)}, sampler=ElasticSampler(64, global_batch=16, microbatches=8))
 
 
 def take_step(state: TrainState, book: ReceiptBook, *, writes: int = 0) -> None:
@@ -268,7 +268,7 @@ def in_a_session(path: Path, **sampler: int) -> TrainState:
 
 
 def test_a_worker_that_is_alone_writes_receipts_up_to_the_last_step(path: Path) -> None:
-    state = in_a_session(path, parts=8)
+    state = in_a_session(path, microbatches=8)
     chain = read_chain(path)
     assert [receipt.step for receipt in chain] == [2, 4, 5]
     assert chain[-1].state == state.fingerprint().hex()
@@ -277,7 +277,7 @@ def test_a_worker_that_is_alone_writes_receipts_up_to_the_last_step(path: Path) 
 
 def test_receipts_do_not_depend_on_whether_workers_check_each_other(tmp_path: Path) -> None:
     for name, every in (("with", 9), ("without", 0)):
-        in_a_session(tmp_path / name, parts=8, check_every=every)
+        in_a_session(tmp_path / name, microbatches=8, check_every=every)
     assert (tmp_path / "with").read_text() == (tmp_path / "without").read_text()
 
 
