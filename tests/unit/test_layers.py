@@ -31,6 +31,7 @@ LAYERS = (
     {"_elastic"},
     {"torch", "testing"},
     {"paceline"},  # what `import paceline` offers
+    {"launch"},
     {"demo"},
     {"cli"},
     {"ray"},  # its driver decides as the launcher does
@@ -97,7 +98,7 @@ def test_an_import_points_to_a_lower_layer() -> None:
 
 
 def test_the_library_imports_the_coordinator_only_to_start_one() -> None:
-    starts_one = {"paceline._base.embedded", "paceline.cli.coordinator", "paceline.cli.access"}
+    starts_one = {"paceline._base.embedded", "paceline.cli.coordinator", "paceline.launch._own_coordinator"}
     files = files_of("paceline")
     found = {
         name

@@ -27,16 +27,16 @@ from paceline.cli.access import (
 )
 from paceline.cli.launcher import Launcher, LaunchListener, Terms, WorkerSettings, worker_bounds
 from paceline.cli.launcher.console import Console, LogFiles
-from paceline.cli.launcher.environment import allowed_cores
 from paceline.cli.launcher.leftovers import remove_leftovers
 from paceline.cli.launcher.reports import ExitReports
-from paceline.cli.launcher.supervision import default_spares, spares_error
+from paceline.cli.launcher.spares import default_spares, spares_error
 from paceline.cli.output import UsageError, say
 from paceline.cli.slurm import SlurmStep, drain_at, drain_seconds
 from paceline.cli.spot import Poll, Provider
 from paceline.cli.step_coordinator import coordinator_of_step
 from paceline.cli.torchrun import Flags, Plan, Workers, read_flags, read_streams, run_worlds, token_of
 from paceline.config import ENGINES, Config
+from paceline.launch._environment import allowed_cores
 
 _GRACE_S = 5.0
 """Seconds beyond `failure_timeout` within which a failed worker's peers notice the failure, raise, and end."""
@@ -223,12 +223,13 @@ def launch(
         elastic=settings.min_workers < settings.max_workers or restarts > 0,
         alone=alone,
         restarts=restarts,
-        spares=spares,
         drained_code=drained_code,
     )
     remove_leftovers()
     with ExitReports(settings.coordinator, settings.job, worker_credentials(settings.token)) as reports:
-        launcher = Launcher(command, terms, settings, listener, grace=grace, report_exit=reports.report, bind=bind)
+        launcher = Launcher(
+            command, terms, settings, listener, grace=grace, report_exit=reports.report, bind=bind, spares=spares
+        )
         ended = threading.Event()
         for source in sources:  # daemons: one may wait for an answer while this process ends
             threading.Thread(target=source, args=(launcher.drain, ended), name="paceline-drain", daemon=True).start()

@@ -26,9 +26,9 @@ from paceline._base.addresses import Endpoint
 from paceline._engines.mpi_engine import end_without_others, has_ulfm, load_mpi
 from paceline.cli.access import own_coordinator, worker_credentials
 from paceline.cli.launcher import shim
-from paceline.cli.launcher.environment import worker_bounds
 from paceline.cli.output import UsageError
 from paceline.cli.run import check_command, engine_for_workers
+from paceline.launch._environment import worker_bounds
 
 _MOST_BYTES = 4096
 """Longest message in which rank 0 tells the others where the coordinator is."""

@@ -11,12 +11,12 @@ from types import FrameType
 from paceline._base.addresses import Endpoint
 from paceline.cli.access import Served, worker_credentials
 from paceline.cli.admin import get_job
-from paceline.cli.launcher.supervision import DRAIN_S, SAME_S
 from paceline.cli.output import UsageError, say
 from paceline.cli.slurm import SlurmStep
 from paceline.cli.torchrun.meeting import coordinator_at
 from paceline.cli.torchrun.rounds import join_seconds
 from paceline.errors import CoordinatorUnreachable, OperationTimeout, PacelineError
+from paceline.launch._supervision import DRAIN_S, SAME_S
 
 _ANSWER_S, _PAUSE_S = 1.0, 0.1
 """Seconds for the coordinator's answer to a question, and between two questions."""

@@ -17,16 +17,9 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from paceline._base.proofs import TokenSource
-from paceline._base.waits import loop_thread
-from paceline.cli.access import own_coordinator, own_credentials
-from paceline.cli.admin import Connection, drain
-from paceline.cli.launcher.supervision import Exit, Supervision, Terms
-from paceline.cli.output import UsageError
-from paceline.config import Config
-from paceline.errors import PacelineError
+from paceline import Config, PacelineError
+from paceline.launch import Exit, RunningJob, Supervision, Terms, own_coordinator, token_for
 from paceline.ray._hosted_worker import Fate, Finished, HostedWorker, JoinTerms, WorkerPlace
-from pacelinepb import install_command
 
 _log = logging.getLogger("paceline.ray")
 
@@ -111,19 +104,14 @@ def run_workers(
         )
     with ExitStack() as stack:
         token: str | None = None
-        try:
-            if coordinator is None:
-                # Everybody is asked for a token, or for a certificate, as this address can be reached by others.
-                listen = f"{ray.util.get_node_ip_address()}:0"
-                served = stack.enter_context(own_coordinator(listen=listen, restart_after=_GONE_S))
-                coordinator, token = served.address, served.token
-            source = own_credentials(coordinator).token if token is None else TokenSource(token)
-        except UsageError as error:
-            raise ValueError(str(error)) from None
-        if isinstance(source, TokenSource):  # perhaps of a file, which is on this machine alone
-            token = loop_thread().run(source.current())
+        if coordinator is None:
+            # Everybody is asked for a token, or for a certificate, as this address can be reached by others.
+            listen = f"{ray.util.get_node_ip_address()}:0"
+            served = stack.enter_context(own_coordinator(listen=listen, restart_after=_GONE_S))
+            coordinator, token = served.address, served.token
+        token = token or token_for(coordinator)  # perhaps of a file, which is on this machine alone
         wanted = JoinTerms(coordinator, job, min_workers, max_workers, config, token)
-        look = stack.enter_context(Connection(coordinator))
+        look = stack.enter_context(RunningJob(coordinator, job, _ANSWER_S))
         elastic = min_workers < max_workers or restarts > 0
         terms = Terms(workers=max_workers, minimum=min_workers, elastic=elastic, restarts=restarts)
         supervision = Supervision(config.failure_timeout + _GRACE_S, terms)
@@ -156,7 +144,7 @@ def _connected_ray() -> Any:
     try:
         ray: Any = importlib.import_module("ray")
     except ModuleNotFoundError:
-        raise ModuleNotFoundError(f"paceline.ray needs Ray: {install_command('ray')}", name="ray") from None
+        raise ModuleNotFoundError('paceline.ray needs Ray: pip install "ray>=2.56"', name="ray") from None
     if not ray.is_initialized():
         raise RuntimeError("this process is not connected to a Ray cluster: call ray.init() first")
     return ray
@@ -198,7 +186,7 @@ class _Controller:
         wanted: JoinTerms,
         options: Mapping[str, Any],
         supervision: Supervision,
-        look: Connection,
+        look: RunningJob,
     ) -> None:
         self._ray = ray
         self._work = ray.put(work)
@@ -341,15 +329,15 @@ class _Controller:
             return
         self._next_look = time.monotonic() + _LOOK_S
         try:
-            detail = self._look.job(self._wanted.job, _ANSWER_S)
+            status = self._look.status()
         except PacelineError:  # nobody has joined yet, or the coordinator is away: then we know what we knew
             return
-        ranks = {(m.member.process.host, m.member.process.pid): m.member.rank for m in detail.members if m.in_view}
+        ranks = {(member.host, member.pid): member.rank for member in status.members if member.rank is not None}
         for hosted in self._hosted.values():
             if hosted.place is not None:
                 hosted.rank = ranks.get((hosted.place.host, hosted.place.pid), hosted.rank)
-        if detail.summary.reason != self._reason:
-            self._reason = detail.summary.reason
+        if status.reason != self._reason:
+            self._reason = status.reason
             _log.info("job %r: %s", self._wanted.job, self._reason)
 
     def _obey_signals(self) -> None:
@@ -370,9 +358,9 @@ class _Controller:
         _log.warning("stopping %d workers", sum(hosted.trains for hosted in self._hosted.values()))
         told: set[tuple[str, int]] = set()
         with suppress(PacelineError):  # nobody has joined, or the coordinator is away: then they are killed
-            detail = self._look.job(self._wanted.job, _ANSWER_S)
-            drain(self._wanted.coordinator, self._wanted.job, [], _ANSWER_S)
-            told = {(status.member.process.host, status.member.process.pid) for status in detail.members}
+            members = self._look.status().members
+            self._look.drain()
+            told = {(member.host, member.pid) for member in members}
         for hosted in list(self._hosted.values()):
             if not hosted.trains:  # it has done nothing, and its end means nothing
                 del self._hosted[hosted.index]

@@ -8,11 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from paceline._elastic.join import join
-from paceline._elastic.session import Session
-from paceline.config import Config
-from paceline.credentials import Credentials
-from paceline.errors import Dismissed, PacelineError
+from paceline import Config, Credentials, Dismissed, PacelineError, Session, join
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 import paceline.ray
-from paceline.cli.launcher.supervision import Supervision, Terms
+from paceline.launch._supervision import Supervision, Terms
 from paceline.ray._controller import ActorEnd, _Controller, _Hosted, actor_options, is_over, results_of
 from paceline.ray._hosted_worker import Finished, JoinTerms
 
@@ -106,5 +106,5 @@ def test_the_token_is_in_no_repr() -> None:
 
 def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ModuleNotFoundError, match=r'paceline\.ray needs Ray: pip install "paceline\[ray\]'):
+    with pytest.raises(ModuleNotFoundError, match=r'paceline\.ray needs Ray: pip install "ray>=2'):
         paceline.ray.run(print, min_workers=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.cli.launcher.environment import share_of_cores
+from paceline.launch._environment import share_of_cores
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.cli.launcher.supervision import Exit, Restarts
+from paceline.launch._supervision import Exit, Restarts
 
 KILLED = Exit("rank 2", 4711, -9, slot=2, joined=True)
 AT_ONCE = Exit("worker #2", 4711, 1, slot=2)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.launcher.environment import Place, WorkerSettings, worker_bounds, worker_environment
+from paceline.launch._environment import Place, WorkerSettings, worker_bounds, worker_environment
 
 SETTINGS = WorkerSettings("host:7400", "digits", 2, 4)
 

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from paceline.cli.launcher.supervision import DRAIN_S, KILL_AFTER_S, SAME_S, Exit, Supervision, Terms
+from paceline.launch._supervision import DRAIN_S, KILL_AFTER_S, SAME_S, Exit, Supervision, Terms
 
 
 def supervise(

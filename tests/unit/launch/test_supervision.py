@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from paceline.cli.launcher.supervision import KILL_AFTER_S, Exit, Supervision, Terms, in_order_of_blame, shell_code
+from paceline.launch._supervision import KILL_AFTER_S, Exit, Supervision, Terms, in_order_of_blame, shell_code
 
 
 @pytest.mark.parametrize(
