@@ -26,8 +26,8 @@ ENTRIES = {
     "health check": "import paceline.cli.health",
     "run-rank": "import paceline.cli.run_rank",
     "spare": "import numpy\nfrom paceline.cli.warm import warm_up; warm_up(['-m', 'paceline.demo.training'], bool)",
-    "Ray's driver": "import paceline.ray._controller",
-    "Ray's worker": "import paceline.ray._hosted_worker",
+    "Ray's driver": "import paceline_ray._controller",
+    "Ray's worker": "import paceline_ray._hosted_worker",
 }
 
 

@@ -34,7 +34,6 @@ LAYERS = (
     {"launch"},
     {"demo"},
     {"cli"},
-    {"ray"},  # its driver decides as the launcher does
     {"__main__"},
 )
 """Packages and modules of paceline, low to high. Those of one layer may not import each other, but for the first."""

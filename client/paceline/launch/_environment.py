@@ -153,28 +153,31 @@ def worker_bounds(workers: int, minimum: int | None, maximum: int | None) -> tup
 def worker_environment(
     base: Mapping[str, str],
     settings: WorkerSettings,
-    launcher_fd: int,
+    launcher_fd: int | None = None,
     index: int = 0,
     compiled: Path | None = None,
 ) -> dict[str, str]:
     """Returns the environment of a worker: the launcher's environment, and what Paceline adds.
 
+    `paceline.join` finds the job in it.
+
     Args:
         base: the launcher's environment; the user's variables there stay, except those that describe the job.
         settings: the job.
-        launcher_fd: the worker's end of the pipe to its launcher.
-        index: number of the worker among those of its launcher.
+        launcher_fd: the worker's end of the pipe to `paceline run`; None for a launcher that reads none.
+        index: number of the worker among those of its launcher, from 0.
         compiled: a folder for what torch compiles in this process; None for torch's own, which all processes share.
     """
     place = settings.place
     # An explicit rank in the launcher's environment would be the same in every worker.
-    environment = {name: value for name, value in base.items() if name not in (*_RANKS, *_BOUNDS)}
+    environment = {name: value for name, value in base.items() if name not in (*_RANKS, *_BOUNDS, LAUNCHER_FD)}
     environment |= {
         "PACELINE_COORDINATOR": settings.coordinator,
         "PACELINE_JOB": settings.job,
-        LAUNCHER_FD: str(launcher_fd),
         LOCAL_RANK: str(index),
     }
+    if launcher_fd is not None:
+        environment[LAUNCHER_FD] = str(launcher_fd)
     if place is None:  # the view gives the rank
         own = (str(settings.min_workers), str(settings.max_workers))
         environment |= dict(zip(_BOUNDS, own, strict=True))

@@ -1,4 +1,4 @@
-"""`paceline.ray.run` on a real Ray cluster of three raylets: actors and nodes die, and training goes on."""
+"""`paceline_ray.run` on a real Ray cluster of three raylets: actors and nodes die, and training goes on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import ray
 
-import paceline.ray
+import paceline_ray
 from paceline.cli.access import own_addresses
 from paceline.config import Config
 from support.blocks import ROOT, blocks
@@ -27,6 +27,13 @@ from support.ray_cluster import RayNodes
 from support.ray_training import CannotGoOn, RayRecords, fail, train
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(autouse=True)
+def three_nodes(nodes: RayNodes) -> None:
+    """Each test begins with three nodes. Ray's threads are there before it, and no leak of it."""
+    while len(nodes.others) < 2:
+        nodes.add()
 
 
 @contextmanager
@@ -56,7 +63,7 @@ def test_workers_and_nodes_die_and_come(nodes: RayNodes, tmp_path: Path, caplog:
     folder = tmp_path / "told"
     folder.mkdir()
     told, times, total = RayRecords(folder, 1000), list[float](), 1000
-    caplog.set_level(logging.INFO, "paceline.ray")
+    caplog.set_level(logging.INFO, "paceline_ray")
 
     def story() -> None:
         told.wait_until(lambda: len(told.in_view(3)) == 3, "three train")
@@ -75,7 +82,7 @@ def test_workers_and_nodes_die_and_come(nodes: RayNodes, tmp_path: Path, caplog:
         told.wait_until(lambda: len(told.in_view(3)) == 3, "a new node has room for the third one")
 
     with ThreadPoolExecutor(1) as pool:  # the story is told here, because Ray starts nodes on the main thread alone
-        ran = pool.submit(partial(paceline.ray.run, train, str(folder), total, 0.02, 5, min_workers=2, max_workers=4))
+        ran = pool.submit(partial(paceline_ray.run, train, str(folder), total, 0.02, 5, min_workers=2, max_workers=4))
         try:
             story()
         finally:
@@ -84,10 +91,10 @@ def test_workers_and_nodes_die_and_come(nodes: RayNodes, tmp_path: Path, caplog:
     assert len(results) == 3
     assert list(results) == [rank for rank, _ in results.values()] == [0, 1, 2]
     told.check(count=3)
-    said = [record.getMessage() for record in caplog.records if record.name == "paceline.ray"]
+    said = [record.getMessage() for record in caplog.records if record.name == "paceline_ray"]
     assert any(text.startswith("restarting rank 1 on ") and "died) as a new worker in 0.1 s" in text for text in said)
     assert len([text for text in said if text.startswith("restarting rank ")]) >= 7, said
-    logging.getLogger("paceline.ray").info("ms from SIGKILL to a commit: %s", [round(1000 * each) for each in times])
+    logging.getLogger("paceline_ray").info("ms from SIGKILL to a commit: %s", [round(1000 * each) for each in times])
     # On a machine where nothing else runs 0.3 s are asked; on any, the end of a process is noticed before its silence.
     assert median(times) < (0.3 if os.environ.get("QUIET") == "1" else Config().failure_timeout), times
 
@@ -112,7 +119,7 @@ def recovery_after(told: RayRecords, pid: int) -> float:
 
 def test_an_error_of_the_function_is_raised_with_its_rank(nodes: RayNodes) -> None:
     with pytest.raises(CannotGoOn, match="the user's code failed") as caught:
-        paceline.ray.run(fail, min_workers=2, restarts=0, config=Config(failure_timeout=1.0))
+        paceline_ray.run(fail, min_workers=2, restarts=0, config=Config(failure_timeout=1.0))
     assert isinstance(caught.value, ray.exceptions.RayTaskError)
     assert "in fail" in str(caught.value), "the worker's traceback"
     (note,) = caught.value.__notes__
@@ -125,7 +132,7 @@ def test_a_function_that_fails_at_once_is_given_up(nodes: RayNodes, caplog: pyte
         raise SystemExit(f"no {name}")
 
     with pytest.raises(RuntimeError, match=r"called sys\.exit"):
-        paceline.ray.run(broken, "data", min_workers=1, restarts=2)
+        paceline_ray.run(broken, "data", min_workers=1, restarts=2)
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"][1:]
     assert len(said) == 3, said
     assert "1 of 2" in said[0]
@@ -146,7 +153,7 @@ def test_ctrl_c_lets_workers_leave(nodes: RayNodes, tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
     with meanwhile(story), pytest.raises(KeyboardInterrupt):
-        paceline.ray.run(train, str(tmp_path), told.total, 0.01, min_workers=1, max_workers=4)
+        paceline_ray.run(train, str(tmp_path), told.total, 0.01, min_workers=1, max_workers=4)
     assert said[0].returncode == 0, said[0].stderr
     assert "running with 3 members" in said[0].stdout, "other commands on the driver's machine find the run"
     assert len(told.trainers) == 3
@@ -166,18 +173,18 @@ def test_the_token_is_in_no_environment_argument_or_log(
         environment, command = (Path(f"/proc/self/{name}").read_bytes() for name in ("environ", "cmdline"))
         return b"of-this-test" in environment or "of-this-test" in str(os.environ), b"of-this-test" in command
 
-    assert paceline.ray.run(look, min_workers=2) == {0: (False, False), 1: (False, False)}
+    assert paceline_ray.run(look, min_workers=2) == {0: (False, False), 1: (False, False)}
     assert "of-this-test" not in caplog.text
 
 
 def test_what_cannot_work_is_refused(nodes: RayNodes, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="min_workers must be 1 or more and max_workers no less, not 3 and 2"):
-        paceline.ray.run(fail, min_workers=3, max_workers=2)
+        paceline_ray.run(fail, min_workers=3, max_workers=2)
     with pytest.raises(ValueError, match="restarts must be 0 or more"):
-        paceline.ray.run(fail, min_workers=1, restarts=-1)
+        paceline_ray.run(fail, min_workers=1, restarts=-1)
     monkeypatch.setattr(ray.util.client.ray, "is_connected", lambda: True)
     with pytest.raises(RuntimeError, match="is a Ray client"):
-        paceline.ray.run(fail, min_workers=1)
+        paceline_ray.run(fail, min_workers=1)
 
 
 def test_the_page_shows_what_happens(nodes: RayNodes, tmp_path: Path) -> None:

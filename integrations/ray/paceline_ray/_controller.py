@@ -19,9 +19,9 @@ from typing import Any
 
 from paceline import Config, PacelineError
 from paceline.launch import Exit, RunningJob, Supervision, Terms, own_coordinator, token_for
-from paceline.ray._hosted_worker import Fate, Finished, HostedWorker, JoinTerms, WorkerPlace
+from paceline_ray._hosted_worker import Fate, Finished, HostedWorker, JoinTerms, WorkerPlace
 
-_log = logging.getLogger("paceline.ray")
+_log = logging.getLogger("paceline_ray")
 
 _TURN_S = 0.2
 """Seconds between two looks at signals."""
@@ -89,7 +89,7 @@ def run_workers(
     coordinator: str | None,
     config: Config | None,
 ) -> dict[int, Any]:
-    """See `paceline.ray.run`."""
+    """See `paceline_ray.run`."""
     ray = _connected_ray()
     options = actor_options(resources)
     if not 1 <= min_workers <= max_workers:
@@ -144,7 +144,7 @@ def _connected_ray() -> Any:
     try:
         ray: Any = importlib.import_module("ray")
     except ModuleNotFoundError:
-        raise ModuleNotFoundError('paceline.ray needs Ray: pip install "ray>=2.56"', name="ray") from None
+        raise ModuleNotFoundError('paceline_ray needs Ray: pip install "ray>=2.56"', name="ray") from None
     if not ray.is_initialized():
         raise RuntimeError("this process is not connected to a Ray cluster: call ray.init() first")
     return ray
@@ -206,7 +206,7 @@ class _Controller:
         self._reason = ""
 
     def run(self) -> dict[int, Any]:
-        """Starts the workers and waits until they have ended; returns and raises as `paceline.ray.run`."""
+        """Starts the workers and waits until they have ended; returns and raises as `paceline_ray.run`."""
         try:
             with self._catch_signals():
                 for index in range(self._wanted.max_workers):

@@ -1,4 +1,4 @@
-"""What `paceline.ray` decides without Ray."""
+"""What `paceline_ray` decides without Ray."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-import paceline.ray
-from paceline.launch._supervision import Supervision, Terms
-from paceline.ray._controller import ActorEnd, _Controller, _Hosted, actor_options, is_over, results_of
-from paceline.ray._hosted_worker import Finished, JoinTerms
+import paceline_ray
+from paceline import Config
+from paceline.launch import Supervision, Terms
+from paceline_ray._controller import ActorEnd, _Controller, _Hosted, actor_options, is_over, results_of
+from paceline_ray._hosted_worker import Finished, JoinTerms
 
 
 def test_resources_become_options_of_actors() -> None:
@@ -72,7 +73,7 @@ class FakeRay:
 
 def test_after_a_drain_the_replacement_of_a_worker_that_died_is_waited_for() -> None:
     supervision = Supervision(8.0, Terms(workers=2, minimum=1, elastic=True, restarts=1))
-    terms = JoinTerms("10.0.0.7:7400", "default", 1, 2, paceline.Config())
+    terms = JoinTerms("10.0.0.7:7400", "default", 1, 2, Config())
     controller = _Controller(FakeRay(), (print, ()), terms, {}, supervision, None)  # type: ignore[arg-type]
     supervision.began(0, 0.0)
     supervision.began(1, 0.0)
@@ -100,11 +101,11 @@ def test_the_end_of_an_actor_is_told_in_words() -> None:
 
 
 def test_the_token_is_in_no_repr() -> None:
-    terms = JoinTerms("10.0.0.7:7400", "default", 1, 2, paceline.Config(), "a-secret")
+    terms = JoinTerms("10.0.0.7:7400", "default", 1, 2, Config(), "a-secret")
     assert "a-secret" not in repr(terms)
 
 
 def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ModuleNotFoundError, match=r'paceline\.ray needs Ray: pip install "ray>=2'):
-        paceline.ray.run(print, min_workers=1)
+    with pytest.raises(ModuleNotFoundError, match=r'paceline_ray needs Ray: pip install "ray>=2'):
+        paceline_ray.run(print, min_workers=1)

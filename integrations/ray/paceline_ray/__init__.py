@@ -7,7 +7,7 @@
         return float(loss)
 
     ray.init(address="auto")
-    losses = paceline.ray.run(train, min_workers=2, max_workers=8, resources={"CPU": 4, "GPU": 1})
+    losses = paceline_ray.run(train, min_workers=2, max_workers=8, resources={"CPU": 4, "GPU": 1})
 
 Needs the extra "ray". Ray itself ships functions, arguments and results, by cloudpickle.
 """
@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.config import Config
+    from paceline import Config
 
 __all__ = ["run"]
 
@@ -71,7 +71,7 @@ def run(
         SystemExit: SIGTERM, after the workers have left; with code 0 if all left well.
     """
     # Only the driver needs it: an actor's process, which imports this package too, would start more slowly.
-    from paceline.ray._controller import run_workers
+    from paceline_ray._controller import run_workers
 
     return run_workers(
         fn,

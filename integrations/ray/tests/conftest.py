@@ -1,7 +1,4 @@
-"""Where Ray is not installed, nothing here is collected (REQUIRE_RAY=1: an error). All tests share one cluster.
-
-Pytest's own folder of this name is not `ray`, which would hide the package.
-"""
+"""Where Ray is not installed, what needs it is not collected (REQUIRE_RAY=1: an error). Those tests share a cluster."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ if TYPE_CHECKING:
 if find_spec("ray") is None:
     if os.environ.get("REQUIRE_RAY") == "1":
         raise RuntimeError("REQUIRE_RAY=1, and Ray is not installed")
-    collect_ignore_glob = ["test_*.py"]
+    collect_ignore = ["test_ray_run.py"]
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +25,7 @@ def nodes() -> Iterator[RayNodes]:
     from support.ray_cluster import RayNodes
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{Path(__file__).parents[1]}:{os.environ.get('PYTHONPATH', '')}")
+        patch.setenv("PYTHONPATH", f"{Path(__file__).parents[3] / 'tests'}:{os.environ.get('PYTHONPATH', '')}")
         patch.setenv("RAY_DEDUP_LOGS", "0")
         patch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
         made = RayNodes()
@@ -37,10 +34,3 @@ def nodes() -> Iterator[RayNodes]:
             yield made
         finally:
             made.stop()
-
-
-@pytest.fixture(autouse=True)
-def three_nodes(nodes: RayNodes) -> None:
-    """Each test begins with three nodes. Ray's threads are there before it, and no leak of it."""
-    while len(nodes.others) < 2:
-        nodes.add()
