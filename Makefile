@@ -74,7 +74,7 @@ test-root-alone: $(VENV)/.installed
 	$(BIN)/pytest -m '$(ROOT) and alone' $(call marked,root)
 
 test-slurm: $(VENV)/.installed  ## train under a real Slurm (root; needs slurmctld, slurmd, slurm-client and munge)
-	$(BIN)/pytest $(MOSTLY_WAITING) -m slurm tests/e2e/test_slurm.py
+	$(BIN)/pytest $(MOSTLY_WAITING) -m slurm integrations/slurm/tests/test_slurm.py
 
 test-containers: $(VENV)/.installed  ## run the tests that need a Docker engine
 	$(BIN)/pytest -m containers $(call marked,containers)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from paceline.cli.output import UsageError, one_line_errors, printable, say
-from paceline.cli.slurm import DRAIN_BEFORE_S
 
 RUN_SETTINGS: dict[str, Any] = {
     "allow_interspersed_args": False,  # options after SCRIPT belong to the script
     "token_normalize_func": lambda token: token.replace("_", "-"),  # --nproc_per_node, as torchrun takes it
 }
+
+_DRAIN_BEFORE_S = 60.0
+"""A step and a checkpoint fit in."""
 
 _OUTPUT = "Workers' lines"
 _TORCHRUN = "torchrun's flags: one world after another, with RANK, WORLD_SIZE and MASTER_* set"
@@ -101,7 +102,7 @@ def run(
             metavar="SECONDS",
             help="Let the workers leave so long before the end of the Slurm job (SLURM_JOB_END_TIME); 0 for never.",
         ),
-    ] = DRAIN_BEFORE_S,
+    ] = _DRAIN_BEFORE_S,
     drained_code: Annotated[
         int,
         typer.Option(
@@ -196,10 +197,9 @@ def run(
     """
     with one_line_errors():
         from paceline.cli.access import endpoint
+        from paceline.cli.hosts import find_host, find_notices
         from paceline.cli.run import engine_for_workers, run_nodes, run_workers
         from paceline.cli.run_rank import become_mpirun
-        from paceline.cli.slurm import slurm_step
-        from paceline.cli.spot import read_providers
         from paceline.cli.torchrun import Flags
 
         flags = Flags(
@@ -243,16 +243,12 @@ def run(
                 insecure=insecure,
             )
         else:
-            try:
-                step = slurm_step(os.environ)
-                providers = [] if notice is None else read_providers(notice)
-            except ValueError as error:
-                raise UsageError(str(error)) from None
+            host, notices = find_host(), find_notices(notice)
             if not drain_before >= 0:
                 raise UsageError(f"--drain-before must be 0 or more, not {drain_before:g}")
-            if step is not None:
-                workers = step.workers if _is_default(context, "workers") else workers
-                job = step.name if _is_default(context, "job") else job
+            if host is not None:
+                workers = host.workers if host.workers and _is_default(context, "workers") else workers
+                job = host.job if host.job and _is_default(context, "job") else job
             code = run_workers(
                 whole,
                 workers=workers,
@@ -268,8 +264,8 @@ def run(
                 redirects=redirects,
                 tee=tee,
                 http=page,
-                step=step,
-                providers=providers,
+                host=host,
+                notices=notices,
                 drain_before=drain_before,
                 drained_code=drained_code,
             )

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cli.slurm import drain_at, drain_seconds, expand_hostlist, slurm_step
+from paceline.launch import Host
+from paceline_slurm import host
+from paceline_slurm._step import expand_hostlist, slurm_step
 
 STEP = {
     "SLURM_JOB_ID": "7",
@@ -122,13 +124,15 @@ def test_the_port_differs_between_steps_and_can_be_chosen() -> None:
     assert chosen.port == 7400
 
 
-def test_workers_leave_before_the_end_unless_the_job_is_shorter() -> None:
-    assert drain_at(100.0, 1000.0, 60.0) == 940.0
-    assert drain_at(100.0, 159.0, 60.0) is None, "it would never train"
-    assert drain_at(100.0, 1000.0, 0.0) is None
-    assert drain_at(100.0, None, 60.0) is None
-
-
-@pytest.mark.parametrize(("before", "seconds"), [(60.0, 50.0), (3600.0, 3590.0), (20.0, 10.0), (10.0, 5.0)])
-def test_workers_have_the_time_until_the_end_less_a_reserve(before: float, seconds: float) -> None:
-    assert drain_seconds(before) == seconds
+def test_the_host_has_what_the_step_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host() is None
+    for name, value in STEP.items() | {("SLURM_JOB_END_TIME", "1700000000")}:
+        monkeypatch.setenv(name, value)
+    found = host()
+    assert found is not None
+    assert found == Host("Slurm job", "digits", 8, 3, 8, 1_700_000_000.0, found.coordinator)
+    assert found.coordinator is not None
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    alone = host()
+    assert alone is not None
+    assert alone.coordinator is None, "a launcher that is alone runs its own"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import threading
 
 import pytest
 
-from paceline.cli.spot import PROVIDERS, Poll, aws_notice, azure_notice, gcp_notice, read_providers
+import paceline_spot
+from paceline_spot._clouds import aws_notice, azure_notice, gcp_notice
 
 
 def test_aws_says_what_and_when() -> None:
@@ -44,18 +44,12 @@ def test_azure_lists_events_of_all_machines() -> None:
         azure_notice("{}", "vmss_1")
 
 
-def test_the_names_of_clouds() -> None:
-    assert [provider.name for provider in read_providers("aws, gcp,azure")] == ["aws", "gcp", "azure"]
-    with pytest.raises(ValueError, match="there is no provider 'ibm'"):
-        read_providers("aws,ibm")
-
-
 @pytest.mark.parametrize(("cloud", "seconds"), [("aws", 100.0), ("gcp", 25.0), ("azure", 25.0)])
 def test_workers_have_the_time_that_the_cloud_gives(
     monkeypatch: pytest.MonkeyPatch, cloud: str, seconds: float
 ) -> None:
-    told: list[tuple[str, float]] = []
-    poll = Poll(PROVIDERS[cloud], print)
-    monkeypatch.setattr(poll, "ask", lambda: "it goes")
-    poll(lambda why, left: told.append((why, left)), threading.Event())
-    assert told == [("it goes", seconds)]
+    monkeypatch.setenv("PACELINE_NOTICE_URL", "http://127.0.0.1:1")
+    notice = getattr(paceline_spot, cloud)()
+    assert notice.leave_s == seconds
+    with pytest.raises(ValueError, match=r"the metadata service at http://127\.0\.0\.1:1 gives no usable answer"):
+        notice.ask()

@@ -10,12 +10,6 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-DRAIN_BEFORE_S = 60.0
-"""Default seconds before the end of the job's time at which workers leave: a step and a checkpoint fit in."""
-
-_RESERVE_S = 10.0
-"""Seconds of that in which launchers end and the batch script requeues itself, after the workers."""
-
 _FIRST_PORT, _PORTS = 20_000, 10_000
 """Ports for coordinators of steps: below those that Linux gives to connections that leave (32768 and up)."""
 
@@ -134,27 +128,6 @@ def slurm_step(environ: Mapping[str, str]) -> SlurmStep | None:
         port=port,
         ends_at=float(ends_at) if ends_at else None,
     )
-
-
-def drain_at(now: float, ends_at: float | None, before: float) -> float | None:
-    """Returns when workers leave because the job's time ends; None for never.
-
-    A job that has less than `before` left when it begins trains until Slurm's SIGTERM: draining it at once would make
-    it useless.
-
-    Args:
-        now: the time, in seconds since the epoch.
-        ends_at: when the job's time is over; None if it is unknown.
-        before: seconds before that at which to leave; 0 for never.
-    """
-    if ends_at is None or before <= 0 or ends_at - before <= now:
-        return None
-    return ends_at - before
-
-
-def drain_seconds(before: float) -> float:
-    """Returns how many seconds workers have if they are told to leave `before` seconds before the job's time ends."""
-    return before - min(_RESERVE_S, before / 2)
 
 
 def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -1,6 +1,6 @@
 """Asks a cloud's metadata service whether this machine will be taken away, as `paceline run --notice` does.
 
-PROVIDERS is the table: where to ask, and which answers mean that the machine will be taken. `Poll` asks.
+AWS, GCP and AZURE say where to ask, and which answers mean that the machine will be taken. `Metadata` asks.
 Sources: AWS "Spot Instance interruption notices" and IMDSv2; Google Cloud "Handle preemption" and "maintenance-event";
 Azure "Scheduled Events for Linux VMs".
 """
@@ -9,16 +9,10 @@ from __future__ import annotations
 
 import http.client
 import json
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-
-from paceline.cli.output import printable
-
-_POLL_S = 1.0
-"""Seconds between two questions. Google and Azure give 30 s of notice, AWS 2 minutes."""
 
 _TIMEOUT_S = 2.0
 """Seconds for one answer: the service is on the machine's own host."""
@@ -90,7 +84,6 @@ class Provider:
     """How one cloud tells a machine that it will be taken.
 
     Attributes:
-        name: the cloud's, for --notice.
         paths: what to ask, each in turn; 404 means that there is no notice.
         notice: why the machine will be taken, by an answer and the machine's name; empty if it will not.
         leave_s: seconds that workers have after the notice: the cloud's, less what the question and the end take.
@@ -100,7 +93,6 @@ class Provider:
         base: the service's address, which is the same on all machines.
     """
 
-    name: str
     paths: tuple[str, ...]
     notice: Callable[[str, str], str]
     leave_s: float
@@ -110,88 +102,53 @@ class Provider:
     base: str = "http://169.254.169.254"
 
 
-PROVIDERS = {
-    provider.name: provider
-    for provider in (
-        Provider(
-            "aws",
-            ("/latest/meta-data/spot/instance-action",),
-            aws_notice,
-            leave_s=100.0,
-            token_path="/latest/api/token",  # noqa: S106  # a path
-        ),
-        Provider(
-            "gcp",
-            ("/computeMetadata/v1/instance/preempted", "/computeMetadata/v1/instance/maintenance-event"),
-            gcp_notice,
-            leave_s=25.0,
-            headers={"Metadata-Flavor": "Google"},
-        ),
-        Provider(
-            "azure",
-            ("/metadata/scheduledevents?api-version=2020-07-01",),
-            azure_notice,
-            leave_s=25.0,
-            headers={"Metadata": "true"},
-            name_path="/metadata/instance/compute/name?api-version=2021-02-01&format=text",
-        ),
-    )
-}
-"""The clouds, by name."""
+AWS = Provider(
+    ("/latest/meta-data/spot/instance-action",),
+    aws_notice,
+    leave_s=100.0,
+    token_path="/latest/api/token",  # noqa: S106  # a path
+)
+GCP = Provider(
+    ("/computeMetadata/v1/instance/preempted", "/computeMetadata/v1/instance/maintenance-event"),
+    gcp_notice,
+    leave_s=25.0,
+    headers={"Metadata-Flavor": "Google"},
+)
+AZURE = Provider(
+    ("/metadata/scheduledevents?api-version=2020-07-01",),
+    azure_notice,
+    leave_s=25.0,
+    headers={"Metadata": "true"},
+    name_path="/metadata/instance/compute/name?api-version=2021-02-01&format=text",
+)
 
 
-def read_providers(text: str) -> list[Provider]:
-    """Returns the clouds that --notice names, separated by commas.
-
-    Raises:
-        ValueError: there is no such cloud.
-    """
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in PROVIDERS:
-            raise ValueError(f"there is no provider {name!r} (--notice): the providers are {', '.join(PROVIDERS)}")
-    return [PROVIDERS[name] for name in names]
-
-
-class Poll:
-    """Asks one cloud again and again, until it says that the machine will be taken.
+class Metadata:
+    """The metadata service of this machine, which is asked whether the machine will be taken away.
 
     Args:
         provider: the cloud.
-        say: shows a sentence; called once if the service cannot be asked.
         base: address of the service; None for the cloud's.
     """
 
-    def __init__(self, provider: Provider, say: Callable[[str], None], base: str | None = None) -> None:
+    def __init__(self, provider: Provider, base: str | None = None) -> None:
         self._provider = provider
-        self._say = say
         self._base = (base or provider.base).rstrip("/")
         self._headers = dict(provider.headers)
         self._machine = ""
-        self._has_said = False
         # No proxy: the address means this machine's own host, and another machine's notice would be worse than none.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
-    def __call__(self, drain: Callable[[str, float], None], ended: threading.Event) -> None:
-        """Asks each second; calls `drain` with reason and seconds once, and returns then, or when `ended` is set."""
-        while not ended.is_set():
-            if why := self.ask():
-                drain(why, self._provider.leave_s)
-                return
-            ended.wait(_POLL_S)
-
     def ask(self) -> str:
-        """Asks once; returns why the machine will be taken, else an empty string."""
+        """Asks once; returns why the machine will be taken, else an empty string.
+
+        Raises:
+            ValueError: the service gives no usable answer.
+        """
         try:
-            return printable(self._ask())
+            return self._ask()
         except (OSError, ValueError, http.client.HTTPException) as error:
-            if not self._has_said:
-                self._has_said = True
-                self._say(
-                    f"--notice {self._provider.name}: the metadata service at {self._base} gives no usable answer "
-                    f"({printable(str(error))}); this launcher keeps asking"
-                )
-        return ""
+            raise ValueError(f"the metadata service at {self._base} gives no usable answer ({error})") from error
 
     def _ask(self) -> str:
         provider = self._provider

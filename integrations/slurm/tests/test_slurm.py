@@ -18,12 +18,12 @@ from typing import NamedTuple
 
 import pytest
 
-from paceline.cli.slurm import expand_hostlist
+from paceline_slurm._step import expand_hostlist
 from support.slurm import Cluster, cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.root, pytest.mark.slow]
 
-SCRIPTS = Path(__file__).parents[2] / "deploy" / "slurm"
+SCRIPTS = Path(__file__).parents[3] / "deploy" / "slurm"
 
 GLOBAL_BATCH = 12
 
