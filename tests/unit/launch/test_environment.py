@@ -154,3 +154,10 @@ def test_each_worker_knows_its_number_on_the_host() -> None:
 
 def at_place(place: Place) -> WorkerSettings:
     return replace(SETTINGS, place=place)
+
+
+def test_a_scheduler_without_a_pipe_hands_none_on() -> None:
+    """Not even one of its own, as the worker of a launcher that it may be."""
+    environment = worker_environment({"PACELINE_LAUNCHER_FD": "9"}, SETTINGS, index=2)
+    assert "PACELINE_LAUNCHER_FD" not in environment
+    assert environment["PACELINE_LOCAL_RANK"] == "2"
