@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.testing import coordinator
 from support.command import command
 from support.ports import free_port
 
@@ -78,6 +79,14 @@ def test_several_tasks_need_a_token(tmp_path: Path) -> None:
     with command("run", script(tmp_path, ECHO), **STEP | {"SLURM_STEP_NUM_TASKS": "2"}) as run:
         assert run.wait() == 2
     assert "export PACELINE_TOKEN=$(openssl rand -hex 32)" in " ".join(run.stderr.split())
+
+
+def test_each_of_two_tasks_knows_of_the_workers_of_both(tmp_path: Path) -> None:
+    with coordinator() as address:
+        variables = STEP | {"SLURM_STEP_NUM_TASKS": "2", "PACELINE_COORDINATOR": address}
+        with command("run", script(tmp_path, ECHO), **variables) as run:
+            assert run.wait() == 0, run.stderr
+    assert sorted(run.stdout.splitlines()) == ["[#0] digits 4 4", "[#1] digits 4 4"]
 
 
 @pytest.mark.slow
