@@ -158,7 +158,7 @@ def test_no_two_decisions_have_one_number() -> None:
 
 def test_code_names_decisions_that_are_there() -> None:
     numbers = {name[:3] for name in DECISIONS}
-    for folder in ("client", "server", "protocol", "protos", "bench", "tests"):
+    for folder in ("client", "integrations", "server", "protocol", "protos", "bench", "tests"):
         for file in (ROOT / folder).rglob("*.py"):
             for number in re.findall(r"docs/decisions/(\d{3})", file.read_text()):
                 assert number in numbers, f"{file} names decision {number}"
