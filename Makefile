@@ -124,7 +124,7 @@ bench-peers: $(PEERS)/.installed  ## by hand: compare with Gloo and Open MPI (ne
 	REQUIRE_PEERS=1 $(PEERS)/bin/pytest -m '$(WHICH)' -s bench/test_peer_*.py
 
 test-peers: $(PEERS)/.installed  ## the engine "mpi" under mpirun, and whether Gloo and Open MPI can be measured (needs openmpi-bin)
-	REQUIRE_PEERS=1 $(PEERS)/bin/pytest -m 'peers and not exhaustive' tests/e2e/test_bench.py tests/e2e/test_mpi.py
+	REQUIRE_PEERS=1 $(PEERS)/bin/pytest -m 'peers and not exhaustive' tests/e2e/test_bench.py integrations/mpi/tests
 
 $(RAY)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(RAY)

@@ -1,7 +1,12 @@
-"""Tests of plug-ins get what every test gets."""
+"""What every test gets: a stack dump on a hang (pytest-timeout), and a check that it leaves no thread behind."""
 
 from __future__ import annotations
 
-from support.every_test import no_leaked_threads, private_flight_records
+from support.every_test import (
+    no_leaked_threads,
+    private_flight_records,
+    pytest_collection_modifyitems,
+    pytest_configure,
+)
 
-__all__ = ["no_leaked_threads", "private_flight_records"]
+__all__ = ["no_leaked_threads", "private_flight_records", "pytest_collection_modifyitems", "pytest_configure"]

@@ -101,8 +101,9 @@ def test_commands_and_their_options_are_there() -> None:
     for where, command in typed():
         words = re.split(r"\s+", command)[1:]
         known = top
-        while words and words[0] in getattr(known, "commands", {}):
-            known = known.commands[words.pop(0)]  # type: ignore[attr-defined]  # a group has them
+        while words and hasattr(known, "get_command") and (inner := known.get_command(None, words[0])):
+            known = inner
+            words.pop(0)
         options = {name for each in known.params for name in (*each.opts, *each.secondary_opts)} | {"--help", "-h"}
         script = next((n for n, word in enumerate(words) if word.endswith(".py")), len(words))
         for word in words[:script]:

@@ -21,7 +21,7 @@ LAYERS = (
     {"_base", "config", "credentials", "errors"},
     {"compression"},
     {"_links"},
-    {"_engines"},
+    {"engines"},
     {"_collectives"},
     {"_group"},
     {"_session"},

@@ -25,9 +25,9 @@ from paceline._collectives.mailbox import Mailbox
 from paceline._collectives.part_plan import PartShare
 from paceline._collectives.part_tree import Node
 from paceline._collectives.tasks import Chooser, Task, barrier_task
-from paceline._engines.data_engine import DataEngine
 from paceline._links.base import Mesh, Peer
 from paceline.config import Config, checked_timeout
+from paceline.engines import DataEngine
 from paceline.errors import ConcurrentUse, InvalidRank, PacelineError, StaleGeneration, StepOrderError, UnsupportedOp
 
 PIGGYBACK_SIZE = 26

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from paceline._engines.catalogue import package_of
 from paceline.cli.access import (
     Served,
     addresses_of,
@@ -31,7 +29,8 @@ from paceline.cli.launcher.reports import ExitReports
 from paceline.cli.launcher.spares import default_spares, spares_error
 from paceline.cli.output import UsageError, say
 from paceline.cli.torchrun import Flags, Plan, Workers, read_flags, read_streams, run_worlds, token_of
-from paceline.config import ENGINES, Config
+from paceline.config import ENGINES, Config, plug_in_engines
+from paceline.engines._catalogue import missing_package
 from paceline.launch import Host, Notice
 from paceline.launch._environment import allowed_cores
 
@@ -237,10 +236,10 @@ def engine_for_workers(name: str | None) -> Iterator[None]:
     if name is None:
         yield
         return
-    if name not in ENGINES:
-        raise UsageError(f"there is no engine {name!r} (--engine): the engines are {', '.join(ENGINES)}")
-    package = package_of(name)
-    if package and importlib.util.find_spec(package) is None:
+    if name not in ENGINES and name not in (plug_ins := plug_in_engines()):
+        known = ", ".join((*ENGINES, *plug_ins))
+        raise UsageError(f"there is no engine {name!r} (--engine): the engines are {known}")
+    if package := missing_package(name):
         raise UsageError(f"the engine {name} (--engine) needs {package}, which is not installed: pip install {package}")
     before = os.environ.get("PACELINE_ENGINE")
     os.environ["PACELINE_ENGINE"] = name
@@ -250,6 +249,20 @@ def engine_for_workers(name: str | None) -> Iterator[None]:
         os.environ.pop("PACELINE_ENGINE")
         if before is not None:
             os.environ["PACELINE_ENGINE"] = before
+
+
+def launcher_of(engine: str | None) -> Callable[..., object] | None:
+    """Returns what starts the workers of an engine in place of `paceline run`; None if `paceline run` starts them.
+
+    It is an entry point in the group "paceline.launchers" with the engine's name.
+    """
+    if engine is None or engine in ENGINES:
+        return None
+    from importlib.metadata import entry_points
+
+    found = entry_points(group="paceline.launchers", name=engine)
+    launch: Callable[..., object] | None = next(iter(found)).load() if found else None
+    return launch
 
 
 @contextlib.contextmanager

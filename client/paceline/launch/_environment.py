@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline._engines.variables import variables_of
 from paceline._session.launcher_pipe import LAUNCHER_FD
+from paceline.engines._variables import variables_of
 
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 

@@ -18,11 +18,11 @@ import torch
 from numpy.typing import NDArray
 
 from paceline._collectives.part_tree import Node
-from paceline._engines.data_engine import DataEngine, OnDevice
 from paceline._group.group_core import PartTurn
 from paceline._parallel._parameter import Parameter
 from paceline._parallel._ranks import CarryingGroup, PendingWork
 from paceline._parallel._transport import NO_FIXED_ORDER, GroupTransport
+from paceline.engines import DataEngine, OnDevice
 from paceline.errors import StepOrderError, UnsupportedOp
 from paceline.torch._device_parameter import DeviceParameter
 from paceline.torch._device_streams import streams_of

@@ -1,7 +1,16 @@
-"""The contract of an engine: another library (Gloo, ...) that sums gradients over the members of one generation.
+"""What an engine of your own needs: another library (Gloo, MPI, NCCL, ...) that sums gradients over the members.
 
 An engine serves one group in one generation, and is thrown away with it. Links carry everything else: the step word,
 weights, errors, state. So an engine has little to do, but it must let go of the arrays when it is told to.
+
+Write a `DataEngine`, and name it in an entry point of your package in the group "paceline.engines". Then it is found by
+its name: `paceline run --engine star`, or `Config(engine="star")`.
+
+    [project.entry-points."paceline.engines"]
+    star = "star_engine:StarEngine"
+
+What it names is called without arguments, and returns an engine that is not open. It is imported when a worker joins;
+an ImportError should say what to install. docs/engines.md has a whole engine.
 
 Rules that every engine keeps, and that `paceline.testing.check_engine` checks:
 
@@ -16,6 +25,8 @@ Rules that every engine keeps, and that `paceline.testing.check_engine` checks:
 6. `close` ends the engine when its sums are over, without an error at the other ranks, and leaves no thread behind. If
    its deadline passes first, because it is over already or a rank is dead, it returns all the same, and what is left
    ends soon afterwards. `abort` and `close` may be called any number of times.
+
+All deadlines are values of `time.monotonic()`.
 """
 
 from __future__ import annotations
@@ -25,7 +36,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline._base.waits import Outcome
 from paceline._links.base import Peer
+
+__all__ = [
+    "MAX_CONTACT_BYTES",
+    "DataEngine",
+    "EngineFailed",
+    "EngineTimeout",
+    "EngineTraits",
+    "OnDevice",
+    "Outcome",
+    "Peer",
+    "Ticket",
+]
 
 MAX_CONTACT_BYTES = 1 << 20
 """Longest contact of one rank. Gloo's grows by 40 bytes with each rank."""
@@ -103,7 +127,7 @@ class DataEngine(abc.ABC):
     """An engine of one group in one generation. See the module's rules.
 
     Attributes:
-        name: "gloo", ...
+        name: "gloo", ...; all members of a job must have the same.
         traits: what it can do.
         device: the one device whose arrays it sums; None if all of the types in `traits.devices` will do.
     """

@@ -22,11 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from paceline._base.arrays import Array
-from paceline._engines.data_engine import DataEngine, EngineFailed, EngineTimeout, Ticket
-from paceline._engines.engine_check import ENGINE_RULES, check_engine
-from paceline._engines.mpi_engine import MpiEngine, load_mpi
-from paceline._links.base import Peer
+from paceline.engines import DataEngine, EngineFailed, EngineTimeout, Peer, Ticket
+from paceline.engines._engine_check import ENGINE_RULES, check_engine
+from paceline_mpi import MpiEngine, load_mpi
+from paceline_mpi._mpi_engine import Array
 
 _ERRORS = {error.__name__: error for error in (EngineFailed, EngineTimeout)}
 

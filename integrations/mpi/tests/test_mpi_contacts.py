@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from paceline._engines import mpi_engine
-from paceline._engines.mpi_engine import _read_contacts
+from paceline_mpi import _mpi_engine
+from paceline_mpi._mpi_engine import _read_contacts
 
 
 def contact(rank: object, world: str = "job/4", key: str = "k") -> bytes:
@@ -19,7 +19,7 @@ def contact(rank: object, world: str = "job/4", key: str = "k") -> bytes:
 @pytest.fixture(autouse=True)
 def world_of_4(monkeypatch: pytest.MonkeyPatch) -> None:
     mpi: Any = SimpleNamespace(COMM_WORLD=SimpleNamespace(Get_size=lambda: 4))
-    monkeypatch.setattr(mpi_engine, "load_mpi", lambda: mpi)
+    monkeypatch.setattr(_mpi_engine, "load_mpi", lambda: mpi)
 
 
 def test_ranks_are_in_the_order_of_the_view_and_all_take_the_first_key() -> None:

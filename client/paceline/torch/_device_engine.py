@@ -1,4 +1,4 @@
-"""The engines "nccl" and "xccl": process groups of c10d that sum on devices. XCCL was never run.
+"""The engine for all libraries of c10d that sum on devices: NCCL, XCCL, UCC. XCCL and UCC were never run.
 
 Sums and their marks are on streams (`_device_streams`). An array is let go of only when the mark behind its sum has
 happened: kernels of an aborted communicator leave when they next look at its flag.
@@ -10,9 +10,13 @@ and ends the group: it alone calls c10d's `abort`, which may take long. It holds
 
 from __future__ import annotations
 
+import json
 import logging
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
 from math import inf
 from time import monotonic, sleep
 from typing import Any
@@ -22,11 +26,12 @@ import torch.distributed as dist
 
 from paceline._base.arrays import Array
 from paceline._base.waits import Latch
-from paceline._engines.data_engine import EngineFailed, EngineTimeout, EngineTraits, OnDevice
-from paceline._engines.variables import set_variables
-from paceline.torch._c10d_engine import EVER, C10dEngine, C10dTicket, sum_options, tensor_in
+from paceline.engines import EngineFailed, EngineTimeout, EngineTraits, OnDevice, Peer
+from paceline.engines._variables import set_variables
+from paceline.torch._c10d_engine import CONNECT_SECONDS, EVER, C10dEngine, C10dTicket, sum_options, tensor_in
 from paceline.torch._contact_store import ContactStore
 from paceline.torch._device_streams import DeviceStreams, Mark, streams_of
+from paceline.torch._tensors import Tensor
 
 _POLL = 0.0002
 """Seconds between two looks at a mark. Looking is a call into the driver, and a sum takes longer than this."""
@@ -39,28 +44,40 @@ _END_SECONDS = 1.0
 
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 
+_KNOWN = ("nccl", "xccl")
+"""Libraries whose rank 0 tells the others one thing before they connect, whose `allreduce` gives all ranks the same
+bits, and whose sums can be aborted. Of others nothing of it is expected."""
+
+_ADDRESS = "paceline/store"
+"""The key of the contact of rank 0 if its contact is the address of a store."""
+
 _log = logging.getLogger("paceline.engines")
 
-set_variables("nccl")
+for _name in ("nccl", "ucc"):
+    set_variables(_name)
 
 
-class _DeviceEngine(C10dEngine[ContactStore]):
-    """A process group of c10d on devices.
+class DeviceEngine(C10dEngine[ContactStore]):
+    """Sums on a device, with a library that torch was built with. See `DataEngine`.
+
+    Libraries that are not `_KNOWN` meet in a store at rank 0, neither encrypted nor authenticated. One rank sums each
+    element and sends its bytes to the others. A sum that cannot be aborted ends by c10d's timeout.
 
     Args:
-        device: where tensors lie; by default the current one of the type that the engine is for.
+        name: the library's name in c10d.
+        device: where tensors lie; by default the current device of the type that the library is for.
     """
 
-    device_type: str
-    group_class: str
-    """Name of the process group in `torch.distributed`."""
-
-    def __init__(self, device: Any = None) -> None:
+    def __init__(self, name: str, device: Any = None) -> None:
         super().__init__()
-        self._make_group: Any = getattr(dist, self.group_class, None)
+        self.name, self.title = name, name.upper()
+        self._make_group: Any = getattr(dist, f"ProcessGroup{self.title}", None)
         if self._make_group is None:
-            raise ImportError(f"torch {torch.__version__} has no {self.group_class}")
-        self.device = _current(self.device_type) if device is None else device
+            raise ImportError(f"torch {torch.__version__} has no ProcessGroup{self.title}")
+        if device is None:
+            device = _current(next(kind for kind in dist.Backend.backend_capability[name] if kind != "cpu"))
+        self.device = device
+        self.traits = EngineTraits(_FLOATS, same_bits=True, devices=frozenset({self.device.type}), tensors=True)
         self._streams: DeviceStreams = streams_of(self.device)
         self._group: Any = None
         self._made = Latch()
@@ -74,19 +91,31 @@ class _DeviceEngine(C10dEngine[ContactStore]):
         self._closes_by = 0.0
         self._ender: threading.Thread | None = None
 
+    def open(self, rank: int, peers: Sequence[Peer], patience: float) -> None:
+        """See `DataEngine`."""
+        if self.name not in _KNOWN:
+            self._sum_timeout = timedelta(seconds=patience)
+        super().open(rank, peers, patience)
+
     def _make_store(self, rank: int) -> ContactStore:
         self._ender = threading.Thread(target=self._end_group, name="paceline-engine-end", daemon=True)
         self._ender.start()
         return ContactStore(rank, tells_at_once=True)
 
     def _options(self) -> Any:
+        """Returns the last argument of c10d's constructor."""
+        if not hasattr(self._make_group, "Options"):
+            return self._sum_timeout
         options = self._make_group.Options()
         options._timeout = EVER
+        if hasattr(options, "config"):  # NCCL's
+            options.config.blocking = 0
         return options
 
     def _build(self, store: ContactStore, rank: int, host: str) -> Any:
         try:
-            self._group = group = self._make_group(store, rank, self._size, self._options())
+            keys = store if self.name in _KNOWN else _shared_store(store, rank, host)
+            self._group = group = self._make_group(keys, rank, self._size, self._options())
         finally:
             self._made.set()
         if self._ending.is_set():
@@ -95,7 +124,7 @@ class _DeviceEngine(C10dEngine[ContactStore]):
             group.eager_connect_single_device(self.device)  # may return while the communicator still connects
         first = self._ticket(OnDevice(torch.zeros(1, device=self.device), self._streams.mark()))
         try:
-            first.start(group, sum_options())
+            first.start(group, sum_options(self._sum_timeout))
         finally:
             first.left = True
         first.wait(inf)
@@ -106,7 +135,8 @@ class _DeviceEngine(C10dEngine[ContactStore]):
         self._left.set()
 
     def _ticket(self, x: Array | OnDevice) -> C10dTicket:
-        return _DeviceTicket(x, self._streams, self._aborted, self._lose_if_broken)
+        shares = 0 if self.name in _KNOWN else self._size
+        return _DeviceTicket(x, self._streams, self._aborted, self._lose_if_broken, shares)
 
     def _lose_if_broken(self) -> str:
         """Ends the engine if its communicator has failed, which marks do not tell: its kernels wait for ever.
@@ -115,7 +145,10 @@ class _DeviceEngine(C10dEngine[ContactStore]):
             What has failed; empty if nothing has.
         """
         get_error = getattr(self._group, "get_error", None)  # torch 2.11 has it
-        error = None if get_error is None or self._aborted.is_set() else get_error()
+        try:
+            error = None if get_error is None or self._aborted.is_set() else get_error()
+        except RuntimeError:  # this library tells none
+            return ""
         if error is None or error.name == "SUCCESS":
             return ""
         why = f"{self.title} lost a rank, or the network to it ({error.name})"
@@ -178,31 +211,6 @@ class _DeviceEngine(C10dEngine[ContactStore]):
                 return
 
 
-class NcclEngine(_DeviceEngine):
-    """Sums with NVIDIA's NCCL on GPUs. See `DataEngine`."""
-
-    name = "nccl"
-    title = "NCCL"
-    device_type = "cuda"
-    group_class = "ProcessGroupNCCL"
-    traits = EngineTraits(_FLOATS, same_bits=True, devices=frozenset({"cuda"}), tensors=True)
-
-    def _options(self) -> Any:
-        options = super()._options()
-        options.config.blocking = 0
-        return options
-
-
-class XcclEngine(_DeviceEngine):
-    """Sums with Intel's oneCCL on GPUs. Never run: no wheel of torch for the CPU or for CUDA has it."""
-
-    name = "xccl"
-    title = "XCCL"
-    device_type = "xpu"
-    group_class = "ProcessGroupXCCL"
-    traits = EngineTraits(_FLOATS, same_bits=True, devices=frozenset({"xpu"}), tensors=True)
-
-
 class _DeviceTicket(C10dTicket):
     """A sum under way on a device.
 
@@ -211,12 +219,19 @@ class _DeviceTicket(C10dTicket):
         streams: the device's streams.
         aborted: set when the engine is aborted.
         lose_if_broken: aborts the engine if its communicator has failed; returns why.
+        shares: the number of ranks if each is to sum a share of the elements; 0 if `allreduce` will do.
     """
 
     def __init__(
-        self, x: Array | OnDevice, streams: DeviceStreams, aborted: Latch, lose_if_broken: Callable[[], str]
+        self,
+        x: Array | OnDevice,
+        streams: DeviceStreams,
+        aborted: Latch,
+        lose_if_broken: Callable[[], str],
+        shares: int = 0,
     ) -> None:
         super().__init__()
+        self._shares = shares
         self._streams = streams
         self._aborted = aborted
         self._lose_if_broken = lose_if_broken
@@ -234,9 +249,26 @@ class _DeviceTicket(C10dTicket):
         x = self._held
         with self._streams.aside():
             self._streams.wait_for(x.written if isinstance(x, OnDevice) else None)
-            calls = map(group.allreduce, ([tensor_in(x)],), (options,))
-            self._works.extend(calls)  # one call into C: an interrupt cannot come between c10d's return and this list
+            if self._shares:
+                self._sum_shares(group, tensor_in(x), options.timeout)
+            else:
+                # One call into C: an interrupt cannot come between c10d's return and this list.
+                self._works.extend(map(group.allreduce, ([tensor_in(x)],), (options,)))
             self._mark = self._mark_behind()
+
+    def _sum_shares(self, group: Any, x: Tensor, timeout: timedelta) -> None:
+        """Begins to sum each element at one rank, from which the others get its bytes."""
+        share = -(-len(x) // self._shares)
+        whole, mine = x.new_zeros(share * self._shares), x.new_empty(share)
+        self._held = x, whole, mine
+        whole[: len(x)] = x
+        options = dist.ReduceScatterOptions()
+        options.reduceOp, options.timeout = dist.ReduceOp.SUM, timeout
+        self._works.extend(map(group._reduce_scatter_base, (mine,), (whole,), (options,)))
+        self._works[-1].wait()  # this stream waits, not the host
+        self._works.extend(map(group._allgather_base, (whole,), (mine,)))
+        self._works[-1].wait()
+        x.copy_(whole[: len(x)])
 
     def _mark_behind(self) -> Mark | None:
         """Returns a mark behind what c10d has begun; called in the stream for sums."""
@@ -291,3 +323,25 @@ def _current(kind: str) -> Any:
     if module is None or not module.is_available():
         raise ImportError(f"torch {torch.__version__} finds no device of type {kind!r}")
     return torch.device(kind, module.current_device())
+
+
+def _shared_store(contacts: ContactStore, rank: int, host: str) -> Any:
+    """Returns a store at rank 0, for libraries whose ranks set and read keys in several rounds.
+
+    Raises:
+        RuntimeError: it cannot be reached.
+    """
+    limit = timedelta(seconds=CONNECT_SECONDS)
+    if rank:
+        host, port = json.loads(contacts.get(_ADDRESS))
+        return dist.TCPStore(str(host), int(port), None, False, limit, False, use_libuv=False)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family)
+    port = listener.getsockname()[1]
+    contacts.set(_ADDRESS, json.dumps([host, port]))
+    return dist.TCPStore(host, port, None, True, limit, False, master_listen_fd=listener.detach(), use_libuv=False)
+
+
+nccl = partial(DeviceEngine, "nccl")
+xccl = partial(DeviceEngine, "xccl")
+ucc = partial(DeviceEngine, "ucc")

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline._engines.engine_check import ENGINE_RULES
+from paceline.engines._engine_check import ENGINE_RULES
 from paceline.testing import coordinator
-from support import mpi_rules
 from support.mpi import PRELUDE, MpiRun, mpirun
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
@@ -97,7 +96,7 @@ def run_rank(*arguments: object) -> list[str]:
 @ULFM
 def test_mpi_keeps_the_rules_of_engines(with_ulfm: bool, tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:  # a short path, for sockets
-        with mpirun(3, [str(mpi_rules.__file__), folder], tmp_path, with_ulfm=with_ulfm) as run:
+        with mpirun(3, [str(Path(__file__).with_name("mpi_rules.py")), folder], tmp_path, with_ulfm=with_ulfm) as run:
             run.wait(120)
         results = [json.loads(line) for line in (Path(folder) / "results").read_text().splitlines()]
     assert [name for name, _ in results] == [rule.__name__ for rule in ENGINE_RULES], run.stderr
@@ -223,6 +222,7 @@ def test_an_error_of_the_script_is_shown_and_named(tmp_path: Path) -> None:
         assert run.wait() == 1, run.stderr
     assert [event["ranks"] for event in run.of(0, "told")] == [[1]]
     (traceback,) = (part for part in run.stderr.split("Traceback")[1:] if "ValueError: no such file" in part)
+    assert "paceline_mpi" not in traceback
     assert "paceline/cli" not in traceback
     assert 'train.py", line' in traceback
 

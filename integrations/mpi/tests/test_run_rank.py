@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from paceline._engines.catalogue import make_engine
-from paceline._engines.mpi_engine import load_mpi
 from paceline.cli.app import app
-from paceline.cli.run_rank import mpirun_arguments, rank_environment
+from paceline.engines._catalogue import make_engine
 from paceline.errors import LinkUnavailable
+from paceline_mpi import load_mpi
+from paceline_mpi._mpirun import mpirun_arguments
+from paceline_mpi._run_rank import rank_environment
 
 runner = CliRunner()
 
@@ -83,7 +84,6 @@ def became(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         monkeypatch.delenv(name)
     monkeypatch.setattr("os.execv", become)
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
-    monkeypatch.setattr("paceline.cli.run.package_of", lambda name: "")
     return found
 
 

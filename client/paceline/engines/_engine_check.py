@@ -15,8 +15,8 @@ from typing import TypeAlias
 import numpy as np
 
 from paceline._base.arrays import Array
-from paceline._engines.data_engine import MAX_CONTACT_BYTES, DataEngine, EngineFailed, EngineTimeout, Ticket
 from paceline._links.base import Peer
+from paceline.engines import MAX_CONTACT_BYTES, DataEngine, EngineFailed, EngineTimeout, Ticket
 
 MakeEngines: TypeAlias = Callable[[int], AbstractContextManager[Sequence[DataEngine]]]
 """Makes the engines of all ranks of a world of this size, by rank, not open yet."""
