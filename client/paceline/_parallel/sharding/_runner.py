@@ -21,10 +21,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline._base.work import Work
 from paceline._collectives.part_tree import Node
+from paceline._group import Group
 from paceline._group.group_core import PartTurn
 from paceline._parallel._parameter import Parameter
-from paceline._parallel._ranks import PendingWork, RankGroup
 from paceline._parallel._synchronizer import check_follows, own_collectives
 from paceline._parallel.sharding._flat import Flat
 from paceline._parallel.sharding._part_sums import PartScattering, PartSums, check_parts
@@ -105,8 +106,8 @@ class Scattering:
         # With order="rank", 16-bit values are summed in float32 and rounded once.
         self._order = "fastest" if sent is gradients else "rank"
         self._shard: NDArray[Any] | None = None
-        self._first: PendingWork | None = None
-        self._second: PendingWork | None = None
+        self._first: Work[Any] | None = None
+        self._second: Work[Any] | None = None
         if unit.shards is not None and flat.is_spread:
             # The second collective sends the result of the first, which must lie in memory that links can read.
             out = None if unit.replicas is None else unit.replicas.empty(flat.layout.shard_size, sent.dtype)
@@ -147,6 +148,7 @@ class Scattering:
 
     def _begin_second(self) -> None:
         if self._replicas is not None:
+            assert self._shard is not None
             self._second = self._replicas.all_reduce(
                 self._shard,
                 op="sum",
@@ -170,11 +172,11 @@ class UnitReduction:
         group: all ranks.
     """
 
-    def __init__(self, units: Sequence[Unit], group: RankGroup) -> None:
+    def __init__(self, units: Sequence[Unit], group: Group) -> None:
         self._flats = [(unit, flat) for unit in units for flat in unit.flats]
         self._group = group
         self._going: deque[Scattering | PartScattering] = deque()
-        self._announced: PendingWork | None = None
+        self._announced: Any = None
         self._turn: PartTurn | None = None
         """The part whose gradients are reduced, or set aside; None if the step has no parts."""
         self._weights = PartSums(0)
@@ -346,7 +348,7 @@ class UnitRunner:
         ahead: number of units to gather before they run.
     """
 
-    def __init__(self, units: Sequence[Unit], paths: Mapping[int, str], group: RankGroup, ahead: int) -> None:
+    def __init__(self, units: Sequence[Unit], paths: Mapping[int, str], group: Group, ahead: int) -> None:
         self._all = tuple(units)
         self._ahead = ahead
         self._forward = UnitOrder([n for n, unit in enumerate(self._all) if unit.flats])
