@@ -23,7 +23,7 @@ ROOT         := root and not exhaustive and not containers and not slurm and not
 TORCH        := torch and not exhaustive
 # The files that have tests with a mark: each of pytest's processes takes seconds to load all 390 (tests/conftest.py checks
 # that a file names these marks itself).
-marked = $(shell grep -rlE 'mark\.$(1)\b' tests --include='test_*.py' --exclude-dir=pytorch)
+marked = $(shell grep -rlE 'mark\.$(1)\b' tests integrations --include='test_*.py' --exclude-dir=pytorch)
 
 .PHONY: help demo test lint types fmt protos test-slow test-exhaustive test-root test-root-together test-root-alone test-slurm test-peers test-ray test-torch test-torch-exhaustive newest test-newest test-containers test-browser test-etcd page-pictures fuzz soak soak-failover soak-bits mutants bench bench-peers image lock docs panel clean
 
@@ -74,7 +74,7 @@ test-root-alone: $(VENV)/.installed
 	$(BIN)/pytest -m '$(ROOT) and alone' $(call marked,root)
 
 test-slurm: $(VENV)/.installed  ## train under a real Slurm (root; needs slurmctld, slurmd, slurm-client and munge)
-	$(BIN)/pytest $(MOSTLY_WAITING) -m slurm tests/e2e/test_slurm.py
+	$(BIN)/pytest $(MOSTLY_WAITING) -m slurm integrations/slurm/tests/test_slurm.py
 
 test-containers: $(VENV)/.installed  ## run the tests that need a Docker engine
 	$(BIN)/pytest -m containers $(call marked,containers)
@@ -124,7 +124,7 @@ bench-peers: $(PEERS)/.installed  ## by hand: compare with Gloo and Open MPI (ne
 	REQUIRE_PEERS=1 $(PEERS)/bin/pytest -m '$(WHICH)' -s bench/test_peer_*.py
 
 test-peers: $(PEERS)/.installed  ## the engine "mpi" under mpirun, and whether Gloo and Open MPI can be measured (needs openmpi-bin)
-	REQUIRE_PEERS=1 $(PEERS)/bin/pytest -m 'peers and not exhaustive' tests/e2e/test_bench.py tests/e2e/test_mpi.py
+	REQUIRE_PEERS=1 $(PEERS)/bin/pytest -m 'peers and not exhaustive' tests/e2e/test_bench.py integrations/mpi/tests
 
 $(RAY)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(RAY)
@@ -133,7 +133,7 @@ $(RAY)/.installed: pyproject.toml
 	@touch $@
 
 test-ray: $(RAY)/.installed  ## run the tests that need Ray: a cluster of three raylets on this machine
-	REQUIRE_RAY=1 $(RAY)/bin/pytest -m ray tests/on_ray
+	REQUIRE_RAY=1 $(RAY)/bin/pytest -m ray integrations/ray/tests
 
 test-torch: $(PEERS)/.installed  ## run the tests that need PyTorch, and PyTorch's own suite
 	REQUIRE_TORCH=1 $(PEERS)/bin/pytest $(SIDE_BY_SIDE) -m '$(TORCH) and not alone' tests/pytorch

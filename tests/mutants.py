@@ -1055,7 +1055,9 @@ class Copy:
                 shutil.copyfile(ROOT / name, folder / name)
         self._folder = folder
         # Before site-packages, where the installed package is the tree that this was copied from.
-        path = os.pathsep.join(str(folder / package) for package in ("client", "server", "protocol", "protos"))
+        plug_ins = [each.parent for each in folder.glob("integrations/*/paceline_*")]
+        packages = [folder / package for package in ("client", "server", "protocol", "protos")]
+        path = os.pathsep.join(map(str, [*packages, *plug_ins]))
         self._environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
 
     def passes(self, tests: Sequence[str]) -> tuple[bool, str]:

@@ -101,8 +101,9 @@ def test_commands_and_their_options_are_there() -> None:
     for where, command in typed():
         words = re.split(r"\s+", command)[1:]
         known = top
-        while words and words[0] in getattr(known, "commands", {}):
-            known = known.commands[words.pop(0)]  # type: ignore[attr-defined]  # a group has them
+        while words and hasattr(known, "get_command") and (inner := known.get_command(None, words[0])):
+            known = inner
+            words.pop(0)
         options = {name for each in known.params for name in (*each.opts, *each.secondary_opts)} | {"--help", "-h"}
         script = next((n for n, word in enumerate(words) if word.endswith(".py")), len(words))
         for word in words[:script]:
@@ -162,7 +163,7 @@ def test_decisions_are_few_because_they_go_by_subject() -> None:
 
 def test_code_names_decisions_that_are_there() -> None:
     numbers = {name.partition("-")[0] for name in DECISIONS}
-    for folder in ("client", "server", "protocol", "protos", "bench", "tests"):
+    for folder in ("client", "integrations", "server", "protocol", "protos", "bench", "tests"):
         for file in (ROOT / folder).rglob("*.py"):
             for number in re.findall(r"decisions?[/ ](\d+)", file.read_text()):
                 assert number in numbers, f"{file} names decision {number}"
@@ -187,8 +188,8 @@ def test_the_design_can_be_read_in_a_quarter_of_an_hour() -> None:
 
 
 def test_a_death_leads_through_files_that_are_there_and_at_most_32_of_them() -> None:
-    text = (ROOT / "docs/protocol.md").read_text().partition("## A death through the code")[2].partition("## The rules")[0]
-    named = re.findall(r"[\w/]+\.py", text)
+    text = (ROOT / "docs/protocol.md").read_text().partition("## A death through the code")[2]
+    named = re.findall(r"[\w/]+\.py", text.partition("## The rules")[0])
     assert 0 < len(named) == len(set(named)) <= 32
     folders = ("client/paceline", "server/paceline_server", "protocol/paceline_protocol")
     there = [str(path) for folder in folders for path in (ROOT / folder).rglob("*.py")]

@@ -62,7 +62,7 @@ def test_errors_and_examples_say_how_to_install_an_extra_as_it_is() -> None:
     """Paceline is on no package index yet: `pip install paceline` would fetch nothing, or something else."""
     assert install_command("tls") == 'pip install "paceline[tls] @ git+https://github.com/paceline/paceline"'
     wrong = []
-    for folder in ("client", "server", "protocol", "protos", "examples", "deploy"):
+    for folder in ("client", "integrations", "server", "protocol", "protos", "examples", "deploy"):
         for file in (ROOT / folder).rglob("*.py"):
             for found in re.findall(r"pip install ['\"]?paceline\b.*", file.read_text()):
                 if " @ git+https://" not in found:

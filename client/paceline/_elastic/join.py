@@ -17,12 +17,12 @@ from paceline._base.waits import loop_thread
 from paceline._collectives.choose import RULES, Rules, load_rules
 from paceline._elastic.session import CoordinatedSession, Session, SoloSession
 from paceline._elastic.torchrun_world import join_torchruns_world
-from paceline._engines.catalogue import load_engine
 from paceline._session.identity import JoinRequest
 from paceline._session.joining import Joining
 from paceline._session.member import MemberConnection
 from paceline.config import Config, checked_timeout
 from paceline.credentials import Credentials
+from paceline.engines._catalogue import load_engine
 from paceline.errors import InvalidRank, InvalidWorldSize
 
 DEFAULT_JOB = "default"

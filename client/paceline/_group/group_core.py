@@ -21,9 +21,9 @@ from paceline._collectives.choose import choose as choose_by_rules
 from paceline._collectives.engine import CollectiveCall, Engine
 from paceline._collectives.mailbox import Mailbox
 from paceline._collectives.tasks import Chooser, Task, barrier_task
-from paceline._engines.data_engine import DataEngine
 from paceline._links.base import Mesh, Peer
 from paceline.config import Config, checked_timeout
+from paceline.engines import DataEngine
 from paceline.errors import ConcurrentUse, InvalidRank, PacelineError, StaleGeneration, StepOrderError, UnsupportedOp
 
 PIGGYBACK_SIZE = 26

@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
+from typing import Any
 
 from paceline._base.sum_order import EVEN, Node, SumOrder, SumsNotHeld
+from paceline._base.work import Work
 from paceline._group.group_core import PIGGYBACK_SIZE, Piggyback
 from paceline._parallel._buckets import FIRST_BYTES, plan_buckets
 from paceline._parallel._parameter import Parameter, ignoring_gradients
-from paceline._parallel._ranks import PendingWork
 from paceline._parallel._transport import GradientBucket, GradientTransport
 from paceline.errors import PacelineError, StepOrderError, UnsupportedOp
 
@@ -130,13 +131,13 @@ class BucketReducer:
             for paths, room in zip(plan, rooms, strict=False)
         ]
         self._overlaps = len(plan) > 1 or any(bucket.nbytes > _TOO_SMALL_BYTES for bucket in self._buckets)
-        self._abandoned: list[tuple[GradientBucket, list[PendingWork]]] = []
+        self._abandoned: list[tuple[GradientBucket, list[Work[Any]]]] = []
         """Buckets that abandoned collectives still used, each with these collectives."""
         self._piggyback: Piggyback | None = None
         self._paths = [path for paths in plan for path in paths]
         self._index = {id(parameters[path]): i for i, path in enumerate(self._paths)}
         self._readiness = Readiness([number for number, paths in enumerate(plan) for _ in paths], static=static)
-        self._works: list[PendingWork | None] = []
+        self._works: list[Work[Any] | None] = []
         """The collective of each bucket sent in this pass; None if it is complete, or not needed in a world of one."""
         self._weight = 0.0
         self._order = EVEN

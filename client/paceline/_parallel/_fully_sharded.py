@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from paceline._group import Group
 from paceline._parallel._optimizer_state import stands_in
 from paceline._parallel._parameter import Module, Parameter
-from paceline._parallel._ranks import ShardRankGroup
 from paceline._parallel._synchronizer import rows_of
 from paceline._parallel.sharding._placement import ShardingStrategy
 from paceline._parallel.sharding._sharded_model import ShardedModel
@@ -85,7 +85,7 @@ class FSDP:
     def __init__(
         self,
         module: Module,
-        group: ShardRankGroup,
+        group: Group,
         strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
         intra_node_size: int | None = None,
         *,

@@ -21,7 +21,7 @@ The parts, and what each is responsible for:
 - `Accumulation`: weights and micro-batches of this rank.
 - `GradientReducer`: which gradients are ready, and which collectives are running.
 - `Parameter`: where one gradient lies. A subclass adapts the parameter of another framework.
-- `GradientTransport` (DDP), `ShardRankGroup` (FSDP): moving memory between the ranks.
+- `GradientTransport` (DDP), `Group` (FSDP): moving memory between the ranks.
 - The fronts (`paceline.DDP`, `paceline.FSDP` and those of `paceline.torch`): running backward, and the users' API.
 
 B is the number of samples in this rank's batch, W the number of ranks.
@@ -38,14 +38,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline._base.sum_order import EVEN, Node, SumOrder
+from paceline._group import Group
 from paceline._microbatch.leaf_buffers import LeafBuffers
 from paceline._parallel._accumulation import Accumulation
 from paceline._parallel._agreement import give
 from paceline._parallel._parameter import Parameter
-from paceline._parallel._ranks import RankGroup
 from paceline.errors import SizeMismatch, StepOrderError
 
-SpreadParameters: TypeAlias = tuple[RankGroup | None, Sequence[Parameter]]
+SpreadParameters: TypeAlias = tuple[Group | None, Sequence[Parameter]]
 """Parameters, and the ranks over which they are spread; None if this rank has all of them whole."""
 
 
@@ -147,7 +147,7 @@ class GradientSynchronizer:
     def __init__(
         self,
         model: SynchronizedModel,
-        group: RankGroup,
+        group: Group,
         *,
         accumulation: Callable[[Mapping[str, Parameter], Mapping[str, Parameter]], Accumulation] = Accumulation,
         agreed: Callable[[Any], None] = lambda reducer: None,
@@ -411,7 +411,7 @@ def checked_weight(weight: float) -> float:
     return weight
 
 
-def total_norm(spread: Sequence[SpreadParameters], group: RankGroup, p: float) -> float:
+def total_norm(spread: Sequence[SpreadParameters], group: Group, p: float) -> float:
     """Returns the p-norm of all gradients as one vector, the same bits on every rank. A missing gradient counts as 0.
 
     Sums and powers may differ in the last bit between CPUs and libraries, so all ranks take rank 0's result (I5).
@@ -435,7 +435,7 @@ def _joined(powers: Sequence[float], p: float) -> float:
     return float(np.max(powers, initial=0.0)) if math.isinf(p) else sum(powers)
 
 
-def _agreed_norm(norm: float, group: RankGroup, p: float) -> float:
+def _agreed_norm(norm: float, group: Group, p: float) -> float:
     """Returns rank 0's p-norm, from the sum of all powers; for infinity the greatest."""
     if not math.isinf(p):
         with np.errstate(over="ignore"):  # infinity is a valid result

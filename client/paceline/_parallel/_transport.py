@@ -18,11 +18,12 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from paceline._base.sum_order import Node, SumOrder
+from paceline._base.work import Work
+from paceline._group import Group
 from paceline._group.group_core import Piggyback
 from paceline._parallel._buckets import Bucket
 from paceline._parallel._low_rank import LowRankBucket, shrinks
 from paceline._parallel._parameter import Parameter
-from paceline._parallel._ranks import CarryingGroup, PendingWork, RankGroup
 from paceline.compression import Bf16, Codec
 
 NO_FIXED_ORDER = (
@@ -117,7 +118,7 @@ class GradientTransport(Protocol):
     def take_piggyback(self) -> Piggyback | None:
         """Returns, once, the numbers that wait to travel in a bucket; either all ranks have some or none has."""
 
-    def start(self, bucket: Any, *, divisor: Callable[[], float] | None, in_background: bool) -> PendingWork | None:
+    def start(self, bucket: Any, *, divisor: Callable[[], float] | None, in_background: bool) -> Work[Any] | None:
         """Starts to sum a packed bucket over the ranks, in place. All ranks start their buckets in the same order.
 
         Args:
@@ -137,7 +138,7 @@ class GroupTransport:
         group: the ranks.
     """
 
-    def __init__(self, group: RankGroup) -> None:
+    def __init__(self, group: Group) -> None:
         self._group = group
 
     @property
@@ -166,9 +167,7 @@ class HostTransport(GroupTransport):
         feedback: with compression, adds the rounding errors of a pass to the gradients of the next.
     """
 
-    def __init__(
-        self, group: RankGroup, codec: Codec | None = None, low_rank: int = 0, *, feedback: bool = False
-    ) -> None:
+    def __init__(self, group: Group, codec: Codec | None = None, low_rank: int = 0, *, feedback: bool = False) -> None:
         super().__init__(group)
         self._codec = codec
         self._low_rank = low_rank
@@ -188,9 +187,11 @@ class HostTransport(GroupTransport):
         bucket.codec = Bf16() if self._codec is None and bucket.dtype.name == "bfloat16" else self._codec
         return bucket
 
-    def start(self, bucket: Bucket, *, divisor: Callable[[], float] | None, in_background: bool) -> PendingWork | None:
+    def start(self, bucket: Bucket, *, divisor: Callable[[], float] | None, in_background: bool) -> Work[Any] | None:
         """See `GradientTransport`."""
         flat = bucket.flat
+        async_op: Any = in_background  # mypy takes either overload then
+        work: Any
         if bucket.order.leaves:
             work = self._group.all_reduce_tree(
                 bucket.terms,
@@ -198,13 +199,13 @@ class HostTransport(GroupTransport):
                 out=flat,
                 nodes=bucket.order.nodes,
                 divisor=divisor,
-                async_op=in_background,
+                async_op=async_op,
             )
         elif bucket.codec is None:
-            work = self._group.all_reduce(flat, op="sum", out=flat, divisor=divisor, async_op=in_background)
+            work = self._group.all_reduce(flat, op="sum", out=flat, divisor=divisor, async_op=async_op)
         else:
             work = self._group.all_reduce_compressed(
-                flat, bucket.codec, exact=bucket.exact, memory=bucket.memory, out=flat, async_op=in_background
+                flat, bucket.codec, exact=bucket.exact, memory=bucket.memory, out=flat, async_op=async_op
             )
         return work if in_background else None
 
@@ -225,7 +226,7 @@ class EngineTransport(HostTransport):
         group: the ranks; its configuration names an engine.
     """
 
-    def __init__(self, group: CarryingGroup) -> None:
+    def __init__(self, group: Group) -> None:
         super().__init__(group)
         self._carrying = group
 
@@ -238,7 +239,7 @@ class EngineTransport(HostTransport):
         """See `GradientTransport`."""
         return Bucket(parameters, room, self._group.empty)
 
-    def start(self, bucket: Bucket, *, divisor: Callable[[], float] | None, in_background: bool) -> PendingWork | None:
+    def start(self, bucket: Bucket, *, divisor: Callable[[], float] | None, in_background: bool) -> Work[Any] | None:
         """See `GradientTransport`."""
         gradients, tail = bucket.flat[: -bucket.exact], bucket.flat[-bucket.exact :]
         work = self._carrying.all_reduce_carried(gradients, tail, divisor=divisor, async_op=in_background)

@@ -18,10 +18,11 @@ import torch
 from numpy.typing import NDArray
 
 from paceline._base.sum_order import Node, SumOrder
-from paceline._engines.data_engine import DataEngine, OnDevice
+from paceline._base.work import Work
+from paceline._group import Group
 from paceline._parallel._parameter import Parameter
-from paceline._parallel._ranks import CarryingGroup, PendingWork
 from paceline._parallel._transport import NO_FIXED_ORDER, GroupTransport
+from paceline.engines import OnDevice
 from paceline.errors import StepOrderError, UnsupportedOp
 from paceline.torch._device_parameter import DeviceParameter
 from paceline.torch._device_streams import streams_of
@@ -177,7 +178,7 @@ class TensorTransport(GroupTransport):
         group: the ranks; its configuration names an engine.
     """
 
-    def __init__(self, group: CarryingGroup) -> None:
+    def __init__(self, group: Group) -> None:
         super().__init__(group)
         self._carrying = group
         self._on_device = False
@@ -195,13 +196,14 @@ class TensorTransport(GroupTransport):
 
     def start(
         self, bucket: TensorBucket, *, divisor: Callable[[], float] | None, in_background: bool
-    ) -> PendingWork | None:
+    ) -> Work[Any] | None:
         """See `GradientTransport`.
 
         Raises:
             UnsupportedOp: the engine does not sum where the gradients lie.
         """
-        engine: DataEngine = self._carrying.open_engine()
+        engine = self._carrying.open_engine()
+        assert engine is not None, "this transport is for groups with an engine"
         kind = bucket.flat.device.type
         if kind not in engine.traits.devices:
             raise UnsupportedOp(

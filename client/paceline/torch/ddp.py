@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from paceline._group import Group
 from paceline._parallel._agreement import give
 from paceline._parallel._parameter import buffers_of, parameters_of, write_back
-from paceline._parallel._ranks import RankGroup
 from paceline.compression import Codec, PowerSGD
 from paceline.errors import StepOrderError
 from paceline.torch._autograd import AutogradDriver, TorchParameter, refuse_sync_batch_norm
@@ -79,7 +79,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
     def __init__(
         self,
         module: Any,
-        group: RankGroup,
+        group: Group,
         *,
         bucket_mb: float | None = None,
         compression: str | Codec | PowerSGD | None = None,

@@ -16,7 +16,6 @@ from paceline._elastic.sampler import ElasticSampler
 from paceline._group import Group
 from paceline._links.base import Peer
 from paceline._parallel import DDP, Parameter
-from paceline._parallel._ranks import RankGroup
 from paceline.compression import Codec
 from paceline.optim import Optimizer
 
@@ -69,7 +68,7 @@ def train_alone(module: nn.Sequential, optimizer: Optimizer, sampler: ElasticSam
 
 
 def train_ranks(
-    group: RankGroup,
+    group: Group,
     module: nn.Sequential,
     make_optimizer: Callable[[DDP], Optimizer],
     sampler: ElasticSampler,

@@ -22,8 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline._base.sum_order import EVEN, Node, SumOrder
+from paceline._base.work import Work
+from paceline._group import Group
 from paceline._parallel._parameter import Parameter
-from paceline._parallel._ranks import PendingWork, RankGroup
 from paceline._parallel.sharding._flat import Flat
 from paceline._parallel.sharding._tree_sums import TreeScattering, TreeSums, check_placement
 from paceline._parallel.sharding._unit import Unit
@@ -103,8 +104,8 @@ class Scattering:
         # With order="rank", 16-bit values are summed in float32 and rounded once.
         self._order = "fastest" if sent is gradients else "rank"
         self._shard: NDArray[Any] | None = None
-        self._first: PendingWork | None = None
-        self._second: PendingWork | None = None
+        self._first: Work[Any] | None = None
+        self._second: Work[Any] | None = None
         if unit.shards is not None and flat.is_spread:
             # The second collective sends the result of the first, which must lie in memory that links can read.
             out = None if unit.replicas is None else unit.replicas.empty(flat.layout.shard_size, sent.dtype)
@@ -145,6 +146,7 @@ class Scattering:
 
     def _begin_second(self) -> None:
         if self._replicas is not None:
+            assert self._shard is not None
             self._second = self._replicas.all_reduce(
                 self._shard,
                 op="sum",
@@ -168,11 +170,11 @@ class UnitReduction:
         group: all ranks.
     """
 
-    def __init__(self, units: Sequence[Unit], group: RankGroup) -> None:
+    def __init__(self, units: Sequence[Unit], group: Group) -> None:
         self._flats = [(unit, flat) for unit in units for flat in unit.flats]
         self._group = group
         self._going: deque[Scattering | TreeScattering] = deque()
-        self._announced: PendingWork | None = None
+        self._announced: Any = None
         self._order = EVEN
         """The order in which gradients are reduced, or set aside."""
         self._weights = TreeSums(0)
@@ -343,7 +345,7 @@ class UnitRunner:
         ahead: number of units to gather before they run.
     """
 
-    def __init__(self, units: Sequence[Unit], paths: Mapping[int, str], group: RankGroup, ahead: int) -> None:
+    def __init__(self, units: Sequence[Unit], paths: Mapping[int, str], group: Group, ahead: int) -> None:
         self._all = tuple(units)
         self._ahead = ahead
         self._forward = UnitOrder([n for n, unit in enumerate(self._all) if unit.flats])

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from paceline._group import Group
 from paceline._parallel._accumulation import Accumulation
 from paceline._parallel._agreement import ModelManifest
 from paceline._parallel._parameter import HasParameters, Parameter, buffers_of, parameters_of, power_of
-from paceline._parallel._ranks import ShardRankGroup
 from paceline._parallel._synchronizer import GradientSynchronizer, SpreadParameters
 from paceline._parallel.sharding._placement import Placement, ShardingStrategy, place
 from paceline._parallel.sharding._runner import UnitRunner
@@ -67,7 +67,7 @@ class ShardedModel:
     def __init__(
         self,
         module: HasParameters,
-        group: ShardRankGroup,
+        group: Group,
         strategy: ShardingStrategy,
         intra_node_size: int | None,
         *,
@@ -155,7 +155,7 @@ class ShardedModel:
 
     def spread_parameters(self) -> list[SpreadParameters]:
         """Returns this rank's pieces, with the ranks that have the other shards of them."""
-        spread: dict[int, tuple[ShardRankGroup | None, list[Parameter]]] = {}
+        spread: dict[int, tuple[Group | None, list[Parameter]]] = {}
         for unit in self.units():
             spread.setdefault(id(unit.shards), (unit.shards, []))[1].extend(piece for _, piece in unit.pairs())
         return list(spread.values())

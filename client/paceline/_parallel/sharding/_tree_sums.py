@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline._base.sum_order import Node
+from paceline._base.work import Work
 from paceline._microbatch.sum_tree import closes, subtrees_by_rank
-from paceline._parallel._ranks import PendingWork
 from paceline._parallel.sharding._flat import Flat
 from paceline._parallel.sharding._placement import Placement
 from paceline._parallel.sharding._unit import Unit
@@ -86,8 +86,8 @@ class TreeScattering:
         self._divides = True
         self._terms = terms
         self._shard = terms[-1]
-        self._exchange: PendingWork | None = None
-        self._last: PendingWork | None = None
+        self._exchange: Work[Any] | None = None
+        self._last: Any = None
         if unit.shards is None:
             self._divides = self._sum_over_nodes()
         elif not flat.is_spread:  # it has no elements
