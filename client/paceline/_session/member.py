@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 
 class MemberConnection:
-    """One member of one job.
+    """One member of one job. It listens to its control stream (`ControlListener`).
 
     Args:
         coordinators: the addresses of the job's coordinators.
@@ -191,7 +191,7 @@ class MemberConnection:
     # On the loop.
 
     def on_registered(self) -> None:
-        """See `ControlListener`."""
+        """Takes over this member's id, its token and the job's secret."""
         assert self.control is not None
         registered = self.control.registered
         assert registered is not None
@@ -204,7 +204,7 @@ class MemberConnection:
         self._caller.member_id, self._caller.session_token = registered.member_id, registered.session_token
 
     def on_message(self, message: Message) -> None:
-        """See `ControlListener`."""
+        """Hands a message of the coordinator to the part that it concerns."""
         match message:
             case Waiting():
                 self._wait_for(message)
@@ -228,7 +228,7 @@ class MemberConnection:
         self.first_view.waits_for(message.reason)
 
     def on_ended(self, error: errors.PacelineError) -> None:
-        """See `ControlListener`: the coordinator has ended the session, or it cannot be reached any more."""
+        """Ends what needs the session, which the coordinator has ended, or which has no coordinator any more."""
         self.barriers.fail(error)
         self.inbox.put(SessionOver(error))
         if not self.first_view.is_over:
@@ -241,7 +241,7 @@ class MemberConnection:
             self.generations.session_ended(str(error))
 
     def on_closed(self) -> None:
-        """See `ControlListener`: the group continues along its links; calls that need the coordinator are refused."""
+        """Refuses calls that need the coordinator; the group continues along its links."""
         text = f"the coordinator at {self.coordinators} has ended for good, with the process that ran it"
         error = errors.OrphanedError(
             text if self.first_view.is_over else f"{text}; before that: {self.first_view.reason}"
@@ -254,7 +254,7 @@ class MemberConnection:
             _log.info("job %r: %s; collectives continue without it", self.job, text)
 
     def on_broken(self, error: BaseException) -> None:
-        """See `ControlListener`: tells the others, and ends every wait of this member with the error."""
+        """Tells the others, and ends every wait of this member with the error."""
         self._end_with(error)
 
     def _end_with(self, error: BaseException, view: ViewFormed | None = None) -> None:
@@ -267,7 +267,7 @@ class MemberConnection:
         self.first_view.fail(error)
 
     def on_reconnected(self) -> None:
-        """See `ControlListener`: repeats what may have been lost with the old stream."""
+        """Repeats what may have been lost with the old stream."""
         self.inbox.connected = True
         self.line.say_again()
         if self.line.went_on and self.mesh.peers:
@@ -280,12 +280,12 @@ class MemberConnection:
         self.generations.report_again()
 
     def on_disconnected(self) -> None:
-        """See `ControlListener`."""
+        """Notes that the coordinator is out of reach."""
         self.inbox.connected, self.inbox.summoned = False, 0
         self.generations.coordinator_away()
 
     def on_new_session(self) -> None:
-        """See `ControlListener`: other members refuse what this member sends in its old generation."""
+        """Ends the old generation, in which other members refuse what this member sends."""
         self.line.forget_meeting()
         if self.generations.mesh is not None:
             text = "the session has ended: this member was declared lost while it could not be reached"
@@ -293,12 +293,12 @@ class MemberConnection:
             self.inbox.put(SessionReplaced())
 
     async def on_away(self, timeout: float) -> str:
-        """See `ControlListener`: breaks links to an address that has gone, since waits on them would not end."""
+        """Breaks links to an address that has gone, since waits on them would not end."""
         moved = await self.whereabouts.renew(timeout, self.generations.cut_off)
         return str(self.whereabouts.address) if moved else ""
 
     def on_asked(self, asked: pb.Asked) -> None:
-        """See `ControlListener`."""
+        """Answers an operator's question."""
         assert self.control is not None
         self._start(answer_question(asked, self.control, self.job, self._record, self.door_key))
 
