@@ -185,7 +185,7 @@ class StepAttempt:
                 f"optimizer.step() in {self.turn.name}: the gradients are complete after the last microbatch, so call "
                 "it after the loop over step.microbatches"
             )
-        first, *_, last = self.plan.numbers * 2
+        first, last = self.plan.numbers[0], self.plan.numbers[-1]
         if self._next != first:
             ended = next(number for number, after in pairwise(self.plan.numbers) if after == self._next)
             raise StepOrderError(

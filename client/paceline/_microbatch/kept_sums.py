@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline._base.sum_order import Node, SumsHolder
+from paceline._base.work import Work
 from paceline._microbatch.attempt import AttemptPhase, StepAttempt
 from paceline._microbatch.microbatch import StepGroup
 from paceline._microbatch.rank_plan import row_of_held
@@ -87,8 +88,8 @@ class KeptSums:
         if label in (attempt.label, self.label) and joined(nodes, attempt.plan.leaves) in attempt.whole():
             self._base, self.label, self._nodes = base, label, nodes
 
-    def tell(self, group: StepGroup, step: int, leaves: int) -> Any:
-        """Tells the other ranks what this one has, and hears what they have: a `Work`; None if they know already.
+    def tell(self, group: StepGroup, step: int, leaves: int) -> Work[Any] | None:
+        """Tells the other ranks what this one has, and hears what they have; None if they know already.
 
         A collective of the first step of a generation, which begins before the step's block.
         """
@@ -96,7 +97,10 @@ class KeptSums:
         if not due:
             return None
         # Members of earlier releases have this label too.
-        return group.all_gather(row_of_held(self.nodes(), leaves)[None], label=f"parts-{step}", async_op=True)
+        told: Work[Any] = group.all_gather(
+            row_of_held(self.nodes(), leaves)[None], label=f"parts-{step}", async_op=True
+        )
+        return told
 
     def nodes(self) -> tuple[Node, ...] | None:
         """Returns the nodes of which this member brings the sums, in the new generation; None to refuse any sums."""

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline._base.sum_order import EVEN, Node
+from paceline._base.work import Work
 from paceline._links.fault import Suspicion
 from paceline._microbatch.attempt import AttemptPhase, MicrobatchTurn, StepAttempt
 from paceline._microbatch.kept_sums import KeptSums
@@ -51,7 +52,7 @@ class StepMicrobatches:
         prepare: Callable[[], None],
         seed_frameworks: Callable[..., None],
         kept: KeptSums | None,
-        told: Any,
+        told: Work[Any] | None,
     ) -> None:
         self.step = step
         self.samples = 0
@@ -87,6 +88,7 @@ class StepMicrobatches:
     def read(self) -> tuple[Microbatch, ...]:
         """Returns this rank's microbatches, in order, and before them one of another rank that it checks."""
         if self._attempt.phase is AttemptPhase.ASKING:
+            assert self._told is not None
             self._divide(self._told.wait())
         plan, twice = self._attempt.plan, self._twice
         mine = [number for node in plan.nodes[plan.rank] for number in range(*node)]
