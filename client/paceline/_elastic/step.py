@@ -87,8 +87,7 @@ class Step(StepBatch):
         self._runner = runner
         self._small = state.small()
         self.gate = StepGate(number, group, state, runner, word, digest, self._micro)
-        self._passes_over = False
-        self._lacks_sums = False  # whether a wrapper had none of the sums that this rank has told the others it kept
+        self._passes_over = self._lacks_sums = False
 
     def keep_copy(self) -> None:
         """Copies the state, so that the step may communicate after an update; the copy is kept until the step ends.
