@@ -41,11 +41,7 @@ class KeptSums:
         self._refuses = False
 
     def enter(self, base: Tag | None) -> None:
-        """Enters a generation.
-
-        Args:
-            base: the state that it begins from, if this member has held it since the last attempt; else None.
-        """
+        """Enters a generation, which begins from `base` if this member has held that since the last attempt."""
         self._due = True
         if base is None or base != self._base:
             self.drop()
@@ -69,12 +65,7 @@ class KeptSums:
         self._holders = tuple(attempt.wrappers)
 
     def keep(self, base: Tag | None, attempt: StepAttempt) -> None:
-        """Keeps what the wrappers hold of an undone step, if it is certain that all hold the same microbatches.
-
-        Args:
-            base: the state before the step.
-            attempt: the attempt that is over.
-        """
+        """Keeps what the wrappers hold of an attempt that is over, if it is certain that all hold the same."""
         if attempt.phase is AttemptPhase.ASKING:  # it failed before this member used what it has
             return
         self._refuses = False

@@ -116,12 +116,7 @@ class StepMicrobatches:
         self._attempt.check_update(optimizer, updates=updates)
 
     def compare_twice(self) -> None:
-        """Compares the gradients of a microbatch that several ranks have computed, before they change anything.
-
-        Raises:
-            DivergenceError: this rank has computed other bits than the others; or no majority is right.
-            PacelineError: another rank has; or the generation has failed.
-        """
+        """Compares the gradients of a microbatch that several ranks have computed, before they change anything."""
         twice, self._compared = self._twice, True
         if twice is None or not self._attempt.has_summed:
             return
@@ -135,10 +130,8 @@ class StepMicrobatches:
     def keep(self, base: Tag | None, *, usable: bool, lacks: bool) -> None:
         """Keeps what the wrappers hold of this attempt, which was undone, for the next one.
 
-        Args:
-            base: the state before the step.
-            usable: False if an update may have changed the sums.
-            lacks: whether a wrapper had none of the sums that this rank has told the others it kept.
+        `usable` is False if an update may have changed the sums. `lacks` is True if a wrapper had none of the sums that
+        this rank has told the others it kept.
         """
         assert self._kept is not None
         if lacks:
