@@ -85,39 +85,19 @@ class SumOrder:
         return _NOTHING
 
     def check_may_agree(self) -> None:
-        """Checks that a wrapper may agree on its model with the other ranks.
-
-        Raises:
-            StepOrderError: ranks may be at different microbatches.
-        """
+        """Refuses an agreement on a model with the other ranks, if these may be at different microbatches."""
 
     def check_by_hand(self) -> None:
-        """Checks that gradients outside of the tree may be reduced.
-
-        Raises:
-            StepOrderError: their sum would depend on the number of ranks.
-        """
+        """Refuses gradients that are in no leaf of the tree: their sum would depend on the number of ranks."""
 
     def begin_forward(self) -> None:
         """Notes that a wrapper begins to compute."""
 
     def begin_pass(self, wrapper: SumsHolder, *, reduces: bool) -> None:
-        """Notes that a wrapper begins a backward pass; `reduces` is False if it is to be accumulated by hand.
-
-        Raises:
-            StepOrderError: no pass may begin now.
-        """
+        """Notes that a wrapper begins a backward pass; `reduces` is False if it is to be accumulated by hand."""
 
     def check_follows(self, before: SumOrder, gradients: Iterable[tuple[str, Any]]) -> None:
-        """Checks that the backward pass may follow the wrapper's last one.
-
-        Args:
-            before: the order of that one.
-            gradients: parameters that must not have a gradient yet, by path.
-
-        Raises:
-            StepOrderError: a microbatch was left out, has a second pass, or began with gradients.
-        """
+        """Checks that the backward pass may follow the wrapper's last one, `before`, and begins without gradients."""
 
     def digest(self, gradients: Iterable[tuple[str, Any]]) -> None:
         """Adds the gradients of the pass to a digest: those of parameters, by path."""

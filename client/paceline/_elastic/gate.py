@@ -157,15 +157,6 @@ class StepRunner(Protocol):
 class StepGate:
     """The gate of one attempt at a step: it opens once, and until then nothing has changed the state.
 
-    Args:
-        number: number of the step.
-        group: the view.
-        state: what is trained.
-        runner: the loop.
-        word: this member's step word.
-        digest: the digest of the state in it.
-        micro: the microbatches of the step; None if it has none.
-
     Attributes:
         is_open: True once the state may change.
         flags: what members have said with their words.
@@ -266,13 +257,7 @@ class StepGate:
         self._group.mesh.fault.check()
 
     def _find_divergence(self) -> None:
-        """Finds the members that differ from the majority, and has them take the state of the others.
-
-        Raises:
-            DivergenceError: there is no majority, so that no member can tell which state is right; or this member has
-                differed from it too often.
-            PacelineError: the generation is over, because a few members differ from the others.
-        """
+        """Finds the members that differ from the majority, has them take the state of the others, and raises."""
         fault = self._group.mesh.fault
         odd, text = find_minority(self._group, self._state, self._number, self._digest)
         _log.error("%s", text)

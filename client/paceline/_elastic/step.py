@@ -9,6 +9,7 @@ from typing import Any, Literal, NoReturn
 
 from paceline._base.sum_order import SumsNotHeld
 from paceline._base.uncaught import users_place
+from paceline._base.work import Work
 from paceline._elastic.gate import BETWEEN_STEPS, HALF_UPDATED, PendingStepWord, StepGate, StepRunner
 from paceline._elastic.state import TrainState
 from paceline._elastic.step_batch import StepBatch
@@ -43,13 +44,12 @@ class Step(StepBatch):
     microbatches, the rank is left out, and each seeds the generator again (`Microbatch`).
 
     Attributes:
-        number: number of the step, from 1, counted over the whole job.
         attempt: how many times in a row this member has begun it, from 1.
         applied: True after the block if the step has changed the state of this member. `session.on_commit` reports
             committed steps.
         skipped: True after the block if no member makes an update in this step, and the loop goes on behind it: no
             member called `optimizer.step()`, or one called `skip`. `session.stats()` counts the samples.
-        rank, world: this member's place in the view of this attempt.
+        gate: decides when the state may change.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Step(StepBatch):
         digest: int,
         seed: int,
         kept: KeptSums | None = None,
-        told: Any = None,
+        told: Work[Any] | None = None,
     ) -> None:
         super().__init__(number, group, state, seed, kept, told)
         self.attempt = attempt
@@ -87,9 +87,7 @@ class Step(StepBatch):
         self._runner = runner
         self._small = state.small()
         self.gate = StepGate(number, group, state, runner, word, digest, self._micro)
-        self._passes_over = False
-        self._lacks_sums = False
-        """Whether a wrapper had none of the sums that this rank has told the others it kept."""
+        self._passes_over = self._lacks_sums = False
 
     def keep_copy(self) -> None:
         """Copies the state, so that the step may communicate after an update; the copy is kept until the step ends.
@@ -250,7 +248,3 @@ class Step(StepBatch):
         if kind is None:
             raise error
         return False
-
-    def drop(self) -> None:
-        """Drops the step, which was not entered."""
-        self.gate.close()

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline._base.work import Work
 from paceline._elastic.foreign import seed_frameworks
 from paceline._elastic.sampler import ElasticSampler
 from paceline._elastic.state import TrainState
@@ -21,13 +22,13 @@ class StepBatch:
     """The batch of one attempt at a step, on one rank; the base class of `Step`.
 
     Attributes:
-        number: number of the step.
+        number: number of the step, from 1, counted over the whole job.
         rank, world: this member's place in the view of this attempt.
         entered, left: whether the step's block has begun, and whether it has ended.
     """
 
     def __init__(
-        self, number: int, group: Group, state: TrainState, seed: int, kept: KeptSums | None, told: Any
+        self, number: int, group: Group, state: TrainState, seed: int, kept: KeptSums | None, told: Work[Any] | None
     ) -> None:
         self.number = number
         self.rank, self.world = group.rank, group.size

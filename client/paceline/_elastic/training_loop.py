@@ -286,7 +286,7 @@ class TrainingLoop:
             self.end(step)
         elif step is not None:
             self.guard.step = None
-            step.drop()
+            step.gate.close()
             self._member.step_dropped()
         with contextlib.suppress(Dismissed):
             while not self.done:

@@ -131,11 +131,7 @@ class StepAttempt:
         return (*checks, *(MicrobatchTurn(self, number) for number in self.plan.numbers))
 
     def enter(self, turn: MicrobatchTurn) -> None:
-        """Begins a turn.
-
-        Raises:
-            StepOrderError: another turn runs, or it is not its turn.
-        """
+        """Begins a turn, if it is its turn and no other runs."""
         if self.turn is not None:  # the phase would refuse it too, but not say what to do
             raise StepOrderError("`with micro:` belongs inside `with step:`, one microbatch after the other")
         if turn.plan is not self.plan or turn in self._ended:
@@ -171,21 +167,13 @@ class StepAttempt:
         return True
 
     def check_update(self, optimizer: object, *, updates: bool) -> None:
-        """Checks that the gradients are the sums of all microbatches.
-
-        Args:
-            optimizer: what changes the state now; None at the end of the step.
-            updates: whether the step has an update.
-
-        Raises:
-            StepOrderError: they are not.
-        """
+        """Checks, before `optimizer` changes the state (None at the end of the step), that gradients are whole sums."""
         if self.turn is not None:
             raise StepOrderError(
                 f"optimizer.step() in {self.turn.name}: the gradients are complete after the last microbatch, so call "
                 "it after the loop over step.microbatches"
             )
-        first, *_, last = self.plan.numbers * 2
+        first, last = self.plan.numbers[0], self.plan.numbers[-1]
         if self._next != first:
             ended = next(number for number, after in pairwise(self.plan.numbers) if after == self._next)
             raise StepOrderError(

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline._base.sum_order import Node, SumsHolder
+from paceline._base.work import Work
 from paceline._microbatch.attempt import AttemptPhase, StepAttempt
 from paceline._microbatch.microbatch import StepGroup
 from paceline._microbatch.rank_plan import row_of_held
@@ -40,11 +41,7 @@ class KeptSums:
         self._refuses = False
 
     def enter(self, base: Tag | None) -> None:
-        """Enters a generation.
-
-        Args:
-            base: the state that it begins from, if this member has held it since the last attempt; else None.
-        """
+        """Enters a generation, which begins from `base` if this member has held that since the last attempt."""
         self._due = True
         if base is None or base != self._base:
             self.drop()
@@ -68,12 +65,7 @@ class KeptSums:
         self._holders = tuple(attempt.wrappers)
 
     def keep(self, base: Tag | None, attempt: StepAttempt) -> None:
-        """Keeps what the wrappers hold of an undone step, if it is certain that all hold the same microbatches.
-
-        Args:
-            base: the state before the step.
-            attempt: the attempt that is over.
-        """
+        """Keeps what the wrappers hold of an attempt that is over, if it is certain that all hold the same."""
         if attempt.phase is AttemptPhase.ASKING:  # it failed before this member used what it has
             return
         self._refuses = False
@@ -87,8 +79,8 @@ class KeptSums:
         if label in (attempt.label, self.label) and joined(nodes, attempt.plan.leaves) in attempt.whole():
             self._base, self.label, self._nodes = base, label, nodes
 
-    def tell(self, group: StepGroup, step: int, leaves: int) -> Any:
-        """Tells the other ranks what this one has, and hears what they have: a `Work`; None if they know already.
+    def tell(self, group: StepGroup, step: int, leaves: int) -> Work[Any] | None:
+        """Tells the other ranks what this one has, and hears what they have; None if they know already.
 
         A collective of the first step of a generation, which begins before the step's block.
         """
@@ -96,7 +88,10 @@ class KeptSums:
         if not due:
             return None
         # Members of earlier releases have this label too.
-        return group.all_gather(row_of_held(self.nodes(), leaves)[None], label=f"parts-{step}", async_op=True)
+        told: Work[Any] = group.all_gather(
+            row_of_held(self.nodes(), leaves)[None], label=f"parts-{step}", async_op=True
+        )
+        return told
 
     def nodes(self) -> tuple[Node, ...] | None:
         """Returns the nodes of which this member brings the sums, in the new generation; None to refuse any sums."""

@@ -97,12 +97,7 @@ class MicrobatchRunner(Protocol):
     step: MicrobatchedStep
 
     def enter(self, turn: MicrobatchTurn, weight: float, seed: Sequence[int]) -> None:
-        """Begins a turn.
-
-        Raises:
-            StepOrderError: it is not its turn.
-            PacelineError: the generation has failed.
-        """
+        """Begins a turn, if it is its turn."""
 
     def leave(self, turn: MicrobatchTurn, *, whole: bool) -> None:
         """Ends a turn; `whole` is False if its block raised."""

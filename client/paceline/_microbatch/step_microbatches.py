@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline._base.sum_order import EVEN, Node
+from paceline._base.work import Work
 from paceline._links.fault import Suspicion
 from paceline._microbatch.attempt import AttemptPhase, MicrobatchTurn, StepAttempt
 from paceline._microbatch.kept_sums import KeptSums
@@ -51,7 +52,7 @@ class StepMicrobatches:
         prepare: Callable[[], None],
         seed_frameworks: Callable[..., None],
         kept: KeptSums | None,
-        told: Any,
+        told: Work[Any] | None,
     ) -> None:
         self.step = step
         self.samples = 0
@@ -87,6 +88,7 @@ class StepMicrobatches:
     def read(self) -> tuple[Microbatch, ...]:
         """Returns this rank's microbatches, in order, and before them one of another rank that it checks."""
         if self._attempt.phase is AttemptPhase.ASKING:
+            assert self._told is not None
             self._divide(self._told.wait())
         plan, twice = self._attempt.plan, self._twice
         mine = [number for node in plan.nodes[plan.rank] for number in range(*node)]
@@ -114,12 +116,7 @@ class StepMicrobatches:
         self._attempt.check_update(optimizer, updates=updates)
 
     def compare_twice(self) -> None:
-        """Compares the gradients of a microbatch that several ranks have computed, before they change anything.
-
-        Raises:
-            DivergenceError: this rank has computed other bits than the others; or no majority is right.
-            PacelineError: another rank has; or the generation has failed.
-        """
+        """Compares the gradients of a microbatch that several ranks have computed, before they change anything."""
         twice, self._compared = self._twice, True
         if twice is None or not self._attempt.has_summed:
             return
@@ -133,10 +130,8 @@ class StepMicrobatches:
     def keep(self, base: Tag | None, *, usable: bool, lacks: bool) -> None:
         """Keeps what the wrappers hold of this attempt, which was undone, for the next one.
 
-        Args:
-            base: the state before the step.
-            usable: False if an update may have changed the sums.
-            lacks: whether a wrapper had none of the sums that this rank has told the others it kept.
+        `usable` is False if an update may have changed the sums. `lacks` is True if a wrapper had none of the sums that
+        this rank has told the others it kept.
         """
         assert self._kept is not None
         if lacks:

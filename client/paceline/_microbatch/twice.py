@@ -51,11 +51,7 @@ def computed_twice(seed: int, step: int, world: int, leaves: int, every: int) ->
 
 
 def odd_ones(found: Sequence[tuple[int, bytes]]) -> list[int]:
-    """Returns the ranks whose digest differs from that of the majority; all of them if there is no majority.
-
-    Args:
-        found: pairs of rank and digest, one for each time that the microbatch was computed.
-    """
+    """Returns the ranks of the digests that differ from the majority; all if there is none."""
     digest, count = Counter(digest for _, digest in found).most_common(1)[0]
     odd = [rank for rank, other in found if other != digest]
     return sorted({rank for rank, _ in found} if odd and 2 * count <= len(found) else set(odd))
@@ -64,15 +60,8 @@ def odd_ones(found: Sequence[tuple[int, bytes]]) -> list[int]:
 def compare_twice(group: StepGroup, what: ComputedTwice, digests: Mapping[bool, Any], step: int) -> None:
     """Compares the gradients of a microbatch that several ranks have computed. A collective.
 
-    Args:
-        group: all members.
-        what: the microbatch.
-        digests: this rank's digests of what it computed as the owner (False), and to check it (True).
-        step: number of the step.
-
-    Raises:
-        DivergenceError: this rank has computed other bits than the others; or no majority is right.
-        PacelineError: another rank has; or the generation has failed.
+    `digests` are this rank's: of what it computed as the owner (False), and to check it (True). A rank with other bits
+    than the majority raises `DivergenceError`; so do all that have computed it if there is no majority.
     """
     mesh = group.mesh
     mine = np.frombuffer(digests[False].digest() + digests[True].digest(), np.uint8)
