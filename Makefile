@@ -136,7 +136,7 @@ test-ray: $(RAY)/.installed  ## run the tests that need Ray: a cluster of three 
 	REQUIRE_RAY=1 $(RAY)/bin/pytest -m ray integrations/ray/tests
 
 test-torch: $(PEERS)/.installed  ## run the tests that need PyTorch, and PyTorch's own suite
-	REQUIRE_TORCH=1 $(PEERS)/bin/pytest $(SIDE_BY_SIDE) -m '$(TORCH) and not alone' tests/pytorch
+	REQUIRE_TORCH=1 $(PEERS)/bin/pytest $(SIDE_BY_SIDE) -m '$(TORCH) and not alone' tests/pytorch integrations/torchrun
 	REQUIRE_TORCH=1 $(PEERS)/bin/pytest -m '$(TORCH) and alone' tests/pytorch
 
 test-torch-exhaustive: $(PEERS)/.installed  ## by hand: test-exhaustive for PyTorch, and PyTorch's own suite with 2, 3 and 4 ranks
@@ -150,8 +150,8 @@ newest:
 	$(NEWEST)/bin/pip install --quiet --disable-pip-version-check --upgrade --editable . --group newest
 
 test-newest: newest  ## check that the newest PyTorch of the registry works too
-	PYTHONPATH=$(CURDIR)/client:$(CURDIR)/server:$(CURDIR)/protocol:$(CURDIR)/protos REQUIRE_TORCH=1 \
-	    $(NEWEST)/bin/pytest $(SIDE_BY_SIDE) -m newest tests/pytorch
+	PYTHONPATH=$(CURDIR)/client:$(CURDIR)/server:$(CURDIR)/protocol:$(CURDIR)/protos:$(CURDIR)/integrations/torchrun REQUIRE_TORCH=1 \
+	    $(NEWEST)/bin/pytest $(SIDE_BY_SIDE) -m newest tests/pytorch integrations/torchrun
 
 image:           ## build the container image and list its contents (dist/*.cdx.json)
 	docker build -t paceline:$(VERSION) -f deploy/Dockerfile .

@@ -1005,9 +1005,30 @@ MUTANTS = (
     Mutant(
         "workers of torchrun train alone, each for itself",
         f"{ELASTIC}/join.py",
-        "        if workers == 1:",
-        "        if workers < 9:",
+        "        if torchruns == 1:",
+        "        if torchruns < 9:",
         ("unit/elastic/test_join.py",),
+    ),
+    Mutant(
+        "workers of torchrun that name a coordinator are a world each",
+        f"{ELASTIC}/join.py",
+        "    if torchruns > 1 and coordinator is not None:",
+        "    if torchruns > 9 and coordinator is not None:",
+        ("integration/test_join.py",),
+    ),
+    Mutant(
+        "a token for a run is not good for its rounds",
+        f"{SERVER}/security/tokens.py",
+        "    return job if found is None else found[1]",
+        "    return job",
+        ("unit/server/test_tokens.py",),
+    ),
+    Mutant(
+        "members of a view that is over are gone before they leave",
+        f"{SERVER}/services/admin.py",
+        "in_view = state.present() if state.view is not None else []",
+        "in_view = state.present() if state.live is not None else []",
+        ("integration/test_scheduler_calls.py",),
     ),
     # Once for each host.
     Mutant(

@@ -12,6 +12,7 @@ import pytest
 
 import paceline
 from paceline.config import Config
+from paceline.errors import OperationTimeout
 from paceline.testing import coordinator
 
 QUICK = Config(failure_timeout=1.0, join_timeout=10.0)
@@ -261,3 +262,27 @@ def test_jobs_do_not_see_each_other() -> None:
         assert totals == [2, 2, 3, 3, 3]
         leave(a)
         leave(b)
+
+
+@pytest.fixture
+def of_torchrun(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """What torchrun tells one of two workers."""
+    for name, value in (("TORCHELASTIC_RUN_ID", "run"), ("WORLD_SIZE", "2"), ("RANK", "1")):
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+def test_a_worker_of_torchrun_has_torchruns_rank(of_torchrun: pytest.MonkeyPatch) -> None:
+    with coordinator() as address:
+        with pytest.raises(OperationTimeout, match="waiting for rank 0 of 2"):
+            paceline.join(address, timeout=0.5)
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(paceline.join, address, rank=0, world_size=2, config=QUICK)
+            with paceline.join(address, config=QUICK) as session, other.result():
+                assert (session.rank, session.size, session.all_start_again) == (1, 2, True)
+
+
+def test_a_worker_of_torchrun_with_bounds_is_in_an_elastic_job(of_torchrun: pytest.MonkeyPatch) -> None:
+    of_torchrun.setenv("PACELINE_MIN_WORKERS", "1")
+    with coordinator() as address, paceline.join(address) as session:
+        assert (session.rank, session.size, session.all_start_again) == (0, 1, False)

@@ -61,6 +61,16 @@ def test_the_members_have_rank_host_and_process_and_can_be_drained() -> None:
             list(pool.map(lambda session: session.leave(), sessions))
 
 
+def test_members_of_a_view_that_is_over_are_there_until_they_leave() -> None:
+    with own_coordinator() as served, RunningJob(served.address, "digits", timeout=5.0) as job:
+        first, second = joined(served.address, served.token)
+        first.leave(RuntimeError("it has failed"))
+        assert [member.rank for member in job.status().members] == [1]
+        assert "is void" in job.status().reason
+        second.leave()
+        assert job.status().members == ()
+
+
 def test_a_worker_that_waits_has_no_rank() -> None:
     with own_coordinator() as served, RunningJob(served.address, "digits", timeout=5.0) as job:
         credentials = paceline.Credentials(token=served.token)

@@ -27,13 +27,14 @@ class Command:
     Args:
         arguments: of `paceline`.
         environment: variables on top of this process's own.
+        module: what is run in place of `paceline`.
     """
 
-    def __init__(self, arguments: tuple[str, ...], environment: dict[str, str]) -> None:
+    def __init__(self, arguments: tuple[str, ...], environment: dict[str, str], *, module: str = "paceline") -> None:
         kept = "PACELINE_FLIGHT_DIR"  # the tests' own
         clean = {name: value for name, value in os.environ.items() if name == kept or not name.startswith("PACELINE_")}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "paceline", *arguments],
+            [sys.executable, "-m", module, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

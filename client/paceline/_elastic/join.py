@@ -47,8 +47,9 @@ def join(
     """Joins a job and waits for its first view.
 
     Arguments that are not given come from the environment (`paceline.config.ENVIRONMENT`), then from the defaults. If
-    neither has an address, the world is this process alone and needs no coordinator. Under torchrun it is torchrun's
-    world instead, with torchrun's ranks, and rank 0 runs the coordinator.
+    neither has an address, the world is this process alone and needs no coordinator. Under torchrun, unless they give
+    bounds or a rank, the world is torchrun's, with torchrun's ranks; if nothing has an address, rank 0 runs the
+    coordinator.
 
     Args:
         coordinator: its address, "host:port" (port 7400 if left out); of several coordinators that share a state, all
@@ -100,18 +101,21 @@ def join(
     if not ranked and not bounded:
         rank = _first(None, environ, "PACELINE_RANK")
         world_size = _first(None, environ, "PACELINE_WORLD_SIZE")
+    given = (rank, world_size, min_workers, max_workers)
+    torchruns = _of_torchrun(environ) if given == (None, None, None, None) else 1
+    if torchruns > 1 and coordinator is not None:
+        rank, world_size = _first(None, environ, "RANK"), torchruns
     wanted = _membership(job, min_workers, max_workers, rank, world_size, rules_of(config))
     if coordinator is None:
         if wanted.min_workers > 1:
             raise InvalidWorldSize(
                 f"{wanted.min_workers} workers need a coordinator: give its address, or set PACELINE_COORDINATOR"
             )
-        workers = _of_torchrun(environ) if (rank, min_workers, max_workers) == (None, None, None) else 1
-        if workers == 1:
+        if torchruns == 1:
             return SoloSession(job, config)
         load_engine(config.engine)
         place = partial(join, job=job, advertise=advertise, config=config, credentials=credentials)
-        return join_torchruns_world(place, workers, config.join_timeout)
+        return join_torchruns_world(place, torchruns, config.join_timeout)
     load_engine(config.engine)
     if environ.get("PACELINE_COORDINATOR_ENDS", "") not in ("", "0"):
         coordinator_returns = False
@@ -123,7 +127,9 @@ def join(
         credentials=credentials,
         coordinator_returns=coordinator_returns,
     )
-    return CoordinatedSession(joining.join(checked_timeout(config.join_timeout)), config)
+    session = CoordinatedSession(joining.join(checked_timeout(config.join_timeout)), config)
+    session.all_start_again = torchruns > 1
+    return session
 
 
 def rules_of(config: Config) -> Rules:

@@ -447,8 +447,8 @@ class GetJobResponse(_message.Message):
 
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___MemberStatus]:
-        """Members in the view by rank, then those that wait, in order of arrival; at most as many as a job may have
-        (`max_job_sessions`).
+        """Members of the last view by rank, until they leave, then those that wait, in order of arrival; at most as many as a
+        job may have (`max_job_sessions`).
         """
 
     @_builtins.property

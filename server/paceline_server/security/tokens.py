@@ -10,6 +10,7 @@ import enum
 import hashlib
 import hmac
 import ipaddress
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -24,8 +25,9 @@ _SCHEME = "bearer"
 
 _ROLE = "role="
 
-_NODES = "/nodes"
-"""The suffix of the job in which a run's launchers are members; the rest of its name is that of the run's job."""
+_OF_RUN = re.compile(r"(.+)/(?:nodes|[0-9]+(?:\.[0-9]+)?)", re.ASCII | re.DOTALL)
+"""Jobs of a run: RUN/nodes, in which torchrun's agents are members, and those of its workers: RUN/3 in the third round,
+and RUN/3.1 for the backend of torch.distributed."""
 
 
 class TokensUnusable(ValueError):
@@ -48,7 +50,7 @@ class Grant:
     """The jobs that a token is good for, and its role there.
 
     Attributes:
-        jobs: only these jobs and those of their launchers; None for all jobs, and for calls about no job.
+        jobs: only these jobs, and those of runs with these names; None for all jobs, and for calls about no job.
         role: the highest role of the token in these jobs.
         line: the first line of the token file that has the token; 0 if it is in no file.
     """
@@ -170,8 +172,9 @@ class Tokens:
 
 
 def run_of(job: str) -> str:
-    """Returns the run's job if this is the job of its launchers, else the job itself."""
-    return job.removesuffix(_NODES)
+    """Returns the run's name if this is one of a run's jobs, else the job itself."""
+    found = _OF_RUN.fullmatch(job)
+    return job if found is None else found[1]
 
 
 def _read_rest(text: str, number: int) -> tuple[Role, str]:

@@ -105,7 +105,7 @@ class AdminHandlers(AdminServiceServicer):
         state = membership.state
         tally = observatory.tally(now, state.name)
         concerned = state.concerned()
-        in_view = sorted((s for s in concerned if s.rank is not None), key=lambda s: s.rank or 0)
+        in_view = state.present() if state.view is not None else []  # a void view's, too, until they leave
         waiting, spare = [s for s in concerned if s.standing is Standing.CANDIDATE], set(spares(state))
         summary = self._summary(membership)
         answer = pb.GetJobResponse(

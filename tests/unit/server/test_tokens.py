@@ -77,12 +77,24 @@ def test_what_needs_which_role() -> None:
     }
 
 
-def test_a_jobs_token_is_good_for_its_launchers() -> None:
-    grant = Grant(frozenset({"A"}))
-    assert [job for job in ("A", "A/nodes", "A/nodes/nodes", "A/x", "B/nodes", "/nodes", "") if grant.allows(job)] == [
-        "A",
-        "A/nodes",
-    ]
+def test_a_jobs_token_is_good_for_all_jobs_of_the_run() -> None:
+    grant = Grant(frozenset({"A", "A/x"}))
+    of_run = ("A", "A/nodes", "A/3", "A/3.1", "A/x", "A/x/nodes", "A/x/12")
+    other = (
+        "A/nodes/nodes",
+        "A/y",
+        "A/3/x",
+        "A/3.",
+        "A/.1",
+        "A/3.1.1",
+        "A/\u0663",
+        "A/3\n",
+        "B/nodes",
+        "/nodes",
+        "/3",
+        "",
+    )
+    assert [job for job in (*of_run, *other) if grant.allows(job)] == list(of_run)
 
 
 def test_only_digests_are_kept() -> None:

@@ -21,6 +21,8 @@ _stores: set[Store] = set()
 class Store(dist.Store):  # type: ignore[misc]  # torch has no types here
     """A job's key-value store as a torch.distributed store. Keys have up to 1,024 bytes, values up to 1 MiB.
 
+    Timeouts are kept by torch, because a store in front of this one (PrefixStore) sets them there.
+
     Args:
         session: the session of the job.
 
@@ -31,17 +33,7 @@ class Store(dist.Store):  # type: ignore[misc]  # torch has no types here
     def __init__(self, session: Session) -> None:
         super().__init__()
         self.session = session
-        self._seconds: float | None = None
         _stores.add(self)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the timeout of `get`, and of `wait` without one of its own."""
-        self._seconds = timeout.total_seconds()
-
-    @property
-    def timeout(self) -> timedelta:
-        """See `set_timeout`."""
-        return timedelta(seconds=self._seconds if self._seconds is not None else 300.0)
 
     def set(self, key: str, value: str | bytes) -> None:
         """Sets a key."""
