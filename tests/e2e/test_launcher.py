@@ -292,3 +292,25 @@ def test_a_paused_reader_holds_up_no_worker(script: Path) -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_program_that_is_not_python(script: Path) -> None:
+    write(script, '#!/bin/sh\necho "number $PACELINE_LOCAL_RANK: $1"\nexit 3\n')
+    script.chmod(0o755)
+    with command("run", *NOWHERE, "--no-python", str(script), "one two") as run:
+        assert run.wait() == 3, str(run)
+    assert run.stdout == "[#0] number 0: one two\n"
+
+
+def test_redirected_lines_are_in_files_only(script: Path, tmp_path: Path) -> None:
+    code = write(script, "import sys; print('out'); print('err', file=sys.stderr)")
+    with command("run", "-n", "2", *NOWHERE, "--log-dir", str(tmp_path / "logs"), "-r", "3", "-t", "1:1", code) as run:
+        assert run.wait() == 0, str(run)
+    assert (run.stdout, run.complaints) == ("[#1] out\n", "")
+    for index in range(2):
+        assert {"out", "err"} <= set((tmp_path / "logs" / f"worker-{index}.log").read_text().splitlines())
+    with command("run", "-n", "1", *NOWHERE, "--tee", "3", code, TMPDIR=str(tmp_path)) as run:
+        assert run.wait() == 0, str(run)
+    found = re.match(r"paceline: the lines of the workers are kept in (\S+)", run.stderr)
+    assert found is not None
+    assert "out" in (Path(found[1]) / "worker-0.log").read_text()

@@ -218,7 +218,6 @@ def test_the_script_is_run_as_it_is_when_it_is_needed(tmp_path: Path) -> None:
         (("--spares", "1"), "give --restarts too"),
         (("--restarts", "1", "--spares", "-1"), "must be 0 or more"),
         (("--restarts", "1", "--spares", "1", "--no-python"), "does not go with --no-python"),
-        (("--max-restarts", "1", "--spares", "1"), "leave it out"),
     ],
 )
 def test_what_cannot_be(arguments: tuple[str, ...], words: str) -> None:

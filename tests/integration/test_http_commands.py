@@ -53,11 +53,6 @@ with paceline.join() as session:
         (("coordinator", "--http", "0.0.0.0:0"), "whoever reaches 0.0.0.0:0 could see every job, and stop it"),
         (("coordinator", "--http", "127.0.0.1:99999"), "99999"),
         (("run", "--http", "--coordinator", "127.0.0.1:1", __file__), "start that with paceline coordinator --http"),
-        (("run", "--http", "--nnodes", "1", __file__), "--http does not go with torchrun's --nnodes"),
-        (
-            ("run", "--http-listen", "127.0.0.1:0", "--standalone", __file__),
-            "--http-listen does not go with torchrun's",
-        ),
     ],
 )
 def test_what_is_refused(arguments: tuple[str, ...], words: str) -> None:

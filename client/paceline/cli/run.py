@@ -13,7 +13,6 @@ from urllib.parse import quote
 
 from paceline.cli.access import (
     Served,
-    addresses_of,
     coordinator_address,
     endpoint,
     own_coordinator,
@@ -25,10 +24,10 @@ from paceline.cli.hosts import DrainSource, reasons_to_leave
 from paceline.cli.launcher import Launcher, LaunchListener, Terms, WorkerSettings, worker_bounds
 from paceline.cli.launcher.console import Console, LogFiles
 from paceline.cli.launcher.leftovers import remove_leftovers
+from paceline.cli.launcher.printed import read_streams
 from paceline.cli.launcher.reports import ExitReports
 from paceline.cli.launcher.spares import default_spares, spares_error
 from paceline.cli.output import UsageError, say
-from paceline.cli.torchrun import Flags, Plan, Workers, read_flags, read_streams, run_worlds, token_of
 from paceline.config import ENGINES, Config, plug_in_engines
 from paceline.engines._catalogue import missing_package
 from paceline.launch import Host, Notice
@@ -124,52 +123,6 @@ def run_workers(
         )
 
 
-def run_nodes(
-    command: Sequence[str],
-    flags: Flags,
-    *,
-    coordinator: str | None,
-    job: str,
-    log_dir: Path | None,
-    advertise: str | None = None,
-    bind: bool = True,
-    redirects: str | None = None,
-    tee: str | None = None,
-    insecure: bool = False,
-) -> int:
-    """Runs workers as torchrun's flags say, and shows their lines on the terminal.
-
-    With `insecure`, launchers may meet at a port where every process that reaches it may join.
-
-    Returns:
-        The exit code, by the rule of `torchrun.rounds.run_worlds`.
-
-    Raises:
-        UsageError: the arguments are invalid.
-    """
-    check_command(command)
-    if flags.rdzv_endpoint and flags.standalone:
-        say("--standalone: this launcher runs alone, and ignores --rdzv-endpoint")
-    elif flags.rdzv_endpoint and coordinator is not None:
-        raise UsageError(
-            "--rdzv-endpoint and --coordinator (PACELINE_COORDINATOR) both name the coordinator: give only one"
-        )
-    try:
-        cores = len(allowed_cores()) or os.cpu_count() or 1
-        plan = read_flags(flags, job=job, cores=cores, accelerated=any(Path("/dev").glob("nvidia[0-9]*")))
-        grace = Config.from_environment().failure_timeout + _GRACE_S
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    _check_advertise(advertise, plan.workers + (not plan.alone))  # a launcher that meets others has a port too
-    address = None if coordinator is None else addresses_of(coordinator)
-    meets_openly = address is None and plan.is_open and not insecure
-    with (
-        _with_a_secret(plan) if meets_openly else contextlib.nullcontext(),
-        _console(log_dir, plan.run_id, redirects, tee, plan.workers) as console,
-    ):
-        return run_worlds(Workers(command, grace, advertise, bind), plan, console, address)
-
-
 def launch(
     command: Sequence[str],
     workers: int,
@@ -263,31 +216,6 @@ def launcher_of(engine: str | None) -> Callable[..., object] | None:
     found = entry_points(group="paceline.launchers", name=engine)
     launch: Callable[..., object] | None = next(iter(found)).load() if found else None
     return launch
-
-
-@contextlib.contextmanager
-def _with_a_secret(plan: Plan) -> Iterator[None]:
-    """Makes sure that launchers and workers have credentials: those that are set, else a token made from --rdzv-id.
-
-    Raises:
-        UsageError: they have neither.
-    """
-    own = worker_credentials()
-    if own.token is not None or own.cert is not None:
-        yield
-        return
-    if (token := token_of(plan.run_id)) is None:
-        raise UsageError(
-            f"launchers meet at {plan.meeting}, and everyone who can reach that port could join and read the model: "
-            "set PACELINE_TOKEN to the same secret on all nodes (openssl rand -hex 32), or give all nodes the same "
-            "random --rdzv-id (openssl rand -hex 16); use --insecure only on a network where you trust everybody"
-        )
-    say("the token is made from --rdzv-id, which users of these machines can see (ps); they cannot see PACELINE_TOKEN")
-    os.environ["PACELINE_TOKEN"] = token  # for the coordinator that is served here, and for workers
-    try:
-        yield
-    finally:
-        del os.environ["PACELINE_TOKEN"]
 
 
 def _check_advertise(advertise: str | None, ports: int) -> None:

@@ -1,4 +1,4 @@
-"""Defines the options of `paceline run`: Paceline's, and torchrun's in a separate panel."""
+"""Defines the options of `paceline run`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,12 @@ from paceline.cli.output import UsageError, one_line_errors, printable, say
 
 RUN_SETTINGS: dict[str, Any] = {
     "allow_interspersed_args": False,  # options after SCRIPT belong to the script
-    "token_normalize_func": lambda token: token.replace("_", "-"),  # --nproc_per_node, as torchrun takes it
 }
 
 _DRAIN_BEFORE_S = 60.0
 """A step and a checkpoint fit in."""
 
 _OUTPUT = "Workers' lines"
-_TORCHRUN = "torchrun's flags: one world after another, with RANK, WORLD_SIZE and MASTER_* set"
-
-
-def _torchrun(*names: str, metavar: str | None = None, help: str) -> Any:
-    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=_TORCHRUN, show_default=False)
 
 
 def run(
@@ -37,9 +31,7 @@ def run(
             envvar="PACELINE_COORDINATOR", metavar="HOST:PORT", help="Address of the coordinator; default: embed one."
         ),
     ] = None,
-    job: Annotated[
-        str, typer.Option(envvar="PACELINE_JOB", help="Name of the job; torchrun's --rdzv-id is the same.")
-    ] = "default",
+    job: Annotated[str, typer.Option(envvar="PACELINE_JOB", help="Name of the job.")] = "default",
     minimum: Annotated[
         int | None,
         typer.Option(
@@ -69,7 +61,6 @@ def run(
         str | None,
         typer.Option(
             "--advertise",
-            "--local-addr",
             envvar="PACELINE_ADVERTISE",
             metavar="HOST",
             help="Where other hosts reach these workers; default: this host's address on the route to the coordinator.",
@@ -142,77 +133,18 @@ def run(
             help="Keep lines in files, and show these even with -r.",
         ),
     ] = None,
-    nnodes: Annotated[
-        str | None, _torchrun("--nnodes", metavar="N|MIN:MAX", help="Number of launchers in a world; default: 1.")
-    ] = None,
-    nproc_per_node: Annotated[
-        str | None,
-        _torchrun("--nproc-per-node", metavar="N|cpu|auto", help="Workers to start here; default: 1."),
-    ] = None,
-    node_rank: Annotated[
-        int | None, _torchrun("--node-rank", metavar="N", help="This launcher's number; default: assigned.")
-    ] = None,
-    master_addr: Annotated[
-        str | None,
-        _torchrun("--master-addr", metavar="HOST", help="Where other ranks reach rank 0; default: detected."),
-    ] = None,
-    master_port: Annotated[
-        int | None, _torchrun("--master-port", metavar="PORT", help="Where rank 0 listens; default: a free port.")
-    ] = None,
-    rdzv_endpoint: Annotated[
-        str | None,
-        _torchrun(
-            "--rdzv-endpoint",
-            metavar="HOST:PORT",
-            help="Where launchers meet: the first one on that host serves the coordinator. Default: --coordinator, "
-            "or --master-addr at the port after --master-port (29500).",
-        ),
-    ] = None,
-    rdzv_backend: Annotated[
-        str | None,
-        _torchrun(
-            "--rdzv-backend", metavar="NAME", help="c10d or static; with either, launchers meet at a coordinator."
-        ),
-    ] = None,
-    rdzv_id: Annotated[str | None, _torchrun("--rdzv-id", metavar="NAME", help="Name of the job, as --job.")] = None,
-    max_restarts: Annotated[
-        int | None,
-        _torchrun("--max-restarts", metavar="N", help="Start all workers again when one fails, at most this often."),
-    ] = None,
-    standalone: Annotated[bool, _torchrun("--standalone", help="Run without other launchers.")] = False,
-    insecure: Annotated[
-        bool,
-        _torchrun(
-            "--insecure", help="Allow every process that reaches the port to join. Default: only with a token or TLS."
-        ),
-    ] = False,
 ) -> None:
     """Start workers that run a script, and wait for them.
 
     With --min below --max, or with --restarts, the others go on when a worker fails.
 
     As a task of Slurm's srun, -n, --job, --min, --max and the coordinator follow from Slurm's variables.
-
-    With torchrun's flags, all workers end when one fails or a node joins or leaves, and a new world starts.
     """
     with one_line_errors():
         from paceline.cli.access import endpoint
         from paceline.cli.hosts import find_host, find_notices
-        from paceline.cli.run import engine_for_workers, launcher_of, run_nodes, run_workers
-        from paceline.cli.torchrun import Flags
+        from paceline.cli.run import engine_for_workers, launcher_of, run_workers
 
-        flags = Flags(
-            nnodes=nnodes,
-            nproc_per_node=nproc_per_node,
-            node_rank=node_rank,
-            master_addr=master_addr,
-            master_port=master_port,
-            rdzv_backend=rdzv_backend,
-            rdzv_endpoint=rdzv_endpoint,
-            rdzv_id=rdzv_id,
-            standalone=standalone,
-            max_restarts=max_restarts,
-        )
         if no_python and module:
             raise UsageError("give --no-python or --module, not both")
         whole = ["--", *command] if no_python else ["-m", *command] if module else command
@@ -228,50 +160,32 @@ def run(
             except ValueError as error:
                 raise UsageError(str(error)) from None
             return
-        if flags.given:
-            _refuse_both(context, flags.given[0])
-            _say_that_notices_are_ignored(notice, f"torchrun's {flags.given[0]}")
-            if rdzv_id not in (None, job) and _was_typed(context, "job"):
-                raise UsageError("--job and --rdzv-id both name the job: give one")
-            code = run_nodes(
-                whole,
-                flags,
-                coordinator=coordinator,
-                job=job,
-                log_dir=log_dir,
-                advertise=advertise,
-                bind=bind,
-                redirects=redirects,
-                tee=tee,
-                insecure=insecure,
-            )
-        else:
-            host, notices = find_host(), find_notices(notice)
-            if not drain_before >= 0:
-                raise UsageError(f"--drain-before must be 0 or more, not {drain_before:g}")
-            if host is not None:
-                workers = host.workers if host.workers and _is_default(context, "workers") else workers
-                job = host.job if host.job and _is_default(context, "job") else job
-            code = run_workers(
-                whole,
-                workers=workers,
-                coordinator=coordinator,
-                job=job,
-                minimum=minimum,
-                maximum=maximum,
-                restarts=restarts,
-                spares=spares,
-                log_dir=log_dir,
-                advertise=advertise,
-                bind=bind,
-                redirects=redirects,
-                tee=tee,
-                http=page,
-                host=host,
-                notices=notices,
-                drain_before=drain_before,
-                drained_code=drained_code,
-            )
+        host, notices = find_host(), find_notices(notice)
+        if not drain_before >= 0:
+            raise UsageError(f"--drain-before must be 0 or more, not {drain_before:g}")
+        if host is not None:
+            workers = host.workers if host.workers and _is_default(context, "workers") else workers
+            job = host.job if host.job and _is_default(context, "job") else job
+        code = run_workers(
+            whole,
+            workers=workers,
+            coordinator=coordinator,
+            job=job,
+            minimum=minimum,
+            maximum=maximum,
+            restarts=restarts,
+            spares=spares,
+            log_dir=log_dir,
+            advertise=advertise,
+            bind=bind,
+            redirects=redirects,
+            tee=tee,
+            http=page,
+            host=host,
+            notices=notices,
+            drain_before=drain_before,
+            drained_code=drained_code,
+        )
         raise typer.Exit(code)
 
 
@@ -288,29 +202,6 @@ def _refuse_with_launcher(context: typer.Context, engine: str) -> None:
                 f"{parameter.opts[-1]} does not go with --engine {engine}, whose workers another launcher starts: "
                 "leave it out"
             )
-
-
-_OWN: dict[str, tuple[str, str | None]] = {
-    "workers": ("-n", "--nproc-per-node"),
-    "minimum": ("--min", "--nnodes MIN:MAX"),
-    "maximum": ("--max", "--nnodes MIN:MAX"),
-    "restarts": ("--restarts", "--max-restarts"),
-    "spares": ("--spares", None),
-    "notice": ("--notice", None),
-    "drain_before": ("--drain-before", None),
-    "drained_code": ("--drained-code", None),
-    "http": ("--http", None),
-    "http_listen": ("--http-listen", None),
-}
-"""Paceline's options, and the flag of torchrun that replaces each; None if there is none."""
-
-
-def _refuse_both(context: typer.Context, flag: str) -> None:
-    """Refuses options of both kinds: with Paceline's, workers go on without a failed one; with torchrun's, all end."""
-    for name, (own, instead) in _OWN.items():
-        if _was_typed(context, name):
-            advice = f"write {instead}" if instead else "leave it out"
-            raise UsageError(f"{own} does not go with torchrun's {flag}: {advice}, or leave torchrun's flags out")
 
 
 def _say_that_notices_are_ignored(notice: str | None, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Computes a worker's environment variables, its place in a fixed world, and the cores that it may use.
+"""Computes a worker's environment variables, and the cores that it may use.
 
 Pure, except that it asks the system which cores there are.
 """
@@ -12,8 +12,6 @@ from pathlib import Path
 
 from paceline._session.launcher_pipe import LAUNCHER_FD
 from paceline.engines._variables import variables_of
-
-_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 _THREAD_POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -49,63 +47,6 @@ def allowed_cores() -> set[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """The place of one launcher (torchrun's node) in a world of fixed size.
-
-    Attributes:
-        workers: how many workers it starts.
-        world_size: how many workers all launchers start together.
-        first_rank: rank of its first worker; the others' follow.
-        node: its number among the launchers.
-        nodes: how many launchers there are.
-        master_addr: address of rank 0.
-        master_port: a free port at which rank 0 can listen there.
-        run_id: name of the run.
-        restart: how often the world has been started again after failures.
-        max_restarts: how often that may happen at most.
-    """
-
-    workers: int
-    world_size: int
-    first_rank: int
-    node: int
-    nodes: int
-    master_addr: str
-    master_port: int
-    run_id: str
-    restart: int = 0
-    max_restarts: int = 0
-
-
-def torch_variables(place: Place, index: int) -> dict[str, str]:
-    """Returns the variables that `torchrun` sets for a worker and scripts read (those of torch.distributed.run).
-
-    Args:
-        place: the launcher's place.
-        index: number of the worker among those of its launcher, from 0.
-    """
-    rank, world_size = str(place.first_rank + index), str(place.world_size)
-    return {
-        "RANK": rank,
-        "WORLD_SIZE": world_size,
-        "LOCAL_RANK": str(index),
-        "LOCAL_WORLD_SIZE": str(place.workers),
-        "GROUP_RANK": str(place.node),
-        "GROUP_WORLD_SIZE": str(place.nodes),
-        "ROLE_NAME": "default",
-        "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": world_size,
-        "MASTER_ADDR": place.master_addr,
-        "MASTER_PORT": str(place.master_port),
-        "TORCHELASTIC_RUN_ID": place.run_id,
-        "TORCHELASTIC_RESTART_COUNT": str(place.restart),
-        "TORCHELASTIC_MAX_RESTARTS": str(place.max_restarts),
-        # The launcher serves no torch store: rank 0 opens it at MASTER_PORT.
-        _AGENT_STORE: "False",
-    }
-
-
-@dataclass(frozen=True, slots=True)
 class WorkerSettings:
     """What all workers of one launcher are told of their job.
 
@@ -115,7 +56,6 @@ class WorkerSettings:
         min_workers: the first view forms with at least this many workers.
         max_workers: no view has more workers.
         advertise: host at which peers reach the workers, each at its own port; None if they find it themselves.
-        place: the launcher's place, if ranks are known before workers join; None if the view gives the ranks.
         token: the token that this launcher made for them; None for the one in its environment, if any.
     """
 
@@ -124,7 +64,6 @@ class WorkerSettings:
     min_workers: int
     max_workers: int
     advertise: str | None = None
-    place: Place | None = None
     token: str | None = field(default=None, repr=False)
 
 
@@ -168,7 +107,6 @@ def worker_environment(
         index: number of the worker among those of its launcher, from 0.
         compiled: a folder for what torch compiles in this process; None for torch's own, which all processes share.
     """
-    place = settings.place
     # An explicit rank in the launcher's environment would be the same in every worker.
     environment = {name: value for name, value in base.items() if name not in (*_RANKS, *_BOUNDS, LAUNCHER_FD)}
     environment |= {
@@ -178,22 +116,16 @@ def worker_environment(
     }
     if launcher_fd is not None:
         environment[LAUNCHER_FD] = str(launcher_fd)
-    if place is None:  # the view gives the rank
-        own = (str(settings.min_workers), str(settings.max_workers))
-        environment |= dict(zip(_BOUNDS, own, strict=True))
-    else:  # the rank in Paceline's groups equals torch's RANK
-        own = (str(place.first_rank + index), str(place.world_size))
-        environment |= dict(zip(_RANKS, own, strict=True)) | torch_variables(place, index)
+    own = (str(settings.min_workers), str(settings.max_workers))
+    environment |= dict(zip(_BOUNDS, own, strict=True))
     if settings.token is not None:  # never in an argument, which all users of the machine can read
         environment["PACELINE_TOKEN"] = settings.token
     if settings.advertise is not None:
         environment["PACELINE_ADVERTISE"] = settings.advertise
     # NumPy's BLAS takes a thread per core in each process. With a worker per core that is cores squared threads which
     # spin against each other and against the links: 4 workers on 2 cores train several times slower.
-    # torchrun leaves all cores to a worker that is alone on its node; with torchrun's flags, Paceline does so too.
-    if place is None or place.workers > 1:
-        for name in _THREAD_POOLS:
-            environment.setdefault(name, "1")
+    for name in _THREAD_POOLS:
+        environment.setdefault(name, "1")
     # A worker that is killed while it compiles leaves half a file, which the worker in its place would load.
     if compiled is not None and "TORCHINDUCTOR_CACHE_DIR" not in base:
         environment["TORCHINDUCTOR_CACHE_DIR"] = str(compiled / "inductor")

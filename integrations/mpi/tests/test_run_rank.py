@@ -95,7 +95,7 @@ def test_paceline_run_becomes_mpirun(became: list[Any]) -> None:
     assert became == [("/bin/mpirun", whole, "digits", "h:1")]
 
 
-@pytest.mark.parametrize("option", [["--restarts", "1"], ["--log-dir", "logs"], ["--nnodes", "2"], ["--no-python"]])
+@pytest.mark.parametrize("option", [["--restarts", "1"], ["--log-dir", "logs"], ["--tee", "3"], ["--no-python"]])
 def test_what_mpirun_would_not_do_is_refused(option: list[str], became: list[Any]) -> None:
     result = runner.invoke(app, ["run", "--engine", "mpi", *option, __file__])
     assert result.exit_code == 2

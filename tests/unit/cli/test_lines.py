@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from paceline.cli.launcher.printed import LineSplitter, Printed
+from paceline.cli.launcher.printed import LineSplitter, Printed, read_streams
 
 
 def lines_of(parts: Sequence[Printed]) -> list[bytes]:
@@ -106,3 +106,22 @@ def test_nested_bars_are_two_rows_of_one_state() -> None:
     assert lines_of(parts) == []
     assert states_of(parts)[-1] == b"outer 100%"
     assert lines_of(lines.feed(b"done\n")) == [b"outer 100%", b"done"]
+
+
+def test_streams_that_are_kept_and_hidden() -> None:
+    assert not read_streams(None, None, 2).kept
+    assert not read_streams("0", "0", 2).kept
+    assert read_streams("1", None, 2).hidden == {(0, "stdout"), (1, "stdout")}
+    assert read_streams("0:3,1:2", None, 2).hidden == {(0, "stdout"), (0, "stderr"), (1, "stderr")}
+    tee = read_streams("3", "1:1", 2)
+    assert tee.kept
+    assert (1, "stdout") not in tee.hidden
+    assert (0, "stdout") in tee.hidden
+    assert read_streams(None, "3", 2).kept
+    assert not read_streams(None, "3", 2).hidden
+
+
+@pytest.mark.parametrize("text", ["4", "x", "0:4", "1:", ":1", "a:1", "1,2"])
+def test_streams_that_cannot_be(text: str) -> None:
+    with pytest.raises(ValueError, match="-t/--tee must be 0"):
+        read_streams(None, text, 2)

@@ -7,22 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch._environment import Place, WorkerSettings, worker_bounds, worker_environment
+from paceline.launch._environment import WorkerSettings, worker_bounds, worker_environment
 
 SETTINGS = WorkerSettings("host:7400", "digits", 2, 4)
-
-PLACE = Place(
-    workers=2,
-    world_size=5,
-    first_rank=3,
-    node=1,
-    nodes=2,
-    master_addr="node1",
-    master_port=29500,
-    run_id="digits",
-    restart=1,
-    max_restarts=3,
-)
 
 
 @pytest.mark.parametrize(
@@ -103,44 +90,7 @@ def test_where_others_reach_the_workers() -> None:
     assert worker_environment({}, replace(SETTINGS, advertise="h"), 7)["PACELINE_ADVERTISE"] == "h"
 
 
-def test_torchrun_s_variables() -> None:
-    environment = worker_environment({"RANK": "9", "TORCHELASTIC_USE_AGENT_STORE": "True"}, at_place(PLACE), 7, 1)
-    expected = {
-        "RANK": "4",
-        "WORLD_SIZE": "5",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "2",
-        "GROUP_RANK": "1",
-        "GROUP_WORLD_SIZE": "2",
-        "ROLE_NAME": "default",
-        "ROLE_RANK": "4",
-        "ROLE_WORLD_SIZE": "5",
-        "MASTER_ADDR": "node1",
-        "MASTER_PORT": "29500",
-        "TORCHELASTIC_RUN_ID": "digits",
-        "TORCHELASTIC_RESTART_COUNT": "1",
-        "TORCHELASTIC_MAX_RESTARTS": "3",
-        "TORCHELASTIC_USE_AGENT_STORE": "False",  # of a launcher further out
-    }
-    assert expected.items() <= environment.items()
-
-
-def test_the_rank_in_paceline_s_groups_is_torch_s() -> None:
-    base = {"PACELINE_RANK": "9", "PACELINE_WORLD_SIZE": "10", "PACELINE_MIN_WORKERS": "2", "PACELINE_MAX_WORKERS": "3"}
-    environment = worker_environment(base, at_place(PLACE), 7, 0)
-    assert environment["PACELINE_RANK"] == environment["RANK"] == "3"
-    assert environment["PACELINE_WORLD_SIZE"] == environment["WORLD_SIZE"] == "5"
-    assert "PACELINE_MIN_WORKERS" not in environment  # explicit ranks fix the world: `join` takes no bounds beside them
-    assert "PACELINE_MAX_WORKERS" not in environment
-
-
-def test_a_worker_alone_on_its_node_has_all_cores() -> None:
-    assert worker_environment({}, at_place(PLACE), 7)["OMP_NUM_THREADS"] == "1"
-    assert "OMP_NUM_THREADS" not in worker_environment({}, at_place(replace(PLACE, workers=1)), 7)
-    assert worker_environment({"OMP_NUM_THREADS": "3"}, at_place(PLACE), 7)["OMP_NUM_THREADS"] == "3"
-
-
-def test_without_torchrun_s_flags_nothing_of_torch_s_is_set() -> None:
+def test_variables_of_torchrun_are_not_set() -> None:
     environment = worker_environment({}, SETTINGS, 7)
     assert "RANK" not in environment
     assert "LOCAL_RANK" not in environment, "libraries of torch would wait for a world of torchrun"
@@ -149,11 +99,6 @@ def test_without_torchrun_s_flags_nothing_of_torch_s_is_set() -> None:
 def test_each_worker_knows_its_number_on_the_host() -> None:
     base = {"PACELINE_LOCAL_RANK": "9"}  # of a launcher further out
     assert worker_environment(base, SETTINGS, 7, 3)["PACELINE_LOCAL_RANK"] == "3"
-    assert worker_environment(base, at_place(PLACE), 7, 1)["PACELINE_LOCAL_RANK"] == "1"
-
-
-def at_place(place: Place) -> WorkerSettings:
-    return replace(SETTINGS, place=place)
 
 
 def test_a_scheduler_without_a_pipe_hands_none_on() -> None:

@@ -15,14 +15,13 @@
 from paceline.cli.launcher.launcher import Launcher, LaunchListener
 from paceline.cli.launcher.printed import Printed
 from paceline.cli.launcher.worker import Worker
-from paceline.launch._environment import Place, WorkerSettings, worker_bounds
+from paceline.launch._environment import WorkerSettings, worker_bounds
 from paceline.launch._supervision import Exit, Terms
 
 __all__ = [
     "Exit",
     "Launcher",
     "LaunchListener",
-    "Place",
     "Printed",
     "Terms",
     "Worker",

@@ -62,7 +62,7 @@ class Launcher:
     Args:
         command: SCRIPT ARGS..., -m MODULE ARGS..., or -- PROGRAM ARGS...
         terms: how many workers, and what to do about those that fail.
-        settings: what workers are told of the job. With spares `place` is None, as it is not known whom they replace.
+        settings: what workers are told of the job.
         listener: shows what happens.
         grace: seconds that a failed worker's peers get to end by themselves if the job cannot go on.
         report_exit: tells the coordinator how a process ended; must not block.
@@ -96,7 +96,6 @@ class Launcher:
         self._report_exit = report_exit
         self._supervision = Supervision(grace, terms)
         self._signals: list[signal.Signals] = []
-        self._ordered = ""  # why `stop` was called
         self._draining = ""  # why `drain` was called
         self._drain_s = DRAIN_S
         self._told_to_drain = False
@@ -106,7 +105,6 @@ class Launcher:
         self._pidfds: dict[int, int] = {}
         self._has_pidfds = hasattr(os, "pidfd_open")
         self._drained_by: float | None = None
-        assert not spares or settings.place is None
         self._schedule = SpareSchedule(spares)
         self._spares: list[Worker] = []  # the oldest first
         self._replaced: list[Worker] = []  # workers whose pipes a grandchild still holds open
@@ -126,7 +124,7 @@ class Launcher:
                 for index in range(self._count):
                     self.workers.append(self._worker(index))
                     self._attend(self.workers[index])
-                self._obey_signals()  # `stop` may have been called before the pipe existed that wakes this loop
+                self._obey_signals()  # `drain` may have been called before the pipe existed that wakes this loop
                 while self._unfinished():
                     self._turn()
             finally:
@@ -134,17 +132,6 @@ class Launcher:
         if self._supervision.summary:
             self._listener.say(self._supervision.summary)
         return self._supervision.exit_code
-
-    def stop(self, why: str) -> None:
-        """Ends the workers as after a failure, without counting them as failed; any thread may call it at any time.
-
-        Args:
-            why: completes "stopping 2 workers: ...".
-        """
-        with self._wakeup_lock:
-            self._ordered = self._ordered or why
-            if self._wakeup is not None:
-                os.write(self._wakeup, b"\0")
 
     def drain(self, why: str, seconds: float = DRAIN_S) -> None:
         """Ends the workers as on SIGTERM; any thread may call it at any time, and only the first call counts.
@@ -161,16 +148,6 @@ class Launcher:
             if self._wakeup is not None:
                 os.write(self._wakeup, b"\0")
 
-    @property
-    def failure(self) -> Exit | None:
-        """The failure that determines the exit code; None if there is none or all are forgiven."""
-        return self._supervision.failure
-
-    @property
-    def interrupted(self) -> bool:
-        """True if a signal told the launcher to end."""
-        return self._supervision.interrupted
-
     def _worker(self, index: int) -> Worker:
         """Starts a worker, or turns a spare into one."""
         cores = share_of_cores(index, self._count, self._cores)
@@ -186,14 +163,12 @@ class Launcher:
         return worker
 
     def _process(self, index: int, cores: Collection[int] | None = None, *, spare: bool = False) -> Worker:
-        place = self._settings.place
         compiled = None if self._compiled is None else self._compiled / str(next(self._processes))
         worker = Worker(
             index,
             self._command,
             lambda fd: worker_environment(os.environ, self._settings, fd, index, compiled),
             cores,
-            None if place is None else place.first_rank + index,
             spare=spare,
         )
         if compiled is not None:
@@ -333,8 +308,6 @@ class Launcher:
         if self._draining and not self._told_to_drain:
             self._told_to_drain = True
             self._supervision.drain(now, self._drain_s)
-        if self._ordered:
-            self._supervision.stop(now)
         signum = self._supervision.due(now)
         running = [worker for worker in self.workers if worker.running]
         if signum is None or not running:
@@ -345,8 +318,6 @@ class Launcher:
             self._listener.say(f"{verb} {count}: {self._draining}")
         elif self._supervision.interrupted:
             self._listener.say(f"{verb} {count}")
-        elif self._ordered:
-            self._listener.say(f"{verb} {count}: {self._ordered}")
         else:
             self._listener.say(f"{verb} {', '.join(map(str, running))}, still running after the first failure")
         # All are frozen until each has been signalled, because a worker that outlived another by a moment would report

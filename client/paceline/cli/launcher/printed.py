@@ -11,6 +11,9 @@ from dataclasses import dataclass
 _MAX_LINE_BYTES = 64 << 10
 """Longer lines are passed on in pieces, so that a worker that never ends its line cannot fill the launcher's memory."""
 
+_STREAMS = {"0": (), "1": ("stdout",), "2": ("stderr",), "3": ("stdout", "stderr")}
+"""The streams that the numbers of -r and -t stand for, as in torchrun."""
+
 _UP = b"\x1b[A"
 """Moves the cursor to the row above. tqdm writes it after each state of an inner bar, which is below the outer one."""
 
@@ -94,3 +97,40 @@ class LineSplitter:
             self._state = present_state(line) or self._state
         rows = [row for row in (self._outer, self._state) if row and row.strip()]
         return b"\n".join(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """Which lines are kept, and which are shown.
+
+    Attributes:
+        kept: True if any lines should be kept; the log files then have all.
+        hidden: pairs of a worker's index and "stdout" or "stderr", whose lines are kept but not shown.
+    """
+
+    kept: bool = False
+    hidden: frozenset[tuple[int, str]] = frozenset()
+
+
+def read_streams(redirects: str | None, tee: str | None, workers: int) -> Streams:
+    """Parses -r and -t: 0 to 3 for all workers, or WORKER:0 to WORKER:3 with commas. -t shows what -r would hide.
+
+    Raises:
+        ValueError: one of them has neither form.
+    """
+    hidden, shown = _pairs("-r/--redirects", redirects, workers), _pairs("-t/--tee", tee, workers)
+    return Streams(bool(hidden or shown), frozenset(hidden - shown))
+
+
+def _pairs(flag: str, text: str | None, workers: int) -> set[tuple[int, str]]:
+    if text is None:
+        return set()
+    if text in _STREAMS:
+        return {(index, stream) for index in range(workers) for stream in _STREAMS[text]}
+    found = set()
+    for item in text.split(","):
+        index, colon, number = item.partition(":")
+        if not (colon and index.isascii() and index.isdigit() and number in _STREAMS):
+            raise ValueError(f"{flag} must be 0 (none), 1 (stdout), 2 (stderr), 3 (both), or 0:3,1:2,..., not {text!r}")
+        found |= {(int(index), stream) for stream in _STREAMS[number]}
+    return found

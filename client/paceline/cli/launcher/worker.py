@@ -31,7 +31,7 @@ class Worker:
 
     Attributes:
         index: number among the workers of its launcher.
-        rank: its rank; None until a view that the worker reports gives it, unless it is known before.
+        rank: its rank; None until a view that the worker reports gives it.
         identity: how the coordinator identifies the process.
         streams: its open pipes by name.
 
@@ -40,7 +40,6 @@ class Worker:
         command: SCRIPT ARGS..., -m MODULE ARGS..., or -- PROGRAM ARGS...
         environment: returns the worker's environment, given the descriptor of the worker's end of its news pipe.
         cores: the cores that it may use; None for all.
-        rank: its rank, if that is known before it joins.
         spare: it does its imports and waits until `begin` makes it a worker. What it prints stays in its pipes.
 
     Raises:
@@ -53,12 +52,11 @@ class Worker:
         command: Sequence[str],
         environment: Callable[[int], dict[str, str]],
         cores: Collection[int] | None = None,
-        rank: int | None = None,
         *,
         spare: bool = False,
     ) -> None:
         self.index = index
-        self.rank = rank
+        self.rank: int | None = None
         self._blamed: list[int] = []
         self._unfinished = False
         self._go: int | None = None
