@@ -13,6 +13,7 @@ from paceline._group import Group
 from paceline.config import Config
 from paceline.errors import ConcurrentUse, OperationTimeout, PacelineError, PeerRaised, SessionClosed
 from paceline.testing import local_groups, run_ranks
+from support.waiting import Background
 
 
 def test_asynchronous_operations_run_in_issue_order() -> None:
@@ -51,16 +52,9 @@ def test_the_first_operation_runs_in_the_callers_thread() -> None:
 
 def test_calls_from_many_threads_of_one_rank_each_get_their_turn() -> None:
     (group,) = local_groups(1)
-    results = []
-    threads = [
-        threading.Thread(target=lambda i=i: results.append(int(group.all_reduce(np.array([i]))[0]))) for i in range(20)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    calls = [Background(lambda i=i: int(group.all_reduce(np.array([i]))[0])) for i in range(20)]
+    assert [call.result() for call in calls] == list(range(20))
     group.close()
-    assert sorted(results) == list(range(20))
 
 
 def test_a_wait_that_times_out_ends_the_operation_and_names_the_one_awaited() -> None:
