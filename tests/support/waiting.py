@@ -10,7 +10,7 @@ from typing import Any
 __all__ = ["Background", "wait_for"]
 
 
-def wait_for(happened: Callable[[], object], seconds: float = 20.0) -> None:
+def wait_for(happened: Callable[[], object], seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < deadline, "it did not happen"
