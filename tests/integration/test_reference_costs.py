@@ -99,7 +99,7 @@ def test_5_a_timeout_holds_and_is_told_with_its_fraction(call: str, timeout: flo
         assert caught.value.ranks == (() if call == "recv from any" else (1,))
 
 
-def test_5_nothing_to_wait_for_is_no_timeout(link: str) -> None:
+def test_5_a_call_that_need_not_wait_does_not_time_out(link: str) -> None:
     def rank(group: Group) -> Any:
         group.send(X, group.rank, timeout=0)
         found = group.recv(group.rank, timeout=0)[0].tolist()
@@ -110,7 +110,7 @@ def test_5_nothing_to_wait_for_is_no_timeout(link: str) -> None:
 
 
 @pytest.mark.parametrize("seconds", [-1, float("nan")])
-def test_5_a_timeout_that_is_none_is_refused_before_anything_happens(seconds: float, link: str) -> None:
+def test_5_a_negative_timeout_or_nan_is_refused_before_anything_is_sent(seconds: float, link: str) -> None:
     def rank(group: Group) -> float:
         for call in (
             *WAITS.values(),
@@ -159,7 +159,7 @@ def die(group: Group, doors: list[Door]) -> None:
 
 @pytest.mark.alone
 @pytest.mark.parametrize("call", ["all_reduce", "recv"])
-def test_6_a_death_is_news_to_whoever_waits(call: str, link: str) -> None:
+def test_6_a_blocked_call_raises_peer_lost_when_its_peer_dies(call: str, link: str) -> None:
     calls: dict[str, Callable[[Group], object]] = {
         "all_reduce": lambda g: g.all_reduce(X),
         "recv": lambda g: g.recv(1, timeout=20.0),
@@ -220,7 +220,7 @@ def test_11_a_small_call_over_loopback_waits_for_no_acknowledgement(world: int) 
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_12_nobody_moves_more_than_its_share_of_a_large_array(world: int, link: str) -> None:
+def test_12_no_rank_sends_more_than_its_share_of_a_large_array(world: int, link: str) -> None:
     x = np.ones(3 * MIB // 4, np.float32)  # 3 MiB: divisible by 2, 3 and 4
     share = x.nbytes * (world - 1) / world
 
@@ -356,7 +356,9 @@ def test_14_two_ranks_may_send_much_to_each_other_before_either_receives(link: s
         ("hybrid_shard", 4, 2, (6, 3, 5)),
     ],
 )
-def test_15_a_unit_is_one_collective(strategy: str, world: int, node: int | None, number: Any, link: str) -> None:
+def test_15_a_unit_is_gathered_and_reduced_by_one_collective(
+    strategy: str, world: int, node: int | None, number: Any, link: str
+) -> None:
     """So many all_gather, reduce_scatter and all_reduce in a step; two of these are of weights and flags."""
     x = np.random.default_rng(3).standard_normal((13, 5))
 
@@ -376,7 +378,7 @@ def test_15_a_unit_is_one_collective(strategy: str, world: int, node: int | None
 # 23. No log of operations, no counters.
 
 
-def test_23_the_recorder_tells_of_every_operation(link: str) -> None:
+def test_23_the_flight_recorder_has_every_operation(link: str) -> None:
     def rank(group: Group) -> None:
         part = group.subgroup([0, 1], name="data")
         group.all_reduce(np.ones((2, 3), np.float32), op="mean")

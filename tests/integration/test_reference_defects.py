@@ -130,7 +130,7 @@ def test_1_after_a_timeout_no_later_call_takes_the_late_message(link: str) -> No
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES["all_reduce"])
-def test_1_what_comes_late_from_a_generation_that_is_over_is_dropped(schedule: str) -> None:
+def test_1_a_late_frame_of_an_old_generation_is_dropped(schedule: str) -> None:
     groups = local_groups(2, SOON)
     for group in groups:
         group.choose = scheduled("all_reduce")[schedule]
@@ -140,7 +140,7 @@ def test_1_what_comes_late_from_a_generation_that_is_over_is_dropped(schedule: s
     assert [result.tolist() for result in run_groups(groups, lambda g: g.all_reduce(np.full(3, 2.0)))] == [[4] * 3] * 2
 
 
-def test_1_a_message_later_than_its_recv_goes_to_whoever_asks_for_its_tag(link: str) -> None:
+def test_1_a_message_that_comes_after_its_recv_timed_out_is_received_by_its_tag(link: str) -> None:
     def rank(group: Group) -> Any:
         if group.rank == 0:
             with pytest.raises(OperationTimeout):
@@ -216,7 +216,7 @@ def check_told(name: str, world: int, link: str) -> None:
 
 
 @pytest.mark.parametrize("name", DISAGREE)
-def test_2_ranks_that_disagree_are_told_both_sides(name: str, link: str) -> None:
+def test_2_a_mismatch_names_both_calls(name: str, link: str) -> None:
     with mock.patch("paceline._collectives.exchange.PATIENCE", 0.05):
         check_told(name, 2, link)
 
@@ -224,14 +224,12 @@ def test_2_ranks_that_disagree_are_told_both_sides(name: str, link: str) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [3, 5])
 @pytest.mark.parametrize("name", list(DISAGREE)[:9])
-def test_2_all_ranks_are_told_of_the_one_that_disagrees(name: str, world: int) -> None:
+def test_2_a_mismatch_names_the_odd_rank_on_every_rank(name: str, world: int) -> None:
     """The last rank does; the others must not only find that it is late."""
     check_told(name, world, "local")
 
 
-def test_2_ranks_that_disagree_are_told_though_their_links_are_slow_to_come(
-    link: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_2_a_mismatch_is_found_while_links_are_still_dialled(link: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither has sent anything, and what each has to say cannot go out at first."""
 
     async def late(*arguments: Any) -> Any:
@@ -244,7 +242,7 @@ def test_2_ranks_that_disagree_are_told_though_their_links_are_slow_to_come(
         assert isinstance(error, CollectiveMismatch)
 
 
-def test_2_counts_that_do_not_fit_name_the_rank_that_sends_others(link: str) -> None:
+def test_2_a_mismatch_of_counts_names_the_sender(link: str) -> None:
     def call(group: Group) -> None:
         group.all_to_all(X, send_counts=[2, 2], recv_counts=[2, 3] if group.rank else [2, 2])
         group.barrier()
@@ -298,7 +296,7 @@ def test_3_a_recv_that_times_out_half_way_leaves_the_link_in_step(link: str) -> 
 
 
 @pytest.mark.parametrize("cut", [lambda data: data[:-1], lambda data: data + b"\0", lambda data: b""])
-def test_3_a_length_that_is_wrong_ends_the_generation_for_good(cut: Callable[[bytes], bytes], link: str) -> None:
+def test_3_a_frame_of_wrong_length_ends_the_generation(cut: Callable[[bytes], bytes], link: str) -> None:
     def shorten(way: str, peer: int, frame: Frame) -> Frame:
         if way == "send" and len(frame.payload):
             frame.payload = cut(bytes(frame.payload))
@@ -317,7 +315,7 @@ def test_3_a_length_that_is_wrong_ends_the_generation_for_good(cut: Callable[[by
 # 4. Failures were not collective: some ranks succeeded, some timed out; nothing was poisoned.
 
 
-def test_4_all_that_is_in_flight_fails_with_one_error_and_so_does_all_that_follows(link: str) -> None:
+def test_4_operations_in_flight_and_later_ones_raise_the_same_error(link: str) -> None:
     def fail(way: str, peer: int, frame: Frame) -> Frame:
         raise ZeroDivisionError("in the code of rank 1")
 
@@ -372,7 +370,7 @@ def test_9_errors_have_types_and_attributes(link: str) -> None:
             assert error.ranks
 
 
-def test_9_nothing_matches_on_the_text_of_an_error() -> None:
+def test_9_the_library_never_matches_on_the_text_of_an_error() -> None:
     """`x in str(error)`, `str(error).startswith(x)`, `error.args[0] == x`, in any `except X as error`."""
     found = []
     for path in sorted(Path(paceline.__file__).parent.rglob("*.py")):
@@ -400,7 +398,7 @@ def test_9_nothing_matches_on_the_text_of_an_error() -> None:
 @pytest.mark.parametrize(
     "said", [b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\xff" * 8], ids=["nothing", "half", "length"]
 )
-def test_20_connections_that_say_nothing_more_hold_nobody_up(said: bytes) -> None:
+def test_20_silent_connections_do_not_delay_a_collective(said: bytes) -> None:
     """The last is the reference's length of a frame: 2**64 - 1 bytes to come."""
     with grpc_world(2) as made, ExitStack() as stack:
         for peer in made.meshes[0].peers:
@@ -425,7 +423,7 @@ def has_ipv6() -> bool:
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
-def test_21_links_over_ipv6() -> None:
+def test_21_links_work_over_ipv6() -> None:
     thread = loop_thread()
     doors = [Door(JOB, IN_THE_CLEAR) for _ in range(2)]
     with ExitStack() as stack:

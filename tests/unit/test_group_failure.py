@@ -206,7 +206,7 @@ def changed(**values: Any) -> Any:
         (lambda way, frame: None, OperationTimeout, "waited"),
     ],
 )
-def test_frames_that_no_right_rank_sends(act: Any, kind: str, what: Any) -> None:
+def test_a_wrong_frame_ends_the_generation_with_one_error_on_every_rank(act: Any, kind: str, what: Any) -> None:
     timeout = 0.2 if kind is OperationTimeout else 20.0
     errors = outcomes(2, lambda g: g.all_reduce(np.ones(N), order="rank", timeout=timeout), AtFrame(1, act), at=1)
     for error in errors:
@@ -227,7 +227,7 @@ def test_a_receiver_that_learns_the_shape_believes_no_garbage(signature: Any) ->
     assert all(isinstance(error, PeerBrokeProtocol | CollectiveMismatch) for error in errors), errors
 
 
-def test_nothing_touches_the_arrays_of_a_call_that_has_failed() -> None:
+def test_a_failed_call_does_not_write_to_its_arrays_later() -> None:
     meshes = local_meshes(2)
     groups = [Group(mesh, CONFIG) for mesh in meshes]
     out = np.zeros(N)
@@ -250,7 +250,7 @@ def test_nothing_touches_the_arrays_of_a_call_that_has_failed() -> None:
     ],
     ids=["broadcast", "scatter"],
 )
-def test_who_announces_what_no_memory_holds_is_named(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_announces_an_array_larger_than_memory_is_named(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     real = np.empty
 
     def empty(shape: Any, *of: Any, **more: Any) -> Any:

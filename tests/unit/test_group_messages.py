@@ -67,7 +67,7 @@ def test_tags_are_matched_in_any_order_and_one_tag_is_first_in_first_out() -> No
     assert run_ranks(2, rank)[1] == [2, 1, 3]
 
 
-def test_from_any() -> None:
+def test_a_recv_from_any_source_gets_every_message() -> None:
     def rank(group: Group) -> Any:
         if group.rank:
             group.send(np.int64(group.rank), 0)
@@ -77,7 +77,7 @@ def test_from_any() -> None:
     assert run_ranks(4, rank)[0] == [(1, 1), (2, 2), (3, 3)]
 
 
-def test_to_oneself() -> None:
+def test_a_rank_may_send_to_itself() -> None:
     def rank(group: Group) -> Any:
         group.send(np.arange(3), group.rank)
         return group.recv(group.rank)[0].tolist(), group.recv.__name__
@@ -96,7 +96,7 @@ def test_messages_do_not_mix_with_collectives() -> None:
     assert run_ranks(2, rank) == [(1, 1), (0, 1)]
 
 
-def test_out_and_its_mismatch() -> None:
+def test_a_recv_into_an_array_of_another_shape_is_a_size_mismatch() -> None:
     def rank(group: Group) -> Any:
         if group.rank == 0:
             group.send(np.arange(3.0), 1)
@@ -110,7 +110,7 @@ def test_out_and_its_mismatch() -> None:
     assert run_ranks(2, rank)[1] == [0.0, 1.0, 2.0]
 
 
-def test_a_timeout_consumes_nothing_and_voids_nothing() -> None:
+def test_a_recv_that_times_out_consumes_no_message() -> None:
     late = threading.Event()
 
     def rank(group: Group) -> Any:
@@ -129,7 +129,7 @@ def test_a_timeout_consumes_nothing_and_voids_nothing() -> None:
     assert run_ranks(2, rank) == [2, 2]
 
 
-def test_the_sources_death_ends_a_recv_and_names_it() -> None:
+def test_a_recv_names_its_source_when_that_dies() -> None:
     meshes = local_meshes(3)
     groups = [Group(mesh, Config(failure_timeout=0.6)) for mesh in meshes]
     call = Background(lambda: groups[0].recv(2, timeout=10.0))
@@ -141,7 +141,7 @@ def test_the_sources_death_ends_a_recv_and_names_it() -> None:
         group.close()
 
 
-def test_messages_that_nobody_asks_for_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_messages_that_are_not_received_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline._collectives.mailbox.MAX_WAITING_BYTES", 8 << 10)
     groups = local_groups(2)
     for i in range(30):
@@ -154,7 +154,7 @@ def test_messages_that_nobody_asks_for_are_bounded(monkeypatch: pytest.MonkeyPat
         group.close()
 
 
-def test_many_threads_may_wait_at_once() -> None:
+def test_many_threads_may_receive_at_once() -> None:
     groups, sources = local_groups(3), [1 + tag % 3 % 2 for tag in range(12)]
     calls = [
         Background(lambda tag=tag, source=source: groups[0].recv(None if tag % 2 else source, tag=tag, timeout=20.0))
@@ -167,7 +167,7 @@ def test_many_threads_may_wait_at_once() -> None:
         group.close()
 
 
-def test_what_was_sent_before_leaving_is_received_and_then_nobody_is_there() -> None:
+def test_a_message_sent_before_its_sender_left_is_received() -> None:
     groups = local_groups(3, Config(failure_timeout=0.6))
     for group in groups[1:]:
         group.send(np.int64(group.rank), 0)

@@ -22,7 +22,7 @@ X = np.ones(4, np.float32)
 
 @pytest.mark.parametrize("roots", [(0, 1), (1, 0), (0, 0, 0, 2), (3, 3, 3, 0), (0, 1, 2), (1, 2, 0), (2, 2, 2, 2, 0)])
 @pytest.mark.parametrize("known", [True, False])
-def test_roots_that_differ(roots: Any, known: Any) -> None:
+def test_different_roots_are_a_mismatch_on_every_rank(roots: Any, known: Any) -> None:
     """Here the tree may leave ranks waiting for each other with nothing sent: they must find out."""
 
     def rank(group: Group) -> None:
@@ -37,7 +37,7 @@ def test_roots_that_differ(roots: Any, known: Any) -> None:
     assert "root=" in str(errors[0])
 
 
-def test_two_roots_that_both_send_more_than_links_hold() -> None:
+def test_two_roots_that_both_send_more_than_links_hold_are_a_mismatch() -> None:
     with mock.patch("paceline._collectives.exchange.PATIENCE", 0.05), segments_of(64):
         errors = errors_over("local", 2, lambda group: group.broadcast(np.ones(1000), root=group.rank))
     assert all(isinstance(error, CollectiveMismatch) for error in errors), errors
@@ -45,7 +45,7 @@ def test_two_roots_that_both_send_more_than_links_hold() -> None:
     assert "root=1" in str(errors[0])
 
 
-def test_an_honest_straggler_is_no_disagreement() -> None:
+def test_a_late_rank_is_no_mismatch() -> None:
     groups, late = local_groups(3), threading.Event()
 
     def rank(group: Group) -> float:

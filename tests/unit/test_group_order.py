@@ -83,7 +83,7 @@ def test_progress_tells_where_a_member_is() -> None:
     group.close()
 
 
-def test_closing_aborts_what_cannot_end() -> None:
+def test_closing_aborts_an_operation_that_cannot_end() -> None:
     groups = local_groups(2)
     work = groups[0].all_reduce(np.ones(4), async_op=True)
     groups[0].close(0.02)
@@ -104,7 +104,7 @@ def test_a_closed_group_says_so() -> None:
         group.all_reduce(np.ones(2), async_op=True)
 
 
-def test_a_group_is_one_threads_until_it_hands_over() -> None:
+def test_a_group_refuses_another_thread_until_it_is_handed_over() -> None:
     """Even if the two never meet: on another rank they may have come in the other order, and equal shapes would mix."""
     groups = local_groups(2, Config(failure_timeout=0.3))
     works = [group.all_reduce(np.ones(1), async_op=True) for group in groups]
@@ -193,7 +193,7 @@ def _until_it_fails(group: Group) -> None:
             group.all_reduce(np.ones(4))
 
 
-def test_where_no_thread_can_be_had_the_group_fails_and_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_cannot_start_a_thread_fails_and_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
@@ -214,7 +214,7 @@ def test_where_no_thread_can_be_had_the_group_fails_and_can_be_closed(monkeypatc
     assert run_ranks(2, rank, timeout=20.0) == ["None", "can't start new thread"]
 
 
-def test_a_groups_thread_that_fails_ends_what_is_in_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_the_groups_thread_ends_all_queued_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     end_turn, in_line = Lane._end_turn, threading.Event()
 
     def fail(lane: Lane) -> None:

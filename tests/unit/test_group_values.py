@@ -15,7 +15,7 @@ from support.collective_calls import groups_by, segments_of
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex64", ml_dtypes.bfloat16])
-def test_a_divisor_that_an_earlier_operation_tells(world: int, dtype: Any) -> None:
+def test_a_divisor_may_come_from_an_earlier_operation(world: int, dtype: Any) -> None:
     def rank(g: Group) -> Any:
         weight = np.full(1, 0.5, np.float64)
         x = (np.arange(72) % 7 * (g.rank + 1)).astype(dtype)
@@ -43,7 +43,7 @@ def test_a_divisor_is_for_sums_that_can_be_divided() -> None:
 
 
 @pytest.mark.parametrize("call", [Group.all_reduce, Group.reduce_scatter])
-def test_who_divides_and_who_does_not_are_told(call: Callable[..., Any]) -> None:
+def test_a_divisor_on_one_rank_alone_is_a_mismatch(call: Callable[..., Any]) -> None:
     def rank(g: Group) -> None:
         with pytest.raises(CollectiveMismatch, match="divided"):
             call(g, np.ones(4), divisor=(lambda: 2.0) if g.rank else None)
@@ -69,7 +69,7 @@ def test_infinities_are_values_and_not_warnings(dtype: type[np.generic], op: str
         assert np.isnan(nan)
 
 
-def test_broadcast_into_out_alone() -> None:
+def test_a_broadcast_may_have_out_and_no_argument() -> None:
     def rank(group: Group) -> Any:
         out = np.zeros(4)
         group.broadcast(np.arange(4.0) if group.rank == 1 else None, root=1, out=out)
@@ -78,7 +78,7 @@ def test_broadcast_into_out_alone() -> None:
     assert run_ranks(3, rank) == [[0, 1, 2, 3]] * 3
 
 
-def test_overlapping_out_is_no_trap() -> None:
+def test_out_may_overlap_the_argument() -> None:
     def rank(group: Group) -> Any:
         buffer = np.arange(40.0)
         group.all_reduce(buffer[:32], out=buffer[8:])
@@ -88,7 +88,7 @@ def test_overlapping_out_is_no_trap() -> None:
         assert run_groups(groups_by(3, "all_reduce", "ring"), rank) == [[3.0 * i for i in range(32)]] * 3
 
 
-def test_non_contiguous_out() -> None:
+def test_out_may_be_non_contiguous() -> None:
     def rank(group: Group) -> Any:
         out = np.zeros((3, 4)).T
         result = group.all_reduce(np.ones((4, 3)), out=out)

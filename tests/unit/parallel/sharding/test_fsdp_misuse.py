@@ -191,7 +191,7 @@ def test_optimizer_of_the_bare_module_is_refused(name: str) -> None:
     run_ranks(2, rank)
 
 
-def test_values_of_what_is_spread_are_refused() -> None:
+def test_values_of_sharded_parameters_cannot_be_read() -> None:
     def rank(g: Group) -> None:
         module = Branches("a", a=scale(1, 1))
         fsdp = FSDP(module, g)
@@ -222,7 +222,7 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_bad_arguments(what: str) -> None:
+def test_bad_arguments_are_refused_at_construction(what: str) -> None:
     """Refused when the wrapper is made, with the module as it was."""
     error, text, arguments = BAD[what]
 
@@ -244,7 +244,7 @@ def test_bad_arguments(what: str) -> None:
         ("objects", Parameter(np.array([None]), requires_grad=False)),
     ],
 )
-def test_parameters_that_cannot_be_trained_or_given(text: str, parameter: Parameter) -> None:
+def test_parameters_that_cannot_be_trained_or_sent_are_refused(text: str, parameter: Parameter) -> None:
     def rank(g: Group) -> None:
         with pytest.raises(UnsupportedOp, match=f"'a' (is|holds) .*{text}"):
             FSDP(Branches("", b=scale(1), a=parameter), g)
@@ -274,7 +274,9 @@ def test_a_parameter_of_another_unit_and_units_of_another_group() -> None:
         (SettingsMismatch, "ahead", [{}, {"ahead": 3}]),
     ],
 )
-def test_settings_that_differ_between_ranks(error: type[Exception], text: str, settings: list[dict[str, Any]]) -> None:
+def test_settings_that_differ_between_ranks_are_refused(
+    error: type[Exception], text: str, settings: list[dict[str, Any]]
+) -> None:
     def rank(g: Group) -> None:
         fsdp = FSDP(Branches("a", a=scale(1, 1)), g, **settings[g.rank])
         with pytest.raises(error, match=text):
@@ -284,7 +286,7 @@ def test_settings_that_differ_between_ranks(error: type[Exception], text: str, s
 
 
 @pytest.mark.parametrize("other", ["size", "name", "units"])
-def test_models_that_differ_between_ranks(other: str) -> None:
+def test_models_that_differ_between_ranks_are_refused(other: str) -> None:
     def rank(g: Group) -> None:
         odd = other if g.rank else ""
         blocks: list[Any] = [

@@ -350,7 +350,7 @@ ORDERS = {
     ),
 )
 @pytest.mark.parametrize("order", ORDERS)
-def test_orders(order: str, world: int, name: str, units: str) -> None:
+def test_an_order_of_calls_trains_as_one_process_does(order: str, world: int, name: str, units: str) -> None:
     words = [word.partition(":") for word in ORDERS[order].split()]
     check(world, name, units, [(kind, int(number or 0)) for kind, _, number in words])
 
@@ -361,7 +361,9 @@ def test_orders(order: str, world: int, name: str, units: str) -> None:
 @settings(max_examples=10, deadline=None, derandomize=True)
 @given(programs)
 @pytest.mark.sampled(3)
-def test_any_order(world: int, name: str, units: str, program: list[tuple[str, int]]) -> None:
+def test_any_order_of_calls_trains_as_one_process_does(
+    world: int, name: str, units: str, program: list[tuple[str, int]]
+) -> None:
     check(world, name, units, program)
 
 
