@@ -11,10 +11,10 @@ VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' protos/pacelinepb/_re
 # Python keeps what it has compiled: otherwise each process of pytest compiles all tests anew, and each worker all of Paceline.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Tests run side by side in at most 8 processes, three for each two cores, because some tests wait. Those marked `alone`
-# run after them, one by one.
+# Tests run side by side in at most 8 processes: those of PyTorch in three for each two cores, all others, which wait half
+# of the time, in two for each core. Those marked `alone` run after them, one by one.
 SIDE_BY_SIDE := -n $(shell expr 3 \* $$(nproc) / 2) --maxprocesses 8 --dist worksteal
-# Tests with their own hosts wait most of the time: two processes for each core. A process of slow tests takes a third of one.
+# A process of slow tests takes a third of a core.
 MOSTLY_WAITING := -n $(shell expr 2 \* $$(nproc)) --maxprocesses 8 --dist worksteal
 SLOW_TOGETHER := -n $(shell expr 3 \* $$(nproc)) --maxprocesses 8 --dist worksteal
 FAST         := not exhaustive and not torch and not ray and not slow and not root and not containers and not browser and not etcd
@@ -40,7 +40,7 @@ demo: $(VENV)/.installed  ## train the digits with 4 workers on this machine
 	$(BIN)/paceline demo
 
 test: lint types $(VENV)/.installed  ## lint, check types, and run all tests that need neither root nor containers nor torch
-	$(BIN)/pytest $(SIDE_BY_SIDE) -m '$(FAST) and not alone'
+	$(BIN)/pytest $(MOSTLY_WAITING) -m '$(FAST) and not alone'
 	$(BIN)/pytest -m '$(FAST) and alone' $(call marked,alone)
 
 lint: $(VENV)/.installed  ## ruff and buf

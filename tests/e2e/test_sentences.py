@@ -49,6 +49,7 @@ def address_of(coordinator: Command) -> str:
     return found[1]
 
 
+@pytest.mark.slow
 def test_a_finished_job_says_so_and_restart_does_what_is_said(script: str, tmp_path: Path) -> None:
     kept = str(tmp_path / "kept")
     with command("coordinator", "--listen", "127.0.0.1:0") as coordinator:

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from support.command import command, wait_until_gone
-from support.spares import Job, pids, until
+from support.spares import Job, pids
+from support.waiting import wait_for
 
 pytestmark = [
     pytest.mark.slow,
@@ -107,7 +108,7 @@ def test_spares_end_with_their_launcher(tmp_path: Path, signum: signal.Signals) 
     job = Job(tmp_path, WAITING)
     with command(*RUN, "-n", "2", "--spares", "2", str(job.script), **job.environment) as run:
         run.wait_for("here ", 2)
-        until(lambda: len(job.imported) == 4)
+        wait_for(lambda: len(job.imported) == 4)
         run.signal(signum)
         assert run.wait() == (-signum if signum == signal.SIGKILL else 128 + signum)
     wait_until_gone(list(job.imported))
@@ -145,7 +146,7 @@ def test_spares_that_die_each_time_are_replaced_more_and_more_slowly(tmp_path: P
     job = Job(tmp_path, WAITING, package=dying)
     with command(*RUN, str(job.script), **job.environment) as run:
         run.wait_for("here ")
-        until(lambda: len(job.imported) == 4)
+        wait_for(lambda: len(job.imported) == 4)
         times = sorted((tmp_path / "marks" / str(pid)).stat().st_mtime for pid in job.imported - set(pids(run)))
         assert times[1] - times[0] > 0.9  # a pause of 1 s, but for the file system's clock
         assert times[2] - times[1] > 1.9

@@ -31,6 +31,7 @@ from pacelinepb.v1 import peer_pb2
 from pacelinepb.v1.peer_pb2_grpc import PeerServiceStub
 from support.grpc_pair import JOB, GrpcWorld, grpc_world
 from support.http2 import DATA, HEADERS, SETTINGS, call_headers, claimed, connect, frame, open_call
+from support.waiting import wait_for
 
 pytestmark = pytest.mark.alone
 
@@ -161,13 +162,6 @@ async def knock(channel: aio.Channel, **changes: Any) -> bytes:
     return answer.ticket
 
 
-def _wait_for(happened: Callable[[], bool]) -> None:
-    end = time.monotonic() + SOON
-    while not happened():
-        assert time.monotonic() < end, "it did not come about"
-        time.sleep(0.01)
-
-
 def resident() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096
@@ -233,7 +227,7 @@ def test_requests_that_do_not_end_are_hurried_when_there_are_many(monkeypatch: p
         floods = [Flood(door_of(world), 3, 1000) for _ in range(4)]
         for flood in floods:
             stack.callback(flood.close)
-        _wait_for(lambda: world.doors[1]._requests._reading.total() == 12)
+        wait_for(lambda: world.doors[1]._requests._reading.total() == 12)
         code, reason, _ = refused(world, "Hello", hello())
         assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "LIMIT")
         monkeypatch.setattr(grpc_methods, "MAX_READING", 13)

@@ -19,7 +19,7 @@ from contextlib import suppress
 from paceline.config import Config
 from paceline.errors import PacelineError
 from support.mixed_world import Place, kinds_of, mixed_world, run_all
-from support.reference import wait_for
+from support.waiting import wait_for
 
 logging.basicConfig(level=logging.ERROR)
 logging.getLogger("grpc").setLevel(logging.CRITICAL)  # it complains at length

@@ -30,7 +30,7 @@ from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
 from paceline.errors import PacelineError
 from paceline_protocol import OURS
-from support.reference import wait_for
+from support.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from pacelinepb.v1.peer_pb2_grpc import PeerServiceStub
 from support.coordinator import RawSession, duration
 from support.hostile import Targets, targets_in
 from support.http2 import PREFACE, SETTINGS, connect, frame, open_call
+from support.waiting import wait_for
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -40,7 +41,7 @@ def test_ten_thousand_connections_opened_and_left(beginning: str, tmp_path: Path
                 for _ in range(count):
                     stack.enter_context(connect(targets.coordinator)).sendall(BEGINNINGS[beginning])
                 assert _seconds_to_list(targets) < 5.0  # behind all of them, for they are taken in order
-                _wait_for(lambda: targets.files() <= files + 5)  # who calls nothing is not kept
+                wait_for(lambda: targets.files() <= files + 5)  # who calls nothing is not kept
             sizes.append(targets.resident())
 
         for _ in range(12):  # few at a time: a leak would hide in the memory that ten thousand have left free
@@ -118,13 +119,6 @@ def _seconds_to_list(targets: Targets) -> float:
     with grpc.insecure_channel(targets.coordinator, [("grpc.use_local_subchannel_pool", 1)]) as channel:
         AdminServiceStub(channel).ListJobs(admin_pb2.ListJobsRequest(), timeout=10)
     return time.monotonic() - began
-
-
-def _wait_for(happened: Callable[[], bool], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < end, "it did not come about"
-        time.sleep(0.02)
 
 
 @contextmanager

@@ -1,376 +1,242 @@
-"""The reference system's own unit tests of backends, rings and collectives, as vectors, under their names.
+"""What collectives, messages, subgroups and FSDP compute, as vectors in `reference_vectors.json`.
 
-Each holds over every kind of link, and where schedules do the work by every schedule. Lists are indexed by rank; arrays
-are float32, and equal bit for bit where the vector has no tolerance. The rows around them: `test_reference_rows`.
+A vector whose name has `::` is one of the reference system's own unit tests, under its name; the others are the rows of
+its contracts around them. Each holds over every kind of link, and a collective's by every schedule too. Lists by rank
+may be `{"all": ...}`. Arrays are float32 unless the vector has a `dtype`; results are equal bit for bit.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
+from numpy.typing import NDArray
 
-from paceline._base.arrays import Array, as_bytes, from_bytes
+import paceline
+from paceline import FSDP, Parameter, ShardingStrategy, errors
 from paceline._collectives.choose import choose as choose_by_rules
-from paceline._collectives.rows import chunk_bounds, ring_neighbours
 from paceline._collectives.schedules import SCHEDULES
 from paceline._group import Group
-from paceline._links.frame import Frame, FrameKind, decode, encode
-from paceline.errors import InvalidRank, InvalidWorldSize, SizeMismatch
-from support.worlds import EACH_LINK, run_over, scheduled, world_over
+from support.waiting import Background, wait_for
+from support.worlds import run_over, scheduled, world_over
 
 # Over gRPC these have pytest.mark.slow (support.worlds.EACH_LINK).
 
-
-class Vector(NamedTuple):
-    """A collective on given arrays.
-
-    Attributes:
-        name: of the vector.
-        collective: a key of `SCHEDULES`.
-        call: from a group and the rank's array to the result.
-        given: the arrays.
-        expected: the results.
-        tolerance: how far they may be off.
-    """
-
-    name: str
-    collective: str
-    call: Callable[[Group, Array], Array]
-    given: list[Any]
-    expected: list[Any]
-    tolerance: float = 0.0
+VECTORS: list[dict[str, Any]] = json.loads(Path(__file__).with_name("reference_vectors.json").read_text())
 
 
-def all_reduce(op: str) -> Callable[[Group, Array], Array]:
-    return lambda group, x: group.all_reduce(x, op=op)
+def having(key: str) -> pytest.MarkDecorator:
+    """The vectors that have such a key."""
+    found = [vector for vector in VECTORS if key in vector]
+    return pytest.mark.parametrize("vector", found, ids=[vector["name"] for vector in found])
 
 
-def reduce_scatter(op: str) -> Callable[[Group, Array], Array]:
-    return lambda group, x: group.reduce_scatter(x, op=op)
+def refused(error: list[str]) -> Any:
+    kind, text = error
+    return pytest.raises(getattr(errors, kind), match=text)
 
 
-def broadcast(root: int) -> Callable[[Group, Array], Array]:
-    return lambda group, x: group.broadcast(x, root=root)
+def array(value: Any, dtype: str = "f4") -> NDArray[Any]:
+    return np.zeros(value["shape"], dtype) if isinstance(value, dict) else np.array(value, dtype)
 
 
-def all_gather(group: Group, x: Array) -> Array:
-    return group.all_gather(x)
+def of_rank(values: Any, rank: int) -> Any:
+    return values["all"] if isinstance(values, dict) else values[rank]
 
 
-def numbered(shape: tuple[int, ...], rank: int) -> npt.NDArray[np.float32]:
-    """An array of this shape, with other values at each rank, for vectors that give a shape alone."""
-    return np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + np.float32(100 * rank)
-
-
-TO_3 = [[r, r, r] for r in range(4)]
-
-COLLECTIVES = [
-    Vector("ring::allreduce_two_ranks_sum", "all_reduce", all_reduce("sum"), [[1, 2, 3], [4, 5, 6]], [[5, 7, 9]] * 2),
-    Vector(
-        "ring::allreduce_four_ranks_sum_with_uneven_chunks",
-        "all_reduce",
-        all_reduce("sum"),
-        [[1] * 7, [2] * 7, [4] * 7, [8] * 7],
-        [[15] * 7] * 4,
-    ),
-    Vector(
-        "ring::allreduce_three_ranks_sum",
-        "all_reduce",
-        all_reduce("sum"),
-        [[1, 2, 3, 4, 5, 6], [10, 20, 30, 40, 50, 60], [100, 200, 300, 400, 500, 600]],
-        [[111, 222, 333, 444, 555, 666]] * 3,
-    ),
-    Vector(
-        "ring::tree_broadcast_distributes_from_root",
-        "broadcast",
-        broadcast(1),
-        [[0, 0, 0], [42, 43, 44], [0, 0, 0], [0, 0, 0]],
-        [[42, 43, 44]] * 4,
-    ),
-    Vector("collective::allreduce_sum_4_ranks", "all_reduce", all_reduce("sum"), TO_3, [[6, 6, 6]] * 4, 1e-6),
-    Vector("collective::allreduce_mean_4_ranks", "all_reduce", all_reduce("mean"), TO_3, [[1.5, 1.5, 1.5]] * 4, 1e-6),
-    Vector("collective::broadcast_from_rank_0", "broadcast", broadcast(0), [[42, 42]] + [[0, 0]] * 3, [[42, 42]] * 4),
-    Vector("collective::allreduce_single_rank", "all_reduce", all_reduce("sum"), [[1, 2, 3]], [[1, 2, 3]]),
-    Vector(
-        "collective::all_gather_4_ranks",
-        "all_gather",
-        all_gather,
-        [[0, 1], [10, 11], [20, 21], [30, 31]],
-        [[0, 1, 10, 11, 20, 21, 30, 31]] * 4,
-    ),
-    Vector(
-        "collective::all_gather_preserves_shape",
-        "all_gather",
-        all_gather,
-        [numbered((2, 3), r) for r in range(2)],
-        [np.concatenate([numbered((2, 3), r) for r in range(2)])] * 2,  # [4, 3]
-    ),
-    Vector("collective::all_gather_single_rank", "all_gather", all_gather, [[1, 2, 3]], [[1, 2, 3]]),
-    Vector(
-        "collective::all_gather_zero_size", "all_gather", all_gather, [np.empty((0, 3))] * 2, [np.empty((0, 3))] * 2
-    ),
-    Vector(
-        "collective::reduce_scatter_sum_4_ranks",
-        "reduce_scatter",
-        reduce_scatter("sum"),
-        [[1, 2, 3, 4]] * 4,
-        [[4], [8], [12], [16]],
-    ),
-    Vector(
-        "collective::reduce_scatter_mean_2_ranks",
-        "reduce_scatter",
-        reduce_scatter("mean"),
-        [[0, 0, 0, 0], [1, 1, 1, 1]],
-        [[0.5, 0.5], [0.5, 0.5]],
-    ),
-    Vector("collective::reduce_scatter_single_rank", "reduce_scatter", reduce_scatter("sum"), [[1, 2, 3]], [[1, 2, 3]]),
-    Vector(
-        "collective::reduce_scatter_preserves_shape",
-        "reduce_scatter",
-        reduce_scatter("sum"),
-        [numbered((4, 3), r) for r in range(2)],
-        list(np.split(numbered((4, 3), 0) + numbered((4, 3), 1), 2)),  # [2, 3] each
-    ),
-]
-"""A result's shape is that of `expected`."""
-
-
-@pytest.mark.parametrize("link", EACH_LINK)
-@pytest.mark.parametrize(
-    ("vector", "schedule"),
-    [
-        pytest.param(vector, schedule, id=f"{vector.name}-{schedule or 'by_rules'}")
-        for vector in COLLECTIVES
-        for schedule in (None, *SCHEDULES[vector.collective])
-    ],
-)
-def test_collective(vector: Vector, schedule: str | None, link: str) -> None:
-    given = [np.array(x, np.float32) for x in vector.given]
+@having("call")
+def test_collective(vector: dict[str, Any], link: str) -> None:
+    name, world, dtype = vector["call"], vector["world"], vector.get("dtype", "f4")
+    members = vector.get("members", range(world))
+    given = [array(of_rank(vector["given"], n), dtype) for n in range(len(members))]
     kept = [x.copy() for x in given]
-    choose = scheduled(vector.collective)[schedule] if schedule else choose_by_rules
-    results = run_over(link, len(given), lambda group: vector.call(group, given[group.rank]), choose=choose)
-    for result, values in zip(results, vector.expected, strict=True):
-        expected = np.array(values, np.float32)
-        assert result.dtype == np.float32
-        assert result.shape == expected.shape
-        np.testing.assert_allclose(result, expected, rtol=0, atol=vector.tolerance)
+    ways = [choose_by_rules, *scheduled(name).values()]
+    if "schedules" in vector:
+        ways = [scheduled(name)[schedule] for schedule in vector["schedules"]]
+
+    def rank(group: Group) -> None:
+        if group.rank not in members:
+            return
+        part = group.subgroup(members) if "members" in vector else group
+        x = given[part.rank]
+        call = partial(getattr(part, name), x, **vector.get("arguments", {}))
+        call = partial(call, **of_rank(vector.get("by_rank", {"all": {}}), part.rank))
+        if "error" in vector:
+            with refused(vector["error"]):
+                call()
+            part.barrier()  # the mistake has cost nothing
+            return
+        expected = array(of_rank(vector["expected"], part.rank), dtype)
+        for choose in ways:
+            part.choose = choose
+            result = call()
+            assert (result.dtype, result.shape) == (expected.dtype, expected.shape)
+            np.testing.assert_array_equal(result, expected)
+            assert not np.shares_memory(result, x)
+
+    run_over(link, world, rank)
     for x, before in zip(given, kept, strict=True):
         np.testing.assert_array_equal(x, before, "the argument is never changed")
 
 
-VECTORS: dict[str, Callable[[str], None]] = {}
-"""Name to test, given the kind of link; `test_vector` runs them."""
+@having("messages")
+def test_messages(vector: dict[str, Any], link: str) -> None:
+    """Each is sent from one rank of the subgroup to another; those of a pair arrive in their order."""
+    messages = [(source, to, array(x, vector.get("dtype", "f4"))) for source, to, x in vector["messages"]]
+
+    def rank(group: Group) -> int:
+        members = vector.get("members", range(group.size))
+        if group.rank not in members:
+            return 0
+        part = group.subgroup(members) if "members" in vector else group
+        for source, to, x in messages:
+            if source == part.rank:
+                part.send(x, to)
+        mine = [(source, x) for source, to, x in messages if to == part.rank]
+        for source, x in mine:
+            received, sender = part.recv(source)
+            assert (received.dtype, received.tobytes(), sender) == (x.dtype, x.tobytes(), source)
+        return len(mine)
+
+    assert sum(run_over(link, vector["world"], rank)) == len(messages)
 
 
-def vector(name: str) -> Callable[[Callable[[str], None]], Callable[[str], None]]:
-    """Registers a test of a vector that is more than a collective on arrays."""
+@having("ranks")
+def test_subgroup(vector: dict[str, Any], link: str) -> None:
+    def rank(group: Group) -> None:
+        expected = vector["ranks"][group.rank]
+        if expected is None:
+            return
+        me, ranks = expected
+        part = group.subgroup(vector["members"])
+        assert (part.rank, part.size, list(part.ranks), part.parent is group) == (me, len(ranks), ranks, True)
+        assert [part.global_rank(n) for n in range(part.size)] == ranks
+        assert [part.group_rank(n) for n in range(group.size)] == [
+            ranks.index(n) if n in ranks else None for n in range(group.size)
+        ]
 
-    def register(test: Callable[[str], None]) -> Callable[[str], None]:
-        VECTORS[name] = test
-        return test
-
-    return register
-
-
-@vector("backend::simulated_send_recv")
-def send_recv(link: str) -> None:
-    def rank(group: Group) -> Any:
-        if group.rank == 0:
-            group.send(np.array([1, 2, 3, 4], np.uint8), 1)
-            return None
-        received, source = group.recv(0)
-        return received.dtype, received.tolist(), source
-
-    assert run_over(link, 2, rank)[1] == (np.uint8, [1, 2, 3, 4], 0)
+    run_over(link, vector["world"], rank)
 
 
-@vector("backend::simulated_rank_world_size")
-def rank_world_size(link: str) -> None:
-    with world_over(link, 3) as groups:
-        assert [group.rank for group in groups] == [0, 1, 2]
-        assert [group.size for group in groups] == [3, 3, 3]
+@having("at")
+def test_subgroup_that_cannot_be(vector: dict[str, Any], link: str) -> None:
+    def rank(group: Group) -> None:
+        if group.rank == vector["at"]:
+            with refused(vector["error"]):
+                group.subgroup(vector["members"])
+
+    run_over(link, vector["world"], rank)
 
 
-@vector("backend::invalid_world_size")
-def invalid_world_size(link: str) -> None:
-    if link == "local":
-        with pytest.raises(InvalidWorldSize), world_over(link, 0):
-            pass
-        return
-    import paceline  # gRPC links are made by `join` alone
+@pytest.mark.parametrize("schedule", SCHEDULES["barrier"])
+@having("barrier")
+def test_barrier(vector: dict[str, Any], schedule: str, link: str) -> None:
+    """Whoever comes last, nobody leaves before."""
+    members = vector["barrier"]
+    for last in members:
+        with world_over(link, vector["world"], choose=scheduled("barrier")[schedule]) as groups:
+            parts = {rank: groups[rank].subgroup(members) for rank in members}
+            early = [part for rank, part in parts.items() if rank != last]
+            calls = [Background(part.barrier) for part in early]
+            wait_for(lambda early=early: all(part.progress().inside for part in early))
+            assert not any(call.ended for call in calls)
+            parts[last].barrier()
+            for call in calls:
+                call.result()
 
-    with pytest.raises(InvalidWorldSize):
+
+def test_world_without_ranks() -> None:
+    """It is backend::invalid_world_size."""
+    with pytest.raises(errors.InvalidWorldSize):
         paceline.join("127.0.0.1:1", rank=0, world_size=0)
 
 
-@vector("backend::send_to_invalid_rank")
-def send_to_invalid_rank(link: str) -> None:
-    with world_over(link, 2) as groups, pytest.raises(InvalidRank, match="5"):
-        groups[0].send(np.zeros(1, np.uint8), 5)
+# FSDP.
 
 
-@vector("backend::subbackend_local_rank_and_world_size")
-def subgroup_rank_and_size(link: str) -> None:
-    with world_over(link, 4) as groups:
-        parts = {rank: groups[rank].subgroup([1, 3]) for rank in (1, 3)}
-        assert {rank: (part.rank, part.size) for rank, part in parts.items()} == {1: (0, 2), 3: (1, 2)}
+class Scaled:
+    """y = x * sum(w)."""
+
+    def __init__(self, values: Any) -> None:
+        self.w = Parameter(np.array(values, np.float32))
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        yield "w", self.w
+
+    def forward(self, x: NDArray[Any]) -> NDArray[Any]:
+        self.x = x
+        return x * np.float32(self.w.data.sum())
+
+    def backward(self, dy: NDArray[Any]) -> None:
+        self.w.accumulate(np.full(self.w.shape, (dy * self.x).sum(), np.float32))
 
 
-@vector("backend::subbackend_global_rank_not_in_members_is_error")
-def subgroup_of_others(link: str) -> None:
-    with world_over(link, 4) as groups, pytest.raises(InvalidRank, match=r"rank 0 .*\[1, 3\]"):
-        groups[0].subgroup([1, 3])
+def words(fsdp: FSDP) -> dict[str, Callable[..., Any]]:
+    """What a step of a vector may say: what one rank does, and what comes of it."""
+    whole = fsdp.module.w
+    ((_, part),) = fsdp.named_parameters()
+
+    def clear() -> None:
+        part.grad = whole.grad = None
+
+    def gradient() -> Any:
+        assert part.grad is None or (part.grad.dtype, part.grad.shape) == (np.float32, part.shape)
+        return None if part.grad is None else part.grad.tolist()
+
+    return {
+        "forward": lambda x: fsdp(np.array([x], np.float32)).tolist(),
+        "backward": lambda: fsdp.backward(np.ones(1, np.float32)),
+        "prefetch": fsdp.prefetch_forward_params,
+        "pending": fsdp.has_pending_prefetch,
+        "piece": part.data.tolist,
+        "requires_grad": lambda: part.requires_grad,
+        "gradient": gradient,
+        "padded gradient": lambda: fsdp.padded_gradients()["w"].tolist(),  # type: ignore[union-attr]
+        "whole": lambda: whole.data.tolist(),
+        "set whole": lambda values: whole.data.__setitem__(..., values),
+        "write whole gradient": lambda values: setattr(whole, "grad", np.array(values, np.float32)),
+        "clear": clear,
+        "sync": fsdp.sync_gradients,
+        "update": fsdp.update_shards,
+        "broadcast": fsdp.broadcast_updated_params,
+    }
 
 
-@vector("backend::subbackend_empty_members_is_error")
-def subgroup_of_nobody(link: str) -> None:
-    with world_over(link, 2) as groups, pytest.raises(InvalidWorldSize):
-        groups[0].subgroup([])
+@having("fsdp")
+def test_fsdp(vector: dict[str, Any], link: str) -> None:
+    """A step is a word, its argument by rank, and what comes of it: a value by rank, or an error and its text."""
 
-
-@vector("backend::subbackend_send_recv_routes_through_parent")
-def subgroup_send_recv(link: str) -> None:
-    def rank(group: Group) -> Any:
-        if group.rank not in (0, 2):
-            return None
-        part = group.subgroup([0, 2])
-        if part.rank == 0:
-            part.send(np.array([9, 8, 7], np.uint8), 1)
-            return None
-        received, source = part.recv(0)
-        return received.tolist(), source
-
-    assert run_over(link, 4, rank) == [None, None, ([9, 8, 7], 0), None]
-
-
-@vector("backend::subbackend_barrier")
-def subgroup_barrier(link: str) -> None:
-    entered: list[int] = []
-
-    def rank(group: Group) -> Any:
-        if group.rank % 2:
-            return None
-        part = group.subgroup([0, 2, 4])
-        entered.append(group.rank)
-        part.barrier()
-        return len(entered)
-
-    assert run_over(link, 6, rank) == [3, None, 3, None, 3, None]
-
-
-@vector("backend::subbackend_to_global_to_local")
-def subgroup_ranks(link: str) -> None:
-    with world_over(link, 4) as groups:
-        part = groups[0].subgroup([0, 2])
-        assert [part.global_rank(rank) for rank in (0, 1)] == [0, 2]
-        assert {rank: part.group_rank(rank) for rank in (0, 2, 1, 3)} == {0: 0, 2: 1, 1: None, 3: None}
-
-
-@vector("backend::subbackend_sorts_and_dedups_members")
-def subgroup_sorts_and_dedups(link: str) -> None:
-    with world_over(link, 4) as groups:
-        part = groups[2].subgroup([3, 2, 0, 2, 3])
-        assert (list(part.ranks), part.rank, part.size) == ([0, 2, 3], 1, 3)
-
-
-@vector("collective::broadcast_invalid_root")
-def broadcast_invalid_root(link: str) -> None:
     def rank(group: Group) -> None:
-        with pytest.raises(InvalidRank, match="5"):
-            group.broadcast(np.zeros(3, np.float32), root=5)
-        group.barrier()  # the mistake has cost nothing
+        strategy = ShardingStrategy(vector.get("strategy", "full_shard"))
+        if "error" in vector:
+            with refused(vector["error"]):
+                FSDP(Scaled(vector["w"]), group, strategy, vector["node"])
+            return
+        fsdp = FSDP(Scaled(vector["w"]), group, strategy, vector.get("node"))
+        assert not group.recorder.snapshot(), "construction communicates nothing"
+        for word, given, outcome in vector["fsdp"]:
+            call = partial(words(fsdp)[word], *([] if given is None else [of_rank(given, group.rank)]))
+            if isinstance(outcome, list) and isinstance(outcome[0], str):
+                with refused(outcome):
+                    call()
+            else:
+                expected = of_rank(outcome, group.rank)
+                assert call() == (np.float32(expected).tolist() if isinstance(expected, list) else expected), word
 
-    run_over(link, 2, rank)
-
-
-@vector("collective::reduce_scatter_indivisible")
-def reduce_scatter_indivisible(link: str) -> None:
-    def rank(group: Group) -> None:
-        with pytest.raises(SizeMismatch, match=r"2 equal parts.*\(3,\)"):
-            group.reduce_scatter(np.array([1, 2, 3], np.float32))
-        group.barrier()
-
-    run_over(link, 2, rank)
-
-
-def bytes_roundtrip(link: str, dtype: str) -> None:
-    """What travels: through the frame codec, and through links, between ranks and to oneself."""
-    x = np.array([1, 2.5, -3.14, 0], dtype)
-    frame = decode(encode(Frame(FrameKind.DATA, 1, 1, 0, b"", as_bytes(x))))
-    assert from_bytes(frame.payload, x.dtype).tobytes() == x.tobytes()
-
-    def rank(group: Group) -> bytes:
-        group.send(x, 1 - group.rank)
-        group.send(x, group.rank, tag=1)
-        (other, _), (own, _) = group.recv(1 - group.rank), group.recv(group.rank, tag=1)
-        assert other.dtype == own.dtype == x.dtype
-        return other.tobytes() + own.tobytes()
-
-    assert run_over(link, 2, rank) == [2 * x.tobytes()] * 2
+    run_over(link, vector["world"], rank)
 
 
-@vector("collective::bytes_roundtrip_f32")
-def bytes_roundtrip_f32(link: str) -> None:
-    bytes_roundtrip(link, "f4")
-
-
-@vector("collective::bytes_roundtrip_f64")
-def bytes_roundtrip_f64(link: str) -> None:
-    bytes_roundtrip(link, "f8")
-
-
-@pytest.mark.parametrize("link", EACH_LINK)
-@pytest.mark.parametrize("name", VECTORS)
-def test_vector(name: str, link: str) -> None:
-    VECTORS[name](link)
-
-
-BARRIERS = ["backend::simulated_barrier", "collective::barrier_completes", "ring::barrier_serialises_all_ranks"]
-
-
-@pytest.mark.parametrize("link", EACH_LINK)
-@pytest.mark.parametrize("schedule", SCHEDULES["barrier"])
-@pytest.mark.parametrize("name", BARRIERS)
-def test_barrier(name: str, schedule: str, link: str) -> None:
-    lock = threading.Lock()
-    entered = 0
-
-    def rank(group: Group) -> int:
-        nonlocal entered
-        with lock:
-            entered += 1
-        group.barrier()
-        return entered
-
-    assert run_over(link, 4, rank, choose=scheduled("barrier")[schedule]) == [4] * 4
-
-
-ARITHMETIC = {
-    "ring::chunk_ranges_balanced": (lambda: chunk_bounds(8, 4), [(0, 2), (2, 4), (4, 6), (6, 8)]),
-    "ring::chunk_ranges_unbalanced_cover_all_elements_exactly_once": (
-        lambda: chunk_bounds(7, 4),
-        [(0, 1), (1, 3), (3, 5), (5, 7)],
-    ),
-    "ring::ring_neighbours_wrap_around": (
-        lambda: [ring_neighbours(rank, 4) for rank in (0, 3, 2)],
-        [(3, 1), (2, 0), (1, 3)],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ARITHMETIC)
-def test_arithmetic(name: str) -> None:
-    compute, expected = ARITHMETIC[name]
-    assert compute() == expected
-
-
-def test_all_vectors_are_here() -> None:
-    names = [*(vector.name for vector in COLLECTIVES), *VECTORS, *BARRIERS, *ARITHMETIC]
+def test_all_of_the_references_tests_are_here() -> None:
+    names = [vector["name"] for vector in VECTORS]
     assert len(names) == len(set(names))
-    counts = {part: sum(name.startswith(f"{part}::") for name in names) for part in ("backend", "ring", "collective")}
-    assert counts == {"backend": 12, "ring": 8, "collective": 17}
+    found = {name for each in names for name in re.findall(r"\w+::\w+", each)}
+    counts = Counter(name.partition("::")[0] for name in found)
+    # Also world_without_ranks; three of arithmetic in unit/collectives/test_schedules, one in unit/test_group_mistakes.
+    assert counts == {"backend": 10, "ring": 5, "collective": 17, "fsdp": 21}

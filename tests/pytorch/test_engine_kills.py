@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.testing import coordinator
-from support.processes import Worker, workers
+from support.processes import workers
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.alone]
 
@@ -73,13 +73,6 @@ with paceline.join() as session:
         emit("applied" if step.applied else "undone", step=step.number, world=step.world, generation=step.generation)
     emit("done", digest=hashlib.sha256(model.module.weight.detach().numpy()).hexdigest())
 """
-
-
-def until_done(worker: Worker) -> list[dict[str, Any]]:
-    events = [worker.expect_any(60.0)]
-    while events[-1]["event"] != "done":
-        events.append(worker.expect_any(60.0))
-    return events
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from support.turns import by_turns
 pytestmark = pytest.mark.torch
 
 CASES = [(world, name) for world in (1, 2, 3, 4) for name in strategies(world)]
-each_case = pytest.mark.parametrize(("world", "name"), CASES)
 each_strategy = pytest.mark.parametrize("name", strategies(2))
 
 
@@ -87,69 +86,53 @@ def test_fetching_ahead_changes_no_bit(name: str, ahead: int) -> None:
         assert all(torch.equal(state[path], plain[path]) for path in plain)
 
 
-@each_case
-def test_gradients_of_micro_batches_add_up(world: int, name: str) -> None:
-    x, t = data(8 * world)
+def micro_batches(model: Any, x: Any, t: Any, rank: int) -> None:
+    """Nothing is pending after the last."""
+    for number, rows in enumerate(np.array_split(np.arange(len(x)), 2)):
+        with model.no_sync() if number == 0 else nullcontext():
+            (loss_of(model(x[rows]), t[rows]) / 2).backward()
+    model.sync_gradients()
+
+
+def dropped_then_by_hand(model: Any, x: Any, t: Any, rank: int) -> None:
+    with model.no_sync():
+        loss_of(model(x), t).backward()
+        model.zero_grad()
+        loss_of(model(x), t).backward()
+    model.sync_gradients()
+
+
+def twice_without_zero_grad(model: Any, x: Any, t: Any, rank: int) -> None:
+    for _ in range(2):
+        loss_of(model(x), t).backward()
+
+
+def one_rank_that_counts_nothing(model: Any, x: Any, t: Any, rank: int) -> None:
+    """It may have anything, NaN too; it takes part in all that is sent."""
+    x, t = data(24)
+    model.backward(loss_of(model(x * float("nan") if rank else x), t), weight=1.0 - rank)
+
+
+@pytest.mark.parametrize(
+    ("passes", "world", "name", "factor"),
+    [
+        *((micro_batches, world, name, 1.0) for world, name in CASES),
+        *((dropped_then_by_hand, 2, name, 1.0) for name in strategies(2)),
+        *((twice_without_zero_grad, 2, name, 2.0) for name in strategies(2)),
+        *((one_rank_that_counts_nothing, 2, name, 1.0) for name in strategies(2)),
+    ],
+)
+def test_gradients_are_those_of_one_process(passes: Any, world: int, name: str, factor: float) -> None:
+    x, t = data(24)
 
     def rank(group: Group) -> Any:
         model = wrap(net(), group, name)
-        mine = np.split(np.arange(8 * world), world)[group.rank]
-        for number, rows in enumerate(np.split(mine, 2)):
-            with model.no_sync() if number == 0 else nullcontext():
-                (loss_of(model(x[rows]), t[rows]) / 2).backward()
-        model.sync_gradients()  # nothing is pending any more
+        rows = rows_of(group.rank, world, 24)
+        passes(model, x[rows], t[rows], group.rank)
         return gradients(model, group)
 
     for found in run_ranks(world, rank):
-        assert_close(found, expected_gradients(x, t))
-
-
-@each_strategy
-def test_gradients_that_wait_are_sent_by_hand_or_dropped(name: str) -> None:
-    x, t = data(6)
-
-    def rank(group: Group) -> Any:
-        model = wrap(net(), group, name)
-        rows = rows_of(group.rank, 2, 6)
-        with model.no_sync():
-            loss_of(model(x[rows]), t[rows]).backward()
-            model.zero_grad()
-            loss_of(model(x[rows]), t[rows]).backward()
-        model.sync_gradients()
-        return gradients(model, group)
-
-    for found in run_ranks(2, rank):
-        assert_close(found, expected_gradients(x, t))
-
-
-@each_strategy
-def test_backward_without_zero_grad_adds(name: str) -> None:
-    x, t = data(6)
-
-    def rank(group: Group) -> Any:
-        model = wrap(net(), group, name)
-        rows = rows_of(group.rank, 2, 6)
-        for _ in range(2):
-            loss_of(model(x[rows]), t[rows]).backward()
-        return gradients(model, group)
-
-    for found in run_ranks(2, rank):
-        assert_close(found, expected_gradients(x, t, factor=2))
-
-
-@each_strategy
-def test_weights(name: str) -> None:
-    """A rank that counts nothing may have anything, NaN too; it takes part in all that is sent."""
-    x, t = data(6)
-
-    def rank(group: Group) -> Any:
-        model = wrap(net(), group, name)
-        mine = x if group.rank == 0 else x * float("nan")
-        model.backward(loss_of(model(mine), t), weight=1.0 - group.rank)
-        return gradients(model, group)
-
-    for found in run_ranks(2, rank):
-        assert_close(found, expected_gradients(x, t))
+        assert_close(found, expected_gradients(x, t, factor))
 
 
 def test_weights_that_add_up_to_nothing() -> None:

@@ -206,7 +206,7 @@ def test_there_is_no_second_word(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_who_did_not_see_the_second_word_complete_undoes_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MemberState, "prepare", lambda place, step: None)
-    assert found(1000, NODES, first=320).startswith(("I1", "I2", "two lines", "liveness"))
+    assert found(1000, NODES, first=395).startswith(("I1", "I2", "two lines", "liveness"))
 
 
 def test_who_is_prepared_finishes_a_step_that_nobody_has_applied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ def test_most_members_hang_together_and_are_waited_for(monkeypatch: pytest.Monke
         monkeypatch.setattr(stragglers._all, "rings", lambda now, timeout: False)
 
     monkeypatch.setattr(Stragglers, "__init__", begin)
-    assert found(400, STUCK_MOST, first=50).startswith("liveness")
+    assert found(400, STUCK_MOST, first=55).startswith("liveness")
 
 
 def test_the_line_is_finished_while_its_last_checkpoint_is_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,15 +6,14 @@ import asyncio
 import gc
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from time import monotonic
 
 import numpy as np
 
 from paceline._base.waits import LoopThread, loop_thread
-from paceline._links.base import Link, LinkEnded, Peer
+from paceline._links.base import Peer
 from paceline._links.conformance import LinkPair
 from paceline._links.fault import Fault
 from paceline._links.frame import Frame, FrameKind
@@ -22,11 +21,11 @@ from paceline._links.shm.arena import Arena, arena
 from paceline._links.shm.handover import ShmHost, connect
 from paceline._links.shm.incoming import ShmIncoming
 from paceline._links.shm.outgoing import ShmOutgoing
+from support.halves_link import MarkedLink
 
 __all__ = [
     "PEERS",
     "Halves",
-    "ShmLink",
     "descriptors",
     "frame",
     "halves",
@@ -35,67 +34,9 @@ __all__ = [
     "shm_halves",
     "shm_host",
     "shm_link_pair",
-    "soon",
 ]
 
 PEERS = (Peer(0, "member-0", "host-0", pid=100), Peer(1, "member-1", "host-1", pid=101))
-
-
-class ShmLink(Link):
-    """A link of two halves; the control channel that says how it ends is a reference to the other end."""
-
-    kind = "shm"
-
-    def __init__(self, peer: Peer, fault: Fault, outgoing: ShmOutgoing, incoming: ShmIncoming) -> None:
-        self.peer = peer
-        self.other: ShmLink | None = None
-        self._outgoing = outgoing
-        self._incoming = incoming
-        fault.on_failure(outgoing.wake)
-        fault.on_failure(incoming.wake)
-
-    def send(self, frame: Frame, deadline: float) -> None:
-        self._outgoing.send(frame, deadline)
-
-    def lend(self, frame: Frame, deadline: float) -> None:
-        self._outgoing.lend(frame, deadline)
-
-    def mark(self, number: int, deadline: float) -> bool:
-        return self._outgoing.mark(number)
-
-    def await_mark(self, deadline: float) -> Frame | int:
-        return self._incoming.await_mark(deadline)
-
-    def await_release(self, deadline: float) -> None:
-        self._outgoing.await_release(deadline)
-
-    def recall(self) -> None:
-        self._outgoing.recall()
-
-    def release(self) -> None:
-        self._incoming.release()
-
-    def recv(self, deadline: float, into: memoryview | None = None) -> Frame:
-        return self._incoming.recv(deadline, into)
-
-    def on_readable(self, notify: Callable[[], None]) -> None:
-        self._incoming.on_readable(notify)
-
-    def close(self, deadline: float) -> None:
-        assert self.other is not None
-        self._outgoing.flush(deadline)
-        self._outgoing.end(LinkEnded("the link was closed here", orderly=True))
-        self.other._incoming.end(LinkEnded("the peer left", orderly=True), self._outgoing.frames)
-
-    def cut(self) -> None:
-        assert self.other is not None
-        for end in (self, self.other):
-            end._outgoing.end(LinkEnded("the peer is gone"))
-            end._incoming.end(LinkEnded("the peer is gone"))
-
-    def free(self) -> None:
-        self._outgoing.close()
-        self._incoming.close()
 
 
 def shm_halves(
@@ -136,11 +77,6 @@ def halves(arena: Arena | None = None, neighbours: int = 1) -> Iterator[Halves]:
     finally:
         outgoing.close()
         incoming.close()
-
-
-def soon() -> float:
-    """A deadline that only what hangs comes to."""
-    return monotonic() + 10.0
 
 
 def frame(payload: bytes | memoryview = b"", part: int = 0, signature: bytes = b"") -> Frame:
@@ -197,7 +133,8 @@ def shm_link_pair() -> Iterator[LinkPair]:
         fault_a, fault_b = Fault(1, 0, 0.05), Fault(1, 1, 0.05)
         a_to_b, b_from_a = shm_halves(thread, host, fault_a, fault_b)
         b_to_a, a_from_b = shm_halves(thread, host, fault_b, fault_a)
-        a, b = ShmLink(PEERS[1], fault_a, a_to_b, a_from_b), ShmLink(PEERS[0], fault_b, b_to_a, b_from_a)
+        a = MarkedLink("shm", PEERS[1], a_to_b, a_from_b, fault_a)
+        b = MarkedLink("shm", PEERS[0], b_to_a, b_from_a, fault_b)
         a.other, b.other = b, a
         try:
             yield LinkPair(a, b, fault_a, fault_b, a.cut, empty=lent)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import textwrap
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from support.command import Command
+from support.waiting import wait_for
 
-__all__ = ["Job", "pids", "until"]
+__all__ = ["Job", "pids"]
 
 
 class Job:
@@ -56,16 +55,9 @@ class Job:
 
     def spare(self, others: set[int]) -> int:
         """Waits for a process that has imported the package and is none of the others; returns its id."""
-        until(lambda: bool(self.imported - others))
+        wait_for(lambda: self.imported - others)
         (pid,) = self.imported - others
         return pid
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def pids(run: Command) -> list[int]:

@@ -1,7 +1,4 @@
-"""Tcp halves over real loopback sockets: one direction, or two ends of a link that is nothing but its halves.
-
-What the gRPC side of a link says in real life (who left, after how many frames) is said here by a call.
-"""
+"""Tcp halves over real loopback sockets: one direction, or two ends of a link that is nothing but its halves."""
 
 from __future__ import annotations
 
@@ -9,13 +6,12 @@ import asyncio
 import secrets
 import socket
 import ssl
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from paceline._base.waits import loop_thread
-from paceline._links.base import Link, LinkEnded, Peer
+from paceline._links.base import Peer
 from paceline._links.fault import Fault
 from paceline._links.frame import Frame, FrameKind
 from paceline._links.tcp import (
@@ -30,9 +26,9 @@ from paceline._links.tcp import (
 from paceline._links.tcp._tcp_wire import ACCEPTED, Hello, encode_hello
 from paceline.credentials import IN_THE_CLEAR, MEMBER_NAME, Credentials
 from paceline.testing import LinkPair
+from support.halves_link import HalvesLink
 
 __all__ = [
-    "HalvesLink",
     "OneWay",
     "RawWriter",
     "call_at",
@@ -42,7 +38,6 @@ __all__ = [
     "one_way",
     "open_half",
     "raw_writer",
-    "soon",
     "tcp_link_pair",
 ]
 
@@ -132,65 +127,6 @@ def one_way(streams: int = 1, credentials: Credentials = IN_THE_CLEAR, *, genera
             into.close()
 
 
-class HalvesLink(Link):
-    """A link of two halves, whose other end is in this process too.
-
-    Args:
-        peer: who is at the other end.
-        out: the way there.
-        into: the way back.
-        fault: how the generation ends.
-    """
-
-    kind = "tcp"
-
-    def __init__(self, peer: Peer, out: TcpOutgoing, into: TcpIncoming, fault: Fault) -> None:
-        self.peer = peer
-        self.out = out
-        self.into = into
-        self.other: HalvesLink | None = None
-        fault.on_failure(out.wake)
-        fault.on_failure(into.wake)
-
-    def send(self, frame: Frame, deadline: float) -> None:
-        self.out.send(frame, deadline)
-
-    def lend(self, frame: Frame, deadline: float) -> None:
-        self.out.lend(frame, deadline)
-
-    def await_release(self, deadline: float) -> None:
-        self.out.await_release(deadline)
-
-    def recall(self) -> None:
-        self.out.recall()
-
-    def release(self) -> None:
-        self.into.release()
-
-    def recv(self, deadline: float, into: memoryview | None = None) -> Frame:
-        return self.into.recv(deadline, into)
-
-    def on_readable(self, notify: Callable[[], None]) -> None:
-        self.into.on_readable(notify)
-
-    def close(self, deadline: float) -> None:
-        """Orderly: what waits is written, and the other side told how many frames there were."""
-        self.out.flush(deadline)
-        assert self.other is not None
-        self.other.into.end(LinkEnded("the other side left", orderly=True), self.out.frames)
-        self.out.end(LinkEnded("this side left", orderly=True))
-
-    def cut(self) -> None:
-        """As the death of the process at this end: the control channel of the other end breaks too."""
-        for half in (self.out, self.into):
-            half.end(LinkEnded("this side is dead"))
-        for stream in self.out._streams:
-            stream.shut()
-        assert self.other is not None
-        self.other.into.end(LinkEnded("the other side died"))
-        self.other.out.end(LinkEnded("the other side died"))
-
-
 @contextmanager
 def tcp_link_pair(streams: int = 1, credentials: Credentials = IN_THE_CLEAR) -> Iterator[LinkPair]:
     """Two ends of one link, for `paceline.testing.check_link`."""
@@ -199,19 +135,14 @@ def tcp_link_pair(streams: int = 1, credentials: Credentials = IN_THE_CLEAR) -> 
     with listening(credentials) as host:
         there = open_half(host, host.port, streams, faults, context=context)
         back = open_half(host, host.port, streams, (faults[1], faults[0]), context=context)
-        a = HalvesLink(Peer(1, "b", "host-b"), there[0], back[1], faults[0])
-        b = HalvesLink(Peer(0, "a", "host-a"), back[0], there[1], faults[1])
+        a = HalvesLink("tcp", Peer(1, "b", "host-b"), there[0], back[1], faults[0])
+        b = HalvesLink("tcp", Peer(0, "a", "host-a"), back[0], there[1], faults[1])
         a.other, b.other = b, a
         try:
             yield LinkPair(a, b, *faults, b.cut)
         finally:
             for half in (*there, *back):
                 half.close()
-
-
-def soon(seconds: float = 10.0) -> float:
-    """A deadline."""
-    return time.monotonic() + seconds
 
 
 def data(payload: bytes | memoryview, part: int = 0, signature: bytes = b"", *, generation: int = 1) -> Frame:

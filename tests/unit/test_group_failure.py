@@ -1,6 +1,5 @@
 """Whatever goes wrong in a collective: every rank gets the same typed error, soon, and no array is touched after."""
 
-import threading
 import time
 from time import monotonic
 from typing import Any
@@ -24,6 +23,8 @@ from paceline.errors import (
     PeerRaised,
 )
 from paceline.testing import local_groups
+from support.parts import each
+from support.waiting import Background, wait_for
 
 CONFIG = Config(failure_timeout=0.6)
 N = 64
@@ -33,25 +34,11 @@ def outcomes(world: int, fn: Any, tamper: Any = None, at: int = 0, segment: int 
     """What each rank raises; `tamper` befalls the frames of rank `at`."""
     meshes = local_meshes(world)
     groups = [Group(FaultyMesh(m, tamper) if tamper and m.rank == at else m, CONFIG) for m in meshes]
-    errors: list[BaseException | None] = [None] * world
-
-    def run(rank: int) -> Any:
-        try:
-            fn(groups[rank])
-        except BaseException as error:  # noqa: BLE001  the test looks at it
-            errors[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
     with mock.patch("paceline._collectives.tasks.SEGMENT_BYTES", segment):
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
-    for thread in threads:
-        assert not thread.is_alive(), "a rank hangs"
+        ended = each(groups, fn)
     for group in groups:
         group.close()
-    return errors
+    return [end if isinstance(end, BaseException) else None for end in ended]
 
 
 def some_work(group: Group) -> Any:
@@ -136,24 +123,14 @@ def test_later_calls_raise_the_same_error_anew_and_at_once() -> None:
 def test_a_rank_that_dies_is_named_by_all() -> None:
     meshes = local_meshes(3)
     groups = [Group(mesh, CONFIG) for mesh in meshes]
-    errors: list[PacelineError] = []
-
-    def run(group: Group) -> Any:
-        with pytest.raises(PeerLost, match=r"rank 2 .local. is lost") as info:
-            group.all_reduce(np.ones(N))
-        errors.append(info.value)
-
-    threads = [threading.Thread(target=run, args=(group,)) for group in groups[:2]]
-    for thread in threads:
-        thread.start()
+    calls = [Background(lambda group=group: group.all_reduce(np.ones(N))) for group in groups[:2]]
     meshes[2].cut()
-    for thread in threads:
-        thread.join(20)
+    for call in calls:
+        with pytest.raises(PeerLost, match=r"rank 2 .local. is lost") as info:
+            call.result()
+        assert (info.value.ranks, info.value.operation, info.value.generation) == ((2,), 1, 1)
     for group in groups:
         group.close()
-    assert [error.ranks for error in errors] == [(2,), (2,)]
-    assert [error.operation for error in errors] == [1, 1]
-    assert [error.generation for error in errors] == [1, 1]
 
 
 def test_a_rank_that_has_left_is_named() -> None:
@@ -188,20 +165,11 @@ def test_an_abort_wakes_a_blocked_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline._collectives.exchange.PATIENCE", 3_600.0)  # by itself it looks around only then
     meshes = local_meshes(2)
     groups = [Group(mesh, CONFIG) for mesh in meshes]
-    woken = []
-
-    def run() -> Any:
-        with pytest.raises(PeerLost):
-            groups[0].all_reduce(np.ones(N))
-        woken.append(True)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    while not groups[0].progress().inside:
-        time.sleep(0.001)
+    call = Background(lambda: groups[0].all_reduce(np.ones(N)))
+    wait_for(lambda: groups[0].progress().inside)
     meshes[1].cut()
-    thread.join(20)
-    assert woken
+    with pytest.raises(PeerLost):
+        call.result()
     for group in groups:
         group.close()
 
@@ -238,7 +206,7 @@ def changed(**values: Any) -> Any:
         (lambda way, frame: None, OperationTimeout, "waited"),
     ],
 )
-def test_frames_that_no_right_rank_sends(act: Any, kind: str, what: Any) -> None:
+def test_a_wrong_frame_ends_the_generation_with_one_error_on_every_rank(act: Any, kind: str, what: Any) -> None:
     timeout = 0.2 if kind is OperationTimeout else 20.0
     errors = outcomes(2, lambda g: g.all_reduce(np.ones(N), order="rank", timeout=timeout), AtFrame(1, act), at=1)
     for error in errors:
@@ -259,7 +227,7 @@ def test_a_receiver_that_learns_the_shape_believes_no_garbage(signature: Any) ->
     assert all(isinstance(error, PeerBrokeProtocol | CollectiveMismatch) for error in errors), errors
 
 
-def test_nothing_touches_the_arrays_of_a_call_that_has_failed() -> None:
+def test_a_failed_call_does_not_write_to_its_arrays_later() -> None:
     meshes = local_meshes(2)
     groups = [Group(mesh, CONFIG) for mesh in meshes]
     out = np.zeros(N)
@@ -282,7 +250,7 @@ def test_nothing_touches_the_arrays_of_a_call_that_has_failed() -> None:
     ],
     ids=["broadcast", "scatter"],
 )
-def test_who_announces_what_no_memory_holds_is_named(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_announces_an_array_larger_than_memory_is_named(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     real = np.empty
 
     def empty(shape: Any, *of: Any, **more: Any) -> Any:

@@ -13,6 +13,7 @@ from paceline._group import Group
 from paceline.config import Config
 from paceline.errors import ConcurrentUse, OperationTimeout, PacelineError, PeerRaised, SessionClosed
 from paceline.testing import local_groups, run_ranks
+from support.waiting import Background
 
 
 def test_asynchronous_operations_run_in_issue_order() -> None:
@@ -51,16 +52,9 @@ def test_the_first_operation_runs_in_the_callers_thread() -> None:
 
 def test_calls_from_many_threads_of_one_rank_each_get_their_turn() -> None:
     (group,) = local_groups(1)
-    results = []
-    threads = [
-        threading.Thread(target=lambda i=i: results.append(int(group.all_reduce(np.array([i]))[0]))) for i in range(20)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    calls = [Background(lambda i=i: int(group.all_reduce(np.array([i]))[0])) for i in range(20)]
+    assert [call.result() for call in calls] == list(range(20))
     group.close()
-    assert sorted(results) == list(range(20))
 
 
 def test_a_wait_that_times_out_ends_the_operation_and_names_the_one_awaited() -> None:
@@ -89,7 +83,7 @@ def test_progress_tells_where_a_member_is() -> None:
     group.close()
 
 
-def test_closing_aborts_what_cannot_end() -> None:
+def test_closing_aborts_an_operation_that_cannot_end() -> None:
     groups = local_groups(2)
     work = groups[0].all_reduce(np.ones(4), async_op=True)
     groups[0].close(0.02)
@@ -110,7 +104,7 @@ def test_a_closed_group_says_so() -> None:
         group.all_reduce(np.ones(2), async_op=True)
 
 
-def test_a_group_is_one_threads_until_it_hands_over() -> None:
+def test_a_group_refuses_another_thread_until_it_is_handed_over() -> None:
     """Even if the two never meet: on another rank they may have come in the other order, and equal shapes would mix."""
     groups = local_groups(2, Config(failure_timeout=0.3))
     works = [group.all_reduce(np.ones(1), async_op=True) for group in groups]
@@ -199,7 +193,7 @@ def _until_it_fails(group: Group) -> None:
             group.all_reduce(np.ones(4))
 
 
-def test_where_no_thread_can_be_had_the_group_fails_and_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_cannot_start_a_thread_fails_and_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
@@ -220,7 +214,7 @@ def test_where_no_thread_can_be_had_the_group_fails_and_can_be_closed(monkeypatc
     assert run_ranks(2, rank, timeout=20.0) == ["None", "can't start new thread"]
 
 
-def test_a_groups_thread_that_fails_ends_what_is_in_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_the_groups_thread_ends_all_queued_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     end_turn, in_line = Lane._end_turn, threading.Event()
 
     def fail(lane: Lane) -> None:

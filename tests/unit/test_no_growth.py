@@ -5,6 +5,7 @@ import os
 import threading
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from paceline._base.work import Work
 from paceline._group import Group
 from paceline.testing import local_groups
+from support.parts import at_once
 
 WORLD = 3
 WARM_UP, PART, LONG = 2_000, 1_000, 5_000
@@ -49,32 +51,20 @@ KINDS: list[Callable[[Group, int, bool], Any]] = [
 
 def many(groups: list[Group], first: int, last: int) -> None:
     """The collectives of these numbers at every rank, in two groups by turns, every third asynchronous."""
-    failures: list[BaseException] = []
 
-    def run(pair: tuple[Group, Group]) -> None:
+    def run(ours: Group, other: Group) -> None:
         works: list[Work[Any]] = []
-        try:
-            for i in range(first, last):
-                found = KINDS[i % len(KINDS)](pair[i // len(KINDS) % 2], i // 7 % WORLD, i % 3 == 0)
-                if isinstance(found, Work):
-                    works.append(found)
-                if len(works) == 8:
-                    while works:
-                        works.pop().wait(20)
-            while works:
-                works.pop().wait(20)
-        except BaseException as error:  # noqa: BLE001  it is raised below
-            failures.append(error)
+        for i in range(first, last):
+            group = other if i // len(KINDS) % 2 else ours
+            found = KINDS[i % len(KINDS)](group, i // 7 % WORLD, i % 3 == 0)
+            if isinstance(found, Work):
+                works.append(found)
+            if len(works) == 8 or i == last - 1:
+                while works:
+                    works.pop().wait(20)
 
-    pairs = list(zip(groups[:WORLD], groups[WORLD:], strict=True))
-    threads = [threading.Thread(target=run, args=(pair,), daemon=True) for pair in pairs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(50)
-    assert not any(thread.is_alive() for thread in threads)
-    if failures:
-        raise failures[0]
+    for end in at_once([partial(run, *pair) for pair in zip(groups[:WORLD], groups[WORLD:], strict=True)], 50.0):
+        assert end is None, end
 
 
 def held() -> tuple[int, int, int]:

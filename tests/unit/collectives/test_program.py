@@ -38,7 +38,7 @@ def reducing(
 @given(
     how=st.sampled_from(REDUCING),
     world=st.integers(1, 9),
-    n=st.integers(0, 50),
+    n=st.integers(0, 24),
     segment=st.integers(1, 9),
     in_place=st.booleans(),
     lend=st.booleans(),

@@ -16,7 +16,8 @@ from paceline._links.shm.control_segment import SLOTS
 from paceline.errors import PacelineError, PeerBrokeProtocol, PeerLost
 from paceline_protocol import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
-from support.shm_pair import Halves, frame, halves, in_arena, soon
+from support.halves_link import soon
+from support.shm_pair import Halves, frame, halves, in_arena
 
 MIB = 1 << 20
 LOST = Verdict(1, ErrorReason.ERROR_REASON_PEER_LOST, (1,), 7, "rank 1 is lost")

@@ -42,7 +42,8 @@ def test_a_thousand_pairs_leave_nothing() -> None:
         before = taken()
         for _ in range(1000):
             one()
-        assert taken() == before
+        # Fewer descriptors are no leak: those of grpc, of tests before this one, are closed when it comes to it.
+        assert all(now <= then for now, then in zip(taken(), before, strict=True))
 
 
 def test_close_gives_back_all_even_while_somebody_keeps_the_halves() -> None:

@@ -32,7 +32,8 @@ from paceline._links.shm.control_segment import (
 from paceline.errors import LimitExceeded, PeerLost
 from paceline_protocol import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
-from support.shm_pair import Halves, frame, halves, in_arena, soon
+from support.halves_link import soon
+from support.shm_pair import Halves, frame, halves, in_arena
 
 MIB = 1 << 20
 MANY = 16

@@ -13,7 +13,8 @@ from paceline._links.base import LinkEnded
 from paceline._links.shm.arena import Arena
 from paceline_protocol import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
-from support.shm_pair import Halves, frame, halves, in_arena, soon
+from support.halves_link import soon
+from support.shm_pair import Halves, frame, halves, in_arena
 
 MIB = 1 << 20
 LOST = Verdict(1, ErrorReason.ERROR_REASON_PEER_LOST, (1,), 7, "rank 1 is lost")

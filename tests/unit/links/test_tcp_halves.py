@@ -29,7 +29,8 @@ from paceline.testing import check_link
 from paceline_protocol import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.certificates import make_folder
-from support.tcp_pair import OneWay, data, one_way, soon, tcp_link_pair
+from support.halves_link import soon
+from support.tcp_pair import OneWay, data, one_way, tcp_link_pair
 
 _MIB = 1 << 20
 

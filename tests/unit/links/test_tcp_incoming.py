@@ -16,7 +16,8 @@ from paceline._links.base import LinkEnded, LinkTimeout
 from paceline._links.frame import MAX_FRAME_BYTES
 from paceline._links.kind import ProtocolError
 from paceline._links.tcp._tcp_wire import HEAD_BYTES, cut, encode_head
-from support.tcp_pair import data, on_loop, one_way, raw_writer, soon
+from support.halves_link import soon
+from support.tcp_pair import data, on_loop, one_way, raw_writer
 
 
 def test_payloads_stay_until_they_are_released() -> None:

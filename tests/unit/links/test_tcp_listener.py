@@ -26,7 +26,8 @@ from paceline._links.tcp._tcp_wire import ACCEPTED, MAX_STREAMS, Hello, encode_h
 from paceline.credentials import MEMBER_NAME, Credentials
 from paceline.errors import ForkedSession, LinkUnavailable
 from support.certificates import CertificateFolder, make_folder
-from support.tcp_pair import call_at, data, listening, on_loop, one_way, open_half, soon
+from support.halves_link import soon
+from support.tcp_pair import call_at, data, listening, on_loop, one_way, open_half
 
 _FAULT = Fault(1, 0, 0.0)
 

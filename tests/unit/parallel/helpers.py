@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +17,7 @@ from paceline._links.base import Peer
 from paceline._parallel import DDP, Parameter
 from paceline.compression import Codec
 from paceline.optim import Optimizer
+from support.parts import each
 
 Array = NDArray[Any]
 Weights = dict[str, Array]
@@ -123,23 +123,16 @@ def scale(*values: float, dtype: DTypeLike = np.float64, requires_grad: bool = T
 
 def run_open(groups: list[Group], fn: Callable[[Group], None]) -> None:
     """As `paceline.testing.run_groups`, but the groups stay open, for other threads to go on with."""
-    failures: list[BaseException] = []
 
     def run(group: Group) -> None:
         try:
             fn(group)
-        except BaseException as error:  # noqa: BLE001  it is raised below
-            failures.append(error)
-        group.hand_over()
+        finally:
+            group.hand_over()
 
-    threads = [threading.Thread(target=run, args=(group,), daemon=True) for group in groups]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not any(thread.is_alive() for thread in threads)
-    if failures:
-        raise failures[0]
+    for end in each(groups, run):
+        if end is not None:
+            raise end
 
 
 @dataclass

@@ -9,8 +9,7 @@ import os
 import signal
 import stat
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from paceline._base.activity import FlightRecorder
 from paceline._session import flight
 from paceline._session.flight import FlightLog, flight_directory
 from paceline.errors import PeerLost
+from support.waiting import wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -42,13 +42,6 @@ def read(path: Path | None) -> dict[str, Any]:
     assert path is not None
     found: dict[str, Any] = json.loads(path.read_text(encoding="ascii"))
     return found
-
-
-def eventually(condition: Callable[[], object], timeout: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
 
 
 def test_the_file_says_who_and_what(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -268,7 +261,7 @@ def test_one_signal_reaches_all_sessions_of_a_process(tmp_path: Path) -> None:
         log.watch_signal()
     logs[0].close()
     signal.raise_signal(signal.SIGUSR2)
-    eventually(lambda: len(list(tmp_path.glob("*.json"))) == 2)
+    wait_for(lambda: len(list(tmp_path.glob("*.json"))) == 2)
     assert {read(path)["rank"] for path in tmp_path.glob("*.json")} == {1, 2}
     assert {read(path)["reason"] for path in tmp_path.glob("*.json")} == {"signal SIGUSR2"}
     logs[1].close()
@@ -330,6 +323,6 @@ def test_a_session_closed_in_another_thread_is_not_dumped(tmp_path: Path) -> Non
     again = make(tmp_path)
     again.watch_signal()
     signal.raise_signal(signal.SIGUSR2)
-    eventually(lambda: list(tmp_path.glob("*.json")))
+    wait_for(lambda: list(tmp_path.glob("*.json")))
     again.close()
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL

@@ -7,23 +7,16 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from support.waiting import wait_for
 
 
 def read(path: Path | None) -> dict[str, Any]:
     assert path is not None
     found: dict[str, Any] = json.loads(path.read_text(encoding="ascii"))
     return found
-
-
-def eventually(condition: Callable[[], object], timeout: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
 
 
 _PRELUDE = """
@@ -87,7 +80,7 @@ def test_a_process_that_waits_can_be_asked(tmp_path: Path) -> None:
         assert process.stdout.readline() == "waiting\n"
         process.send_signal(signal.SIGUSR2)
         path = tmp_path / f"x.rank0.pid{process.pid}.json"
-        eventually(path.exists)
+        wait_for(path.exists)
         assert [entry["state"] for entry in read(path)["operations"]] == ["running"]
         assert process.poll() is None
         _, errors = process.communicate("go on\n", timeout=20)

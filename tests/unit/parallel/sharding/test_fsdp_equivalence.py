@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -20,16 +20,92 @@ from paceline.optim import SGD, Adam, Optimizer
 from paceline.testing import run_ranks
 from support.turns import by_turns
 
-STEPS, SAMPLES, BATCH = 20, 23, 11  # batches of 11, 11 and 1: shares are uneven, and some ranks get no sample
+SAMPLES, BATCH = 23, 11  # batches of 11, 11 and 1: shares are uneven, and some ranks get no sample
 OPTIMIZERS: dict[str, Callable[[HasParameters], Optimizer]] = {
     "sgd": partial(SGD, lr=0.05, momentum=0.9, weight_decay=1e-3),
     "adam": partial(Adam, lr=0.01),
 }
-CASES = [(world, name) for world in (1, 2, 3, 4, 8) for name in strategies(world)]
 Result = tuple[list[float], Weights]
 
 
-def alone(module: Any, kind: str, dtype: str = "float64", steps: int = STEPS) -> Result:
+class Wrapping:
+    """A module around another one, without parameters of its own."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        yield from self.inner.named_parameters()
+
+    def forward(self, x: Array) -> Array:
+        return self.inner.forward(x)  # type: ignore[no-any-return]
+
+    def backward(self, dy: Array) -> Array:
+        return self.inner.backward(dy)  # type: ignore[no-any-return]
+
+
+MODELS: dict[str, Callable[[Callable[[Any], Any], Any, Any, Any], Any]] = {
+    "one unit": lambda wrap, *layers: wrap(nn.Sequential(*layers)),
+    "some layers in units": lambda wrap, a, b, c: wrap(nn.Sequential(wrap(a), b, wrap(c))),
+    "each layer in a unit": lambda wrap, *layers: wrap(nn.Sequential(*map(wrap, layers))),
+    "units in units in units": lambda wrap, a, b, c: wrap(nn.Sequential(wrap(nn.Sequential(a, wrap(b))), c)),
+    "a unit whose parameters are in units": lambda wrap, a, b, c: wrap(nn.Sequential(a, wrap(Wrapping(wrap(b))), c)),
+    "a unit without parameters": lambda wrap, a, b, c: wrap(nn.Sequential(nn.Sequential(a, wrap(nn.ReLU())), b, c)),
+}
+"""What makes a model of three layers, given what wraps a module in a unit."""
+
+
+class Case(NamedTuple):
+    """Training that is compared with that of one process.
+
+    Attributes:
+        world: number of ranks.
+        name: of the strategy; "hosts" for nodes that are found.
+        model: a key of `MODELS`.
+        kind: a key of `OPTIMIZERS`.
+        dtype: of weights, and of other parameters.
+        steps: number of steps.
+        tolerance: of losses and weights.
+    """
+
+    world: int
+    name: str
+    model: str
+    kind: str
+    dtype: tuple[str, str] = ("float64", "float64")
+    steps: int = 5
+    tolerance: float = 1e-12
+
+
+def every(*worlds: int) -> list[tuple[int, str]]:
+    return [(world, name) for world in worlds for name in strategies(world)]
+
+
+SINGLE, MIXED = ("float32", "float32"), ("float64", "float32")
+SOME, EACH = "some layers in units", "each layer in a unit"
+LONG = [
+    Case(*case, steps=20)
+    for case in by_turns(every(1, 2, 3, 4, 8), [(SOME, "sgd"), (SOME, "adam"), ("one unit", "adam")])
+]
+QUICK = [
+    *(case for case in LONG if case.world < 8),
+    *(Case(*case, "units in units in units", "sgd") for case in every(1, 2)),
+    *(
+        Case(world, name, model, "sgd")
+        for world in (1, 2)
+        for name in ("full", "grad", "none")
+        for model in list(MODELS)[4:]
+    ),
+    *(Case(world, "hosts", EACH, "sgd") for world in (2, 3)),
+]
+SLOW = [
+    *(case for case in LONG if case.world == 8),
+    *(Case(*case, SINGLE, 20, 1e-5) for case in by_turns(every(1, 3, 4), [(EACH, "sgd"), (EACH, "adam")])),
+    *(Case(*case, SOME, "sgd", MIXED, 20, 1e-5) for case in every(1, 2, 4)),
+]
+
+
+def alone(module: Any, kind: str, dtype: str = "float64", steps: int = 5) -> Result:
     """One process without Paceline."""
     x, t = data(SAMPLES, dtype)
     sampler, optimizer, losses = ElasticSampler(SAMPLES, BATCH, seed=3), OPTIMIZERS[kind](module), []
@@ -43,7 +119,7 @@ def alone(module: Any, kind: str, dtype: str = "float64", steps: int = STEPS) ->
     return losses, weights(module)
 
 
-def spread(fsdp: FSDP, group: Group, kind: str, dtype: str = "float64", steps: int = STEPS) -> Result:
+def spread(fsdp: FSDP, group: Group, kind: str, dtype: str = "float64", steps: int = 5) -> Result:
     """One of several ranks: the loss of all samples in each step, and the state in the end."""
     x, t = data(SAMPLES, dtype)
     sampler, optimizer, losses = ElasticSampler(SAMPLES, BATCH, seed=3), OPTIMIZERS[kind](fsdp), []
@@ -57,7 +133,7 @@ def spread(fsdp: FSDP, group: Group, kind: str, dtype: str = "float64", steps: i
     return np.asarray(group.all_reduce(np.array(losses))).tolist(), fsdp.state_dict()
 
 
-def check(ranks: list[Result], expected: Result, tolerance: float) -> None:
+def check(ranks: list[Result], expected: Result, tolerance: float = 1e-12) -> None:
     same_bits([state for _, state in ranks])
     for losses, _ in ranks:
         np.testing.assert_allclose(losses, expected[0], rtol=tolerance, atol=tolerance)
@@ -68,43 +144,26 @@ def check(ranks: list[Result], expected: Result, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "name", "kind", "units"),
-    [
-        pytest.param(*case, marks=[pytest.mark.slow] if case[0] == 8 else [])
-        for case in by_turns(CASES, [("sgd", "some"), ("adam", "some"), ("adam", "one")])
-    ],
+    "case",
+    [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)],
+    ids=lambda case: f"{case.world}-{case.name}-{case.model}-{case.kind}-{case.dtype[1]}",
 )
-def test_same_as_one_process(world: int, name: str, kind: str, units: str) -> None:
+def test_same_as_one_process(case: Case) -> None:
     """Each rank starts from weights of its own; rank 0's must prevail."""
+    hosts = case.name == "hosts"  # all ranks of these groups are in one process: one node, as FULL_SHARD
+    settings = {"strategy": ShardingStrategy.HYBRID_SHARD} if hosts else chosen(case.name)
 
     def rank(g: Group) -> Result:
-        return spread(wrap(layers(g.rank), g, units, **chosen(name)), g, kind)
+        fsdp = MODELS[case.model](lambda module: FSDP(module, g, **settings), *layers(g.rank, *case.dtype))
+        return spread(fsdp, g, case.kind, case.dtype[0], case.steps)
 
-    check(run_ranks(world, rank), alone(net(), kind), 1e-12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world", "name", "kind"), by_turns([case for case in CASES if case[0] in (1, 3, 4)], [("sgd",), ("adam",)])
-)
-def test_same_as_one_process_in_single_precision(world: int, name: str, kind: str) -> None:
-    def rank(g: Group) -> Result:
-        return spread(wrap(layers(g.rank, "float32"), g, "each", **chosen(name)), g, kind, "float32")
-
-    check(run_ranks(world, rank), alone(net(0, "float32"), kind, "float32"), 1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("world", "name"), [case for case in CASES if case[0] in (1, 2, 4)])
-def test_two_dtypes_in_one_unit(world: int, name: str) -> None:
-    """float64 weights and float32 biases."""
-
-    def rank(g: Group) -> Result:
-        return spread(wrap(layers(g.rank, "float64", "float32"), g, "some", **chosen(name)), g, "sgd")
-
-    ranks = run_ranks(world, rank)
-    check(ranks, alone(net(0, "float64", "float32"), "sgd"), 1e-5)
-    assert {values.dtype.name for values in ranks[0][1].values()} == {"float32", "float64"}
+    ranks = run_ranks(case.world, rank)
+    check(
+        ranks,
+        alone(MODELS[case.model](lambda module: module, *layers(0, *case.dtype)), case.kind, case.dtype[0], case.steps),
+        case.tolerance,
+    )
+    assert {values.dtype.name for values in ranks[0][1].values()} == set(case.dtype)
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 5])
@@ -124,75 +183,6 @@ def test_units_of_different_strategies(world: int, inner: str, outer: str) -> No
     def rank(g: Group) -> Result:
         first, middle, last = layers()
         model = nn.Sequential(FSDP(first, g, **chosen(inner)), middle, FSDP(last, g, **chosen("full")))
-        return spread(FSDP(model, g, **chosen(outer)), g, "sgd", steps=5)
+        return spread(FSDP(model, g, **chosen(outer)), g, "sgd")
 
-    check(run_ranks(world, rank), alone(net(), "sgd", steps=5), 1e-12)
-
-
-class Wrapping:
-    """A module around another one, without parameters of its own."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        yield from self.inner.named_parameters()
-
-    def forward(self, x: Array) -> Array:
-        return self.inner.forward(x)  # type: ignore[no-any-return]
-
-    def backward(self, dy: Array) -> Array:
-        return self.inner.backward(dy)  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize(("world", "name"), [case for case in CASES if case[0] in (1, 2)])
-def test_units_in_units_in_units(world: int, name: str) -> None:
-    """Layer 1 is in a unit of a unit that has layer 0 itself."""
-
-    def rank(g: Group) -> Result:
-        first, middle, last = layers()
-        settings = chosen(name)
-        block = FSDP(nn.Sequential(first, FSDP(middle, g, **settings)), g, **settings)
-        fsdp = FSDP(nn.Sequential(block, last), g, **settings)
-        return spread(fsdp, g, "sgd", steps=5)
-
-    first, middle, last = layers()
-    check(run_ranks(world, rank), alone(nn.Sequential(nn.Sequential(first, middle), last), "sgd", steps=5), 1e-12)
-
-
-@pytest.mark.parametrize("name", ["full", "grad", "none"])
-@pytest.mark.parametrize("world", [1, 2])
-def test_unit_that_has_all_its_parameters_in_units_inside(world: int, name: str) -> None:
-    def rank(g: Group) -> Result:
-        first, middle, last = layers()
-        settings = chosen(name)
-        block = FSDP(Wrapping(FSDP(middle, g, **settings)), g, **settings)
-        return spread(FSDP(nn.Sequential(first, block, last), g, **settings), g, "sgd", steps=5)
-
-    check(run_ranks(world, rank), alone(net(), "sgd", steps=5), 1e-12)
-
-
-@pytest.mark.parametrize("name", ["full", "grad", "none"])
-@pytest.mark.parametrize("world", [1, 2])
-def test_unit_without_parameters(world: int, name: str) -> None:
-    """As where every part of a Sequential is wrapped, activations too."""
-
-    def rank(g: Group) -> Result:
-        first, middle, last = layers()
-        settings = chosen(name)
-        block = nn.Sequential(first, FSDP(nn.ReLU(), g, **settings))
-        return spread(FSDP(nn.Sequential(block, middle, last), g, **settings), g, "sgd", steps=5)
-
-    first, middle, last = layers()
-    module = nn.Sequential(nn.Sequential(first, nn.ReLU()), middle, last)
-    check(run_ranks(world, rank), alone(module, "sgd", steps=5), 1e-12)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_nodes_are_hosts_by_default(world: int) -> None:
-    """All ranks of these groups are in one process: one node, as FULL_SHARD."""
-
-    def rank(g: Group) -> Result:
-        return spread(wrap(layers(), g, "each", strategy=ShardingStrategy.HYBRID_SHARD), g, "sgd", steps=5)
-
-    check(run_ranks(world, rank), alone(net(), "sgd", steps=5), 1e-12)
+    check(run_ranks(world, rank), alone(net(), "sgd"))

@@ -18,7 +18,7 @@ ONE = np.ones((1, 2))
 
 @pytest.mark.parametrize("wire", [None, np.float16])
 @pytest.mark.parametrize(("world", "name"), [(2, "full"), (2, "grad"), (2, "none"), (4, "hybrid2")])
-def test_what_travels_lies_where_links_can_read_it(
+def test_fsdp_sends_only_memory_that_links_can_read_in_place(
     world: int, name: str, wire: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Array] = []

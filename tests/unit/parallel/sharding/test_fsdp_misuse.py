@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from unit.parallel.helpers import Array, Branches, scale
-from unit.parallel.sharding.models import chosen, close, data, holding, inside, layers, net, squared, strategies, wrap
+from unit.parallel.sharding.models import chosen, holding, strategies
 
 from paceline import nn
 from paceline._group import Group
@@ -33,24 +33,6 @@ HASTY = Config(step_timeout=5.0)
 each_strategy = pytest.mark.parametrize("name", strategies(2))
 gathering = pytest.mark.parametrize("name", ["full", "hybrid2"])
 ONE = np.ones((1, 2))
-
-
-def train(fsdp: FSDP, optimizer: Any, steps: int = 1) -> None:
-    x, t = data(4)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        fsdp.backward(squared(fsdp(x), t)[1])
-        optimizer.step()
-
-
-def trained_alone(steps: int) -> dict[str, Any]:
-    module = net()
-    optimizer, (x, t) = SGD(module, lr=0.1), data(4)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        module.backward(squared(module.forward(x), t)[1])
-        optimizer.step()
-    return {path: p.data for path, p in module.named_parameters()}
 
 
 # Memory.
@@ -120,37 +102,6 @@ def test_few_whole_gradients_at_once(name: str) -> None:
         assert max(found) == MAX_SCATTERING
 
 
-@each_strategy
-@pytest.mark.parametrize("when", ["forward", "backward"])
-@pytest.mark.parametrize("unit", [0, 1, 2])
-def test_error_in_a_pass_leaves_the_wrapper_usable(name: str, when: str, unit: int) -> None:
-    """Nothing stays whole, gradients are dropped, and training goes on as if it had not been."""
-
-    def rank(g: Group) -> Any:
-        parts = layers()
-        fsdp = wrap(parts, g, "each", **chosen(name))
-        optimizer, (x, t) = SGD(fsdp, lr=0.1), data(4)
-
-        def act(now: str) -> None:
-            if now == when:
-                raise ZeroDivisionError
-
-        for _ in range(3):
-            parts[unit].act = act
-            optimizer.zero_grad()
-            with pytest.raises(ZeroDivisionError):
-                fsdp.backward(squared(fsdp(x), t)[1])
-            assert name == "grad" or holding(fsdp) == []
-            assert all(p.grad is None for _, p in fsdp.named_parameters())
-            assert all(p.grad is None and p._home is None for p in inside(fsdp).values())
-            parts[unit].act = lambda when: None
-            train(fsdp, optimizer)
-        return fsdp.state_dict()
-
-    for state in run_ranks(2, rank, config=HASTY):
-        close(state, trained_alone(3))
-
-
 # Prefetching.
 
 
@@ -189,40 +140,6 @@ def test_update_in_place_after_a_prefetch_reaches_all_ranks(world: int) -> None:
         return fsdp(x).tolist()
 
     assert run_ranks(world, rank, config=HASTY, timeout=10) == [[[0.5]]] * world
-
-
-def test_backward_does_not_use_what_was_prefetched_before_an_update() -> None:
-
-    def rank(g: Group) -> Any:
-        fsdp = FSDP(Branches("a", a=scale(3, 3)), g)
-        optimizer, seen = SGD(fsdp, lr=1.0), []
-        fsdp(ONE)
-        fsdp.backward(ONE)
-        fsdp(ONE)
-        fsdp.prefetch_forward_params()
-        optimizer.step()
-        fsdp.module.before_backward_of = lambda _: seen.append(fsdp.module.scales["a"].data.tolist())  # type: ignore[attr-defined]
-        fsdp.backward(ONE)
-        return seen
-
-    assert run_ranks(2, rank, config=HASTY) == [[[2.0, 2.0]]] * 2
-
-
-@each_strategy
-@pytest.mark.parametrize("order", ["backward forward step", "backward step forward step"])
-def test_an_update_after_another_forward_pass_reaches_everybody(name: str, order: str) -> None:
-    """As where a metric is taken between backward and step: nobody goes on with old values of others."""
-
-    def rank(g: Group) -> Any:
-        fsdp = FSDP(Branches("a", a=scale(5, 5)), g, **chosen(name))
-        optimizer, x = SGD(fsdp, lr=1.0), np.ones((1, 2))
-        fsdp(x)
-        for word in order.split():
-            {"backward": lambda: fsdp.backward(x), "forward": lambda: fsdp(x), "step": optimizer.step}[word]()
-        return fsdp.state_dict()["a"].tolist(), fsdp(x).tolist()
-
-    left = 5.0 - order.count("step")
-    assert run_ranks(2, rank) == [([left, left], [[left, left]])] * 2
 
 
 # Misuse.
@@ -274,7 +191,7 @@ def test_optimizer_of_the_bare_module_is_refused(name: str) -> None:
     run_ranks(2, rank)
 
 
-def test_values_of_what_is_spread_are_refused() -> None:
+def test_values_of_sharded_parameters_cannot_be_read() -> None:
     def rank(g: Group) -> None:
         module = Branches("a", a=scale(1, 1))
         fsdp = FSDP(module, g)
@@ -305,7 +222,7 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_bad_arguments(what: str) -> None:
+def test_bad_arguments_are_refused_at_construction(what: str) -> None:
     """Refused when the wrapper is made, with the module as it was."""
     error, text, arguments = BAD[what]
 
@@ -327,7 +244,7 @@ def test_bad_arguments(what: str) -> None:
         ("objects", Parameter(np.array([None]), requires_grad=False)),
     ],
 )
-def test_parameters_that_cannot_be_trained_or_given(text: str, parameter: Parameter) -> None:
+def test_parameters_that_cannot_be_trained_or_sent_are_refused(text: str, parameter: Parameter) -> None:
     def rank(g: Group) -> None:
         with pytest.raises(UnsupportedOp, match=f"'a' (is|holds) .*{text}"):
             FSDP(Branches("", b=scale(1), a=parameter), g)
@@ -357,7 +274,9 @@ def test_a_parameter_of_another_unit_and_units_of_another_group() -> None:
         (SettingsMismatch, "ahead", [{}, {"ahead": 3}]),
     ],
 )
-def test_settings_that_differ_between_ranks(error: type[Exception], text: str, settings: list[dict[str, Any]]) -> None:
+def test_settings_that_differ_between_ranks_are_refused(
+    error: type[Exception], text: str, settings: list[dict[str, Any]]
+) -> None:
     def rank(g: Group) -> None:
         fsdp = FSDP(Branches("a", a=scale(1, 1)), g, **settings[g.rank])
         with pytest.raises(error, match=text):
@@ -367,7 +286,7 @@ def test_settings_that_differ_between_ranks(error: type[Exception], text: str, s
 
 
 @pytest.mark.parametrize("other", ["size", "name", "units"])
-def test_models_that_differ_between_ranks(other: str) -> None:
+def test_models_that_differ_between_ranks_are_refused(other: str) -> None:
     def rank(g: Group) -> None:
         odd = other if g.rank else ""
         blocks: list[Any] = [
