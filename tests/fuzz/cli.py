@@ -17,7 +17,6 @@ from paceline._base.activity import FlightRecorder
 from paceline._base.addresses import parse_endpoint
 from paceline._session.answers import record_answer, whole_record
 from paceline._session.stack_file import own_stacks
-from paceline.cli.bench.jobs import parse_sizes
 from paceline.cli.debug.chrome_trace import make_trace
 from paceline.cli.debug.folding import Process, fold, read_stacks
 from paceline.cli.debug.records import read_record
@@ -26,6 +25,7 @@ from paceline.cli.demo import picture
 from paceline.cli.launcher.console import Console, LogFiles
 from paceline.cli.launcher.printed import LineSplitter
 from paceline.cli.launcher.worker import Worker
+from paceline.cli.sizes import parse_sizes
 from paceline.demo.progress import DemoProgress
 from support.chrome_format import check_trace
 

@@ -171,6 +171,10 @@ class Console:
         dim, reset = (_DIM, _RESET) if self._colour[self._err] else ("", "")
         self._pending.put(_Shown(self._err, f"{dim}paceline: {text}{reset}\n"))
 
+    def show(self, line: str) -> None:
+        """Shows a line of the command itself where workers' lines go."""
+        self._pending.put(_Shown(self._out, f"{line}\n"))
+
     def close(self) -> None:
         """Waits until everything is written."""
         self._pending.put(None)
