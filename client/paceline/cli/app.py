@@ -193,10 +193,10 @@ def demo(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Train on handwritten digits, kill a worker and start a new one: real data, real processes, live view.
+    """Train on handwritten digits, kill a worker and start a new one: real data, real processes.
 
-    The exit code is 0 only if the digits were learnt, every sample was used exactly once in every epoch, and the job
-    went on without the killed worker and admitted the new one.
+    The exit code is 0 only if the digits were learnt, every sample was used exactly once in every epoch, all workers
+    have the same weights, and the job went on without the killed worker and admitted the new one.
     """
     with one_line_errors():
         from paceline.cli.demo import run_demo
