@@ -25,7 +25,7 @@ from paceline.cli.access import (
     say_where_the_page_is,
     worker_credentials,
 )
-from paceline.cli.launcher import Launcher, LaunchListener, Terms, WorkerSettings, worker_bounds
+from paceline.cli.launcher import Launcher, Terms, WorkerSettings, worker_bounds
 from paceline.cli.launcher.console import Console, LogFiles
 from paceline.cli.launcher.environment import allowed_cores
 from paceline.cli.launcher.leftovers import remove_leftovers
@@ -187,7 +187,7 @@ def launch(
     command: Sequence[str],
     workers: int,
     settings: WorkerSettings,
-    listener: LaunchListener,
+    console: Console,
     *,
     restarts: int = 0,
     spares: int = 0,
@@ -202,7 +202,7 @@ def launch(
         command: SCRIPT ARGS..., -m MODULE ARGS..., or -- PROGRAM ARGS...
         workers: how many workers to start.
         settings: what the workers are told of the job; it is elastic if its minimum is below its maximum.
-        listener: shows what happens.
+        console: shows what happens.
         restarts: how often each worker is started again at most; with any, the job is elastic too.
         spares: how many processes wait with their imports done, to replace failed workers.
         alone: no other launcher starts workers for this job.
@@ -228,7 +228,7 @@ def launch(
     )
     remove_leftovers()
     with ExitReports(settings.coordinator, settings.job, worker_credentials(settings.token)) as reports:
-        launcher = Launcher(command, terms, settings, listener, grace=grace, report_exit=reports.report, bind=bind)
+        launcher = Launcher(command, terms, settings, console, grace=grace, report_exit=reports.report, bind=bind)
         ended = threading.Event()
         for source in sources:  # daemons: one may wait for an answer while this process ends
             threading.Thread(target=source, args=(launcher.drain, ended), name="paceline-drain", daemon=True).start()

@@ -14,7 +14,7 @@ Decisions are pure; the rest acts around them:
 """
 
 from paceline.cli.launcher.environment import Place, WorkerSettings, worker_bounds
-from paceline.cli.launcher.launcher import Launcher, LaunchListener
+from paceline.cli.launcher.launcher import Launcher
 from paceline.cli.launcher.printed import Printed
 from paceline.cli.launcher.supervision import Exit, Terms
 from paceline.cli.launcher.worker import Worker
@@ -22,7 +22,6 @@ from paceline.cli.launcher.worker import Worker
 __all__ = [
     "Exit",
     "Launcher",
-    "LaunchListener",
     "Place",
     "Printed",
     "Terms",
