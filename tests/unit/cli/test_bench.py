@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from typing import Any
 
 import numpy as np
@@ -147,6 +148,30 @@ def test_schedules_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_rank, "only", noted)
     assert run_ranks(1, rank) == [(["ring", "star"], choose("all_reduce", 24, 1).schedule)]
     assert forced == ["ring", "star"] * 11  # once to estimate, then in ten turns
+
+
+@pytest.mark.parametrize(("collective", "barriers"), [("all_reduce", 2), ("broadcast", 2 + 4 + 10)])
+def test_a_barrier_precedes_each_call_that_some_rank_could_leave_early(collective: str, barriers: int) -> None:
+    def rank(group: Group) -> int:
+        waits = []
+        group.barrier = lambda **_: waits.append(1)  # type: ignore[method-assign]
+        list(measure(group, collective, 24, [None], "any", 1e-9))  # four calls to estimate, then ten
+        return len(waits)
+
+    assert run_ranks(1, rank) == [barriers]
+
+
+def test_a_call_counts_as_long_as_at_its_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clock(threading.local):
+        now = 0.0
+
+        def perf_counter(self) -> float:
+            self.now += 1.0 if threading.current_thread().name == "rank-0" else 3.0
+            return self.now
+
+    monkeypatch.setattr(bench_rank, "time", Clock())
+    rows = run_ranks(2, lambda group: next(measure(group, "all_reduce", 24, [None], "any", 1e-9)))
+    assert [row["median_us"] for row in rows] == [3e6, 3e6]
 
 
 def row(collective: str, schedule: str | None, size: int, median_us: float, link: str = "shm") -> dict[str, Any]:

@@ -64,6 +64,7 @@ def test_a_step_counts_in_the_greatest_generation_in_which_it_was_applied() -> N
         {**END, "steps": 1, "steps_per_epoch": 1},
     ]
     for order in ([early, late], [late, early]):
+        assert Ledger(order).counts == {1: 3}
         assert Ledger(order).samples_once()
 
 
