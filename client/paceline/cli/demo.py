@@ -71,9 +71,9 @@ def run_demo(workers: int, *, kill_at_step: int, as_json: bool, http: bool = Fal
         console = RichConsole(stderr=as_json, highlight=False, soft_wrap=True)
         if result:
             _show(console, result, ledger)
-        if same_bits:
+        if same_bits and result:
             say("the same run on one worker, without a failure")
-            result["digests"] = [ledger.ends[0]["digest"], _digest_alone(kill_at_step, parts)] if result else []
+            result["digests"] = [ledger.ends[0]["digest"], _digest_alone(kill_at_step, parts)]
             wrong += _compare(console, result)
         for text in wrong:
             console.print(text, style="red")
