@@ -5,9 +5,9 @@
 OLD, NEW and so on are checkouts. For each kind and world every tree has a coordinator and W workers that live side by
 side. In one round each tree takes three steps while the workers of the others wait; every other round goes through the
 trees backwards. The model has 12.6 million parameters (12 linear layers of 1,024), the batch 128 samples, and each
-worker one thread. There is a line for each tree but the first, which compares it with the tree before it: medians over
-the rounds of the step's time (of the slowest rank) and CPU time (of all ranks), and of the ratio within a round, with
-its 95 % interval.
+worker one thread. The kinds "micro" take whole steps of `session.steps`, with DDP and 8 microbatches. There is a line
+for each tree but the first, which compares it with the tree before it: medians over the rounds of the step's time (of
+the slowest rank) and CPU time (of all ranks), and of the ratio within a round, with its 95 % interval.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-KINDS = ("numpy-ddp", "numpy-fsdp", "torch-ddp", "torch-fsdp")
+KINDS = ("numpy-ddp", "numpy-fsdp", "numpy-micro", "torch-ddp", "torch-fsdp", "torch-micro")
 
 _STEPS = 3
 _WARM_UP = 5
@@ -54,9 +54,13 @@ with paceline.join(timeout=120.0) as session:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         net = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-        wrap = paceline.torch.DDP if kind == "ddp" else paceline.torch.FSDP
-        model = wrap(net, group) if kind == "ddp" else wrap(net, group, auto_wrap=torch.nn.Linear)
+        wrap = paceline.torch.FSDP if kind == "fsdp" else paceline.torch.DDP
+        model = wrap(net, group, auto_wrap=torch.nn.Linear) if kind == "fsdp" else wrap(net, group)
         x = torch.randn(BATCH, WIDTH)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-9) if kind == "micro" else None
+
+        def compute(micro):
+            model(x[micro.indices]).square().mean().backward()
 
         def step():
             model.zero_grad()
@@ -66,19 +70,39 @@ with paceline.join(timeout=120.0) as session:
 
         rng = np.random.default_rng(0)
         layers = [nn.Linear(WIDTH, WIDTH, rng=rng) for _ in range(LAYERS)]
-        if kind == "ddp":
+        if kind != "fsdp":
             model = paceline.DDP(nn.Sequential(*layers), group)
         else:
             model = paceline.FSDP(nn.Sequential(*(paceline.FSDP(layer, group) for layer in layers)), group)
         x = np.random.default_rng(1).standard_normal((BATCH, WIDTH)).astype(np.float32)
         dy = np.ones_like(x) / len(x)
         parameters = [parameter for _, parameter in model.named_parameters()]
+        optimizer = paceline.optim.SGD(model, lr=1e-9) if kind == "micro" else None
+
+        def compute(micro):
+            model(x[micro.indices])
+            model.backward(dy[micro.indices])
 
         def step():
             for parameter in parameters:
                 parameter.grad = None
             model(x)
             model.backward(dy)
+
+    if kind == "micro":
+        word = "microbatches" if hasattr(paceline.Step, "microbatches") else "parts"  # trees before decision 076
+        sampler = paceline.ElasticSampler(BATCH, global_batch=BATCH, **{word: 8})
+        state = paceline.TrainState(model=model, optimizer=optimizer, sampler=sampler)
+        steps = session.steps(state, total=1 << 30)
+
+        def step():
+            present = next(steps)
+            with present:
+                optimizer.zero_grad()
+                for micro in getattr(present, word):
+                    with micro:
+                        compute(micro)
+                optimizer.step()
 
     for line in sys.stdin:
         wall, cpu = time.perf_counter(), time.process_time()

@@ -27,8 +27,8 @@ import numpy as np
 
 from jobs import Job
 from paceline.cli.launcher import shim
-from paceline.cli.launcher.supervision import shell_code
 from paceline.config import LINKS as BETWEEN_PROCESSES
+from paceline.launch._supervision import shell_code
 
 LINKS = (*BETWEEN_PROCESSES, "local")
 """Kinds of links that can be requested; "local" links are between threads of one process."""

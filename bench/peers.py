@@ -27,8 +27,8 @@ from conductor import ONE_THREAD, SOCKET, Recipe, clean_environment, tied
 from contenders import Call, Lacking, RankSide, arrays_of, serve
 from jobs import ROOT
 from paceline.cli.launcher import shim
-from paceline.cli.launcher.environment import allowed_cores, share_of_cores
 from paceline.cli.output import UsageError
+from paceline.launch._environment import allowed_cores, share_of_cores
 
 PEERS = ("gloo", "openmpi")
 """The other implementations that can be measured beside Paceline."""

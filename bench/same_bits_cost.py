@@ -1,12 +1,12 @@
-"""Measures the cost of a step in parts beside the same step without them, in turns, in the same processes.
+"""Measures the cost of a step in microbatches beside the same step without them, in turns, in the same processes.
 
-    python bench/same_bits_cost.py --model mlp --world 4 --parts 8
+    python bench/same_bits_cost.py --model mlp --world 4 --microbatches 8
 
 Each worker trains three copies of a model by turns, a step each: `plain` takes its share of the batch at once, `slices`
-takes as many micro-batches as it has parts (`no_sync`), `parts` takes parts. So `slices` to `plain` is what smaller
-products cost, and `parts` to `slices` what the fixed order of sums costs. Times are processor seconds of all threads,
-the mean of the workers, which depend less than the clock on what else the machine does. The model "mlp" is of NumPy,
-"cnn" and "lm" are of torch.
+accumulates as many slices of it as the rank has microbatches (`no_sync`), `microbatches` takes these. So `slices` to
+`plain` is what smaller products cost, and `microbatches` to `slices` what the fixed order of sums costs. Times are
+processor seconds of all threads, the mean of the workers, which depend less than the clock on what else the machine
+does. The model "mlp" is of NumPy, "cnn" and "lm" are of torch.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from typing import Any
 import numpy as np
 
 import paceline
-from paceline._collectives.part_plan import even_share
-from paceline._group.group_core import PartRecord, PartTurn
+from paceline._base.sum_order import EVEN
+from paceline._microbatch.attempt import StepAttempt
+from paceline._microbatch.rank_plan import even_plan
 
-KINDS = ("plain", "slices", "parts")
+KINDS = ("plain", "slices", "microbatches")
 
 
 class NumpyCase:
@@ -112,29 +113,32 @@ class Lm(TorchCase):
 CASES: dict[str, Callable[[Any], Any]] = {"mlp": NumpyCase, "cnn": Cnn, "lm": Lm}
 
 
-def step(kind: str, case: Any, group: Any, parts: int) -> None:
+def step(kind: str, case: Any, group: Any, microbatches: int) -> None:
     """One step of one kind."""
-    batch, share = case.batch, even_share(group.rank, group.size, parts)
-    record = PartRecord()
+    batch, plan = case.batch, even_plan(group.rank, group.size, microbatches)
+    attempt = StepAttempt(plan)
     case.optimizer.zero_grad()
     if kind == "plain":
         lo, hi = group.rank * batch // group.size, (group.rank + 1) * batch // group.size
         case.backward(slice(lo, hi), (hi - lo) / batch)
-    for number in share.numbers if kind != "plain" else ():
-        lo, hi = number * batch // parts, (number + 1) * batch // parts
-        if kind == "parts":
-            group.set_part(parts, PartTurn(number, share, record))
+    for turn in attempt.turns() if kind != "plain" else ():
+        number = turn.number
+        lo, hi = number * batch // microbatches, (number + 1) * batch // microbatches
+        if kind == "microbatches":
+            attempt.enter(turn)
+            group.set_order(turn)
             case.backward(slice(lo, hi), (hi - lo) / batch)
-        elif number < share.numbers[-1]:
+            attempt.leave(turn, whole=True)
+        elif not turn.is_last:
             with case.ddp.no_sync():
                 case.backward(slice(lo, hi), (hi - lo) / batch)
         else:
             case.backward(slice(lo, hi), (hi - lo) / batch)
-    group.set_part(0)
+    group.set_order(EVEN)
     case.optimizer.step()
 
 
-def work(model: str, parts: int, rounds: int) -> None:
+def work(model: str, microbatches: int, rounds: int) -> None:
     """A worker; rank 0 prints."""
     with paceline.join() as session:
         group = session.group
@@ -145,7 +149,7 @@ def work(model: str, parts: int, rounds: int) -> None:
                 kind = KINDS[(number + turn) % len(KINDS)]
                 group.barrier()
                 start = time.process_time()
-                step(kind, cases[kind], group, parts)
+                step(kind, cases[kind], group, microbatches)
                 group.barrier()
                 if number >= 3:
                     times[kind].append(float(group.all_reduce(np.float64(time.process_time() - start))) / group.size)
@@ -155,14 +159,14 @@ def work(model: str, parts: int, rounds: int) -> None:
             ratios = {
                 name: statistics.median(b / a for a, b in zip(times[of], times[kind], strict=True))
                 for name, kind, of in (
-                    ("parts/plain", "parts", "plain"),
+                    ("microbatches/plain", "microbatches", "plain"),
                     ("slices/plain", "slices", "plain"),
-                    ("parts/slices", "parts", "slices"),
+                    ("microbatches/slices", "microbatches", "slices"),
                 )
             }
             shown = "  ".join(f"{kind} {1e3 * value:.1f} ms" for kind, value in medians.items())
             more = "  ".join(f"{name} {100 * (value - 1):+.1f} %" for name, value in ratios.items())
-            print(f"{model}, W={group.size}, V={parts}: {shown}; {more}", flush=True)
+            print(f"{model}, W={group.size}, V={microbatches}: {shown}; {more}", flush=True)
 
 
 def main() -> None:
@@ -170,12 +174,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=list(CASES), default="mlp")
     parser.add_argument("--world", type=int, default=4)
-    parser.add_argument("--parts", type=int, default=8)
+    parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--worker", action="store_true", help="for the workers")
     wanted = parser.parse_args()
     if wanted.worker:
-        work(wanted.model, wanted.parts, wanted.rounds)
+        work(wanted.model, wanted.microbatches, wanted.rounds)
         return
     own = [__file__, *sys.argv[1:], "--worker"]
     raise SystemExit(subprocess.call([sys.executable, "-m", "paceline", "run", "-n", str(wanted.world), *own]))

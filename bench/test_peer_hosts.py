@@ -17,7 +17,7 @@ import pytest
 from conductor import SOCKET, Measured, Recipe, measure, stage
 from figures import NOISE, at_least
 from jobs import Job
-from paceline.cli.launcher.environment import allowed_cores, share_of_cores
+from paceline.launch._environment import allowed_cores, share_of_cores
 from support.host_coordinator import coordinator_on
 from support.netns import Host, network
 from support.peers import need_peers

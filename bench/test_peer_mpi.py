@@ -18,8 +18,8 @@ SIZES = (1, 4, 16, 64)
 WAYS = ("Allreduce(x, y)", "Allreduce(IN_PLACE, x)", "Iallreduce(x, y), ring", "engine")
 
 CODE = f"""
-from paceline._engines.mpi_engine import MpiEngine, load_mpi
-from paceline._links.base import Peer
+from paceline.engines import Peer
+from paceline_mpi import MpiEngine, load_mpi
 
 mpi = load_mpi()
 world = mpi.COMM_WORLD

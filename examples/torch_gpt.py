@@ -120,12 +120,12 @@ with paceline.torch.ElasticDataLoader(training, num_workers=asked.workers) as lo
         with step:  # undone, and yielded again under the next generation, if a worker is lost inside
             x, t = loader.batch(step)
             optimizer.zero_grad()
-            loss, parts = 0.0, list(zip(x.split(MICRO_BATCH), t.split(MICRO_BATCH), strict=True))
-            for i, part in enumerate(parts):  # gradients add up, and travel with the last part
-                with contextlib.nullcontext() if i == len(parts) - 1 else model.no_sync():
-                    part_loss = loss_of(model, *part) * (len(part[0]) / len(x))
-                    part_loss.backward()
-                    loss += part_loss.item()
+            loss, pieces = 0.0, list(zip(x.split(MICRO_BATCH), t.split(MICRO_BATCH), strict=True))
+            for i, piece in enumerate(pieces):  # gradients add up, and travel with the last piece
+                with contextlib.nullcontext() if i == len(pieces) - 1 else model.no_sync():
+                    piece_loss = loss_of(model, *piece) * (len(piece[0]) / len(x))
+                    piece_loss.backward()
+                    loss += piece_loss.item()
             model.clip_grad_norm(1.0)
             if step.number % 20 == 0:  # collectives come before the update
                 loss = float(session.group.all_reduce(np.array(loss * step.weight)))  # the mean over all workers

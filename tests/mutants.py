@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 SERVER = "server/paceline_server"
 PROTOCOL = "protocol/paceline_protocol"
 ELASTIC = "client/paceline/_elastic"
+MICROBATCH = "client/paceline/_microbatch"
 SESSION = "client/paceline/_session"
 
 TIMEOUT_S = 120
@@ -92,7 +93,7 @@ MUTANTS = (
     Mutant(
         "generations that fail before their first step are not counted",
         "client/paceline/_elastic/training_loop.py",
-        '        self._failures.begin(f"step {self._state.step + 1}", self._coordinator.group.mesh.peers)\n',
+        '        self._failures.begin(f"step {self._state.step + 1}", self._job_line.group.mesh.peers)\n',
         "",
         ("unit/elastic/test_line.py",),
     ),
@@ -690,22 +691,22 @@ MUTANTS = (
     # A step at a member.
     Mutant(
         "the gate opens while collectives of the step are still running",
-        f"{ELASTIC}/step.py",
-        "        self._group.flush()\n        self._mesh.fault.check()",
-        "        self._mesh.fault.check()",
+        f"{ELASTIC}/gate.py",
+        "        self._group.flush()\n        self._group.mesh.fault.check()",
+        "        self._group.mesh.fault.check()",
         ("unit/elastic/test_step_gate.py",),
     ),
     Mutant(
         "the gate opens though members hold different bits",
-        f"{ELASTIC}/step.py",
-        "if not agrees(sums, self.world):",
+        f"{ELASTIC}/gate.py",
+        "if not agrees(sums, self._group.size):",
         "if not sums:",
         ("unit/elastic/test_step_gate.py",),
     ),
     Mutant(
         "the gate opens though the generation has failed",
-        f"{ELASTIC}/step.py",
-        "        self._group.flush()\n        self._mesh.fault.check()",
+        f"{ELASTIC}/gate.py",
+        "        self._group.flush()\n        self._group.mesh.fault.check()",
         "        self._group.flush()",
         ("unit/elastic/test_step_gate.py",),
     ),
@@ -719,15 +720,15 @@ MUTANTS = (
     Mutant(
         "an update that was interrupted counts",
         f"{ELASTIC}/step.py",
-        "if self._open and not self.spoiled and not",
-        "if self._open and not",
+        "if self.gate.is_open and not self.spoiled and not",
+        "if self.gate.is_open and not",
         ("unit/elastic/test_step_solo.py",),
     ),
     Mutant(
         "the first of two updates counts, though the second one failed",
         f"{ELASTIC}/step.py",
-        "return self.keeps_copy and (self.half_updated or error is not None)",
-        "return self.keeps_copy and self.half_updated",
+        "self.keeps_copy and (self.half_updated or error is not None)",
+        "self.keeps_copy and self.half_updated",
         ("unit/elastic/test_step_copies.py",),
     ),
     Mutant(
@@ -754,15 +755,36 @@ MUTANTS = (
     Mutant(
         "sums are kept behind the gate",
         f"{ELASTIC}/step.py",
-        "elif self._open or self.spoiled or self._twice",
-        "elif self.spoiled or self._twice",
-        ("unit/elastic/test_kept_parts.py",),
+        "usable=not (self.gate.is_open or self.spoiled)",
+        "usable=not self.spoiled",
+        ("unit/microbatch/test_kept_sums.py",),
+    ),
+    Mutant(
+        "a microbatch counts as whole, though a wrapper's pass has raised in it",
+        f"{MICROBATCH}/attempt.py",
+        "(AttemptPhase.FAILED, AttemptEvent.END): AttemptPhase.VOID",
+        "(AttemptPhase.FAILED, AttemptEvent.END): AttemptPhase.BETWEEN",
+        ("unit/microbatch/test_attempt.py",),
+    ),
+    Mutant(
+        "sums of a second loop over the microbatches are kept",
+        f"{MICROBATCH}/attempt.py",
+        "if self._loops > 1 or not self._whole:",
+        "if not self._whole:",
+        ("unit/microbatch/test_kept_sums.py",),
+    ),
+    Mutant(
+        "a wrapper agrees on its model where ranks are at different microbatches",
+        f"{MICROBATCH}/attempt.py",
+        "if self._attempt.phase is AttemptPhase.ENTERED:",
+        "if True:",
+        ("unit/microbatch/test_attempt.py",),
     ),
     Mutant(
         "a step that one rank skips counts for all",
-        f"{ELASTIC}/step.py",
-        "if (self._state.is_sharded or self.skipped) and self.world > 1:",
-        "if self._state.is_sharded and self.world > 1:",
+        f"{ELASTIC}/gate.py",
+        "if (self._state.is_sharded or skips) and self._group.size > 1:",
+        "if self._state.is_sharded and self._group.size > 1:",
         ("unit/elastic/test_step_gate.py",),
     ),
     Mutant(
@@ -774,7 +796,7 @@ MUTANTS = (
     ),
     Mutant(
         "the end of the line is not said again after a reconnect",
-        f"{SESSION}/line_messages.py",
+        f"{SESSION}/line_client.py",
         "(self._meet, self._finish) if",
         "(self._meet,) if",
         ("unit/session/test_line_side.py",),
@@ -783,8 +805,8 @@ MUTANTS = (
     Mutant(
         "a late view of the member that this worker was before is entered",
         f"{ELASTIC}/training_loop.py",
-        "case line_messages.ViewCame(member_id=member_id) if member_id != self._coordinator.member_id:",
-        "case line_messages.ViewCame(member_id=member_id) if member_id is None:",
+        "case ViewLinked(member_id=member_id) if member_id != self._job_line.member_id:",
+        "case ViewLinked(member_id=member_id) if member_id is None:",
         ("unit/elastic/test_line.py",),
     ),
     Mutant(
@@ -804,7 +826,7 @@ MUTANTS = (
     Mutant(
         "a member goes on in a generation that has failed because the coordinator is away",
         f"{ELASTIC}/waiting.py",
-        "if self.planned and not self._coordinator.group.mesh.fault.failed:",
+        "if self.planned and not self._job_line.group.mesh.fault.failed:",
         "if self.planned:",
         ("unit/elastic/test_waiting.py",),
     ),
@@ -834,7 +856,7 @@ MUTANTS = (
         "the job is done before its last checkpoint is written",
         f"{ELASTIC}/training_loop.py",
         "            self._saver.keep(self._member.held, self._state, group)\n        except",
-        "            self._coordinator.finish(self._total)\n"
+        "            self._job_line.finish(self._total)\n"
         "            self._saver.keep(self._member.held, self._state, group)\n        except",
         ("unit/elastic/test_line_commits.py",),
     ),
@@ -947,8 +969,8 @@ MUTANTS = (
     Mutant(
         "a newcomer brings sums that it has kept of another state (0, 0)",
         f"{ELASTIC}/training_loop.py",
-        "self._kept_parts.enter(None if view.rank in view.newcomers else view.base)",
-        "self._kept_parts.enter(view.base)",
+        "self._kept_sums.enter(None if view.rank in view.newcomers else view.base)",
+        "self._kept_sums.enter(view.base)",
         ("unit/elastic/test_line.py",),
     ),
     # Who is waited for, and who is there.
@@ -1033,7 +1055,9 @@ class Copy:
                 shutil.copyfile(ROOT / name, folder / name)
         self._folder = folder
         # Before site-packages, where the installed package is the tree that this was copied from.
-        path = os.pathsep.join(str(folder / package) for package in ("client", "server", "protocol", "protos"))
+        plug_ins = [each.parent for each in folder.glob("integrations/*/paceline_*")]
+        packages = [folder / package for package in ("client", "server", "protocol", "protos")]
+        path = os.pathsep.join(map(str, [*packages, *plug_ins]))
         self._environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
 
     def passes(self, tests: Sequence[str]) -> tuple[bool, str]:

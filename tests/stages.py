@@ -1,7 +1,7 @@
 """Runs one stage of the tests, as `make test-slow` does: python tests/stages.py slow. Without a name it lists them all.
 
 Each of pytest's processes takes seconds to load all files, so a stage for one mark is given only the files that name it
-(`tests/conftest.py` checks that a file names these marks itself).
+(`support/every_test.py` checks that a file names these marks itself).
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ import torch.distributed as dist
 
 import paceline
 import paceline.torch
-from paceline._engines.catalogue import make_engine
-from paceline._engines.data_engine import DataEngine, EngineFailed, EngineTimeout, OnDevice, Ticket
 from paceline._links.base import Peer
+from paceline.engines import DataEngine, EngineFailed, EngineTimeout, OnDevice, Ticket
+from paceline.engines._catalogue import make_engine
 
 BATCH = 64
 QUEUED = (1, 2, 8)
@@ -414,16 +414,16 @@ def warm_up(options: argparse.Namespace) -> None:
 
 
 def _choose_blocking(value: int) -> None:
-    from paceline.torch import _device_engines
+    from paceline.torch._device_engine import DeviceEngine
 
-    chosen = _device_engines.NcclEngine._options
+    chosen = DeviceEngine._options
 
     def options(engine: Any) -> Any:
         found = chosen(engine)
         found.config.blocking = value
         return found
 
-    _device_engines.NcclEngine._options = options  # type: ignore[method-assign]
+    DeviceEngine._options = options  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     from paceline._elastic.session import Session
     from paceline._elastic.state import TrainState
     from paceline._elastic.step import Step
-    from paceline._elastic.step_parts import StepPart
     from paceline._group import Group
+    from paceline._microbatch.microbatch import Microbatch
     from paceline._parallel._data_parallel import DDP
     from paceline._parallel._fully_sharded import FSDP
     from paceline._parallel._parameter import Module, Parameter
@@ -88,7 +88,7 @@ __all__ = [
     "ElasticSampler",
     "TrainState",
     "Step",
-    "StepPart",
+    "Microbatch",
     "Dismissed",
     "sharded_state",
     "load_sharded_state",
@@ -151,7 +151,7 @@ _HOME = {
     "TrainState": "paceline._elastic.state",
     "Dismissed": "paceline.errors",
     "Step": "paceline._elastic.step",
-    "StepPart": "paceline._elastic.step_parts",
+    "Microbatch": "paceline._microbatch.microbatch",
 }
 _SUBMODULES = ("checkpoint", "compression", "nn", "optim", "testing")
 

@@ -99,7 +99,7 @@ class Bf16:
     become infinite.
 
     The error of each element of an all_reduce is at most (1/127 + W 2^-20) times the sum of the ranks' |x|, plus
-    W 2^-133; for a mean, a W-th of that. Derived in docs/decisions/021.
+    W 2^-133; for a mean, a W-th of that. Derived in docs/decisions/11.
     """
 
     feedback: bool = False
@@ -136,7 +136,7 @@ class Int8:
     it is not taken for small numbers. The bound holds for |x| up to 2^127; above, 127 times the scale may overflow.
 
     The error of each element of an all_reduce is at most 1/126 of the sum of the ranks' m of its block, plus W 2^-118
-    and the rounding of a sum of W float32 numbers; for a mean, a W-th of that. Derived in docs/decisions/021. Small
+    and the rounding of a sum of W float32 numbers; for a mean, a W-th of that. Derived in docs/decisions/11. Small
     values beside a large one are lost in a single call; with error feedback they arrive later.
 
     Args:

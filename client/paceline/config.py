@@ -8,7 +8,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 __all__ = [
     "ENGINES",
@@ -17,8 +20,8 @@ __all__ = [
     "MAX_STREAMS",
     "Config",
     "checked_timeout",
-    "know_engine",
     "know_link",
+    "plug_in_engines",
 ]
 
 LINKS = ("shm", "tcp", "grpc")
@@ -27,10 +30,16 @@ gRPC, which works wherever members can reach each other's doors."""
 
 _known_links = list(LINKS)
 
-ENGINES = ("links", "gloo", "mpi", "ucc", "nccl", "xccl")
-"""What can carry the gradients of DDP: Paceline's own links, or an engine (`paceline._engines`)."""
+ENGINES = ("links", "gloo", "nccl", "xccl", "ucc")
+"""What can carry the gradients of DDP without a plug-in: Paceline's own links, or a library of torch's."""
 
-_known_engines = list(ENGINES)
+
+def plug_in_engines() -> Mapping[str, EntryPoint]:
+    """Returns the engines that installed packages bring (`paceline.engines`), by name."""
+    from importlib.metadata import entry_points  # few jobs need it
+
+    return {entry.name: entry for entry in entry_points(group="paceline.engines")}
+
 
 MAX_STREAMS = 16
 """TCP connections of one link, for each direction."""
@@ -119,9 +128,9 @@ class Config:
     """
 
     engine: str = "links"
-    """The name of what carries the gradients of DDP: "links", or an engine (docs/engines.md): "gloo", "mpi" or "ucc"
-    on the CPU, "nccl" or "xccl" on a device. Everything else travels over links. All members of a job must have the
-    same."""
+    """The name of what carries the gradients of DDP: "links", or an engine (docs/engines.md): "gloo" on the CPU,
+    "nccl", "xccl" or "ucc" on a device, or one that an installed package brings, such as "mpi". Everything else travels
+    over links. All members of a job must have the same."""
 
     def __post_init__(self) -> None:
         for name in _SECONDS:
@@ -131,8 +140,8 @@ class Config:
         for kind in self.links:
             if kind not in _known_links:
                 raise ValueError(f"there is no kind of link {kind!r}; the kinds are {', '.join(_known_links)}")
-        if self.engine not in _known_engines:
-            raise ValueError(f"there is no engine {self.engine!r}; the engines are {', '.join(_known_engines)}")
+        if self.engine not in ENGINES and self.engine not in (plug_ins := plug_in_engines()):
+            raise ValueError(f"there is no engine {self.engine!r}; the engines are {', '.join((*ENGINES, *plug_ins))}")
         if not 1 <= self.tcp_streams <= MAX_STREAMS:
             raise ValueError(f"tcp_streams must be 1 to {MAX_STREAMS}, not {self.tcp_streams!r}")
 
@@ -186,14 +195,6 @@ def know_link(name: str, *, known: bool = True) -> None:
         _known_links.append(name)
     elif not known:
         _known_links.remove(name)
-
-
-def know_engine(name: str, *, known: bool = True) -> None:
-    """Makes a name valid, or invalid, in `Config.engine`; `paceline._engines.catalogue` calls this."""
-    if known and name not in _known_engines:
-        _known_engines.append(name)
-    elif not known:
-        _known_engines.remove(name)
 
 
 _SECONDS = tuple(field.name for field in fields(Config) if isinstance(field.default, float))

@@ -1,6 +1,6 @@
 """Credentials by which this process and others identify each other: certificates for TLS, a token for the coordinator.
 
-TLS is all or nothing (decision 042): with an authority everything uses TLS: calls to the coordinator, calls to the
+TLS is all or nothing (decision 23): with an authority everything uses TLS: calls to the coordinator, calls to the
 doors of members, and this worker's own door. A coordinator's certificate is checked for its host name, a member's for
 MEMBER_NAME, whatever its address. The token is shown to the coordinator only.
 """

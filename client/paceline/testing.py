@@ -17,13 +17,13 @@ from time import monotonic
 from typing import TypeVar
 
 from paceline._base.embedded import coordinator
-from paceline._engines.engine_check import check_engine
 from paceline._group import Group
 from paceline._links.base import Purpose
 from paceline._links.conformance import LinkPair, check_link
 from paceline._links.faulty import FaultyMesh, Tamper
 from paceline._links.local import LocalMesh, local_meshes, next_meshes
 from paceline.config import Config
+from paceline.engines._engine_check import check_engine
 from paceline.errors import PacelineError
 
 __all__ = [

@@ -41,13 +41,13 @@ def command_line() -> str:
 
 def _commands(path: str, command: Any) -> Iterator[tuple[str, Any]]:
     """Yields the commands that do something, with what is typed for them."""
-    inner = getattr(command, "commands", None)
-    if inner is None:
+    if not hasattr(command, "list_commands"):
         yield path, command
         return
-    for name in sorted(inner):
-        if not inner[name].hidden:
-            yield from _commands(f"{path} {name}", inner[name])
+    for name in sorted(command.list_commands(None)):  # those of plug-ins too
+        inner = command.get_command(None, name)
+        if not inner.hidden:
+            yield from _commands(f"{path} {name}", inner)
 
 
 def _argument(parameter: Any) -> str:

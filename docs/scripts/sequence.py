@@ -1,7 +1,8 @@
-"""Draws the sequence diagrams of our documents, so that the site needs no script of others for it.
+"""Draws the diagrams of our documents, so that the site needs no script of others for it.
 
-It knows what they use of mermaid's language: participants, messages (`A->>B: text`, `A--xB: text`), and notes over one
-or several participants. Anything else is an error.
+It knows what they use of mermaid's language: of a sequence participants, messages (`A->>B: text`, `A--xB: text`), and
+notes over one or several participants; of states their transitions (`A --> B: text`, `[*]` is outside), drawn in the
+same way, one below the other. Anything else is an error.
 """
 
 from __future__ import annotations
@@ -24,8 +25,13 @@ def as_svg(text: str) -> str:
     rows: list[str] = []
     y = 60
     for line in map(str.strip, text.splitlines()):
-        if line in ("", "sequenceDiagram"):
+        if line in ("", "sequenceDiagram", "stateDiagram-v2"):
             continue
+        if found := re.fullmatch(r"(\w+|\[\*\]) --> (\w+|\[\*\]): (.+)", line):
+            begin, end = (state.strip("[]") for state in found.groups()[:2])
+            for state in (begin, end):
+                names.setdefault(state, "outside" if state == "*" else state)
+            line = f"{begin}->>{end}: {found[3]}"
         if found := re.fullmatch(r"participant (\w+) as (.+)", line):
             names[found[1]] = found[2]
             continue
@@ -37,7 +43,7 @@ def as_svg(text: str) -> str:
                 f'<rect x="{left:.0f}" y="{y - 17}" width="{width:.0f}" height="24" rx="4" class="note"/>'
                 f'<text x="{(first + last) / 2:.0f}" y="{y}">{escape(found[3])}</text>'
             )
-        elif found := re.fullmatch(r"(\w+)(-->>|->>|--x|-x)(\w+): (.+)", line):
+        elif found := re.fullmatch(r"(\w+|\*)(-->>|->>|--x|-x)(\w+|\*): (.+)", line):
             begin, end = _x(names, found[1]), _x(names, found[3])
             dashed = ' stroke-dasharray="5 4"' if found[2].startswith("--") else ""
             head = "cross" if found[2].endswith("x") else "arrow"

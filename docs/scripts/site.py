@@ -1,6 +1,6 @@
 """A hook of mkdocs: adds the pages that are made of other files, so that nothing is written twice.
 
-    index.md, design.md, security.md, ...   README.md, DESIGN.md, SECURITY.md, ... of the repository
+    index.md, design.md, security-policy.md, ...   README.md, DESIGN.md, SECURITY.md, ... of the repository
     reference/cli.md                        the commands, from typer
     reference/settings.md                   PACELINE_* variables and `paceline.Config`
 
@@ -32,7 +32,7 @@ RAW = "https://raw.githubusercontent.com/paceline/paceline/main/"
 FROM_ROOT = {
     "README.md": "index.md",
     "DESIGN.md": "design.md",
-    "SECURITY.md": "security.md",
+    "SECURITY.md": "security-policy.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }

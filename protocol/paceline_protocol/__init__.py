@@ -2,8 +2,9 @@
 
 Everything here is a value or a function of (time, state, settings): no socket, clock, thread or file. `paceline_server`
 and `paceline` are the shells: they carry the messages (protobuf, `pacelinepb`), tell the time and perform what is
-decided. This package exports what both sides use, `paceline_protocol.coordinator` what only the coordinator uses.
-`docs/protocol.md` draws a death and a join; `tests/protocol/transcripts` has whole stories, line by line.
+decided; `paceline_protocol.translation` writes and reads them. This package exports what both sides use,
+`paceline_protocol.messages` what the coordinator says, `paceline_protocol.coordinator` what only the coordinator uses.
+DESIGN.md draws a death, a join and a member's phases; `tests/protocol/transcripts` has whole stories, line by line.
 
 Words
     job         a training run, known by its name; its coordinator keeps it
@@ -62,21 +63,24 @@ What happens besides (events too)
 
 What the coordinator says to a member (an effect of an event)
     Welcome         it is registered, or its session goes on
-    PushWaiting     what is waited for, in a sentence
-    PushView        a view has formed with it
-    PushVerdict     its generation is void, and why
-    PushRunning     the line trains without it: it must connect to all members, and then say what it holds
-    PushSummons     it must raise the flag JOIN in its next step word: candidates are ready
-    PushCatchUp     it must take a state, or its share of one, from these donors
-    PushMismatch    its manifest differs from the line's, which this member has
-    PushMissing     it must check whether these processes of its host still exist
-    PushDrain       it must leave after its step
-    PushDismissed   it may go
-    PushSpare       the next view has no seat for it
-    PushStateLost   the line's state is no longer complete: it must go back to a checkpoint
-    PushFinished    the job is done
-    PassBarrier, FailBarrier    the answer to a barrier
+    Send            one of the messages below
     EndSession      its session is over, and why
+
+Its messages (`messages`; in `session.proto` they have the same names)
+    Waiting         what is waited for, in a sentence
+    ViewFormed      a view has formed with it
+    Verdict         its generation is void, and why
+    Running         the line trains without it: it must connect to all members, and then say what it holds
+    Summons         it must raise the flag JOIN in its next step word: candidates are ready
+    CatchUp         it must take a state, or its share of one, from these donors
+    Mismatch        its manifest differs from the line's, which this member has
+    Missing         it must check whether these processes of its host still exist
+    Drain           it must leave after its step
+    Dismissed       it may go
+    Spare           the next view has no seat for it
+    StateLost       the line's state is no longer complete: it must go back to a checkpoint
+    Finished        the job is done
+    BarrierPassed, BarrierFailed    the answer to a barrier
 
 What the coordinator finds out (an effect too)
     AskDoor         whether the process of a member runs: `DoorAnswered` follows if its door answers
@@ -98,6 +102,7 @@ from paceline_protocol._values import (
     Ending,
     JobSettings,
     Meet,
+    Member,
     Process,
     Progress,
     ProtocolSettings,
@@ -116,6 +121,7 @@ __all__ = [
     "Ending",
     "JobSettings",
     "Meet",
+    "Member",
     "MemberState",
     "MemberView",
     "OURS",

@@ -11,8 +11,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from paceline_protocol._events import BarrierEntered, Effect, FailBarrier, PassBarrier
+from paceline_protocol._events import BarrierEntered, Effect, Send
 from paceline_protocol._values import Seat, Verdict, View
+from paceline_protocol.messages import BarrierFailed, BarrierPassed
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 Whereabouts = Callable[[int], str]
@@ -67,7 +68,7 @@ class Barriers:
         """
         assert self._view is not None, "a barrier is of a view"
         if event.round <= self._passed.get(event.name, -1):
-            return [PassBarrier(seat.member_id, event.call)]
+            return [Send(seat.member_id, BarrierPassed(event.call))]
         for gone in left:
             return [self._needs_leaver(_Arrival(seat, event.call, now, event.timeout), event.name, gone)]
         key = (event.name, event.round)
@@ -75,7 +76,7 @@ class Barriers:
         if barrier is None:
             if len(self._open) >= self._limit:
                 text = f"{self._limit} barriers of this job are open already"
-                return [FailBarrier(seat.member_id, event.call, ErrorReason.ERROR_REASON_LIMIT, text)]
+                return [Send(seat.member_id, BarrierFailed(event.call, ErrorReason.ERROR_REASON_LIMIT, text))]
             barrier = self._open[key] = _Barrier()
         deadline = now + event.timeout
         barrier.arrivals[seat.rank] = _Arrival(seat, event.call, deadline, event.timeout)
@@ -87,7 +88,7 @@ class Barriers:
         self._passed.move_to_end(event.name)
         if len(self._passed) > self._limit:
             self._passed.popitem(last=False)
-        return [PassBarrier(a.seat.member_id, a.call) for a in barrier.arrivals.values()]
+        return [Send(a.seat.member_id, BarrierPassed(a.call)) for a in barrier.arrivals.values()]
 
     def withdraw(self, member: Seat) -> list[Effect]:
         """A member has left in good order: no open barrier can be full any more."""
@@ -117,7 +118,7 @@ class Barriers:
                     f"missing {listed}{more}"
                 )
                 reason = ErrorReason.ERROR_REASON_TIMEOUT
-                effects.append(FailBarrier(arrival.seat.member_id, arrival.call, reason, text, ranks))
+                effects.append(Send(arrival.seat.member_id, BarrierFailed(arrival.call, reason, text, ranks)))
                 del barrier.arrivals[arrival.seat.rank]
             barrier.earliest = min((a.deadline for a in barrier.arrivals.values()), default=float("inf"))
             if not barrier.arrivals:
@@ -127,7 +128,7 @@ class Barriers:
     def fail_all(self, verdict: Verdict) -> list[Effect]:
         """The generation is void."""
         effects: list[Effect] = [
-            FailBarrier(a.seat.member_id, a.call, verdict.reason, verdict.text, verdict.culprits)
+            Send(a.seat.member_id, BarrierFailed(a.call, verdict.reason, verdict.text, verdict.culprits))
             for barrier in self._open.values()
             for a in barrier.arrivals.values()
         ]
@@ -139,7 +140,7 @@ class Barriers:
         return min((barrier.earliest for barrier in self._open.values()), default=float("inf"))
 
     @staticmethod
-    def _needs_leaver(arrival: _Arrival, name: str, gone: Seat) -> FailBarrier:
+    def _needs_leaver(arrival: _Arrival, name: str, gone: Seat) -> Send:
         text = f"barrier {name!r} cannot be passed: {gone.label} left the job"
         reason = ErrorReason.ERROR_REASON_PEER_LOST
-        return FailBarrier(arrival.seat.member_id, arrival.call, reason, text, (gone.rank,))
+        return Send(arrival.seat.member_id, BarrierFailed(arrival.call, reason, text, (gone.rank,)))

@@ -1,4 +1,4 @@
-"""Decides which members a breach of the protocol evicts, and which processes are refused after it (decision 066).
+"""Decides which members a breach of the protocol evicts, and which processes are refused after it (decision 06).
 
 A member that receives what no correct program sends names the sender. The word of one member proves nothing, for it may
 be the one that is broken. So a member goes if two others have named it, or if it has named itself. A member that names

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from paceline_protocol._barriers import Barriers
 from paceline_protocol._breaches import Breaches
-from paceline_protocol._events import Effect, EndSession, PushVerdict, StoreEnding, StoreVerdict
+from paceline_protocol._events import Effect, EndSession, Send, StoreEnding, StoreVerdict
 from paceline_protocol._job_state import JobState, Session, Standing
 from paceline_protocol._refusals import SessionEnded
 from paceline_protocol._silence import Leases, Stragglers
@@ -179,7 +179,7 @@ class Departures:
                 session.lease_from = session.heard
                 self.leases.began(session)
             if session.stream is not None:
-                effects.append(PushVerdict(session.member_id, verdict))
+                effects.append(Send(session.member_id, verdict))
         return effects
 
 

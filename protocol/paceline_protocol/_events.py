@@ -17,14 +17,11 @@ from paceline_protocol._values import (
     Process,
     Progress,
     Report,
-    Seat,
-    Share,
-    Tag,
     Verdict,
     View,
 )
 from paceline_protocol._versions import Versions
-from pacelinepb.v1.errors_pb2 import ErrorReason
+from paceline_protocol.messages import Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,136 +230,11 @@ class AskDoor:
 
 
 @dataclass(frozen=True, slots=True)
-class PushWaiting:
-    """Tell a candidate what is being waited for."""
+class Send:
+    """Send a member this message."""
 
     member_id: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class PushView:
-    """Tell a member that its view has formed."""
-
-    member_id: str
-    view: View
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class PushVerdict:
-    """Tell a member why its generation is void."""
-
-    member_id: str
-    verdict: Verdict
-
-
-@dataclass(frozen=True, slots=True)
-class PushRunning:
-    """Tell a candidate that the line runs without it."""
-
-    member_id: str
-    view: View
-    ended: tuple[int, ...]
-    """Ranks of members that have ended: the candidate need not reach them."""
-
-
-@dataclass(frozen=True, slots=True)
-class PushSummons:
-    """Have a member ask the others to meet, in its next step word."""
-
-    member_id: str
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class PushCatchUp:
-    """Tell a member in a meeting what state to take, and which members have it."""
-
-    member_id: str
-    generation: int
-    base: Tag
-    donors: tuple[tuple[Seat, tuple[Share, ...]], ...]
-    """The members that hold it, each with its shares."""
-    share: Share | None
-    """The share to take of a sharded state. None: all that it has not, or the step that it is prepared for."""
-    fingerprint: bytes = b""
-    """The fingerprint of the base; see `Meet.fingerprint`."""
-
-
-@dataclass(frozen=True, slots=True)
-class PushMismatch:
-    """Tell a member that its manifest differs from the line's, and which member has the line's."""
-
-    member_id: str
-    donor: Seat
-
-
-@dataclass(frozen=True, slots=True)
-class PushMissing:
-    """Ask a worker whether these processes of its host are still there."""
-
-    member_id: str
-    processes: tuple[Process, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PushDrain:
-    """Tell a member to leave at its next step boundary."""
-
-    member_id: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class PushDismissed:
-    """Tell a member that it may go."""
-
-    member_id: str
-    last: bool
-
-
-@dataclass(frozen=True, slots=True)
-class PushSpare:
-    """Tell a member that the next view has no seat for it: it waits as a candidate."""
-
-    member_id: str
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class PushStateLost:
-    """Tell a member that the line's state is no longer complete, so that its own share is useless."""
-
-    member_id: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class PushFinished:
-    """Tell a member that the line is done."""
-
-    member_id: str
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class PassBarrier:
-    """Answer a member at a barrier: everyone is there."""
-
-    member_id: str
-    call: int
-
-
-@dataclass(frozen=True, slots=True)
-class FailBarrier:
-    """Answer a member at a barrier: its arrival is withdrawn."""
-
-    member_id: str
-    call: int
-    reason: ErrorReason.ValueType
-    text: str
-    culprits: tuple[int, ...] = ()
+    message: Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,11 +296,7 @@ class StoreVerdict:
 Effect = (
     Welcome
     | AskDoor
-    | PushWaiting
-    | PushView
-    | PushVerdict
-    | PassBarrier
-    | FailBarrier
+    | Send
     | EndSession
     | StoreView
     | ForgetView
@@ -436,14 +304,4 @@ Effect = (
     | StoreFinished
     | StoreReached
     | StoreVerdict
-    | PushRunning
-    | PushSummons
-    | PushCatchUp
-    | PushMismatch
-    | PushMissing
-    | PushDrain
-    | PushDismissed
-    | PushSpare
-    | PushStateLost
-    | PushFinished
 )

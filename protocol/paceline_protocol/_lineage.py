@@ -2,7 +2,7 @@
 
 Every event that may change the policy's decision ends in `Lineage.reconsider`, which asks `_policy` again and carries
 out what it decides. To decide, it looks at all workers. So in a job of many workers it is asked only now and then while
-many events come (decision 009).
+many events come (decision 01).
 """
 
 from __future__ import annotations
@@ -19,12 +19,7 @@ from paceline_protocol._events import (
     FinishStored,
     ForgetView,
     MetOthers,
-    PushDismissed,
-    PushDrain,
-    PushFinished,
-    PushSpare,
-    PushStateLost,
-    PushView,
+    Send,
     StoreFailed,
     StoreFinished,
     StoreReached,
@@ -37,6 +32,7 @@ from paceline_protocol._policy import Decision, decide
 from paceline_protocol._refusals import BadRequest, SessionEnded
 from paceline_protocol._values import Ending, Meet, Progress, ProtocolSettings, Seat, Verdict, View
 from paceline_protocol._versions import spoken_by
+from paceline_protocol.messages import Dismissed, Drain, Finished, Spare, StateLost, ViewFormed
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 _NEVER = float("inf")
@@ -84,7 +80,7 @@ class Lineage:
             return []
         session.heard = session.lease_from = now
         if self._state.finished is not None:
-            return [PushFinished(session.member_id, self._state.finished)]
+            return [Send(session.member_id, Finished(self._state.finished))]
         met, view = event.met, self._state.view
         if met.generation > session.last_generation:
             raise BadRequest(f"a meeting after generation {met.generation}, which the member is not in")
@@ -113,7 +109,7 @@ class Lineage:
             return []
         session.heard = session.lease_from = now
         if self._state.finished is not None:
-            return [PushFinished(session.member_id, self._state.finished)]
+            return [Send(session.member_id, Finished(self._state.finished))]
         if event.generation != session.generation or self._state.view is None or self._state.view.base is None:
             return []
         if self._state.finishing is not None:
@@ -126,7 +122,7 @@ class Lineage:
         if self._state.finishing != event.step:
             return []
         self._state.finishing, self._state.finished = None, event.step
-        effects: list[Effect] = [PushFinished(member_id, event.step) for member_id in self._state.sessions]
+        effects: list[Effect] = [Send(member_id, Finished(event.step)) for member_id in self._state.sessions]
         return effects + self.reconsider(now)
 
     def drain(self, now: float, event: DrainAsked) -> list[Effect]:
@@ -135,7 +131,7 @@ class Lineage:
         for member_id in event.member_ids:
             if (session := self._state.sessions.get(member_id)) is not None:
                 session.draining = event.reason
-                effects.append(PushDrain(member_id, event.reason))
+                effects.append(Send(member_id, Drain(event.reason)))
         return effects + self.reconsider(now)
 
     def restart(self, now: float) -> list[Effect]:
@@ -311,7 +307,7 @@ class Lineage:
         lost = set(meeting.lost)
         for session in meeting.lost:
             self._become_candidate(now, session)
-            effects.append(PushStateLost(session.member_id, meeting.reason))
+            effects.append(Send(session.member_id, StateLost(meeting.reason)))
         for session in (session for session in present if session not in lost):
             assert session.met is not None
             if session.met.tag is None:
@@ -349,27 +345,27 @@ class Lineage:
         gone = [s for s in there if s.standing is Standing.DISMISSED and live and s.generation == live.generation]
         for session in sessions:
             session.standing = Standing.DISMISSED
-        told = [self.may_go(session) for session in sessions]
+        told = {session.member_id: self.dismissal(session) for session in sessions}
         effects: list[Effect] = []
-        if gone and live is not None and any(order.last for order in told):
+        if gone and live is not None and any(dismissed.last for dismissed in told.values()):
             # A member that was let go before keeps nothing and may stay for long: the last ones must not wait for it.
             ranks = tuple(sorted(rank_of(session) for session in gone))
             text = f"{', '.join(live.seats[rank].short_label for rank in ranks)} left before the others"
             effects += self._departures.void(
                 now, Verdict(live.generation, ErrorReason.ERROR_REASON_PEER_LOST, ranks, 0, text)
             )
-        return [*effects, *told]
+        return [*effects, *(Send(member_id, dismissed) for member_id, dismissed in told.items())]
 
-    def may_go(self, session: Session) -> PushDismissed:
+    def dismissal(self, session: Session) -> Dismissed:
         """Tells a member that it may go. If nobody stays, the last ones write a checkpoint together."""
         view = self._state.view
         last = view is None or (view.generation == session.generation and not self._state.present())
-        return PushDismissed(session.member_id, last)
+        return Dismissed(last)
 
     def _form(self, members: tuple[Session, ...], meeting: Meeting | None) -> list[Effect]:
         self._state.generation += 1
         seats = tuple(
-            Seat(rank, s.member_id, s.token_sha256, s.process, s.address, s.arrival) for rank, s in enumerate(members)
+            Seat(rank, s.member_id, s.process, s.address, s.token_sha256, s.arrival) for rank, s in enumerate(members)
         )
         explicit = members[0].claimed_rank is not None
         versions = spoken_by([session.versions for session in members])
@@ -416,12 +412,13 @@ class Lineage:
                 session.standing, session.rank = Standing.IN_VIEW, rank
                 session.generation = session.last_generation = generation
                 session.verdict, session.met, session.progress = None, None, Progress()
-                effects.append(PushView(session.member_id, view, rank))
+                effects.append(Send(session.member_id, ViewFormed.of(view, rank)))
         effects += self._dismiss(now, leavers)
         for session in spares:
             self._become_candidate(now, session)
             session.came_back = True
-            effects.append(PushSpare(session.member_id, generation))
+            spare = Spare(f"generation {generation} has no seat for it", generation)
+            effects.append(Send(session.member_id, spare))
         missing = {
             rank: self._departures.gone_meanwhile[view.seats[rank].member_id]
             for rank, s in enumerate(sessions)

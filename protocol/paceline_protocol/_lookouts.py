@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline_protocol._events import PushMissing
+from paceline_protocol._events import Send
 from paceline_protocol._job_state import Session
 from paceline_protocol._values import Seat
+from paceline_protocol.messages import Missing
 
 Sight = tuple[str, str, int]
 """`Process.sight`: processes with the same one can tell whether the others are still there."""
@@ -46,9 +47,7 @@ class Lookouts:
         self._searches: dict[Sight, _Search] = {}  # of hosts with somebody to ask
         self.ask_at = _NEVER
 
-    def look(
-        self, now: float, missing: Mapping[Sight, Sequence[Seat]], waiting: Collection[Session]
-    ) -> list[PushMissing]:
+    def look(self, now: float, missing: Mapping[Sight, Sequence[Seat]], waiting: Collection[Session]) -> list[Send]:
         """Asks what is due now.
 
         Args:
@@ -61,20 +60,20 @@ class Lookouts:
         self._searches = {sight: each for sight, each in self._searches.items() if sight in missing and sight in sights}
         return self.look_too(now, waiting)
 
-    def look_too(self, now: float, waiting: Collection[Session]) -> list[PushMissing]:
+    def look_too(self, now: float, waiting: Collection[Session]) -> list[Send]:
         """Asks what is due now, when these workers have begun to wait and nothing else has changed."""
         by_sight: dict[Sight, list[Session]] = {}
         for session in waiting:
             if (sight := session.process.sight) is not None and sight in self._missing:
                 by_sight.setdefault(sight, []).append(session)
-        questions: list[PushMissing] = []
+        questions: list[Send] = []
         for sight, sessions in by_sight.items():
             questions += _ask(now, self._searches.setdefault(sight, _Search()), self._missing[sight], sessions)
         self.ask_at = min((search.due for search in self._searches.values()), default=_NEVER)
         return questions
 
 
-def _ask(now: float, search: _Search, seats: Sequence[Seat], sessions: Sequence[Session]) -> Iterator[PushMissing]:
+def _ask(now: float, search: _Search, seats: Sequence[Seat], sessions: Sequence[Session]) -> Iterator[Send]:
     names = frozenset(seat.member_id for seat in seats)
     if not names <= search.asked:
         search.due, search.pause = now, _FIRST_S
@@ -84,4 +83,5 @@ def _ask(now: float, search: _Search, seats: Sequence[Seat], sessions: Sequence[
     for first in range(0, len(seats), _NAMED):
         asked = sessions[search.turn % len(sessions)]
         search.turn += 1
-        yield PushMissing(asked.member_id, tuple(seat.process for seat in seats[first : first + _NAMED]))
+        processes = tuple(seat.process for seat in seats[first : first + _NAMED])
+        yield Send(asked.member_id, Missing(processes))

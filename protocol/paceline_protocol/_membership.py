@@ -27,20 +27,16 @@ from paceline_protocol._events import (
     Effect,
     Event,
     ExitReported,
-    FailBarrier,
     FinishedLine,
     FinishStored,
     Heard,
     LeftJob,
     MetOthers,
-    PushDrain,
-    PushFinished,
-    PushVerdict,
-    PushView,
     Registered,
     Reported,
     RestartAsked,
     Resumed,
+    Send,
     StoreFailed,
     StreamEnded,
     Ticked,
@@ -53,6 +49,7 @@ from paceline_protocol._policy import Decision
 from paceline_protocol._refusals import BadRequest, SessionEnded
 from paceline_protocol._values import Ending, Process, Progress, ProtocolSettings, Report, Seat, View
 from paceline_protocol._verdict import describe_exit
+from paceline_protocol.messages import BarrierFailed, Drain, Finished, ViewFormed
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 
@@ -178,7 +175,7 @@ class Membership:
         self._leases.began(session)
         effects.append(Welcome(session.member_id, session.settings.heartbeat_interval))
         if self.state.finished is not None:
-            effects.append(PushFinished(session.member_id, self.state.finished))
+            effects.append(Send(session.member_id, Finished(self.state.finished)))
         return effects + self._lineage.reconsider(now, newcomer=session)
 
     def _came_back(self, now: float, event: Registered) -> list[Effect]:
@@ -212,18 +209,19 @@ class Membership:
         self._lineage.tell_again(session)  # what it was told may be lost with the old stream
         effects: list[Effect] = [Welcome(session.member_id, session.settings.heartbeat_interval)]
         if self.state.finished is not None:
-            effects.append(PushFinished(session.member_id, self.state.finished))
-        drain = [PushDrain(session.member_id, session.draining)] if session.draining else []
+            effects.append(Send(session.member_id, Finished(self.state.finished)))
+        drain = [Send(session.member_id, Drain(session.draining))] if session.draining else []
         if session.standing is Standing.CANDIDATE:
             self.state.last_arrival = now
             return [*effects, *drain, *self._lineage.reconsider(now, newcomer=session)]
         view = self.state.view
         if session.standing is Standing.DISMISSED:
-            return [*effects, self._lineage.may_go(session)]
+            return [*effects, Send(session.member_id, self._lineage.dismissal(session))]
         if view is not None and event.generation < session.generation == view.generation:
-            effects.append(PushView(session.member_id, view, rank_of(session)))  # it was lost with the old stream
+            formed = ViewFormed.of(view, rank_of(session))
+            effects.append(Send(session.member_id, formed))  # it was lost with the old stream
         if session.verdict is not None:
-            effects.append(PushVerdict(session.member_id, session.verdict))
+            effects.append(Send(session.member_id, session.verdict))
         return [*effects, *drain, *self._lineage.reconsider(now)]
 
     def _why_unknown(self, event: Resumed) -> str:
@@ -309,7 +307,7 @@ class Membership:
         if event.generation < session.generation:  # it has moved on since
             return []
         if session.verdict is not None:
-            effects: list[Effect] = [PushVerdict(session.member_id, session.verdict)]
+            effects: list[Effect] = [Send(session.member_id, session.verdict)]
             parted = self._second_death(session, report) + self._second_word(session, report)
             return effects + parted + (self._lineage.reconsider(now) if parted else [])
         view = self.state.live
@@ -382,9 +380,11 @@ class Membership:
         if not of_view or event.generation != session.generation:
             where = f"generation {session.generation}" if session.generation else "no generation yet"
             text = f"barrier {event.name!r} is of generation {event.generation}, but the member is in {where}"
-            return [FailBarrier(event.member_id, event.call, ErrorReason.ERROR_REASON_STALE_GENERATION, text)]
+            failed = BarrierFailed(event.call, ErrorReason.ERROR_REASON_STALE_GENERATION, text)
+            return [Send(event.member_id, failed)]
         if (verdict := session.verdict) is not None:
-            return [FailBarrier(event.member_id, event.call, verdict.reason, verdict.text, verdict.culprits)]
+            failed = BarrierFailed(event.call, verdict.reason, verdict.text, verdict.culprits)
+            return [Send(event.member_id, failed)]
         assert view is not None
         left = (view.seats[rank] for rank, ending in self.state.endings.items() if ending.orderly)
         return self._barriers.enter(now, view.seats[rank_of(session)], event, left)

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from paceline_protocol._events import (
-    Effect,
-    PushCatchUp,
-    PushMismatch,
-    PushRunning,
-    PushSummons,
-    PushWaiting,
-)
+from paceline_protocol._events import Effect, Send
 from paceline_protocol._job_state import JobState, Session
 from paceline_protocol._lookouts import Lookouts, Sight
 from paceline_protocol._meeting import Meeting
 from paceline_protocol._policy import Decision
-from paceline_protocol._values import WHOLE, Seat, Share, View
+from paceline_protocol._values import WHOLE, Member, Seat, Share, View
+from paceline_protocol.messages import CatchUp, Mismatch, Running, Summons, Waiting
 
-Donor = tuple[Seat, tuple[Share, ...]]
+Donor = tuple[Member, tuple[Share, ...]]
 """A member that holds a state, with its shares of it."""
 
 _NAMED = 16
@@ -71,7 +65,7 @@ class Donors:
 def seat_of(session: Session) -> Seat:
     """A member's address as a seat. A candidate has no rank; it gets rank 0, which is not used."""
     rank = session.rank or 0
-    return Seat(rank, session.member_id, session.token_sha256, session.process, session.address, session.arrival)
+    return Seat(rank, session.member_id, session.process, session.address, session.token_sha256, session.arrival)
 
 
 def _donor(session: Session) -> Donor:
@@ -151,7 +145,7 @@ class Orders:
                 order = (view.generation, ended)
                 if session.told_to_meet != order:
                     session.told_to_meet = order
-                    effects.append(PushRunning(session.member_id, view, ended))
+                    effects.append(Send(session.member_id, Running(view, ended)))
             elif view.base is not None and session.met.manifest != view.manifest:
                 effects += self._mismatch(session, self._state.present())
         return effects
@@ -178,7 +172,7 @@ class Orders:
         if attached is None:
             return []
         self._summoned = attached.member_id
-        return [PushSummons(attached.member_id, view.generation)]
+        return [Send(attached.member_id, Summons(view.generation))]
 
     def _tell_laggards(self, meeting: Meeting) -> list[Effect]:
         effects: list[Effect] = []
@@ -206,7 +200,8 @@ class Orders:
         donors = self._donors.some(session, turn)
         first = meeting.donors[0].met
         fingerprint = first.fingerprint if first is not None else b""
-        return [PushCatchUp(session.member_id, session.generation, meeting.base, donors, share, fingerprint)]
+        order_to_take = CatchUp(session.generation, meeting.base, donors, share, fingerprint)
+        return [Send(session.member_id, order_to_take)]
 
     def _mismatch(self, session: Session, donors: list[Session]) -> list[Effect]:
         view = self._state.view
@@ -214,7 +209,7 @@ class Orders:
         if donor is None or view is None or session.told_to_meet == donor.member_id:
             return []
         session.told_to_meet = donor.member_id
-        return [PushMismatch(session.member_id, seat_of(donor))]
+        return [Send(session.member_id, Mismatch(seat_of(donor)))]
 
 
 def _own_share(session: Session) -> Share | None:
@@ -258,7 +253,7 @@ class Announcer:
         effects: list[Effect] = []
         for newcomer in newcomers:
             newcomer.told = reason
-            effects.append(PushWaiting(newcomer.member_id, reason))
+            effects.append(Send(newcomer.member_id, Waiting(reason)))
         due = self._last_round + self._interval
         if now < due:
             self.announce_at = due if any(session.told != reason for session in waiting) else _NEVER
@@ -266,7 +261,7 @@ class Announcer:
         others = [session for session in waiting if session.told != reason]
         for session in others:
             session.told = reason
-            effects.append(PushWaiting(session.member_id, reason))
+            effects.append(Send(session.member_id, Waiting(reason)))
         if others:
             self._last_round = now
         self.announce_at = _NEVER

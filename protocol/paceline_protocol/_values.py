@@ -249,15 +249,23 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """One member of a view, as it is stored."""
+class Member:
+    """One member of a view, as others are told of it."""
 
     rank: int
+    """Its rank; means nothing if it is a candidate."""
     member_id: str
-    token_sha256: bytes
-    """Only the hash is kept, so the state file reveals no session."""
     process: Process
     address: str
+    """Where its door is, "host:port"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat(Member):
+    """One member of a view, as it is stored."""
+
+    token_sha256: bytes
+    """Only the hash is kept, so the state file reveals no session."""
     arrival: int
     """Position in the order of arrival; the greater, the younger."""
 
@@ -292,6 +300,11 @@ class View:
     """Hash that all members' `Meet.manifest` equals, once there is a base."""
     lost: str = ""
     """A sentence about steps that the job had trained before this line, and that are lost; empty if there are none."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of its members."""
+        return len(self.seats)
 
     @property
     def version(self) -> int:

@@ -15,8 +15,10 @@ __all__ = [
 ]
 
 PROTOCOL_VERSION = 9
-"""The version changes when programs of two releases could misunderstand each other. CONTRIBUTING.md says what else
-changes with it."""
+"""The version changes when programs of two releases could misunderstand each other.
+
+docs/development/protocol-changes.md says what else changes with it.
+"""
 
 OLDEST_PROTOCOL_VERSION = 8
 """This release speaks all versions from this one on: that of the last release, and its own."""

@@ -15,6 +15,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from paceline_protocol import Process, View
@@ -31,11 +32,10 @@ from paceline_protocol.coordinator import (
     Heard,
     JobState,
     Membership,
-    PushRunning,
-    PushView,
     Registered,
     RestartAsked,
     Resumed,
+    Send,
     StoreEnding,
     StoreFinished,
     StoreReached,
@@ -47,6 +47,8 @@ from paceline_protocol.coordinator import (
     restore,
     was_this_member,
 )
+from paceline_protocol.messages import Running, ViewFormed
+from paceline_protocol.translation import check_number, write_message
 from paceline_server import wire
 from paceline_server.errors import (
     BadRequest,
@@ -71,7 +73,6 @@ from paceline_server.storage.base import JobForgotten, Storage
 from paceline_server.streams import SessionStream
 from paceline_server.timers import Timers
 from paceline_server.vitals import Vitals
-from paceline_server.wire import to_message
 from pacelinepb.v1 import session_pb2 as pb
 
 _NOT_KNOWN = ""
@@ -298,7 +299,7 @@ class Dispatcher:
         self._check_running()
         versions = wire.read_versions(message)
         name = wire.read_job_name(message.job, self.settings)
-        wire.check_number(message.generation_floor, "generation_floor")
+        check_number(message.generation_floor, "generation_floor")
         token = secrets.token_bytes(16)
         stream = self._new_stream(name, secrets.token_hex(10))
         event = Registered(
@@ -336,7 +337,7 @@ class Dispatcher:
         """
         self._check_running()
         versions = wire.read_versions(message)
-        wire.check_number(message.generation, "resume.generation")
+        check_number(message.generation, "resume.generation")
         job = self.find(message.job)
         if job is None:
             stateless = "" if self.settings.state_path or self.epoch else " without a state file (--state)"
@@ -495,10 +496,11 @@ class Dispatcher:
 
     def _perform(self, job: Job, effect: Effect) -> None:
         match effect:
-            case PushView(member_id, view, rank):
-                self._push(member_id, pb.SessionResponse(view_formed=self._pages(job, view).formed(rank)))
-            case PushRunning(member_id, view, ended):
-                self._push(member_id, pb.SessionResponse(running=self._pages(job, view).running(ended)))
+            case Send(member_id, (ViewFormed(View() as view) | Running(View() as view)) as message):
+                announced = self._pages(job, view).announced
+                self._push(member_id, write_message(replace(message, members=announced)))
+            case Send(member_id, message):
+                self._push(member_id, write_message(message))
             case Welcome(member_id, heartbeat_interval):
                 registered = pb.Registered(
                     member_id=member_id,
@@ -519,8 +521,6 @@ class Dispatcher:
                 self._renew_door_secret(job)
             case StoreView() | StoreVerdict() | StoreEnding() | StoreFinished() | StoreReached():
                 self.keeper.keep(job, effect)
-            case _:
-                self._push(effect.member_id, to_message(effect))
 
     def _renew_door_secret(self, job: Job) -> None:
         """Makes a new door secret because a line has ended: the old one opens no door of the next line.

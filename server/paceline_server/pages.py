@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline_protocol import Seat, View
-from paceline_server import wire
+from paceline_protocol.messages import MemberList
+from paceline_protocol.translation import write_member
 from pacelinepb.v1 import session_pb2 as pb
 
 
@@ -43,9 +44,9 @@ class ViewPages:
             before: the previous view, whose list most members have.
         """
         pages = tuple(
-            pb.GetViewResponse(
-                members=map(wire.write_member, view.seats[first : first + page_members])
-            ).SerializeToString(deterministic=True)
+            pb.GetViewResponse(members=map(write_member, view.seats[first : first + page_members])).SerializeToString(
+                deterministic=True
+            )
             for first in range(0, len(view.seats), page_members)
         )
         sha256 = hashlib.sha256(b"".join(pages)).digest()
@@ -62,29 +63,10 @@ class ViewPages:
             return self.changes
         return self.pages[number] if number < len(self.pages) else None
 
-    def running(self, ended: tuple[int, ...]) -> pb.Running:
-        """Makes the message for a candidate; `ended` are the ranks of members that have ended."""
-        return pb.Running(
-            generation=self.view.generation,
-            world_size=len(self.view.seats),
-            members_sha256=self.sha256,
-            pages=len(self.pages),
-            ended=ended,
-        )
-
-    def formed(self, rank: int) -> pb.ViewFormed:
-        """Makes the message for the member with this rank."""
-        return pb.ViewFormed(
-            generation=self.view.generation,
-            world_size=len(self.view.seats),
-            rank=rank,
-            members_sha256=self.sha256,
-            pages=len(self.pages),
-            base=None if self.view.base is None else wire.write_tag(self.view.base),
-            newcomers=self.view.newcomers,
-            lost=self.view.lost,
-            protocol_version=self.view.version,
-        )
+    @property
+    def announced(self) -> MemberList:
+        """The announcement of the list, for the messages about the view."""
+        return MemberList(self.view.generation, self.view.world_size, self.sha256, len(self.pages))
 
 
 def _stretches(before: Sequence[Seat], seats: Sequence[Seat]) -> list[pb.Stretch]:
@@ -94,7 +76,7 @@ def _stretches(before: Sequence[Seat], seats: Sequence[Seat]) -> list[pb.Stretch
     for seat in seats:
         place, last = places.get((seat.member_id, seat.process, seat.address)), stretches[-1]
         if place is None:
-            last.members.append(wire.write_member(seat))
+            last.members.append(write_member(seat))
         elif last.count and place == last.first + last.count and not last.members:
             last.count += 1
         else:

@@ -1,7 +1,7 @@
 """Questions of operators to members: who is asked when, and which answer goes to which operator.
 
 An answer is part of a call of its member (`AnswerAsk`), which stays open until the answer was passed on. So it lies in
-memory only while that call pays for it, and this module stores nothing (decision 054).
+memory only while that call pays for it, and this module stores nothing (decision 26).
 """
 
 from __future__ import annotations

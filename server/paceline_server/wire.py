@@ -1,4 +1,4 @@
-"""Converts protobuf messages to the protocol's events, and its effects to messages.
+"""Converts what members say from protobuf, and what an operator is told to protobuf.
 
 This module checks incoming messages once, before anything acts on them (I9): everything that the .proto comments call
 a MUST. It decides nothing.
@@ -7,43 +7,20 @@ a MUST. It decides nothing.
 from __future__ import annotations
 
 import hashlib
-import math
 import re
-from collections.abc import Iterable
 
 from google.protobuf.duration_pb2 import Duration
 
 from paceline_protocol import (
     OURS,
-    WHOLE,
     Counters,
     JobSettings,
-    Meet,
     Process,
     Progress,
     Report,
-    Seat,
-    Share,
-    Tag,
-    Verdict,
     Versions,
 )
-from paceline_protocol.coordinator import (
-    FailBarrier,
-    PassBarrier,
-    PushCatchUp,
-    PushDismissed,
-    PushDrain,
-    PushFinished,
-    PushMismatch,
-    PushMissing,
-    PushSpare,
-    PushStateLost,
-    PushSummons,
-    PushVerdict,
-    PushWaiting,
-)
-from paceline_server import wire
+from paceline_protocol.translation import check_number
 from paceline_server.errors import BadRequest, VersionMismatch
 from paceline_server.settings import ServerSettings
 from paceline_server.storage.checks import MOST_VERSION
@@ -57,16 +34,10 @@ _CENTURY = 3.15e9
 
 _TUNING = re.compile(r"([0-9a-f]{16})?")
 
-_MOST_PARTS = 1 << 16
-
 _LONGEST_DOING = 64
 
 _KIND = re.compile(r"[a-z0-9_]{1,16}")
 """The name of a kind of link. Metrics have it as the value of a label."""
-
-_STORABLE = 1 << 62
-"""Numbers from outside must be below this: the state file has signed 64-bit integers, and the coordinator counts on
-from some of them."""
 
 
 def token_hash(token: bytes) -> bytes:
@@ -247,67 +218,6 @@ def read_report(message: pb.Report, settings: ServerSettings) -> Report:
     return Report(-1, message.reason, accused, operation, text, message.unopened)
 
 
-def read_meet(message: pb.Meet) -> Meet:
-    """Reads what a member says at a meeting.
-
-    Raises:
-        BadRequest: a number is too great, or a share is invalid.
-    """
-    tag = _read_tag(message.tag) if message.HasField("tag") else None
-    return Meet(
-        generation=check_number(message.generation, "meet.generation"),
-        tag=tag,
-        holds_base=message.holds_base,
-        fingerprint=message.fingerprint,
-        manifest=message.manifest,
-        leaving=message.leaving,
-        closed=message.closed,
-        shares=_read_shares(message),
-        node_size=message.node_size if message.HasField("node_size") else 1,
-        prepared=_read_tag(message.prepared) if message.HasField("prepared") else None,
-        stored=message.stored,
-        unproven=message.unproven,
-        step_timeout=from_duration(message.step_timeout, "meet.step_timeout")
-        if message.HasField("step_timeout")
-        else math.inf,
-    )
-
-
-def _read_shares(message: pb.Meet) -> tuple[Share, ...]:
-    if not message.HasField("node_size"):
-        return (WHOLE,)
-    if any(not share.part < share.parts <= _MOST_PARTS for share in message.shares):
-        raise BadRequest(f"the part of a share must be below the number of parts, and that at most {_MOST_PARTS}")
-    return tuple(Share(share.part, share.parts) for share in message.shares)
-
-
-def _read_tag(message: pb.Tag) -> Tag:
-    return Tag(check_number(message.generation, "tag.generation"), check_number(message.step, "tag.step"))
-
-
-def check_number(number: int, name: str) -> int:
-    """Checks that a number can be stored, and counted on from.
-
-    Raises:
-        BadRequest: it is too great.
-    """
-    if number >= _STORABLE:
-        raise BadRequest(f"{name} must be below 2^62")
-    return number
-
-
-def write_process(process: Process) -> pb.ProcessIdentity:
-    """Converts a process to a message."""
-    return pb.ProcessIdentity(
-        host=process.host,
-        pid=process.pid,
-        boot_id=process.boot_id,
-        start_ticks=process.start_ticks,
-        pid_namespace=process.pid_namespace,
-        node=process.node,
-    )
-
-
 def write_settings(settings: JobSettings) -> pb.JobSettings:
     """Converts settings to a message."""
     return pb.JobSettings(
@@ -342,89 +252,3 @@ def write_progress(now: float, progress: Progress, counters: Counters | None = N
         state_bytes=counters.state_bytes,
         state_time=to_duration(counters.state_time),
     )
-
-
-def write_tag(tag: Tag) -> pb.Tag:
-    """Converts a tag to a message."""
-    return pb.Tag(generation=tag.generation, step=tag.step)
-
-
-def write_member(seat: Seat) -> pb.Member:
-    """Converts a member to a message."""
-    return pb.Member(
-        member_id=seat.member_id, rank=seat.rank, process=write_process(seat.process), address=seat.address
-    )
-
-
-def write_shares(shares: Iterable[Share]) -> list[pb.Share]:
-    """Converts shares to messages."""
-    return [pb.Share(part=share.part, parts=share.parts) for share in shares]
-
-
-def write_verdict(verdict: Verdict) -> pb.Verdict:
-    """Converts a verdict to a message."""
-    return pb.Verdict(
-        generation=verdict.generation,
-        reason=verdict.reason,
-        culprits=verdict.culprits,
-        operation=verdict.operation,
-        text=verdict.text,
-    )
-
-
-Push = (
-    FailBarrier
-    | PassBarrier
-    | PushCatchUp
-    | PushDismissed
-    | PushDrain
-    | PushFinished
-    | PushMismatch
-    | PushMissing
-    | PushSpare
-    | PushStateLost
-    | PushSummons
-    | PushVerdict
-    | PushWaiting
-)
-"""The effects that consist of one message to one member."""
-
-
-def to_message(effect: Push) -> pb.SessionResponse:
-    """Converts an effect to its message."""
-    match effect:
-        case PassBarrier(_, call):
-            return pb.SessionResponse(barrier_passed=pb.BarrierPassed(call=call))
-        case FailBarrier(_, call, reason, text, culprits):
-            failed = pb.BarrierFailed(call=call, reason=reason, text=text, culprits=culprits)
-            return pb.SessionResponse(barrier_failed=failed)
-        case PushWaiting(_, sentence):
-            return pb.SessionResponse(waiting=pb.Waiting(reason=sentence))
-        case PushVerdict(_, verdict):
-            return pb.SessionResponse(verdict=wire.write_verdict(verdict))
-        case PushSummons(_, generation):
-            return pb.SessionResponse(summons=pb.Summons(generation=generation))
-        case PushCatchUp(_, generation, base, donors, share, fingerprint):
-            holders = [pb.Holder(member=wire.write_member(seat), shares=wire.write_shares(has)) for seat, has in donors]
-            order = pb.CatchUp(
-                generation=generation, base=wire.write_tag(base), holders=holders, fingerprint=fingerprint
-            )
-            if share is not None:
-                order.share.CopyFrom(*wire.write_shares([share]))
-            return pb.SessionResponse(catch_up=order)
-        case PushMismatch(_, donor):
-            return pb.SessionResponse(mismatch=pb.Mismatch(donor=wire.write_member(donor)))
-        case PushMissing(_, processes):
-            missing = pb.Missing(processes=[wire.write_process(process) for process in processes])
-            return pb.SessionResponse(missing=missing)
-        case PushDrain(_, why):
-            return pb.SessionResponse(drain=pb.Drain(reason=why))
-        case PushDismissed(_, last):
-            return pb.SessionResponse(dismissed=pb.Dismissed(last=last))
-        case PushSpare(_, generation):
-            why = f"generation {generation} has no seat for it"
-            return pb.SessionResponse(spare=pb.Spare(reason=why, generation=generation))
-        case PushStateLost(_, why):
-            return pb.SessionResponse(state_lost=pb.StateLost(reason=why))
-        case PushFinished(_, step):
-            return pb.SessionResponse(finished=pb.Finished(step=step))

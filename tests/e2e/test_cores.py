@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from paceline.cli.launcher.environment import allowed_cores
+from paceline.launch._environment import allowed_cores
 
 
 @pytest.mark.slow

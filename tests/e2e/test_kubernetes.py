@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import paceline
-from paceline.cli.launcher import supervision
+from paceline.launch import _supervision as supervision
 from paceline_server.security.tokens import Grant, Role, Tokens
 from support import manifests
 

@@ -33,16 +33,16 @@ with paceline.join() as session:
     optimizer = paceline.optim.Adam(model, lr=0.1)
     x = np.random.default_rng(0).normal(size=(100, 4)).astype(np.float32)
     t = (x.sum(axis=1) > 0).astype(np.int64)
-    sampler = paceline.ElasticSampler(len(x), global_batch=32, parts=8)
+    sampler = paceline.ElasticSampler(len(x), global_batch=32, microbatches=8)
     state = paceline.TrainState(model=model, optimizer=optimizer, sampler=sampler)
     for step in session.steps(state, total=24, seed=SEED, checkpoint_dir="runs", checkpoint_every=8,
                               receipts="runs/receipts.jsonl", receipts_every=3):
         with step:
             optimizer.zero_grad()
-            for part in step.parts:
-                with part:
-                    noise = part.rng.normal(size=(len(part.indices), 4)).astype(np.float32)
-                    loss, dy = nn.softmax_cross_entropy(ddp(x[part.indices] + noise), t[part.indices])
+            for micro in step.microbatches:
+                with micro:
+                    noise = micro.rng.normal(size=(len(micro.indices), 4)).astype(np.float32)
+                    loss, dy = nn.softmax_cross_entropy(ddp(x[micro.indices] + noise), t[micro.indices])
                     ddp.backward(dy)
             for thread in threading.enumerate():
                 if thread.name == "paceline-checkpoint":

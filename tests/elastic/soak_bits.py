@@ -1,4 +1,4 @@
-"""Trains in parts in a storm of faults, seed after seed, which needs torch.
+"""Trains in microbatches in a storm of faults, seed after seed, which needs torch.
 
     python tests/elastic/soak_bits.py --seeds 200 --seconds 6 --model mlp
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # tests/, for `support`
 
-from support.elastic.parts_problem import MODELS, problem_of
+from support.elastic.microbatch_problem import MODELS, problem_of
 from support.elastic.same_bits import BitsSoak
 
 

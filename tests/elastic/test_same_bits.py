@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from support.elastic.faults import kill
-from support.elastic.same_bits import BitsSoak, check_bits, come_and_go, find_the_one_that_flips, in_parts
+from support.elastic.same_bits import BitsSoak, check_bits, come_and_go, find_the_one_that_flips, in_microbatches
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +20,7 @@ def test_workers_are_killed_join_and_leave(tmp_path: Path) -> None:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("phase", ["in_word", "before_gate", "behind_gate"])
 def test_a_step_undone_is_taken_again_with_the_same_bits(phase: str, tmp_path: Path) -> None:
-    with in_parts(tmp_path, "mlp", most=3, total=8) as c:
+    with in_microbatches(tmp_path, "mlp", most=3, total=8) as c:
         c.start(3, [kill(at=phase, rank=2, step=3)])
         assert sorted(c.wait().values()) == [-9, 0, 0], str(c)
         assert check_bits(c, tmp_path, "mlp") == 8
@@ -28,12 +28,12 @@ def test_a_step_undone_is_taken_again_with_the_same_bits(phase: str, tmp_path: P
 
 def test_another_world_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     runs = {"checkpoint_dir": str(tmp_path / "runs"), "checkpoint_every": 1}
-    with in_parts(tmp_path, "mlp", total=12, **runs) as c:
+    with in_microbatches(tmp_path, "mlp", total=12, **runs) as c:
         c.start(4, stop_at=5)
         assert set(c.wait().values()) == {0}
         assert check_bits(c, tmp_path, "mlp") == 5
     (tmp_path / "again").mkdir()
-    with in_parts(tmp_path / "again", "mlp", total=12, **runs) as c:
+    with in_microbatches(tmp_path / "again", "mlp", total=12, **runs) as c:
         c.start(3)
         assert set(c.wait().values()) == {0}
         assert min(event["step"] for trainer in c.trainers for event in trainer.of("applied")) > 1
@@ -46,12 +46,12 @@ def test_another_world_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     [
         ({"other_processor": True}, "processor (digest of what it computes) is "),
         ({"threads": "3"}, "number of threads is 3 here but 1 on rank 0"),
-        ({"parts": 16}, "sampler parts is 16 here but 8 on rank 0"),
+        ({"microbatches": 16}, "sampler parts is 16 here but 8 on rank 0"),
     ],
-    ids=["another processor", "another number of threads", "other parts"],
+    ids=["another processor", "another number of threads", "other microbatches"],
 )
 def test_a_newcomer_that_would_compute_other_bits_is_refused(plan: dict[str, Any], words: str, tmp_path: Path) -> None:
-    with in_parts(tmp_path, "mlp", total=30, pace=0.04) as c:
+    with in_microbatches(tmp_path, "mlp", total=30, pace=0.04) as c:
         c.start(2)
         c.wait_for_step(1)
         (odd,) = c.start(1, **plan)
@@ -65,7 +65,7 @@ def test_a_newcomer_that_would_compute_other_bits_is_refused(plan: dict[str, Any
 
 
 def test_a_newcomer_with_another_processor_is_admitted_without_same_bits(tmp_path: Path) -> None:
-    with in_parts(tmp_path, "mlp", total=30, pace=0.04, same_bits=False) as c:
+    with in_microbatches(tmp_path, "mlp", total=30, pace=0.04, same_bits=False) as c:
         c.start(2)
         c.wait_for_step(1)
         (odd,) = c.start(1, other_processor=True)
@@ -78,7 +78,7 @@ def test_a_worker_that_flips_a_bit_of_its_gradients_is_named(tmp_path: Path) -> 
 
 
 def test_two_workers_that_differ_are_both_named(tmp_path: Path) -> None:
-    with in_parts(tmp_path, "mlp", least=2, most=2, total=8, check_every=3) as c:
+    with in_microbatches(tmp_path, "mlp", least=2, most=2, total=8, check_every=3) as c:
         trainers = [*c.start(1, go=False), *c.start(1, go=False, flips_from=4)]
         for trainer in trainers:
             trainer.go()
@@ -89,7 +89,7 @@ def test_two_workers_that_differ_are_both_named(tmp_path: Path) -> None:
 
 
 def test_200_steps_with_checks_raise_no_alarm_and_keep_their_bits(tmp_path: Path) -> None:
-    with in_parts(tmp_path, "mlp", most=3, total=200, check_every=1) as c:
+    with in_microbatches(tmp_path, "mlp", most=3, total=200, check_every=1) as c:
         c.start(3, [kill(at="forward", rank=1, step=60)])
         assert sorted(c.wait(90).values()) == [-9, 0, 0], str(c)
         assert check_bits(c, tmp_path, "mlp") == 200

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.elastic.same_bits import check_bits, come_and_go, in_parts
+from support.elastic.same_bits import check_bits, come_and_go, in_microbatches
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +42,7 @@ def test_other_worlds_go_on_from_a_sharded_checkpoint(tmp_path: Path) -> None:
     first = 0
     for world, stop_at in ((4, 4), (1, 8), (3, 0)):
         (tmp_path / f"{world}").mkdir()
-        with in_parts(tmp_path / f"{world}", "mlp/full_shard", total=12, **saving(tmp_path)) as c:
+        with in_microbatches(tmp_path / f"{world}", "mlp/full_shard", total=12, **saving(tmp_path)) as c:
             c.start(world, stop_at=stop_at)
             assert set(c.wait().values()) == {0}, str(c)
             assert check_bits(c, tmp_path, "mlp") == (stop_at or 12)

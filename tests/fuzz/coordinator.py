@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from fuzz.wire import pack_chunks, unpack_chunks
 from paceline_protocol import OURS, Ending, Seat, Verdict, View
 from paceline_protocol._versions import spoken_by
+from paceline_protocol.translation import check_number, write_process, write_verdict
 from paceline_server import wire
 from paceline_server.errors import Refused
 from paceline_server.key_values import KeyValues
@@ -63,7 +64,7 @@ def _read(message: pb.SessionRequest) -> None:
             name = wire.read_job_name(message.register.job, _SETTINGS)
             assert 1 <= len(name.encode()) <= _SETTINGS.max_name_bytes
             process = wire.read_process(message.register.process, _SETTINGS)
-            assert wire.read_process(wire.write_process(process), _SETTINGS) == process
+            assert wire.read_process(write_process(process), _SETTINGS) == process
             settings = wire.read_settings(message.register.settings, _SETTINGS)
             again = wire.read_settings(wire.write_settings(settings), _SETTINGS)
             assert abs(again.failure_timeout - settings.failure_timeout) < 1e-6
@@ -80,7 +81,7 @@ def _read(message: pb.SessionRequest) -> None:
             report = wire.read_report(message.report, _SETTINGS)
             assert len(report.text.encode()) <= _SETTINGS.max_text_bytes
             verdict = Verdict(1, report.reason, (0,), report.operation, report.text)
-            assert pb.Verdict.FromString(wire.write_verdict(verdict).SerializeToString()).text == report.text
+            assert pb.Verdict.FromString(write_verdict(verdict).SerializeToString()).text == report.text
         case "enter_barrier":
             wire.check_name(message.enter_barrier.name, "the name", _SETTINGS.max_barrier_name_bytes)
             assert wire.from_duration(message.enter_barrier.timeout, "the timeout") >= 0.0
@@ -121,7 +122,7 @@ def _changes(job: StoredJob, message: pb.SessionRequest, values: KeyValues) -> l
             if register.generation_floor >= 1 << 62:  # refused by the dispatcher
                 return []
             settings = wire.read_settings(register.settings, _SETTINGS)
-            seat = Seat(0, "member-0", wire.token_hash(b""), process, where, 1)
+            seat = Seat(0, "member-0", process, where, wire.token_hash(b""), 1)
             versions = spoken_by([wire.read_versions(register)])
             job.generation = max(job.generation, register.generation_floor) + 1
             job.view = View(job.generation, settings, register.HasField("rank"), (seat,), versions)
@@ -144,7 +145,7 @@ def _changes(job: StoredJob, message: pb.SessionRequest, values: KeyValues) -> l
             return [EndingStored(job.name, job.generation, 0, job.endings[0])]
         case "enter_barrier" if job.view is not None:  # stands for a write to the store: a name and a number
             key = wire.check_name(message.enter_barrier.name, "a key", _SETTINGS.max_key_bytes)
-            call = wire.check_number(message.enter_barrier.call, "call")
+            call = check_number(message.enter_barrier.call, "call")
             _, changes = values.add("member-0", call, key, message.enter_barrier.timeout.seconds)
             for change in changes:
                 if isinstance(change, KeySet):

@@ -24,10 +24,13 @@ from paceline._collectives.choose import choose, dump_rules, format_rules, parse
 from paceline._collectives.mailbox import Assembler, to_frames
 from paceline._collectives.objects import decode_object, encode_object
 from paceline._collectives.schedules import SCHEDULES
-from paceline._links.fault import error_of, read_verdict
+from paceline._links.fault import error_of
 from paceline._links.frame import Frame, FrameError, FrameKind, decode, encode
 from paceline._session.view import MemberLists
 from paceline.errors import PacelineError
+from paceline_protocol import Verdict
+from paceline_protocol.messages import ViewFormed
+from paceline_protocol.translation import read_message
 from pacelinepb import ERROR_DOMAIN
 from pacelinepb.v1 import session_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -134,7 +137,9 @@ def verdict(data: bytes) -> None:
         word = session_pb2.Verdict.FromString(data)
     except DecodeError:
         return
-    error = error_of(read_verdict(word))
+    told = read_message(session_pb2.SessionResponse(verdict=word))
+    assert isinstance(told, Verdict)
+    error = error_of(told)
     assert isinstance(error, PacelineError)
     assert (error.ranks, error.operation, error.generation) == (tuple(word.culprits), word.operation, word.generation)
 
@@ -174,7 +179,9 @@ def view(data: bytes) -> None:
 
     lists = MemberLists()
     lists._known, lists._known_sha256 = [_known_member("a", 0), _known_member("b", 1)], b"known"
-    task = lists.fetch(Channel(), "job", formed, 0.0)  # type: ignore[arg-type]
+    told = read_message(session_pb2.SessionResponse(view_formed=formed))
+    assert isinstance(told, ViewFormed)
+    task = lists.fetch(Channel(), "job", told.members, 0.0)  # type: ignore[arg-type]
     try:
         peers = _finish(task)
     except PacelineError:

@@ -20,6 +20,7 @@ import paceline
 from paceline._session.member import MemberConnection
 from paceline.errors import CoordinatorUnreachable, OrphanedError, SessionClosed
 from paceline.testing import coordinator
+from paceline_protocol.messages import Message, Waiting
 from paceline_server import Coordinator, ServerSettings
 from paceline_server._grpc import aio
 from support.coordinator import RawSession, run
@@ -50,13 +51,14 @@ def first_of_two(address: str) -> paceline.Session:
 def waits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set when a worker of this process has registered and was told what it waits for."""
     told = threading.Event()
-    hear = MemberConnection.on_waiting
+    hear = MemberConnection.on_message
 
-    def on_waiting(connection: MemberConnection, reason: str) -> None:
-        hear(connection, reason)
-        told.set()
+    def on_message(connection: MemberConnection, message: Message) -> None:
+        hear(connection, message)
+        if isinstance(message, Waiting):
+            told.set()
 
-    monkeypatch.setattr(MemberConnection, "on_waiting", on_waiting)
+    monkeypatch.setattr(MemberConnection, "on_message", on_message)
     return told
 
 

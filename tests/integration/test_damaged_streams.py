@@ -15,6 +15,7 @@ from paceline._base.addresses import CoordinatorAddresses
 from paceline._session.control import ControlStream
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
+from paceline_protocol.messages import Waiting
 from paceline_server._grpc import aio, grpc
 from paceline_server.errors import BadRequest, Refused, SessionEnded
 from paceline_server.services.refusals import refuse
@@ -145,7 +146,7 @@ def test_a_message_of_the_coordinator_that_changed_or_was_lost(broken: Stream) -
 
     async def follow(stream: ControlStream, heard: Heard) -> None:
         await stream.open(10.0)
-        assert await heard.until("on_waiting") == "for others"
+        assert await heard.until("on_message") == Waiting("for others")
 
     server.play(follow)
     assert kinds(server) == ["register", "resume"]
@@ -156,7 +157,7 @@ def test_an_answer_to_register_that_makes_no_sense() -> None:
 
     async def follow(stream: ControlStream, heard: Heard) -> None:
         await stream.open(10.0)
-        assert await heard.until("on_waiting") == "for others"
+        assert await heard.until("on_message") == Waiting("for others")
 
     server.play(follow)
     assert kinds(server) == ["register"] * 3
@@ -183,7 +184,7 @@ def test_what_is_refused_once_is_said_again() -> None:
     async def follow(stream: ControlStream, heard: Heard) -> None:
         await stream.open(10.0)
         await heard.until("on_reconnected")
-        await heard.until("on_waiting")
+        await heard.until("on_message")
 
     server.play(follow)
     assert kinds(server) == ["register", "resume", "resume"]

@@ -40,7 +40,7 @@ def fail_once(owner, name, error, applies=lambda *_: True):
     setattr(owner, name, fail)
 
 def on_loop(call):
-    session._connection._thread.loop.call_soon_threadsafe(call)
+    session._connection.thread.loop.call_soon_threadsafe(call)
 
 def begin_task(error):
     async def fail():
@@ -110,19 +110,19 @@ PLANTS = {
         MEMORY,
     ),
     "the loop itself": (
-        "step == 3 and fail_once(session._connection._thread.loop._selector, 'select', MemoryError('planted'))",
+        "step == 3 and fail_once(session._connection.thread.loop._selector, 'select', MemoryError('planted'))",
         MEMORY,
     ),
     "a heartbeat": (
-        "step == 3 and fail_once(session._connection._control, '_progress', MemoryError('planted'))",
+        "step == 3 and fail_once(session._connection.control, '_progress', MemoryError('planted'))",
         MEMORY,
     ),
     "what is said to the coordinator": (
-        "step == 3 and (fail_once(session._connection._control._outgoing, 'put_nowait', MemoryError('planted')))",
+        "step == 3 and (fail_once(session._connection.control._outgoing, 'put_nowait', MemoryError('planted')))",
         MEMORY,
     ),
     "what the coordinator says": (
-        "step == 3 and (fail_once(ControlStream, '_dispatch', MemoryError('planted')), "
+        "step == 3 and (fail_once(ControlStream, '_hand_on', MemoryError('planted')), "
         "threading.Thread(target=enter_barrier).start())",
         MEMORY,
     ),

@@ -153,7 +153,7 @@ def test_a_coordinator_that_lost_its_state_says_so_to_a_call_that_waits(tmp_path
     session = paceline.join()
     emit("joined")
     wait_for_go()
-    barriers = session._connection._barriers
+    barriers = session._connection.barriers
     wait = barriers.wait
     barriers.wait = lambda *arguments: (emit("ready"), wait(*arguments))
     try:

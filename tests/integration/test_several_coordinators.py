@@ -232,7 +232,7 @@ def test_a_candidate_stays_at_the_leader_that_does_not_know_it() -> None:
             )
             addresses = CoordinatorAddresses.parse(f"{old.address},{new.address}")
             stream = ControlStream(addresses, register, Config(), listener, session_pb2.Heartbeat, IN_THE_CLEAR)
-            turns, turn, renewed = [], stream._turn, asyncio.Event()
+            turns, turn, renewed = [], stream._change_coordinator, asyncio.Event()
 
             async def is_gone() -> bool:
                 await until_leads(new)
@@ -242,7 +242,7 @@ def test_a_candidate_stays_at_the_leader_that_does_not_know_it() -> None:
                 await turn(deadline)
                 turns.append(str(addresses.current))
 
-            stream._is_gone, stream._turn = is_gone, turned  # type: ignore[method-assign]
+            stream._is_gone, stream._change_coordinator = is_gone, turned  # type: ignore[method-assign]
             listener.on_new_session = renewed.set
             await stream.open(5.0)
             await old.coordinator.stop(grace=0.1)

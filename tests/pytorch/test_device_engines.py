@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from time import monotonic
 from types import SimpleNamespace
@@ -20,18 +21,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import pytest
 
-from paceline._collectives.part_plan import even_share
-from paceline._engines import catalogue
-from paceline._engines.data_engine import DataEngine, EngineFailed, EngineTimeout, EngineTraits, OnDevice
-from paceline._engines.engine_check import ENGINE_RULES, MakeEngines, check_engine, open_engines
-from paceline._group.group_core import PartTurn
 from paceline._links.base import Peer
+from paceline._microbatch.attempt import StepAttempt
+from paceline._microbatch.rank_plan import even_plan
 from paceline.config import Config
+from paceline.engines import DataEngine, EngineFailed, EngineTimeout, OnDevice
+from paceline.engines._catalogue import make_engine
+from paceline.engines._engine_check import ENGINE_RULES, MakeEngines, check_engine, open_engines
 from paceline.errors import LinkUnavailable, PacelineError, PeerLost, UnsupportedOp
 from paceline.testing import local_groups, next_generation, run_groups
 from paceline_protocol import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
-from support.engines import engines_of
+from support.engines import engines_of, makers
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +41,7 @@ else:
     torch = pytest.importorskip("torch")
     dist = pytest.importorskip("torch.distributed")
 
-from paceline.torch import _autograd, _device_engines, _device_parameter, _tensor_buckets, _tensors
+from paceline.torch import _autograd, _device_engine, _device_parameter, _tensor_buckets, _tensors
 from paceline.torch._device_streams import DeviceStreams, Mark
 from paceline.torch.ddp import DDP
 
@@ -197,20 +198,19 @@ class FakeStreams(DeviceStreams):
             self._local.aside = False
 
 
-class FakeNcclEngine(_device_engines.NcclEngine):
+class FakeNcclEngine(_device_engine.DeviceEngine):
     """The engine, for a device that is really the CPU."""
 
-    traits = EngineTraits(frozenset({"float32", "float64"}), same_bits=True, devices=frozenset({"cpu"}), tensors=True)
-
     def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
+        super().__init__("nccl", torch.device("cpu"))
+        self.traits = replace(self.traits, dtypes=frozenset({"float32", "float64"}))  # those of NumPy
 
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """CPU tensors that are taken for a device's: NumPy must not view them."""
     streams = FakeStreams()
-    for module in (_device_engines, _device_parameter, _tensor_buckets):
+    for module in (_device_engine, _device_parameter, _tensor_buckets):
         monkeypatch.setattr(module, "streams_of", lambda device: streams)
     for module in (_tensors, _tensor_buckets, _device_parameter, _autograd):
         monkeypatch.setattr(module, "on_host", lambda tensor: isinstance(tensor, _Staged))
@@ -278,8 +278,9 @@ def test_the_watchdog_is_off_and_generations_leave_the_environment_alone(monkeyp
 
 READING = """
 import contextlib, ctypes, threading, types
+import torch
 import torch.distributed as dist
-from paceline.torch import _device_engines as engines
+from paceline.torch import _device_engine as engines
 
 class Group:
     class Options:
@@ -296,7 +297,7 @@ for _ in range(4):
 dist.ProcessGroupNCCL = Group
 streams = types.SimpleNamespace(mark=lambda: None, aside=contextlib.nullcontext, wait_for=lambda mark: None)
 engines.streams_of = lambda device: streams
-engine = engines.NcclEngine("cpu")
+engine = engines.DeviceEngine("nccl", torch.device("cpu"))
 for _ in range(5_000):
     with contextlib.suppress(RuntimeError):
         engine._build(None, 0, "")
@@ -435,7 +436,7 @@ def test_a_group_that_does_not_close_in_order_is_aborted(how: str) -> None:
 
 
 def test_the_next_generation_does_not_wait_for_the_communicator_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_device_engines, "_END_SECONDS", 30.0)
+    monkeypatch.setattr(_device_engine, "_END_SECONDS", 30.0)
     with engines_of(FakeNcclEngine, 2) as engines:
         open_engines(engines)
         group, leave = engines[0]._group, threading.Event()
@@ -452,7 +453,7 @@ def test_the_next_generation_does_not_wait_for_the_communicator_of_the_last(monk
 
 
 @pytest.fixture
-def config() -> Iterator[Config]:
+def config() -> Config:
     """Gradients are carried by NCCL on the fake device."""
     made.clear()
 
@@ -460,9 +461,8 @@ def config() -> Iterator[Config]:
         made.append(FakeNcclEngine())
         return made[-1]
 
-    catalogue.register("test", make, "nothing")
-    yield Config(engine="test", failure_timeout=0.5)
-    catalogue.unregister("test")
+    makers["test"] = make
+    return Config(engine="test", failure_timeout=0.5)
 
 
 made: list[FakeNcclEngine] = []
@@ -515,12 +515,15 @@ def test_a_model_on_a_device_trains_as_over_links(dtype: str, config: Config, mo
         torch.testing.assert_close(value, by_links[0][name], **close, msg=name)
 
 
-def test_parts_are_refused_with_a_way_out_that_helps(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_microbatches_are_refused_with_a_way_out_that_helps(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     def compute(group: Any) -> None:
-        group.set_part(4, PartTurn(0, even_share(0, 1, 4)))
+        attempt = StepAttempt(even_plan(0, 1, 4))
+        turn, *_ = attempt.turns()
+        attempt.enter(turn)
+        group.set_order(turn)
         DDP(net(), group)(torch.ones(4, 20)).sum().backward()
 
-    with pytest.raises(UnsupportedOp, match="models on a device cannot do parts yet"):
+    with pytest.raises(UnsupportedOp, match="models on a device cannot do microbatches yet"):
         run_groups(local_groups(1, config), compute)
     monkeypatch.setattr(_tensor_buckets, "on_host", lambda tensor: True)
     with pytest.raises(UnsupportedOp, match="leave out compression= and --engine"):
@@ -649,11 +652,10 @@ def test_backward_may_run_in_a_thread_of_its_own(config: Config) -> None:
     run_groups(local_groups(2, config), rank)
 
 
-def test_an_engine_for_another_device_is_refused(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    traits = EngineTraits(frozenset({"float32"}), same_bits=True, devices=frozenset({"cuda"}), tensors=True)
-    monkeypatch.setattr(FakeNcclEngine, "traits", traits)
-
+def test_an_engine_for_another_device_is_refused(config: Config) -> None:
     def rank(group: Any) -> Any:
+        engine = group.open_engine()
+        engine.traits = replace(engine.traits, devices=frozenset({"cuda"}))
         with pytest.raises(UnsupportedOp, match="sums on cuda, and the gradients are on cpu"):
             train(group)
 
@@ -674,13 +676,14 @@ def test_an_engine_on_another_device_of_the_same_type_is_refused(config: Config)
     [
         ("nccl", "torch for CUDA"),
         ("xccl", "torch for Intel GPUs"),
+        ("ucc", "torch that is built with USE_UCC=1"),
     ],
 )
 def test_a_device_that_is_not_there_is_named(name: str, build: str) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(LinkUnavailable, match=f"(finds no device of|has no ProcessGroup).*install {build}"):
-        catalogue.make_engine(name)
+        make_engine(name)
 
 
 def test_the_tensor_to_sum_is_not_copied() -> None:

@@ -49,7 +49,7 @@ def losses(pattern: str, printed: str) -> list[float]:
 def test_digits_while_a_worker_is_killed_and_a_new_one_comes(tmp_path: Path) -> None:
     need("sklearn")
     # The example itself, in which one worker dies from step 30 on; whoever is alone is slow, until another one comes.
-    script = (EXAMPLES / "torch_digits.py").read_text()
+    script = (EXAMPLES / "01_elastic_digits.py").read_text()
     assert script.count("        with step:") == script.count("with paceline.join() as session:") == 1
     script = script.replace("        with step:", "        happen(step)\n        with step:").replace(
         "with paceline.join() as session:",

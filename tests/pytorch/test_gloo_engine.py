@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from paceline._base.arrays import Array
-from paceline._engines.data_engine import DataEngine, EngineFailed
-from paceline._engines.engine_check import ENGINE_RULES, MakeEngines, check_engine, open_engines
 from paceline._links.base import Peer
+from paceline.engines import DataEngine, EngineFailed
+from paceline.engines._engine_check import ENGINE_RULES, MakeEngines, check_engine, open_engines
 from support.engines import engines_of
 
 if TYPE_CHECKING:

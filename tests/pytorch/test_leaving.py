@@ -29,8 +29,8 @@ AT_ONCE_S = 20.0
 """Gloo needs no time. What was waited for here took as long as a goodbye that nobody answers, which is longer here."""
 
 LONG_GOODBYES = """
-from paceline._session import member
-member.CLOSE_TIMEOUT = member._LEAVE_TIMEOUT = 60.0
+from paceline._session import leaving
+leaving.CLOSE_TIMEOUT = leaving._LEAVE_TIMEOUT = 60.0
 """
 
 

@@ -1,4 +1,4 @@
-"""Why the backend is no subclass of torch's `Backend` (docs/decisions/035). A failure means that torch has changed."""
+"""Why the backend is no subclass of torch's `Backend` (docs/decisions/19). A failure means that torch has changed."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ MEMBER = """
 from paceline import nn
 session = paceline.join(job="job")
 session.group.all_reduce(np.ones(3))
-emit("in", secret=session._connection._door_key._secret.hex())
+emit("in", secret=session._connection.door_key._secret.hex())
 wait_for_go()
 session.leave()
 """
@@ -181,12 +181,12 @@ def test_a_secret_of_an_old_line_opens_nothing() -> None:
         coordinator = Coordinator(ServerSettings(listen="127.0.0.1:0"), observer=observe)
         join = functools.partial(paceline.join, await coordinator.start(), job=JOB, min_workers=1, max_workers=1)
         first = await asyncio.to_thread(join)
-        old = first._connection._door_key._secret
+        old = first._connection.door_key._secret
         joins = asyncio.create_task(asyncio.to_thread(join))
         assert await began.get() != await began.get()
         await asyncio.to_thread(first.leave)
         second = await joins
-        there, new = second._connection.mesh.peers[0], second._connection._door_key._secret
+        there, new = second._connection.mesh.peers[0], second._connection.door_key._secret
         refused(
             await knock(there, old),
             "the caller does not prove that it belongs to this job, or its proof is out of date",

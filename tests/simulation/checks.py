@@ -16,7 +16,8 @@ from simulation.training import Training
 
 from paceline import errors
 from paceline_protocol import Share, Tag, View, share_of
-from paceline_protocol.coordinator import JobState, PushCatchUp, PushStateLost, Standing
+from paceline_protocol.coordinator import JobState, Standing
+from paceline_protocol.messages import CatchUp, StateLost
 from paceline_server.errors import BadRequest, Refused
 
 if TYPE_CHECKING:
@@ -141,24 +142,24 @@ class Checks:
         staying = [s.member_id for s in state.sessions.values() if s.standing is not Standing.DISMISSED]
         return [self._world.by_id[id_] for id_ in staying if self._world.by_id[id_].answers_as(id_)]
 
-    def ordered(self, state: JobState, order: PushCatchUp) -> None:
+    def ordered(self, state: JobState, member_id: str, order: CatchUp) -> None:
         """A member is told to take a state: not in place of a later one of which all is there."""
-        met, view = state.sessions[order.member_id].met, state.view
+        met, view = state.sessions[member_id].met, state.view
         assert met is not None
         assert view is not None
-        self._hosting.ordered(self._world.clock.now, state, order)
+        self._hosting.ordered(self._world.clock.now, state, member_id, order)
         leads = met.generation > 0 and (met.holds_base or view.base is None)
         if not self._strict or not leads or met.tag is None or met.tag <= order.base:
             return
         if self._world.has_all(Tag(*met.tag), self._heard(state)):
-            raise Broken(f"I2: all of {met.tag} is there, and {order.member_id} is to take {order.base}")
+            raise Broken(f"I2: all of {met.tag} is there, and {member_id} is to take {order.base}")
 
-    def lost(self, state: JobState, told: PushStateLost) -> None:
+    def lost(self, state: JobState, member_id: str, told: StateLost) -> None:
         """A member is told that nobody has the rest of what it holds."""
-        member = self._world.by_id[told.member_id]
+        member = self._world.by_id[member_id]
         self._world.note("K", f"says to {member.name}: {told.reason}")
         held = member.held
-        if not self._strict or held in (None, Tag(0, 0)) or not member.answers_as(told.member_id):
+        if not self._strict or held in (None, Tag(0, 0)) or not member.answers_as(member_id):
             return  # what others built for themselves has the same tag
         had = [share for each, share in self._had if each.alive and not each.leaves]
         if is_all(had) and all(each.held for each, _ in self._had):
@@ -321,7 +322,7 @@ class Checks:
             self._commit(mesh.generation, member.bits)
 
     def _compare_with_one_process(self, member: Process) -> None:
-        """The state is that of a process that computes all parts of all steps itself, each once."""
+        """The state is that of a process that computes all microbatches of all steps itself, each once."""
         state = member.state
         if isinstance(state, Training) and not state.is_as_expected:
             raise Broken(f"I6: {member.name} has other numbers after step {state.step} than one process alone")

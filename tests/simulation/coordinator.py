@@ -19,17 +19,14 @@ from paceline_protocol.coordinator import (
     Event,
     ForgetView,
     Membership,
-    PushCatchUp,
-    PushDismissed,
-    PushFinished,
-    PushStateLost,
-    PushView,
+    Send,
     StoreEnding,
     StoreFinished,
     StoreVerdict,
     StoreView,
     Welcome,
 )
+from paceline_protocol.messages import CatchUp, Dismissed, Finished, StateLost, ViewFormed
 from paceline_server.dispatcher import Dispatcher
 from paceline_server.errors import Refused
 from paceline_server.keeper import Job
@@ -238,7 +235,7 @@ class SimulatedDispatcher(Dispatcher):
                 if owner.rules:
                     world.checks.forgot(generation)
             case StoreVerdict(verdict):
-                if world.shape.parts and verdict.reason == _MISMATCH and "kept" not in verdict.text:
+                if world.shape.microbatches and verdict.reason == _MISMATCH and "kept" not in verdict.text:
                     raise Broken(f"mismatch: {verdict.text}")
                 world.note(owner.name, f"generation {verdict.generation} is void: {verdict.text}")
             case StoreEnding(generation, rank, ending):
@@ -247,15 +244,15 @@ class SimulatedDispatcher(Dispatcher):
                 raise Broken(f"{world.by_id[member_id].name} was busy, and is evicted: {refusal}")
             case StoreFinished(step):
                 world.note(owner.name, f"stores that the line is finished: {step}")
-            case PushFinished():
+            case Send(_, Finished()):
                 world.checks.told_finished()
-            case PushStateLost() if owner.rules:
-                world.checks.lost(state, effect)
-            case PushDismissed(member_id, last):
+            case Send(member_id, StateLost() as message) if owner.rules:
+                world.checks.lost(state, member_id, message)
+            case Send(member_id, Dismissed(last)):
                 world.checks.let_go(state, member_id, last=last)
-            case PushCatchUp() if owner.rules:
-                world.checks.ordered(state, effect)
-            case PushView(_, view):
+            case Send(member_id, CatchUp() as message) if owner.rules:
+                world.checks.ordered(state, member_id, message)
+            case Send(_, ViewFormed(View() as view)):
                 world.checks.pushed(view)
                 world.moment("view")
         super()._perform(job, effect)

@@ -380,8 +380,8 @@ def plan(world: World) -> None:
         moments = (*moments, "write", "write", "write")
     if world.shape.late:
         moments = (*moments, "view", "view", "view", "view")
-    if world.shape.parts:
-        moments = (*moments, *["part"] * 12)
+    if world.shape.microbatches:
+        moments = (*moments, *["microbatch"] * 12)
     span = 10.0 if world.shape.slow else 4.0
     for _ in range(rng.randint(*world.shape.faults)):
         _, fault = rng.choices(faults.kinds, weights)[0]

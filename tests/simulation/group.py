@@ -17,6 +17,7 @@ from simulation.broken import Broken
 from simulation.threads import Waiters
 
 from paceline._base.activity import FlightRecorder, MemberCounters
+from paceline._base.sum_order import EVEN
 from paceline._base.work import Progress
 from paceline._group.group_core import Piggyback
 from paceline._links.base import Peer
@@ -305,10 +306,7 @@ class Group:
         """True while a collective runs or waits."""
         return self.running is not None or bool(self._queue)
 
-    part = None
-
-    def set_part(self, parts: int, turn: object = None) -> None:
-        """Its steps have no parts."""
+    order = EVEN
 
     def check_renewable(self) -> None:
         """Links carry its gradients."""

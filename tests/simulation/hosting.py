@@ -7,7 +7,8 @@ from collections import Counter
 from simulation.broken import Broken
 
 from paceline_protocol import View, share_of
-from paceline_protocol.coordinator import JobState, PushCatchUp
+from paceline_protocol.coordinator import JobState
+from paceline_protocol.messages import CatchUp
 
 __all__ = ["Hosting"]
 
@@ -26,16 +27,16 @@ class Hosting:
         self._had: set[str] = set()
         """Members that had a share of that size already."""
 
-    def ordered(self, now: float, state: JobState, order: PushCatchUp) -> None:
+    def ordered(self, now: float, state: JobState, member_id: str, order: CatchUp) -> None:
         """A member is told to take something."""
         assert state.view is not None
-        met = state.sessions[order.member_id].met
+        met = state.sessions[member_id].met
         assert met is not None
         if order.share is not None:
             told = self._told.setdefault(state.view.generation, {})
-            told.setdefault(order.member_id, set()).add(now)
+            told.setdefault(member_id, set()).add(now)
             if any(share.parts == order.share.parts for share in met.shares):
-                self._had.add(order.member_id)
+                self._had.add(member_id)
 
     def forming(self, before: View, view: View) -> None:
         """A view forms, after another one."""

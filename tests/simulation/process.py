@@ -24,6 +24,7 @@ from paceline._base.work import Progress
 from paceline._elastic.session import CoordinatedSession
 from paceline._links.base import Peer
 from paceline._session.identity import JoinRequest
+from paceline._session.joining import Joining
 from paceline._session.member import MemberConnection
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
@@ -244,7 +245,7 @@ class Process:
     @property
     def window(self) -> _Window:
         """Who it is, at its door."""
-        return self.connection._door.window  # type: ignore[return-value]
+        return self.connection.door.window  # type: ignore[return-value]
 
     @property
     def offered(self) -> Any:
@@ -271,7 +272,7 @@ class Process:
 
     def believes(self, other: Process) -> bool:
         """True if it takes the other for a member of its job: proofs and their numbers are for the tests of the key."""
-        own, shown = self.connection._door_key, other.connection._door_key
+        own, shown = self.connection.door_key, other.connection.door_key
         return bool(own._secret) and own._secret == shown._secret
 
     def peer(self, rank: int = -1) -> Peer:
@@ -354,12 +355,12 @@ class Process:
             IN_THE_CLEAR,
         )
         current().park(world.delay(0.01, 0.3))  # imports
-        self.connection.open(1e6)
+        Joining(self.connection).join(1e6)
         directory = world.directory_of(self)
         with CoordinatedSession(self.connection, world.config) as session:
             self.session = session
             current().park(world.delay(0.0, 0.2))  # a model is built
-            if world.shape.parts:
+            if world.shape.microbatches:
                 self.state = Training(self)  # type: ignore[assignment]
             steps = session.steps(
                 self.state,  # type: ignore[arg-type]
@@ -369,7 +370,7 @@ class Process:
             )
             with contextlib.closing(steps):  # type: ignore[type-var]
                 for step in steps:
-                    if world.shape.parts:
+                    if world.shape.microbatches:
                         with step:
                             self.state.train(step, self._update)  # type: ignore[attr-defined]
                         continue
@@ -389,10 +390,10 @@ class Process:
                             self.group.all_reduce(0.0, label="behind")
         world.checks.done(self)
 
-    def compute(self, part_of: int = 1) -> None:
-        """What the user's code computes between two collectives, or one part of that."""
+    def compute(self, fraction: int = 1) -> None:
+        """What the user's code computes between two collectives, or a fraction of that."""
         world = self.world
-        current().park(world.compute() / part_of)
+        current().park(world.compute() / fraction)
         if self.stuck_next:
             seconds, self.stuck_next = self.stuck_next, 0.0
             world.note(self.name, f"hangs in the user's code for {seconds:.1f} s")

@@ -36,13 +36,14 @@ from paceline._base import waits as _wait
 from paceline._base import work as _work
 from paceline._base.addresses import CoordinatorAddresses
 from paceline._collectives import engine, exchange
-from paceline._elastic import coordination, recovery, saver, session, steps, waiting
+from paceline._elastic import job_line, recovery, saver, session, steps, waiting
 from paceline._group import group as real_group
 from paceline._group import group_core
 from paceline._links import fault
-from paceline._session import control, generations, identity, line_messages, member, view
+from paceline._session import control, first_view, generations, identity, inbox, joining, line_client, member, view
 from paceline_protocol import Process as Identity
 from paceline_protocol.coordinator import Session
+from paceline_protocol.messages import MemberList
 from paceline_server import dispatcher, failover, timers
 from paceline_server.errors import Refused
 from paceline_server.storage import etcd
@@ -134,7 +135,7 @@ class _Calls:
         return stream, answer
 
     async def fetch_pages(
-        self, channel: Any, job: str, formed: pb.ViewFormed, deadline: float, known_sha256: bytes
+        self, channel: Any, job: str, formed: MemberList, deadline: float, known_sha256: bytes
     ) -> list[bytes]:
         """See `view._fetch_pages`: the answer may come late, behind what was said afterwards."""
         process, world = _process(), self._world
@@ -237,7 +238,7 @@ def _for_real_groups(time: SimulatedTime) -> list[tuple[Any, str, Any]]:
         (steps, "machine_words", dict),  # they take longer than all else; and all run on one machine
         (member, "Group", LinkedGroup),
         (generations, "GrpcMesh", LinkedMesh),
-        (coordination, "GrpcMesh", LinkedMesh),
+        (job_line, "GrpcMesh", LinkedMesh),
     ]
 
 
@@ -249,7 +250,7 @@ def installed(world: World) -> Iterator[None]:
     names: list[tuple[Any, str, Any]] = [
         *(
             (module, "time", time)
-            for module in (fault, waiting, recovery, saver, line_messages, control, member, session)
+            for module in (fault, waiting, recovery, saver, line_client, control, member, first_view, joining, session)
         ),
         (_wait.Latch, "wait", _wait_for),
         (_wait.Latch, "set", _set),
@@ -258,7 +259,7 @@ def installed(world: World) -> Iterator[None]:
         (control, "open_stream", calls.open_stream),
         (control, "CoordinatorChannel", _Channel),
         (control, "check_tls", _nothing),
-        (line_messages, "queue", SimpleNamespace(SimpleQueue=SimulatedQueue, Empty=queue.Empty)),
+        (inbox, "queue", SimpleNamespace(SimpleQueue=SimulatedQueue, Empty=queue.Empty)),
         (saver, "threading", SimpleNamespace(Thread=_Thread)),
         (saver, "checkpoint", world.files),
         (saver, "damage_of", world.files.damage_of),
@@ -271,14 +272,15 @@ def installed(world: World) -> Iterator[None]:
         (member, "Door", lambda *_: _Door(current().process)),
         (member, "Sockets", lambda *_: _Sockets()),
         (member, "Whereabouts", lambda *_: _Whereabouts(current().process.name)),
-        (member, "FlightLog", lambda *_: _Flight()),
+        (joining, "FlightLog", lambda *_: _Flight()),
         (member, "CoordinatorStore", lambda *_: _Store()),
         (member, "Group", Group),
         (member, "tell_launcher", lambda *_: None),
+        (first_view, "tell_launcher", lambda *_: None),
         (view, "_fetch_pages", calls.fetch_pages),
         (view, "time", time),
         (
-            line_messages,
+            line_client,
             "SessionServiceStub",
             lambda channel: SimpleNamespace(ReportExit=functools.partial(calls.report_exit, channel)),
         ),
@@ -286,11 +288,11 @@ def installed(world: World) -> Iterator[None]:
         (identity, "socket", world.proc),
         (identity, "Path", world.proc.open),
         (generations, "GrpcMesh", Mesh),
-        (coordination, "GrpcMesh", Mesh),
-        (coordination, "take_state", peers.take_state),
-        (coordination, "take_shards", peers.take_shards),
-        (coordination, "out_of_reach", peers.out_of_reach),
-        (coordination, "get_manifest", peers.get_manifest),
+        (job_line, "GrpcMesh", Mesh),
+        (job_line, "take_state", peers.take_state),
+        (job_line, "take_shards", peers.take_shards),
+        (job_line, "out_of_reach", peers.out_of_reach),
+        (job_line, "get_manifest", peers.get_manifest),
         (session, "atexit", SimpleNamespace(register=lambda _: None, unregister=lambda _: None)),
         (
             dispatcher,
@@ -306,7 +308,7 @@ def installed(world: World) -> Iterator[None]:
         (failover, "secrets", SimpleNamespace(token_hex=lambda _: f"k{world.number()}")),
         (timers, "_PULSE", _PULSE),
     ]
-    if world.shape.parts:
+    if world.shape.microbatches:
         names += _for_real_groups(time)
     before = [(where, name, getattr(where, name)) for where, name, _ in names]
     level = logging.root.manager.disable

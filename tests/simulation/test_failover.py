@@ -1,6 +1,6 @@
 """Several coordinators on one store, paused, cut off and killed at any moment, through joins, steps and meetings.
 
-The interleavings that decision 059 lists come about here. `Shape.unfenced` takes away what a leader does by its clock:
+The interleavings that decision 05 lists come about here. `Shape.unfenced` takes away what a leader does by its clock:
 then a deposed leader goes on for seconds, and members come back to it.
 """
 

@@ -28,25 +28,24 @@ from simulation.test_schedules import (
 from paceline._elastic import attempts
 from paceline._elastic.saver import Saver
 from paceline._elastic.training_loop import TrainingLoop
-from paceline._session import identity, line_messages
+from paceline._session import identity, line_client
 from paceline._session.generations import Generations
-from paceline._session.line_messages import LineMessage, ViewCame
+from paceline._session.inbox import InboxMessage, ViewLinked
 from paceline_protocol import Process, _lineage
 from paceline_protocol._silence import Stragglers
 from paceline_protocol.coordinator import JobState, ViewStored
 from paceline_server.keeper import Keeper
-from pacelinepb.v1.session_pb2 import ProcessIdentity
 
 
 def test_a_candidate_is_to_reach_members_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then a job of fixed size never gets its replacement in."""
-    honest = line_messages.LineClient._learn_members
+    honest = line_client.LineClient._learn_members
 
     async def learn(side: Any, running: Any) -> None:
-        running.ClearField("ended")
-        await honest(side, running)
+        side._running = replace(running, ended=())
+        await honest(side, side._running)
 
-    monkeypatch.setattr(line_messages.LineClient, "_learn_members", learn)
+    monkeypatch.setattr(line_client.LineClient, "_learn_members", learn)
     assert found(400, FIXED).startswith("liveness")
 
 
@@ -71,7 +70,7 @@ def test_the_line_is_finished_while_its_last_checkpoint_is_written(monkeypatch: 
     honest = TrainingLoop.close
 
     def close(line: TrainingLoop) -> None:
-        line._coordinator.finish(line._total)
+        line._job_line.finish(line._total)
         honest(line)
 
     monkeypatch.setattr(TrainingLoop, "close", close)
@@ -107,13 +106,14 @@ def test_a_member_that_refuses_a_view_tells_nobody(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_view_is_entered_that_came_for_the_former_member(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = TrainingLoop._read
+    honest = TrainingLoop._handle
 
-    def read(line: TrainingLoop, message: LineMessage) -> None:
-        renamed = replace(message, member_id=line._coordinator.member_id) if isinstance(message, ViewCame) else message
+    def read(line: TrainingLoop, message: InboxMessage) -> None:
+        mine = line._job_line.member_id
+        renamed = replace(message, member_id=mine) if isinstance(message, ViewLinked) else message
         honest(line, renamed)
 
-    monkeypatch.setattr(TrainingLoop, "_read", read)
+    monkeypatch.setattr(TrainingLoop, "_handle", read)
     assert found(400, replace(LATE, step_timeout=600.0), first=435).startswith("liveness")
 
 
@@ -152,38 +152,35 @@ def test_nobody_writes_when_the_lowest_rank_is_gone(monkeypatch: pytest.MonkeyPa
 def test_a_worker_looks_for_a_process_of_another_container(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither whom the coordinator asks nor what the worker answers depends on the pid namespace."""
 
-    def is_gone(other: ProcessIdentity) -> bool:
-        here = ProcessIdentity()
-        here.CopyFrom(other)
-        here.pid_namespace = identity._pid_namespace()
-        return honest(here)
+    def is_gone(other: Process) -> bool:
+        return honest(replace(other, pid_namespace=identity._pid_namespace()))
 
     honest = identity.is_gone
-    monkeypatch.setattr(line_messages, "is_gone", is_gone)
+    monkeypatch.setattr(line_client, "is_gone", is_gone)
     monkeypatch.setattr(Process, "sight", property(lambda process: (process.host, process.boot_id, 1)))
     assert found(400, replace(SEEN, away=True)).startswith(("I1", "I2", "two lines"))
 
 
 def test_a_worker_does_not_look_whether_others_of_its_container_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line_messages, "is_gone", lambda _: False)
+    monkeypatch.setattr(line_client, "is_gone", lambda _: False)
     assert "see that all members have ended" in found(400, SEEN, first=50)
 
 
 def test_another_process_with_its_pid_is_taken_for_one_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = identity.is_gone
 
-    def is_gone(other: ProcessIdentity) -> bool:
+    def is_gone(other: Process) -> bool:
         return honest(other) and not identity._start_ticks(other.pid)
 
-    monkeypatch.setattr(line_messages, "is_gone", is_gone)
+    monkeypatch.setattr(line_client, "is_gone", is_gone)
     assert "see that all members have ended" in found(400, SEEN, first=50)
 
 
 def test_an_unreaped_process_is_taken_for_a_running_one(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = identity.is_gone
 
-    def is_gone(other: ProcessIdentity) -> bool:
+    def is_gone(other: Process) -> bool:
         return honest(other) and identity._start_ticks(other.pid) != other.start_ticks
 
-    monkeypatch.setattr(line_messages, "is_gone", is_gone)
+    monkeypatch.setattr(line_client, "is_gone", is_gone)
     assert "see that all members have ended" in found(400, replace(SEEN, zombies=True), first=315)

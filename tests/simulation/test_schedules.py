@@ -26,7 +26,7 @@ LATE = Shape(members=(2, 4), faults=(4, 9), fixed=True, late=True, step_timeout=
 BUSY = Shape(members=(2, 5), busy=True, step_timeout=600.0)
 SLOW = Shape(members=(3, 5), steps=(2, 3), faults=(4, 9), slow=True, fixed=True)
 TWICE = Shape(members=(2, 4), faults=(2, 7), twice=True)
-PARTS = Shape(members=(2, 4), faults=(2, 7), parts=True)
+MICROBATCHES = Shape(members=(2, 4), faults=(2, 7), microbatches=True)
 RECLAIMED = Shape(members=(5, 7), steps=(2, 3), faults=(1, 3), slow=True)
 
 SHAPES = {
@@ -65,12 +65,12 @@ SHAPES = {
     "busy-spread": (replace(BUSY, node_size=0), 60),
     "seen": (SEEN, 100),
     "seen-spread": (replace(SEEN, node_size=0), 60),
-    "parts": (PARTS, 100),
-    "parts-twice": (replace(PARTS, twice=True), 50),
-    "parts-slow": (replace(PARTS, slow=True, steps=(2, 3), faults=(3, 7)), 50),
-    "parts-forgetful": (replace(PARTS, loses_disk=True), 40),
-    "parts-away": (replace(AWAY, parts=True), 40),
-    "parts-reclaimed": (replace(RECLAIMED, members=(3, 5), parts=True), 40),
+    "microbatches": (MICROBATCHES, 100),
+    "microbatches-twice": (replace(MICROBATCHES, twice=True), 50),
+    "microbatches-slow": (replace(MICROBATCHES, slow=True, steps=(2, 3), faults=(3, 7)), 50),
+    "microbatches-forgetful": (replace(MICROBATCHES, loses_disk=True), 40),
+    "microbatches-away": (replace(AWAY, microbatches=True), 40),
+    "microbatches-reclaimed": (replace(RECLAIMED, members=(3, 5), microbatches=True), 40),
     "zombies": (replace(SEEN, zombies=True), 100),
     "zombies-spread": (replace(SEEN, node_size=0, zombies=True), 60),
 }
@@ -116,11 +116,11 @@ def test_without_faults_a_job_needs_no_operator_and_few_generations() -> None:
 
 def test_a_seed_repeats_exactly() -> None:
     assert run(4711) == run(4711)
-    assert run(4712, PARTS) == run(4712, PARTS)
+    assert run(4712, MICROBATCHES) == run(4712, MICROBATCHES)
 
 
 def test_steps_are_repaired_in_these_schedules() -> None:
-    assert sum(run(seed, PARTS).repairs for seed in range(10)) > 2
+    assert sum(run(seed, MICROBATCHES).repairs for seed in range(10)) > 2
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What a job with parts trains: the real state, sampler, wrapper and optimizer, around a model of eight numbers.
+"""What a job with microbatches trains: the real state, sampler, wrapper and optimizer, around a model of eight numbers.
 
 One process alone, and without any of that, computes what must come out after each step: `expected`. Its sums have the
 same bits only if each part of a step is in them once, in the tree's order. Workers build different models, so that one
@@ -17,17 +17,17 @@ from simulation.state import Spoiled
 from simulation.threads import current
 
 import paceline
-from paceline._collectives.part_tree import split_of
-from paceline._elastic.step_parts import part_seed
+from paceline._microbatch.microbatch import microbatch_seed
+from paceline._microbatch.sum_tree import split_of
 from paceline._parallel._parameter import Parameter
 from paceline_protocol import WHOLE, Share
 
 if TYPE_CHECKING:
     from simulation.process import Process
 
-__all__ = ["PARTS", "Training", "expected"]
+__all__ = ["MICROBATCHES", "Training", "expected"]
 
-PARTS = 7
+MICROBATCHES = 7
 """Of each step: more than members, and no power of two."""
 
 _SAMPLES, _BATCH = 40, 11
@@ -90,7 +90,7 @@ class _Optimizer(paceline.optim.SGD):
 
 
 def _sampler() -> paceline.ElasticSampler:
-    return paceline.ElasticSampler(_SAMPLES, global_batch=_BATCH, seed=3, parts=PARTS)
+    return paceline.ElasticSampler(_SAMPLES, global_batch=_BATCH, seed=3, microbatches=MICROBATCHES)
 
 
 @functools.cache
@@ -112,12 +112,12 @@ def _alone(origin: int, twice: bool) -> list[bytes]:
     for step in range(1, 20):
         for _ in range(1 + (twice and step % 2)):
             terms = []
-            for part in range(PARTS):
-                rows, weight = sampler.current_part(part)
-                dy = _loss_gradient(rows, np.random.default_rng(part_seed(0, step, part)))
+            for number in range(MICROBATCHES):
+                rows, weight = sampler.current_microbatch(number)
+                dy = _loss_gradient(rows, np.random.default_rng(microbatch_seed(0, step, number)))
                 gradient = _gradient(model.values, rows, dy * weight) if weight else np.zeros(8, np.float32)
                 terms.append(np.append(gradient, np.float32(weight)))
-            sums = _sum_of(terms, 0, PARTS)
+            sums = _sum_of(terms, 0, MICROBATCHES)
             mean = sums[:8] / float(sums[8])
             model.first.grad, model.second.grad = mean[:5], mean[5:]
             optimizer.step()
@@ -186,16 +186,16 @@ class Training(paceline.TrainState):
     def _compute(self, step: Any) -> None:
         process = self.process
         self._optimizer.zero_grad()
-        parts = step.parts
-        if step.kept_parts:
+        microbatches = step.microbatches
+        if step.kept_microbatches:
             process.world.repairs += 1
-            process.world.note(process.name, f"keeps the parts {step.kept_parts} of step {step.number}")
-        for part in parts:
-            with part:
-                process.world.moment("part", process)
-                process.compute(PARTS // 2)
-                self._ddp(part.indices)
-                self._ddp.backward(_loss_gradient(part.indices, part.rng))
+            process.world.note(process.name, f"keeps the microbatches {step.kept_microbatches} of step {step.number}")
+        for micro in microbatches:
+            with micro:
+                process.world.moment("microbatch", process)
+                process.compute(MICROBATCHES // 2)
+                self._ddp(micro.indices)
+                self._ddp.backward(_loss_gradient(micro.indices, micro.rng))
         if step.number % 3 == 2:  # a metric that nobody waits for but the gate
             process.group.all_reduce(0.0, label="metric", async_op=True)
 

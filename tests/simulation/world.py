@@ -6,8 +6,8 @@ thread `session.steps` with `TrainingLoop`, `MeetingWait`, `StateRecovery`, `Ste
 the dispatcher with its handlers, memberships and keeper. An imitation of these shells, which was here before, did not
 have their defects. What is an imitation still: the calls between members (`peers`), the files of checkpoints (`files`),
 what processes see of each other (`proc`), and in most kinds of jobs the group (`group`) and the training state
-(`state`). Jobs with parts have the real group with its engine and its thread over simulated links (`links`), and the
-real state, sampler and wrapper (`training`).
+(`state`). Jobs with microbatches have the real group with its engine and its thread over simulated links (`links`), and
+the real state, sampler and wrapper (`training`).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Shape:
         members: how many start; a range to draw from.
         steps: how many steps the job has; a range.
         faults: how many faults strike; a range.
-        parts: each step has parts, whose sums are kept when it fails; the group, its links' programs and the state are
-            real ones.
+        microbatches: each step has some, whose sums are kept when it fails; the group, its links' programs and the
+            state are real ones.
         loses_disk: the coordinator's disk may be lost, or put back to an older copy.
         node_size: so many members hold one copy of the state between them, 0 for all.
         hosts: so many hosts there are, which share memory and die as one; 0 if each member has its own.
@@ -72,7 +72,7 @@ class Shape:
     members: tuple[int, int] = (3, 4)
     steps: tuple[int, int] = (4, 6)
     faults: tuple[int, int] = (1, 5)
-    parts: bool = False
+    microbatches: bool = False
     loses_disk: bool = False
     node_size: int = 1
     hosts: int = 0
@@ -109,7 +109,7 @@ class World:
         over: the schedule has ended.
         tells: what the real code logs is shown.
         words: who has sent which step's word, and what it held, if real groups send them.
-        repairs: how often a member kept parts of a step that had failed.
+        repairs: how often a member kept sums of a step that had failed.
         near: the process at which the moment came that a fault has waited for, while that fault strikes.
     """
 

@@ -1,6 +1,6 @@
 """A real browser for tests: headless Chromium, driven over the DevTools protocol.
 
-Debian's `chromium-headless-shell` (or `chromium`) is enough; docs/decisions/052 says why there is no library between.
+Debian's `chromium-headless-shell` (or `chromium`) is enough; docs/decisions/25 says why there is no library between.
 A test waits for what the page shows (`Page.until`), never for time.
 """
 

@@ -8,7 +8,7 @@ protocol and not against each other.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ from paceline_protocol.coordinator import (
     Registered,
     Reported,
     Resumed,
+    Send,
     StoreFinished,
     StoreView,
     StreamEnded,
@@ -44,7 +45,7 @@ from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1 import store_pb2
 from pacelinepb.v1.session_pb2_grpc import SessionServiceStub
 
-__all__ = ["PureJob", "RawSession", "duration", "reason_of", "refused", "run", "running"]
+__all__ = ["PureJob", "RawSession", "duration", "reason_of", "refused", "run", "running", "sent"]
 
 T = TypeVar("T")
 
@@ -250,6 +251,18 @@ class RawSession:
         await self.send(leave=pb.Leave(cause=cause))
         await self.next("left")
         assert await self.call.read() is EOF
+
+
+M = TypeVar("M")
+
+
+def sent(effects: Iterable[object], kind: type[M]) -> list[tuple[str, M]]:
+    """The messages of one kind among effects, each with its receiver."""
+    return [
+        (effect.member_id, effect.message)
+        for effect in effects
+        if isinstance(effect, Send) and isinstance(effect.message, kind)
+    ]
 
 
 class PureJob:

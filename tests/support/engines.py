@@ -15,12 +15,23 @@ import numpy as np
 from paceline._base.arrays import Array
 from paceline._base.waits import Latch
 from paceline._base.work import Work
-from paceline._engines.data_engine import DataEngine, EngineFailed, EngineTimeout, EngineTraits, Ticket
 from paceline._links.base import Peer
+from paceline.engines import DataEngine, EngineFailed, EngineTimeout, EngineTraits, Ticket
 from paceline.errors import PacelineError
 from paceline.testing import local_groups
 
-__all__ = ["FakeEngine", "HangingEngine", "LinkEngine", "engines_of", "link_engines"]
+__all__ = ["FakeEngine", "HangingEngine", "LinkEngine", "engines_of", "link_engines", "makers"]
+
+makers: dict[str, Callable[[], DataEngine]] = {}
+"""What makes the engines "test" and "other", which tests/paceline_test_engines-0.dist-info names as a plug-in would."""
+
+
+def make_test() -> DataEngine:
+    return makers["test"]()
+
+
+def make_other() -> DataEngine:
+    return makers["other"]()
 
 
 class _FakeTicket(Ticket):

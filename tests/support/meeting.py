@@ -25,7 +25,7 @@ def job(
     """Generation 7 with members that have met, have gone, or (None) have yet to stop; and candidates that are ready."""
     settings = JobSettings(least, 9, 3.0)
     seats = tuple(
-        Seat(rank, f"m{rank}", b"", Process(f"host-{rank}", 1), "", rank) for rank in range(len(members) + ready)
+        Seat(rank, f"m{rank}", Process(f"host-{rank}", 1), "", b"", rank) for rank in range(len(members) + ready)
     )
     state = JobState("job", generation=7)
     state.view = View(7, settings, False, seats[: len(members)], OURS, base, newcomers)

@@ -27,7 +27,7 @@ def train(session: Any, folder: str, total: int, pace: float, killed_by_ray: int
     """Trains the problem of tests/elastic, and tells of it in FOLDER/PID. Returns its rank and process id.
 
     Args:
-        session: what `paceline.ray.run` gives.
+        session: what `paceline_ray.run` gives.
         folder: where all tell.
         total: the last step.
         pace: seconds of computing in each step. In the second half it is `_SLOW_S` until the file FOLDER.over is there,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline_protocol import OURS, JobSettings, Meet, Process, Report, Seat, Tag, View
@@ -20,19 +20,18 @@ from paceline_protocol.coordinator import (
     JobState,
     Membership,
     MetOthers,
-    PushCatchUp,
-    PushView,
     Reported,
+    Send,
     Session,
     Standing,
     StoreView,
     Ticked,
     ViewStored,
 )
+from paceline_protocol.messages import CatchUp, ViewFormed
+from paceline_protocol.translation import write_message
 from paceline_server.pages import ViewPages
 from paceline_server.settings import ServerSettings
-from paceline_server.wire import Push, to_message
-from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 __all__ = ["Costs", "recover"]
@@ -87,7 +86,7 @@ class _Recovery:
         self._state = _line(self._now, world)
         self._membership = Membership(self._state, ServerSettings())
         self._costs = Costs()
-        self._ordered: list[PushCatchUp] = []
+        self._ordered: list[tuple[str, CatchUp]] = []
         self._view: View | None = None
 
     def run(self, laggards: bool) -> Costs:
@@ -110,11 +109,11 @@ class _Recovery:
         while self._ordered:
             ordered, self._ordered = self._ordered, []
             order.shuffle(ordered)
-            for catch_up in ordered:
-                for donor, _ in catch_up.donors:
+            for member_id, catch_up in ordered:
+                for donor, _ in catch_up.holders:
                     named[donor.member_id] = named.get(donor.member_id, 0) + 1
                 self._wait(_SPREAD / len(ordered))
-                self._do(MetOthers(catch_up.member_id, Meet(_GENERATION, catch_up.base, True, manifest=_MANIFEST)))
+                self._do(MetOthers(member_id, Meet(_GENERATION, catch_up.base, True, manifest=_MANIFEST)))
         assert self._view is not None, self._membership.decision.reason
         assert len(self._view.seats) == len(seats)
         self._costs.most_orders = max(named.values(), default=0)
@@ -145,16 +144,15 @@ class _Recovery:
         match effect:
             case StoreView(view):
                 self._do(ViewStored(view.generation))
-            case PushView(_, view, rank):
+            case Send(_, ViewFormed(View() as view) as message):
                 self._view = view
-                pages = _pages(view)
-                self._costs.sent += pb.SessionResponse(view_formed=pages.formed(rank)).ByteSize()
-            case _ if isinstance(effect, Push):
-                self._costs.sent += to_message(effect).ByteSize()
-        if isinstance(effect, PushCatchUp):
-            self._costs.orders += 1
-            self._costs.donors += len(effect.donors)
-            self._ordered.append(effect)
+                self._costs.sent += write_message(replace(message, members=_pages(view).announced)).ByteSize()
+            case Send(member_id, message):
+                self._costs.sent += write_message(message).ByteSize()
+                if isinstance(message, CatchUp):
+                    self._costs.orders += 1
+                    self._costs.donors += len(message.holders)
+                    self._ordered.append((member_id, message))
 
 
 _PAGES: dict[str, Any] = {}
@@ -186,9 +184,9 @@ def _line(now: float, world: int) -> JobState:
         Seat(
             rank,
             f"{rank:020x}",
-            b"token",
             Process(f"node-{rank // 8:04}", 4000 + rank, boot % (rank // 8), 1, 1, "n"),
             f"10.0.{rank // 8 // 256}.{rank // 8 % 256}:{40000 + rank % 8}",
+            b"token",
             rank,
         )
         for rank in range(world)

@@ -55,24 +55,12 @@ from paceline_protocol.coordinator import (
     LeftJob,
     Membership,
     MetOthers,
-    PushCatchUp,
-    PushDismissed,
-    PushDrain,
-    PushFinished,
-    PushMismatch,
-    PushMissing,
-    PushRunning,
-    PushSpare,
-    PushStateLost,
-    PushSummons,
-    PushVerdict,
-    PushView,
-    PushWaiting,
     Refused,
     Registered,
     Reported,
     RestartAsked,
     Resumed,
+    Send,
     StoreEnding,
     StoreFinished,
     StoreReached,
@@ -83,6 +71,21 @@ from paceline_protocol.coordinator import (
     ViewStored,
     Welcome,
     restore,
+)
+from paceline_protocol.messages import (
+    CatchUp,
+    Dismissed,
+    Drain,
+    Finished,
+    Message,
+    Mismatch,
+    Missing,
+    Running,
+    Spare,
+    StateLost,
+    Summons,
+    ViewFormed,
+    Waiting,
 )
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
@@ -116,7 +119,7 @@ class Worker:
     """The last step whose word has completed in its generation."""
     step_at: float = 0.0
     """When it did."""
-    unread: list[Effect] = field(default_factory=list)
+    unread: list[Message] = field(default_factory=list)
     """What has come while it was frozen."""
 
     @property
@@ -247,15 +250,17 @@ class _Story:
 
     def _perform(self, effects: list[Effect]) -> None:
         for text, same in itertools.groupby(effects, _describe):
-            alike = list(same)
             if text is not None:
-                to = [self.by_id[effect.member_id].host for effect in alike]  # type: ignore[union-attr]
-                if isinstance(alike[0], PushRunning | PushSummons | PushCatchUp | PushMismatch | PushMissing):
+                alike = [effect for effect in same if isinstance(effect, Send)]
+                to = [self.by_id[effect.member_id].host for effect in alike]
+                if isinstance(alike[0].message, Running | Summons | CatchUp | Mismatch | Missing):
                     self._write_decision()  # it is the reason for these
                 self.write(f"coordinator -> {', '.join(to)}: {text}")
-                self._queue += [functools.partial(self._receive, effect) for effect in alike]
+                self._queue += [
+                    functools.partial(self._receive, self.by_id[each.member_id], each.message) for each in alike
+                ]
                 continue
-            for effect in alike:
+            for effect in same:
                 if isinstance(effect, StoreView):
                     self._write_decision()
                 self._keep(effect)
@@ -304,54 +309,53 @@ class _Story:
                 self.write(f"asks the door of {worker.host} whether its process runs")
                 if worker.alive and (worker.awake or worker.busy):
                     self._queue.append(functools.partial(self._tell, DoorAnswered(member_id)))
-            case Welcome() | PushWaiting():
+            case Welcome() | Send(_, Waiting()):
                 pass  # not shown
             case _:
                 raise AssertionError(f"what is {effect}?")
 
     # Workers ----------------------------------------------------------------------------------------------------------
 
-    def _receive(self, effect: Effect) -> None:
-        worker = self.by_id[effect.member_id]  # type: ignore[union-attr]
+    def _receive(self, worker: Worker, message: Message) -> None:
         if not worker.alive:
             return
         if not worker.awake:
-            worker.unread.append(effect)
+            worker.unread.append(message)
             return
-        match effect:
-            case PushView(_, view, rank):
+        match message:
+            case ViewFormed(View() as view, rank):
                 self._enter(worker, view, rank)
-            case PushVerdict(_, verdict):
-                if worker.state.phase is Phase.STEPPING and verdict.generation == worker.state.generation:
+            case Verdict(generation):
+                if worker.state.phase is Phase.STEPPING and generation == worker.state.generation:
                     self.write(f"{worker.host} undoes step {self._next_step(worker)}")
                     self._say(worker, worker.state.meet())
-            case PushRunning():
+            case Running():
                 if worker.state.generation == 0 and worker.state.phase is Phase.MEETING:
                     self.write(f"{worker.host} connects to all members")
                     self._say(worker, worker.state.meet())
-            case PushCatchUp(_, generation, base, donors, share, _):
+            case CatchUp(generation, base, donors, share):
                 own = any(seat.member_id == worker.member_id for seat, _ in donors)
                 order = worker.state.catch_up(generation, base, share or Share(0, 1), own=own)
                 self._carry_out(worker, order, [seat.process.host for seat, _ in donors])
-            case PushSummons():
+            case Summons():
                 worker.summoned = True
-            case PushDrain(_, reason):
+            case Drain(reason):
                 worker.draining = reason
-            case PushDismissed(_, last):
+            case Dismissed(last):
                 if last and worker.state.held is not None:
                     self.write(f"{worker.host} writes a checkpoint of step {worker.state.held.step}")
                 self._leave(worker)
-            case PushFinished():
+            case Finished():
                 self._leave(worker)
-            case PushSpare():
+            case Spare():
                 self._say(worker, worker.state.cast_out())
-            case PushStateLost():
+            case StateLost():
                 if self.checkpoint is None:
                     self.write(f"{worker.host} has no checkpoint, and exits")
                     self._leave(worker)
                 else:
                     self._say(worker, worker.state.lost(self.checkpoint))
-            case PushMismatch():
+            case Mismatch():
                 self.write(f"{worker.host} compares the two, and leaves with the difference as its error")
                 self._leave(worker)
 
@@ -514,8 +518,8 @@ class _Story:
         worker = self.workers[host]
         worker.awake, worker.busy = True, False
         unread, worker.unread = worker.unread, []
-        for effect in unread:
-            if isinstance(effect, PushVerdict):  # its session has ended with it: it says no more
+        for message in unread:
+            if isinstance(message, Verdict):  # its session has ended with it: it says no more
                 self.write(f"{host} undoes step {self._next_step(worker)}")
 
     def drains(self, host: str, reason: str) -> None:
@@ -623,32 +627,32 @@ def _parts(shares: tuple[Share, ...]) -> str:
 
 def _describe(effect: Effect) -> str | None:
     """The message that an effect is, None if it is none or of no interest."""
-    match effect:
-        case PushView(_, view, _):
+    match effect.message if isinstance(effect, Send) else None:
+        case ViewFormed(view):
             return f"view: generation {view.generation} has formed"
-        case PushVerdict(_, verdict):
-            return f"verdict: {verdict.text}"
-        case PushRunning(_, view, _):
+        case Verdict(text=text):
+            return f"verdict: {text}"
+        case Running(view):
             return f"running: generation {view.generation} trains without you"
-        case PushSummons(_, generation):
+        case Summons(generation):
             return f"summons: ask the others of generation {generation} to meet"
-        case PushCatchUp(_, _, base, donors, share, _):
+        case CatchUp(_, base, donors, share):
             what = f"part {share.part} of {share.parts} of {_name(base)}" if share is not None else _name(base)
             whence = " or ".join(seat.process.host for seat, _ in donors) or "the checkpoint"
             return f"catch up: take {what} from {whence}"
-        case PushMismatch(_, donor):
+        case Mismatch(donor):
             return f"mismatch: your script or state differs from that of {donor.process.host}"
-        case PushMissing(_, processes):
+        case Missing(processes):
             return f"missing: is pid {processes[0].pid} still there?"
-        case PushDrain(_, reason):
+        case Drain(reason):
             return f"drain: leave after this step ({reason})"
-        case PushDismissed(_, last):
+        case Dismissed(last):
             return f"dismissed: you may go{', as do all others' if last else ''}"
-        case PushSpare():
+        case Spare():
             return "spare: no seat for you yet"
-        case PushStateLost(_, reason):
+        case StateLost(reason):
             return f"state lost: {reason}"
-        case PushFinished(_, step):
+        case Finished(step):
             return f"finished: the job is done after step {step}"
         case _:
             return None

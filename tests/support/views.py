@@ -15,9 +15,9 @@ def view(generation: int, world: int = 2) -> View:
         Seat(
             rank,
             f"m{rank}",
-            sha256(b"%d" % rank).digest(),
             Process("h", rank + 1, "boot", 5, 7, "node"),
             "h:1",
+            sha256(b"%d" % rank).digest(),
             rank + 1,
         )
         for rank in range(world)

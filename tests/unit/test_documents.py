@@ -101,8 +101,9 @@ def test_commands_and_their_options_are_there() -> None:
     for where, command in typed():
         words = re.split(r"\s+", command)[1:]
         known = top
-        while words and words[0] in getattr(known, "commands", {}):
-            known = known.commands[words.pop(0)]  # type: ignore[attr-defined]  # a group has them
+        while words and hasattr(known, "get_command") and (inner := known.get_command(None, words[0])):
+            known = inner
+            words.pop(0)
         options = {name for each in known.params for name in (*each.opts, *each.secondary_opts)} | {"--help", "-h"}
         script = next((n for n, word in enumerate(words) if word.endswith(".py")), len(words))
         for word in words[:script]:
@@ -148,21 +149,48 @@ def test_variables_named_in_the_documents_are_there() -> None:
 
 def test_the_index_names_each_decision_once() -> None:
     index = (ROOT / "docs/decisions/README.md").read_text()
-    assert sorted(re.findall(r"\]\((\d{3}-[^)]*)\)", index)) == DECISIONS
+    assert sorted(re.findall(r"\]\((\d{2,3}-[^)]*)\)", index)) == DECISIONS
 
 
 def test_no_two_decisions_have_one_number() -> None:
-    numbers = [name[:3] for name in DECISIONS]
+    numbers = [name.partition("-")[0] for name in DECISIONS]
     assert len(set(numbers)) == len(numbers)
 
 
+def test_decisions_are_few_because_they_go_by_subject() -> None:
+    assert len([name for name in DECISIONS if re.match(r"\d\d-", name)]) <= 30
+
+
 def test_code_names_decisions_that_are_there() -> None:
-    numbers = {name[:3] for name in DECISIONS}
-    for folder in ("client", "server", "protocol", "protos", "bench", "tests"):
+    numbers = {name.partition("-")[0] for name in DECISIONS}
+    for folder in ("client", "integrations", "server", "protocol", "protos", "bench", "tests"):
         for file in (ROOT / folder).rglob("*.py"):
-            for number in re.findall(r"docs/decisions/(\d{3})", file.read_text()):
+            for number in re.findall(r"decisions?[/ ](\d+)", file.read_text()):
                 assert number in numbers, f"{file} names decision {number}"
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/development/where-to-look.md"])
+def test_files_that_contributors_are_sent_to_are_there(page: str) -> None:
+    places = [path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    there = [f"/{path.relative_to(ROOT)}" for place in places for path in (place, *place.rglob("*"))]
+    for name in re.findall(r"`([\w./-]+(?:\.(?:py|js|md|proto|toml)|/))`", (ROOT / page).read_text()):
+        found = (ROOT / name).exists() or any(path.endswith(f"/{name.rstrip('/')}") for path in there)
+        assert found, f"{page} names {name}"
+
+
+@pytest.mark.parametrize(("page", "words"), [("CONTRIBUTING.md", 950), ("SECURITY.md", 950)])
+def test_pages_that_everybody_opens_stay_short(page: str, words: int) -> None:
+    assert len((ROOT / page).read_text().split()) <= words
 
 
 def test_the_design_can_be_read_in_a_quarter_of_an_hour() -> None:
     assert len((ROOT / "DESIGN.md").read_text().split()) <= 4000
+
+
+def test_a_death_leads_through_files_that_are_there_and_at_most_32_of_them() -> None:
+    text = (ROOT / "docs/protocol.md").read_text().partition("## A death through the code")[2]
+    named = re.findall(r"[\w/]+\.py", text.partition("## The rules")[0])
+    assert 0 < len(named) == len(set(named)) <= 32
+    folders = ("client/paceline", "server/paceline_server", "protocol/paceline_protocol")
+    there = [str(path) for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    assert not [name for name in named if not any(path.endswith(f"/{name}") for path in there)]

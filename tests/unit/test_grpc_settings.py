@@ -24,10 +24,10 @@ ENTRIES = {
     "try: paceline.cli.main()\nexcept SystemExit: pass",
     "launcher": "import paceline.cli.run_command, paceline.cli.launcher.launcher",
     "health check": "import paceline.cli.health",
-    "run-rank": "import paceline.cli.run_rank",
+    "run-rank": "import paceline_mpi._run_rank",
     "spare": "import numpy\nfrom paceline.cli.warm import warm_up; warm_up(['-m', 'paceline.demo.train'], bool)",
-    "Ray's driver": "import paceline.ray._controller",
-    "Ray's worker": "import paceline.ray._hosted_worker",
+    "Ray's driver": "import paceline_ray._controller",
+    "Ray's worker": "import paceline_ray._hosted_worker",
 }
 
 

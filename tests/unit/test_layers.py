@@ -21,7 +21,8 @@ LAYERS = (
     {"_base", "config", "credentials", "errors"},
     {"compression"},
     {"_links"},
-    {"_engines"},
+    {"engines"},
+    {"_microbatch"},
     {"_collectives"},
     {"_group"},
     {"_session"},
@@ -31,9 +32,9 @@ LAYERS = (
     {"_elastic"},
     {"torch", "testing"},
     {"paceline"},  # what `import paceline` offers
+    {"launch"},
     {"demo"},
     {"cli"},
-    {"ray"},  # its driver decides as the launcher does
     {"__main__"},
 )
 """Packages and modules of paceline, low to high. Those of one layer may not import each other, but for the first."""
@@ -97,7 +98,7 @@ def test_an_import_points_to_a_lower_layer() -> None:
 
 
 def test_the_library_imports_the_coordinator_only_to_start_one() -> None:
-    starts_one = {"paceline._base.embedded", "paceline.cli.coordinator", "paceline.cli.access"}
+    starts_one = {"paceline._base.embedded", "paceline.cli.coordinator", "paceline.launch._own_coordinator"}
     files = files_of("paceline")
     found = {
         name

@@ -72,7 +72,7 @@ def test_importing_the_package_loads_neither_grpc_nor_the_command_line() -> None
 
 ROOT = Path(__file__).parents[2]
 
-_MODULES = ("checkpoint", "compression", "nn", "optim", "ray", "testing", "torch")
+_MODULES = ("checkpoint", "compression", "engines", "launch", "nn", "optim", "testing", "torch")
 FOR_USERS = ("paceline", *(f"paceline.{name}" for name in _MODULES))
 """Where the names for users are; everything else is internal."""
 

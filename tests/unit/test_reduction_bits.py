@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline._collectives.rows import SumOrder
+from paceline._collectives.rows import SumRule
 from paceline._collectives.schedules import SCHEDULES
 from paceline._group import Group
 from paceline.testing import run_groups
@@ -124,7 +124,7 @@ def test_a_mean_is_within_an_ulp(collective: str, schedule: str, data: Any, worl
             timeout=20,
         )
     means = np.concatenate(results) if collective == "reduce_scatter" else results[0]
-    in_order = SCHEDULES[collective][schedule].sums is SumOrder.IN_RANK_ORDER
+    in_order = SCHEDULES[collective][schedule].sums is SumRule.IN_RANK_ORDER
     for i, found in enumerate(means):
         exact = sum(Fraction(part[i]) for part in parts) * Fraction(2) ** shift / world
         bound = ulp(exact, dtype)

@@ -12,6 +12,7 @@ import pytest
 from paceline import errors
 from paceline._base.rpc import aio, grpc, is_transient
 from paceline._session.view import MemberLists
+from paceline_protocol.messages import MemberList
 from pacelinepb.v1 import session_pb2 as pb
 
 
@@ -46,6 +47,6 @@ def test_a_page_that_is_not_the_view_s_is_a_typed_error(page: bytes, world_size:
         async def call(self, make: Callable[[Any], Awaitable[bytes]]) -> bytes:
             return page
 
-    view = pb.ViewFormed(generation=3, world_size=world_size, pages=1, members_sha256=hashlib.sha256(page).digest())
+    view = MemberList(3, world_size, hashlib.sha256(page).digest(), pages=1)
     with pytest.raises(errors.PacelineError, match="member list of generation 3"):
         asyncio.run(MemberLists().fetch(Channel(), "job", view, 1.0))  # type: ignore[arg-type]

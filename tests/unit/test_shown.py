@@ -62,7 +62,7 @@ def test_errors_and_examples_say_how_to_install_an_extra_as_it_is() -> None:
     """Paceline is on no package index yet: `pip install paceline` would fetch nothing, or something else."""
     assert install_command("tls") == 'pip install "paceline[tls] @ git+https://github.com/paceline/paceline"'
     wrong = []
-    for folder in ("client", "server", "protocol", "protos", "examples", "deploy"):
+    for folder in ("client", "integrations", "server", "protocol", "protos", "examples", "deploy"):
         for file in (ROOT / folder).rglob("*.py"):
             for found in re.findall(r"pip install ['\"]?paceline\b.*", file.read_text()):
                 if " @ git+https://" not in found:
@@ -142,7 +142,7 @@ def test_work_shows_how_far_it_is() -> None:
 
 def test_a_view_shows_its_size_and_no_hash() -> None:
     token = bytes(range(32))
-    seat = Seat(0, "7", token, Process("host-a", 11, "node", 5), "host-a:1", 1)
+    seat = Seat(0, "7", Process("host-a", 11, "node", 5), "host-a:1", token, 1)
     view = View(3, JobSettings(1, 4, 3.0), explicit=False, seats=(seat,), versions=OURS)
     assert repr(view) == "<View generation 3, 1 member>"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -28,6 +29,24 @@ def test_a_diagram_has_its_parts_messages_and_notes() -> None:
         assert f">{part}</text>" in text
     with pytest.raises(ValueError, match="loop"):
         as_svg("participant A as a\nloop every second")
+
+
+def test_a_diagram_of_states_has_each_state_and_what_moves_it_on() -> None:
+    from sequence import as_svg
+
+    text = as_svg("stateDiagram-v2\n[*] --> Ready: joins\nReady --> Stepping: a step begins\nReady --> [*]: leaves")
+    heads = [node.text for node in ElementTree.fromstring(text).iter() if node.get("class") == "name"]
+    assert heads == ["outside", "Ready", "Stepping"]
+    for label in ("joins", "a step begins", "leaves"):
+        assert f">{label}</text>" in text
+
+
+def test_each_diagram_of_the_documents_can_be_drawn() -> None:
+    from sequence import as_svg
+
+    pages = [ROOT / "DESIGN.md", *ROOT.glob("docs/**/*.md")]
+    drawn = [as_svg(text) for page in pages for text in re.findall(r"(?ms)^```mermaid\n(.*?)^```$", page.read_text())]
+    assert len(drawn) >= 3, "a death, a join, and the phases of a member"
 
 
 def test_the_pages_of_commands_and_settings_are_complete() -> None:

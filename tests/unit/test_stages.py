@@ -33,7 +33,7 @@ def test_tests_marked_alone_run_after_the_others_and_one_by_one() -> None:
 
 
 def test_files_are_chosen_only_by_marks_that_they_must_name() -> None:
-    (words,) = re.findall(r"_NAMED_IN_FILE = \((.*)\)", (ROOT / "tests" / "conftest.py").read_text())
+    (words,) = re.findall(r"_NAMED_IN_FILE = \((.*)\)", (ROOT / "tests" / "support" / "every_test.py").read_text())
     assert {stage.named for stage in stages.STAGES.values()} - {""} <= set(re.findall(r"\w+", words))
 
 

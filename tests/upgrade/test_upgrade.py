@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support.elastic.same_bits import in_parts
+from support.elastic.same_bits import in_microbatches
 from support.ports import free_port
 from support.releases import THIS, check_undisturbed, places, replace_workers, start_workers, status, unpacked
 
@@ -20,7 +20,7 @@ def test_one_by_one_up_and_down_and_up_again(tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     with (
         places(tmp_path, [address], str(tmp_path / "state.db")) as (place,),
-        in_parts(tmp_path, "mlp", coordinators=address, total=1 << 30, pace=0.04) as c,
+        in_microbatches(tmp_path, "mlp", coordinators=address, total=1 << 30, pace=0.04) as c,
     ):
         place.start(last)
         workers = start_workers(c, last, 2)
@@ -44,16 +44,18 @@ def test_one_by_one_up_and_down_and_up_again(tmp_path: Path) -> None:
 
 _DIES_AFTER_ONE_PUSH = """
 import asyncio, os
-from paceline_protocol.coordinator import PushView
+from paceline_protocol.coordinator import Send
+from paceline_protocol.messages import ViewFormed
 from paceline_server.dispatcher import Dispatcher
 
 honest = Dispatcher._perform
 
 def perform(self, job, effect):
-    if not isinstance(effect, PushView) or effect.view.base is None or effect.rank == 0:
+    formed = effect.message if isinstance(effect, Send) and isinstance(effect.message, ViewFormed) else None
+    if formed is None or formed.base is None or formed.rank == 0:
         honest(self, job, effect)
-    if isinstance(effect, PushView) and effect.view.base is not None:
-        assert effect.view.version == 9
+    if formed is not None and formed.base is not None:
+        assert formed.version == 9
         asyncio.get_running_loop().call_later(0.1, os._exit, 9)
 
 Dispatcher._perform = perform
@@ -66,7 +68,7 @@ def test_a_view_of_which_the_last_release_tells_the_other_half(tmp_path: Path) -
     address = f"127.0.0.1:{free_port()}"
     with (
         places(tmp_path, [address], str(tmp_path / "state.db")) as (place,),
-        in_parts(tmp_path, "mlp", coordinators=address, total=1 << 30, pace=0.04) as c,
+        in_microbatches(tmp_path, "mlp", coordinators=address, total=1 << 30, pace=0.04) as c,
     ):
         place.start(THIS, _DIES_AFTER_ONE_PUSH)
         c.start(2)

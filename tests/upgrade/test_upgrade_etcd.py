@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support.elastic.same_bits import in_parts
+from support.elastic.same_bits import in_microbatches
 from support.etcd import cluster, needs_etcd
 from support.ports import free_port
 from support.releases import THIS, check_undisturbed, places, replace_workers, start_workers, unpacked
@@ -22,7 +22,7 @@ def test_leader_standby_and_workers_one_by_one_up_and_down_and_up_again(tmp_path
     with (
         cluster(tmp_path, 1) as etcd,
         places(tmp_path, addresses, etcd.url("upgraded")) as (a, b),
-        in_parts(tmp_path, "mlp", coordinators=",".join(addresses), total=1 << 30, pace=0.04) as c,
+        in_microbatches(tmp_path, "mlp", coordinators=",".join(addresses), total=1 << 30, pace=0.04) as c,
     ):
         a.start(last)
         a.wait_for(leads)

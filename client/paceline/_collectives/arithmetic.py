@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paceline._base.arrays import Array
-from paceline._collectives.part_tree import Node, merges
-from paceline._collectives.rows import SumOrder
+from paceline._base.sum_order import Node
+from paceline._collectives.rows import SumRule
+from paceline._microbatch.sum_tree import merges
 from paceline.errors import UnsupportedOp
 
 _PIECE = 1 << 15
@@ -62,7 +63,7 @@ class Reduction(NamedTuple):
     ufunc: np.ufunc
     dtype: np.dtype[Any]
     wide: np.dtype[Any] | None = None
-    sums: SumOrder = SumOrder.ALIKE
+    sums: SumRule = SumRule.ALIKE
 
     def scale(self, world: int) -> np.generic | None:
         """Returns the factor by which each rank first multiplies its values: for a mean, a power of two up to 1/W.
@@ -108,12 +109,12 @@ def _reduction(op: str, dtype: np.dtype[Any]) -> Reduction:
         raise UnsupportedOp(f"op {op!r} is not defined for dtype {dtype}{_advice(op, dtype)}")
     half = dtype == np.float16 or dtype.kind == "V"
     wide = np.dtype(np.float32) if half and ufunc in (np.add, np.multiply) else None
-    sums = SumOrder.ALIKE
+    sums = SumRule.ALIKE
     if op == "mean" and dtype == np.float16:  # needs `wide`
-        sums = SumOrder.IN_RANK_ORDER
+        sums = SumRule.IN_RANK_ORDER
     elif (op == "prod" and dtype.kind == "c") or (op in ("min", "max") and dtype.kind in "fV"):
         # CPUs differ in how they round a product of complex numbers, and in the result of min(0.0, -0.0).
-        sums = SumOrder.ONCE
+        sums = SumRule.ONCE
     return Reduction(op, ufunc, dtype, wide, sums)
 
 
@@ -198,23 +199,23 @@ class Arithmetic:
 
 
 class TreeArithmetic(Arithmetic):
-    """Sums in the fixed tree over the parts of a step (`part_tree`), of which the ranks have nodes.
+    """Sums in the fixed tree over the microbatches of a step (`sum_tree`), of which the ranks have nodes.
 
     Args:
         reduction: the reduction.
         nodes: for each rank, the nodes whose sums it has, from left to right; all together are the whole tree.
-        parts: V, number of parts.
+        leaves: V, number of leaves.
         divisor: as for `Arithmetic`.
     """
 
     def __init__(
-        self, reduction: Reduction, nodes: tuple[tuple[Node, ...], ...], parts: int, divisor: float | None = None
+        self, reduction: Reduction, nodes: tuple[tuple[Node, ...], ...], leaves: int, divisor: float | None = None
     ) -> None:
         super().__init__(reduction, len(nodes), divisor)
         self._counts = [len(of_rank) for of_rank in nodes]
         from_the_left = sorted((node, rank, i) for rank, of_rank in enumerate(nodes) for i, node in enumerate(of_rank))
         self._places = [(rank, i) for _, rank, i in from_the_left]
-        self._merges = merges(tuple(node for node, _, _ in from_the_left), parts)
+        self._merges = merges(tuple(node for node, _, _ in from_the_left), leaves)
 
     def terms_of(self, rank: int) -> int:
         """See `Arithmetic`: a rank contributes its nodes; one without any sends an array that counts for nothing."""
@@ -251,7 +252,7 @@ class TreeArithmetic(Arithmetic):
                 self.combine(left, right, into)
                 waiting.append((into, True))
         ((total, _),) = waiting
-        if len(rows) == 1 and self._wide is None:  # one rank has the sum of all parts
+        if len(rows) == 1 and self._wide is None:  # one rank has the sum of all leaves
             target[...] = total
         if self._wide is not None:
             with np.errstate(all="ignore"):
@@ -260,10 +261,10 @@ class TreeArithmetic(Arithmetic):
 
 @lru_cache(maxsize=64)
 def tree_arithmetic(
-    reduction: Reduction, nodes: tuple[tuple[Node, ...], ...], parts: int, divisor: float | None = None
+    reduction: Reduction, nodes: tuple[tuple[Node, ...], ...], leaves: int, divisor: float | None = None
 ) -> TreeArithmetic:
     """Returns the cached arithmetic of a sum in a tree; arguments as for `TreeArithmetic`."""
-    return TreeArithmetic(reduction, nodes, parts, divisor)
+    return TreeArithmetic(reduction, nodes, leaves, divisor)
 
 
 @lru_cache(maxsize=64)

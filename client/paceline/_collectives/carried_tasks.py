@@ -1,4 +1,4 @@
-"""The all_reduce whose large part is carried by an engine (`_engines/data_engine.py`), and its small part by links.
+"""The all_reduce whose large part is carried by an engine (`paceline.engines`), and its small part by links.
 
 Links go first. So the engine starts a sum only when all members are in the same operation, with the same sizes.
 """
@@ -16,8 +16,8 @@ from paceline._base.arrays import Array
 from paceline._base.waits import Latch
 from paceline._collectives.engine import CollectiveCall, Engine
 from paceline._collectives.tasks import Chooser, Task, reducing_task
-from paceline._engines.data_engine import DataEngine, EngineFailed, EngineTimeout, OnDevice
 from paceline._links.fault import Fault
+from paceline.engines import DataEngine, EngineFailed, EngineTimeout, OnDevice
 from paceline.errors import LinkUnavailable
 
 _SLICE = 1.0

@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
-from paceline._collectives.rows import Nodes, SumOrder
+from paceline._collectives.rows import Nodes, SumRule
 from paceline._collectives.schedules import SCHEDULES
 from paceline._links.base import Peer
 
@@ -114,7 +114,7 @@ RULES: Rules = {
         Rule("dissemination", reason="log2 W steps"),
     ),
 }
-"""Source: medians over gRPC on loopback, W=2, 3, 4 and 8 processes on 2 cores (docs/decisions/016; `paceline bench
+"""Source: medians over gRPC on loopback, W=2, 3, 4 and 8 processes on 2 cores (docs/decisions/09; `paceline bench
 --schedule` repeats them). Beyond W=8 the rules follow from the number of steps, bytes and links."""
 
 
@@ -123,7 +123,7 @@ def choose(
     nbytes: int,
     world: int,
     *,
-    sums: SumOrder = SumOrder.ALIKE,
+    sums: SumRule = SumRule.ALIKE,
     rules: Rules = RULES,
     nodes: Nodes = (),
 ) -> Choice:
@@ -138,7 +138,7 @@ def choose(
         nodes: the node of each rank.
     """
     fit, where = rules[collective], where_of(nodes)
-    if sums is not SumOrder.ALIKE:
+    if sums is not SumRule.ALIKE:
         fit = _fit(rules, collective, sums) or _fit(RULES, collective, sums)
     for rule in fit:
         if rule.holds(nbytes, world, where):
@@ -177,7 +177,7 @@ def format_rules(rules: Rules = RULES) -> str:
     return "\n".join("  ".join([*map(str.ljust, row, widths), row[3]]) for row in rows)
 
 
-def _fit(rules: Rules, collective: str, sums: SumOrder) -> tuple[Rule, ...]:
+def _fit(rules: Rules, collective: str, sums: SumRule) -> tuple[Rule, ...]:
     return tuple(rule for rule in rules[collective] if SCHEDULES[collective][rule.schedule].sums >= sums)
 
 

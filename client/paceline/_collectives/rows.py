@@ -30,7 +30,7 @@ class Action(IntEnum):
     """Set it aside until all rows of the step have received theirs; then combine all in rank order, with the own."""
 
 
-class SumOrder(IntEnum):
+class SumRule(IntEnum):
     """Where and in which order a schedule combines the values of an element. Each value implies those before it."""
 
     ALIKE = 0

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from paceline._collectives.rows import Action, Nodes, Row, SumOrder, ring_neighbours
+from paceline._collectives.rows import Action, Nodes, Row, SumRule, ring_neighbours
 
 
 def star_all_reduce(rank: int, world: int) -> list[Row]:
@@ -411,7 +411,7 @@ class Schedule(NamedTuple):
         by_node: True if `rows` and `chunks` take the ranks' nodes as a last argument.
         pass_on: False if a segment may leave only after all earlier steps have received (`compile_rows`).
         lend: False if a rank overwrites what it has sent while others may still read it (`Program`).
-        sums: where and in which order a schedule that reduces adds elements (`SumOrder`).
+        sums: where and in which order a schedule that reduces adds elements (`SumRule`).
     """
 
     rows: Callable[..., list[Row]]
@@ -419,7 +419,7 @@ class Schedule(NamedTuple):
     by_node: bool = False
     pass_on: bool = True
     lend: bool = True
-    sums: SumOrder = SumOrder.ONCE
+    sums: SumRule = SumRule.ONCE
 
 
 def _one(world: int) -> int:
@@ -437,20 +437,20 @@ def _both(world: int) -> int:
 SCHEDULES: Mapping[str, Mapping[str, Schedule]] = {
     "all_reduce": {
         # Rank 0 must not send back to a rank that is still sending: both links could be full, and both ranks blocked.
-        "star": Schedule(star_all_reduce, _one, pass_on=False, sums=SumOrder.IN_RANK_ORDER),
-        "direct": Schedule(direct_all_reduce, _all, sums=SumOrder.IN_RANK_ORDER),
+        "star": Schedule(star_all_reduce, _one, pass_on=False, sums=SumRule.IN_RANK_ORDER),
+        "direct": Schedule(direct_all_reduce, _all, sums=SumRule.IN_RANK_ORDER),
         "ring": Schedule(ring_all_reduce, _all),
         # Ranks overwrite what they have just sent.
-        "recursive_doubling": Schedule(doubling_all_reduce, _one, lend=False, sums=SumOrder.ALIKE),
+        "recursive_doubling": Schedule(doubling_all_reduce, _one, lend=False, sums=SumRule.ALIKE),
         "halving_doubling": Schedule(halving_doubling_all_reduce, power_of_two),
         "hierarchical": Schedule(hierarchical_all_reduce, hierarchical_chunks, by_node=True),
     },
     "reduce": {
-        "star": Schedule(star_reduce, _one, sums=SumOrder.IN_RANK_ORDER),
+        "star": Schedule(star_reduce, _one, sums=SumRule.IN_RANK_ORDER),
         "tree": Schedule(tree_reduce, _one),
     },
     "reduce_scatter": {
-        "direct": Schedule(direct_reduce_scatter, _all, sums=SumOrder.IN_RANK_ORDER),
+        "direct": Schedule(direct_reduce_scatter, _all, sums=SumRule.IN_RANK_ORDER),
         "ring": Schedule(ring_reduce_scatter, _all),
     },
     "broadcast": {

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline._base.arrays import Array, as_array, as_flat, check_out, deliver, landing, native, new_array
+from paceline._base.sum_order import Node
 from paceline._collectives.arithmetic import (
     Arithmetic,
     Reduction,
@@ -28,7 +29,6 @@ from paceline._collectives.arithmetic import (
 )
 from paceline._collectives.choose import Choice, where_of
 from paceline._collectives.engine import CollectiveCall, Engine
-from paceline._collectives.part_tree import Node, joined, subtrees_by_rank
 from paceline._collectives.program import (
     SEGMENT_BYTES,
     Program,
@@ -39,9 +39,10 @@ from paceline._collectives.program import (
     reduce_scatter_program,
     scatter_program,
 )
-from paceline._collectives.rows import SumOrder
+from paceline._collectives.rows import SumRule
 from paceline._collectives.schedules import tree_parent
 from paceline._links.shm.control_segment import frame_bytes
+from paceline._microbatch.sum_tree import joined, subtrees_by_rank
 from paceline.errors import LimitExceeded, SizeMismatch, UnsupportedOp
 
 T = TypeVar("T")
@@ -87,10 +88,10 @@ def segment(dtype: np.dtype[Any], engine: Engine) -> int:
 ORDERS = ("fastest", "rank", "tree")
 
 _Nodes: TypeAlias = tuple[tuple[Node, ...], ...]
-"""For each rank, the nodes of the tree over parts whose sums it gives."""
+"""For each rank, the nodes of the tree over microbatches whose sums it gives."""
 
 _Key: TypeAlias = tuple[str, str, np.dtype[Any], tuple[int, ...], str, int, _Nodes | None, str, Chooser]
-"""Collective, op, dtype, shape, order, parts, nodes, detail, chooser."""
+"""Collective, op, dtype, shape, order, leaves, nodes, detail, chooser."""
 
 _MOST_PLANS = 256
 """Most plans that are kept: more than the operations that a step repeats."""
@@ -107,7 +108,7 @@ def reducing_task(
     detail: str = "",
     divisor: Callable[[], float] | None = None,
     terms: Sequence[Array] = (),
-    parts: int = 0,
+    leaves: int = 0,
     nodes: _Nodes | None = None,
 ) -> Task[Array]:
     """Makes the task of `Group.all_reduce` or `Group.reduce_scatter`; ranks must also agree on `detail`.
@@ -122,14 +123,14 @@ def reducing_task(
         order: as for the group's methods.
         detail: a part of the signature.
         divisor: as for the group's methods.
-        terms: the sums of this rank's nodes (`part_tree`), contiguous, each like `x`; empty for `x` alone.
-        parts: V, the number of parts of the whole tree; 0 for one from each rank.
+        terms: the sums of this rank's nodes (`sum_tree`), contiguous, each like `x`; empty for `x` alone.
+        leaves: V, the leaves of the whole tree; 0 for one from each rank.
         nodes: for each rank the nodes that it has; None for the maximal subtrees of its range.
     """
     op = name_of_op(op)  # a key must be hashable; `reduction` refuses an invalid op
     if divisor is not None:
         detail += _divided(op, x)
-    key = (collective, op, x.dtype, x.shape, order, parts, nodes, detail, choose)
+    key = (collective, op, x.dtype, x.shape, order, leaves, nodes, detail, choose)
     plan: _ReductionPlan = engine.plans.get(key) or _plan(engine, key, x)
     if out is not None:
         check_out(out, plan.dtype, plan.shape)
@@ -137,7 +138,7 @@ def reducing_task(
     def body(call: CollectiveCall) -> Array:
         result = landing(out, x, plan.dtype, plan.shape, in_place=collective == "all_reduce")
         how = (
-            plan.how if divisor is None else _arithmetic(plan.reduce, engine.mesh.size, order, parts, nodes, divisor())
+            plan.how if divisor is None else _arithmetic(plan.reduce, engine.mesh.size, order, leaves, nodes, divisor())
         )
         _reduce(engine, call, plan.program, x, result, how, [term.reshape(-1) for term in terms])
         return deliver(result, out)
@@ -146,30 +147,30 @@ def reducing_task(
 
 
 def check_terms(
-    terms: Sequence[Array], rank: int, world: int, parts: int, nodes: _Nodes | None = None
+    terms: Sequence[Array], rank: int, world: int, leaves: int, nodes: _Nodes | None = None
 ) -> tuple[Array, ...]:
-    """Returns the terms of `Group.all_reduce_parts`, if they are what a rank may give.
+    """Returns the terms of `Group.all_reduce_tree`, if they are what a rank may give.
 
     Raises:
         UnsupportedOp, SizeMismatch: see there.
     """
-    if parts < world:
-        raise UnsupportedOp(f"{parts} parts for {world} ranks: each rank needs at least one, so take more parts")
+    if leaves < world:
+        raise UnsupportedOp(f"{leaves} leaves for {world} ranks: each needs at least one, so take more microbatches")
     if nodes is None:
-        nodes = subtrees_by_rank(world, parts)
-    elif len(nodes) != world or joined((node for of_rank in nodes for node in of_rank), parts) != ((0, parts),):
-        raise UnsupportedOp(f"nodes={nodes} are not those of {parts} parts at {world} ranks")
+        nodes = subtrees_by_rank(world, leaves)
+    elif len(nodes) != world or joined((node for of_rank in nodes for node in of_rank), leaves) != ((0, leaves),):
+        raise UnsupportedOp(f"nodes={nodes} are not those of {leaves} leaves at {world} ranks")
     wanted = max(1, len(nodes[rank]))
     if len(terms) != wanted:
         raise UnsupportedOp(
-            f"rank {rank} of {world} has {wanted} subtrees of {parts} parts, but gave {len(terms)} arrays"
+            f"rank {rank} of {world} has {wanted} subtrees of {leaves} leaves, but gave {len(terms)} arrays"
         )
     first = terms[0]
     for term in terms:
         if term.dtype not in (np.float32, np.float64) or not term.flags.c_contiguous or not term.dtype.isnative:
-            raise UnsupportedOp(f"the sums of parts must be contiguous float32 or float64, not {term.dtype}")
+            raise UnsupportedOp(f"the sums of leaves must be contiguous float32 or float64, not {term.dtype}")
         if (term.dtype, term.shape) != (first.dtype, first.shape):
-            raise SizeMismatch(f"the sums of parts differ: {term.dtype}{term.shape} and {first.dtype}{first.shape}")
+            raise SizeMismatch(f"the sums of leaves differ: {term.dtype}{term.shape} and {first.dtype}{first.shape}")
     return tuple(terms)
 
 
@@ -186,15 +187,16 @@ class _ReductionPlan(NamedTuple):
 
 def _plan(engine: Engine, key: _Key, x: Array) -> _ReductionPlan:
     """Returns the plan of an operation, made once, because training repeats a few operations."""
-    collective, op, _, shape, order, parts, nodes, detail, choose = key
+    collective, op, _, shape, order, leaves, nodes, detail, choose = key
     mesh, dtype = engine.mesh, native(x.dtype)
     reduce = reduction(op, dtype)
     if collective == "reduce_scatter":
         shape = _part(x, mesh.rank, mesh.size)
-    words = f"op={op}{_order(order)}{f' parts={parts}' if parts else ''}{_held(nodes)}{detail}"
+    # The word for the leaves is that of earlier releases: all members compare it.
+    words = f"op={op}{_order(order)}{f' parts={leaves}' if leaves else ''}{_held(nodes)}{detail}"
     signature = engine.sign(collective, words, dtype, x.shape).encode()
     choice = choose(collective, x.nbytes, mesh.size, sums=_sums(reduce, order), nodes=engine.nodes)
-    how = _arithmetic(reduce, mesh.size, order, parts, nodes)
+    how = _arithmetic(reduce, mesh.size, order, leaves, nodes)
     most = max(how.terms_of(rank) for rank in range(mesh.size))  # they share a frame
     at = choice.schedule, mesh.rank, mesh.size, x.size, max(1, segment(dtype, engine) // most)
     program = all_reduce_program(*at, engine.nodes) if collective == "all_reduce" else reduce_scatter_program(*at)
@@ -244,13 +246,13 @@ def _arithmetic(
     reduce: Reduction,
     world: int,
     order: str,
-    parts: int = 0,
+    leaves: int = 0,
     nodes: _Nodes | None = None,
     divisor: float | None = None,
 ) -> Arithmetic:
     if order == "tree":
-        parts = parts or world
-        return tree_arithmetic(reduce, nodes or subtrees_by_rank(world, parts), parts, divisor)
+        leaves = leaves or world
+        return tree_arithmetic(reduce, nodes or subtrees_by_rank(world, leaves), leaves, divisor)
     return arithmetic(reduce, world, divisor)
 
 
@@ -277,8 +279,8 @@ def _reduce(
         how.finish(flat)
 
 
-def _sums(reduce: Reduction, order: str) -> SumOrder:
-    return reduce.sums if order == "fastest" else SumOrder.IN_RANK_ORDER
+def _sums(reduce: Reduction, order: str) -> SumRule:
+    return reduce.sums if order == "fastest" else SumRule.IN_RANK_ORDER
 
 
 def _divided(op: str, x: Array) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,15 +13,10 @@ from numpy.typing import NDArray
 
 from paceline._elastic.device_array import DeviceArray, on_host
 from paceline._elastic.state import TrainState
-from paceline._elastic.twice import TwicePart, odd_ones
 from paceline._group import Group
 from paceline._links.base import Peer
-from paceline._links.fault import Suspicion
 from paceline.checkpoint.tree import split
 from paceline.errors import DivergenceError, PacelineError, SettingsMismatch, SizeMismatch
-from pacelinepb.v1.errors_pb2 import ErrorReason
-
-_log = logging.getLogger("paceline.elastic")
 
 _MOST_NAMES = 6
 """Most array names in a text: enough to see which part of a model differs."""
@@ -99,47 +93,6 @@ def find_minority(group: Group, state: TrainState, step: int, digest: int) -> tu
     odd = [int(rank) for rank in np.flatnonzero(found != values[np.argmax(counts)])]
     members = ", ".join(str(group.members[rank]) for rank in odd)
     return odd, f"before step {step}, {members} did not hold the same bits as the others: {where}"
-
-
-def compare_twice(group: Group, part: TwicePart, digests: Mapping[bool, Any], step: int) -> None:
-    """Compares the gradients of a part that several ranks have computed. A collective.
-
-    Args:
-        group: all members.
-        part: the part.
-        digests: this rank's digests of what it computed as the part's owner (False), and to check it (True).
-        step: number of the step.
-
-    Raises:
-        DivergenceError: this rank has computed other bits than the others; or no majority is right.
-        PacelineError: another rank has; or the generation has failed.
-    """
-    mesh = group.mesh
-    mine = np.frombuffer(digests[False].digest() + digests[True].digest(), np.uint8)
-    rows: Any = group.all_gather(mine[None], label=f"twice-{step}")
-    found = [(part.owner, rows[part.owner, :32].tobytes())]
-    found += [(rank, rows[rank, 32:].tobytes()) for rank in part.checkers]
-    if not (odd := odd_ones(found)):
-        return
-    with contextlib.suppress(PacelineError):
-        group.barrier()  # no member may end the generation before all know
-    text = _said_of(odd, [rank for rank, _ in found], mesh.peers, f"gradients of part {part.number} in step {step}")
-    _log.error("%s", text)
-    if mesh.rank in odd or len(odd) == len({rank for rank, _ in found}):
-        raise DivergenceError(text, ranks=tuple(odd), generation=mesh.generation)
-    operation = group.progress().operation
-    mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, odd[0], operation, text))
-    mesh.fault.check()
-
-
-def _said_of(odd: Sequence[int], ranks: Sequence[int], peers: Sequence[Peer], what: str) -> str:
-    """Returns a sentence about the ranks that computed other gradients of a part than the others."""
-    names = " and ".join(str(peers[rank]) for rank in odd)
-    why = "A processor or memory is at fault, or the script does not compute a part from its samples and seed alone"
-    if set(odd) != set(ranks):
-        rest = " and ".join(str(peers[rank]) for rank in ranks if rank not in odd)
-        return f"{names} computed other {what} than {rest}. {why}"
-    return f"{names} computed different {what}{' in two tries' if len(odd) == 1 else ''}. {why}"
 
 
 def crc_of(tree: Any) -> int:

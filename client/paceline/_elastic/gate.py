@@ -1,4 +1,4 @@
-"""The words that the members of a view exchange at the gate of a step.
+"""The gate of a step, and the words that the members of a view exchange at it.
 
 Each says with its step word that it has entered the step. The word travels with the first gradients, so it cannot say
 how the step ends. A member that makes an update says nothing more: it applies the step. One whose block ends without an
@@ -9,17 +9,27 @@ text says what the member that stands alone has done, and in which line.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline._base.uncaught import users_place
 from paceline._base.work import Work
+from paceline._elastic.differences import find_minority
+from paceline._elastic.state import TrainState
 from paceline._group import Group
-from paceline._links.fault import Fault
+from paceline._links.fault import Fault, Suspicion
+from paceline._microbatch.step_microbatches import StepMicrobatches
 from paceline.errors import StepOrderError
+from paceline_protocol import StepFlag, agrees, flags_of
+from pacelinepb.v1.errors_pb2 import ErrorReason
+
+_log = logging.getLogger("paceline.elastic")
 
 BARRED = (
     "a collective after optimizer.step() of the same step: the state has changed, and could not be restored if the "
@@ -108,3 +118,151 @@ class PendingStepWord:
     def drop(self) -> None:
         """Withdraws the word from the gradients if it was not sent, because the step is over."""
         self._group.cancel_piggyback(self)
+
+
+class StepRunner(Protocol):
+    """What a step needs from the loop that runs it."""
+
+    def word_completed(self, step: int) -> None:
+        """Notes that every member has entered this step, so that the step before is committed."""
+
+    def about_to_change(self) -> None:
+        """Notes that the state is about to change: other members may no longer read it."""
+
+    def applied(self, step: int) -> None:
+        """Notes that this step has changed the state."""
+
+    def diverged(self, text: str) -> None:
+        """Discards this member's state, because it differs from the state of the majority.
+
+        Raises:
+            DivergenceError: this member has differed too often.
+        """
+
+    def spoiled(self) -> None:
+        """Discards this member's state, because an update was interrupted half way."""
+
+    def skip_asked(self, step: int, text: str) -> None:
+        """Asks all other members to skip the step; `text` names this member, and the line of its script."""
+
+    def prepared(self, step: Any, small: Mapping[str, Any]) -> None:
+        """Keeps the gradients of a `Step` that has failed here, because other members may have applied it.
+
+        Args:
+            step: the step.
+            small: small state as it was at the gate; it has been put back.
+        """
+
+
+class StepGate:
+    """The gate of one attempt at a step: it opens once, and until then nothing has changed the state.
+
+    Attributes:
+        is_open: True once the state may change.
+        flags: what members have said with their words.
+        is_prepared: True while another member may have seen all second words, and this one has not.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        group: Group,
+        state: TrainState,
+        runner: StepRunner,
+        word: PendingStepWord,
+        digest: int,
+        micro: StepMicrobatches | None,
+    ) -> None:
+        self.is_open = self.is_prepared = False
+        self.flags = StepFlag(0)
+        self._number = number
+        self._group = group
+        self._state = state
+        self._runner = runner
+        self._word = word
+        self._digest = digest
+        self._micro = micro
+
+    def open(self, optimizer: object, *, updates: bool, skips: bool, keeps_copy: bool) -> None:
+        """Waits until the state may change: all members have entered, and all collectives are complete (I1).
+
+        A sharded state may only change once this is so on all members: otherwise some would have the new state and
+        some the old one, and neither would be complete. So each member says in a second word that it has all its
+        gradients; a member that does not see this word complete keeps them.
+
+        Args:
+            optimizer: what changes the state now; None at the end of the step.
+            updates: whether the step has an update.
+            skips: whether this member skips the step, if all others do.
+            keeps_copy: whether all updates can be undone.
+
+        Raises:
+            PacelineError: the generation has failed.
+            DivergenceError: members do not hold the same bits.
+        """
+        if self.is_open and not keeps_copy:  # it is too late to fail, since the first update cannot be undone
+            return
+        if self._micro is not None:
+            self._micro.check_update(optimizer, updates=updates)
+        if self.is_open:
+            self._check_complete()
+            return
+        if self._micro is not None:
+            self._micro.compare_twice()
+        sums = self._word.wait()
+        if not agrees(sums, self._group.size):
+            self._find_divergence()
+        self._check_complete()
+        self.flags = flags_of(sums)
+        self._runner.word_completed(self._number)
+        if (self._state.is_sharded or skips) and self._group.size > 1:
+            # From here on another member may see the second word complete, and change its state.
+            self.is_prepared = self._state.is_sharded
+            self._group.all_reduce(np.zeros(1), label=f"{'skip' if skips else 'gate'}-{self._number}")
+            self.is_prepared = False
+        self._runner.about_to_change()
+        if not keeps_copy:
+            self._group.ban_collectives(BARRED if self._state.is_sharded else BARRED + OR_COPY)
+        self.is_open = True
+
+    def pass_without_update(self, *, skips: bool) -> None:
+        """Passes the gate at the end of a block without an update: only if all other members do so too."""
+        what = (
+            f"{self._me} ended step {self._number} without optimizer.step() ({users_place(sys._getframe())}), "
+            "and others did not: step.skip() skips a step on all ranks"
+        )
+        with acting_alone(self._group.mesh.fault, what):
+            self.open(None, updates=False, skips=skips, keeps_copy=False)
+
+    def tell(self, error: BaseException) -> None:
+        """Tells the other members that this one's code has raised, so that they do not wait for it."""
+        mesh = self._group.mesh
+        if isinstance(error, GeneratorExit | SystemExit) or not mesh.peers:
+            return
+        text = f"{self._me} raised {type(error).__name__} in step {self._number}: {error}"[:2000]
+        operation = self._group.progress().operation
+        mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, None, operation, text))
+
+    def close(self) -> None:
+        """Withdraws the step word if it was not sent, because the step is over."""
+        self._word.drop()
+
+    @property
+    def _me(self) -> str:
+        return str(self._group.mesh.peers[self._group.rank])
+
+    def _check_complete(self) -> None:
+        """Waits for all collectives that were called; raises if one of them has failed."""
+        self._group.flush()
+        self._group.mesh.fault.check()
+
+    def _find_divergence(self) -> None:
+        """Finds the members that differ from the majority, has them take the state of the others, and raises."""
+        fault = self._group.mesh.fault
+        odd, text = find_minority(self._group, self._state, self._number, self._digest)
+        _log.error("%s", text)
+        operation = self._group.progress().operation
+        fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, odd[0], operation, text))
+        if self._group.rank in odd:
+            self._runner.diverged(text)
+        fault.check()

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline._elastic.attempts import FinishedBlocks
-from paceline._elastic.coordination import JobCoordinator
-from paceline._elastic.receipts import ReceiptBook
+from paceline._elastic.job_line import JobLine
 from paceline._elastic.recovery import StateRecovery
 from paceline._elastic.rules import StateWatch
 from paceline._elastic.saver import Saver
 from paceline._elastic.state import TrainState
 from paceline._elastic.step import Step
+from paceline._microbatch.receipts import ReceiptBook
 from paceline.errors import DivergenceError, StepOrderError
 from paceline_protocol import MemberState
 
@@ -24,7 +24,7 @@ class StateGuard:
     """Guards one member's training state; a `step.StepRunner` and a `state.Gate`.
 
     Args:
-        coordinator: the session.
+        job_line: the part of the session that steps use.
         state: what is trained.
         member: what this member holds and may do next.
         saver: keeps checkpoints.
@@ -41,7 +41,7 @@ class StateGuard:
 
     def __init__(
         self,
-        coordinator: JobCoordinator,
+        job_line: JobLine,
         state: TrainState,
         member: MemberState,
         saver: Saver,
@@ -53,7 +53,7 @@ class StateGuard:
         self.receipts: ReceiptBook | None = None
         self.awaits_closure = False
         self.asked = 0, ""
-        self._coordinator = coordinator
+        self._job_line = job_line
         self._state = state
         self._member = member
         self._saver = saver
@@ -79,10 +79,10 @@ class StateGuard:
 
     def word_completed(self, step: int) -> None:
         """Commits the step before `step`: every member has entered `step`, so all have applied the one before."""
-        self._coordinator.word_completed(step)
+        self._job_line.word_completed(step)
         self._saver.commit(step - 1)
         self._tell_committed(step - 1)
-        group = self._coordinator.group
+        group = self._job_line.group
         if self.receipts is not None and group.rank == 0:
             self.receipts.committed(self._state, group.generation)
         self._member.all_began()
@@ -96,7 +96,7 @@ class StateGuard:
         """
         if self.step is not None and not self.step.keeps_copy:
             self._check_state(self._watch.before_update)
-        self._coordinator.offered.withdraw()
+        self._job_line.offered.withdraw()
         self._saver.wait_until_copied()
 
     def diverged(self, text: str) -> None:
@@ -156,7 +156,7 @@ class StateGuard:
         try:
             step.open_gate(optimizer)
         except BaseException:
-            step.updating = step.is_open
+            step.updating = step.gate.is_open
             raise
         step.updated = True
 

@@ -17,11 +17,12 @@ from paceline._base.waits import loop_thread
 from paceline._collectives.choose import RULES, Rules, load_rules
 from paceline._elastic.session import CoordinatedSession, Session, SoloSession
 from paceline._elastic.torchrun_world import join_torchruns_world
-from paceline._engines.catalogue import load_engine
 from paceline._session.identity import JoinRequest
+from paceline._session.joining import Joining
 from paceline._session.member import MemberConnection
 from paceline.config import Config, checked_timeout
 from paceline.credentials import Credentials
+from paceline.engines._catalogue import load_engine
 from paceline.errors import InvalidRank, InvalidWorldSize
 
 DEFAULT_JOB = "default"
@@ -114,7 +115,7 @@ def join(
     load_engine(config.engine)
     if environ.get("PACELINE_COORDINATOR_ENDS", "") not in ("", "0"):
         coordinator_returns = False
-    connection = connect(
+    joining = connect(
         CoordinatorAddresses.parse(coordinator, default_port=DEFAULT_PORT),
         wanted,
         config,
@@ -122,8 +123,7 @@ def join(
         credentials=credentials,
         coordinator_returns=coordinator_returns,
     )
-    connection.open(checked_timeout(config.join_timeout))
-    return CoordinatedSession(connection, config)
+    return CoordinatedSession(joining.join(checked_timeout(config.join_timeout)), config)
 
 
 def rules_of(config: Config) -> Rules:
@@ -143,11 +143,11 @@ def connect(
     advertise: str | None = None,
     credentials: Credentials | None = None,
     coordinator_returns: bool = True,
-) -> MemberConnection:
-    """Makes an unopened connection, with addresses and credentials from the environment."""
+) -> Joining:
+    """Makes a member that has yet to join, with addresses and credentials from the environment."""
     keep_frame_memory()
     install_hook()
-    return MemberConnection(
+    member = MemberConnection(
         coordinators,
         wanted,
         advertise or os.environ.get("PACELINE_ADVERTISE"),
@@ -156,6 +156,7 @@ def connect(
         credentials or Credentials.from_environment(os.environ),
         coordinator_returns,
     )
+    return Joining(member)
 
 
 def _of_torchrun(environ: Mapping[str, str]) -> int:

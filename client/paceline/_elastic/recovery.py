@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from paceline._elastic.coordination import JobCoordinator
+from paceline._elastic.job_line import JobLine
 from paceline._elastic.peer_calls import Holder
 from paceline._elastic.reshard_plan import ReshardPlan
 from paceline._elastic.saver import Saver, warning_of_frozen
@@ -58,7 +58,7 @@ class StateRecovery:
     """Takes the state of a line from other members or a checkpoint, or finishes a step that others have applied.
 
     Args:
-        coordinator: the session.
+        job_line: the part of the session that steps use.
         member: what this member holds and may do next.
         state: the training state.
         saver: finds checkpoints.
@@ -67,8 +67,8 @@ class StateRecovery:
         read_a_checkpoint: True if the state came from a checkpoint; the owner reads and clears it.
     """
 
-    def __init__(self, coordinator: JobCoordinator, member: MemberState, state: TrainState, saver: Saver) -> None:
-        self._coordinator = coordinator
+    def __init__(self, job_line: JobLine, member: MemberState, state: TrainState, saver: Saver) -> None:
+        self._job_line = job_line
         self._member = member
         self._state = state
         self._saver = saver
@@ -135,7 +135,7 @@ class StateRecovery:
 
     def _tell_view(self, order: Take, error: PacelineError) -> None:
         """Ends the view, so that its members meet again and do not wait for this one in their first step."""
-        mesh = self._coordinator.group.mesh
+        mesh = self._job_line.group.mesh
         text = f"{mesh.peers[mesh.rank]} could not fetch the state {order.base}: {error}"[:2000]
         mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, None, 0, text))
 
@@ -145,7 +145,7 @@ class StateRecovery:
         if order.base != self._failing:
             self._failing, self._failing_since, self._failed = order.base, now, 0
         self._failed += 1
-        seconds, patience = now - self._failing_since, _PATIENCES * self._coordinator.config.failure_timeout
+        seconds, patience = now - self._failing_since, _PATIENCES * self._job_line.config.failure_timeout
         tried = self._failed >= _TRIES and seconds > patience and not isinstance(error, CheckpointDamaged)
         if tried and not self._member.is_needed:
             text = f"could not fetch the state {order.base}, {self._failed} times in {seconds:.0f} s"
@@ -190,7 +190,7 @@ class StateRecovery:
             self._reshard(order)
         else:
             rest = self._from_others(order)
-            self._coordinator.offered.withdraw()  # the take overwrites the state, which others might read
+            self._job_line.offered.withdraw()  # the take overwrites the state, which others might read
             self._state.load_state_dict(rest)
 
     def train_on(self, share: Share) -> None:
@@ -207,7 +207,7 @@ class StateRecovery:
         """
         assert self._kept is not None
         kept, rest = self._kept, self._from_others(order)
-        self._coordinator.offered.withdraw()
+        self._job_line.offered.withdraw()
         try:
             self._state.put_back(kept.at_gate)
             if kept.updated:
@@ -224,7 +224,7 @@ class StateRecovery:
         plan = self._state.resharding(order.share, own=order.own)
         rest = self._fill(plan, order) if plan.wanted or not order.own else None
         if not order.own:
-            self._coordinator.offered.withdraw()
+            self._job_line.offered.withdraw()
         from_disk = self.read_a_checkpoint and rest is not None
         with warning_of_frozen(self._state, order.base.step) if from_disk else contextlib.nullcontext():
             self._state.switch(plan, rest)
@@ -234,7 +234,7 @@ class StateRecovery:
         if any(holder.shares for holder in self._holders):
             try:
                 rest = None if order.own else self._from_others(order)
-                self._coordinator.take_shards(order.base, self._holders, plan)
+                self._job_line.take_shards(order.base, self._holders, plan)
             except LinkUnavailable as error:
                 if not self._saver.has(order.base):
                     raise
@@ -242,9 +242,9 @@ class StateRecovery:
             else:
                 return rest
         self.read_a_checkpoint = True
-        inbox = self._coordinator.inbox
+        inbox = self._job_line.inbox
         return self._saver.read(order.base, plan, lambda: inbox.asks or bool(inbox.draining))
 
     def _from_others(self, order: Take) -> Any:
         donors = [holder.peer for holder in self._holders]
-        return self._coordinator.take(order.base, donors, self._state.offered()).tree()
+        return self._job_line.take(order.base, donors, self._state.offered()).tree()

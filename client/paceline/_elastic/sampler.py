@@ -5,8 +5,8 @@ b samples; rank r takes [r b // W, (r + 1) b // W) of it. No member reserves sam
 goes: the step runs again with other ranges (I6). The sampler's position is part of the training state, and moves when a
 step is applied.
 
-With V *parts*, the batch is divided into V parts by the same rule, whatever W is, and rank r computes the parts
-[r V // W, (r + 1) V // W): see docs/decisions/063.
+With V *microbatches*, the batch is divided into V by the same rule, whatever W is, and rank r computes those from
+r V // W to (r + 1) V // W - 1: see docs/decisions/17.
 """
 
 from __future__ import annotations
@@ -45,21 +45,22 @@ class ElasticSampler:
         seed: seed of the shuffling, not negative; the same on every rank.
         per_rank_batch: samples of each rank, in place of `global_batch`, so that B grows with the world. Then, and only
             then, the learning rate has to follow: `lr_scale` is W.
-        parts: V, number of parts of each step (`Step.parts`), at least the greatest world; needs `global_batch`. Then a
-            run has the same bits on any number of workers. 0 for no parts.
-        same_bits: with parts, refuses members whose processor or libraries compute other bits; False admits them.
-        check_every: K: with parts, one part of each K-th step is computed on two or three workers, and a worker that
+        microbatches: V, number of microbatches of each step (`Step.microbatches`), at least the greatest world; needs
+            `global_batch`. Then a run has the same bits on any number of workers. 0 for none.
+        same_bits: with microbatches, refuses members whose processor or libraries compute other bits; False admits
+            them.
+        check_every: K: with microbatches, one of each K-th step is computed on two or three workers, and a worker that
             computes other bits is named in a `DivergenceError`, which ends it. 0 for never.
 
     Attributes:
-        parts, check_every: as above.
+        microbatches, check_every: as above.
         same_bits: True if members that compute other bits are refused.
         epoch: number of finished epochs. It and `offset` are part of the training state.
         offset: number of samples of the present epoch that were used.
 
     Raises:
-        ValueError: n or B is below 1, V, K or the seed is negative, not exactly one kind of batch was given, or parts
-            with `per_rank_batch`, or `check_every` without parts or without `same_bits`.
+        ValueError: n or B is below 1, V, K or the seed is negative, not exactly one kind of batch was given, or
+            microbatches with `per_rank_batch`, or `check_every` without microbatches or without `same_bits`.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class ElasticSampler:
         seed: int = 0,
         *,
         per_rank_batch: int | None = None,
-        parts: int = 0,
+        microbatches: int = 0,
         same_bits: bool = True,
         check_every: int = 0,
     ) -> None:
@@ -79,13 +80,17 @@ class ElasticSampler:
         assert size is not None
         if n < 1 or size < 1 or seed < 0:
             raise ValueError(f"n and the batch must be at least 1 and seed at least 0, not {n}, {size} and {seed}")
-        if parts < 0 or (parts and per_rank_batch is not None):
-            raise ValueError(f"parts={parts}: give 0 or more, and with parts global_batch, not per_rank_batch")
-        if check_every < 0 or (check_every and not (parts and same_bits)):
-            raise ValueError(f"check_every={check_every}: give 0 or more, and with it parts, and leave same_bits=True")
-        self.parts = parts
+        if microbatches < 0 or (microbatches and per_rank_batch is not None):
+            raise ValueError(
+                f"microbatches={microbatches}: give 0 or more, and with microbatches global_batch, not per_rank_batch"
+            )
+        if check_every < 0 or (check_every and not (microbatches and same_bits)):
+            raise ValueError(
+                f"check_every={check_every}: give 0 or more, and with it microbatches, and leave same_bits=True"
+            )
+        self.microbatches = microbatches
         self.check_every = check_every
-        self.same_bits = bool(parts) and same_bits
+        self.same_bits = bool(microbatches) and same_bits
         self.n = n
         self.seed = seed
         self.epoch = self.offset = 0
@@ -96,8 +101,8 @@ class ElasticSampler:
 
     def __repr__(self) -> str:
         batch = "per_rank_batch" if self._per_rank else "global_batch"
-        parts = f", parts={self.parts}" if self.parts else ""
-        return f"ElasticSampler(n={self.n}, {batch}={self._size}, seed={self.seed}{parts})"
+        microbatches = f", microbatches={self.microbatches}" if self.microbatches else ""
+        return f"ElasticSampler(n={self.n}, {batch}={self._size}, seed={self.seed}{microbatches})"
 
     @property
     def global_batch(self) -> int:
@@ -119,10 +124,12 @@ class ElasticSampler:
     def settings(self) -> dict[str, object]:
         """The settings that must be the same on every rank."""
         batch = "per_rank_batch" if self._per_rank else "global_batch"
-        parts = {"sampler parts": self.parts, "sampler same_bits": self.same_bits} if self.parts else {}
+        settings: dict[str, object] = {"sampler n": self.n, f"sampler {batch}": self._size, "sampler seed": self.seed}
+        if self.microbatches:  # the name is that of earlier releases: manifests and receipts have it
+            settings |= {"sampler parts": self.microbatches, "sampler same_bits": self.same_bits}
         if self.check_every:
-            parts[CHECK_EVERY] = self.check_every
-        return {"sampler n": self.n, f"sampler {batch}": self._size, "sampler seed": self.seed, **parts}
+            settings[CHECK_EVERY] = self.check_every
+        return settings
 
     def lr_scale(self, world: int) -> float:
         """The factor for the learning rate: W with `per_rank_batch`, else 1, since B does not depend on the world."""
@@ -132,15 +139,15 @@ class ElasticSampler:
         """Returns one rank's part of the present batch, like `share`."""
         return share_out(self._batch(self.epoch, self.offset, world), rank, world)
 
-    def current_part(self, number: int) -> tuple[NDArray[np.intp], float]:
-        """Returns one part of the present batch, and its weight b_v / b; an empty part has one index of weight 0.
+    def current_microbatch(self, number: int) -> tuple[NDArray[np.intp], float]:
+        """Returns one microbatch of the present batch, and its weight b_v / b; an empty one has one index of weight 0.
 
         Raises:
-            ValueError: there is no such part.
+            ValueError: there is no such microbatch.
         """
-        if not 0 <= number < self.parts:
-            raise ValueError(f"part {number} is none of the {self.parts} parts of a step")
-        return share_out(self._batch(self.epoch, self.offset, 1), number, self.parts)
+        if not 0 <= number < self.microbatches:
+            raise ValueError(f"microbatch {number} is none of the {self.microbatches} of a step")
+        return share_out(self._batch(self.epoch, self.offset, 1), number, self.microbatches)
 
     def ahead(self, rank: int, world: int) -> Iterator[Planned]:
         """Yields one rank's part of the present batch, and of all later ones if the world stays as it is. Never ends.
@@ -150,18 +157,18 @@ class ElasticSampler:
         """
         return self._walk(self.epoch, self.offset, rank, world)
 
-    def parts_ahead(self, numbers: Sequence[int], usual: Sequence[int]) -> Iterator[Planned]:
-        """Yields parts of the present batch, then those of all later ones. Never ends.
+    def microbatches_ahead(self, numbers: Sequence[int], usual: Sequence[int]) -> Iterator[Planned]:
+        """Yields microbatches of the present batch, then those of all later ones. Never ends.
 
         Args:
-            numbers: the parts of the present batch.
-            usual: the parts of each later one.
+            numbers: the microbatches of the present batch.
+            usual: those of each later one.
         """
         epoch, offset = self.epoch, self.offset
         while True:
             batch = self._batch(epoch, offset, 1)
-            for part in numbers:
-                yield Planned(epoch, offset, *share_out(batch, part, self.parts))
+            for number in numbers:
+                yield Planned(epoch, offset, *share_out(batch, number, self.microbatches))
             epoch, offset = self._after(epoch, offset + len(batch))
             numbers = usual
 

@@ -23,7 +23,7 @@ from paceline._session.store import MemoryStore, Store
 from paceline.config import Config
 
 if TYPE_CHECKING:
-    from paceline._elastic.coordination import JobCoordinator
+    from paceline._elastic.job_line import JobLine
     from paceline._elastic.retry import Attempt
     from paceline._elastic.state import TrainState
     from paceline._elastic.step import Step
@@ -159,10 +159,10 @@ class Session(abc.ABC):
                 state is sharded (`FSDP`), it must lie on a disk that all workers share, since they write together.
             checkpoint_every: steps between two checkpoints; with a directory alone, only the last state is kept.
             seed: seed of `step.rng`, and of torch's generator, which each step seeds with (seed, step, rank), or each
-                part of a step with (seed, step, part).
+                microbatch with (seed, step, microbatch).
             receipts: a file to which rank 0 appends a receipt of every tenth step, and of each step with a checkpoint:
                 one line of JSON with the SHA-256 of the state, and of the receipt before. `paceline replay` computes a
-                step again and compares. Needs a sampler with parts.
+                step again and compares. Needs a sampler with microbatches.
             receipts_every: steps between two receipts. A receipt takes as long as the SHA-256 of the whole state.
 
         Raises:
@@ -182,10 +182,10 @@ class Session(abc.ABC):
             CheckpointDamaged: all checkpoints are damaged.
             InvalidWorldSize: the model is sharded over nodes, and the workers of a fixed world do not fill whole nodes.
             UnsupportedOp: the state cannot be given to another member; or receipts of a state that follows from the
-                number of workers (no parts), or that no member has whole (FSDP).
+                number of workers (no microbatches), or that no member has whole (FSDP).
         """
-        from paceline._elastic.replay import Replay
         from paceline._elastic.steps import make_loop, run_steps
+        from paceline._microbatch.replay import Replay
 
         check_process()
         if self._line is not None and not (self._line.done or self._line.left):
@@ -198,7 +198,7 @@ class Session(abc.ABC):
             )
         replay = Replay.of_environment(os.environ)
         self._line = make_loop(
-            self._port(),
+            self._job_line(),
             state,
             total if replay is None else replay.step,
             checkpoint_dir=checkpoint_dir,
@@ -312,7 +312,7 @@ class Session(abc.ABC):
         self._on_view.append(hear)
 
     @abc.abstractmethod
-    def _port(self) -> JobCoordinator:
+    def _job_line(self) -> JobLine:
         """Returns the part of this session that steps use."""
 
     @abc.abstractmethod
@@ -326,15 +326,12 @@ class Session(abc.ABC):
         Raises:
             OperationTimeout: some members did not arrive; the text lists them (rank, host, since when).
             PeerLost: a member was lost; the text names it.
-            StepOrderError: it was called in a part of a step.
+            StepOrderError: it was called in a microbatch of a step.
         """
 
-    def _refuse_in_part(self) -> None:
-        if (turn := self.group.part) is not None:
-            raise errors.StepOrderError(
-                f"a barrier in part {turn.number} of a step: ranks have different numbers of parts, so they would not "
-                "call it equally often. Call it after the loop over step.parts"
-            )
+    def _refuse_in_microbatch(self) -> None:
+        if refusal := self.group.order.refusal("a barrier"):
+            raise errors.StepOrderError(refusal)
 
     @abc.abstractmethod
     def leave(self, cause: BaseException | None = None) -> None:
@@ -383,10 +380,10 @@ class SoloSession(Session):
         self._config = config
         self._on_commit, self._on_view = [], []
 
-    def _port(self) -> JobCoordinator:
-        from paceline._elastic.coordination import NullCoordinator
+    def _job_line(self) -> JobLine:
+        from paceline._elastic.job_line import SoloLine
 
-        return NullCoordinator(self.job, self.group, self._config)
+        return SoloLine(self.job, self.group, self._config)
 
     @property
     def members(self) -> Sequence[Peer]:
@@ -395,7 +392,7 @@ class SoloSession(Session):
 
     def barrier(self, name: str, *, timeout: float | None = None) -> None:
         """See `Session.barrier`: returns at once, since there are no other members."""
-        self._refuse_in_part()
+        self._refuse_in_microbatch()
         if self._left:
             raise errors.SessionClosed("the session has ended")
 
@@ -433,10 +430,10 @@ class CoordinatedSession(Session):
         tell_once(_log, text)
         return errors.Dismissed(text)
 
-    def _port(self) -> JobCoordinator:
-        from paceline._elastic.coordination import RemoteCoordinator
+    def _job_line(self) -> JobLine:
+        from paceline._elastic.job_line import JobLine
 
-        return RemoteCoordinator(self._connection, self._config)
+        return JobLine(self._connection, self._config)
 
     @property
     def members(self) -> Sequence[Peer]:
@@ -446,7 +443,7 @@ class CoordinatedSession(Session):
     def barrier(self, name: str, *, timeout: float | None = None) -> None:
         """See `Session.barrier`."""
         check_process()
-        self._refuse_in_part()
+        self._refuse_in_microbatch()
         if not 0 < len(name.encode()) <= MAX_NAME_BYTES:
             raise ValueError(f"a barrier's name has 1 to {MAX_NAME_BYTES} bytes, not {len(name.encode())}")
         if self._left:
@@ -455,6 +452,8 @@ class CoordinatedSession(Session):
 
     def leave(self, cause: BaseException | None = None) -> None:
         """See `Session.leave`."""
+        from paceline._session.leaving import leave
+
         check_process()
         with self._leave_lock:
             if self._left:
@@ -468,7 +467,7 @@ class CoordinatedSession(Session):
         fault = self._connection.mesh.fault
         own = cause is not None and not isinstance(cause, SystemExit) and (fault.is_own or not fault.failed)
         try:
-            self._connection.close(f"{type(cause).__name__}: {cause}".rstrip(": ") if own else "")
+            leave(self._connection, f"{type(cause).__name__}: {cause}".rstrip(": ") if own else "")
         finally:
             self.after()
         _log.debug("left job %r in %.3f s", self.job, time.monotonic() - start)

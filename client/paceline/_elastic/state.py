@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from paceline._elastic.device_array import DeviceArray, on_host
 from paceline._elastic.offer import Content
 from paceline._elastic.parts import StatePart, check_fit, part_of
-from paceline._elastic.receipts import ReceiptDamaged, checked_lines
 from paceline._elastic.reshard_plan import ReshardPlan, fill
 from paceline._elastic.sampler import ElasticSampler
 from paceline._elastic.sharded_state import ShardedState
+from paceline._microbatch.receipts import ReceiptDamaged, checked_lines
 from paceline._parallel._optimizer_state import standing_for
 from paceline._parallel._parameter import Parameter
 from paceline._session.launcher_pipe import tell_once

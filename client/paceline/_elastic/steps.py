@@ -3,36 +3,43 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from paceline._base.uncaught import is_let_go, takers, users_place
-from paceline._elastic.coordination import JobCoordinator
-from paceline._elastic.machine_bits import machine_words
-from paceline._elastic.receipts import EVERY, ReceiptBook
-from paceline._elastic.replay import SCRIPT, Replay
+from paceline._elastic.job_line import JobLine
 from paceline._elastic.rules import check_complete, no_other_optimizer
 from paceline._elastic.sampler import CHECK_EVERY
-from paceline._elastic.saver import JointSaver, Saver
+from paceline._elastic.saver import JointSaver, Saver, warning_of_frozen
 from paceline._elastic.state import TrainState
 from paceline._elastic.step import Step
 from paceline._elastic.training_loop import TrainingLoop
 from paceline._group import Group
+from paceline._microbatch.machine_bits import machine_words
+from paceline._microbatch.receipts import EVERY, ReceiptBook
+from paceline._microbatch.replay import SCRIPT, Replay
+from paceline._session.launcher_pipe import tell_once
+from paceline.checkpoint.reading import Reader
 from paceline.errors import Dismissed, StepOrderError, UnsupportedOp
 from paceline_protocol import MemberState, Tag
+
+_log = logging.getLogger("paceline.elastic")
 
 _SAME_S = 1.0
 """Seconds within which two SIGTERMs are one order."""
 
 
 def make_loop(
-    coordinator: JobCoordinator,
+    job_line: JobLine,
     state: TrainState,
     total: int,
     *,
@@ -59,14 +66,14 @@ def make_loop(
             "the training state is half changed: a step or a load was interrupted. Load a checkpoint with "
             "state.load_state_dict(...), or create its objects again"
         )
-    _check_parts(state, coordinator.group)
+    _check_microbatches(state, job_line.group)
     state.check_round_trip()
     check_complete(state)
     if replay is not None:
-        saver: Saver = replay.saver
+        saver: Saver = _ReplaySaver(replay.checkpoint)
     else:
         kind = JointSaver if state.is_sharded else Saver
-        saver = kind(checkpoint_dir, checkpoint_every, coordinator.group.counters)
+        saver = kind(checkpoint_dir, checkpoint_every, job_line.group.counters)
     held = before.held_of(state) if before is not None else None
     stored = False
     if held is None and state.is_sharded:
@@ -88,14 +95,21 @@ def make_loop(
         if replay is not None:
             replay.words = words
         elif receipts is not None:
-            book = ReceiptBook(receipts, words, total=total, every=receipts_every, checkpoint_every=checkpoint_every)
+            book = ReceiptBook(
+                receipts,
+                words,
+                total=total,
+                every=receipts_every,
+                checkpoint_every=checkpoint_every,
+                tell=partial(tell_once, _log, level=logging.ERROR),
+            )
             # The receipts are part of the state, so all members must make the same ones.
             settings |= {"receipts_every": receipts_every, "checkpoint_every": checkpoint_every}
     if state.is_sharded:  # members write checkpoints together
         settings |= {"checkpoint_dir": checkpoint_dir is not None, "checkpoint_every": checkpoint_every}
     manifest = state.manifest(**settings)
     loop = TrainingLoop(
-        coordinator,
+        job_line,
         state,
         total,
         seed,
@@ -107,21 +121,22 @@ def make_loop(
     return loop
 
 
-def _check_parts(state: TrainState, group: Group) -> None:
-    """Checks that the parts of a step can be divided among all members.
+def _check_microbatches(state: TrainState, group: Group) -> None:
+    """Checks that the microbatches of a step can be divided among all members.
 
     Raises:
-        ValueError: there are fewer parts than members.
+        ValueError: there are fewer microbatches than members.
     """
-    parts = 0 if state.sampler is None else state.sampler.parts
-    if not parts:
+    microbatches = 0 if state.sampler is None else state.sampler.microbatches
+    if not microbatches:
         return
-    if parts < (most := group.most_members):
+    if microbatches < (most := group.most_members):
         raise ValueError(
-            f"ElasticSampler(..., parts={parts}) has too few parts for a job of at most {most} workers: each needs one"
+            f"ElasticSampler(..., microbatches={microbatches}) has too few for a job of at most {most} workers: each "
+            "needs one"
         )
     if state.uses_fsdp and state.sampler is not None and state.sampler.check_every:
-        raise UnsupportedOp("check_every with FSDP, which has no gradients of a single part to compare: leave it out")
+        raise UnsupportedOp("check_every with FSDP, which has no gradients of one microbatch to compare: leave it out")
 
 
 def _check_receipts(state: TrainState) -> None:
@@ -133,10 +148,35 @@ def _check_receipts(state: TrainState) -> None:
     if state.sampler is None or not state.sampler.same_bits:
         raise UnsupportedOp(
             "receipts need steps whose result does not depend on the workers: give the training state a sampler with "
-            "parts, ElasticSampler(..., parts=8), and leave same_bits=True"
+            "microbatches, ElasticSampler(..., microbatches=8), and leave same_bits=True"
         )
     if state.is_sharded:
         raise UnsupportedOp("receipts of a state that is sharded over the members (FSDP): no member can digest it all")
+
+
+class _ReplaySaver(Saver):
+    """Gives one checkpoint, and writes none.
+
+    Args:
+        folder: the checkpoint's folder; empty for none.
+    """
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(None, None)
+        self._folder = folder
+
+    def load(self, state: TrainState) -> None:
+        """See `Saver.load`."""
+        if self._folder:
+            reader = Reader(Path(self._folder))
+            saved: Any = reader.state()
+            with warning_of_frozen(state, reader.tag.step):
+                state.load_state_dict(saved)
+            self.tag = reader.tag
+
+    def where(self, tag: Tag) -> str:
+        """See `Saver.where`."""
+        return self._folder
 
 
 def run_steps(loop: TrainingLoop, state: TrainState) -> Iterator[Step]:

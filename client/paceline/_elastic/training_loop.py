@@ -19,22 +19,23 @@ from numpy.typing import NDArray
 
 from paceline._base.waits import SLICE
 from paceline._elastic.attempts import BlockOutcome, FailedAttempts, FinishedBlocks
-from paceline._elastic.coordination import JobCoordinator
 from paceline._elastic.differences import difference, partial_digest
 from paceline._elastic.gate import BETWEEN_STEPS, PendingStepWord, acting_alone
 from paceline._elastic.guard import StateGuard
-from paceline._elastic.kept_parts import KeptParts
+from paceline._elastic.job_line import JobLine
 from paceline._elastic.peer_calls import Holder
 from paceline._elastic.recovery import StateRecovery
 from paceline._elastic.saver import Saver
 from paceline._elastic.state import TrainState
-from paceline._elastic.step import Step, not_entered
+from paceline._elastic.step import Step
 from paceline._elastic.waiting import MeetingWait, await_finish
+from paceline._links.base import Mesh, Peer
 from paceline._links.fault import Suspicion
-from paceline._session import line_messages
+from paceline._microbatch.kept_sums import KeptSums
+from paceline._session.inbox import InboxMessage, LineMembers, ReachResult, SessionOver, SessionReplaced, ViewLinked
 from paceline._session.launcher_pipe import tell_launcher, tell_once
 from paceline.errors import CheckpointFailed, Dismissed, OrphanedError, PacelineError, StepOrderError
-from paceline_protocol import WHOLE, Meet, MemberState, MemberView, Phase, StepFlag, Tag, Take, step_word
+from paceline_protocol import WHOLE, Meet, MemberState, MemberView, Phase, StepFlag, Tag, Take, messages, step_word
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 _log = logging.getLogger("paceline.elastic")
@@ -47,7 +48,7 @@ class TrainingLoop:
     """One member's way through the steps of a job.
 
     Args:
-        coordinator: the session.
+        job_line: the part of the session that steps use.
         state: the training state.
         total: number of the last step.
         seed: seed of `Step.rng`.
@@ -69,7 +70,7 @@ class TrainingLoop:
 
     def __init__(
         self,
-        coordinator: JobCoordinator,
+        job_line: JobLine,
         state: TrainState,
         total: int,
         seed: int,
@@ -83,16 +84,16 @@ class TrainingLoop:
         self.on_commit: list[Callable[[int], None]] = []
         self.on_view: list[Callable[[], None]] = []
         self.at_end = contextlib.ExitStack()
-        self._coordinator = coordinator
+        self._job_line = job_line
         self._state = state
         self._total = total
         self._seed = seed
         self._manifest = manifest
         self._saver = saver
         self._member = member
-        self._recovery = StateRecovery(coordinator, member, state, saver)
-        self._meeting_wait = MeetingWait(coordinator, member, self._say)
-        self._counters = coordinator.group.counters
+        self._recovery = StateRecovery(job_line, member, state, saver)
+        self._meeting_wait = MeetingWait(job_line, member, self._send_meet)
+        self._counters = job_line.group.counters
         self._committed = member.held.step if member.held is not None else 0
         self._failures = FailedAttempts()
         self._blocks = FinishedBlocks()
@@ -101,9 +102,9 @@ class TrainingLoop:
         self._last_update = 0
         self._large: list[NDArray[Any]] = []
         self._told_lost = ""
-        self._parts = 0 if state.sampler is None else state.sampler.parts
-        self._kept_parts = KeptParts() if self._parts and not state.is_sharded else None
-        self.guard = StateGuard(coordinator, state, member, saver, self._recovery, self._blocks, self._tell_committed)
+        self._microbatches = 0 if state.sampler is None else state.sampler.microbatches
+        self._kept_sums = KeptSums() if self._microbatches and not state.is_sharded else None
+        self.guard = StateGuard(job_line, state, member, saver, self._recovery, self._blocks, self._tell_committed)
 
     def held_of(self, state: TrainState) -> Tag | None:
         """Returns the tag of a state if it is this line's; None if it is another state, or unusable."""
@@ -113,15 +114,15 @@ class TrainingLoop:
 
     def enter(self) -> None:
         """Opens the line, and compares this member's state with that of the others."""
-        self._coordinator.offered.manifest = self._manifest
-        self._coordinator.open()
-        mesh = self._coordinator.group.mesh
+        self._job_line.offered.manifest = self._manifest
+        self._job_line.open()
+        mesh = self._job_line.group.mesh
         if mesh.peers:
             if (
-                self._coordinator.group.has_same_state
+                self._job_line.group.has_same_state
             ):  # an earlier loop ran in this generation: the others may be in a step
                 self._end_generation("started session.steps() again")
-            self._do(self._member.formed(MemberView(mesh.generation, mesh.rank, None, frozenset())))
+            self._carry_out(self._member.formed(MemberView(mesh.generation, mesh.rank, None, frozenset())))
         else:
             self._meeting_wait.as_candidate()
 
@@ -134,16 +135,16 @@ class TrainingLoop:
             PacelineError: this member cannot be in the line; the text says why. Or the generation has failed, and its
                 engine (MPI) allows no other.
         """
-        if (error := self._coordinator.group.mesh.fault.own_error) is not None:
+        if (error := self._job_line.group.mesh.fault.own_error) is not None:
             raise error
-        self._coordinator.group.check_renewable()
+        self._job_line.group.check_renewable()
         while not self.done:
             ready = self._member.phase is Phase.READY
-            message = self._coordinator.inbox.get(
+            message = self._job_line.inbox.get(
                 0.0 if ready else SLICE
             )  # a view may have come while the generation went on
             if message is not None:
-                self._read(message)
+                self._handle(message)
             elif ready:
                 return
             if self._member.phase is not Phase.READY and not self.done:
@@ -158,9 +159,9 @@ class TrainingLoop:
         """
         self._counters.step_begins()
         self.guard.begin()
-        if self._coordinator.inbox.draining and not self._member.leaving:
-            _log.info("leaving after this step: %s", self._coordinator.inbox.draining)
-        number, group = self._state.step + 1, self._coordinator.group
+        if self._job_line.inbox.draining and not self._member.leaving:
+            _log.info("leaving after this step: %s", self._job_line.inbox.draining)
+        number, group = self._state.step + 1, self._job_line.group
         digest = partial_digest(self._large, number) ^ self._last_update
         attempt = self._failures.begin(f"step {number}", group.mesh.peers)
         # Once gradients were sent in this generation, they carry the word; all members decide this alike.
@@ -170,12 +171,12 @@ class TrainingLoop:
             self._saver.begin(self._member.held, self._state, group)  # first: the word says whether it writes
             values = step_word(self._flags(), number, digest)
             pending = PendingStepWord(group, values, number, with_gradients=with_gradients)
-            told = None if self._kept_parts is None else self._kept_parts.tell(group, number, self._parts)
+            told = None if self._kept_sums is None else self._kept_sums.tell(group, number, self._microbatches)
         except PacelineError as error:
             self._failed(error)
             return None
         step = self.guard.step = Step(
-            number, attempt, group, self._state, self.guard, pending, digest, self._seed, self._kept_parts, told
+            number, attempt, group, self._state, self.guard, pending, digest, self._seed, self._kept_sums, told
         )
         group.ban_collectives(BETWEEN_STEPS)
         return step
@@ -195,17 +196,19 @@ class TrainingLoop:
         Raises:
             StepOrderError: the block was not entered; or a member did otherwise than the others.
         """
-        self._coordinator.group.ban_collectives("")
+        self._job_line.group.ban_collectives("")
         self.guard.step = None
         if not step.entered:
             self.guard.spoiled()
-            raise not_entered(step)
+            raise StepOrderError(
+                f"step {step.number} was not entered: write `for step in session.steps(...): with step: ...`"
+            )
         over = step.generation != self._member.generation  # a block between the steps was interrupted and run again
         if not over:
             # The next word says whether the optimizer ran, so that a member that skipped it is found at once. Not if
             # another generation has begun since: members that took its base ran no optimizer.
             self._last_update = _UPDATED if step.applied and step.updated else 0
-            self._saver.heard(writing=bool(step.flags & StepFlag.WRITES))
+            self._saver.heard(writing=bool(step.gate.flags & StepFlag.WRITES))
         if step.applied:
             self._counters.step_applied(step.number, step.samples)
         elif step.passed:
@@ -216,24 +219,24 @@ class TrainingLoop:
             self._counters.step_undone()
         if step.passed and step.number >= self.guard.asked[0]:
             self.guard.asked = 0, ""
-        if self._kept_parts is not None:
+        if self._kept_sums is not None:
             if step.passed or over:
-                self._kept_parts.step_over()
+                self._kept_sums.step_over()
             else:
-                step.keep_parts(self._kept_parts, self._member.held)
+                step.keep_sums(self._member.held)
         if not step.passed:
             self._failed(step.cause, meet=not over)
-        elif step.flags & StepFlag.STOP and not over:
+        elif step.gate.flags & StepFlag.STOP and not over:
             self.last = step.number
-            tell_once(_log, f"job {self._coordinator.job!r} stops after step {step.number} of {self._total}, as asked")
-        elif step.flags & (StepFlag.JOIN | StepFlag.LEAVE) and not over:
+            tell_once(_log, f"job {self._job_line.job!r} stops after step {step.number} of {self._total}, as asked")
+        elif step.gate.flags & (StepFlag.JOIN | StepFlag.LEAVE) and not over:
             self._meeting_wait.planned = True
-            self._member.leaving = bool(self._coordinator.inbox.draining)
-            self._say(self._member.meet())
+            self._member.leaving = bool(self._job_line.inbox.draining)
+            self._send_meet(self._member.meet())
 
     def close(self) -> None:
         """Commits the last step with a closing word, and ends the job."""
-        group = self._coordinator.group
+        group = self._job_line.group
         try:
             with acting_alone(group.mesh.fault, self._left_alone()):
                 group.all_reduce(np.array(step_word(StepFlag(0), 0, 0)), label=f"closing-{self._state.step}")
@@ -244,18 +247,18 @@ class TrainingLoop:
         except PacelineError as error:  # all members write a sharded state: the next generation tries again
             self._failed(error)
             return
-        self._coordinator.finish(self._state.step)
-        message = await_finish(self._coordinator)
+        self._job_line.finish(self._state.step)
+        message = await_finish(self._job_line)
         if message is None:
             self.done = True
         else:  # this member holds the last state, which others have to take
-            self._read(message)
+            self._handle(message)
 
     def _left_alone(self) -> str:
         """Says what this member does if it has left the loop before its end, which others may not have done."""
         if not self.broken_off:
             return ""
-        mesh = self._coordinator.group.mesh
+        mesh = self._job_line.group.mesh
         return (
             f"{mesh.peers[mesh.rank]} left the loop over the steps after step {self._state.step} of {self._total} "
             f"({self.broken_off}), and others did not: session.stop() ends it on all ranks"
@@ -283,7 +286,7 @@ class TrainingLoop:
             self.end(step)
         elif step is not None:
             self.guard.step = None
-            step.drop()
+            step.gate.close()
             self._member.step_dropped()
         with contextlib.suppress(Dismissed):
             while not self.done:
@@ -292,12 +295,12 @@ class TrainingLoop:
                     self.close()
             if self._state.step < self._total:
                 where = f"step {self._state.step} of {self._total} ({self.broken_off})"
-                tell_once(_log, f"all workers of job {self._coordinator.job!r} left the loop after {where}: it is done")
+                tell_once(_log, f"all workers of job {self._job_line.job!r} left the loop after {where}: it is done")
         self.tell_launcher(unfinished=False)
 
     def drain(self, reason: str) -> None:
         """Makes this member leave after its present step."""
-        self._coordinator.inbox.draining = reason
+        self._job_line.inbox.draining = reason
 
     def tell_launcher(self, *, unfinished: bool) -> None:
         """Tells the launcher whether this worker has steps to take: then its end is a loss, even with exit code 0."""
@@ -308,25 +311,25 @@ class TrainingLoop:
         """Ends the loop over the steps, for whatever reason."""
         self.left = True
         self.at_end.close()
-        self._coordinator.group.ban_collectives("")
-        self._coordinator.offered.withdraw()
+        self._job_line.group.ban_collectives("")
+        self._job_line.offered.withdraw()
         self._saver.wait()
 
     def retry(self) -> BlockOutcome:
         """Goes on to the next generation, without newcomers, after a failure in a block between two steps."""
         self._overtaken = False
         self._member.closed = True
-        barred = self._coordinator.group.ban_reason
-        self._coordinator.group.ban_collectives("")
+        barred = self._job_line.group.ban_reason
+        self._job_line.group.ban_collectives("")
         try:
-            self._say(self._member.meet())
+            self._send_meet(self._member.meet())
             self.wait_until_ready()
         except Dismissed:  # it ends the script from the middle of the loop
             self.tell_launcher(unfinished=False)
             raise
         finally:
             self._member.closed = False
-            self._coordinator.group.ban_collectives(barred)
+            self._job_line.group.ban_collectives(barred)
         if self._overtaken:
             return BlockOutcome.OVERTAKEN
         return BlockOutcome.PASSED if self._blocks.passed else BlockOutcome.AGAIN
@@ -345,66 +348,70 @@ class TrainingLoop:
 
     # Messages ---------------------------------------------------------------------------------------------------------
 
-    def _read(self, message: line_messages.LineMessage) -> None:
+    def _handle(self, message: InboxMessage) -> None:
         match message:
-            case line_messages.ViewCame(member_id=member_id) if member_id != self._coordinator.member_id:
-                _log.info("generation %d formed with this worker's former member id", message.generation)
-            case line_messages.ViewCame():
-                self._enter_view(message)
-            case line_messages.CatchUpAsked(generation, base, holders, share, fingerprint):
-                self._recovery.learn([Holder(*holder) for holder in holders], fingerprint)
-                own = any(peer.member_id == self._coordinator.member_id for peer, _ in holders)
-                self._do(self._member.catch_up(generation, base, share, own=own))
-            case line_messages.NoSeat(reason):
+            case ViewLinked(member_id=member_id) if member_id != self._job_line.member_id:
+                _log.info("generation %d formed with this worker's former member id", message.view.generation)
+            case ViewLinked(view, mesh):
+                self._enter_view(view, mesh)
+            case messages.CatchUp(generation, base, holders, share, fingerprint):
+                self._recovery.learn([Holder(Peer.of(member), shares) for member, shares in holders], fingerprint)
+                own = any(member.member_id == self._job_line.member_id for member, _ in holders)
+                self._carry_out(self._member.catch_up(generation, base, share or WHOLE, own=own))
+            case messages.Spare(reason):
                 _log.info("this worker has no place in the next generation and is spare: %s", reason)
-                self._come_back()
-            case line_messages.StateGone(reason):
+                self._become_candidate()
+            case messages.StateLost(reason):
                 self._committed, meet = self._recovery.start_from_checkpoint(reason)
-                self._say(meet)
-            case line_messages.ManifestMismatch(donor):
-                raise difference(self._manifest, self._coordinator.manifest_of(donor), donor)
-            case line_messages.MayGo(last):
+                self._send_meet(meet)
+            case messages.Mismatch(member):
+                donor = Peer.of(member)
+                raise difference(self._manifest, self._job_line.manifest_of(donor), donor)
+            case messages.Dismissed(last):
                 if last:
                     if not self._saver.keeps:
                         number = self._state.step
                         tell_once(
                             _log, f"all members leave, and without checkpoint_dir the state of step {number} is lost"
                         )
-                    self._saver.keep_last(self._member.held, self._state, self._coordinator.group)
-                raise Dismissed(self._coordinator.inbox.draining or "this worker was drained")
-            case line_messages.JobDone(step):
+                    self._saver.keep_last(self._member.held, self._state, self._job_line.group)
+                raise Dismissed(self._job_line.inbox.draining or "this worker was drained")
+            case messages.Finished(step):
                 self._job_done(step)
-            case line_messages.CaughtOut():
+            case SessionReplaced():
                 if self._member.held is None:
                     raise OrphanedError("the training state is lost, and this worker's own state was half changed")
                 _log.warning("this worker was declared lost; it rejoins with the state %s", self._member.held)
-                self._come_back()
-            case line_messages.Runs(_, members):
+                self._become_candidate()
+            case messages.Running():
+                self._meeting_wait.line_runs(None)
+            case LineMembers(members):
                 self._meeting_wait.line_runs(members)
-            case line_messages.ReachResult(members, troubles):
+            case ReachResult(members, troubles):
                 self._meeting_wait.tried(members, troubles)
-            case line_messages.Waits(reason):
+            case messages.Waiting(reason):
                 self._meeting_wait.waits_for(reason)
-            case line_messages.Lost(error):
+            case SessionOver(error):
                 raise error
 
-    def _enter_view(self, view: line_messages.ViewCame) -> None:
+    def _enter_view(self, view: messages.ViewFormed, mesh: Mesh | None) -> None:
         if view.generation <= self._member.generation:
             return
-        world = len(view.mesh.peers) if view.mesh is not None else 0
-        order = self._member.formed(MemberView(view.generation, view.rank, view.base, view.newcomers, world or 1))
-        if view.mesh is None:
-            self._say(self._member.meet())
+        world = len(mesh.peers) if mesh is not None else 0
+        newcomers = frozenset(view.newcomers)
+        order = self._member.formed(MemberView(view.generation, view.rank, view.base, newcomers, world or 1))
+        if mesh is None:
+            self._send_meet(self._member.meet())
             return
-        self._coordinator.move(view.mesh)
-        self._recovery.learn([Holder(peer, (WHOLE,)) for peer in view.mesh.peers if peer.rank not in view.newcomers])
+        self._job_line.move(mesh)
+        self._recovery.learn([Holder(peer, (WHOLE,)) for peer in mesh.peers if peer.rank not in newcomers])
         self._meeting_wait.view_came()
         if view.lost and view.lost != self._told_lost:
             self._told_lost = view.lost
-            tell_once(_log, f"job {self._coordinator.job!r}: {view.lost}")
+            tell_once(_log, f"job {self._job_line.job!r}: {view.lost}")
         if isinstance(order, Meet) and view.base is not None:  # the others wait for this member in their first step
             self._end_generation(f"holds the state {self._member.held}, but should begin with {view.base}")
-        self._do(order)
+        self._carry_out(order)
         if self._member.phase is Phase.READY:
             self._recovery.train_on(self._member.shares[0])
         if self.last < self._total:  # others may not know that a step has stopped the loop
@@ -412,11 +419,11 @@ class TrainingLoop:
         self._large = self._state.large()
         self.guard.forget()
         self._last_update = self._skipped = 0
-        if self._kept_parts is not None:
-            self._kept_parts.enter(None if view.rank in view.newcomers else view.base)
+        if self._kept_sums is not None:
+            self._kept_sums.enter(None if view.rank in view.newcomers else view.base)
         if view.base is not None:
             self._recovery.has_a_base()
-            self._coordinator.group.confirm_same_state()
+            self._job_line.group.confirm_same_state()
             if self._skip_was_late(view.base.step):
                 return
             if not view.newcomers and not self._compare_blocks():
@@ -435,15 +442,15 @@ class TrainingLoop:
 
     def _say_resumed(self, base: Tag) -> None:
         """Says that the members go on from a checkpoint."""
-        text = f"job {self._coordinator.job!r} resumed from step {base.step} of checkpoint {self._saver.where(base)}"
+        text = f"job {self._job_line.job!r} resumed from step {base.step} of checkpoint {self._saver.where(base)}"
         over = f", the last of {self._total}: nothing is left to train" if base.step >= self._total else ""
         tell_once(_log, text + over, level=logging.INFO)
         self._saver.loaded = None
 
     def _end_generation(self, why: str) -> None:
         """Tells the others that this member takes no part in the generation; `why` completes "rank 2 (host-b) ..."."""
-        mesh = self._coordinator.group.mesh
-        text, operation = f"{mesh.peers[mesh.rank]} {why}", self._coordinator.group.progress().operation
+        mesh = self._job_line.group.mesh
+        text, operation = f"{mesh.peers[mesh.rank]} {why}", self._job_line.group.progress().operation
         mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, None, operation, text))
 
     def _compare_blocks(self) -> bool:
@@ -454,10 +461,10 @@ class TrainingLoop:
         """
         if self._member.phase is not Phase.READY:
             return False
-        self._failures.begin(f"step {self._state.step + 1}", self._coordinator.group.mesh.peers)
+        self._failures.begin(f"step {self._state.step + 1}", self._job_line.group.mesh.peers)
         asked, _ = self.guard.asked
         try:
-            self._skipped = self._blocks.compare(self._coordinator.group, asked)
+            self._skipped = self._blocks.compare(self._job_line.group, asked)
         except PacelineError as error:
             self._failed(error)
             return False
@@ -470,26 +477,26 @@ class TrainingLoop:
         asked, text = self.guard.asked
         if not text or asked > step:
             return False
-        mesh = self._coordinator.group.mesh
+        mesh = self._job_line.group.mesh
         text += ", but others had made their update: call it before the backward pass, or any collective of the step"
         mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_STEP_DIFFERS, None, 0, text))
         self._failed(mesh.fault.error())
         return True
 
-    def _do(self, order: Meet | Take | None) -> None:
+    def _carry_out(self, order: Meet | Take | None) -> None:
         """Carries out an order of `MemberState`, and those that follow."""
         meet = self._recovery.carry_out(order)
         if meet is not None:
-            self._say(meet)
+            self._send_meet(meet)
 
-    def _come_back(self) -> None:
+    def _become_candidate(self) -> None:
         """Becomes a candidate; offers shares of a sharded state that others may need at once."""
         meet = self._member.cast_out()
         if meet.unproven:
-            self._say(meet)
+            self._send_meet(meet)
         self._meeting_wait.as_candidate()
 
-    def _say(self, meet: Meet) -> None:
+    def _send_meet(self, meet: Meet) -> None:
         """Sends a meet, and offers the state to others, since it does not change while this member waits."""
         self._counters.stopped()
         if meet.stored and (latest := self._saver.latest()) > (meet.tag or latest):
@@ -497,28 +504,28 @@ class TrainingLoop:
             meet = replace(meet, tag=latest)
         fingerprint = self._recovery.fingerprint(meet)
         if meet.tag is not None and not meet.stored:
-            self._coordinator.offered.offer(meet.tag, self._state.offered())
+            self._job_line.offered.offer(meet.tag, self._state.offered())
         self._meeting_wait.said()
-        manifest, step_timeout = hashlib.sha256(self._manifest).digest(), self._coordinator.config.step_timeout
-        self._coordinator.meet(replace(meet, fingerprint=fingerprint, manifest=manifest, step_timeout=step_timeout))
+        manifest, step_timeout = hashlib.sha256(self._manifest).digest(), self._job_line.config.step_timeout
+        self._job_line.meet(replace(meet, fingerprint=fingerprint, manifest=manifest, step_timeout=step_timeout))
 
     def _job_done(self, step: int) -> None:
         if self._member.generation:  # a candidate took no part in it
             self._tell_committed(step)
         if self._state.step < step or self._member.held is None:
             raise self._dismissed(step)
-        if not self._coordinator.group.mesh.peers:  # this worker joined after the end, and has no rank to go on with
+        if not self._job_line.group.mesh.peers:  # this worker joined after the end, and has no rank to go on with
             raise self._dismissed(step)
         if step < self.last and not (self.broken_off or self._stops):  # else it knows that the job ends early
             raise StepOrderError(
-                f"job {self._coordinator.job!r} is done: its last step was {step}, but {self._total} steps are "
-                f"asked for. To train on, run `paceline restart {self._coordinator.job}`, or give the job another name"
+                f"job {self._job_line.job!r} is done: its last step was {step}, but {self._total} steps are "
+                f"asked for. To train on, run `paceline restart {self._job_line.job}`, or give the job another name"
             )
         self.done = True
 
     def _dismissed(self, step: int) -> Dismissed:
         """Returns the end of a worker that comes when the job is done, and says so: its exit code is 0."""
-        job, latest = self._coordinator.job, self._saver.latest()
+        job, latest = self._job_line.job, self._saver.latest()
         text = f"job {job!r} is done (step {step}); `paceline restart {job}` starts it anew"
         if latest > Tag(0, 0):  # which may be the last one: then there is nothing to train
             text = f"{text}, from step {latest.step} of checkpoint {self._saver.where(latest)}"
@@ -528,7 +535,7 @@ class TrainingLoop:
     # Around a step ----------------------------------------------------------------------------------------------------
 
     def _flags(self) -> StepFlag:
-        inbox, flags = self._coordinator.inbox, StepFlag.WRITES if self._saver.is_writing else StepFlag(0)
+        inbox, flags = self._job_line.inbox, StepFlag.WRITES if self._saver.is_writing else StepFlag(0)
         if self._stops:
             flags |= StepFlag.STOP
         if not inbox.connected:
@@ -548,15 +555,15 @@ class TrainingLoop:
             StepOrderError: a member did otherwise than the others, and would do so again.
         """
         with contextlib.suppress(PacelineError):
-            self._coordinator.group.flush()
-        fault = self._coordinator.group.mesh.fault
+            self._job_line.group.flush()
+        fault = self._job_line.group.mesh.fault
         if fault.failed and isinstance(final := fault.error(), StepOrderError) and final.ranks:
             raise final
         number = self._state.step + 1
-        if meet and self._coordinator.group.mesh.peers and not self._coordinator.group.mesh.fault.failed:
+        if meet and self._job_line.group.mesh.peers and not self._job_line.group.mesh.fault.failed:
             # The script caught the error that interrupted its update; the others have applied the step, and would wait.
             self._end_generation(f"has not applied step {number}: {cause}"[:2000])
         _log.info("step %d is undone: %s", number, cause)
-        self._failures.add(f"step {number}", cause, self._coordinator.group.mesh.peers)
+        self._failures.add(f"step {number}", cause, self._job_line.group.mesh.peers)
         if meet:
-            self._say(self._member.meet())
+            self._send_meet(self._member.meet())

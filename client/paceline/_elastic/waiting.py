@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable, Sequence
 
 from paceline._base.waits import SLICE
-from paceline._elastic.coordination import JobCoordinator
+from paceline._elastic.job_line import JobLine
 from paceline._links.base import Peer
 from paceline._links.fault import Suspicion
+from paceline._session.inbox import InboxMessage, News, SessionOver
 from paceline._session.launcher_pipe import tell_once
-from paceline._session.line_messages import JobDone, LineMessage, Lost, News
 from paceline.errors import Dismissed
 from paceline_protocol import Meet, MemberState, Phase
+from paceline_protocol.messages import Finished
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 _log = logging.getLogger("paceline.elastic")
@@ -35,20 +36,20 @@ class MeetingWait:
     """The wait of one member for the next generation.
 
     Args:
-        coordinator: the session.
+        job_line: the part of the session that steps use.
         member: what this member holds and may do next.
-        say: tells the coordinator that this member has stopped.
+        send_meet: tells the coordinator that this member has stopped.
 
     Attributes:
         planned: True if a step asked for the meeting that this member waits for; nothing has failed then.
         went_on: True if such a meeting did not take place, so that it is still to be held.
     """
 
-    def __init__(self, coordinator: JobCoordinator, member: MemberState, say: Callable[[Meet], None]) -> None:
+    def __init__(self, job_line: JobLine, member: MemberState, send_meet: Callable[[Meet], None]) -> None:
         self.planned = self.went_on = False
-        self._coordinator = coordinator
+        self._job_line = job_line
         self._member = member
-        self._say = say
+        self._send_meet = send_meet
         self._said_at = self._waits_since = time.monotonic()
         self._waits_for = self._told = ""
         self._tell_at = 0.0
@@ -92,41 +93,41 @@ class MeetingWait:
         """
         if self._member.phase is not Phase.MEETING:
             return
-        now, inbox = time.monotonic(), self._coordinator.inbox
+        now, inbox = time.monotonic(), self._job_line.inbox
         if inbox.draining and not (self._member.generation or self._member.brings_state):
             raise Dismissed(inbox.draining)  # no member waits for it
         if self._reach is not None:
             self._try_to_reach(now, self._reach)
         if inbox.draining and not self._member.leaving:
             self._member.leaving = True
-            self._say(self._member.meet(unproven=self._reach is not None))
+            self._send_meet(self._member.meet(unproven=self._reach is not None))
         reason = self._waits_for or "the coordinator has not answered yet"
         if now - self._said_at > _PATIENT_S and (reason != self._told or now > self._tell_at):
             self._told, self._tell_at = reason, now + _AGAIN_S
             tell_once(_log, f"{reason}; for {now - self._waits_since:.0f} s now", key=reason)
         self._away_since = None if inbox.connected else self._away_since or now
-        if self.planned and not self._coordinator.group.mesh.fault.failed:
+        if self.planned and not self._job_line.group.mesh.fault.failed:
             self._watch_planned_meeting(now, reason)
 
     def _watch_planned_meeting(self, now: float, reason: str) -> None:
         """Ends the wait in a generation that has not failed, if a member hangs or the coordinator is away."""
-        config = self._coordinator.config
+        config = self._job_line.config
         if now - self._said_at > config.step_timeout:
             text = f"the members did not meet within {config.step_timeout:g} s: {reason}"
-            self._coordinator.group.mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_TIMEOUT, None, 0, text))
+            self._job_line.group.mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_TIMEOUT, None, 0, text))
             return
         away = self._away_since is not None and now - self._away_since > config.failure_timeout
         if away and self._member.may_go_on:
             tell_once(_log, f"the coordinator is away: generation {self._member.generation} continues")
             self.planned, self._member.leaving = False, False
             self.went_on = True
-            self._coordinator.go_on()
+            self._job_line.go_on()
             self._member.go_on()
 
     def _try_to_reach(self, now: float, reach: ReachTests) -> None:
         """Starts a test if one is due. A candidate is ready when it and every member can reach each other."""
         if (members := reach.due(now)) is not None:
-            self._coordinator.try_to_reach(members)
+            self._job_line.try_to_reach(members)
 
     def tried(self, members: Sequence[Peer], troubles: Sequence[str]) -> None:
         """Takes the result of a test of links; ignores it if the line has other members by now."""
@@ -140,22 +141,22 @@ class MeetingWait:
 
     def _come_in(self) -> None:
         self._reach = None
-        self._say(self._member.meet())
+        self._send_meet(self._member.meet())
 
 
-def await_finish(coordinator: JobCoordinator) -> LineMessage | None:
+def await_finish(job_line: JobLine) -> InboxMessage | None:
     """Waits until the coordinator knows that the job is done, so that it can tell late comers; gives up after a while.
 
     Returns:
         A message that says that the line has not ended: other members go on from an earlier state, because they did not
         see this one committed. None if there is nothing more to do.
     """
-    deadline = time.monotonic() + coordinator.config.failure_timeout
+    deadline = time.monotonic() + job_line.config.failure_timeout
     while (left := deadline - time.monotonic()) > 0:
-        message = coordinator.inbox.get(min(left, SLICE))
-        if isinstance(message, JobDone):
+        message = job_line.inbox.get(min(left, SLICE))
+        if isinstance(message, Finished):
             return None
-        if isinstance(message, Lost):
+        if isinstance(message, SessionOver):
             break
         if message is not None and not isinstance(message, News):
             return message

@@ -12,15 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline._base.arrays import Array, as_array
+from paceline._base.sum_order import Node
 from paceline._base.work import Work
 from paceline._collectives import blame
 from paceline._collectives.compressed_tasks import all_reduce_compressed_task
 from paceline._collectives.gather_tasks import all_gather_task, all_to_all_task, gather_task
 from paceline._collectives.objects import decode_object, encode_object
-from paceline._collectives.part_tree import Node, subtrees_by_rank
 from paceline._collectives.tasks import broadcast_task, check_terms, reduce_task, reducing_task, scatter_task
 from paceline._collectives.trees import Fusion
 from paceline._group.group_core import GroupCore, labelled
+from paceline._microbatch.sum_tree import subtrees_by_rank
 from paceline.compression import Codec, Memory, codec_of
 
 T = TypeVar("T")
@@ -82,8 +83,8 @@ class Collectives(GroupCore):
 
     `order="rank"` sums in rank order, ((x_0 + x_1) + x_2) + ..., whatever the size: the bits depend only on the ranks'
     values. float16 and bfloat16 are then added up in float32 and rounded once. `order="tree"` does the same, but in
-    a binary tree over the ranks, as `all_reduce_parts` does over parts. With "fastest" the schedule decides the order,
-    which is the same for the same size and world.
+    a binary tree over the ranks, as `all_reduce_tree` does over microbatches. With "fastest" the schedule decides the
+    order, which is the same for the same size and world.
     """
 
     @overload
@@ -138,11 +139,11 @@ class Collectives(GroupCore):
             async_op,
         )
 
-    def all_reduce_parts(
+    def all_reduce_tree(
         self,
         terms: Sequence[Array],
         *,
-        parts: int,
+        leaves: int,
         out: Array,
         nodes: tuple[tuple[Node, ...], ...] | None = None,
         label: str = "",
@@ -150,33 +151,33 @@ class Collectives(GroupCore):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Array | Work[Array]:
-        """Sums the parts of a step in one fixed binary tree, so that the bits do not depend on the world.
+        """Sums the microbatches of a step in one fixed binary tree, so that the bits do not depend on the world.
 
-        Rank r has the parts from r V // W to (r + 1) V // W - 1, and gives the sums of the greatest subtrees within
+        Rank r has the leaves from r V // W to (r + 1) V // W - 1, and gives the sums of the greatest subtrees within
         this range: one if V / W is a power of two, at most 2 log2 V otherwise. With `nodes` ranks give other sums of
         the same tree, and the result has the same bits.
 
         Args:
             terms: these sums, from left to right: contiguous arrays of float32 or float64, of one shape. Dtype and
                 shape must agree. With `nodes`, a rank that has no node gives one array, whose values do not count.
-            parts: V, at least W; must agree.
+            leaves: V, the leaves of the tree, at least W; must agree.
             out: receives the result; may be the last of `terms`.
             nodes: for each rank the nodes (lo, hi) whose sums it gives, from left to right; must agree. Together they
-                are the tree over all parts.
+                are the whole tree.
             label: as for `all_reduce`.
             divisor: likewise.
             timeout: seconds.
             async_op: return a `Work`.
 
         Raises:
-            UnsupportedOp: there are fewer parts than ranks, or not the terms of this rank's nodes, or another dtype; or
-                `nodes` are not the tree.
+            UnsupportedOp: there are fewer leaves than ranks, or not the terms of this rank's nodes, or another dtype;
+                or `nodes` are not the tree.
             SizeMismatch: the terms or `out` differ in shape.
             PacelineError: the generation has failed; see `paceline.errors` for how.
         """
-        if nodes is not None and nodes == subtrees_by_rank(self.size, parts):
+        if nodes is not None and nodes == subtrees_by_rank(self.size, leaves):
             nodes = None
-        arrays = check_terms(terms, self.rank, self.size, parts, nodes)
+        arrays = check_terms(terms, self.rank, self.size, leaves, nodes)
         return self._issue(
             lambda bound: reducing_task(
                 bound.engine,
@@ -189,7 +190,7 @@ class Collectives(GroupCore):
                 labelled(label),
                 divisor,
                 terms=arrays,
-                parts=parts,
+                leaves=leaves,
                 nodes=nodes,
             ),
             timeout,
@@ -287,21 +288,21 @@ class Collectives(GroupCore):
             async_op,
         )
 
-    def reduce_scatter_parts(
+    def reduce_scatter_tree(
         self,
         terms: Sequence[Array],
         *,
-        parts: int,
+        leaves: int,
         label: str = "",
         divisor: Callable[[], float] | None = None,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Array | Work[Array]:
-        """Sums the parts of a step as `all_reduce_parts` does; rank r gets the r-th of W equal parts of axis 0.
+        """Sums the microbatches of a step as `all_reduce_tree` does; rank r gets the r-th of W equal parts of axis 0.
 
         Args:
-            terms: as for `all_reduce_parts`; each has shape [W * m, ...].
-            parts: likewise.
+            terms: as for `all_reduce_tree`; each has shape [W * m, ...].
+            leaves: likewise.
             label: as for `all_reduce`.
             divisor: likewise.
             timeout: seconds.
@@ -312,9 +313,9 @@ class Collectives(GroupCore):
 
         Raises:
             SizeMismatch: the terms differ in shape, or axis 0 has no W equal parts.
-            UnsupportedOp, PacelineError: as for `all_reduce_parts`.
+            UnsupportedOp, PacelineError: as for `all_reduce_tree`.
         """
-        arrays = check_terms(terms, self.rank, self.size, parts)
+        arrays = check_terms(terms, self.rank, self.size, leaves)
         return self._issue(
             lambda bound: reducing_task(
                 bound.engine,
@@ -327,7 +328,7 @@ class Collectives(GroupCore):
                 labelled(label),
                 divisor,
                 arrays,
-                parts,
+                leaves,
             ),
             timeout,
             async_op,

@@ -17,13 +17,13 @@ from paceline._base.arrays import Array, Signature, as_array, check_writable, na
 from paceline._collectives.carried_tasks import carried_task
 from paceline._collectives.choose import choose as choose_by_rules
 from paceline._collectives.tasks import Chooser
-from paceline._engines.catalogue import make_engine
-from paceline._engines.data_engine import MAX_CONTACT_BYTES, DataEngine, EngineFailed, EngineTimeout
 from paceline._group.collective_calls import Collectives
 from paceline._group.group_core import Binding
 from paceline._links.base import MAX_GROUP_NAME, Mesh, Peer
 from paceline._links.submesh import SubMesh
 from paceline.config import Config
+from paceline.engines import MAX_CONTACT_BYTES, DataEngine, EngineFailed, EngineTimeout
+from paceline.engines._catalogue import make_engine
 from paceline.errors import (
     InvalidRank,
     InvalidWorldSize,

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from time import monotonic
 from typing import Any, Literal, Protocol, TypeVar, overload
 
@@ -18,16 +15,15 @@ import numpy.typing as npt
 
 from paceline._base.activity import FlightRecorder, MemberCounters
 from paceline._base.arrays import Array
+from paceline._base.sum_order import EVEN, SumOrder
 from paceline._base.work import Lane, Progress, Work
 from paceline._collectives.choose import choose as choose_by_rules
 from paceline._collectives.engine import CollectiveCall, Engine
 from paceline._collectives.mailbox import Mailbox
-from paceline._collectives.part_plan import PartShare
-from paceline._collectives.part_tree import Node
 from paceline._collectives.tasks import Chooser, Task, barrier_task
-from paceline._engines.data_engine import DataEngine
 from paceline._links.base import Mesh, Peer
 from paceline.config import Config, checked_timeout
+from paceline.engines import DataEngine
 from paceline.errors import ConcurrentUse, InvalidRank, PacelineError, StaleGeneration, StepOrderError, UnsupportedOp
 
 PIGGYBACK_SIZE = 26
@@ -107,8 +103,7 @@ class _OwnerState:
         piggyback_taken_in: the last generation in which a reducer asked for a piggyback.
         most: the most members that a generation may have; None if all generations have as many as this one.
         gradient_weight: weight of this member's gradients relative to the others'.
-        parts: V if the present step has parts, else 0.
-        part: the part of the step that this member computes now; None if there is none.
+        order: the order in which gradients are summed over the ranks.
     """
 
     def __init__(self) -> None:
@@ -118,97 +113,7 @@ class _OwnerState:
         self.piggyback_taken_in = 0
         self.most: int | None = None
         self.gradient_weight = 1.0
-        self.parts = 0
-        self.part: PartTurn | None = None
-
-
-class PartHolder(Protocol):
-    """A wrapper, as far as it holds sums of parts."""
-
-    def held_parts(self) -> tuple[PartRecord, tuple[Node, ...]] | None:
-        """Returns the record of the attempt in which it has got or kept sums, and their nodes, from left to right.
-
-        None if it holds no sums, or cannot keep them.
-        """
-
-    def recover_parts(self) -> None:
-        """Takes back memory that an abandoned collective has used; forgets sums that one may still read."""
-
-
-class PartsNotHeld(PacelineError):
-    """A wrapper lacks sums of parts that this member has told the others it kept. The step is taken again whole."""
-
-
-@dataclass(eq=False, slots=True)
-class PartRecord:
-    """Records what wrappers have done with the parts in one attempt at a step; each is an object of its own.
-
-    Attributes:
-        wrappers: those that have begun a backward pass of a part, in this order.
-        kept: the record of the attempt from which this one has kept sums; None if it has none.
-        failed: True once a wrapper's pass has raised, whether or not the script caught it.
-        waiting: ids of the wrappers that hold gradients of some of the rank's parts, but not of all.
-        summed: True once a wrapper has summed the parts of all ranks.
-        updated: ids of the optimizers that have run since then.
-        begun: True once a wrapper computes the parts: from then on ranks may be at different parts of the step.
-        in_wrappers: number of wrappers that call collectives now, which alone may do so in a part. Passes of several
-            wrappers may overlap: torch ends that which began first before the others.
-        digested: the part whose gradients are digested, because several ranks compute it; None if there is none.
-        digests: SHA-256 of its gradients of each wrapper in turn; of the turn that only checks, if that is True.
-    """
-
-    wrappers: list[PartHolder] = field(default_factory=list)
-    kept: PartRecord | None = None
-    failed: bool = False
-    waiting: set[int] = field(default_factory=set)
-    summed: bool = False
-    updated: set[int] = field(default_factory=set)
-    begun: bool = False
-    in_wrappers: int = 0
-    digested: int | None = None
-    digests: dict[bool, Any] = field(default_factory=lambda: {True: hashlib.sha256(), False: hashlib.sha256()})
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class PartTurn:
-    """One turn of a member at one part of a step; each turn is an object of its own.
-
-    Attributes:
-        number: the part, v.
-        share: what this member does with the parts of the step.
-        record: what wrappers do with the parts of the step.
-        is_check: True if the part is another rank's, and only computed to compare its gradients.
-    """
-
-    number: int
-    share: PartShare
-    record: PartRecord = field(default_factory=PartRecord)
-    is_check: bool = False
-
-    @property
-    def parts(self) -> int:
-        """V."""
-        return self.share.parts
-
-    @property
-    def is_first(self) -> bool:
-        """True if this member begins its share with it."""
-        return self.number == self.share.numbers[0] and not self.is_check
-
-    @property
-    def is_last(self) -> bool:
-        """True if this member ends its share with it."""
-        return self.number == self.share.numbers[-1] and not self.is_check
-
-    def follows(self, before: PartTurn) -> bool:
-        """True if it is the turn after `before` in the same attempt."""
-        numbers = self.share.numbers
-        return before.record is self.record and (before.number, self.number) in pairwise(numbers)
-
-    @property
-    def is_digested(self) -> bool:
-        """True if its gradients are digested, to be compared with those that other ranks compute."""
-        return self.is_check or self.record.digested == self.number
+        self.order = EVEN
 
 
 class Piggyback(Protocol):
@@ -354,18 +259,13 @@ class GroupCore:
         self._owner.gradient_weight = weight
 
     @property
-    def parts(self) -> int:
-        """V if the present step has parts (`Step.parts`), else 0."""
-        return self._owner.parts
+    def order(self) -> SumOrder:
+        """The order in which gradients are summed over the ranks at present."""
+        return self._owner.order
 
-    @property
-    def part(self) -> PartTurn | None:
-        """The part of the step that this member computes now; None outside of parts."""
-        return self._owner.part
-
-    def set_part(self, parts: int, turn: PartTurn | None = None) -> None:
-        """Tells wrappers that the step has parts (0: none), and which of them begins. For the group's owner."""
-        self._owner.parts, self._owner.part = parts, turn
+    def set_order(self, order: SumOrder) -> None:
+        """Sets the order in which gradients are summed from now on. For the group's owner."""
+        self._owner.order = order
 
     def ban_collectives(self, reason: str) -> None:
         """Refuses every collective of the group and its parts, until called with an empty reason. For the owner."""
@@ -441,11 +341,9 @@ class GroupCore:
             raise StaleGeneration(text, generation=bound.mesh.generation)
         if self._owner.ban_reason and calls:
             raise StepOrderError(self._owner.ban_reason)
-        if (turn := self._owner.part) is not None and calls and not turn.record.in_wrappers:
-            raise StepOrderError(
-                f"a collective in part {turn.number} of a step: ranks have different numbers of parts, so they would "
-                "not call it equally often. Call it after the loop over step.parts"
-            )
+        order = self._owner.order
+        if order.is_leaf and calls and (refusal := order.refusal("a collective")):
+            raise StepOrderError(refusal)
         try:
             bound.mesh.fault.check()
         except PacelineError as error:

@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 
 from paceline._links.fault import Fault
 from paceline._links.frame import Frame
+from paceline_protocol import Member
 
 LEND_BYTES = 16 << 10
 """Smaller payloads are never lent: copying one costs no more than waiting for its release."""
@@ -91,6 +92,14 @@ class Peer:
     pid: int = 0
     node: str = ""
     start_ticks: int = 0
+
+    @classmethod
+    def of(cls, member: Member) -> Peer:
+        """Converts a member that the coordinator names."""
+        process = member.process
+        return cls(
+            member.rank, member.member_id, process.host, member.address, process.pid, process.node, process.start_ticks
+        )
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host}, pid {self.pid})" if self.pid else f"rank {self.rank} ({self.host})"

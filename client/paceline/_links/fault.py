@@ -18,7 +18,6 @@ from paceline._base.processes import check_process
 from paceline._base.rpc import error_type
 from paceline._base.waits import Latch
 from paceline_protocol import Verdict
-from pacelinepb.v1 import session_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 MAX_TEXT = 2000
@@ -54,11 +53,6 @@ def error_of(verdict: Verdict) -> errors.PacelineError:
     is_version = verdict.reason == ErrorReason.ERROR_REASON_VERSION
     error = errors.PeerLost if is_version else error_type(verdict.reason)
     return error(verdict.text, ranks=verdict.culprits, operation=verdict.operation, generation=verdict.generation)
-
-
-def read_verdict(word: session_pb2.Verdict) -> Verdict:
-    """Converts the coordinator's verdict from its message."""
-    return Verdict(word.generation, word.reason, tuple(word.culprits), word.operation, word.text)
 
 
 class Fault:

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from google.protobuf.message import DecodeError
 
@@ -25,6 +25,7 @@ from paceline._links.fault import MAX_TEXT, Fault, Suspicion
 from paceline._links.frame import MAX_FRAME_BYTES, Frame, FrameDamaged, FrameError, FrameKind, decode
 from paceline._links.grpc_kind import GrpcIncoming
 from paceline._links.grpc_knock import Knocks
+from paceline._links.grpc_mesh import GrpcMesh
 from paceline._links.grpc_methods import MAX_REQUEST_BYTES, Requests, refuse, shown
 from paceline._links.grpc_state import StateWindow
 from paceline._links.kind import TICKET_BYTES, TICKET_LIFETIME, LinkContext
@@ -100,7 +101,7 @@ class Door:
         self._knocks = Knocks(job, lambda: self.window.member_id, credentials)
         self._servers: list[aio.Server] = []  # one; two while the address changes
         self._starting: asyncio.Future[None] | None = None
-        self._mesh: ServedMesh | None = None
+        self._mesh: GrpcMesh | None = None
         self._entered = asyncio.Event()
         self._callers = Callers(IDLE_SECONDS)
         self._guard: MemoryGuard | None = None
@@ -190,7 +191,7 @@ class Door:
             del self._servers[0]
         return found
 
-    def enter(self, mesh: ServedMesh) -> None:
+    def enter(self, mesh: GrpcMesh) -> None:
         """Opens the door to the members of a generation. Calls for earlier generations are refused from now on."""
         self._mesh = mesh
         self._entered.set()
@@ -251,7 +252,7 @@ class Door:
         self._intake.expect(ticket, mesh, peer, link)
         return answer
 
-    async def _mesh_by(self, generation: int, connection: str) -> ServedMesh | None:
+    async def _mesh_by(self, generation: int, connection: str) -> GrpcMesh | None:
         """Returns this worker's mesh once it is of that generation or a later one; None if that takes too long.
 
         The caller may have heard of its view before us; then ours is on its way. A stranger must not wait here for
@@ -298,41 +299,11 @@ def _check_free(host: str, port: int, where: str) -> None:
         raise LinkUnavailable(f"cannot listen for peers on {where}: {error.strerror or error}") from None
 
 
-class ServedMesh(Protocol):
-    """The part of a mesh that a door needs: one member's links in one generation."""
-
-    generation: int
-    version: int
-    member_id: str
-    node: str
-    fault: Fault
-
-    @property
-    def size(self) -> int:
-        """Number of members."""
-
-    @property
-    def neighbours(self) -> int:
-        """See `Mesh.neighbours`."""
-
-    def peer_by_id(self, member_id: str) -> Peer | None:
-        """Returns the member with this id; None if it is not in this generation."""
-
-    def link_from(self, rank: int, purpose: Purpose, group: str) -> MemberLink | None:
-        """Returns the link that receives from that rank; None if there are too many groups."""
-
-    def peer_leaves(self, rank: int) -> None:
-        """Records that the rank said that it leaves in good order."""
-
-    def peer_ended(self, rank: int, error: LinkEnded) -> None:
-        """Handles a stream from that rank that ended out of order."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Admission:
     """The admission that a ticket grants: a peer's stream, with its half, to a link of the served mesh."""
 
-    mesh: ServedMesh
+    mesh: GrpcMesh
     peer: Peer
     link: MemberLink
     expires: float
@@ -362,7 +333,7 @@ class Intake:
         if streams:  # a server that stops cuts off what is still being written, and this member would look dead
             await asyncio.wait(streams, timeout=LAST_WORD_SECONDS)
 
-    def expect(self, ticket: bytes, mesh: ServedMesh, peer: Peer, link: MemberLink) -> None:
+    def expect(self, ticket: bytes, mesh: GrpcMesh, peer: Peer, link: MemberLink) -> None:
         """Admits a stream with this ticket to the link. The stream says how the half with the same ticket ends."""
         now = time.monotonic()
         if len(self._tickets) >= MAX_TICKETS:
@@ -456,7 +427,7 @@ class Intake:
             self._callers.went(caller, time.monotonic())
 
 
-def _relay(mesh: ServedMesh, peer: Peer, frame: Frame) -> None:
+def _relay(mesh: GrpcMesh, peer: Peer, frame: Frame) -> None:
     """Adopts a peer's suspicion if it makes sense."""
     try:
         if len(frame.payload) > MAX_WORD_BYTES:  # it would have room for millions of ranks

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline._group import Group
 from paceline._links.base import Peer
 from paceline._parallel._parameter import Parameter
-from paceline._parallel._ranks import RankGroup
 from paceline.errors import (
     DivergenceError,
     PacelineError,
@@ -130,7 +130,7 @@ class NewcomerDiffers(PeerRaised):
 
 
 def agree(
-    group: RankGroup, manifest: ModelManifest, arrays: Sequence[NDArray[Any]], *, may_change: bool, agreed_in: int = 0
+    group: Group, manifest: ModelManifest, arrays: Sequence[NDArray[Any]], *, may_change: bool, agreed_in: int = 0
 ) -> int:
     """Compares manifests, then gives rank 0's values to all, unless all hold them already (`Group.has_same_state`).
 
@@ -191,7 +191,7 @@ def agree(
     return fingerprint
 
 
-def _tell_all(group: RankGroup, row: Sequence[int]) -> NDArray[np.int64]:
+def _tell_all(group: Group, row: Sequence[int]) -> NDArray[np.int64]:
     """Returns every rank's row, shape [W, len(row)], by one small all_reduce in which each rank fills its own row."""
     table = np.zeros((group.size, len(row)), np.int64)
     if group.size:  # without a view yet, the call itself raises
@@ -205,13 +205,13 @@ def _differ(table: NDArray[np.int64], reference: int = 0) -> tuple[int, ...]:
     return tuple(int(r) for r in np.flatnonzero((table != table[reference]).any(axis=1)))
 
 
-def _show(group: RankGroup, mine: bytes, *, root: int, nbytes: int) -> bytes:
+def _show(group: Group, mine: bytes, *, root: int, nbytes: int) -> bytes:
     """Broadcasts the root's bytes."""
     box = np.frombuffer(mine, np.uint8) if group.rank == root else np.empty(nbytes, np.uint8)
     return bytes(group.broadcast(box, root=root))
 
 
-def give(group: RankGroup, arrays: Sequence[NDArray[Any]], *, root: int = 0) -> None:
+def give(group: Group, arrays: Sequence[NDArray[Any]], *, root: int = 0) -> None:
     """Copies the root's values into every rank's arrays, all of them in one message, whatever their dtypes."""
     flat = np.empty(sum(a.nbytes for a in arrays), np.uint8)
     if group.rank == root:

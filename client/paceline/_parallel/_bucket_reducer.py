@@ -16,14 +16,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
+from typing import Any
 
-from paceline._collectives.part_plan import sums_at_once
-from paceline._collectives.part_tree import Node
-from paceline._group.group_core import PIGGYBACK_SIZE, PartRecord, PartsNotHeld, PartTurn, Piggyback
+from paceline._base.sum_order import EVEN, Node, SumOrder, SumsNotHeld
+from paceline._base.work import Work
+from paceline._group.group_core import PIGGYBACK_SIZE, Piggyback
 from paceline._parallel._buckets import FIRST_BYTES, plan_buckets
 from paceline._parallel._parameter import Parameter, ignoring_gradients
-from paceline._parallel._ranks import PendingWork
-from paceline._parallel._synchronizer import check_follows
 from paceline._parallel._transport import GradientBucket, GradientTransport
 from paceline.errors import PacelineError, StepOrderError, UnsupportedOp
 
@@ -132,23 +131,23 @@ class BucketReducer:
             for paths, room in zip(plan, rooms, strict=False)
         ]
         self._overlaps = len(plan) > 1 or any(bucket.nbytes > _TOO_SMALL_BYTES for bucket in self._buckets)
-        self._abandoned: list[tuple[GradientBucket, list[PendingWork]]] = []
+        self._abandoned: list[tuple[GradientBucket, list[Work[Any]]]] = []
         """Buckets that abandoned collectives still used, each with these collectives."""
         self._piggyback: Piggyback | None = None
         self._paths = [path for paths in plan for path in paths]
         self._index = {id(parameters[path]): i for i, path in enumerate(self._paths)}
         self._readiness = Readiness([number for number, paths in enumerate(plan) for _ in paths], static=static)
-        self._works: list[PendingWork | None] = []
+        self._works: list[Work[Any] | None] = []
         """The collective of each bucket sent in this pass; None if it is complete, or not needed in a world of one."""
         self._weight = 0.0
-        self._turn: PartTurn | None = None
-        """The part that this pass computes; None if the step has no parts."""
-        self._record: PartRecord | None = None
-        """Of the attempt in which the buckets got the sums of parts that they hold, or kept them."""
+        self._order = EVEN
+        """The order in which the gradients of this pass are summed."""
+        self._label: object | None = None
+        """`SumOrder.label` of the passes in which the buckets got the sums that they hold, or kept them."""
         self._passing = False
         """True from the beginning of a pass until all its gradients are there."""
         self._failure: PacelineError | None = None
-        """Why no bucket of this pass is sent any more, though its part goes on: its sums may be kept."""
+        """Why no bucket of this pass is sent any more, though the pass goes on: its sums may be kept."""
 
     @property
     def buckets(self) -> Sequence[GradientBucket]:
@@ -175,44 +174,40 @@ class BucketReducer:
         for bucket in self._buckets:
             bucket.commit()
 
-    def begin_part(self, turn: PartTurn | None) -> None:
+    def begin_pass(self, order: SumOrder) -> None:
         """See `GradientReducer`."""
-        if turn is not None and (refusal := self._transport.parts_refusal):
+        if order.leaves and (refusal := self._transport.tree_refusal):
             raise UnsupportedOp(refusal)
-        before, self._turn = self._turn, turn
-        if turn is None or turn.is_first:
+        before, self._order = self._order, order
+        if order.is_first:
             self._recover()
-            kept = () if turn is None else turn.share.kept
-            if turn is not None and kept and not (self._record is turn.record.kept and self._holds(kept)):
-                raise PartsNotHeld("a wrapper has none of the sums that were kept when the step was undone")
-            self._record = None if turn is None else turn.record
-            usual = 0 if turn is None else sums_at_once(turn.share)
+            if order.kept and not (self._label is order.kept_label and self._holds(order.kept)):
+                raise SumsNotHeld("a wrapper has none of the sums that were kept when the step was undone")
+            self._label = order.label
             for bucket in self._buckets:
-                bucket.keep_nodes(kept, spare=usual)
-        if turn is not None:
-            check_follows(before, turn, self.parameters.items())
+                bucket.keep_nodes(order.kept, spare=order.spare)
+        order.check_follows(before, self.parameters.items())
 
     def _holds(self, nodes: Sequence[Node]) -> bool:
         """Returns True if all buckets have the sums of these nodes."""
         return all(set(bucket.nodes) >= set(nodes) for bucket in self._buckets)
 
-    def keep_part(self, *, weight: float) -> None:
+    def set_aside(self, *, weight: float) -> None:
         """See `GradientReducer`."""
-        assert self._turn is not None, "no part runs"
         for bucket in self._buckets:
             bucket.pack(weight, alone=self._transport.size == 1)
             bucket.piggyback.fill(0)
-            bucket.close_part(self._turn)
+            bucket.add_leaf(self._order)
 
-    def recover_parts(self) -> None:
-        """See `PartHolder`."""
+    def recover_sums(self) -> None:
+        """See `SumsHolder`."""
         self._recover()
 
-    def held_parts(self) -> tuple[PartRecord, tuple[Node, ...]] | None:
-        """See `PartHolder`: None if a pass was interrupted: then buckets may hold the sums of different parts."""
+    def held_sums(self) -> tuple[object, tuple[Node, ...]] | None:
+        """See `SumsHolder`: None if a pass was interrupted: then buckets may hold the sums of different leaves."""
         held = {bucket.nodes for bucket in self._buckets}
         whole = len(held) == 1 and not self._passing
-        return (self._record, held.pop()) if self._record is not None and whole else None
+        return (self._label, held.pop()) if self._label is not None and whole else None
 
     @contextmanager
     def watching(self, *, weight: float, early: bool) -> Iterator[None]:
@@ -302,14 +297,14 @@ class BucketReducer:
         """Drops all gradients, and abandons running collectives.
 
         It does not wait, because other ranks may never send their part. A collective that still runs when the next
-        attempt begins keeps its memory and cannot touch that of the new attempt. Sums of finished parts stay, because
-        the next attempt may keep them (`PartShare.kept`).
+        attempt begins keeps its memory and cannot touch that of the new attempt. Sums of nodes stay, because the next
+        attempt may keep them (`SumOrder.kept`).
         """
         for parameter in self.parameters.values():
             parameter._hold(None)
-        if self._passing:  # its part may be in some buckets, without all of its gradients
-            self._record = None
-        self._turn = self._piggyback = self._failure = None
+        if self._passing:  # its leaf may be in some buckets, without all of its gradients
+            self._label = None
+        self._order, self._piggyback, self._failure = EVEN, None, None
         self._passing = False
         running = [work for work in self._works if work is not None and not work.done()]
         for bucket, work in zip_longest(self._buckets, self._works):
@@ -336,8 +331,8 @@ class BucketReducer:
         """Sends buckets; with `waiting`, the caller has nothing else to do, so its thread reduces the last one.
 
         Raises:
-            PacelineError: a collective failed. In a part it is kept in `_failure` instead: the backward pass goes on,
-                so that the part is finished and can be kept.
+            PacelineError: a collective failed. In a tree it is kept in `_failure` instead: the backward pass goes on,
+                so that the leaf is finished and can be kept.
         """
         for number in numbers:
             bucket = self._buckets[number]
@@ -348,8 +343,8 @@ class BucketReducer:
                 self._piggyback = self._transport.take_piggyback()
                 if self._piggyback is not None:
                     bucket.piggyback[: len(self._piggyback.values)] = self._piggyback.values
-            if self._turn is not None:
-                bucket.close_part(self._turn)
+            if self._order.leaves:
+                bucket.add_leaf(self._order)
             if alone:
                 self._works.append(None)
                 continue
@@ -361,7 +356,7 @@ class BucketReducer:
             try:
                 self._works.append(self._transport.start(bucket, divisor=divisor, in_background=in_background))
             except PacelineError as error:
-                if self._turn is None:
+                if not self._order.leaves:
                     raise
                 self._failure = error
 

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline._collectives.part_tree import Node, closes
-from paceline._group.group_core import PartTurn
+from paceline._base.sum_order import EVEN, Node, SumOrder
+from paceline._microbatch.sum_tree import closes
 from paceline._parallel._parameter import Parameter
 from paceline.compression import Codec, Memory
 from paceline.errors import StepOrderError, UnsupportedOp
@@ -114,10 +114,9 @@ class Bucket:
         flat: the array that `all_reduce` reduces in place.
         exact: number of elements at the end of `flat` that are not gradients and must not be compressed.
         memory: rounding errors of the bucket's compressed reductions.
-        parts: V if `terms` wait to be summed over the ranks (`close_part`), else 0.
-        terms: with parts, what this rank gives, once its last part is closed: the sums of its nodes. They are not
-            written to while they are summed, so they are still there if that fails.
-        nodes_by_rank: for each rank, the nodes whose sums it gives.
+        order: the order in which `terms` are summed over the ranks (`add_leaf`); the even order sums `flat`.
+        terms: in a tree, what this rank gives, once its last leaf is there: the sums of its nodes. They are not written
+            to while they are summed, so they are still there if that fails.
     """
 
     codec: Codec | None = None
@@ -140,11 +139,10 @@ class Bucket:
         self._count = sum(p.data.size for p in self._parameters)
         self._weight_at = self._count if weight_at is None else weight_at
         self._has_homes = apart or self.dtype.itemsize == 2
-        self.parts = 0
+        self.order = EVEN
         self.terms: list[NDArray[Any]] = []
-        self.nodes_by_rank: tuple[tuple[Node, ...], ...] = ()
         self._sums: list[tuple[Node, _Memory]] = []
-        """Sums of finished parts, from left to right; siblings in the tree are added up as soon as both are there."""
+        """Sums of nodes, from left to right; siblings in the tree are added up as soon as both are there."""
         self._spare: list[_Memory] = []
         self._allocate()
 
@@ -159,7 +157,7 @@ class Bucket:
         return self.flat.nbytes
 
     def renew(self) -> None:
-        """Allocates new memory, because an abandoned collective may still read and write the old, sums of parts too."""
+        """Allocates new memory, because an abandoned collective may still read and write the old, sums of nodes too."""
         self._sums.clear()
         self._allocate()
         self._spare.clear()
@@ -235,43 +233,42 @@ class Bucket:
             slot.flags.writeable = False  # makes `p.grad += g` an error, where it would give a wrong sum unnoticed
         self._encode(alone=alone)
 
-    def close_part(self, turn: PartTurn) -> None:
-        """Adds the packed gradients of a finished part to others, in the tree over parts (`part_tree`).
+    def add_leaf(self, order: SumOrder) -> None:
+        """Adds the packed gradients of a pass to others, as a leaf of the tree (`sum_tree`).
 
-        After a rank's last part `terms` are ready to be summed over the ranks, into `flat`, which is other memory then.
-        After any other part the gradients may be written again.
+        After a rank's last leaf `terms` are ready to be summed over the ranks, into `flat`, which is other memory then.
+        After any other the gradients may be written again.
         """
-        share = turn.share
-        if not share.repeats:
-            self._add((turn.number, turn.number + 1), turn.parts)
-        if not turn.is_last:
+        if order.leaf is not None:
+            self._add(order.leaf, order.leaves)
+        if not order.is_last:
             self._move()
             for parameter in self._parameters:
                 parameter._hold(None)
             return
-        self.parts, self.nodes_by_rank = turn.parts, share.nodes
+        self.order = order
         self.terms = [sums.flat for _, sums in self._sums] or [self.flat]
-        if len(share.nodes) == 1:  # nothing travels: the sum of all parts is divided where it lies
+        if len(order.nodes) == 1:  # nothing travels: the sum of all leaves is divided where it lies
             ((_, whole),) = self._sums
             if whole is not self._memory:
                 self._spare.append(self._memory)
                 self._use(whole)
                 self._offer_home()
             self._sums.clear()
-        elif not share.repeats:
+        elif order.leaf is not None:
             self._move()
 
-    def _add(self, node: Node, parts: int) -> None:
+    def _add(self, node: Node, leaves: int) -> None:
         """Takes the memory of the bucket as the sum of a node, and adds up siblings."""
         place = sum(other < node for other, _ in self._sums)
         with np.errstate(all="ignore"):  # infinities are valid here
             while True:
-                if place and closes(self._sums[place - 1][0], node, parts):
+                if place and closes(self._sums[place - 1][0], node, leaves):
                     place -= 1
                     left, sums = self._sums.pop(place)
                     np.add(sums.flat, self.flat, out=self.flat)
                     node = (left[0], node[1])
-                elif place < len(self._sums) and closes(node, self._sums[place][0], parts):
+                elif place < len(self._sums) and closes(node, self._sums[place][0], leaves):
                     right, sums = self._sums.pop(place)
                     np.add(self.flat, sums.flat, out=self.flat)
                     node = (node[0], right[1])
@@ -287,7 +284,7 @@ class Bucket:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """The nodes of whose parts the bucket holds the sums, from left to right."""
+        """The nodes whose sums the bucket holds, from left to right."""
         return tuple(node for node, _ in self._sums)
 
     def keep_nodes(self, nodes: Sequence[Node], *, spare: int) -> None:
@@ -298,7 +295,7 @@ class Bucket:
             sums.flat[self._weight_at + 1 + len(self._parameters) :] = 0  # the step word of the undone attempt
         if not nodes:  # a repair takes more memory than other steps
             del self._spare[spare:]
-        self.parts, self.terms, self.nodes_by_rank = 0, [], ()
+        self.order, self.terms = EVEN, []
 
     def unpack(self, total: float, *, divided: bool = False) -> None:
         """Divides the reduced sums, and gives each parameter that any rank used its mean gradient.

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline._collectives.choose import nodes_of, where_of
+from paceline._group import Group
 from paceline._parallel._agreement import ModelManifest, agree
 from paceline._parallel._bucket_reducer import BucketReducer
 from paceline._parallel._parameter import HasParameters, Module, Parameter, buffers_of, parameters_of, write_back
-from paceline._parallel._ranks import CarryingGroup, RankGroup
 from paceline._parallel._synchronizer import GradientSynchronizer, SpreadParameters, rows_of
 from paceline._parallel._transport import EngineTransport, GradientTransport, HostTransport
 from paceline.compression import Codec, PowerSGD, codec_of
@@ -81,7 +81,7 @@ class DDP:
     def __init__(
         self,
         module: Module,
-        group: RankGroup,
+        group: Group,
         *,
         bucket_mb: float | None = None,
         compression: str | Codec | PowerSGD | None = None,
@@ -114,7 +114,7 @@ class DDP:
             PacelineError: see `prepare`.
         """
         self.prepare()
-        self._synchronizer.begin_part()
+        self._synchronizer.begin_forward()
         shape = x.shape if isinstance(x, np.ndarray) else ()
         self._synchronizer.rows = shape[0] if shape else None
         return self.module.forward(x)
@@ -140,7 +140,7 @@ class DDP:
 
         Args:
             dy: gradient of this rank's *mean* loss with respect to the output, shape [B, ...].
-            weight: weight of this rank's gradient; by default B, or `part.weight` in a part of a step. With 0 the
+            weight: weight of this rank's gradient; by default B, or `micro.weight` in a microbatch. With 0 the
                 module runs, but its gradients, even NaN, are dropped.
 
         Raises:
@@ -152,7 +152,7 @@ class DDP:
                 attempt are dropped, and all ranks together may repeat the attempt.
         """
         if weight is None:
-            weight = rows_of(dy) if self.group.part is None else self.group.gradient_weight
+            weight = self.group.gradient_weight if self.group.order.is_leaf else rows_of(dy)
         with self._synchronizer.backward_pass(weight) as factor:
             # Backward is linear in dy: scaling dy, the smallest array, weights all gradients.
             self.module.backward(dy if factor in (0, 1) else dy * factor)
@@ -236,14 +236,14 @@ class ReplicatedModel:
     def __init__(
         self,
         module: HasParameters,
-        group: RankGroup,
+        group: Group,
         *,
         bucket_mb: float | None,
         compression: str | Codec | PowerSGD | None,
         error_feedback: bool | None,
         static_graph: bool,
         trains_narrow: bool = False,
-        carried: Callable[[CarryingGroup], GradientTransport] = EngineTransport,
+        carried: Callable[[Group], GradientTransport] = EngineTransport,
     ) -> None:
         if bucket_mb is not None and not bucket_mb > 0:
             raise ValueError(f"bucket_mb must be above 0 MiB, not {bucket_mb!r}")
@@ -300,9 +300,8 @@ class ReplicatedModel:
         agree(group, manifest, arrays, may_change=may_change, agreed_in=agreed_in)
         if compares:
             write_back(self.module, values, buffers)
-        carrying = cast(CarryingGroup, self._group) if engine != "links" else None
-        if carrying is not None:
-            carrying.open_engine()  # it connects while the model computes
+        if engine != "links":
+            self._group.open_engine()  # it connects while the model computes
         cap_bytes = self._cap_bytes(parameters)
         if self.reducer is not None and self.reducer.serves(parameters, cap_bytes):
             self.reducer.new_generation()  # keeps the memory, and the errors for feedback
@@ -310,8 +309,8 @@ class ReplicatedModel:
         low_rank = 0 if self._low_rank is None else self._low_rank.rank
         transport: GradientTransport = (
             HostTransport(self._group, self._codec, low_rank, feedback=self._feedback)
-            if carrying is None
-            else self._carried(carrying)
+            if engine == "links"
+            else self._carried(self._group)
         )
         self.reducer = BucketReducer(
             parameters, transport, cap_bytes, static=self._static_graph, narrow=self._trains_narrow
@@ -339,7 +338,7 @@ class ReplicatedModel:
 
         With compression, the errors for feedback lie in the buckets, which must then keep their sizes. And with
         parameters of several dtypes, the sizes decide which dtype the first bucket has, in which weights are summed:
-        the bits of a run with parts would depend on the hosts.
+        the bits of a run with microbatches would depend on the hosts.
         """
         compresses = self._codec is not None or self._low_rank is not None
         mixed = len({p.dtype for p in parameters.values() if p.requires_grad}) > 1

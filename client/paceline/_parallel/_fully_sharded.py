@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from paceline._group import Group
 from paceline._parallel._optimizer_state import stands_in
 from paceline._parallel._parameter import Module, Parameter
-from paceline._parallel._ranks import ShardRankGroup
 from paceline._parallel._synchronizer import rows_of
 from paceline._parallel.sharding._placement import ShardingStrategy
 from paceline._parallel.sharding._sharded_model import ShardedModel
@@ -85,7 +85,7 @@ class FSDP:
     def __init__(
         self,
         module: Module,
-        group: ShardRankGroup,
+        group: Group,
         strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
         intra_node_size: int | None = None,
         *,
@@ -136,7 +136,7 @@ class FSDP:
             with sharded.running_backward():
                 return self.module.backward(dy)
         if weight is None:
-            weight = rows_of(dy) if self.group.part is None else self.group.gradient_weight
+            weight = self.group.gradient_weight if self.group.order.is_leaf else rows_of(dy)
         with sharded.backward_pass(weight) as factor, sharded.running_backward():
             # Backward is linear in dy: scaling dy, the smallest array, weights all gradients.
             self.module.backward(dy if factor in (0, 1) else dy * factor)

@@ -21,7 +21,7 @@ The parts, and what each is responsible for:
 - `Accumulation`: weights and micro-batches of this rank.
 - `GradientReducer`: which gradients are ready, and which collectives are running.
 - `Parameter`: where one gradient lies. A subclass adapts the parameter of another framework.
-- `GradientTransport` (DDP), `ShardRankGroup` (FSDP): moving memory between the ranks.
+- `GradientTransport` (DDP), `Group` (FSDP): moving memory between the ranks.
 - The fronts (`paceline.DDP`, `paceline.FSDP` and those of `paceline.torch`): running backward, and the users' API.
 
 B is the number of samples in this rank's batch, W the number of ranks.
@@ -37,15 +37,15 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline._collectives.part_tree import Node
-from paceline._group.group_core import PartRecord, PartTurn
+from paceline._base.sum_order import EVEN, Node, SumOrder
+from paceline._group import Group
+from paceline._microbatch.leaf_buffers import LeafBuffers
 from paceline._parallel._accumulation import Accumulation
 from paceline._parallel._agreement import give
 from paceline._parallel._parameter import Parameter
-from paceline._parallel._ranks import RankGroup
 from paceline.errors import SizeMismatch, StepOrderError
 
-SpreadParameters: TypeAlias = tuple[RankGroup | None, Sequence[Parameter]]
+SpreadParameters: TypeAlias = tuple[Group | None, Sequence[Parameter]]
 """Parameters, and the ranks over which they are spread; None if this rank has all of them whole."""
 
 
@@ -69,23 +69,23 @@ class GradientReducer(Protocol):
     def ignoring(self, *, weight: float, early: bool) -> AbstractContextManager[None]:
         """Drops the gradients of the backward pass inside the block; calls the same collectives as the other ranks."""
 
-    def begin_part(self, turn: PartTurn | None) -> None:
-        """Prepares for the pass of a part of the step; None for a pass that is no part of one.
+    def begin_pass(self, order: SumOrder) -> None:
+        """Prepares for a pass whose gradients are summed in this order.
 
         Raises:
-            UnsupportedOp: the gradients of parts cannot be summed in one fixed order here.
-            StepOrderError: a part was left out, has a second pass, or began with gradients.
-            PartsNotHeld: sums that were kept of an undone attempt are missing.
+            UnsupportedOp: they cannot be summed in it here.
+            StepOrderError: see `SumOrder.check_follows`.
+            SumsNotHeld: sums that were kept of an undone attempt are missing.
         """
 
-    def keep_part(self, *, weight: float) -> None:
-        """Sets the gradients of a finished part aside, until those of this rank's last part are reduced."""
+    def set_aside(self, *, weight: float) -> None:
+        """Sets the gradients of a finished leaf aside, until those of this rank's last leaf are reduced."""
 
-    def held_parts(self) -> tuple[PartRecord, tuple[Node, ...]] | None:
-        """See `PartHolder`."""
+    def held_sums(self) -> tuple[object, tuple[Node, ...]] | None:
+        """See `SumsHolder`."""
 
-    def recover_parts(self) -> None:
-        """See `PartHolder`."""
+    def recover_sums(self) -> None:
+        """See `SumsHolder`."""
 
     def finish(self, *, weight: float, replaces: bool = False) -> None:
         """Sends the remaining gradients, waits for all, and leaves the weighted means in the gradients.
@@ -121,7 +121,7 @@ class SynchronizedModel(Protocol):
         """
 
     def keeps_reducer(self) -> bool:
-        """True if the next agreement will keep the reducer of the last one, with the sums of parts in it."""
+        """True if the next agreement will keep the reducer of the last one, with the sums in it."""
 
     def spread_parameters(self) -> Sequence[SpreadParameters]:
         """Returns this rank's parameters, with the ranks that have the rest of them; in the same order on all ranks."""
@@ -147,7 +147,7 @@ class GradientSynchronizer:
     def __init__(
         self,
         model: SynchronizedModel,
-        group: RankGroup,
+        group: Group,
         *,
         accumulation: Callable[[Mapping[str, Parameter], Mapping[str, Parameter]], Accumulation] = Accumulation,
         agreed: Callable[[Any], None] = lambda reducer: None,
@@ -165,7 +165,7 @@ class GradientSynchronizer:
         """False inside `no_sync`."""
         self._generation = 0
         """The last generation in which all ranks agreed on the model and `reducer` was made; 0 for none."""
-        self._part_buffers = _PartBuffers()
+        self._leaf_buffers = LeafBuffers()
 
     def prepare(self, *, may_change: bool = True) -> GradientReducer:
         """Agrees on the model and takes rank 0's values; see `paceline.DDP.prepare`.
@@ -176,19 +176,13 @@ class GradientSynchronizer:
         moved = self.reducer is not None and self._generation != self._group.generation
         if self.reducer is not None and not moved and self.reducer.fits():
             return self.reducer
-        if (turn := self._group.part) is not None and turn.record.begun:
-            raise StepOrderError(
-                f"a wrapper has to agree on its model with the other ranks in part {turn.number}, when a part has "
-                "begun already: ranks have different numbers of parts, so they would not do so at the same time. Give "
-                "each wrapper itself to TrainState(...), or call its prepare() before `for part in step.parts`; and "
-                "freeze no parameters in that loop"
-            )
+        self._group.order.check_may_agree()
         if moved:  # newcomers use the model for the first time, so all ranks start afresh
             self.accumulation.drop()
         if self.accumulation.micro_batches:
             raise StepOrderError("a parameter was frozen or unfrozen in the middle of an accumulation")
         first_use = self.reducer is None
-        with own_collectives(self._group):
+        with self._group.order.collectives():
             self.reducer = self._model.agree(may_change=may_change, agreed_in=self._generation)
         self._generation = self._group.generation
         before = self.accumulation
@@ -200,16 +194,16 @@ class GradientSynchronizer:
         self._agreed(self.reducer)
         return self.reducer
 
-    def begin_part(self) -> None:
-        """Gives the module the buffers with which each part of a step begins; does nothing outside of parts.
+    def begin_forward(self) -> None:
+        """Gives the module the buffers with which each microbatch begins; does nothing outside of microbatches.
 
         Wrappers call it before each forward pass. The first call of a step may agree on the model.
         """
-        turn = self._group.part
-        if turn is not None and turn is not self._part_buffers.turn:
+        order = self._group.order
+        if order.is_leaf and order is not self._leaf_buffers.order:
             self.prepare()
-            turn.record.begun = True
-            self._part_buffers.begin(turn, self._model.buffers())
+            order.begin_forward()
+            self._leaf_buffers.begin(order, self._model.buffers())
 
     @property
     def reduces(self) -> bool:
@@ -233,40 +227,35 @@ class GradientSynchronizer:
         reducer = self.prepare(may_change=False)
         reduces = self._reduces if reduces is None else reduces
         weight = checked_weight(weight)
-        turn = self._turn(reduces=reduces)
-        if turn is not None:
-            turn.record.begun = True
-            if self not in turn.record.wrappers:
-                turn.record.wrappers.append(self)
-            if turn.is_check:
-                with self._check_pass(reducer, turn, weight):
-                    yield weight
-                return
-        reducer.begin_part(turn)
+        order = self._group.order
+        order.begin_pass(self, reduces=reduces)
+        if order.is_leaf:
+            self._check_forward(order)
+        if order.is_check:
+            with self._check_pass(reducer, order, weight):
+                yield weight
+            return
+        reducer.begin_pass(order)
         self.accumulation.open()
-        # A part has the same factor in every world.
-        factor = self.accumulation.add(weight, alone=self._group.size == 1 and turn is None)
-        reduces = reduces and (turn is None or turn.is_last)
-        with self._all_or_nothing(), own_collectives(self._group):
+        # A leaf has the same factor in every world.
+        factor = self.accumulation.add(weight, alone=self._group.size == 1 and not order.is_leaf)
+        reduces = reduces and order.is_last
+        with self._all_or_nothing(), order.collectives():
             root = self._before_reduction() if reduces else 0
-            root = root if turn is None else turn.share.root
             watching = reducer.watching if factor else reducer.ignoring
-            digested = turn is not None and turn.is_digested
-            with watching(weight=self.accumulation.rank_weight, early=reduces and not digested):
+            with watching(weight=self.accumulation.rank_weight, early=reduces and not order.is_digested):
                 yield factor
-            if turn is not None:
-                if digested:
-                    _digest(turn, reducer.sources)
-                self._part_buffers.end(turn, self._model.buffers())
+            if order.is_leaf:
+                if order.is_digested:
+                    order.digest(reducer.sources.items())
+                self._leaf_buffers.end(order, self._model.buffers())
+                root = order.root
             if reduces:
                 self._reduce(root)
-                if turn is not None:
-                    turn.record.waiting.discard(id(self))
-                    turn.record.summed = True
-                    turn.record.updated.clear()
-            elif turn is not None:
-                reducer.keep_part(weight=self.accumulation.rank_weight)
-                turn.record.waiting.add(id(self))
+                order.summed(self)
+            elif order.is_leaf:
+                reducer.set_aside(weight=self.accumulation.rank_weight)
+                order.set_aside(self)
                 self.accumulation.reset()
 
     def sync_gradients(self, weight: float | None = None, *, owed: bool = False) -> None:
@@ -282,7 +271,7 @@ class GradientSynchronizer:
         path = accumulation.written_by_others(or_zeros=True)
         if path is None and not accumulation.micro_batches and not owed:
             return
-        self._refuse_in_parts()
+        self._group.order.check_by_hand()
         by_hand = not accumulation.micro_batches
         if not by_hand:
             if path is not None:
@@ -297,7 +286,7 @@ class GradientSynchronizer:
             for source in reducer.sources.values():
                 if source.grad is not None and factor != 1:
                     source._hold(source.grad * factor if factor else None)
-        reducer.begin_part(None)
+        reducer.begin_pass(EVEN)
         with self._all_or_nothing():
             self._reduce(self._before_reduction(), replaces=by_hand)
 
@@ -342,15 +331,15 @@ class GradientSynchronizer:
             parameter.grad = None
         self.accumulation.mark()
 
-    def held_parts(self) -> tuple[PartRecord, tuple[Node, ...]] | None:
-        """See `PartHolder`: None also if the next agreement on the model will make another reducer."""
+    def held_sums(self) -> tuple[object, tuple[Node, ...]] | None:
+        """See `SumsHolder`: None also if the next agreement on the model will make another reducer."""
         kept = self.reducer is not None and self._model.keeps_reducer()
-        return self.reducer.held_parts() if kept and self.reducer is not None else None
+        return self.reducer.held_sums() if kept and self.reducer is not None else None
 
-    def recover_parts(self) -> None:
-        """See `PartHolder`."""
+    def recover_sums(self) -> None:
+        """See `SumsHolder`."""
         if self.reducer is not None:
-            self.reducer.recover_parts()
+            self.reducer.recover_sums()
 
     def abandon(self) -> None:
         """Drops all gradients and micro-batches of an attempt that failed, because some may be reduced and some not."""
@@ -360,41 +349,23 @@ class GradientSynchronizer:
             self.accumulation.mark()
 
     @contextmanager
-    def _check_pass(self, reducer: GradientReducer, turn: PartTurn, weight: float) -> Iterator[None]:
-        """Surrounds the backward pass of another rank's part, whose gradients are digested and dropped."""
-        _check_cleared(turn, reducer.sources.items())
+    def _check_pass(self, reducer: GradientReducer, order: SumOrder, weight: float) -> Iterator[None]:
+        """Surrounds the backward pass of another rank's microbatch, whose gradients are digested and dropped."""
+        order.check_follows(EVEN, reducer.sources.items())
         with self._all_or_nothing():
             watching = reducer.watching if weight else reducer.ignoring
             with watching(weight=weight, early=False):
                 yield
-            _digest(turn, reducer.sources)
+            order.digest(reducer.sources.items())
             for source in reducer.sources.values():
                 source._hold(None)
-            self._part_buffers.restore(self._model.buffers())
+            self._leaf_buffers.restore(self._model.buffers())
 
-    def _turn(self, *, reduces: bool) -> PartTurn | None:
-        """Returns the part that a backward pass belongs to; None if the step has no parts.
-
-        Raises:
-            StepOrderError: the step has parts, but the pass is in none of them, or does not follow their rules.
-        """
-        turn = self._group.part
-        if turn is None:
-            self._refuse_in_parts()
-        elif not reduces:
-            raise StepOrderError("no_sync() in a part of a step: parts are accumulated anyway, so leave it out")
-        elif self._part_buffers.turn is not turn and self._model.buffers():
+    def _check_forward(self, order: SumOrder) -> None:
+        if self._leaf_buffers.order is not order and self._model.buffers():
             raise StepOrderError(
-                f"the forward pass of part {turn.number} did not go through the wrapper, which sets the module's "
-                "buffers for each part: call the wrapped model"
-            )
-        return turn
-
-    def _refuse_in_parts(self) -> None:
-        if self._group.parts:
-            raise StepOrderError(
-                "the sampler has parts, but these gradients belong to none of them, so their sum would depend on the "
-                "number of workers: write `for part in step.parts: with part: ...` around forward and backward"
+                f"the forward pass of {order.name} did not go through the wrapper, which sets the module's buffers for "
+                "each microbatch: call the wrapped model"
             )
 
     def _reduce(self, root: int, *, replaces: bool = False) -> None:
@@ -415,102 +386,6 @@ class GradientSynchronizer:
             self.abandon()
             raise
         self.accumulation.mark()
-
-
-@contextmanager
-def own_collectives(group: RankGroup) -> Iterator[None]:
-    """Lets collectives pass inside the block, even in a part of a step."""
-    turn = group.part
-    if turn is None:
-        yield
-        return
-    turn.record.in_wrappers += 1
-    try:
-        yield
-    except BaseException:
-        turn.record.failed = True
-        raise
-    finally:
-        turn.record.in_wrappers -= 1
-
-
-def check_follows(before: PartTurn | None, turn: PartTurn, parameters: Iterable[tuple[str, Parameter]]) -> None:
-    """Checks that the backward pass of a part follows that of the part before it.
-
-    Args:
-        before: the part of the last backward pass; None if it was no part.
-        turn: the part that begins.
-        parameters: those that must not have a gradient yet, by path.
-
-    Raises:
-        StepOrderError: a part was left out, has a second pass, or began with gradients.
-    """
-    if turn is before:
-        raise StepOrderError(
-            f"a second backward pass in part {turn.number}: each part of a step has one. Add up the losses first"
-        )
-    if not turn.is_first and (before is None or not turn.follows(before)):
-        left_out = turn.share.numbers[turn.share.numbers.index(turn.number) - 1]
-        raise StepOrderError(f"part {left_out} had no backward pass, but part {turn.number} has one")
-    _check_cleared(turn, parameters)
-
-
-def _check_cleared(turn: PartTurn, parameters: Iterable[tuple[str, Parameter]]) -> None:
-    if (written := next((path for path, p in parameters if p.grad is not None), None)) is not None:
-        raise StepOrderError(
-            f"parameter {written!r} has a gradient when part {turn.number} begins: set gradients to None before the "
-            "first part of the step (zero_grad() without set_to_none=False), and leave them alone until the last"
-        )
-
-
-class _PartBuffers:
-    """Makes a module's buffers independent of how many parts a rank computes.
-
-    Each part begins with the buffers that the step began with. After the step they are those of part 0: all ranks take
-    them from the rank that gives the sum with part 0. It has computed that part, in this attempt or in the one that it
-    kept the sum from. So the buffers are kept like the sum.
-
-    Attributes:
-        turn: the last part that has begun.
-    """
-
-    def __init__(self) -> None:
-        self.turn: PartTurn | None = None
-        self._before: list[NDArray[Any]] = []
-        self._of_part_0: list[NDArray[Any]] = []
-
-    def begin(self, turn: PartTurn, buffers: Mapping[str, NDArray[Any]]) -> None:
-        """Begins a part, before its first forward pass."""
-        self.turn = turn
-        if turn.is_first or turn.is_check:
-            self._before = [buffer.copy() for buffer in buffers.values()]
-        else:
-            _write(self._before, buffers)
-
-    def restore(self, buffers: Mapping[str, NDArray[Any]]) -> None:
-        """Undoes what a part has changed that does not count."""
-        _write(self._before, buffers)
-
-    def end(self, turn: PartTurn, buffers: Mapping[str, NDArray[Any]]) -> None:
-        """Ends a part, after its backward pass."""
-        if turn.number == 0 and not turn.share.repeats:
-            self._of_part_0 = [buffer.copy() for buffer in buffers.values()]
-        if turn.share.root == turn.share.rank and turn.is_last:
-            _write(self._of_part_0, buffers)
-
-
-def _digest(turn: PartTurn, sources: Mapping[str, Parameter]) -> None:
-    """Adds the gradients of a part to its digest; several ranks compute the same (`PartRecord.digests`)."""
-    digest = turn.record.digests[turn.is_check]
-    for path, source in sources.items():
-        digest.update(f"{path} {source.grad is not None} ".encode())
-        if source.grad is not None:
-            digest.update(np.ascontiguousarray(source.grad).reshape(-1).view(np.uint8).data)
-
-
-def _write(values: Sequence[NDArray[Any]], buffers: Mapping[str, NDArray[Any]]) -> None:
-    for value, buffer in zip(values, buffers.values(), strict=True):
-        np.copyto(buffer, value)
 
 
 def rows_of(dy: NDArray[Any]) -> int:
@@ -536,7 +411,7 @@ def checked_weight(weight: float) -> float:
     return weight
 
 
-def total_norm(spread: Sequence[SpreadParameters], group: RankGroup, p: float) -> float:
+def total_norm(spread: Sequence[SpreadParameters], group: Group, p: float) -> float:
     """Returns the p-norm of all gradients as one vector, the same bits on every rank. A missing gradient counts as 0.
 
     Sums and powers may differ in the last bit between CPUs and libraries, so all ranks take rank 0's result (I5).
@@ -560,7 +435,7 @@ def _joined(powers: Sequence[float], p: float) -> float:
     return float(np.max(powers, initial=0.0)) if math.isinf(p) else sum(powers)
 
 
-def _agreed_norm(norm: float, group: RankGroup, p: float) -> float:
+def _agreed_norm(norm: float, group: Group, p: float) -> float:
     """Returns rank 0's p-norm, from the sum of all powers; for infinity the greatest."""
     if not math.isinf(p):
         with np.errstate(over="ignore"):  # infinity is a valid result

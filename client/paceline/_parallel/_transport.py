@@ -17,19 +17,20 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from paceline._collectives.part_tree import Node
-from paceline._group.group_core import PartTurn, Piggyback
+from paceline._base.sum_order import Node, SumOrder
+from paceline._base.work import Work
+from paceline._group import Group
+from paceline._group.group_core import Piggyback
 from paceline._parallel._buckets import Bucket
 from paceline._parallel._low_rank import LowRankBucket, shrinks
 from paceline._parallel._parameter import Parameter
-from paceline._parallel._ranks import CarryingGroup, PendingWork, RankGroup
 from paceline.compression import Bf16, Codec
 
 NO_FIXED_ORDER = (
-    "gradients of parts are summed in one fixed order, which neither compression nor an engine keeps: leave out "
-    "compression= and --engine, or the parts of the sampler"
+    "gradients of microbatches are summed in one fixed order, which neither compression nor an engine keeps: leave out "
+    "compression= and --engine, or the microbatches of the sampler"
 )
-"""The text of the error that refuses the parts of a step with compression or an engine."""
+"""The text of the error that refuses microbatches with compression or an engine."""
 
 
 class GradientBucket(Protocol):
@@ -54,15 +55,15 @@ class GradientBucket(Protocol):
     def total(self) -> NDArray[Any]:
         """The weight, shape [1]: before the reduction this rank's, after it the sum over all ranks."""
 
-    def close_part(self, turn: PartTurn) -> None:
-        """Adds the packed gradients of a finished part to those of other parts; see `Bucket.close_part`."""
+    def add_leaf(self, order: SumOrder) -> None:
+        """Adds the packed gradients to others, as a leaf of a tree; see `Bucket.add_leaf`."""
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """The nodes of the tree over parts of which it holds the sums."""
+        """The nodes of the tree whose sums it holds."""
 
     def keep_nodes(self, nodes: Sequence[Node], *, spare: int) -> None:
-        """Forgets the gradients of finished parts, except the sums of these nodes; keeps memory for `spare` others."""
+        """Forgets the sums of all nodes but these; keeps memory for `spare` others."""
 
     def pack(self, weight: float, *, alone: bool) -> None:
         """Completes the message with this rank's weight; until `unpack` its gradients must not be written.
@@ -103,8 +104,8 @@ class GradientTransport(Protocol):
         """The reason why no collective may be called now; empty if collectives may be called."""
 
     @property
-    def parts_refusal(self) -> str:
-        """The reason why it cannot sum the parts of a step in one fixed order; empty if it can."""
+    def tree_refusal(self) -> str:
+        """The reason why it cannot sum in a tree; empty if it can."""
 
     def new_bucket(self, parameters: Mapping[str, Parameter], *, room: int) -> Any:
         """Makes a `GradientBucket` for these parameters, all of one dtype.
@@ -117,7 +118,7 @@ class GradientTransport(Protocol):
     def take_piggyback(self) -> Piggyback | None:
         """Returns, once, the numbers that wait to travel in a bucket; either all ranks have some or none has."""
 
-    def start(self, bucket: Any, *, divisor: Callable[[], float] | None, in_background: bool) -> PendingWork | None:
+    def start(self, bucket: Any, *, divisor: Callable[[], float] | None, in_background: bool) -> Work[Any] | None:
         """Starts to sum a packed bucket over the ranks, in place. All ranks start their buckets in the same order.
 
         Args:
@@ -137,7 +138,7 @@ class GroupTransport:
         group: the ranks.
     """
 
-    def __init__(self, group: RankGroup) -> None:
+    def __init__(self, group: Group) -> None:
         self._group = group
 
     @property
@@ -166,16 +167,14 @@ class HostTransport(GroupTransport):
         feedback: with compression, adds the rounding errors of a pass to the gradients of the next.
     """
 
-    def __init__(
-        self, group: RankGroup, codec: Codec | None = None, low_rank: int = 0, *, feedback: bool = False
-    ) -> None:
+    def __init__(self, group: Group, codec: Codec | None = None, low_rank: int = 0, *, feedback: bool = False) -> None:
         super().__init__(group)
         self._codec = codec
         self._low_rank = low_rank
         self._feedback = feedback
 
     @property
-    def parts_refusal(self) -> str:
+    def tree_refusal(self) -> str:
         """See `GradientTransport`: compression rounds the sums of each rank."""
         return NO_FIXED_ORDER if self._codec is not None or self._low_rank else ""
 
@@ -188,23 +187,25 @@ class HostTransport(GroupTransport):
         bucket.codec = Bf16() if self._codec is None and bucket.dtype.name == "bfloat16" else self._codec
         return bucket
 
-    def start(self, bucket: Bucket, *, divisor: Callable[[], float] | None, in_background: bool) -> PendingWork | None:
+    def start(self, bucket: Bucket, *, divisor: Callable[[], float] | None, in_background: bool) -> Work[Any] | None:
         """See `GradientTransport`."""
         flat = bucket.flat
-        if bucket.parts:
-            work = self._group.all_reduce_parts(
+        async_op: Any = in_background  # mypy takes either overload then
+        work: Any
+        if bucket.order.leaves:
+            work = self._group.all_reduce_tree(
                 bucket.terms,
-                parts=bucket.parts,
+                leaves=bucket.order.leaves,
                 out=flat,
-                nodes=bucket.nodes_by_rank,
+                nodes=bucket.order.nodes,
                 divisor=divisor,
-                async_op=in_background,
+                async_op=async_op,
             )
         elif bucket.codec is None:
-            work = self._group.all_reduce(flat, op="sum", out=flat, divisor=divisor, async_op=in_background)
+            work = self._group.all_reduce(flat, op="sum", out=flat, divisor=divisor, async_op=async_op)
         else:
             work = self._group.all_reduce_compressed(
-                flat, bucket.codec, exact=bucket.exact, memory=bucket.memory, out=flat, async_op=in_background
+                flat, bucket.codec, exact=bucket.exact, memory=bucket.memory, out=flat, async_op=async_op
             )
         return work if in_background else None
 
@@ -225,12 +226,12 @@ class EngineTransport(HostTransport):
         group: the ranks; its configuration names an engine.
     """
 
-    def __init__(self, group: CarryingGroup) -> None:
+    def __init__(self, group: Group) -> None:
         super().__init__(group)
         self._carrying = group
 
     @property
-    def parts_refusal(self) -> str:
+    def tree_refusal(self) -> str:
         """See `GradientTransport`: an engine sums in an order of its own."""
         return NO_FIXED_ORDER
 
@@ -238,7 +239,7 @@ class EngineTransport(HostTransport):
         """See `GradientTransport`."""
         return Bucket(parameters, room, self._group.empty)
 
-    def start(self, bucket: Bucket, *, divisor: Callable[[], float] | None, in_background: bool) -> PendingWork | None:
+    def start(self, bucket: Bucket, *, divisor: Callable[[], float] | None, in_background: bool) -> Work[Any] | None:
         """See `GradientTransport`."""
         gradients, tail = bucket.flat[: -bucket.exact], bucket.flat[-bucket.exact :]
         work = self._carrying.all_reduce_carried(gradients, tail, divisor=divisor, async_op=in_background)

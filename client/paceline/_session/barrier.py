@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from paceline import errors
 from paceline._base.rpc import duration, error_type
 from paceline._base.waits import Outcome
+from paceline_protocol.messages import BarrierFailed, BarrierPassed
 from pacelinepb.v1 import session_pb2 as pb
 
 _SLACK = 5.0
@@ -95,17 +96,17 @@ class Barriers:
         with self._lock:  # counts passed barriers only: members that come late to a failed one join the next attempt
             self._rounds[entry.generation, entry.name] += 1
 
-    def answer(self, call: int, failed: pb.BarrierFailed | None) -> None:
+    def answer(self, answer: BarrierPassed | BarrierFailed) -> None:
         """Completes a call with the coordinator's answer."""
         with self._lock:  # `fail` may run at the same time, and an outcome is set only once
-            entry, outcome = self._waiting.get(call, (None, None))
+            entry, outcome = self._waiting.get(answer.call, (None, None))
             if entry is None or outcome is None or outcome.done():
                 return
-            if failed is None:
+            if isinstance(answer, BarrierPassed):
                 outcome.set_result(None)
                 return
-            error = error_type(failed.reason)
-            outcome.set_exception(error(failed.text, ranks=tuple(failed.culprits), generation=entry.generation))
+            error = error_type(answer.reason)
+            outcome.set_exception(error(answer.text, ranks=answer.culprits, generation=entry.generation))
 
     def in_flight(self) -> list[pb.EnterBarrier]:
         """Returns the arrivals without an answer, which are sent again after a reconnect."""

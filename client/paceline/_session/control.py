@@ -18,19 +18,17 @@ from paceline._base.addresses import CoordinatorAddresses, is_refused
 from paceline._base.rpc import (
     aio,
     backoff,
-    duration,
     error_from_status,
     grpc,
     is_other_version,
     is_transient,
     leader_named_by,
 )
-from paceline._base.work import Progress
 from paceline._session.connection import CoordinatorChannel, SessionStream, check_tls, open_stream
 from paceline.config import Config
 from paceline.credentials import Credentials
-from paceline_protocol import Counters
-from pacelinepb import MOST_KINDS
+from paceline_protocol.messages import Message, Spare, ViewFormed
+from paceline_protocol.translation import read_message
 from pacelinepb.remarks import Remarks
 from pacelinepb.v1 import session_pb2 as pb
 
@@ -126,9 +124,9 @@ class ControlStream:
                 patience = _EACH_S if self._addresses.several else _ATTEMPT_S
                 give_up = min(start + timeout, time.monotonic() + patience * 2.0 ** min(attempt, 10))
                 if attempt and self._addresses.several:
-                    await self._turn(give_up)
+                    await self._change_coordinator(give_up)
                 call = await self._connect(pb.SessionRequest(register=self._register), give_up)
-                self._task = asyncio.create_task(self._guard(call))
+                self._task = asyncio.create_task(self._serve_until_over(call))
                 return
             except aio.AioRpcError as error:
                 typed = error_from_status(error, f"the coordinator at {self.target}")
@@ -143,7 +141,7 @@ class ControlStream:
                     if final is not None or time.monotonic() - start >= timeout:
                         raise final or typed from error
                 elif await self._is_gone():
-                    raise errors.CoordinatorUnreachable(self._gone) from error
+                    raise errors.CoordinatorUnreachable(self._gone_for_good) from error
                 elif attempt & (attempt - 1) == 0:  # 0, 1, 2, 4, 8...: it may come up with a wrong certificate later
                     target = str(self._addresses.current)
                     await check_tls(target, self._credentials.files, start + timeout - time.monotonic())
@@ -215,16 +213,16 @@ class ControlStream:
         self._listener.on_registered()
         return call
 
-    async def _guard(self, call: SessionStream) -> None:
+    async def _serve_until_over(self, call: SessionStream) -> None:
         """Serves a stream; if that fails unexpectedly, logs the error and ends the session."""
         try:
-            await self._run(call)
+            await self._keep_session(call)
         except Exception as error:  # noqa: BLE001  logged, and the session ends
             _log.exception("the session with %s failed unexpectedly", self.target)
             self._left.set()
             self._listener.on_broken(error)
 
-    async def _minded(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def _end_member_on_failure(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Runs a task that a stream needs besides its reader; if it fails, logs the error and ends this member."""
         try:
             await work()  # made here, since a task that is cancelled before it starts would never await it
@@ -232,7 +230,7 @@ class ControlStream:
             _log.exception("the stream to %s failed unexpectedly", self.target)
             self._listener.on_broken(error)
 
-    async def _run(self, call: SessionStream) -> None:
+    async def _keep_session(self, call: SessionStream) -> None:
         while not self._left.is_set():
             began = time.monotonic()
             error = await self._serve(call)
@@ -248,7 +246,7 @@ class ControlStream:
             if error is not None and not is_transient(error):
                 final = self._refusals.final(error_from_status(error, f"the coordinator at {self.target}"))
                 if final is not None and not self._may_rejoin(final):
-                    self._end(final)
+                    self._end_session(final)
                     return
                 if final is not None:
                     first = self._register_again()
@@ -264,17 +262,17 @@ class ControlStream:
 
     async def _serve(self, call: SessionStream) -> aio.AioRpcError | None:
         """Serves one stream until it ends; returns its status, None for an orderly end."""
-        writer = asyncio.create_task(self._minded(functools.partial(self._write, call)))
-        beat = asyncio.create_task(self._minded(self._beat))
+        writer = asyncio.create_task(self._end_member_on_failure(functools.partial(self._write, call)))
+        beat = asyncio.create_task(self._end_member_on_failure(self._send_heartbeats))
         assert self.registered is not None
         silence = self.registered.longest_silence.ToTimedelta().total_seconds() or None
         self._silent = False
         try:
-            while (message := await _next(call, silence)) is not None:
+            while (message := await _next_message(call, silence)) is not None:
                 if not self._is_current(message):
                     self._silent = True  # another coordinator leads
                     return None
-                self._dispatch(message)
+                self._hand_on(message)
                 if self._left.is_set():
                     return None
         except aio.AioRpcError as error:
@@ -297,7 +295,7 @@ class ControlStream:
         self._epoch = message.epoch
         return True
 
-    async def _turn(self, deadline: float) -> None:
+    async def _change_coordinator(self, deadline: float) -> None:
         """Goes to the coordinator that a standby has named, or else to the next one.
 
         Raises:
@@ -316,40 +314,32 @@ class ControlStream:
                     self.send_again([request])
                 return  # the reader learns how the stream ended
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         assert self.registered is not None
         interval = self.registered.heartbeat_interval.ToTimedelta().total_seconds()
         while True:
             await asyncio.sleep(interval)
             self.beat()
 
-    def _dispatch(self, message: pb.SessionResponse) -> None:
-        kind = message.WhichOneof("event")
-        if kind == "view_formed":
-            self.generation = message.view_formed.generation
-            self._listener.on_view(message.view_formed)
-        elif kind == "verdict":
-            self._listener.on_verdict(message.verdict)
-        elif kind == "waiting":
-            self._listener.on_waiting(message.waiting.reason)
-        elif kind == "barrier_passed":
-            self._listener.on_barrier(message.barrier_passed.call, None)
-        elif kind == "barrier_failed":
-            self._listener.on_barrier(message.barrier_failed.call, message.barrier_failed)
-        elif kind == "new_door_secret":
-            assert self.registered is not None
-            self.registered.door_secret = message.new_door_secret.door_secret
-            self._listener.on_registered()
-        elif kind == "asked":
-            self._listener.on_asked(message.asked)
-        elif kind == "left":
-            self._left.set()
-            if not self._leaving:
-                self._listener.on_closed()
-        else:
-            if kind == "spare":
-                self.generation = max(self.generation, message.spare.generation)
-            self._listener.on_line(message)
+    def _hand_on(self, response: pb.SessionResponse) -> None:
+        match response.WhichOneof("event"):
+            case "new_door_secret":
+                assert self.registered is not None
+                self.registered.door_secret = response.new_door_secret.door_secret
+                self._listener.on_registered()
+            case "asked":
+                self._listener.on_asked(response.asked)
+            case "left":
+                self._left.set()
+                if not self._leaving:
+                    self._listener.on_closed()
+        message = read_message(response)
+        if isinstance(message, ViewFormed):
+            self.generation = message.generation
+        elif isinstance(message, Spare):
+            self.generation = max(self.generation, message.generation)
+        if message is not None:
+            self._listener.on_message(message)
 
     def _resume_request(self) -> pb.SessionRequest:
         assert self.registered is not None
@@ -392,7 +382,7 @@ class ControlStream:
     async def _reconnect(self, request: pb.SessionRequest) -> SessionStream | None:
         """Resumes the session, or opens a new one; returns None if the session is over."""
         if await self._is_gone():  # nobody is left to say goodbye to, so a leaving member just ends
-            self._end(errors.OrphanedError(self._gone))
+            self._end_session(errors.OrphanedError(self._gone_for_good))
             return None
         self._warn("lost the stream to the coordinator at %s; reconnecting", self.target)
         start = time.monotonic()
@@ -412,9 +402,9 @@ class ControlStream:
             patience = min(most, self._config.failure_timeout / 3 * 2.0 ** min(attempt, 10))
             give_up = min(deadline, began + patience)
             try:
-                request = await self._moved(request, give_up)
+                request = await self._with_new_address(request, give_up)
                 if not leads:  # it may have another address when it comes back
-                    await self._turn(give_up)
+                    await self._change_coordinator(give_up)
                 leads = False
                 call = await self._connect(request, give_up)
             except aio.AioRpcError as error:
@@ -430,17 +420,17 @@ class ControlStream:
                 if final is not None and self._may_rejoin(final) and request.HasField("resume"):
                     request = self._register_again()
                 elif final is not None:
-                    self._end(final)
+                    self._end_session(final)
                     return None
                 elif await self._is_gone():
-                    self._end(errors.OrphanedError(self._gone))
+                    self._end_session(errors.OrphanedError(self._gone_for_good))
                     return None
             except TimeoutError:
                 pass  # one attempt timed out; the deadline below ends the loop
             except (_Nowhere, _Outdated) as error:
                 last = str(error)
             except errors.PacelineError as error:
-                self._end(error)
+                self._end_session(error)
                 return None
             except OSError as error:  # its name does not resolve
                 last = str(error)
@@ -448,7 +438,7 @@ class ControlStream:
                 self._warn("reconnected to the coordinator after %.1f s", time.monotonic() - start)
                 return call
             if time.monotonic() >= deadline:
-                self._end(
+                self._end_session(
                     errors.OrphanedError(
                         f"the coordinator at {self.target} did not come back in {self._config.rejoin_timeout:.0f} s; "
                         f"the last time: {last}"
@@ -465,10 +455,10 @@ class ControlStream:
         return not self._returns and await is_refused(self._addresses.current, _KNOCK_S)
 
     @property
-    def _gone(self) -> str:
+    def _gone_for_good(self) -> str:
         return f"the coordinator at {self.target} is gone: connections to it are refused, and it will not come back"
 
-    async def _moved(self, request: pb.SessionRequest, deadline: float) -> pb.SessionRequest:
+    async def _with_new_address(self, request: pb.SessionRequest, deadline: float) -> pb.SessionRequest:
         """Returns the request that introduces this member: a new registration if its address has changed.
 
         A session cannot move to a new address, because other members have the old address in their view.
@@ -491,13 +481,13 @@ class ControlStream:
         """Logs a warning; only at level INFO if the coordinator ends with a member, since links report that loss."""
         _log.log(logging.WARNING if self._returns else logging.INFO, text, *arguments)
 
-    def _end(self, error: errors.PacelineError) -> None:
+    def _end_session(self, error: errors.PacelineError) -> None:
         self._left.set()
         if not self._leaving:
             self._listener.on_ended(error)
 
 
-async def _next(call: SessionStream, silence: float | None) -> pb.SessionResponse | None:
+async def _next_message(call: SessionStream, silence: float | None) -> pb.SessionResponse | None:
     """Returns the next message of a stream; None at its end.
 
     It looks twice before it believes that nothing has come: after a stall of this process the time is up before the
@@ -551,55 +541,14 @@ class _Refusals:
         return self._first if self._count >= _BELIEVED else None
 
 
-def heartbeat(progress: Progress, doing: str, step: int, step_at: float, counters: Counters) -> pb.Heartbeat:
-    """Makes a heartbeat.
-
-    Args:
-        progress: of the group.
-        doing: kind of the operation that it is in.
-        step: of the last step word, which completed at `step_at`, a `time.monotonic()` value.
-        step_at: see `step`.
-        counters: what this member has counted.
-    """
-    now = time.monotonic()
-    return pb.Heartbeat(
-        operation=progress.operation,
-        since=duration(max(0.0, now - progress.since)),
-        inside=progress.inside,
-        step=step,
-        step_since=duration(max(0.0, now - step_at)),
-        committed=counters.committed,
-        undone=counters.undone,
-        samples=counters.samples,
-        sent_bytes=dict(sorted(counters.sent_bytes.items(), key=lambda sent: -sent[1])[:MOST_KINDS]),
-        in_collectives=duration(counters.in_collectives),
-        doing=doing,
-        checkpoint_step=counters.checkpoint_step,
-        checkpoints=counters.checkpoints,
-        checkpoint_failures=counters.checkpoint_failures,
-        checkpoint_time=duration(counters.checkpoint_time),
-        state_bytes=counters.state_bytes,
-        state_time=duration(counters.state_time),
-    )
-
-
 class ControlListener(Protocol):
     """Handles events of a control stream, on the loop thread; the methods must not block."""
 
     def on_registered(self) -> None:
         """Is called when `registered` is set or has changed: after each connection, and when a line has ended."""
 
-    def on_waiting(self, reason: str) -> None:
-        """Is called while there is no view yet, with the reason."""
-
-    def on_view(self, view: pb.ViewFormed) -> None:
-        """Is called when a view has formed."""
-
-    def on_verdict(self, verdict: pb.Verdict) -> None:
-        """Is called when the coordinator has ended a generation."""
-
-    def on_barrier(self, call: int, failed: pb.BarrierFailed | None) -> None:
-        """Is called when a barrier was passed, or has failed."""
+    def on_message(self, message: Message) -> None:
+        """Is called with each message of the coordinator about training."""
 
     def on_ended(self, error: errors.PacelineError) -> None:
         """Is called when the session is over for good."""
@@ -631,6 +580,3 @@ class ControlListener(Protocol):
 
     def on_asked(self, asked: pb.Asked) -> None:
         """Is called when an operator asks this member something."""
-
-    def on_line(self, message: pb.SessionResponse) -> None:
-        """A message about the line arrived: running, summons, catch_up, mismatch, drain, dismissed or finished."""

@@ -18,7 +18,8 @@ from paceline._links.registry import LinkKinds
 from paceline._session.control import ControlStream
 from paceline.config import Config
 from paceline.credentials import Credentials
-from paceline_protocol import UNTOLD, Verdict
+from paceline_protocol import Verdict
+from paceline_protocol.messages import ViewFormed
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
@@ -76,7 +77,7 @@ class Generations:
             # Members that went on in the old generation while the coordinator was away stop in their step.
             self.outdate(f"generation {generation} has formed")
 
-    def make(self, view: pb.ViewFormed, peers: Sequence[Peer]) -> GrpcMesh:
+    def make(self, view: ViewFormed, peers: Sequence[Peer]) -> GrpcMesh:
         """Makes the links of a view."""
         fault = Fault(view.generation, view.rank, self._config.verdict_timeout, str(peers[view.rank]))
         fault.on_suspicion(functools.partial(self._report, view.generation))
@@ -85,7 +86,7 @@ class Generations:
         return GrpcMesh(
             self._job,
             view.generation,
-            view.protocol_version or UNTOLD.newest,
+            view.version,
             view.rank,
             peers,
             fault,
@@ -123,7 +124,7 @@ class Generations:
                 stale = ErrorReason.ERROR_REASON_STALE_GENERATION
                 mesh.fault.settle(Verdict(mesh.generation, stale, (mesh.rank,), 0, text))
 
-    def broke(self, error: BaseException, view: pb.ViewFormed | None = None) -> None:
+    def broke(self, error: BaseException, view: ViewFormed | None = None) -> None:
         """Tells the others that this member cannot go on; from any thread.
 
         Args:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from paceline._base.rpc import duration
 from paceline._collectives.choose import RULES, Rules, rules_digest
-from paceline_protocol import OURS
+from paceline_protocol import OURS, Process
 from pacelinepb.v1 import session_pb2 as pb
 
 _STATE, _FLAGS, _THREADS, _START_TIME = 3, 9, 20, 22
@@ -42,7 +42,7 @@ def process_identity(pid: int | None = None) -> pb.ProcessIdentity:
     )
 
 
-def is_gone(other: pb.ProcessIdentity) -> bool:
+def is_gone(other: Process | pb.ProcessIdentity) -> bool:
     """True if that process ran on this host and has ended; False if it runs, or this process cannot know."""
     here = (_boot_id(), _pid_namespace())
     if not all(here) or here != (other.boot_id, other.pid_namespace) or not other.start_ticks:

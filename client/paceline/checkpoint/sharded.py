@@ -8,12 +8,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from paceline._links.base import Peer
 from paceline.checkpoint.folder import ON_ONE_DISK, discard, is_there, new_attempt, open_folder, publish
 from paceline.checkpoint.keep import Checkpoint, checked_tag, none_intact, remove, set_aside, tags
 from paceline.checkpoint.part import Part
@@ -24,39 +22,17 @@ from paceline.checkpoint.writing import PartWriter, write_part
 from paceline.errors import CheckpointDamaged, CheckpointFailed, PacelineError, SizeMismatch, StepOrderError
 from paceline_protocol import Tag
 
+if TYPE_CHECKING:
+    from paceline._group import Group  # commands that inspect checkpoints need not load it
+
 _log = logging.getLogger("paceline.checkpoint")
 
 _NAMED = 8
 """Most ranks whose trouble an error names."""
 
 
-class Ranks(Protocol):
-    """The part of `paceline.Group` that sharded checkpoints use."""
-
-    @property
-    def rank(self) -> int:
-        """This member's rank."""
-
-    @property
-    def size(self) -> int:
-        """The number of members."""
-
-    @property
-    def members(self) -> Sequence[Peer]:
-        """The members in rank order."""
-
-    def broadcast_object(self, o: Any = None, *, root: int = 0) -> Any:
-        """Returns the root's object on every rank."""
-
-    def gather_object(self, o: Any, *, root: int = 0) -> list[Any] | None:
-        """Returns the objects of all ranks at the root; None elsewhere."""
-
-    def all_gather_object(self, o: Any) -> list[Any]:
-        """Returns the objects of all ranks on every rank."""
-
-
 def save_sharded(
-    directory: str | os.PathLike[str], state: Any, tag: tuple[int, int], group: Ranks, *, keep: int = 2
+    directory: str | os.PathLike[str], state: Any, tag: tuple[int, int], group: Group, *, keep: int = 2
 ) -> Path:
     """Saves a sharded state. After a crash at any instant the last good one is still there. A collective.
 
@@ -100,7 +76,7 @@ class ShardedSaver:
         directory, group, keep: as for `save_sharded`.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], group: Ranks, *, keep: int = 2) -> None:
+    def __init__(self, directory: str | os.PathLike[str], group: Group, *, keep: int = 2) -> None:
         self._directory = Path(directory)
         self._group = group
         self._keep = keep
@@ -158,7 +134,7 @@ class ShardedSaver:
 class _Attempt:
     """One attempt to save one state."""
 
-    def __init__(self, directory: Path, state: Any, tag: tuple[int, int], group: Ranks, keep: int) -> None:
+    def __init__(self, directory: Path, state: Any, tag: tuple[int, int], group: Group, keep: int) -> None:
         self._tag, self._keep = checked_tag(tag, keep), keep
         self._directory, self._group = directory, group
         self._skeleton, leaves = split_shards(state)
@@ -259,13 +235,13 @@ class _Attempt:
         self._aside = set_aside(self._directory, self._keep, self._tag)
 
 
-def _name_of(group: Ranks) -> str:
+def _name_of(group: Group) -> str:
     """Returns the words for this rank."""
     return f"rank {group.rank} on {group.members[group.rank].host}"
 
 
 def load_sharded(
-    directory: str | os.PathLike[str], wanted: Any, group: Ranks, tag: tuple[int, int] | None = None
+    directory: str | os.PathLike[str], wanted: Any, group: Group, tag: tuple[int, int] | None = None
 ) -> Checkpoint | None:
     """Loads the state with the greatest tag that is intact at all ranks, each rank what it needs. A collective.
 

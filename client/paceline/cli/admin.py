@@ -7,7 +7,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import TypeVar
 
 from paceline._base.addresses import CoordinatorAddresses
@@ -17,15 +16,13 @@ from paceline._session.connection import check_tls
 from paceline.cli.access import coordinator_address, own_addresses, own_credentials
 from paceline.cli.output import UsageError, say
 from paceline.credentials import Credentials
-from paceline.errors import CoordinatorUnreachable, LimitExceeded, PacelineError
-from pacelinepb.pieces import MESSAGE_BYTES
+from paceline.errors import CoordinatorUnreachable, PacelineError
+from paceline.launch._running_job import AWAY, all_jobs, drain_call, one_job
 from pacelinepb.status_json import seconds
 from pacelinepb.v1.admin_pb2 import (
     AskMembersRequest,
     AskMembersResponse,
-    DrainMembersRequest,
     ForgetJobRequest,
-    GetJobRequest,
     GetJobResponse,
     JobEvent,
     JobSummary,
@@ -51,9 +48,6 @@ _EACH = 6
 
 _FEW = 5
 """Most names of jobs in an error."""
-
-_AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-"""Statuses of a call that no coordinator has answered."""
 
 
 def label(status: MemberStatus) -> str:
@@ -87,7 +81,7 @@ def list_jobs(coordinator: str, timeout: float) -> list[JobSummary]:
 
 def list_all(coordinator: str, timeout: float) -> ListJobsResponse:
     """Returns all jobs, and which of several coordinators leads; arguments and errors as for `list_jobs`."""
-    return _run(coordinator, timeout, _all)
+    return _run(coordinator, timeout, all_jobs)
 
 
 def coordinator_of(job: str, coordinator: str | None, timeout: float) -> str:
@@ -124,7 +118,7 @@ def get_job(coordinator: str, job: str, timeout: float) -> GetJobResponse:
         PacelineError: there is no such job.
         CoordinatorUnreachable: nothing answers at the address, or no coordinator does.
     """
-    return _run(coordinator, timeout, partial(_job, job), job)
+    return _run(coordinator, timeout, partial(one_job, job), job)
 
 
 def drain(coordinator: str, job: str, members: Sequence[str], timeout: float) -> list[str]:
@@ -144,14 +138,7 @@ def drain(coordinator: str, job: str, members: Sequence[str], timeout: float) ->
         LimitExceeded: the names do not fit into one request, which holds about 700 member ids.
         CoordinatorUnreachable: nothing answers at the address, or no coordinator does.
     """
-    request = DrainMembersRequest(job=job, members=members)
-    if request.ByteSize() > MESSAGE_BYTES:
-        raise LimitExceeded(f"{len(members)} names do not fit into one request: name fewer at a time, or use --all")
-
-    async def call(channel: aio.Channel, left: float) -> list[str]:
-        return list((await AdminServiceStub(channel).DrainMembers(request, timeout=left)).member_ids)
-
-    return _run(coordinator, timeout, call, job)
+    return _run(coordinator, timeout, drain_call(job, members), job)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,65 +275,6 @@ def forget(coordinator: str, job: str, timeout: float) -> None:
     _run(coordinator, timeout, call, job)
 
 
-async def _all(channel: aio.Channel, left: float) -> ListJobsResponse:
-    return await AdminServiceStub(channel).ListJobs(ListJobsRequest(), timeout=left)
-
-
-async def _jobs(channel: aio.Channel, left: float) -> list[JobSummary]:
-    return list((await _all(channel, left)).jobs)
-
-
-async def _job(name: str, channel: aio.Channel, left: float) -> GetJobResponse:
-    return await AdminServiceStub(channel).GetJob(GetJobRequest(job=name), timeout=left)
-
-
-class Connection:
-    """A connection for looking at a coordinator again and again, without tries of its own; a context manager.
-
-    Args:
-        coordinator: its address.
-    """
-
-    def __init__(self, coordinator: str) -> None:
-        self._address = coordinator
-        self._addresses = CoordinatorAddresses.parse(coordinator)
-        self._credentials = own_credentials(coordinator)
-
-    def __enter__(self) -> Connection:
-        self._channel = loop_thread().run(self._open())
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        loop_thread().run(self._channel.close(None))
-
-    def jobs(self, timeout: float) -> list[JobSummary]:
-        """Returns all jobs, sorted by name; raises as `list_jobs`."""
-        return self._call(timeout, _jobs)
-
-    def job(self, name: str, timeout: float) -> GetJobResponse:
-        """Returns one job with its members; raises as `get_job`."""
-        return self._call(timeout, partial(_job, name))
-
-    async def _open(self) -> aio.Channel:
-        # must be made on its loop
-        return self._credentials.coordinator_channel(str(self._addresses.current), CHANNEL_OPTIONS)
-
-    def _call(self, timeout: float, call: Callable[[aio.Channel, float], Awaitable[T]]) -> T:
-        async def ask() -> T:
-            try:
-                return await call(self._channel, timeout)
-            except aio.AioRpcError as error:
-                if error.code() in _AWAY:
-                    await check_tls(str(self._addresses.current), self._credentials.files, timeout)
-                if error.code() in _AWAY and self._addresses.several:  # the next call asks another one
-                    self._addresses.turn(leader_named_by(error))
-                    await self._channel.close(None)
-                    self._channel = await self._open()
-                raise error_from_status(error, f"the coordinator at {self._address}") from None
-
-        return loop_thread().run(ask())
-
-
 def _run(address: str, timeout: float, call: Callable[[aio.Channel, float], Awaitable[T]], job: str = "") -> T:
     return loop_thread().run(_ask(address, timeout, own_credentials(address), call, job))
 
@@ -368,7 +296,7 @@ async def _ask(
                 return await call(channel, patience)
             except aio.AioRpcError as error:
                 spent = time.monotonic() - start
-                if error.code() not in _AWAY:
+                if error.code() not in AWAY:
                     if job and error.code() is grpc.StatusCode.NOT_FOUND:
                         await _check_name(channel, job, timeout - spent)
                     raise error_from_status(error, f"the coordinator at {address}") from None

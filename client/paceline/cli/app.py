@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import cache
 from inspect import getdoc
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
+import typer.main
 
 from paceline.cli.output import UsageError, one_line_errors
-from paceline.cli.run_command import RUN_SETTINGS, run, run_rank
+from paceline.cli.run_command import RUN_SETTINGS, run
 from pacelinepb import __version__
 
 _ABOUT = (
@@ -17,8 +20,33 @@ _ABOUT = (
     "join or leave."
 )
 
+
+@cache
+def _plugged_in() -> dict[str, Any]:
+    from importlib.metadata import entry_points  # most commands need no plug-in
+
+    return {entry.name: entry for entry in entry_points(group="paceline.commands")}
+
+
+class _Commands(typer.core.TyperGroup):
+    """Paceline's commands, and those of plug-ins: entry points in "paceline.commands", each naming a `typer.Typer`.
+
+    Plug-ins are looked for only if a command is not Paceline's own, or if all are listed.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *_plugged_in()]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        own = super().get_command(ctx, cmd_name)
+        if own is not None or cmd_name not in _plugged_in():
+            return own
+        return typer.main.get_command(_plugged_in()[cmd_name].load())
+
+
 app = typer.Typer(
     name="paceline",
+    cls=_Commands,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
@@ -170,7 +198,6 @@ def certs(
 
 
 app.command(context_settings=RUN_SETTINGS)(run)
-app.command(context_settings=RUN_SETTINGS)(run_rank)
 
 
 @app.command()
@@ -188,7 +215,8 @@ def demo(
     same_bits: Annotated[
         bool,
         typer.Option(
-            "--same-bits", help="Train in parts, then once more on one worker, and compare the SHA-256 of both results."
+            "--same-bits",
+            help="Train in microbatches, then once more on one worker; compare the SHA-256 of the results.",
         ),
     ] = False,
     json: Json = False,
@@ -437,9 +465,9 @@ def schedules(
     schedule: Annotated[
         str | None, typer.Option(metavar="NAME", help="Show this schedule instead of the chosen one.")
     ] = None,
-    parts: Annotated[
+    microbatches: Annotated[
         int | None,
-        typer.Option(min=1, max=65536, metavar="V", help="Show how the V parts of a step are summed in a tree."),
+        typer.Option(min=1, max=65536, metavar="V", help="Show how the V microbatches of a step are summed in a tree."),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -447,7 +475,7 @@ def schedules(
     with one_line_errors():
         from paceline.cli.schedules_command import ScheduleOptions, show_schedules
 
-        show_schedules(collective, ScheduleOptions(workers, size, rank, schedule, hosts, parts), as_json=json)
+        show_schedules(collective, ScheduleOptions(workers, size, rank, schedule, hosts, microbatches), as_json=json)
 
 
 @app.command(context_settings=RUN_SETTINGS)

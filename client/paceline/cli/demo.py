@@ -32,8 +32,8 @@ _SETTLE_S = 10.0
 """Seconds to wait after the last join for workers that start slowly. A job may begin with fewer workers than its
 maximum; the demo should not."""
 
-_PARTS = 8
-"""Least number of parts of a step with `--same-bits`."""
+_MICROBATCHES = 8
+"""Least number of microbatches of a step with `--same-bits`."""
 
 
 def run_demo(workers: int, *, kill_at_step: int, as_json: bool, http: bool = False, same_bits: bool = False) -> int:
@@ -44,7 +44,7 @@ def run_demo(workers: int, *, kill_at_step: int, as_json: bool, http: bool = Fal
         kill_at_step: the step in which one is killed; 0 for none.
         as_json: print the result as JSON on the last line of standard output.
         http: serve a page too, and print its URL. On a terminal it is served until Enter or Ctrl-C.
-        same_bits: train in parts, then once more on one worker without a failure, and compare the digests.
+        same_bits: train in microbatches, then once more on one worker without a failure, and compare the digests.
 
     Returns:
         The exit code of the first worker that failed, if any. Else 0 if the demo has shown what it promises, 1 if not.
@@ -58,13 +58,13 @@ def run_demo(workers: int, *, kill_at_step: int, as_json: bool, http: bool = Fal
         say("no worker will be killed: with one worker, training could not go on")
         kill_at_step = 0
     # With a power of two most worlds send one array each.
-    parts = max(_PARTS, 1 << (workers - 1).bit_length()) if same_bits else 0
+    microbatches = max(_MICROBATCHES, 1 << (workers - 1).bit_length()) if same_bits else 0
     with ExitStack() as serving:
         served = serving.enter_context(own_coordinator(settle_time=_SETTLE_S, http="127.0.0.1:0" if http else None))
         say_where_the_page_is(served)
         say(f"{workers} worker{'s start: they load' if workers > 1 else ' starts: it loads'} NumPy and the digits")
-        # JSON has standard output to itself.
-        ledger, code = _train(served, workers, kill_at_step, parts, Console(out=sys.stderr if as_json else sys.stdout))
+        shown = Console(out=sys.stderr if as_json else sys.stdout)  # JSON has standard output to itself
+        ledger, code = _train(served, workers, kill_at_step, microbatches, shown)
         if code:
             return code
         wrong, result = faults(ledger, kill=kill_at_step > 0), as_result(ledger) if ledger.ends else {}
@@ -73,7 +73,7 @@ def run_demo(workers: int, *, kill_at_step: int, as_json: bool, http: bool = Fal
             _show(console, result, ledger)
         if same_bits and result:
             say("the same run on one worker, without a failure")
-            result["digests"] = [ledger.ends[0]["digest"], _digest_alone(kill_at_step, parts)]
+            result["digests"] = [ledger.ends[0]["digest"], _digest_alone(kill_at_step, microbatches)]
             wrong += _compare(console, result)
         for text in wrong:
             console.print(text, style="red")
@@ -86,20 +86,20 @@ def run_demo(workers: int, *, kill_at_step: int, as_json: bool, http: bool = Fal
         return 1 if wrong else 0
 
 
-def _train(served: Served, workers: int, kill_at_step: int, parts: int, console: Console) -> tuple[Ledger, int]:
+def _train(served: Served, workers: int, kill_at_step: int, microbatches: int, console: Console) -> tuple[Ledger, int]:
     """Runs the workers; returns what they have noted, and the exit code."""
     settings = WorkerSettings(served.address, "demo", max(1, workers - 1), workers, token=served.token)
     with tempfile.TemporaryDirectory(prefix="paceline-demo-") as notes, closing(console):
-        options = ["--workers", workers, "--kill-at-step", kill_at_step, "--parts", parts, "--notes", notes]
-        command = ["-m", "paceline.demo.train", *map(str, options)]
+        options = {"workers": workers, "kill-at-step": kill_at_step, "microbatches": microbatches, "notes": notes}
+        command = ["-m", "paceline.demo.train", *(f"--{name}={value}" for name, value in options.items())]
         code = launch(command, workers, settings, console, restarts=_RESTARTS if workers > 1 else 0)
         return Ledger.read(Path(notes)), code
 
 
-def _digest_alone(kill_at_step: int, parts: int) -> str:
+def _digest_alone(kill_at_step: int, microbatches: int) -> str:
     """Trains on one worker; returns the digest of its state, empty if it failed."""
     with own_coordinator() as served:
-        ledger, _ = _train(served, 1, kill_at_step, parts, Console(hidden={(0, "stdout")}))
+        ledger, _ = _train(served, 1, kill_at_step, microbatches, Console(hidden={(0, "stdout")}))
     return ledger.ends[0]["digest"] if ledger.ends else ""
 
 

@@ -12,11 +12,10 @@ from typing import Any
 
 import typer
 
+from paceline._base.terminal import UsageError as UsageError
+from paceline._base.terminal import printable as printable
+from paceline._base.terminal import say as say
 from paceline.errors import PacelineError
-
-
-class UsageError(Exception):
-    """The command line asks for something impossible; the text says what would work."""
 
 
 @contextlib.contextmanager
@@ -53,20 +52,6 @@ def flush_output() -> None:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, stream.fileno())
             os.close(nowhere)
-
-
-def say(text: str) -> None:
-    """Prints a sentence of the command itself on standard error; text that it quotes cannot move the cursor."""
-    lines = "\n".join(map(printable, text.split("\n")))
-    print(f"paceline: {lines}", file=sys.stderr, flush=True)
-
-
-def printable(text: str) -> str:
-    """Escapes the characters that a terminal would obey instead of showing: control and formatting characters."""
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
-        for character in text
-    )
 
 
 def print_json(result: dict[str, Any]) -> None:

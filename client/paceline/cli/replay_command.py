@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline import checkpoint
-from paceline._elastic.receipts import Receipt, ReceiptDamaged, read_chain
-from paceline._elastic.replay import VARIABLE, ReplayOrder, ReplayResult
+from paceline._microbatch.receipts import Receipt, ReceiptDamaged, read_chain
+from paceline._microbatch.replay import VARIABLE, ReplayOrder, ReplayResult
 from paceline.checkpoint.reading import Reader
 from paceline.cli.output import UsageError, print_json, say
 from paceline.cli.run import check_command, run_workers

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib.util
 import os
 import shutil
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from paceline._engines.catalogue import package_of
 from paceline.cli.access import (
     Served,
     addresses_of,
@@ -25,25 +21,21 @@ from paceline.cli.access import (
     say_where_the_page_is,
     worker_credentials,
 )
+from paceline.cli.hosts import DrainSource, reasons_to_leave
 from paceline.cli.launcher import Launcher, Terms, WorkerSettings, worker_bounds
 from paceline.cli.launcher.console import Console, LogFiles
-from paceline.cli.launcher.environment import allowed_cores
 from paceline.cli.launcher.leftovers import remove_leftovers
 from paceline.cli.launcher.reports import ExitReports
-from paceline.cli.launcher.supervision import default_spares, spares_error
+from paceline.cli.launcher.spares import default_spares, spares_error
 from paceline.cli.output import UsageError, say
-from paceline.cli.slurm import SlurmStep, drain_at, drain_seconds
-from paceline.cli.spot import Poll, Provider
-from paceline.cli.step_coordinator import coordinator_of_step
 from paceline.cli.torchrun import Flags, Plan, Workers, read_flags, read_streams, run_worlds, token_of
-from paceline.config import ENGINES, Config
+from paceline.config import ENGINES, Config, plug_in_engines
+from paceline.engines._catalogue import missing_package
+from paceline.launch import Host, Notice
+from paceline.launch._environment import allowed_cores
 
 _GRACE_S = 5.0
 """Seconds beyond `failure_timeout` within which a failed worker's peers notice the failure, raise, and end."""
-
-DrainSource = Callable[[Callable[[str, float], None], threading.Event], None]
-"""Watches for a reason to leave in a thread of its own, until the event is set. It calls its first argument with the
-reason, and with the seconds that workers have."""
 
 
 def run_workers(
@@ -62,17 +54,16 @@ def run_workers(
     redirects: str | None = None,
     tee: str | None = None,
     http: str | None = None,
-    step: SlurmStep | None = None,
-    providers: Sequence[Provider] = (),
+    host: Host | None = None,
+    notices: Mapping[str, Notice] | None = None,
     drain_before: float = 0.0,
     drained_code: int = 0,
 ) -> int:
     """Runs workers and shows their lines on the terminal; with `spares` None it keeps one spare where that helps.
 
-    With `http` ("host:port"), the coordinator that it embeds serves a page there. In a `step` of several tasks without
-    a named coordinator, task 0 serves one on the first node. Workers leave when one of the `providers` says that the
-    machine will be taken, and `drain_before` seconds before the end of the step's job; the exit code is `drained_code`
-    then.
+    With `http` ("host:port"), the coordinator that it embeds serves a page there. Without a named coordinator,
+    launchers of one `host` meet at that of the host. Workers leave when one of the `notices` says that the machine will
+    be taken, and `drain_before` seconds before the end of the host's time; the exit code is `drained_code` then.
 
     Returns:
         The exit code, by the rule of `launcher.supervision.Supervision`.
@@ -81,12 +72,13 @@ def run_workers(
         UsageError: the arguments are invalid.
     """
     check_command(command)
-    meets = coordinator is None and step is not None and step.tasks > 1
-    if step is not None:
-        everyone = workers * step.tasks
+    meets = coordinator is None and host is not None and host.coordinator is not None
+    if host is not None:
+        everyone = workers * host.launchers
         minimum = everyone if minimum is None else minimum
         maximum = max(everyone, minimum) if maximum is None else maximum
-        bind = bind and len(allowed_cores()) <= step.cpus  # else jobs that share the node would share cores too
+        # else jobs that share the node would share cores too
+        bind = bind and (host.cores is None or len(allowed_cores()) <= host.cores)
     try:
         low, high = worker_bounds(workers, minimum, maximum)
     except ValueError as error:
@@ -113,16 +105,11 @@ def run_workers(
     if not 0 <= drained_code <= 255:
         raise UsageError(f"--drained-code must be 0 to 255, not {drained_code}")
     with (
-        coordinator_of_step(step, job) if meets and step is not None else _coordinator(coordinator, http) as served,
+        _coordinator(coordinator, http, host, job) as served,
         _console(log_dir, job, redirects, tee, workers) as console,
     ):
         say_where_the_page_is(served)
         settings = WorkerSettings(served.address, job, low, high, advertise, token=served.token)
-        base = os.environ.get("PACELINE_NOTICE_URL")
-        sources: list[DrainSource] = [Poll(provider, console.say, base) for provider in providers]
-        ends_at = None if step is None else step.ends_at
-        if (at := drain_at(time.time(), ends_at, drain_before)) is not None:
-            sources.append(functools.partial(_leave_at, at, drain_before))
         return launch(
             command,
             workers,
@@ -132,7 +119,7 @@ def run_workers(
             spares=spares,
             alone=coordinator is None and not meets,
             bind=bind,
-            sources=sources,
+            sources=reasons_to_leave(host, drain_before, notices or {}, console.say),
             drained_code=drained_code,
         )
 
@@ -223,12 +210,13 @@ def launch(
         elastic=settings.min_workers < settings.max_workers or restarts > 0,
         alone=alone,
         restarts=restarts,
-        spares=spares,
         drained_code=drained_code,
     )
     remove_leftovers()
     with ExitReports(settings.coordinator, settings.job, worker_credentials(settings.token)) as reports:
-        launcher = Launcher(command, terms, settings, console, grace=grace, report_exit=reports.report, bind=bind)
+        launcher = Launcher(
+            command, terms, settings, console, grace=grace, report_exit=reports.report, bind=bind, spares=spares
+        )
         ended = threading.Event()
         for source in sources:  # daemons: one may wait for an answer while this process ends
             threading.Thread(target=source, args=(launcher.drain, ended), name="paceline-drain", daemon=True).start()
@@ -236,12 +224,6 @@ def launch(
             return launcher.run()
         finally:
             ended.set()
-
-
-def _leave_at(at: float, before: float, drain: Callable[[str, float], None], ended: threading.Event) -> None:
-    """Drains the workers at a time of the clock, unless they end before (`DrainSource`)."""
-    if not ended.wait(max(0.0, at - time.time())):
-        drain(f"the time of the Slurm job ends in {before:g} s", drain_seconds(before))
 
 
 @contextlib.contextmanager
@@ -254,10 +236,10 @@ def engine_for_workers(name: str | None) -> Iterator[None]:
     if name is None:
         yield
         return
-    if name not in ENGINES:
-        raise UsageError(f"there is no engine {name!r} (--engine): the engines are {', '.join(ENGINES)}")
-    package = package_of(name)
-    if package and importlib.util.find_spec(package) is None:
+    if name not in ENGINES and name not in (plug_ins := plug_in_engines()):
+        known = ", ".join((*ENGINES, *plug_ins))
+        raise UsageError(f"there is no engine {name!r} (--engine): the engines are {known}")
+    if package := missing_package(name):
         raise UsageError(f"the engine {name} (--engine) needs {package}, which is not installed: pip install {package}")
     before = os.environ.get("PACELINE_ENGINE")
     os.environ["PACELINE_ENGINE"] = name
@@ -267,6 +249,20 @@ def engine_for_workers(name: str | None) -> Iterator[None]:
         os.environ.pop("PACELINE_ENGINE")
         if before is not None:
             os.environ["PACELINE_ENGINE"] = before
+
+
+def launcher_of(engine: str | None) -> Callable[..., object] | None:
+    """Returns what starts the workers of an engine in place of `paceline run`; None if `paceline run` starts them.
+
+    It is an entry point in the group "paceline.launchers" with the engine's name.
+    """
+    if engine is None or engine in ENGINES:
+        return None
+    from importlib.metadata import entry_points
+
+    found = entry_points(group="paceline.launchers", name=engine)
+    launch: Callable[..., object] | None = next(iter(found)).load() if found else None
+    return launch
 
 
 @contextlib.contextmanager
@@ -324,10 +320,18 @@ def _console(log_dir: Path | None, job: str, redirects: str | None, tee: str | N
 
 
 @contextlib.contextmanager
-def _coordinator(address: str | None, http: str | None) -> Iterator[Served]:
+def _coordinator(address: str | None, http: str | None, host: Host | None, job: str) -> Iterator[Served]:
+    """Yields the coordinator that is named, else that of the host, else one of this command's own."""
     if address is not None:
         where = coordinator_address(address)
         yield Served(where, own_token(where))  # it may belong to another run of this user, which admits workers
+    elif host is not None and host.coordinator is not None:
+        with contextlib.ExitStack() as stack:
+            try:
+                where = stack.enter_context(host.coordinator(job, say))
+            except ValueError as error:
+                raise UsageError(str(error)) from None
+            yield Served(where)
     else:
         with own_coordinator(http=http) as own:
             yield own

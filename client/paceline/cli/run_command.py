@@ -1,20 +1,21 @@
-"""Defines the options of `paceline run`: Paceline's, and torchrun's in a separate panel; and of `paceline run-rank`."""
+"""Defines the options of `paceline run`: Paceline's, and torchrun's in a separate panel."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from paceline.cli.output import UsageError, one_line_errors, printable, say
-from paceline.cli.slurm import DRAIN_BEFORE_S
 
 RUN_SETTINGS: dict[str, Any] = {
     "allow_interspersed_args": False,  # options after SCRIPT belong to the script
     "token_normalize_func": lambda token: token.replace("_", "-"),  # --nproc_per_node, as torchrun takes it
 }
+
+_DRAIN_BEFORE_S = 60.0
+"""A step and a checkpoint fit in."""
 
 _OUTPUT = "Workers' lines"
 _TORCHRUN = "torchrun's flags: one world after another, with RANK, WORLD_SIZE and MASTER_* set"
@@ -82,7 +83,7 @@ def run(
         typer.Option(
             envvar="PACELINE_ENGINE",
             metavar="NAME",
-            help="What carries the gradients of DDP: links (default), gloo, mpi (see run-rank), or nccl on GPUs.",
+            help="What carries the gradients of DDP: links (default), gloo, nccl on GPUs, or a plug-in's, such as mpi.",
         ),
     ] = None,
     notice: Annotated[
@@ -101,7 +102,7 @@ def run(
             metavar="SECONDS",
             help="Let the workers leave so long before the end of the Slurm job (SLURM_JOB_END_TIME); 0 for never.",
         ),
-    ] = DRAIN_BEFORE_S,
+    ] = _DRAIN_BEFORE_S,
     drained_code: Annotated[
         int,
         typer.Option(
@@ -196,10 +197,8 @@ def run(
     """
     with one_line_errors():
         from paceline.cli.access import endpoint
-        from paceline.cli.run import engine_for_workers, run_nodes, run_workers
-        from paceline.cli.run_rank import become_mpirun
-        from paceline.cli.slurm import slurm_step
-        from paceline.cli.spot import read_providers
+        from paceline.cli.hosts import find_host, find_notices
+        from paceline.cli.run import engine_for_workers, launcher_of, run_nodes, run_workers
         from paceline.cli.torchrun import Flags
 
         flags = Flags(
@@ -221,10 +220,14 @@ def run(
         if http or http_listen is not None:
             page = "127.0.0.1:0" if http_listen is None else str(endpoint(http_listen, default_port=0))
         context.with_resource(engine_for_workers(engine))
-        if engine == "mpi":
-            _refuse_with_mpi(context)
-            _say_that_notices_are_ignored(notice, "--engine mpi")
-            become_mpirun(whole, workers=workers, minimum=minimum, coordinator=coordinator, job=job)
+        if (launch := launcher_of(engine)) is not None:
+            _refuse_with_launcher(context, str(engine))
+            _say_that_notices_are_ignored(notice, f"--engine {engine}")
+            try:
+                launch(whole, workers=workers, minimum=minimum, coordinator=coordinator, job=job)
+            except ValueError as error:
+                raise UsageError(str(error)) from None
+            return
         if flags.given:
             _refuse_both(context, flags.given[0])
             _say_that_notices_are_ignored(notice, f"torchrun's {flags.given[0]}")
@@ -243,16 +246,12 @@ def run(
                 insecure=insecure,
             )
         else:
-            try:
-                step = slurm_step(os.environ)
-                providers = [] if notice is None else read_providers(notice)
-            except ValueError as error:
-                raise UsageError(str(error)) from None
+            host, notices = find_host(), find_notices(notice)
             if not drain_before >= 0:
                 raise UsageError(f"--drain-before must be 0 or more, not {drain_before:g}")
-            if step is not None:
-                workers = step.workers if _is_default(context, "workers") else workers
-                job = step.name if _is_default(context, "job") else job
+            if host is not None:
+                workers = host.workers if host.workers and _is_default(context, "workers") else workers
+                job = host.job if host.job and _is_default(context, "job") else job
             code = run_workers(
                 whole,
                 workers=workers,
@@ -268,57 +267,26 @@ def run(
                 redirects=redirects,
                 tee=tee,
                 http=page,
-                step=step,
-                providers=providers,
+                host=host,
+                notices=notices,
                 drain_before=drain_before,
                 drained_code=drained_code,
             )
         raise typer.Exit(code)
 
 
-def run_rank(
-    command: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="What each rank runs.")],
-    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as for python -m.")] = False,
-    coordinator: Annotated[
-        str | None,
-        typer.Option(
-            envvar="PACELINE_COORDINATOR", metavar="HOST:PORT", help="Address of the coordinator; default: at rank 0."
-        ),
-    ] = None,
-    job: Annotated[str, typer.Option(envvar="PACELINE_JOB", help="Name of the job.")] = "default",
-    minimum: Annotated[
-        int | None,
-        typer.Option(
-            "--min",
-            envvar="PACELINE_MIN_WORKERS",
-            help="With mpirun --with-ft ulfm: go on while this many ranks live; default: all.",
-        ),
-    ] = None,
-) -> None:
-    """Run a script as one rank of MPI: mpirun -n 4 paceline run-rank SCRIPT.
-
-    MPI carries the gradients of DDP. The world is that of mpirun. If a rank dies, the others get the error that names
-    it, and end; with mpirun --with-ft ulfm (Open MPI 5) they go on.
-    """
-    with one_line_errors():
-        from paceline.cli.run_rank import run_rank as run_this_rank
-
-        whole = ["-m", *command] if module else command
-        raise typer.Exit(run_this_rank(whole, coordinator=coordinator, job=job, minimum=minimum))
+_PASSED_ON = {"workers", "minimum", "coordinator", "job", "engine", "module", "command"}
+"""The options that an engine's own launcher gets, such as mpirun."""
 
 
-_WITH_MPI = {"workers", "minimum", "coordinator", "job", "engine", "module", "command"}
-"""The options that `paceline run --engine mpi` passes on; mpirun starts the workers, and knows nothing of the rest."""
-
-
-def _refuse_with_mpi(context: typer.Context) -> None:
-    """Refuses options that would have no effect, because mpirun starts the workers and shows their lines."""
+def _refuse_with_launcher(context: typer.Context, engine: str) -> None:
+    """Refuses options that would have no effect: the engine's own launcher starts workers and shows their lines."""
     for parameter in context.command.params:
         name = parameter.name or ""
-        if name not in _WITH_MPI and _was_typed(context, name):
+        if name not in _PASSED_ON and _was_typed(context, name):
             raise UsageError(
-                f"{parameter.opts[-1]} does not go with --engine mpi, because mpirun starts the workers: leave it out, "
-                "or write your own mpirun -n N paceline run-rank SCRIPT"
+                f"{parameter.opts[-1]} does not go with --engine {engine}, whose workers another launcher starts: "
+                "leave it out"
             )
 
 

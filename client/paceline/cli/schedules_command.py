@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from paceline._base.sum_order import Node
 from paceline._collectives.choose import RULES, Choice, choose, format_rules, only
-from paceline._collectives.part_tree import Node, subtrees_by_rank
-from paceline._collectives.rows import Row, SumOrder, format_schedule
+from paceline._collectives.rows import Row, SumRule, format_schedule
 from paceline._collectives.schedules import ROOTED, SCHEDULES, chunks_of, rows_of
+from paceline._microbatch.sum_tree import subtrees_by_rank
 from paceline.cli.output import UsageError, print_json
 from paceline.cli.sizes import ELEMENT_BYTES, measured_size, parse_size, size_text
 
@@ -23,7 +24,7 @@ class ScheduleOptions(NamedTuple):
         rank: the rank whose rows to show.
         schedule: the schedule to show instead of the chosen one.
         hosts: on how many hosts the ranks are, in order and evenly; None for ranks of which nothing is known.
-        parts: V, for an all_reduce of the parts of a step.
+        microbatches: V, for an all_reduce of those of a step.
     """
 
     workers: int | None = None
@@ -31,7 +32,7 @@ class ScheduleOptions(NamedTuple):
     rank: int | None = None
     schedule: str | None = None
     hosts: int | None = None
-    parts: int | None = None
+    microbatches: int | None = None
 
 
 class SchedulePlan(NamedTuple):
@@ -47,7 +48,7 @@ class SchedulePlan(NamedTuple):
         rank: the rank.
         rows: what the rank does; the root is rank 0.
         nodes: the host of each rank, from 0; empty if they are not known.
-        subtrees: with parts, the subtrees whose sums each rank sends (`part_tree`).
+        subtrees: with microbatches, the subtrees whose sums each rank sends (`sum_tree`).
     """
 
     collective: str
@@ -91,8 +92,8 @@ class SchedulePlan(NamedTuple):
         if others := [name for name in SCHEDULES[self.collective] if name not in shown]:
             lines.append(f"there is also: {', '.join(others)}")
         if self.subtrees:
-            parts = self.subtrees[-1][-1][1]
-            lines += ["", f"each chunk is summed in a tree over {parts} parts, from the ranks' sums:"]
+            leaves = self.subtrees[-1][-1][1]
+            lines += ["", f"each chunk is summed in a tree over {leaves} microbatches, from the ranks' sums:"]
             lines += [_subtrees_of(rank, nodes) for rank, nodes in enumerate(self.subtrees)]
         lines.append("")
         lines.append(f"rank {self.rank} by {self.schedule}, {self._chunks()}:")
@@ -135,7 +136,9 @@ def show_schedules(collective: str | None, asked: ScheduleOptions, *, as_json: b
         plan = make_plan(collective, asked)
         print_json(plan.as_dict()) if as_json else print(plan.as_text())
     elif asked != ScheduleOptions():
-        raise UsageError(f"-n, --hosts, --size, --rank, --schedule and --parts need a collective: name one of {_NAMES}")
+        raise UsageError(
+            f"-n, --hosts, --size, --rank, --schedule and --microbatches need a collective: name one of {_NAMES}"
+        )
     elif as_json:
         print_json({"rules": [{"collective": of, **rule._asdict()} for of, rules in RULES.items() for rule in rules]})
     else:
@@ -165,21 +168,21 @@ def make_plan(collective: str, asked: ScheduleOptions) -> SchedulePlan:
             only(name, asked.schedule)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    parts = asked.parts
-    if parts is not None and (name != "all_reduce" or parts < world):
+    leaves = asked.microbatches
+    if leaves is not None and (name != "all_reduce" or leaves < world):
         raise UsageError(
-            f"--parts is for all-reduce, with one part for each rank at least, not {parts} for {world} ranks"
+            f"--microbatches is for all-reduce, with one for each rank at least, not {leaves} for {world} ranks"
         )
-    sums = SumOrder.ALIKE if parts is None else SumOrder.IN_RANK_ORDER
+    sums = SumRule.ALIKE if leaves is None else SumRule.IN_RANK_ORDER
     chosen = choose(name, size, world, sums=sums, nodes=nodes)
-    if parts is not None and asked.schedule is not None and SCHEDULES[name][asked.schedule].sums < sums:
+    if leaves is not None and asked.schedule is not None and SCHEDULES[name][asked.schedule].sums < sums:
         raise UsageError(
-            f"{asked.schedule} does not sum an element at one rank, as a tree over parts needs: try direct"
+            f"{asked.schedule} does not sum an element at one rank, as a tree over microbatches needs: try direct"
         )
     schedule = chosen.schedule if asked.schedule is None else asked.schedule
     chunks = chunks_of(name, schedule, world, nodes)
     rows = rows_of(name, schedule, rank, world, nodes=nodes)
-    subtrees = () if parts is None else subtrees_by_rank(world, parts)
+    subtrees = () if leaves is None else subtrees_by_rank(world, leaves)
     return SchedulePlan(name, world, size, chosen, schedule, chunks, rank, rows, nodes, subtrees)
 
 

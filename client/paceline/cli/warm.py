@@ -128,7 +128,7 @@ def warm_up(arguments: Sequence[str], needed: Callable[[], bool]) -> None:
         if name != "testing":  # it imports the coordinator
             getattr(paceline, name)
     if not needed():
-        from paceline._engines.catalogue import load_engine  # it loads NumPy
+        from paceline.engines._catalogue import load_engine  # it loads NumPy
 
         load_engine(os.environ.get("PACELINE_ENGINE", "links"))
 

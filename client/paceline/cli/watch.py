@@ -9,10 +9,11 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from paceline.cli.access import coordinator_address
-from paceline.cli.admin import Connection, coordinator_of
+from paceline.cli.admin import coordinator_of
 from paceline.cli.output import UsageError
 from paceline.cli.pictures import EVENTS, job_picture, jobs_picture
 from paceline.errors import CoordinatorUnreachable, OperationTimeout, PacelineError, TlsFailed
+from paceline.launch._running_job import Connection
 from pacelinepb.v1.admin_pb2 import GetJobResponse, JobSummary
 
 _EVERY_S = 0.5

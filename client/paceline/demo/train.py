@@ -2,7 +2,7 @@
 
 Each worker notes which samples it takes and which steps it has applied, in a file of its own; `paceline.demo.ledger`
 checks them afterwards. Every worker holds the whole model and takes its share of each global batch, so the run is the
-same for any number of workers, whoever dies or joins: but for rounding, or with `--parts` bit for bit.
+same for any number of workers, whoever dies or joins: but for rounding, or with `--microbatches` bit for bit.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--workers", type=int, required=True, help="how many workers there should be")
     parser.add_argument("--kill-at-step", type=int, default=0, help="the last rank kills itself in this step; 0: none")
-    parser.add_argument("--parts", type=int, default=0, help="parts of each step, for the same bits in any world")
+    parser.add_argument("--microbatches", type=int, default=0, help="of each step, for the same bits in any world")
     parser.add_argument("--notes", type=Path, required=True, help="a folder")
     asked = parser.parse_args()
     os.environ.setdefault("PACELINE_FLIGHT_DIR", "off")  # the demo kills its workers itself: no dumps
@@ -65,7 +65,7 @@ def main() -> None:
         model = nn.Sequential(wide, nn.ReLU(), narrow, nn.ReLU(), last)
         ddp = paceline.DDP(model, session.group)  # averages the gradients of all workers
         optimizer = paceline.optim.SGD(ddp, lr=0.05, momentum=0.9)
-        sampler = paceline.ElasticSampler(len(x), global_batch=64, parts=asked.parts)
+        sampler = paceline.ElasticSampler(len(x), global_batch=64, microbatches=asked.microbatches)
         # All that a step changes: an undone step restores it, and newcomers receive it.
         state = paceline.TrainState(model=model, optimizer=optimizer, sampler=sampler)
         epochs = EPOCHS + asked.kill_at_step // sampler.steps_per_epoch  # enough of them follow the kill
@@ -95,10 +95,10 @@ def main() -> None:
                         note(**where, killed=step.rank)
                         os.kill(os.getpid(), signal.SIGKILL)
                 optimizer.zero_grad()
-                if asked.parts:
-                    for part in step.parts:
-                        with part:
-                            loss = backward(part.indices)
+                if asked.microbatches:
+                    for micro in step.microbatches:
+                        with micro:
+                            loss = backward(micro.indices)
                 else:
                     loss = backward(step.indices, step.weight)
                 optimizer.step()
@@ -122,12 +122,12 @@ def main() -> None:
 
 
 def samples(step: paceline.Step, sampler: paceline.ElasticSampler) -> Iterator[int]:
-    """Yields the samples whose gradients this worker gives; its share, or a part of it, may be one of weight 0."""
-    if not sampler.parts:
+    """Yields the samples whose gradients this worker gives; its share, or a microbatch, may be one of weight 0."""
+    if not sampler.microbatches:
         yield from step.indices.tolist() if step.weight else ()
         return
-    for number in (*(part.number for part in step.parts if not part.is_check), *step.kept_parts):
-        indices, weight = sampler.current_part(number)
+    for number in (*(micro.number for micro in step.microbatches if not micro.is_check), *step.kept_microbatches):
+        indices, weight = sampler.current_microbatch(number)
         yield from indices.tolist() if weight else ()
 
 

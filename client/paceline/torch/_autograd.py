@@ -11,18 +11,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.weak import WeakIdKeyDictionary
 
+from paceline._group import Group
 from paceline._parallel._accumulation import Accumulation
 from paceline._parallel._bucket_reducer import BucketReducer
 from paceline._parallel._data_parallel import ReplicatedModel
 from paceline._parallel._parameter import Parameter
-from paceline._parallel._ranks import CarryingGroup, RankGroup
 from paceline._parallel._synchronizer import GradientSynchronizer
 from paceline._parallel._transport import EngineTransport, GradientTransport
 from paceline.errors import StepOrderError, UnsupportedOp
@@ -52,22 +52,6 @@ def refuse_sync_batch_norm(module: Any) -> None:
                 "rank's samples alone. Use GroupNorm or LayerNorm; or BatchNorm, if the statistics of each rank's own "
                 "samples will do"
             )
-
-
-class AutogradObserver(Protocol):
-    """An object that is called before and after autograd accumulates a gradient.
-
-    Attributes:
-        factor: the weight by which each new gradient is multiplied.
-    """
-
-    factor: float
-
-    def before(self, parameter: TorchParameter) -> None:
-        """Called when autograd has computed a gradient and is about to store it. Raising ends the backward pass."""
-
-    def after(self, parameter: TorchParameter) -> None:
-        """Called when the gradient has been stored in its home."""
 
 
 class TorchParameter(Parameter):
@@ -136,7 +120,7 @@ class TorchParameter(Parameter):
 
     # Autograd ---------------------------------------------------------------------------------------------------------
 
-    def listen(self, observer: AutogradObserver) -> None:
+    def listen(self, observer: AutogradDriver) -> None:
         """Calls the observer for every gradient from now on; does nothing if the parameter is frozen."""
         if self._handles or not self.requires_grad:
             return
@@ -369,16 +353,16 @@ class AutogradDriver:
         model: the model that is synchronised.
         synchronizer: the model's synchronizer.
         uneven: keeps ranks in step that run out of inputs at different times.
-        factor: see `AutogradObserver`.
+        factor: the weight by which each new gradient is multiplied.
     """
 
     def __init__(
         self,
         module: Any,
-        group: RankGroup,
+        group: Group,
         *,
         make: Callable[[Tensor], TorchParameter] = TorchParameter,
-        carried: Callable[[CarryingGroup], GradientTransport] = EngineTransport,
+        carried: Callable[[Group], GradientTransport] = EngineTransport,
         **settings: Any,
     ) -> None:
         self.module = TorchModule(module, make)
@@ -441,7 +425,7 @@ class AutogradDriver:
     # Called by hooks of the parameters --------------------------------------------------------------------------------
 
     def before(self, parameter: TorchParameter) -> None:
-        """See `AutogradObserver`."""
+        """Called when autograd has computed a gradient and is about to store it. Raising ends the backward pass."""
         try:
             task = torch._C._current_graph_task_id()
             if self._pass is None:
@@ -459,7 +443,7 @@ class AutogradDriver:
             raise
 
     def after(self, parameter: TorchParameter) -> None:
-        """See `AutogradObserver`."""
+        """Called when the gradient has been stored in its home."""
         if parameter._observer is None:
             return
         try:

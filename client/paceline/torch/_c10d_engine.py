@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from paceline._base.arrays import Array
 from paceline._base.waits import Outcome
-from paceline._engines.data_engine import DataEngine, EngineFailed, EngineTimeout, OnDevice, Ticket
 from paceline._links.base import Peer
+from paceline.engines import DataEngine, EngineFailed, EngineTimeout, OnDevice, Ticket
 from paceline.torch._contact_store import ContactStore
 from paceline.torch._tensors import Tensor, tensor_of
 

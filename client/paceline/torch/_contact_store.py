@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline._base.waits import Outcome
-from paceline._engines.data_engine import EngineFailed
+from paceline.engines import EngineFailed
 
 
 class ContactStore(dist.Store):  # type: ignore[misc]  # torch has no types here

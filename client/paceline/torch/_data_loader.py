@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 
 from paceline._elastic.sampler import Planned
 from paceline._elastic.step import Step
-from paceline._elastic.step_parts import StepPart
+from paceline._microbatch.microbatch import Microbatch
 from paceline.errors import SizeMismatch, StepOrderError, UnsupportedOp
 from paceline.torch._fetching import Fetcher, sow
 
@@ -72,11 +72,11 @@ class ElasticDataLoader:
         self._expected: Iterator[Planned] = iter(())
         """The tasks that the fetcher carries out from now on."""
 
-    def batch(self, step: Step | StepPart) -> Any:
+    def batch(self, step: Step | Microbatch) -> Any:
         """Returns this rank's samples of the step, collated: a batch of the size of `step.indices`.
 
         A rank without a sample gets one of weight 0, as always. Call this once in each attempt at a step; if the
-        sampler has parts, once for each part, as `batch(part)`.
+        sampler has microbatches, once for each, as `batch(micro)`.
 
         Raises:
             StepOrderError: the step is over.
@@ -86,13 +86,13 @@ class ElasticDataLoader:
             Exception: the dataset or its collation raised it. Worker processes are then closed, and new ones start if
                 `batch` is called again.
         """
-        at = step.step if isinstance(step, StepPart) else step
+        at = step.step if isinstance(step, Microbatch) else step
         if at.left:
             raise StepOrderError(f"step {at.number} is over: call loader.batch(step) in its block")
         sampler = at.sampler
         if len(self.dataset) != sampler.n:
             raise SizeMismatch(f"the sampler divides {sampler.n} samples, but the dataset has {len(self.dataset)}")
-        if isinstance(step, StepPart):
+        if isinstance(step, Microbatch):
             planned = step.ahead()
         else:
             _ = step.indices  # from now on they give the weight of this rank's gradients

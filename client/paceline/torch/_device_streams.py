@@ -23,16 +23,23 @@ import torch
 from paceline.errors import UnsupportedOp
 
 
-class Mark(abc.ABC):
-    """A point in the work of a stream."""
+class Mark:
+    """A point in the work of a stream.
 
-    @abc.abstractmethod
+    Attributes:
+        event: the event of CUDA or XPU that was recorded there.
+    """
+
+    def __init__(self, event: Any) -> None:
+        self.event = event
+
     def happened(self) -> bool:
         """Returns True once all work in front of it is over.
 
         Raises:
             RuntimeError: the device has failed.
         """
+        return bool(self.event.query())
 
 
 class DeviceStreams(abc.ABC):
@@ -78,17 +85,6 @@ class HostStreams(DeviceStreams):
         yield
 
 
-class _Event(Mark):
-    """An event of CUDA or XPU."""
-
-    def __init__(self, event: Any) -> None:
-        self.event = event
-
-    def happened(self) -> bool:
-        """See `Mark`."""
-        return bool(self.event.query())
-
-
 class CudaStreams(DeviceStreams):
     """The streams of a device whose module in torch is like `torch.cuda`.
 
@@ -105,7 +101,7 @@ class CudaStreams(DeviceStreams):
         """See `DeviceStreams`."""
         event = self._module.Event()
         event.record(self._module.current_stream(self._device) if stream is None else stream)
-        return _Event(event)
+        return Mark(event)
 
     def current(self) -> Any:
         """See `DeviceStreams`."""
@@ -114,7 +110,6 @@ class CudaStreams(DeviceStreams):
     def wait_for(self, mark: Mark | None) -> None:
         """See `DeviceStreams`."""
         if mark is not None:
-            assert isinstance(mark, _Event)
             self._module.current_stream(self._device).wait_event(mark.event)
 
     def aside(self) -> Any:

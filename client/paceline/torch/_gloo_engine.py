@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from paceline._base.arrays import Array
 from paceline._base.waits import SLICE
-from paceline._engines.data_engine import EngineFailed, EngineTimeout, EngineTraits, OnDevice
 from paceline._links.base import Peer
+from paceline.engines import EngineFailed, EngineTimeout, EngineTraits, OnDevice
 from paceline.torch._c10d_engine import CONNECT_SECONDS, C10dEngine, C10dTicket, tensor_in
 from paceline.torch._contact_store import ContactStore
 

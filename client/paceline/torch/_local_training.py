@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline._elastic.parts import StatePart
-from paceline._elastic.step_parts import StepPart
 from paceline._group import Group
+from paceline._microbatch.microbatch import Microbatch
 from paceline._parallel._data_parallel import DDP
 from paceline._parallel._parameter import Parameter
 from paceline.compression import Codec
@@ -102,41 +102,43 @@ class LocalTraining:
             raise ValueError(f"a round must have at least one inner step, not {steps}")
         yield from np.array_split(indices, min(steps, len(indices)) or 1)
 
-    def part_batches(self, part: StepPart, steps: int) -> Iterator[NDArray[np.intp]]:
-        """Trains one part of a round: yields its batches, one for each inner step; see `batches`.
+    def replica_batches(self, micro: Microbatch, steps: int) -> Iterator[NDArray[np.intp]]:
+        """Trains the replica of one microbatch of a round: yields its batches, one for each inner step; see `batches`.
 
-        The part begins with the global parameters, the buffers of the round's beginning, no gradients, and inner
+        The replica begins with the global parameters, the buffers of the round's beginning, no gradients, and inner
         optimizers without state. When the loop over the batches ends, the change of its parameters is set aside for
         `outer_step`. So take the inner step of a batch before you take the next batch.
 
         Args:
-            part: a part of `step.parts`, inside of its block.
+            micro: one of `step.microbatches`, inside of its block.
             steps: H.
 
         Yields:
             The indices of a batch.
 
         Raises:
-            StepOrderError: it is not inside of the part's block, or a setting of the inner optimizer has changed.
+            StepOrderError: it is not inside of the microbatch's block, or a setting of the inner optimizer has changed.
             ValueError: H is below 1.
             UnsupportedOp: with compression, or a net that is not on the CPU.
-            PacelineError: a collective failed; the last part of a rank ends with one.
+            PacelineError: a collective failed; the last microbatch of a rank ends with one.
         """
-        turn = self.group.part
-        if turn is None or turn.number != part.number:
-            raise StepOrderError("part_batches() belongs inside of `with part:`")
+        order = self.group.order
+        if not order.is_leaf or order.name != f"microbatch {micro.number}":
+            raise StepOrderError("replica_batches() belongs inside of `with micro:`")
         if not self._model.on_cpu:
-            raise UnsupportedOp("a round in parts needs a net on the CPU: its bits are not promised on other devices")
-        if turn.is_first or turn.is_check:
+            raise UnsupportedOp(
+                "a round in microbatches needs a net on the CPU: bits are not promised on other devices"
+            )
+        if order.is_first or order.is_check:
             self.outer_optimizer.zero_grad()
-        self._wrapper._synchronizer.begin_part()
+        self._wrapper._synchronizer.begin_forward()
         self._model.push()
         self._inner.forget()
         settings = self._inner.numbers()
-        yield from self.batches(part.indices, steps)
+        yield from self.batches(micro.indices, steps)
         if self._inner.numbers() != settings:
             raise StepOrderError(
-                f"a setting of the inner optimizer, such as its learning rate, changed in part {part.number}, so it "
+                f"a setting of the inner optimizer, such as its learning rate, changed in {order.name}, so it "
                 "would depend on the number of workers: change settings between rounds"
             )
         self._wrapper.backward(np.ones(1))
@@ -144,30 +146,32 @@ class LocalTraining:
     def outer_step(self, weight: float | None = None) -> None:
         """Ends a round: combines the local parameters of all ranks, and continues from the result; a collective.
 
-        Afterwards all ranks hold the same bits of the parameters, and the buffers of rank 0 (in parts: of part 0). In
+        Afterwards all ranks hold the same bits of the parameters, and the buffers of rank 0, or of microbatch 0. In
         `session.steps` this takes the place of `optimizer.step()`: it changes the global parameters only once the round
         is sure to commit, and no other collective may come between it and the end of the block.
 
         Args:
             weight: weight of this rank's round in the mean. In `session.steps` pass `step.weight`, which is 0 for a
                 rank that only repeats another's sample because there are too few. By default the number of inner
-                steps. With 0 the rank's parameters, even NaN, are dropped. Leave it out in parts: each part has its
+                steps. With 0 the rank's parameters, even NaN, are dropped. Leave it out with microbatches: each has its
                 own weight.
 
         Raises:
             ValueError: the weight is negative or not finite.
-            StepOrderError: the ranks began with different parameters (see `prepare`), or all weights are 0; or a part
-                of the round was not trained with `part_batches`.
+            StepOrderError: the ranks began with different parameters (see `prepare`), or all weights are 0; or a
+                microbatch of the round was not trained with `replica_batches`.
             UnsupportedOp: a parameter was frozen or unfrozen since this object was made; or a weight was given in a
-                round in parts.
+                round in microbatches.
             PacelineError: a collective failed. The net then keeps its local parameters; `session.steps` undoes the
                 round.
         """
-        if not self.group.parts:
+        if not self.group.order.leaves:
             self.outer_optimizer.zero_grad()
             self._wrapper.backward(np.ones(1), float(self._inner_steps) if weight is None else weight)
         elif weight is not None:
-            raise UnsupportedOp("outer_step(weight) in a round in parts: each part has its own weight, so leave it out")
+            raise UnsupportedOp(
+                "outer_step(weight) in a round in microbatches: each has its own weight, so leave it out"
+            )
         self.outer_optimizer.step()  # inside of session.steps this is the gate
         self._model.push()
         self._end_round()
@@ -205,8 +209,7 @@ class LocalTraining:
 
     def _took_inner_step(self) -> None:
         self._inner_steps += 1
-        turn = self.group.part
-        if self._watches and (turn is None or turn.is_first):  # what comes after a rank's first part is kept
+        if self._watches and self.group.order.is_first:  # what comes after a rank's first microbatch is kept
             self.group.mesh.fault.check()  # do not finish a round that will be undone
 
 
@@ -245,14 +248,15 @@ class LocalSGD(LocalTraining):
     values to send, P numbers each. Error feedback takes another 2 P. In `session.steps` there is a copy of the inner
     optimizer's state, on its device: 2 P for AdamW.
 
-    **Parts.** If the sampler has parts, the bits do not depend on the number of workers: each part trains a replica of
-    the net, which takes H inner steps from the global parameters with inner optimizers that begin without state.
+    **Microbatches.** If the sampler has microbatches, the bits do not depend on the number of workers: each trains a
+    replica of the net, which takes H inner steps from the global parameters with inner optimizers that begin without
+    state.
 
         for step in session.steps(state, total=rounds):
             with step:
-                for part in step.parts:
-                    with part:
-                        for batch in local.part_batches(part, H):
+                for micro in step.microbatches:
+                    with micro:
+                        for batch in local.replica_batches(micro, H):
                             loss(net(x[batch]), t[batch]).backward()
                             inner.step()
                             inner.zero_grad()

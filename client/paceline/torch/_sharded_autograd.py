@@ -28,8 +28,8 @@ import ml_dtypes
 import numpy as np
 import torch
 
+from paceline._group import Group
 from paceline._parallel._accumulation import Accumulation
-from paceline._parallel._ranks import ShardRankGroup
 from paceline._parallel.sharding._placement import ShardingStrategy
 from paceline._parallel.sharding._runner import UnitRunner
 from paceline._parallel.sharding._sharded_model import ShardedModel
@@ -194,7 +194,7 @@ class ShardedDriver:
     def __init__(
         self,
         module: Adapter,
-        group: ShardRankGroup,
+        group: Group,
         strategy: ShardingStrategy,
         intra_node_size: int | None,
         *,
@@ -278,7 +278,7 @@ class ShardedDriver:
         if self._given is not None:
             return self._given
         rows, group = self.sharded.synchronizer.rows, self.sharded.group
-        if group.part is not None:
+        if group.order.is_leaf:
             return group.gradient_weight
         return 1 if rows is None else rows
 

@@ -17,20 +17,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline._collectives.part_tree import Node
-from paceline._engines.data_engine import DataEngine, OnDevice
-from paceline._group.group_core import PartTurn
+from paceline._base.sum_order import Node, SumOrder
+from paceline._base.work import Work
+from paceline._group import Group
 from paceline._parallel._parameter import Parameter
-from paceline._parallel._ranks import CarryingGroup, PendingWork
 from paceline._parallel._transport import NO_FIXED_ORDER, GroupTransport
+from paceline.engines import OnDevice
 from paceline.errors import StepOrderError, UnsupportedOp
 from paceline.torch._device_parameter import DeviceParameter
 from paceline.torch._device_streams import streams_of
 from paceline.torch._tensors import Tensor, array_of, numpy_dtype, on_host
 
 _NOT_ON_DEVICES = (
-    "models on a device cannot do parts yet: train on the CPU and leave out --engine, or leave out the parts of the "
-    "sampler"
+    "models on a device cannot do microbatches yet: train on the CPU and leave out --engine, or leave out the "
+    "microbatches of the sampler"
 )
 
 
@@ -123,13 +123,13 @@ class TensorBucket:
         for used, parameter, slot in zip(self.tail[1:].tolist(), self._parameters, self._slots, strict=False):
             parameter._hold(slot if used > 0 else None)
 
-    def close_part(self, turn: PartTurn) -> None:
-        """Is never called: `TensorTransport` refuses parts."""
-        raise AssertionError(f"part {turn.number} of a step in a bucket of tensors")
+    def add_leaf(self, order: SumOrder) -> None:
+        """Is never called: `TensorTransport` refuses trees."""
+        raise AssertionError(f"{order.name} in a bucket of tensors")
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """Empty: there are no parts."""
+        """Empty: it holds no sums."""
         return ()
 
     def keep_nodes(self, nodes: Sequence[Node], *, spare: int) -> None:
@@ -178,13 +178,13 @@ class TensorTransport(GroupTransport):
         group: the ranks; its configuration names an engine.
     """
 
-    def __init__(self, group: CarryingGroup) -> None:
+    def __init__(self, group: Group) -> None:
         super().__init__(group)
         self._carrying = group
         self._on_device = False
 
     @property
-    def parts_refusal(self) -> str:
+    def tree_refusal(self) -> str:
         """See `GradientTransport`: an engine sums in an order of its own, and links do not carry a device's sums."""
         return _NOT_ON_DEVICES if self._on_device else NO_FIXED_ORDER
 
@@ -196,13 +196,14 @@ class TensorTransport(GroupTransport):
 
     def start(
         self, bucket: TensorBucket, *, divisor: Callable[[], float] | None, in_background: bool
-    ) -> PendingWork | None:
+    ) -> Work[Any] | None:
         """See `GradientTransport`.
 
         Raises:
             UnsupportedOp: the engine does not sum where the gradients lie.
         """
-        engine: DataEngine = self._carrying.open_engine()
+        engine = self._carrying.open_engine()
+        assert engine is not None, "this transport is for groups with an engine"
         kind = bucket.flat.device.type
         if kind not in engine.traits.devices:
             raise UnsupportedOp(

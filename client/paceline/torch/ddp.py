@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from paceline._group import Group
 from paceline._parallel._agreement import give
 from paceline._parallel._parameter import buffers_of, parameters_of, write_back
-from paceline._parallel._ranks import RankGroup
 from paceline.compression import Codec, PowerSGD
 from paceline.errors import StepOrderError
 from paceline.torch._autograd import AutogradDriver, TorchParameter, refuse_sync_batch_norm
@@ -79,7 +79,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
     def __init__(
         self,
         module: Any,
-        group: RankGroup,
+        group: Group,
         *,
         bucket_mb: float | None = None,
         compression: str | Codec | PowerSGD | None = None,
@@ -116,7 +116,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
         """
         if torch.is_grad_enabled():
             self._driver.before_forward()
-        self._synchronizer.begin_part()
+        self._synchronizer.begin_forward()
         return self.module(*inputs, **named)
 
     def prepare(self) -> None:
@@ -173,12 +173,12 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
         `session.steps` does not need this: its sampler gives every rank a sample in every step.
 
         Raises:
-            StepOrderError: the step has parts, which the sampler divides among the ranks.
+            StepOrderError: the step has microbatches, which the sampler divides among the ranks.
             PacelineError: a collective failed.
         """
         driver, uneven = self._driver, self._driver.uneven
-        if self.group.parts:
-            raise StepOrderError("join() in a step whose sampler has parts: the sampler gives every rank its parts")
+        if self.group.order.leaves:
+            raise StepOrderError("join() in a step with microbatches: the sampler gives every rank its own")
         self._synchronizer.prepare()
         uneven.open()
         try:

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from paceline._group import Group
 from paceline._parallel._optimizer_state import stands_in
 from paceline._parallel._parameter import Parameter
-from paceline._parallel._ranks import ShardRankGroup
 from paceline._parallel.sharding._placement import ShardingStrategy
 from paceline._parallel.sharding._sharded_model import ShardedModel
 from paceline.errors import SizeMismatch, StepOrderError, UnsupportedOp
@@ -84,7 +84,7 @@ class FSDP(Wrapped):
     def __init__(
         self,
         module: Any,
-        group: ShardRankGroup,
+        group: Group,
         strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
         intra_node_size: int | None = None,
         *,

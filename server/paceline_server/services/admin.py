@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from paceline_protocol.coordinator import DrainAsked, JobState, Membership, RestartAsked, Session, Standing, spares
+from paceline_protocol.translation import write_process, write_verdict
 from paceline_server import wire
 from paceline_server._grpc import aio
 from paceline_server.dispatcher import Dispatcher
@@ -110,7 +111,7 @@ class AdminHandlers(AdminServiceServicer):
         answer = pb.GetJobResponse(
             summary=summary,
             settings=wire.write_settings(concerned[0].settings) if concerned else None,
-            verdict=wire.write_verdict(state.verdict) if state.verdict is not None else None,
+            verdict=write_verdict(state.verdict) if state.verdict is not None else None,
             gone=[_gone(now, each) for each in tally.gone_lately(now)] if tally is not None else (),
             totals=summary.totals,
             events=map(_event, observatory.recent(state.name)),
@@ -285,7 +286,7 @@ def _identity(session: Session) -> session_pb2.Member:
     return session_pb2.Member(
         member_id=session.member_id,
         rank=session.rank or 0,
-        process=wire.write_process(session.process),
+        process=write_process(session.process),
         address=session.address,
     )
 

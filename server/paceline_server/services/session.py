@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from paceline_protocol.coordinator import BarrierEntered, FinishedLine, Heard, LeftJob, MetOthers, Reported
+from paceline_protocol.translation import check_number, read_meet
 from paceline_server import wire
 from paceline_server._grpc import EOF, aio, grpc
 from paceline_server.dispatcher import Dispatcher
@@ -114,10 +115,10 @@ class SessionHandlers:
                 report = wire.read_report(message.report, self._settings)
                 self._dispatcher.apply_of(stream, Reported(stream.member_id, message.report.generation, report))
             case "meet":
-                self._dispatcher.apply_of(stream, MetOthers(stream.member_id, wire.read_meet(message.meet)))
+                self._dispatcher.apply_of(stream, MetOthers(stream.member_id, read_meet(message.meet)))
             case "finish":
                 finish = message.finish
-                step = wire.check_number(finish.step, "finish.step")
+                step = check_number(finish.step, "finish.step")
                 self._dispatcher.apply_of(stream, FinishedLine(stream.member_id, finish.generation, step))
             case "leave":
                 if message.leave.HasField("last"):

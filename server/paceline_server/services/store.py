@@ -6,6 +6,7 @@ import asyncio
 import functools
 from typing import Any
 
+from paceline_protocol.translation import check_number
 from paceline_server import wire
 from paceline_server._grpc import aio, grpc
 from paceline_server.dispatcher import Dispatcher
@@ -119,7 +120,7 @@ class StoreHandlers:
         self, request: pb.SetRequest | pb.AddRequest | pb.CompareSetRequest | pb.DeleteRequest
     ) -> tuple[str, int]:
         """By what a repeat of a call is recognised: the member, and its number for the call."""
-        return request.caller.member_id, wire.check_number(request.call, "call")
+        return request.caller.member_id, check_number(request.call, "call")
 
     def _key(self, key: str) -> str:
         return wire.check_name(key, "a key", self._settings.max_key_bytes)

@@ -213,7 +213,7 @@ def _view_out(view: View, door_secret: bytes) -> dict[str, Any]:
 
 def _view_in(read: Any) -> View:
     seats = tuple(
-        Seat(rank, member_id, bytes.fromhex(token), Process(*process), address, arrival)
+        Seat(rank, member_id, Process(*process), address, bytes.fromhex(token), arrival)
         for rank, (member_id, token, process, address, arrival) in enumerate(read["seats"])
     )
     base = None if read["base"] is None else Tag(*read["base"])

@@ -247,7 +247,7 @@ def _load_seats(connection: sqlite3.Connection, job: StoredJob) -> tuple[Seat, .
         "ended, orderly, sure, node FROM seat WHERE job = ? ORDER BY rank",
         (job.name,),
     ):
-        seats.append(Seat(rank, member_id, token, Process(host, pid, boot, ticks, space, node), address, arrival))
+        seats.append(Seat(rank, member_id, Process(host, pid, boot, ticks, space, node), address, token, arrival))
         if how is not None:
             job.endings[rank] = Ending(how, bool(orderly), bool(sure))
     return tuple(seats)

@@ -99,7 +99,7 @@ POLICY = (
     "require-trusted-types-for 'script'"
 )
 """The Content-Security-Policy. What the page shows comes from workers: no script or style in it may run, whatever a
-host is called. Nor may the page's own scripts make elements of text (docs/decisions/052)."""
+host is called. Nor may the page's own scripts make elements of text (docs/decisions/25)."""
 
 _HEADERS = {
     "Content-Security-Policy": POLICY,

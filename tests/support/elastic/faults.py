@@ -1,8 +1,8 @@
 """Faults in words: kill(rank=1, at="mid_all_reduce", step=3). Declared by the test, inflicted by the worker on itself.
 
 Phases: joining (a candidate), forward, in_word, mid_all_reduce (first half of the ring), late_all_reduce (second half),
-in_engine (an engine has begun a sum), early_parts and late_parts (in the first and another sum of parts of the step),
-repairing (in a step of which this worker has kept parts), before_gate, second_word (of a state that is spread),
+in_engine (an engine has begun a sum), early_sum and late_sum (in the first and another sum of microbatches),
+repairing (in a step of which this worker has kept sums), before_gate, second_word (of a state that is spread),
 behind_gate, between_steps, giving and taking state, giving_share, taking_share, meeting, closing, keeping (the last
 checkpoint).
 Of an FSDP unit: mid_all_gather (of its values), mid_reduce_scatter (of its gradients),
@@ -160,8 +160,10 @@ def abort(at: str, rank: int | None = None, step: int | None = None) -> Fault:
 
 def inflict(faults: Sequence[Fault], emit: Callable[..., None]) -> None:
     """Puts the faults that happen inside the library where they happen."""
+    if not faults:
+        return  # the library may be the last release, whose modules have other names
     from paceline._collectives.exchange import Exchange
-    from paceline._elastic.coordination import RemoteCoordinator
+    from paceline._elastic.job_line import JobLine
     from paceline._elastic.offer import Content, OfferedState
     from paceline._elastic.saver import Saver
     from paceline._elastic.state import TrainState
@@ -177,7 +179,7 @@ def inflict(faults: Sequence[Fault], emit: Callable[..., None]) -> None:
     current: list[Any] = [None]
     # By exchange, for those of the parts of a view run side by side; none is kept alive by it.
     received: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-    sums: dict[int, set[int]] = {}  # for each step, the operations that sum parts
+    sums: dict[int, set[int]] = {}  # for each step, the operations that sum microbatches
     for fault in faults:
         fault.emit = emit
 
@@ -207,7 +209,7 @@ def inflict(faults: Sequence[Fault], emit: Callable[..., None]) -> None:
             strike(of_unit[call.partition(" ")[0]], current[0])
         elif current[0] is not None and " parts=" in call:
             sums.setdefault(current[0].number, set()).add(exchange._call[0])
-            strike("early_parts" if len(sums[current[0].number]) == 1 else "late_parts", current[0])
+            strike("early_sum" if len(sums[current[0].number]) == 1 else "late_sum", current[0])
         elif current[0] is not None and "all_reduce" in call:
             if "label=gate" in call:
                 strike("second_word", current[0])
@@ -235,7 +237,7 @@ def inflict(faults: Sequence[Fault], emit: Callable[..., None]) -> None:
     _before(OfferedState, "pack", lambda *_: strike("giving_share"))
     _before(Content, "write", lambda *_: strike("taking"))
     _before(TrainState, "switch", lambda *_: strike("taking_share"))
-    _after(RemoteCoordinator, "meet", lambda port, _: port.group.generation > 1 and strike("meeting"))
+    _after(JobLine, "meet", lambda port, _: port.group.generation > 1 and strike("meeting"))
     _before(TrainingLoop, "close", lambda *_: strike("closing"))
     _before(Saver, "keep", lambda *_: strike("keeping"))
     _before(MemberConnection, "start_line", lambda *_: strike("joining"))
@@ -248,13 +250,13 @@ def flip(at: str, rank: int | None = None, step: int | None = None) -> Fault:
 
 def take_nothing() -> None:
     """Nobody gives this process any state, now or ever."""
-    from paceline._elastic.coordination import RemoteCoordinator
+    from paceline._elastic.job_line import JobLine
     from paceline.errors import LinkUnavailable
 
     def refuse(*_: Any) -> Any:
         raise LinkUnavailable("no member sent it, for a test")
 
-    RemoteCoordinator.take = RemoteCoordinator.take_shards = refuse  # type: ignore[method-assign]
+    JobLine.take = JobLine.take_shards = refuse  # type: ignore[method-assign]
 
 
 def _is_first(path: str) -> bool:

@@ -1,4 +1,4 @@
-"""Runs in parts through faults, whose state after each step must have the digest of one undisturbed process."""
+"""Runs in microbatches through faults, whose state after each step must have the digest of one undisturbed process."""
 
 from __future__ import annotations
 
@@ -18,22 +18,29 @@ from support.elastic.cluster import Cluster, cluster
 from support.elastic.faults import kill
 from support.elastic.storm import FAILURE_TIMEOUT, MOST, Storm
 
-__all__ = ["BitsSoak", "check_bits", "come_and_go", "find_the_one_that_flips", "in_parts", "one_process_bits"]
+__all__ = ["BitsSoak", "check_bits", "come_and_go", "find_the_one_that_flips", "in_microbatches", "one_process_bits"]
 
-_TRAINER = "support/elastic/parts_trainer.py"
+_TRAINER = "support/elastic/microbatch_trainer.py"
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """As `paceline run` gives each worker."""
 
 
-def in_parts(folder: Path, model: str, **plan: Any) -> AbstractContextManager[Cluster]:
-    """A cluster of workers that train a model of `parts_problem`."""
+def in_microbatches(folder: Path, model: str, **plan: Any) -> AbstractContextManager[Cluster]:
+    """A cluster of workers that train a model of `microbatch_problem`."""
     return cluster(folder, trainer=_TRAINER, model=model, variables=_ONE_THREAD, **plan)
 
 
-def one_process_bits(folder: Path, model: str, total: int, parts: int = 8) -> dict[int, str]:
+def one_process_bits(folder: Path, model: str, total: int, microbatches: int = 8) -> dict[int, str]:
     """The digest after each step of a run in one process, without a coordinator."""
     brake = str(folder / "no-brake")
-    plan = {"model": model, "total": total, "parts": parts, "faults": [], "brake": brake, "join_timeout": 30.0}
+    plan = {
+        "model": model,
+        "total": total,
+        "microbatches": microbatches,
+        "faults": [],
+        "brake": brake,
+        "join_timeout": 30.0,
+    }
     command = [sys.executable, str(Path(__file__).parent.parent.parent / _TRAINER), json.dumps(plan)]
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")} | _ONE_THREAD
     done = subprocess.run(command, input="\n", capture_output=True, text=True, env=variables, check=False)
@@ -42,16 +49,18 @@ def one_process_bits(folder: Path, model: str, total: int, parts: int = 8) -> di
     return {event["step"]: event["digest"] for event in events if event["event"] in ("applied", "done")}
 
 
-def check_bits(c: Cluster, folder: Path, model: str, expected: Mapping[int, str] | None = None, parts: int = 8) -> int:
+def check_bits(
+    c: Cluster, folder: Path, model: str, expected: Mapping[int, str] | None = None, microbatches: int = 8
+) -> int:
     """Compares each digest that any worker has told; returns the number of the last step.
 
-    `expected` are the digests of one process; None to train it here, with so many parts.
+    `expected` are the digests of one process; None to train it here, with so many microbatches.
     """
     told = [event for trainer in c.trainers for kind in ("applied", "done") for event in trainer.of(kind)]
     told = [event for event in told if event["digest"]]
     assert told, f"nobody has told a digest\n{c}"
     last = max(event["step"] for event in told)
-    known = one_process_bits(folder, model, last, parts) if expected is None else expected
+    known = one_process_bits(folder, model, last, microbatches) if expected is None else expected
     odd = [event for event in told if event["digest"] != known[event["step"]]]
     first = min((event["step"] for event in odd), default=0)
     assert not odd, f"other bits than in one process, first in step {first}\n{c}"
@@ -74,7 +83,7 @@ def come_and_go(
     total: int = 40,
     **plan: Any,
 ) -> None:
-    """The world has 3, 2, 3, 4 and 3 members: with 8 parts they have subtrees of all sizes.
+    """The world has 3, 2, 3, 4 and 3 members: with 8 microbatches they have subtrees of all sizes.
 
     Args:
         model: what is trained.
@@ -89,7 +98,7 @@ def come_and_go(
     Raises:
         AssertionError: a step has other bits than in one process.
     """
-    with in_parts(folder, model, total=total, pace=0.04, **plan) as c:
+    with in_microbatches(folder, model, total=total, pace=0.04, **plan) as c:
         first = c.start(begin, [kill(at="forward", rank=1, step=4)])
         c.wait_for_step(6)
         for _ in range(join):
@@ -104,12 +113,12 @@ def come_and_go(
 
 
 def find_the_one_that_flips(model: str, folder: Path) -> None:
-    """Three workers check a part in each step; one of them flips a bit of its gradients from step 5 on.
+    """Three workers check a microbatch in each step; one of them flips a bit of its gradients from step 5 on.
 
     Raises:
         AssertionError: another one was named, or none; or a step has other bits than in one process.
     """
-    with in_parts(folder, model, most=3, total=16, check_every=1) as c:
+    with in_microbatches(folder, model, most=3, total=16, check_every=1) as c:
         (*_, wrong) = trainers = [*c.start(2, go=False), *c.start(1, go=False, flips_from=5)]
         for trainer in trainers:
             trainer.go()
@@ -120,7 +129,7 @@ def find_the_one_that_flips(model: str, folder: Path) -> None:
         (rank,) = error["ranks"]
         assert rank == wrong.of("joined")[0]["rank"], str(c)
         assert f"rank {rank} (" in error["text"], error["text"]
-        assert " computed other gradients of part " in error["text"], error["text"]
+        assert " computed other gradients of microbatch " in error["text"], error["text"]
         assert check_bits(c, folder, model) == 16
 
 
@@ -131,7 +140,7 @@ class BitsSoak:
     checkpoint with another number of workers.
 
     Args:
-        model: of `parts_problem`.
+        model: of `microbatch_problem`.
         seconds: length of both storms together.
         say: where lines for people go.
 
@@ -184,7 +193,7 @@ class BitsSoak:
         # torch's first steps are silent for a second on a busy machine.
         patience = FAILURE_TIMEOUT if self._model == "mlp" else 3 * FAILURE_TIMEOUT
         plan |= {"least": 1, "most": MOST + 2, "total": 1 << 30, "failure_timeout": patience, "pace": 0.04, "log": True}
-        with in_parts(folder, self._model, **plan) as c:
+        with in_microbatches(folder, self._model, **plan) as c:
             faults: list[str] = []
             storm = Storm(c, seed, faults.append, gaps=(0.1, 0.6), stall=60.0)
             try:

@@ -125,7 +125,7 @@ def test_workers_are_told_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.delenv("PACELINE_ENGINE", raising=False)
     monkeypatch.setattr("paceline.cli.run.run_workers", look)
-    monkeypatch.setattr("paceline.cli.run.package_of", lambda name: "")
+    monkeypatch.setattr("paceline.cli.run.missing_package", lambda name: "")
     for arguments in (["run", "--engine", "gloo", __file__], ["run", __file__]):
         assert runner.invoke(app, arguments).exit_code == 0
     assert found == ["gloo", None]
@@ -140,8 +140,7 @@ def test_notices_that_have_no_effect_are_named(
 ) -> None:
     monkeypatch.setenv("PACELINE_NOTICE", "aws")
     monkeypatch.setattr("paceline.cli.run.run_nodes", lambda *args, **options: 0)
-    monkeypatch.setattr("paceline.cli.run.package_of", lambda name: None)  # MPI need not be installed
-    monkeypatch.setattr("paceline.cli.run_rank.become_mpirun", lambda *args, **options: None)
+    monkeypatch.setattr("paceline_mpi._mpirun.become_mpirun", lambda *args, **options: None)
     monkeypatch.setattr("paceline.cli.run.run_workers", lambda *args, **options: 0)
     result = runner.invoke(app, ["run", *arguments, "train.py"])
     assert result.exit_code == 0, result.output

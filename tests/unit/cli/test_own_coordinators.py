@@ -12,9 +12,11 @@ import pytest
 
 from paceline._base.proofs import TokenSource
 from paceline._session.flight import flight_directory
-from paceline.cli import access, admin
-from paceline.cli.access import coordinator_address, own_addresses, own_credentials, own_token, published
+from paceline.cli import admin
+from paceline.cli.access import coordinator_address
 from paceline.cli.output import UsageError
+from paceline.launch import _own_coordinator
+from paceline.launch._own_coordinator import own_addresses, own_credentials, own_token, published
 from pacelinepb.v1.admin_pb2 import JobSummary
 
 ADDRESS, OTHER = "127.0.0.1:40001", "127.0.0.1:40002"
@@ -25,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for name in ("PACELINE_TOKEN", "PACELINE_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
-    access._say_once.cache_clear()
+    _own_coordinator._say_once.cache_clear()
     return tmp_path / f"paceline-{os.geteuid()}" / "coordinators"
 
 
@@ -117,8 +119,8 @@ def test_a_file_that_somebody_else_may_have_made_is_not_used(
         path.chmod(0o604 if planted == "open" else 0o600)
     if planted == "another's":
         monkeypatch.setattr("pacelinepb.private_files.os.geteuid", lambda: 12345)
-        monkeypatch.setattr(access, "check_own", lambda *_: None)
-        monkeypatch.setattr(access, "_folder", lambda: folder)
+        monkeypatch.setattr(_own_coordinator, "check_own", lambda *_: None)
+        monkeypatch.setattr(_own_coordinator, "_folder", lambda: folder)
     held = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         fcntl.flock(held, fcntl.LOCK_EX)

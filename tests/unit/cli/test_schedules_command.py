@@ -55,20 +55,20 @@ def test_a_root_and_ranks_that_do_nothing() -> None:
     assert run("barrier").startswith("barrier among 4 ranks: ")
 
 
-def test_parts_of_a_step() -> None:
-    text = run("all-reduce", "-n", "3", "--parts", "8", "--size", "8MiB")
+def test_microbatches_of_a_step() -> None:
+    text = run("all-reduce", "-n", "3", "--microbatches", "8", "--size", "8MiB")
     assert "all_reduce of 8 MiB among 3 ranks: direct" in text
-    assert "each chunk is summed in a tree over 8 parts" in text
+    assert "each chunk is summed in a tree over 8 microbatches" in text
     assert "rank 0: 1 array a frame, the sum of 0-1" in text
     assert "rank 1: 2 arrays a frame, the sums of 2-3, 4-4" in text
     assert "rank 2: 2 arrays a frame, the sums of 5-5, 6-7" in text
-    found = json.loads(run("all-reduce", "-n", "2", "--parts", "8", "--json"))
+    found = json.loads(run("all-reduce", "-n", "2", "--microbatches", "8", "--json"))
     assert found["subtrees"] == [[[0, 4]], [[4, 8]]]
     for arguments, words in (
-        (("broadcast", "--parts", "8"), "--parts is for all-reduce"),
-        (("all-reduce", "-n", "9", "--parts", "8"), "not 8 for 9 ranks"),
+        (("broadcast", "--microbatches", "8"), "--microbatches is for all-reduce"),
+        (("all-reduce", "-n", "9", "--microbatches", "8"), "not 8 for 9 ranks"),
         (
-            ("all-reduce", "--parts", "8", "--schedule", "ring"),
+            ("all-reduce", "--microbatches", "8", "--schedule", "ring"),
             "ring does not sum an element at one rank",
         ),
     ):

@@ -6,8 +6,9 @@ import textwrap
 
 import pytest
 
-from paceline.cli.launcher.supervision import Exit, SpareSchedule, Supervision, Terms, default_spares, spares_error
+from paceline.cli.launcher.spares import SpareSchedule, default_spares, spares_error
 from paceline.cli.warm import Import, Source, find_imports
+from paceline.launch._supervision import Exit, Supervision, Terms
 
 SCRIPT, MODULE, PROGRAM = ["train.py", "x"], ["-m", "train"], ["--", "train"]
 

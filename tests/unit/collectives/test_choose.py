@@ -3,7 +3,7 @@
 import pytest
 
 from paceline._collectives.choose import RULES, choose, format_rules, only
-from paceline._collectives.rows import SumOrder
+from paceline._collectives.rows import SumRule
 from paceline._collectives.schedules import SCHEDULES
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -43,14 +43,14 @@ def test_in_rank_order_leaves_those_schedules_only() -> None:
     for collective in ("all_reduce", "reduce", "reduce_scatter"):
         for world in (2, 16, 1000):
             for nbytes in (1, MIB, 1 << 30):
-                choice = choose(collective, nbytes, world, sums=SumOrder.IN_RANK_ORDER)
-                assert SCHEDULES[collective][choice.schedule].sums is SumOrder.IN_RANK_ORDER
+                choice = choose(collective, nbytes, world, sums=SumRule.IN_RANK_ORDER)
+                assert SCHEDULES[collective][choice.schedule].sums is SumRule.IN_RANK_ORDER
                 forced = (
-                    choose(collective, nbytes, world, sums=SumOrder.IN_RANK_ORDER, rules=only(collective, "ring"))
+                    choose(collective, nbytes, world, sums=SumRule.IN_RANK_ORDER, rules=only(collective, "ring"))
                     if collective != "reduce"
                     else choice
                 )
-                assert SCHEDULES[collective][forced.schedule].sums is SumOrder.IN_RANK_ORDER
+                assert SCHEDULES[collective][forced.schedule].sums is SumRule.IN_RANK_ORDER
 
 
 def test_one_schedule_can_be_asked_for() -> None:

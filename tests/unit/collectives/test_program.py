@@ -11,7 +11,7 @@ from unit.collectives.simulate import Rank, add, advance, leaves, run
 
 from paceline._collectives import program as programs
 from paceline._collectives.program import AHEAD, Area, Do, Program
-from paceline._collectives.rows import Nodes, SumOrder, chunk_bounds
+from paceline._collectives.rows import Nodes, SumRule, chunk_bounds
 from paceline._collectives.schedules import SCHEDULES
 
 REDUCING = [(kind, name) for kind in ("all_reduce", "reduce", "reduce_scatter") for name in SCHEDULES[kind]]
@@ -70,7 +70,7 @@ def test_reductions(
             assert leaves(value) == sorted(f"{r}.{i}" for r in range(world)), "each rank's value, once"
             if world > 1:
                 assert value[0] == "/", "and then it is finished"
-            if SCHEDULES[kind][name].sums is SumOrder.IN_RANK_ORDER and world > 1:
+            if SCHEDULES[kind][name].sums is SumRule.IN_RANK_ORDER and world > 1:
                 assert value == ("/", in_rank_order(world, i))
         if kind == "all_reduce":
             assert rank.memory[Area.OUT] == ranks[0].memory[Area.OUT], "the same expression, so the same bits"

@@ -16,7 +16,7 @@ from paceline._collectives.choose import (
     rules_digest,
     where_of,
 )
-from paceline._collectives.rows import SumOrder
+from paceline._collectives.rows import SumRule
 from paceline._links.base import Peer
 
 MIB = 1 << 20
@@ -45,7 +45,7 @@ def test_the_sums_of_nodes_cross_the_network_where_nodes_have_several_ranks() ->
 def test_on_one_node_a_copy_is_cheap() -> None:
     assert choose("all_reduce", MIB // 2, 2, nodes=(0, 0)).schedule == "recursive_doubling"
     assert choose("all_reduce", MIB, 2, nodes=(0, 1)).schedule == "direct"
-    assert choose("all_reduce", MIB, 2, sums=SumOrder.IN_RANK_ORDER, nodes=(0, 0)).schedule == "direct"
+    assert choose("all_reduce", MIB, 2, sums=SumRule.IN_RANK_ORDER, nodes=(0, 0)).schedule == "direct"
 
 
 def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:

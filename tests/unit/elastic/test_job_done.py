@@ -13,9 +13,9 @@ from paceline._elastic import training_loop
 from paceline._elastic.saver import Saver
 from paceline._elastic.state import TrainState
 from paceline._elastic.training_loop import TrainingLoop
-from paceline._session.line_messages import JobDone
 from paceline.errors import Dismissed, StepOrderError
 from paceline_protocol import MemberState, Tag
+from paceline_protocol.messages import Finished
 
 
 def member(step: int, generation: int = 3, total: int = 10, peers: int = 1) -> tuple[TrainingLoop, list[int]]:
@@ -93,11 +93,11 @@ def test_a_member_that_is_dismissed_in_a_block_between_steps_is_no_loss_for_its_
     told: list[Any] = []
     monkeypatch.setattr(training_loop, "tell_launcher", lambda kind, record, **_: told.append(record["unfinished"]))
     line, _ = member(9)
-    line._coordinator.group.ban_collectives = lambda reason: None  # type: ignore[method-assign]
-    line._coordinator.group.ban_reason = ""
+    line._job_line.group.ban_collectives = lambda reason: None  # type: ignore[method-assign]
+    line._job_line.group.ban_reason = ""
     monkeypatch.setattr(line._member, "meet", lambda: None)
-    monkeypatch.setattr(line, "_say", lambda meet: None)
-    monkeypatch.setattr(line, "wait_until_ready", lambda: line._read(JobDone(10)))
+    monkeypatch.setattr(line, "_send_meet", lambda meet: None)
+    monkeypatch.setattr(line, "wait_until_ready", lambda: line._handle(Finished(10)))
     line.tell_launcher(unfinished=True)
     with pytest.raises(Dismissed):
         line.retry()

@@ -10,21 +10,22 @@ import pytest
 
 import paceline
 from paceline._elastic.attempts import MAX_ATTEMPTS
-from paceline._elastic.coordination import NullCoordinator
+from paceline._elastic.job_line import SoloLine
 from paceline._elastic.saver import Saver
 from paceline._elastic.training_loop import TrainingLoop
 from paceline._group import Group
 from paceline._links.base import Peer
 from paceline._links.fault import Suspicion
 from paceline._links.local import local_meshes
-from paceline._session.line_messages import CaughtOut, ReachResult, ViewCame
+from paceline._session.inbox import ReachResult, SessionReplaced, ViewLinked
 from paceline.config import Config
 from paceline.errors import StepVoid
 from paceline_protocol import Meet, MemberState, Phase, Tag
+from paceline_protocol.messages import MemberList, ViewFormed
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 
-class TwoPort(NullCoordinator):
+class TwoPort(SoloLine):
     """A member of a world of two whose coordinator is the test; remembers what it says."""
 
     def __init__(self) -> None:
@@ -56,9 +57,10 @@ def line_that_holds(held: Tag, **parts: Any) -> tuple[TwoPort, TrainingLoop, Any
 
 def view(
     port: TwoPort, generation: int, base: Tag, member_id: str, newcomers: frozenset[int] = frozenset()
-) -> ViewCame:
+) -> ViewLinked:
     port.meshes[0].generation = port.meshes[0].fault.generation = generation
-    return ViewCame(generation, 0, base, newcomers, port.meshes[0], member_id)
+    formed = ViewFormed(MemberList(generation, 2), 0, base, tuple(sorted(newcomers)))
+    return ViewLinked(formed, port.meshes[0], member_id)
 
 
 def test_a_member_that_refuses_a_view_tells_the_others() -> None:
@@ -66,7 +68,7 @@ def test_a_member_that_refuses_a_view_tells_the_others() -> None:
     port, line, place = line_that_holds(Tag(2, 7))
     suspicions: list[Suspicion] = []
     port.meshes[0].fault.on_suspicion(suspicions.append)
-    line._read(view(port, 3, Tag(2, 5), "former"))
+    line._handle(view(port, 3, Tag(2, 5), "former"))
     assert place.phase is Phase.MEETING
     assert [(meet.generation, meet.tag) for meet in port.said] == [(3, Tag(2, 7))]
     (suspicion,) = suspicions
@@ -80,10 +82,10 @@ def test_generations_that_fail_before_their_first_step_are_counted() -> None:
     for generation in range(3, 3 + MAX_ATTEMPTS):
         came = view(port, generation, Tag(2, 7), "former")
         port.meshes[0].fault.suspect(Suspicion(ErrorReason.ERROR_REASON_VERSION, 1, 0, "its door does not open"))
-        line._read(came)
+        line._handle(came)
         assert place.phase is Phase.MEETING
     with pytest.raises(StepVoid, match=r"step 1 failed 5 times in a row: .*its door does not open"):
-        line._read(view(port, 3 + MAX_ATTEMPTS, Tag(2, 7), "former"))
+        line._handle(view(port, 3 + MAX_ATTEMPTS, Tag(2, 7), "former"))
 
 
 def test_a_view_that_formed_with_the_former_member_is_ignored() -> None:
@@ -91,8 +93,8 @@ def test_a_view_that_formed_with_the_former_member_is_ignored() -> None:
     port, line, place = line_that_holds(Tag(2, 7))
     late = view(port, 3, Tag(2, 7), "former")
     port.id = "new"
-    line._read(CaughtOut())
-    line._read(late)
+    line._handle(SessionReplaced())
+    line._handle(late)
     assert place.generation == 0, "it is a candidate, and what it says is to be heard"
 
 
@@ -100,8 +102,8 @@ def test_a_view_that_formed_with_the_former_member_is_ignored() -> None:
 def test_a_newcomer_keeps_no_sums_of_parts(newcomers: frozenset[int]) -> None:
     """Each worker builds its own state (0, 0), so its sums may be of another state (0, 0) than the members' one."""
     base = Tag(0, 0)
-    port, line, _ = line_that_holds(base, sampler=paceline.ElasticSampler(8, global_batch=4, parts=2))
-    assert line._kept_parts is not None
-    line._kept_parts._base, line._kept_parts._nodes = base, ((0, 1),)
-    line._read(view(port, 3, base, "former", newcomers | {1}))
-    assert line._kept_parts.nodes() == (() if newcomers else ((0, 1),))
+    port, line, _ = line_that_holds(base, sampler=paceline.ElasticSampler(8, global_batch=4, microbatches=2))
+    assert line._kept_sums is not None
+    line._kept_sums._base, line._kept_sums._nodes = base, ((0, 1),)
+    line._handle(view(port, 3, base, "former", newcomers | {1}))
+    assert line._kept_sums.nodes() == (() if newcomers else ((0, 1),))

@@ -10,16 +10,17 @@ import numpy as np
 import pytest
 
 from paceline import checkpoint
-from paceline._elastic.coordination import NullCoordinator
+from paceline._elastic.job_line import SoloLine
 from paceline._elastic.offer import Content
 from paceline._elastic.state import TrainState
 from paceline._elastic.steps import make_loop, run_steps
 from paceline._group import Group
 from paceline._links.base import Peer
 from paceline._links.local import next_meshes
-from paceline._session.line_messages import ViewCame
+from paceline._session.inbox import ViewLinked
 from paceline.config import Config
 from paceline_protocol import Meet, Tag
+from paceline_protocol.messages import MemberList, ViewFormed
 from support.parts import local_mesh, world_of
 
 BASE = Tag(4, 6)
@@ -31,7 +32,7 @@ def state_at(step: int, value: float) -> TrainState:
     return state
 
 
-class NewcomersPort(NullCoordinator):
+class NewcomersPort(SoloLine):
     """The first view has this member as a newcomer to a line that is at step 6; others give it that state."""
 
     came_in = False
@@ -43,14 +44,15 @@ class NewcomersPort(NullCoordinator):
         self.came_in = True
         (mesh,) = next_meshes([local_mesh(self.group.mesh)])
         mesh.generation = 5
-        self.inbox.put(ViewCame(5, 0, BASE, frozenset([0]), mesh, self.member_id))
+        view = ViewFormed(MemberList(5, 1), 0, BASE, newcomers=(0,))
+        self.inbox.put(ViewLinked(view, mesh, self.member_id))
 
     def take(self, tag: Tag, donors: Sequence[Peer], own: Content) -> Content:
         assert tag == BASE
         return state_at(6, 60.0).offered()
 
 
-class WatchedPort(NullCoordinator):
+class WatchedPort(SoloLine):
     """Looks at the disk when the coordinator is told that the line is done."""
 
     def __init__(self, group: Group, directory: Path) -> None:

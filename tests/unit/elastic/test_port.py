@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from paceline._elastic import coordination
-from paceline._elastic.coordination import RemoteCoordinator
+from paceline._elastic import job_line
+from paceline._elastic.job_line import JobLine
 from paceline._links.base import Peer
-from paceline._session.line_messages import MemberInbox, ReachResult
+from paceline._session.inbox import MemberInbox, ReachResult
 from paceline.config import Config
 from paceline_protocol import Meet, Tag
-from pacelinepb.v1 import session_pb2 as pb
+from paceline_protocol.translation import write_meet
 
 ONE, TWO = (Peer(rank, f"m{rank}", f"host-{rank}") for rank in range(2))
 
@@ -27,7 +27,7 @@ class Connection:
 
     def __init__(self) -> None:
         self.inbox = MemberInbox()
-        self.said: list[pb.Meet] = []
+        self.said: list[Meet] = []
         self.tasks: list[asyncio.Task[None]] = []
         self.line = SimpleNamespace(meet=self.said.append)
 
@@ -38,9 +38,10 @@ class Connection:
 @pytest.mark.parametrize("node_size", [1, 0])
 def test_a_candidate_that_has_yet_to_show_its_links_says_so(node_size: int) -> None:
     connection = Connection()
-    of_port = RemoteCoordinator(connection, Config())  # type: ignore[arg-type]
-    of_port.meet(Meet(0, Tag(2, 5), False, leaving=True, node_size=node_size, unproven=True))
-    assert [said.unproven for said in connection.said] == [True]
+    of_port = JobLine(connection, Config())  # type: ignore[arg-type]
+    meet = Meet(0, Tag(2, 5), False, leaving=True, node_size=node_size, unproven=True)
+    of_port.meet(meet)
+    assert [write_meet(said).unproven for said in connection.said] == [True]
 
 
 def test_a_try_is_given_up_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,9 +56,9 @@ def test_a_try_is_given_up_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> 
                 await asyncio.Event().wait()  # it does not answer
             return []
 
-        monkeypatch.setattr(coordination, "out_of_reach", out_of_reach)
+        monkeypatch.setattr(job_line, "out_of_reach", out_of_reach)
         connection = Connection()
-        of_port = RemoteCoordinator(connection, Config())  # type: ignore[arg-type]
+        of_port = JobLine(connection, Config())  # type: ignore[arg-type]
         of_port.try_to_reach([ONE, TWO])
         await began.wait()
         of_port.try_to_reach([ONE])

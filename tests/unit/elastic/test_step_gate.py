@@ -91,7 +91,7 @@ def test_the_gate_stays_shut_where_members_hold_different_bits(groups: list[Grou
 def test_the_gate_stays_shut_when_the_generation_has_failed_with_nothing_under_way(groups: list[Group]) -> None:
     runners = [StepRunner(), StepRunner()]
     steps = at_once([lambda i=i: step_of(groups[i], runners[i]) for i in range(2)])
-    at_once([step._word.wait for step in steps])
+    at_once([step.gate._word.wait for step in steps])
     groups[1].mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, 0, 0, "rank 0 is gone"))
     for step in steps:
         with pytest.raises(PeerLost, match="rank 0 is gone"):

@@ -78,7 +78,7 @@ def test_a_candidate_does_not_wait_for_the_answer_of_a_member_that_has_ended(clo
     said: list[Meet] = []
     tried: list[Sequence[Peer]] = []
     waits = member("", 0, said)
-    waits._coordinator.try_to_reach = tried.append  # type: ignore[method-assign]
+    waits._job_line.try_to_reach = tried.append  # type: ignore[method-assign]
     waits.as_candidate()
     one, two = (Peer(rank, f"m{rank}", f"host-{rank}") for rank in range(2))
     waits.line_runs([one, two])
@@ -96,7 +96,7 @@ def test_a_candidate_that_does_not_reach_all_says_when_it_tries_again(
     clock: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     waits, one = member("", 0), [Peer(0, "m0", "host-0")]
-    waits._coordinator.try_to_reach = lambda _: None  # type: ignore[method-assign]
+    waits._job_line.try_to_reach = lambda _: None  # type: ignore[method-assign]
     waits.as_candidate()
     waits.line_runs(one)
     waits.poll()
@@ -136,7 +136,7 @@ def test_a_planned_meeting_that_lasts_longer_than_a_step_may_is_a_timeout(clock:
     """A member hangs between two steps, and no collective is there to time out."""
     waits = member()
     suspicions: list[Suspicion] = []
-    fault: Fault = waits._coordinator.group.mesh.fault
+    fault: Fault = waits._job_line.group.mesh.fault
     fault.on_suspicion(suspicions.append)
     waits.planned = True
     waits.said()
@@ -168,7 +168,7 @@ def test_without_a_coordinator_a_member_goes_on_in_a_generation_that_is_whole(
 ) -> None:
     """A step has asked for a meeting, and it does not come about. A generation that has failed is not gone on with."""
     waits, went_on = member(), []
-    port: Any = waits._coordinator
+    port: Any = waits._job_line
     if failed:
         lost = Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, 1, 0, "rank 1 is gone")
         port.group.mesh.fault.suspect(lost)

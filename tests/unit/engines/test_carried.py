@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,11 +12,10 @@ import pytest
 
 import paceline
 from paceline import nn
-from paceline._engines import catalogue
-from paceline._engines.data_engine import DataEngine, EngineFailed, EngineTraits, Ticket
 from paceline._group import Group
 from paceline._links.local import local_meshes
 from paceline.config import Config
+from paceline.engines import DataEngine, EngineFailed, EngineTraits, Ticket
 from paceline.errors import (
     CollectiveMismatch,
     LimitExceeded,
@@ -30,13 +29,13 @@ from paceline.errors import (
 from paceline.testing import local_groups, next_generation, run_groups
 from paceline_protocol import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
-from support.engines import FakeEngine, HangingEngine
+from support.engines import FakeEngine, HangingEngine, makers
 
 made: list[Any] = []
 
 
 @pytest.fixture
-def engine() -> Iterator[Callable[[Callable[[], DataEngine]], Config]]:
+def engine() -> Callable[[Callable[[], DataEngine]], Config]:
     """Makes a class of engines known as "test"; `made` has the engines that were made."""
 
     def know(make: Callable[[], DataEngine], **settings: Any) -> Config:
@@ -44,12 +43,11 @@ def engine() -> Iterator[Callable[[Callable[[], DataEngine]], Config]]:
             made.append(make())
             return made[-1]
 
-        catalogue.register("test", keep, "nothing")
+        makers["test"] = keep
         return Config(engine="test", **settings)
 
     made.clear()
-    yield know
-    catalogue.unregister("test")
+    return know
 
 
 def outcomes(groups: list[Group], call: Callable[[Group], Any]) -> list[Any]:
@@ -281,23 +279,20 @@ def test_each_generation_has_an_engine_of_its_own(engine: Any) -> None:
 
 def test_members_that_name_different_engines_are_told(engine: Any) -> None:
     config = engine(FakeEngine)
-    catalogue.register("other", HangingEngine)
-    try:
-        first, second = local_meshes(2)
-        groups = [Group(first, config), Group(second, Config(engine="other"))]
-        errors = outcomes(groups, carried)
-    finally:
-        catalogue.unregister("other")
+    makers["other"] = HangingEngine
+    first, second = local_meshes(2)
+    groups = [Group(first, config), Group(second, Config(engine="other"))]
+    errors = outcomes(groups, carried)
     assert all(isinstance(error, PacelineError) for error in errors), errors
     assert any(isinstance(error, SettingsMismatch) and "names the engine 'hanging'" in str(error) for error in errors)
 
 
 def test_a_missing_package_is_named(engine: Any) -> None:
     def make() -> DataEngine:
-        raise ModuleNotFoundError("No module named 'nothing'")
+        raise ImportError("there is no nothing: pip install nothing")
 
     errors = outcomes(local_groups(2, engine(make)), carried)
-    assert all(isinstance(error, LinkUnavailable) and "install nothing" in str(error) for error in errors), errors
+    assert all(isinstance(error, LinkUnavailable) and "pip install nothing" in str(error) for error in errors), errors
 
 
 class _OtherBits(FakeEngine):

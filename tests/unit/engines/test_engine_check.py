@@ -10,8 +10,8 @@ from time import monotonic
 import pytest
 
 from paceline._base.arrays import Array
-from paceline._engines.data_engine import DataEngine, EngineTimeout, Ticket
-from paceline._engines.engine_check import ENDING_RULES, ENGINE_RULES, MakeEngines, check_engine
+from paceline.engines import DataEngine, EngineTimeout, Ticket
+from paceline.engines._engine_check import ENDING_RULES, ENGINE_RULES, MakeEngines, check_engine
 from support.engines import FakeEngine, HangingEngine, _FakeTicket, _Hub, engines_of, link_engines
 
 WORLDS: dict[str, MakeEngines] = {"fake": partial(engines_of, FakeEngine), "links": link_engines}
@@ -81,8 +81,8 @@ class _Careless(FakeEngine):
     ],
 )
 def test_the_check_notices(make: Callable[[], DataEngine], rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline._engines.engine_check._LONG", 0.5)
-    monkeypatch.setattr("paceline._engines.engine_check._AT_ONCE", 0.3)
+    monkeypatch.setattr("paceline.engines._engine_check._LONG", 0.5)
+    monkeypatch.setattr("paceline.engines._engine_check._AT_ONCE", 0.3)
     chosen = next(each for each in ENGINE_RULES if each.__name__ == rule)
     with pytest.raises(AssertionError, match=rule):
         check_engine(partial(engines_of, make), [chosen])

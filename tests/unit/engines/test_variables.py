@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from paceline._engines.variables import set_variables, variables_of
+from paceline.engines._variables import set_variables, variables_of
 
 
 def test_missing_variables_are_set() -> None:
@@ -40,6 +40,6 @@ def test_a_worker_that_was_started_with_them_sets_nothing() -> None:
     set_variables("ucc", Watched(variables_of("ucc")))
 
 
-@pytest.mark.parametrize("engine", ["links", "gloo", "mpi", ""])
+@pytest.mark.parametrize("engine", ["links", "gloo", "mpi", "xccl", ""])
 def test_other_engines_need_none(engine: str) -> None:
     assert not variables_of(engine)

@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from paceline import nn
+from paceline._base.sum_order import EVEN
 from paceline._elastic.sampler import ElasticSampler
 from paceline._group import Group
 from paceline._links.base import Peer
 from paceline._parallel import DDP, Parameter
-from paceline._parallel._ranks import RankGroup
 from paceline.compression import Codec
 from paceline.optim import Optimizer
 
@@ -68,7 +68,7 @@ def train_alone(module: nn.Sequential, optimizer: Optimizer, sampler: ElasticSam
 
 
 def train_ranks(
-    group: RankGroup,
+    group: Group,
     module: nn.Sequential,
     make_optimizer: Callable[[DDP], Optimizer],
     sampler: ElasticSampler,
@@ -167,8 +167,7 @@ class RecordingGroup:
     members: tuple[Peer, ...] = ()
     ban_reason: str = ""
     engine_name: str = "links"
-    parts: int = 0
-    part: None = None
+    order = EVEN
     take_piggyback: Callable[[], None] = lambda: None
     _reductions: int = 0
 

@@ -2,9 +2,10 @@
 
 import pytest
 
-from paceline_protocol.coordinator import FailBarrier, PassBarrier
+from paceline_protocol.coordinator import Send
+from paceline_protocol.messages import BarrierFailed, BarrierPassed
 from pacelinepb.v1.errors_pb2 import ErrorReason
-from support.coordinator import PureJob
+from support.coordinator import PureJob, sent
 
 
 def test_passes_when_all_are_there() -> None:
@@ -13,9 +14,9 @@ def test_passes_when_all_are_there() -> None:
     assert job.enter(members[2], call=5) == []
     assert job.enter(members[0], call=6) == []
     assert job.enter(members[1], call=7) == [
-        PassBarrier(members[2], 5),
-        PassBarrier(members[0], 6),
-        PassBarrier(members[1], 7),
+        Send(members[2], BarrierPassed(5)),
+        Send(members[0], BarrierPassed(6)),
+        Send(members[1], BarrierPassed(7)),
     ]
 
 
@@ -33,7 +34,7 @@ def test_a_repeat_is_answered_once_under_its_last_call() -> None:
     first, second = job.form(2)
     job.enter(first, call=1)
     job.enter(first, call=9)
-    assert job.enter(second, call=2) == [PassBarrier(first, 9), PassBarrier(second, 2)]
+    assert job.enter(second, call=2) == [Send(first, BarrierPassed(9)), Send(second, BarrierPassed(2))]
 
 
 def test_who_missed_the_answer_learns_that_it_was_passed() -> None:
@@ -43,7 +44,7 @@ def test_who_missed_the_answer_learns_that_it_was_passed() -> None:
     job.enter(second)
     job.cut(first)
     job.resume(first, 1)
-    assert job.enter(first, call=8) == [PassBarrier(first, 8)]
+    assert job.enter(first, call=8) == [Send(first, BarrierPassed(8))]
 
 
 def test_a_timeout_withdraws_one_and_lists_who_is_missing() -> None:
@@ -55,15 +56,14 @@ def test_a_timeout_withdraws_one_and_lists_who_is_missing() -> None:
     job.now += 0.7
     job.beat(members[2], 1)
     job.cut(members[3])
-    (failed,) = job.pass_time(0.3)
-    assert failed == FailBarrier(
-        members[0],
+    failed = BarrierFailed(
         1,
         ErrorReason.ERROR_REASON_TIMEOUT,
         "barrier 'b' (round 0) timed out after 1 s: 2 of 4 members arrived; missing "
         "rank 2 (host-3): last heard 0.3 s ago; rank 3 (host-4): disconnected 0.3 s ago",
         (2, 3),
     )
+    assert job.pass_time(0.3) == [Send(members[0], failed)]
     for member in (members[2], members[3]):
         assert job.enter(member) == []
     assert len(job.enter(members[0], call=3)) == 4  # it came again; the other has waited all the time
@@ -75,13 +75,15 @@ def test_a_verdict_ends_all() -> None:
     job.enter(members[0], "a")
     job.enter(members[1], "b")
     effects = job.leave(members[2], cause="boom")
-    failed = [effect for effect in effects if isinstance(effect, FailBarrier)]
-    assert [effect.member_id for effect in failed] == members[:2]
-    assert {effect.reason for effect in failed} == {ErrorReason.ERROR_REASON_PEER_RAISED}
-    assert {effect.text for effect in failed} == {"rank 2 (host-3, pid 1003) raised boom"}
-    (again,) = job.enter(members[0], "a")
+    failed = sent(effects, BarrierFailed)
+    assert [member_id for member_id, _ in failed] == members[:2]
+    assert {answer.reason for _, answer in failed} == {ErrorReason.ERROR_REASON_PEER_RAISED}
+    assert {answer.text for _, answer in failed} == {"rank 2 (host-3, pid 1003) raised boom"}
+    ((_, again),) = sent(job.enter(members[0], "a"), BarrierFailed)
     assert again.reason == ErrorReason.ERROR_REASON_PEER_RAISED
-    assert {effect.culprits for effect in (*failed, again)} == {(2,)}  # I8: whether it came before the verdict or after
+    assert (
+        {answer.culprits for _, answer in failed} == {again.culprits} == {(2,)}
+    )  # I8: whether it came before the verdict or after
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -89,7 +91,7 @@ def test_a_leaver_can_be_waited_for_in_vain_only(before: bool) -> None:
     job = PureJob()
     first, second = job.form(2)
     effects = job.enter(first) + job.leave(second) if before else job.leave(second) + job.enter(first)
-    (failed,) = [effect for effect in effects if isinstance(effect, FailBarrier)]
+    ((_, failed),) = sent(effects, BarrierFailed)
     assert failed.reason == ErrorReason.ERROR_REASON_PEER_LOST
     assert failed.text == "barrier 'b' cannot be passed: rank 1 (host-2, pid 1002) left the job"
     assert failed.culprits == (1,)
@@ -98,11 +100,11 @@ def test_a_leaver_can_be_waited_for_in_vain_only(before: bool) -> None:
 def test_a_candidate_and_another_generation_are_stale() -> None:
     job = PureJob()
     candidate = job.join(2, 2)
-    (failed,) = job.enter(candidate)
+    ((_, failed),) = sent(job.enter(candidate), BarrierFailed)
     assert failed.reason == ErrorReason.ERROR_REASON_STALE_GENERATION
     job.join(2, 2)
     job.state.generation = 9  # what the member says, that is
-    (failed,) = job.enter(candidate)
+    ((_, failed),) = sent(job.enter(candidate), BarrierFailed)
     assert failed.text == "barrier 'b' is of generation 9, but the member is in generation 1"
 
 
@@ -111,5 +113,5 @@ def test_open_barriers_are_limited() -> None:
     first, _ = job.form(2)
     job.enter(first, "a")
     job.enter(first, "b")
-    (failed,) = job.enter(first, "c")
+    ((_, failed),) = sent(job.enter(first, "c"), BarrierFailed)
     assert failed.reason == ErrorReason.ERROR_REASON_LIMIT

@@ -19,12 +19,12 @@ from paceline_protocol.coordinator import (
     ExitReported,
     Heard,
     MetOthers,
-    PushVerdict,
     Reported,
     Ticked,
 )
+from paceline_protocol.messages import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
-from support.coordinator import PureJob
+from support.coordinator import PureJob, sent
 
 LOST = ErrorReason.ERROR_REASON_PEER_LOST
 
@@ -112,7 +112,7 @@ def test_a_verdict_names_the_dead_and_no_survivor_is_evicted(world: int, deaths:
         job, members = elastic(world, most=100)
         dead = chance.sample(members, deaths)
         line, seconds = kill_some(job, members, dead, chance)
-        verdicts = [effect.verdict for effect in line.effects if isinstance(effect, PushVerdict)]
+        verdicts = [verdict for _, verdict in sent(line.effects, Verdict)]
         assert verdicts, seed
         assert {members[rank] for rank in verdicts[0].culprits} <= set(dead), (seed, verdicts[0].text)
         assert ended(line.effects) <= set(dead), seed

@@ -1,4 +1,4 @@
-"""Who is parted with over a breach of the protocol, and how many witnesses that takes (docs/decisions/066)."""
+"""Who is parted with over a breach of the protocol, and how many witnesses that takes (docs/decisions/06)."""
 
 from __future__ import annotations
 

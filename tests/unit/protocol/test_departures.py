@@ -5,9 +5,10 @@ from __future__ import annotations
 from unit.protocol.test_meeting import elastic
 
 from paceline_protocol import Meet, Tag
-from paceline_protocol.coordinator import EndSession, MetOthers, PushDismissed, PushVerdict, Standing
+from paceline_protocol.coordinator import EndSession, MetOthers, Send, Standing
+from paceline_protocol.messages import Dismissed, Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
-from support.coordinator import PureJob
+from support.coordinator import PureJob, sent
 
 LOST = ErrorReason.ERROR_REASON_PEER_LOST
 
@@ -89,11 +90,11 @@ def test_the_last_to_leave_do_not_wait_for_one_that_was_let_go_before() -> None:
     job, (first, second) = elastic(2, least=2)
     job.do(MetOthers(first, Meet(2, Tag(2, 3), True, leaving=True)))
     effects = job.do(MetOthers(second, Meet(2, Tag(2, 3), True)))
-    assert PushDismissed(first, False) in effects
+    assert Send(first, Dismissed(False)) in effects
     effects = job.do(MetOthers(second, Meet(2, Tag(2, 3), True, leaving=True)))
-    told = [effect for effect in effects if isinstance(effect, PushVerdict | PushDismissed)]
-    assert [type(effect) for effect in told if effect.member_id == second] == [PushVerdict, PushDismissed]
-    assert PushDismissed(second, True) in told
+    told = [message for member_id, message in sent(effects, Verdict | Dismissed) if member_id == second]
+    assert [type(message) for message in told] == [Verdict, Dismissed]
+    assert told[1] == Dismissed(True)
     assert job.state.verdict is not None
     assert job.state.verdict.culprits == (0,)
 
@@ -102,5 +103,5 @@ def test_members_that_leave_together_keep_the_state_together() -> None:
     job, (first, second) = elastic(2)
     job.do(MetOthers(first, Meet(2, Tag(2, 3), True, leaving=True)))
     effects = job.do(MetOthers(second, Meet(2, Tag(2, 3), True, leaving=True)))
-    assert {PushDismissed(first, True), PushDismissed(second, True)} <= set(effects)
+    assert {Send(first, Dismissed(True)), Send(second, Dismissed(True))} <= set(effects)
     assert job.state.verdict is None

@@ -11,18 +11,20 @@ from paceline_protocol.coordinator import (
     AskDoor,
     DoorAnswered,
     Heard,
-    PushVerdict,
+    Send,
     Standing,
     StoreVerdict,
     StoreView,
     Ticked,
+    Welcome,
     restore,
 )
+from paceline_protocol.messages import BarrierFailed
 from pacelinepb.v1.errors_pb2 import ErrorReason
-from support.coordinator import PureJob
+from support.coordinator import PureJob, sent
 
 SEATS = tuple(
-    Seat(rank, f"m{rank}", b"token-%d" % rank, Process(f"host-{rank}", 1000 + rank), "", rank) for rank in range(3)
+    Seat(rank, f"m{rank}", Process(f"host-{rank}", 1000 + rank), "", b"token-%d" % rank, rank) for rank in range(3)
 )
 VIEW = View(7, JobSettings(2, 3, 3.0), False, SEATS, OURS)
 
@@ -50,7 +52,7 @@ def test_until_a_report_names_them() -> None:
     job = restarted()
     job.resume("m1", 7)
     effects = job.report("m1", ErrorReason.ERROR_REASON_PEER_LOST, 2)
-    assert [effect.member_id for effect in effects if isinstance(effect, PushVerdict)] == ["m1"]
+    assert [member_id for member_id, _ in sent(effects, Verdict)] == ["m1"]
     assert job.state.verdict.culprits == (2,)
     job.pass_time(3.0, beating=["m1"])
     assert list(job.state.sessions) == ["m1"]  # nobody vouches for members of a void view
@@ -90,7 +92,7 @@ def test_members_of_a_void_view_get_its_verdict() -> None:
     verdict = Verdict(7, ErrorReason.ERROR_REASON_PEER_LOST, (0,), 3, "rank 0 died")
     job = restarted(verdict, {0: Ending("died", orderly=False)})
     assert job.state.sessions["m1"].standing is Standing.VOID
-    assert [type(effect).__name__ for effect in job.resume("m1", 7)] == ["Welcome", "PushVerdict"]
+    assert job.resume("m1", 7) == [Welcome("m1", 0.5), Send("m1", verdict)]
     job.pass_time(3.0, beating=["m1"])
     assert list(job.state.sessions) == ["m1"]
 
@@ -112,7 +114,7 @@ def test_missing_members_are_described() -> None:
     job.enter("m0", timeout=0.5)
     job.now += 0.5
     job.do(Heard("m0", Progress()))
-    (failed,) = job.pass_time(0.0)
+    ((_, failed),) = sent(job.pass_time(0.0), BarrierFailed)
     assert failed.text == (
         "barrier 'b' (round 0) timed out after 0.5 s: 1 of 3 members arrived; missing rank 1 (host-1): disconnected "
         "0.7 s ago; rank 2 (host-2): not seen since the coordinator was started again"

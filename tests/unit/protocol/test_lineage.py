@@ -16,18 +16,15 @@ from paceline_protocol.coordinator import (
     Heard,
     JobState,
     MetOthers,
-    PushDismissed,
-    PushFinished,
-    PushSummons,
-    PushVerdict,
-    PushView,
     RestartAsked,
+    Send,
     StoreFinished,
     StoreReached,
     ViewStored,
     restore,
 )
-from support.coordinator import PureJob
+from paceline_protocol.messages import Dismissed, Finished, Summons, Verdict, ViewFormed
+from support.coordinator import PureJob, sent
 
 # The end of a line ----------------------------------------------------------------------------------------------------
 
@@ -39,9 +36,9 @@ def test_a_line_is_done_when_that_is_stored() -> None:
     assert job.state.finished is None
     assert job.do(FinishedLine(second, 2, 9)) == [], "it is being stored already"
     effects = job.do(FinishStored(9))
-    assert [effect for effect in effects if isinstance(effect, PushFinished)] == [
-        PushFinished(first, 9),
-        PushFinished(second, 9),
+    assert sent(effects, Finished) == [
+        (first, Finished(9)),
+        (second, Finished(9)),
     ]
 
 
@@ -103,8 +100,8 @@ def test_a_candidate_that_leaves_is_let_go_while_a_line_runs_without_it() -> Non
     job, (first,) = elastic(1)
     waiting = job.join(1, 9)
     effects = job.do(MetOthers(waiting, Meet(0, Tag(1, 3), False, leaving=True, unproven=True)))
-    assert PushDismissed(waiting, last=False) in effects
-    assert not any(isinstance(effect, PushSummons) for effect in effects)
+    assert Send(waiting, Dismissed(last=False)) in effects
+    assert not sent(effects, Summons)
     job.do(MetOthers(first, Meet(2, Tag(2, 1), True)))
     assert job.state.live is not None
     assert [seat.member_id for seat in job.state.live.seats] == [first]
@@ -116,7 +113,7 @@ def test_a_candidate_that_leaves_stays_while_its_state_may_be_needed() -> None:
     job.do(AddressRefused(first))
     waiting = job.join(1, 9)
     effects = job.do(MetOthers(waiting, Meet(0, Tag(1, 3), False, leaving=True, unproven=True)))
-    assert not any(isinstance(effect, PushDismissed) for effect in effects)
+    assert not sent(effects, Dismissed)
     assert waiting in job.state.sessions
 
 
@@ -129,8 +126,8 @@ def test_candidates_that_all_leave_and_are_too_few_for_a_view_are_let_go() -> No
     job.do(ExitReported(Process("host-2", 1002), -9))
     assert second not in job.state.sessions
     effects = job.do(MetOthers(again, Meet(0, Tag(2, 5), False, leaving=True, unproven=True)))
-    assert not any(isinstance(effect, PushDismissed) for effect in effects), "others may be on their way back"
-    assert PushDismissed(again, last=True) in job.pass_time(0.3, [again]), "it writes the last checkpoint"
+    assert not sent(effects, Dismissed), "others may be on their way back"
+    assert Send(again, Dismissed(last=True)) in job.pass_time(0.3, [again]), "it writes the last checkpoint"
 
 
 def test_a_candidate_that_leaves_waits_for_others_to_whom_it_can_hand_over() -> None:
@@ -138,7 +135,7 @@ def test_a_candidate_that_leaves_waits_for_others_to_whom_it_can_hand_over() -> 
     waiting = [job.join(3, 9) for _ in range(2)]
     job.do(MetOthers(waiting[0], Meet(0, Tag(2, 5), False, leaving=True)))
     effects = job.pass_time(9.0, waiting)
-    assert not any(isinstance(effect, PushDismissed) for effect in effects)
+    assert not sent(effects, Dismissed)
 
 
 # A view that is being stored ------------------------------------------------------------------------------------------
@@ -160,7 +157,7 @@ def test_a_lines_view_stays_though_a_member_is_cut_off_while_it_is_stored() -> N
     job.cut(second)
     effects = job.do(ViewStored(3))
     assert not any(isinstance(effect, ForgetView) for effect in effects)
-    assert first in [effect.member_id for effect in effects if isinstance(effect, PushView)]
+    assert first in [member_id for member_id, _ in sent(effects, ViewFormed)]
     assert job.state.view is not None
     assert job.state.view.generation == 3
 
@@ -169,8 +166,8 @@ def test_a_member_that_dies_while_its_view_is_stored_is_the_verdict_on_it() -> N
     job, (first, _) = forming()
     job.do(ExitReported(Process("host-2", 1002), -9))
     effects = job.do(ViewStored(3))
-    assert [effect.member_id for effect in effects if isinstance(effect, PushView)] == [first]
-    assert [effect.verdict.culprits for effect in effects if isinstance(effect, PushVerdict)] == [(1,)]
+    assert [member_id for member_id, _ in sent(effects, ViewFormed)] == [first]
+    assert [verdict.culprits for _, verdict in sent(effects, Verdict)] == [(1,)]
 
 
 def test_a_meet_from_before_the_latest_view_is_of_no_use() -> None:
@@ -223,7 +220,7 @@ def _begin(job: PureJob, tag: Tag) -> list[str]:
     effects: list[object] = []
     for member in members:
         effects += job.do(MetOthers(member, Meet(job.state.generation, tag, False)))
-    return [effect.view.lost for effect in effects if isinstance(effect, PushView) and effect.view.base == tag]
+    return [formed.lost for _, formed in sent(effects, ViewFormed) if formed.base == tag]
 
 
 def test_a_line_that_begins_again_tells_all_its_members_what_is_lost() -> None:
@@ -236,7 +233,7 @@ def test_a_line_that_begins_again_tells_all_its_members_what_is_lost() -> None:
     newcomer = job.join(2, 9)
     job.do(MetOthers(newcomer, Meet(0, Tag(0, 0), False)))
     effects = [e for m in list(job.state.sessions)[:2] for e in job.do(MetOthers(m, Meet(4, Tag(4, 3), True)))]
-    assert [LOST in effect.view.lost for effect in effects if isinstance(effect, PushView)] == [True] * 3
+    assert [LOST in formed.lost for _, formed in sent(effects, ViewFormed)] == [True] * 3
 
     _all_die(job, list(job.state.sessions), 10)  # the next line begins without what this one had
     assert _begin(job, Tag(5, 9)) == ["", ""]

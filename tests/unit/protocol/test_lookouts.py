@@ -12,8 +12,9 @@ from unit.protocol.test_meeting import elastic
 from paceline_protocol import OURS, JobSettings, Meet, Process, Seat, Tag
 from paceline_protocol._job_state import Session
 from paceline_protocol._lookouts import _FIRST_S, _LONGEST_S, _NAMED, Lookouts
-from paceline_protocol.coordinator import Effect, ExitReported, MetOthers, PushMissing, Registered, Ticked
-from support.coordinator import PureJob
+from paceline_protocol.coordinator import Effect, ExitReported, MetOthers, Registered, Ticked
+from paceline_protocol.messages import Missing
+from support.coordinator import PureJob, sent
 
 _HERE, _THERE = Process("host-x", 1, "boot", 77, 4026), Process("host-y", 1, "other boot", 77, 4026)
 
@@ -25,7 +26,7 @@ def _worker(number: int, process: Process = _HERE) -> Session:
 
 def _seats(count: int, process: Process = _HERE, first: int = 0) -> list[Seat]:
     return [
-        Seat(rank, f"old{process.host}{rank}", b"", replace(process, pid=1000 + rank), "", rank)
+        Seat(rank, f"old{process.host}{rank}", replace(process, pid=1000 + rank), "", b"", rank)
         for rank in range(first, first + count)
     ]
 
@@ -36,7 +37,7 @@ def _sight(process: Process) -> tuple[str, str, int]:
 
 
 def _asked(questions: Sequence[Effect]) -> list[str]:
-    return [question.member_id for question in questions if isinstance(question, PushMissing)]
+    return [member_id for member_id, _ in sent(questions, Missing)]
 
 
 def test_it_is_asked_again_after_pauses_that_double_and_each_time_of_another_worker() -> None:
@@ -56,7 +57,7 @@ def test_another_that_falls_silent_is_asked_for_at_once() -> None:
     lookouts, workers = Lookouts(), [_worker(1)]
     lookouts.look(0.0, {_sight(_HERE): _seats(1)}, workers)
     lookouts.look(0.1, {_sight(_HERE): _seats(1)}, workers)
-    (question,) = lookouts.look(0.11, {_sight(_HERE): _seats(2)}, workers)
+    ((_, question),) = sent(lookouts.look(0.11, {_sight(_HERE): _seats(2)}, workers), Missing)
     assert {process.pid for process in question.processes} == {1000, 1001}
     assert lookouts.ask_at == 0.11 + _FIRST_S
     assert lookouts.look(0.12, {_sight(_HERE): _seats(1)}, workers) == [], "one less is no reason"
@@ -84,11 +85,11 @@ def test_no_wake_up_is_set_without_a_silent_member_and_a_worker_to_ask() -> None
 
 def test_many_that_wait_for_many_cost_one_question_for_each_member_in_a_round() -> None:
     lookouts, workers, missing = Lookouts(), [_worker(number) for number in range(500)], {_sight(_HERE): _seats(1000)}
-    questions = lookouts.look(0.0, missing, workers)
-    named = [process.pid for question in questions for process in question.processes]
+    questions = sent(lookouts.look(0.0, missing, workers), Missing)
+    named = [process.pid for _, question in questions for process in question.processes]
     assert sorted(named) == list(range(1000, 2000))
-    assert max(len(question.processes) for question in questions) <= _NAMED
-    assert len(set(_asked(questions))) == len(questions), "no worker looks for all"
+    assert max(len(question.processes) for _, question in questions) <= _NAMED
+    assert len(dict(questions)) == len(questions), "no worker looks for all"
     for worker in workers:
         assert lookouts.look_too(0.0, [worker]) == [], "asked already, of others"
 
@@ -135,7 +136,7 @@ def test_a_process_that_dies_slowly_is_waited_for_only_until_it_is_dead() -> Non
     assert "rank 0" in job.reason
     assert "silent" in job.reason
     assert 10 <= asked <= 20, "for as long as it is waited for, and not too often"
-    (question,) = _until_asked(job)
+    ((_, question),) = _until_asked(job)
     job.do(ExitReported(question.processes[0], 0, found_gone=True))
     job.do(MetOthers("new", Meet(0, Tag(0, 0), False)))
     _wait(job)
@@ -143,9 +144,9 @@ def test_a_process_that_dies_slowly_is_waited_for_only_until_it_is_dead() -> Non
     assert [seat.member_id for seat in job.state.live.seats] == ["new"]
 
 
-def _until_asked(job: PureJob) -> list[PushMissing]:
+def _until_asked(job: PureJob) -> list[tuple[str, Missing]]:
     while True:
-        if asked := [effect for effect in _wait(job) if isinstance(effect, PushMissing)]:
+        if asked := sent(_wait(job), Missing):
             return asked
 
 

@@ -10,18 +10,15 @@ from paceline_protocol.coordinator import (
     ExitReported,
     ForgetView,
     MetOthers,
-    PushCatchUp,
-    PushDismissed,
-    PushFinished,
-    PushVerdict,
-    PushView,
     Reported,
+    Send,
     Standing,
     StoreView,
     ViewStored,
 )
+from paceline_protocol.messages import CatchUp, Dismissed, Finished, Verdict, ViewFormed
 from pacelinepb.v1.errors_pb2 import ErrorReason
-from support.coordinator import PureJob
+from support.coordinator import PureJob, sent
 from support.meeting import BASE, SILENT, SURE, job, names
 
 
@@ -222,7 +219,7 @@ def test_a_candidate_that_resumes_hears_that_the_job_is_done() -> None:
     job = PureJob()
     waiting = job.join(2, 9)
     job.state.finished = 8
-    assert PushFinished(waiting, 8) in job.resume(waiting, 0)
+    assert Send(waiting, Finished(8)) in job.resume(waiting, 0)
 
 
 def test_no_round_of_waiting_is_due_while_a_view_is_being_stored() -> None:
@@ -238,11 +235,11 @@ def test_an_order_to_catch_up_is_open_until_it_is_answered() -> None:
     job, (first, second) = elastic(2)
     job.do(MetOthers(first, Meet(2, Tag(0, 0), True)))
     effects = job.do(MetOthers(second, Meet(2, Tag(2, 1), True)))
-    assert [effect.member_id for effect in effects if isinstance(effect, PushCatchUp)] == [first]
+    assert [member_id for member_id, _ in sent(effects, CatchUp)] == [first]
     assert job.state.sessions[first].catching_up
     effects = job.do(MetOthers(first, Meet(2, Tag(2, 1), True)))
     assert not job.state.sessions[first].catching_up
-    assert len([effect for effect in effects if isinstance(effect, PushView)]) == 2
+    assert len(sent(effects, ViewFormed)) == 2
 
 
 def test_if_nobody_of_the_line_is_heard_the_sentence_says_the_way_out() -> None:
@@ -261,24 +258,24 @@ def test_who_lost_the_word_that_it_may_go_hears_it_again() -> None:
     job.do(MetOthers(first, Meet(2, Tag(2, 1), True, leaving=True)))
     job.do(MetOthers(second, Meet(2, Tag(2, 1), True)))
     job.cut(first)
-    assert PushDismissed(first, last=False) in job.resume(first, 2)
+    assert Send(first, Dismissed(last=False)) in job.resume(first, 2)
 
 
 def test_those_who_all_leave_keep_the_state_together() -> None:
     job, (first, second) = elastic(2)
     job.do(MetOthers(first, Meet(2, Tag(2, 1), True, leaving=True)))
     effects = job.do(MetOthers(second, Meet(2, Tag(2, 1), True, leaving=True)))
-    assert {PushDismissed(first, last=True), PushDismissed(second, last=True)} <= set(effects)
+    assert {Send(first, Dismissed(last=True)), Send(second, Dismissed(last=True))} <= set(effects)
     effects = job.do(ExitReported(Process("host-1", 1001), -9))
-    assert second in [effect.member_id for effect in effects if isinstance(effect, PushVerdict)], "it waits for it"
+    assert second in [member_id for member_id, _ in sent(effects, Verdict)], "it waits for it"
     assert job.state.sessions[second].standing is Standing.DISMISSED
 
 
 def test_who_leaves_alone_leaves_the_state_to_those_who_stay() -> None:
     job, (first, second) = elastic(2, least=2)
     job.do(MetOthers(first, Meet(2, Tag(2, 1), True, leaving=True)))
-    assert PushDismissed(first, last=False) in job.do(MetOthers(second, Meet(2, Tag(2, 1), True)))
-    assert PushDismissed(second, last=True) in job.do(MetOthers(second, Meet(2, Tag(2, 1), True, leaving=True)))
+    assert Send(first, Dismissed(last=False)) in job.do(MetOthers(second, Meet(2, Tag(2, 1), True)))
+    assert Send(second, Dismissed(last=True)) in job.do(MetOthers(second, Meet(2, Tag(2, 1), True, leaving=True)))
 
 
 def test_nobody_is_dismissed_because_others_begin_before_it() -> None:

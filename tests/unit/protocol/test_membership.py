@@ -8,10 +8,7 @@ from paceline_protocol.coordinator import (
     EndSession,
     ExitReported,
     ForgetView,
-    PushDrain,
-    PushVerdict,
-    PushView,
-    PushWaiting,
+    Send,
     Standing,
     StoreEnding,
     StoreFailed,
@@ -22,9 +19,10 @@ from paceline_protocol.coordinator import (
     ViewStored,
     Welcome,
 )
+from paceline_protocol.messages import Drain, Verdict, ViewFormed, Waiting
 from paceline_server.errors import BadRequest, SessionEnded
 from pacelinepb.v1.errors_pb2 import ErrorReason
-from support.coordinator import PureJob
+from support.coordinator import PureJob, sent
 
 LOST = ErrorReason.ERROR_REASON_PEER_LOST
 RAISED = ErrorReason.ERROR_REASON_PEER_RAISED
@@ -32,12 +30,13 @@ TIMEOUT = ErrorReason.ERROR_REASON_TIMEOUT
 
 
 def kinds(effects: list[object]) -> list[str]:
-    return [type(effect).__name__ for effect in effects]
+    """Names of effects, and of messages."""
+    return [type(effect.message if isinstance(effect, Send) else effect).__name__ for effect in effects]
 
 
 def verdicts(effects: list[object]) -> dict[str, str]:
     """Who is told which verdict."""
-    return {effect.member_id: effect.verdict.text for effect in effects if isinstance(effect, PushVerdict)}
+    return {member_id: verdict.text for member_id, verdict in sent(effects, Verdict)}
 
 
 # Views and their numbers ---------------------------------------------------------------------------------------------
@@ -48,7 +47,7 @@ def test_a_view_is_stored_before_anyone_hears_of_it() -> None:
     job.slow_disk = True
     job.join(1, 1)
     assert kinds(job.effects) == ["Welcome", "StoreView"]
-    assert kinds(job.do(ViewStored(1)))[0] == "PushView"
+    assert kinds(job.do(ViewStored(1)))[0] == "ViewFormed"
 
 
 def test_a_candidate_that_hung_up_keeps_its_place_for_seconds_whatever_it_says() -> None:
@@ -165,7 +164,7 @@ def test_a_member_that_missed_its_view_gets_it_when_it_resumes() -> None:
     job = PureJob()
     first, _ = job.form(2)
     job.cut(first)
-    assert kinds(job.resume(first, 0)) == ["Welcome", "PushView"]
+    assert kinds(job.resume(first, 0)) == ["Welcome", "ViewFormed"]
 
 
 def test_who_waits_for_a_seat_hears_of_a_drain_when_it_resumes() -> None:
@@ -173,7 +172,7 @@ def test_who_waits_for_a_seat_hears_of_a_drain_when_it_resumes() -> None:
     first = job.join(2, 2)
     job.cut(first)
     job.do(DrainAsked((first,), "the host goes down"))
-    assert PushDrain(first, "the host goes down") in job.resume(first, 0)
+    assert Send(first, Drain("the host goes down")) in job.resume(first, 0)
 
 
 def test_a_stream_that_was_replaced_may_end() -> None:
@@ -209,7 +208,7 @@ def test_silence_voids_the_view_and_ends_the_session() -> None:
     job = PureJob()
     first, second = job.form(2)
     effects = job.pass_time(3.1, beating=[first])
-    assert kinds(effects) == ["StoreEnding", "StoreVerdict", "PushVerdict", "PushVerdict", "EndSession"]
+    assert kinds(effects) == ["StoreEnding", "StoreVerdict", "Verdict", "Verdict", "EndSession"]
     assert verdicts(effects)[first] == "rank 1 (host-2, pid 1002) was silent for 3.1 s"
     assert effects[-1].member_id == second
     assert job.state.verdict.culprits == (1,)
@@ -291,8 +290,8 @@ def test_a_late_report_is_answered_with_the_verdict() -> None:
     members = job.form(3)
     job.leave(members[0], cause="boom")
     effects = job.report(members[1], LOST, 0)
-    assert kinds(effects) == ["PushVerdict"]
-    assert effects[0].verdict is job.state.verdict
+    assert kinds(effects) == ["Verdict"]
+    assert effects[0].message is job.state.verdict
 
 
 @pytest.mark.parametrize(("reason", "accused"), [(LOST, 2), (ErrorReason.ERROR_REASON_LIMIT, 1)])
@@ -390,8 +389,8 @@ def test_events_of_sessions_that_have_ended_are_ignored() -> None:
 def test_effects_of_a_first_registration() -> None:
     job = PureJob()
     job.join(2, 2)
-    assert job.effects == [Welcome("m1", 0.5), PushWaiting("m1", "waiting for 1 more worker (1 of at least 2)")]
+    assert job.effects == [Welcome("m1", 0.5), Send("m1", Waiting("waiting for 1 more worker (1 of at least 2)"))]
     job.join(2, 2)
-    assert kinds(job.effects) == ["Welcome", "StoreView", "PushView", "PushView"]
-    assert [effect.rank for effect in job.effects if isinstance(effect, PushView)] == [0, 1]
+    assert kinds(job.effects) == ["Welcome", "StoreView", "ViewFormed", "ViewFormed"]
+    assert [formed.rank for _, formed in sent(job.effects, ViewFormed)] == [0, 1]
     assert not [effect for effect in job.effects if isinstance(effect, StoreVerdict)]

@@ -11,11 +11,11 @@ from paceline_protocol.coordinator import (
     ForgetView,
     JobState,
     MetOthers,
-    PushView,
     StoreView,
     restore,
 )
-from support.coordinator import PureJob
+from paceline_protocol.messages import ViewFormed
+from support.coordinator import PureJob, sent
 
 
 def restored_from(job: PureJob) -> PureJob:
@@ -38,7 +38,7 @@ def test_members_of_a_later_generation_come_back_with_their_state() -> None:
     assert "former members of the job have time to come back" in job.reason
     other = job.join(1, 9, floor=3, former=second)
     effects = job.pass_time(0.3, [back, other])
-    assert {effect.view.generation for effect in effects if isinstance(effect, PushView)} == {4}
+    assert {formed.generation for _, formed in sent(effects, ViewFormed)} == {4}
     job.do(MetOthers(other, Meet(4, Tag(3, 19), False)))
     job.do(MetOthers(back, Meet(4, Tag(3, 20), False)))
     assert job.state.generation == 4, "the one that lacks a step takes it first"

@@ -7,8 +7,9 @@ from dataclasses import replace
 from unit.protocol.test_meeting import elastic
 
 from paceline_protocol import OURS, Meet, Process, Tag
-from paceline_protocol.coordinator import ExitReported, MetOthers, PushCatchUp, PushMissing, PushRunning, Registered
-from support.coordinator import PureJob
+from paceline_protocol.coordinator import ExitReported, MetOthers, Registered
+from paceline_protocol.messages import CatchUp, Missing, Running
+from support.coordinator import PureJob, sent
 
 HERE = Process("host-x", 1, "boot", 77, 4026)
 
@@ -23,12 +24,12 @@ def test_a_newcomer_is_asked_for_processes_of_its_own_host_that_are_silent() -> 
     job.cut(first)
     job.cut(second)
     stranger = job.join(1, 9, host="elsewhere")
-    assert not [effect for effect in job.effects if isinstance(effect, PushMissing)], stranger
+    assert not sent(job.effects, Missing), stranger
     job.do(registered(job, replace(HERE, pid=13)))
-    (asked,) = [effect for effect in job.effects if isinstance(effect, PushMissing)]
+    ((_, asked),) = sent(job.effects, Missing)
     assert {process.pid for process in asked.processes} == {11, 12}
     job.do(ExitReported(replace(HERE, pid=11), 0, found_gone=True))
-    assert not [effect for effect in job.effects if isinstance(effect, PushMissing)], "not again before it is due"
+    assert not sent(job.effects, Missing), "not again before it is due"
     assert "is gone, as a worker on its host reported" in str(job.state.endings)
     job.do(ExitReported(replace(HERE, pid=12), 0, found_gone=True))
     assert job.state.view is None, "all are known to have ended: the line is over"
@@ -66,15 +67,15 @@ def test_an_order_is_about_the_state_and_not_about_who_has_it() -> None:
 
 
 def ordered(job: PureJob) -> dict[str, list[str]]:
-    orders = [effect for effect in job.effects if isinstance(effect, PushCatchUp)]
-    return {order.member_id: [seat.member_id for seat, _ in order.donors] for order in orders}
+    orders = sent(job.effects, CatchUp)
+    return {member_id: [holder.member_id for holder, _ in order.holders] for member_id, order in orders}
 
 
 def test_a_candidate_that_comes_back_on_a_new_stream_hears_again_that_the_line_runs() -> None:
     """It has said nothing yet that would make the coordinator tell it again, and would wait for ever."""
     job, _ = elastic(2)
     late = job.join(1, 9)
-    assert [effect.member_id for effect in job.effects if isinstance(effect, PushRunning)] == [late]
+    assert [member_id for member_id, _ in sent(job.effects, Running)] == [late]
     job.cut(late)
     effects = job.resume(late, 0)
-    assert [effect.member_id for effect in effects if isinstance(effect, PushRunning)] == [late]
+    assert [member_id for member_id, _ in sent(effects, Running)] == [late]

@@ -2,9 +2,10 @@
 
 import pytest
 
-from paceline_protocol.coordinator import PushView, PushWaiting, StoreView
+from paceline_protocol.coordinator import Send, StoreView
+from paceline_protocol.messages import ViewFormed, Waiting
 from pacelinepb.v1.errors_pb2 import ErrorReason
-from support.coordinator import PureJob
+from support.coordinator import PureJob, sent
 
 
 def test_waits_for_the_least_number_and_says_so() -> None:
@@ -19,7 +20,7 @@ def test_forms_at_once_with_as_many_as_a_view_takes() -> None:
     job = PureJob()
     members = job.form(3)
     assert [seat.member_id for seat in job.state.view.seats] == members
-    assert [effect.rank for effect in job.effects if isinstance(effect, PushView)] == [0, 1, 2]
+    assert [formed.rank for _, formed in sent(job.effects, ViewFormed)] == [0, 1, 2]
 
 
 def test_members_of_one_host_get_ranks_side_by_side() -> None:
@@ -90,7 +91,7 @@ def test_a_newcomer_waits_while_a_generation_is_live() -> None:
     job = PureJob()
     job.form(2)
     job.join(2, 2)
-    assert PushWaiting("m3", "generation 1 is running with 2 members; a newcomer waits until it ends") in job.effects
+    assert Send("m3", Waiting("generation 1 is running with 2 members; a newcomer waits until it ends")) in job.effects
 
 
 def test_those_beyond_the_greatest_number_wait() -> None:
@@ -108,10 +109,10 @@ def test_others_hear_a_changed_sentence_but_not_too_often() -> None:
     job = PureJob(announce_interval=0.5)
     job.join(9, 9)
     job.join(9, 9)
-    assert PushWaiting("m1", "waiting for 7 more workers (2 of at least 9)") in job.effects
+    assert Send("m1", Waiting("waiting for 7 more workers (2 of at least 9)")) in job.effects
     job.join(9, 9)
-    told = [effect.member_id for effect in job.effects if isinstance(effect, PushWaiting)]
+    told = [member_id for member_id, _ in sent(job.effects, Waiting)]
     assert told == ["m3"]
     assert job.membership.next_deadline() == pytest.approx(job.now + 0.5)
-    told = [effect.member_id for effect in job.pass_time(0.5) if isinstance(effect, PushWaiting)]
+    told = [member_id for member_id, _ in sent(job.pass_time(0.5), Waiting)]
     assert told == ["m1", "m2"]

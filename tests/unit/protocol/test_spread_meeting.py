@@ -12,14 +12,13 @@ from paceline_protocol.coordinator import (
     ExitReported,
     JobState,
     MetOthers,
-    PushCatchUp,
-    PushDismissed,
-    PushStateLost,
+    Send,
     Session,
     Standing,
 )
+from paceline_protocol.messages import CatchUp, Dismissed, StateLost
 from pacelinepb.v1.errors_pb2 import ErrorReason
-from support.coordinator import PureJob
+from support.coordinator import PureJob, sent
 from support.counted_lines import lines_of
 from support.meeting import BASE, SILENT, SURE, job, names
 
@@ -234,9 +233,9 @@ def test_those_who_all_leave_write_a_checkpoint_together() -> None:
     job, (first, second) = in_view(2, "0/2", "1/2")
     job.do(says(first, "0/2", leaving=True))
     effects = job.do(says(second, "1/2", leaving=True))
-    assert [each for each in effects if isinstance(each, PushDismissed)] == [
-        PushDismissed(first, last=True),
-        PushDismissed(second, last=True),
+    assert sent(effects, Dismissed) == [
+        (first, Dismissed(last=True)),
+        (second, Dismissed(last=True)),
     ]
 
 
@@ -244,9 +243,9 @@ def test_who_leaves_alone_writes_none() -> None:
     """Of a spread state it has but a part; the others, who have all, wait for more workers."""
     job, (first, second) = in_view(2, "0/2 0/1", "1/2 0/1")
     job.do(says(first, "0/2 0/1"))
-    assert PushDismissed(second, last=False) in job.do(says(second, "1/2", leaving=True))
+    assert Send(second, Dismissed(last=False)) in job.do(says(second, "1/2", leaving=True))
     job.cut(second)
-    assert PushDismissed(second, last=False) in job.resume(second, 2)
+    assert Send(second, Dismissed(last=False)) in job.resume(second, 2)
 
 
 def test_whose_part_is_lost_hears_why() -> None:
@@ -254,8 +253,8 @@ def test_whose_part_is_lost_hears_why() -> None:
     job.do(ExitReported(Process("host-2", 1002), -9))
     job.pass_time(4.0, beating=[first])
     effects = job.do(says(first, "0/2"))
-    (lost,) = [effect for effect in effects if isinstance(effect, PushStateLost)]
-    assert lost.member_id == first
+    ((member_id, lost),) = sent(effects, StateLost)
+    assert member_id == first
     assert lost.reason.startswith("part 1 of 2 of the state of step 1 is lost with rank 1 (host-2), which was killed")
 
 
@@ -277,8 +276,8 @@ def test_whoever_finishes_a_step_is_told_once_and_keeps_its_share() -> None:
     state = job([part("0/2", NEXT), part("1/2", prepared=NEXT), part("0/2", prepared=NEXT), part("1/2", NEXT)])
     state.verdict = VOID
     orders, decision = Orders(state), decide(0.0, state, 0.2)
-    told = [effect for effect in orders.give(0.0, decision) if isinstance(effect, PushCatchUp)]
-    assert {effect.member_id: effect.share for effect in told} == {"m1": Share(1, 2), "m2": Share(0, 2)}
+    told = sent(orders.give(0.0, decision), CatchUp)
+    assert {member_id: order.share for member_id, order in told} == {"m1": Share(1, 2), "m2": Share(0, 2)}
     finished = state.sessions["m1"]
     finished.met, finished.catching_up = part("1/2", NEXT), False
     assert orders.give(0.0, decide(0.0, state, 0.2)) == [], "there is one more who has it, which changes nothing"

@@ -10,12 +10,11 @@ from paceline_protocol.coordinator import (
     ExitReported,
     FinishedLine,
     MetOthers,
-    PushCatchUp,
-    PushView,
     Ticked,
 )
+from paceline_protocol.messages import CatchUp, ViewFormed
 from pacelinepb.v1.errors_pb2 import ErrorReason
-from support.coordinator import PureJob
+from support.coordinator import PureJob, sent
 
 TIMEOUT = ErrorReason.ERROR_REASON_TIMEOUT
 
@@ -43,7 +42,7 @@ def test_a_stuck_member_holds_the_others_for_failure_timeout_and_no_longer() -> 
     effects = job.pass_time(0.2, members[:3])
     assert ended(effects) == [stuck]
     assert "did not stop within 3 s" in next(e.refusal for e in effects if isinstance(e, EndSession)).args[0]
-    assert {effect.member_id for effect in effects if isinstance(effect, PushView)} == {first, second}
+    assert {member_id for member_id, _ in sent(effects, ViewFormed)} == {first, second}
     assert job.state.generation == 3
 
 
@@ -176,7 +175,7 @@ def test_nobody_is_given_up_for_a_member_whose_state_is_spoiled() -> None:
         assert not ended(job.pass_time(2.0, [second, third]))
         assert job.membership.next_deadline() > job.now
     effects = job.do(MetOthers(second, Meet(2, Tag(2, 4), True)))
-    assert [effect.member_id for effect in effects if isinstance(effect, PushCatchUp)] == [third]
+    assert [member_id for member_id, _ in sent(effects, CatchUp)] == [third]
 
 
 def test_whoever_has_said_that_the_job_is_done_need_not_stop() -> None:

@@ -19,7 +19,7 @@ VERSION = ErrorReason.ERROR_REASON_VERSION
 DIFFERS = ErrorReason.ERROR_REASON_STEP_DIFFERS
 
 SEATS = tuple(
-    Seat(rank, f"m{rank}", b"", Process(f"host-{name}", 4711 + rank), "", arrival=rank)
+    Seat(rank, f"m{rank}", Process(f"host-{name}", 4711 + rank), "", b"", arrival=rank)
     for rank, name in enumerate("abcd")
 )
 VIEW = View(3, JobSettings(4, 4, 3.0), False, SEATS, OURS)
@@ -63,7 +63,7 @@ def test_a_known_death_is_blamed_for_all_lost_links() -> None:
 @pytest.mark.parametrize("how", ["gone", "late", "links"])
 def test_of_many_culprits_a_few_are_described(how: str) -> None:
     """Each member gets the text: with all of them it would grow as the square of the members."""
-    seats = tuple(Seat(rank, f"m{rank}", b"", Process("h" * 512, rank), "", rank) for rank in range(3_000))
+    seats = tuple(Seat(rank, f"m{rank}", Process("h" * 512, rank), "", b"", rank) for rank in range(3_000))
     view = View(3, JobSettings(3_000, 3_000, 3.0), False, seats, OURS)
     if how == "gone":
         case = Case(view, gone=dict.fromkeys(range(1, 3_000), "was killed by SIGKILL"))

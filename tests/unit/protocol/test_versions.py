@@ -6,11 +6,12 @@ import pytest
 
 from paceline_protocol import OURS, Versions, View, has_our_frames
 from paceline_protocol import _versions as versions
-from paceline_protocol.coordinator import EndSession, PushView, Standing, StoreView, VersionMismatch
+from paceline_protocol.coordinator import EndSession, Standing, StoreView, VersionMismatch
 from paceline_protocol.coordinator import restore as restored
+from paceline_protocol.messages import ViewFormed
 from paceline_server.errors import BadRequest
 from pacelinepb.v1.errors_pb2 import ErrorReason
-from support.coordinator import PureJob
+from support.coordinator import PureJob, sent
 
 LAST, NEXT = Versions(8, 8), Versions(9, 10)
 """The versions that the last release speaks, and the next one."""
@@ -55,7 +56,7 @@ def test_a_view_speaks_the_newest_version_of_all_members_and_the_coordinator(
 ) -> None:
     job = joined(*programs)
     assert view_of(job).version == version
-    assert all(effect.view.version == version for effect in job.effects if isinstance(effect, PushView))
+    assert all(formed.version == version for _, formed in sent(job.effects, ViewFormed))
 
 
 def test_the_version_of_a_view_is_that_which_was_stored_until_the_next_one_forms() -> None:
@@ -63,8 +64,8 @@ def test_the_version_of_a_view_is_that_which_was_stored_until_the_next_one_forms
     job = joined(OURS, OURS)
     job.state.view = replace(view_of(job), versions=LAST)
     later = again(job)
-    told = [effect for member in ("m1", "m2") for effect in later.resume(member, 0) if isinstance(effect, PushView)]
-    assert [effect.view.version for effect in told] == [8, 8]
+    told = [formed for member in ("m1", "m2") for _, formed in sent(later.resume(member, 0), ViewFormed)]
+    assert [formed.version for formed in told] == [8, 8]
     assert (
         later.reason
         == "generation 1 is running with 2 members; it speaks version 8 of the protocol; a newcomer "

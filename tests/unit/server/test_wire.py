@@ -1,9 +1,8 @@
 """What is read from the wire goes to terminals and logs."""
 
 import pytest
-from google.protobuf.duration_pb2 import Duration
 
-from paceline_protocol import WHOLE, Counters, Share
+from paceline_protocol import Counters
 from paceline_server import ServerSettings, wire
 from paceline_server.errors import BadRequest
 from pacelinepb.v1 import session_pb2 as pb
@@ -54,34 +53,3 @@ def test_counters_are_read() -> None:
 def test_counters_that_no_member_has_are_refused(beat: pb.Heartbeat) -> None:
     with pytest.raises(BadRequest):
         wire.read_counters(beat)
-
-
-def meet(*shares: tuple[int, int]) -> pb.Meet:
-    return pb.Meet(node_size=0, shares=[pb.Share(part=part, parts=parts) for part, parts in shares])
-
-
-def test_shares_are_read() -> None:
-    assert wire.read_meet(pb.Meet()).shares == (WHOLE,)
-    assert wire.read_meet(meet()).shares == ()
-    assert wire.read_meet(meet((2, 3), (0, 1))).shares == (Share(2, 3), Share(0, 1))
-    assert wire.read_meet(meet((65535, 65536))).node_size == 0
-
-
-def test_how_long_a_member_waits_is_read() -> None:
-    assert wire.read_meet(pb.Meet()).step_timeout == float("inf")
-    assert wire.read_meet(pb.Meet(step_timeout=Duration(seconds=2, nanos=500_000_000))).step_timeout == 2.5
-
-
-@pytest.mark.parametrize(
-    ("message", "words"),
-    [
-        (meet((3, 3)), "the part of a share must be below the number of parts"),
-        (meet((0, 0)), "the part of a share must be below the number of parts"),
-        (meet((0, 2), (0, 65537)), "and that at most 65536"),
-        (pb.Meet(prepared=pb.Tag(generation=1 << 62)), r"tag.generation must be below 2\^62"),
-        (pb.Meet(step_timeout=Duration(seconds=-1)), "meet.step_timeout must be a duration of 0 s or more"),
-    ],
-)
-def test_what_is_no_share_is_refused(message: pb.Meet, words: str) -> None:
-    with pytest.raises(BadRequest, match=words):
-        wire.read_meet(message)

@@ -51,11 +51,11 @@ def test_a_member_that_stood_still_itself_keeps_a_stream_that_is_well() -> None:
             loop.call_later(0.01, stream.messages.put_nowait, pb.SessionResponse(epoch=3))
 
         loop.call_soon(stall)
-        message = await control._next(stream, 0.05)
+        message = await control._next_message(stream, 0.05)
         assert message is not None
         assert message.epoch == 3
         stream.messages.put_nowait(None)
-        assert await control._next(stream, 0.05) is None
+        assert await control._next_message(stream, 0.05) is None
 
     asyncio.run(main())
 
@@ -64,8 +64,10 @@ def test_a_coordinator_that_says_nothing_is_silent() -> None:
     async def main() -> None:
         stream: Any = Stream()
         with pytest.raises(TimeoutError):
-            await control._next(stream, 0.01)
+            await control._next_message(stream, 0.01)
         stream.messages.put_nowait(pb.SessionResponse(epoch=3))
-        assert await control._next(stream, None) == pb.SessionResponse(epoch=3)  # nobody else waits for a message
+        assert await control._next_message(stream, None) == pb.SessionResponse(
+            epoch=3
+        )  # nobody else waits for a message
 
     asyncio.run(main())

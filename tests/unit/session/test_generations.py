@@ -14,6 +14,8 @@ from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
 from paceline.errors import PeerLost, StaleGeneration
 from paceline_protocol import Verdict
+from paceline_protocol.messages import MemberList, ViewFormed
+from paceline_protocol.translation import read_message
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
@@ -67,14 +69,14 @@ def test_a_verdict_that_is_there_before_the_links_of_its_view_waits_for_them() -
     generations.formed(3)
     assert not generations.settle(verdict(3))
     with pytest.raises(PeerLost, match="rank 1 died"):
-        generations.make(pb.ViewFormed(generation=3, rank=0), PEERS).fault.check()
+        generations.make(ViewFormed(MemberList(3, 1), 0), PEERS).fault.check()
 
 
 def test_a_verdict_on_a_view_that_was_followed_by_another_is_dropped() -> None:
     generations = member(now=2)
     generations.settle(verdict(3))
     generations.formed(4)
-    generations.make(pb.ViewFormed(generation=4, rank=0), PEERS).fault.check()
+    generations.make(ViewFormed(MemberList(4, 1), 0), PEERS).fault.check()
 
 
 def test_when_a_view_has_formed_the_generation_before_it_is_over() -> None:
@@ -100,15 +102,17 @@ def test_a_member_that_a_peer_tells_of_a_failure_reports_nothing_and_shows_that_
     control = SimpleNamespace(generation=3, beat=lambda: said.append("beat"), send=lambda _: said.append("report"))
     generations.control = control
     lost = ErrorReason.ERROR_REASON_PEER_LOST
-    told = generations.make(pb.ViewFormed(generation=3, rank=0), PEERS)
+    told = generations.make(ViewFormed(MemberList(3, 1), 0), PEERS)
     told.fault.suspect(Suspicion(lost, 1, 7, "the link ended", relayed=True))
     assert said == ["beat"]
-    saw = generations.make(pb.ViewFormed(generation=3, rank=0), PEERS)
+    saw = generations.make(ViewFormed(MemberList(3, 1), 0), PEERS)
     saw.fault.suspect(Suspicion(lost, 1, 7, "the link ended"))
     assert said == ["beat", "report"]
 
 
 @pytest.mark.parametrize(("told", "version"), [(9, 9), (8, 8), (0, 8)])
 def test_links_speak_the_version_that_the_view_tells_and_8_if_it_tells_none(told: int, version: int) -> None:
-    view = pb.ViewFormed(generation=3, world_size=1, rank=0, protocol_version=told)
+    response = pb.SessionResponse(view_formed=pb.ViewFormed(generation=3, world_size=1, protocol_version=told))
+    view = read_message(response)
+    assert isinstance(view, ViewFormed)
     assert member().make(view, PEERS).version == version

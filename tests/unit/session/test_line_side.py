@@ -11,11 +11,15 @@ import pytest
 
 from paceline import errors
 from paceline._links.base import Peer
-from paceline._session.line_messages import LineClient, LineMessage, MemberInbox, Runs
+from paceline._session.inbox import InboxMessage, LineMembers, MemberInbox
+from paceline._session.line_client import LineClient
 from paceline.config import Config
+from paceline_protocol import Meet
+from paceline_protocol.messages import Finished, MemberList, Running
 from pacelinepb.v1 import session_pb2 as pb
 
 PEERS = [Peer(rank, f"m{rank}", "host", "host:1", 1, "") for rank in range(2)]
+RUNNING = Running(MemberList(7, 2, b"", 1), (0,))
 
 
 class Lists:
@@ -31,7 +35,7 @@ class Lists:
         return answer
 
 
-def heard(lists: Lists) -> list[LineMessage | None]:
+def heard(lists: Lists) -> list[InboxMessage | None]:
     """The messages that follow from the news of a line with two members, of which rank 0 has ended."""
     inbox = MemberInbox()
 
@@ -41,12 +45,12 @@ def heard(lists: Lists) -> list[LineMessage | None]:
         side: Any = LineClient("job", Config(), nothing, inbox, begun.append, lambda _: None)
         side.members = lists
         side.control = SimpleNamespace(channel=None)
-        side.hear(pb.SessionResponse(running=pb.Running(generation=7, world_size=2, pages=1, ended=[0])))
+        side.hear(RUNNING)
         for work in begun:
             await asyncio.wait_for(work, 5.0)
 
     asyncio.run(hear())
-    messages: list[LineMessage | None] = []
+    messages: list[InboxMessage | None] = []
     while (message := inbox.get(0.0)) is not None:
         messages.append(message)
     return messages
@@ -55,11 +59,11 @@ def heard(lists: Lists) -> list[LineMessage | None]:
 @pytest.mark.parametrize("trouble", [errors.OperationTimeout("no answer"), errors.CoordinatorUnreachable("busy")])
 def test_a_member_list_that_cannot_be_had_is_asked_for_again(trouble: errors.PacelineError) -> None:
     """Nobody tells a candidate twice: without the list it would never come in."""
-    assert heard(Lists(trouble, PEERS)) == [Runs(7, None), Runs(7, PEERS[1:])]
+    assert heard(Lists(trouble, PEERS)) == [RUNNING, LineMembers(PEERS[1:])]
 
 
 def test_a_generation_that_is_past_is_asked_for_once() -> None:
-    assert heard(Lists(errors.StaleGeneration("generation 8 runs"))) == [Runs(7, None)]
+    assert heard(Lists(errors.StaleGeneration("generation 8 runs"))) == [RUNNING]
 
 
 def test_what_may_be_lost_with_a_stream_is_said_again() -> None:
@@ -68,12 +72,12 @@ def test_what_may_be_lost_with_a_stream_is_said_again() -> None:
     thread: Any = SimpleNamespace(loop=SimpleNamespace(call_soon_threadsafe=lambda call: call()))
     side: Any = LineClient("job", Config(), thread, MemberInbox(), lambda _: None, lambda _: None)
     side.control = SimpleNamespace(generation=7, send=lambda _: None, send_again=sent.extend)
-    side.meet(pb.Meet(generation=7))
+    side.meet(Meet(7, None, False))
     side.finish(7, 40)
     side.say_again()
     assert [message.WhichOneof("event") for message in sent] == ["meet", "finish"]
     sent.clear()
-    side.hear(pb.SessionResponse(finished=pb.Finished(step=40)))
+    side.hear(Finished(40))
     side.forget_meeting()
     side.say_again()
     assert sent == []

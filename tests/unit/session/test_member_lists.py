@@ -12,6 +12,7 @@ import pytest
 from paceline import errors
 from paceline._session.view import MemberLists
 from paceline_protocol import OURS, JobSettings, Process, Seat, View
+from paceline_protocol.messages import MemberList
 from paceline_server.pages import ViewPages
 from pacelinepb.v1 import session_pb2 as pb
 
@@ -19,7 +20,7 @@ SETTINGS = JobSettings(1, 5_000, 3.0)
 
 
 def seat(number: int) -> Seat:
-    return Seat(0, f"m{number}", b"token", Process(f"host-{number}", number), f"host-{number}:1", number)
+    return Seat(0, f"m{number}", Process(f"host-{number}", number), f"host-{number}:1", b"token", number)
 
 
 def view(generation: int, numbers: list[int]) -> View:
@@ -41,12 +42,10 @@ class Coordinator:
         self.sent: list[int] = []
         self.spoil: Callable[[bytes], bytes] = lambda page: page
 
-    def forms(self, numbers: list[int]) -> pb.ViewFormed:
+    def forms(self, numbers: list[int]) -> MemberList:
         generation = self.pages.view.generation + 1 if self.pages is not None else 1
         self.pages = ViewPages.of(view(generation, numbers), self.page_members, self.pages)
-        formed = self.pages.formed(0)
-        assert formed.protocol_version == self.pages.view.version
-        return formed
+        return self.pages.announced
 
     async def call(self, make: Callable[[Any], Awaitable[bytes]]) -> bytes:
         return await make(self)
@@ -62,7 +61,7 @@ class Coordinator:
         return answer
 
 
-def fetch(lists: MemberLists, coordinator: Coordinator, formed: pb.ViewFormed) -> list[str]:
+def fetch(lists: MemberLists, coordinator: Coordinator, formed: MemberList) -> list[str]:
     coordinator.sent.clear()
     peers = asyncio.run(lists.fetch(coordinator, "job", formed, 1.0))  # type: ignore[arg-type]
     assert [peer.rank for peer in peers] == list(range(len(peers)))

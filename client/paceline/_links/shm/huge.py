@@ -3,7 +3,7 @@
 The kernel gives shared memory small pages unless an administrator has set `shmem_enabled`. But it turns a region into
 huge pages on request: MADV_COLLAPSE, Linux 6.1 (madvise(2)). For an empty region that is faster than allocating small
 pages. Large arrays are then folded and copied faster, because the processor has fewer addresses to translate (figures:
-docs/decisions/013).
+docs/decisions/08).
 """
 
 from __future__ import annotations

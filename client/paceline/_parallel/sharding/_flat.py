@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline._base.work import Work
+from paceline._group import Group
 from paceline._parallel._buckets import Empty
 from paceline._parallel._parameter import Parameter
-from paceline._parallel._ranks import PendingWork, ShardRankGroup
 from paceline._parallel.sharding._placement import FlatLayout, Placement
 from paceline.errors import PacelineError
 
@@ -166,7 +167,7 @@ class Flat:
         self.given = False
         self._empty = empty
         self._stand(placement, self.laid_out(len(placement.shards)))
-        self._incoming: tuple[NDArray[Any], PendingWork] | None = None
+        self._incoming: tuple[NDArray[Any], Work[Any]] | None = None
         self._pinned: NDArray[Any] | None = None
         """A copy of this rank's shard from before `summon`; None if not summoned."""
 
@@ -240,7 +241,7 @@ class Flat:
         self.release()
         self.is_whole = False
 
-    def fetch(self, ranks: ShardRankGroup) -> None:
+    def fetch(self, ranks: Group) -> None:
         """Starts to gather the whole array, unless it is here already or being gathered."""
         if self.is_whole or self._incoming is not None or not self.is_spread:
             return
@@ -290,7 +291,7 @@ class Flat:
                 incoming[1].wait()
         self.release()
 
-    def gather(self, ranks: ShardRankGroup | None) -> NDArray[Any]:
+    def gather(self, ranks: Group | None) -> NDArray[Any]:
         """Returns the whole array in full precision, with padding, shape [W * S]; gathers it unless it is here."""
         if self._pinned is not None:
             assert self._full is not None
@@ -302,7 +303,7 @@ class Flat:
         ranks.all_gather(fresh[self._own], out=fresh, label=self.label)
         return fresh
 
-    def summon(self, ranks: ShardRankGroup | None) -> None:
+    def summon(self, ranks: Group | None) -> None:
         """Gathers the whole array in full precision, and keeps it until `dismiss`."""
         self.drop()
         fresh = self.gather(ranks)
@@ -331,7 +332,7 @@ class Flat:
         """True if values are rounded only where they travel."""
         return self.wire is not None and not self._is_narrowed
 
-    def gathered_gradients(self, ranks: ShardRankGroup | None) -> list[NDArray[Any]] | None:
+    def gathered_gradients(self, ranks: Group | None) -> list[NDArray[Any]] | None:
         """Gathers the reduced gradients of whole parameters, zeros for those without; None if none has one.
 
         Args:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline._links.base import Peer
+from paceline._group import Group
 from paceline._parallel._data_parallel import DDP
 from paceline._parallel._optimizer_state import OptimizerState, standing_for
 from paceline._parallel._parameter import HasParameters, Parameter, buffers_of, parameters_of
@@ -176,13 +176,7 @@ def _state_shard(key: str, array: NDArray[Any], optimizer: OptimizerState, value
 Leaf = NDArray[Any] | Shard
 
 
-class _Group(Protocol):
-    @property
-    def members(self) -> Sequence[Peer]:
-        """The members in rank order."""
-
-
-def sharded_state(model: Any, optimizer: Any = None, group: _Group | None = None) -> dict[str, Any]:
+def sharded_state(model: Any, optimizer: Any = None, group: Group | None = None) -> dict[str, Any]:
     """Returns the state of a model and its optimizer, as `checkpoint.save_sharded` and `load_sharded` take it.
 
         checkpoint.save_sharded(runs, paceline.sharded_state(fsdp, optimizer), tag, session.group)
@@ -232,7 +226,7 @@ def load_sharded_state(state: Mapping[str, Any], model: Any, optimizer: Any = No
         optimizer.load_state_dict({"settings": saved["settings"], "state": values})
 
 
-def model_shards(model: HasParameters, group: _Group | None = None) -> dict[str, Leaf]:
+def model_shards(model: HasParameters, group: Group | None = None) -> dict[str, Leaf]:
     """Returns parameters by path, then buffers: live arrays, or a `Shard` where other ranks have the rest."""
     leaves: dict[str, Leaf] = {path: parameter.data for path, parameter in parameters_of(model).items()}
     if isinstance(model, ShardedModel):

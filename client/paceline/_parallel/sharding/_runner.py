@@ -21,13 +21,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline._collectives.part_tree import Node
-from paceline._group.group_core import PartTurn
+from paceline._base.sum_order import EVEN, Node, SumOrder
+from paceline._base.work import Work
+from paceline._group import Group
 from paceline._parallel._parameter import Parameter
-from paceline._parallel._ranks import PendingWork, RankGroup
-from paceline._parallel._synchronizer import check_follows, own_collectives
 from paceline._parallel.sharding._flat import Flat
-from paceline._parallel.sharding._part_sums import PartScattering, PartSums, check_parts
+from paceline._parallel.sharding._tree_sums import TreeScattering, TreeSums, check_placement
 from paceline._parallel.sharding._unit import Unit
 from paceline.errors import StepOrderError
 
@@ -105,8 +104,8 @@ class Scattering:
         # With order="rank", 16-bit values are summed in float32 and rounded once.
         self._order = "fastest" if sent is gradients else "rank"
         self._shard: NDArray[Any] | None = None
-        self._first: PendingWork | None = None
-        self._second: PendingWork | None = None
+        self._first: Work[Any] | None = None
+        self._second: Work[Any] | None = None
         if unit.shards is not None and flat.is_spread:
             # The second collective sends the result of the first, which must lie in memory that links can read.
             out = None if unit.replicas is None else unit.replicas.empty(flat.layout.shard_size, sent.dtype)
@@ -147,6 +146,7 @@ class Scattering:
 
     def _begin_second(self) -> None:
         if self._replicas is not None:
+            assert self._shard is not None
             self._second = self._replicas.all_reduce(
                 self._shard,
                 op="sum",
@@ -170,30 +170,30 @@ class UnitReduction:
         group: all ranks.
     """
 
-    def __init__(self, units: Sequence[Unit], group: RankGroup) -> None:
+    def __init__(self, units: Sequence[Unit], group: Group) -> None:
         self._flats = [(unit, flat) for unit in units for flat in unit.flats]
         self._group = group
-        self._going: deque[Scattering | PartScattering] = deque()
-        self._announced: PendingWork | None = None
-        self._turn: PartTurn | None = None
-        """The part whose gradients are reduced, or set aside; None if the step has no parts."""
-        self._weights = PartSums(0)
-        self._sums: dict[int, PartSums] = {}
-        """Sums of gradients of finished parts, by the identity of the flat array."""
+        self._going: deque[Scattering | TreeScattering] = deque()
+        self._announced: Any = None
+        self._order = EVEN
+        """The order in which gradients are reduced, or set aside."""
+        self._weights = TreeSums(0)
+        self._sums: dict[int, TreeSums] = {}
+        """Sums of gradients of finished leaves, by the identity of the flat array."""
         self._used: dict[int, list[bool]] = {}
-        """For each parameter, whether it had a gradient in a finished part, by the identity of the flat array."""
+        """For each parameter, whether it had a gradient in a finished leaf, by the identity of the flat array."""
 
-    def begin_part(self, turn: PartTurn | None) -> None:
-        """Prepares for the gradients of a part; None if the step has none."""
-        if self._turn is not None and (turn is None or turn.is_first):
-            self._drop_parts()
-        self._turn = turn
-        if turn is not None and turn.is_first:
-            self._weights = PartSums(turn.parts)
-            self._sums = {id(flat): PartSums(turn.parts) for _, flat in self._flats}
+    def begin_pass(self, order: SumOrder) -> None:
+        """Prepares for the gradients of a pass."""
+        if self._order.leaves and order.is_first:
+            self._drop_leaves()
+        self._order = order
+        if order.leaves and order.is_first:
+            self._weights = TreeSums(order.leaves)
+            self._sums = {id(flat): TreeSums(order.leaves) for _, flat in self._flats}
 
-    def keep_part(self, weight: float) -> None:
-        """Adds the gradients of a finished part, and its weight, to those of the parts before it."""
+    def set_aside(self, weight: float) -> None:
+        """Adds the gradients of a finished leaf, and its weight, to those of the leaves before it."""
         self._add_weight(weight)
         for _, flat in self._flats:
             if flat.gradients.are_wanted:
@@ -201,12 +201,11 @@ class UnitReduction:
 
     def announce(self, weight: float) -> None:
         """Sums the weights of all ranks before the gradients, so that these can be divided while they are summed."""
-        if self._turn is not None:
+        if leaves := self._order.leaves:
             self._add_weight(weight)
             terms = self._weights.terms
             if self._group.size > 1:
-                parts, out = self._turn.parts, terms[-1]
-                self._announced = self._group.all_reduce_parts(terms, parts=parts, out=out, async_op=True)
+                self._announced = self._group.all_reduce_tree(terms, leaves=leaves, out=terms[-1], async_op=True)
         elif self._group.size > 1:
             table = np.array([weight], np.float64)
             self._announced = self._group.all_reduce(table, out=table, async_op=True)
@@ -219,12 +218,12 @@ class UnitReduction:
 
     def _scattering(
         self, unit: Unit, flat: Flat, divisor: Callable[[], float] | None = None
-    ) -> Scattering | PartScattering:
-        if self._turn is None:
+    ) -> Scattering | TreeScattering:
+        if not self._order.leaves:
             return Scattering(unit, flat, divisor)
         self._add_gradients(flat)
         terms = self._sums[id(flat)].terms
-        return PartScattering(unit, flat, terms, self._used[id(flat)], self._turn.parts, self._total_of_parts)
+        return TreeScattering(unit, flat, terms, self._used[id(flat)], self._order.leaves, self._total_of_leaves)
 
     def _add_gradients(self, flat: Flat) -> None:
         flags = flat.gradients.used_flags()
@@ -239,16 +238,16 @@ class UnitReduction:
 
     @property
     def _leaf(self) -> Node:
-        assert self._turn is not None, "no part runs"
-        return self._turn.number, self._turn.number + 1
+        assert self._order.leaf is not None, "no leaf is computed"
+        return self._order.leaf
 
-    def _total_of_parts(self) -> float:
-        """Returns the total weight of all parts, once it is known."""
+    def _total_of_leaves(self) -> float:
+        """Returns the total weight of all leaves, once it is known."""
         return float((self._weights.terms[0] if self._announced is None else self._announced.wait())[0])
 
-    def _drop_parts(self) -> None:
-        """Forgets the sums of finished parts."""
-        self._turn = None
+    def _drop_leaves(self) -> None:
+        """Forgets the sums of finished leaves."""
+        self._order = EVEN
         self._sums.clear()
         self._used.clear()
         for _, flat in self._flats:
@@ -281,8 +280,8 @@ class UnitReduction:
             if (path := scattering.flat.path_with_gradient()) is not None:
                 raise StepOrderError(f"parameter {path!r} got a gradient after its unit's backward pass had ended")
         total, used, everywhere = self._totals(weight, facts)
-        if self._turn is not None:
-            total = self._total_of_parts()
+        if self._order.leaves:
+            total = self._total_of_leaves()
         if not total > 0:
             raise StepOrderError("the weights of all ranks add up to 0, so there are no samples to average")
         sent = {id(scattering.flat) for scattering in self._going}
@@ -295,15 +294,15 @@ class UnitReduction:
             scattering = self._going.popleft()
             scattering.finish(total, used[id(scattering.flat)])
         self._announced = None
-        if self._turn is not None:
-            self._drop_parts()
+        if self._order.leaves:
+            self._drop_leaves()
         return everywhere
 
     def give_up(self) -> None:
         """Drops all gradients, and abandons running collectives."""
         self._going.clear()
         self._announced = None
-        self._drop_parts()
+        self._drop_leaves()
         for _, flat in self._flats:
             flat.gradients.drop()
             for piece in flat.pieces:
@@ -331,8 +330,8 @@ class UnitReduction:
 
 
 _OTHER_UNITS = (
-    "part {} does not run the same units as part {}: a rank gathers its units in its first part of a step, and sends "
-    "their gradients in its last, so all parts must run the same ones"
+    "{} does not run the same units as this rank's first one: a rank gathers its units in its first microbatch of a "
+    "step, and sends their gradients in its last, so all microbatches must run the same ones"
 )
 
 
@@ -346,7 +345,7 @@ class UnitRunner:
         ahead: number of units to gather before they run.
     """
 
-    def __init__(self, units: Sequence[Unit], paths: Mapping[int, str], group: RankGroup, ahead: int) -> None:
+    def __init__(self, units: Sequence[Unit], paths: Mapping[int, str], group: Group, ahead: int) -> None:
         self._all = tuple(units)
         self._ahead = ahead
         self._forward = UnitOrder([n for n, unit in enumerate(self._all) if unit.flats])
@@ -354,14 +353,14 @@ class UnitRunner:
         self._number = {id(unit): n for n, unit in enumerate(self._all)}
         self._pairs = [(paths[id(piece)], p, piece) for unit in self._all for p, piece in unit.pairs()]
         self._group = group
-        self._turn: PartTurn | None = None
-        """The part of the last backward pass; None if its step has no parts."""
-        self._began: PartTurn | None = None
-        """The part of the last forward pass; None if its step has no parts."""
+        self._passed = EVEN
+        """The order of the last backward pass."""
+        self._began = EVEN
+        """The order of the last forward pass."""
         self._ran: set[int] = set()
-        """Numbers of the units that ran forward in that part."""
+        """Numbers of the units that ran forward under that order."""
         self._ran_first: set[int] = set()
-        """Numbers of those in this rank's first part of the step."""
+        """Numbers of those in this rank's first leaf of the step."""
         self._reduction = UnitReduction(self._all, group)
         self._order: UnitOrder | None = None
         """The order of the running pass; None between passes."""
@@ -375,36 +374,36 @@ class UnitRunner:
     def __iter__(self) -> Iterator[Unit]:
         return iter(self._all)
 
-    def begin_part(self, turn: PartTurn | None) -> None:
+    def begin_pass(self, order: SumOrder) -> None:
         """See `GradientReducer`.
 
         Raises:
-            StepOrderError: as there; or other units ran forward than in this rank's first part.
+            StepOrderError: as there; or other units ran forward than in this rank's first leaf.
             UnsupportedOp: the bits would depend on the number of ranks.
         """
-        before, self._turn = self._turn, turn
-        if turn is not None:
+        before, self._passed = self._passed, order
+        if order.leaves:
             if self._ran != self._ran_first:
-                raise StepOrderError(_OTHER_UNITS.format(turn.number, turn.share.numbers[0]))
-            check_parts(self._all, self._group.size)
-            check_follows(before, turn, chain(self.parameters.items(), self.sources.items()))
-        self._reduction.begin_part(turn)
+                raise StepOrderError(_OTHER_UNITS.format(order.name))
+            check_placement(self._all, self._group.size)
+            order.check_follows(before, chain(self.parameters.items(), self.sources.items()))
+        self._reduction.begin_pass(order)
 
-    def keep_part(self, *, weight: float) -> None:
+    def set_aside(self, *, weight: float) -> None:
         """See `GradientReducer`."""
-        self._reduction.keep_part(weight)
+        self._reduction.set_aside(weight)
 
-    def held_parts(self) -> None:
-        """See `GradientReducer`: the sums of an undone step are not kept."""
+    def held_sums(self) -> None:
+        """See `SumsHolder`: the sums of an undone step are not kept."""
 
-    def recover_parts(self) -> None:
-        """See `GradientReducer`: there are none."""
+    def recover_sums(self) -> None:
+        """See `SumsHolder`: there are none."""
 
     @property
     def _keeps_whole(self) -> bool:
-        """True if units stay whole after they have run, because this rank's later parts of the step need them."""
-        turn = self._group.part
-        return turn is not None and not (turn.is_last and self._backwards)
+        """True if units stay whole after they have run, because this rank's later leaves of the step need them."""
+        order = self._group.order
+        return order.is_leaf and not (order.is_last and self._backwards)
 
     def fits(self) -> bool:
         """False once a parameter was frozen or unfrozen, in the module or through its piece."""
@@ -423,13 +422,13 @@ class UnitRunner:
         """Keeps a unit whole while it runs forward inside the block. A module's backward may run it again.
 
         Raises:
-            StepOrderError: it did not run in this rank's first part of the step.
+            StepOrderError: it did not run in this rank's first leaf of the step.
         """
-        turn = self._group.part
-        if turn is not None and not self._backwards:
+        order = self._group.order
+        if order.is_leaf and not self._backwards:
             number = self._number[id(unit)]
-            if not turn.is_first and number not in self._ran_first:
-                raise StepOrderError(_OTHER_UNITS.format(turn.number, turn.share.numbers[0]))
+            if not order.is_first and number not in self._ran_first:
+                raise StepOrderError(_OTHER_UNITS.format(order.name))
             self._ran.add(number)
         with self._whole(unit):
             yield
@@ -452,7 +451,7 @@ class UnitRunner:
             raise StepOrderError("this FSDP wraps a part of a model that another FSDP wraps as a whole: call that one")
         if unit.flats:
             coming = self._order.enter(self._number[id(unit)], self._ahead)
-            with own_collectives(self._group):
+            with self._group.order.collectives():
                 unit.wait()
                 for number in coming:
                     self._all[number].fetch()
@@ -467,10 +466,10 @@ class UnitRunner:
     @contextmanager
     def forward_pass(self) -> Iterator[None]:
         """Surrounds a forward pass of the whole model."""
-        turn = self._group.part
-        begins = turn is None or turn is not self._began
-        gathers = begins and (turn is None or turn.is_first)
-        self._began = turn
+        order = self._group.order
+        begins = not order.is_leaf or order is not self._began
+        gathers = begins and order.is_first
+        self._began = order
         if begins:
             self._ran = set()
             if gathers:
@@ -517,7 +516,7 @@ class UnitRunner:
     @contextmanager
     def _passing(self, order: UnitOrder) -> Iterator[None]:
         try:
-            with own_collectives(self._group):
+            with self._group.order.collectives():
                 self._refresh()
             self._order = order
             order.start()
@@ -605,7 +604,7 @@ class UnitRunner:
 
     def give_up(self) -> None:
         """Drops all gradients, and abandons running collectives, since other ranks may never send their part."""
-        self._turn = None
+        self._passed = EVEN
         self._reduction.give_up()
         for unit in self._all:
             unit.drop()

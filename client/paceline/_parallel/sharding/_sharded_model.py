@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from paceline._group import Group
 from paceline._parallel._accumulation import Accumulation
 from paceline._parallel._agreement import ModelManifest
 from paceline._parallel._parameter import HasParameters, Parameter, buffers_of, parameters_of, power_of
-from paceline._parallel._ranks import ShardRankGroup
 from paceline._parallel._synchronizer import GradientSynchronizer, SpreadParameters
 from paceline._parallel.sharding._placement import Placement, ShardingStrategy, place
 from paceline._parallel.sharding._runner import UnitRunner
@@ -67,7 +67,7 @@ class ShardedModel:
     def __init__(
         self,
         module: HasParameters,
-        group: ShardRankGroup,
+        group: Group,
         strategy: ShardingStrategy,
         intra_node_size: int | None,
         *,
@@ -155,7 +155,7 @@ class ShardedModel:
 
     def spread_parameters(self) -> list[SpreadParameters]:
         """Returns this rank's pieces, with the ranks that have the other shards of them."""
-        spread: dict[int, tuple[ShardRankGroup | None, list[Parameter]]] = {}
+        spread: dict[int, tuple[Group | None, list[Parameter]]] = {}
         for unit in self.units():
             spread.setdefault(id(unit.shards), (unit.shards, []))[1].extend(piece for _, piece in unit.pairs())
         return list(spread.values())
@@ -171,7 +171,7 @@ class ShardedModel:
     def forward_pass(self, rows: int | None) -> Iterator[None]:
         """Surrounds a forward pass of the whole model; `rows` is B of its input, None if that has no first axis."""
         self.prepare()
-        self.synchronizer.begin_part()
+        self.synchronizer.begin_forward()
         self.synchronizer.rows = rows
         self._ran = self._owes = True
         with self.runner().forward_pass():
@@ -225,7 +225,9 @@ class ShardedModel:
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
         """See `paceline.FSDP.clip_grad_norm`."""
         self.check_outermost()
-        return self.synchronizer.clip_grad_norm(max_norm, norm_type, self._whole_powers if self.group.parts else None)
+        return self.synchronizer.clip_grad_norm(
+            max_norm, norm_type, self._whole_powers if self.group.order.leaves else None
+        )
 
     def _whole_powers(self, p: float) -> list[float]:
         """Returns `power_of` the gradient of each whole parameter, in the order of paths; a collective.
@@ -242,7 +244,7 @@ class ShardedModel:
         return [powers[piece] for piece in self.paths() if piece in powers]
 
     def keeps_reducer(self) -> bool:
-        """See `SynchronizedModel`: sums of parts are those of the ranks of one generation."""
+        """See `SynchronizedModel`: sums are those of the ranks of one generation."""
         return False
 
     def agree(self, *, may_change: bool, agreed_in: int) -> UnitRunner:

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from paceline._base.arrays import dtype_name
+from paceline._group import Group
 from paceline._parallel._agreement import ModelManifest, agree
 from paceline._parallel._buckets import Empty
 from paceline._parallel._parameter import Parameter, ignoring_gradients
-from paceline._parallel._ranks import ShardRankGroup
 from paceline._parallel.sharding._flat import Flat, Room
 from paceline._parallel.sharding._placement import Placement
 from paceline.errors import UnsupportedOp
@@ -67,14 +67,14 @@ class Unit:
             kinds.setdefault((parameter.dtype, parameter.requires_grad), {})[path] = parameter
         self.placement = placement
         self.flats = [Flat(group, placement, wire, empty, computes=computes) for group in kinds.values()]
-        self.shards: ShardRankGroup | None = None
-        self.replicas: ShardRankGroup | None = None
+        self.shards: Group | None = None
+        self.replicas: Group | None = None
         self.is_agreed = self.has_ranks = False
         self.fingerprint = 0
         self.runs = self.left = self.inside = 0
         self._known = [piece.requires_grad for _, piece in self.pairs()]
 
-    def assign_ranks(self, shards: ShardRankGroup | None, replicas: ShardRankGroup | None) -> None:
+    def assign_ranks(self, shards: Group | None, replicas: Group | None) -> None:
         """Takes the ranks of the placement; after the first agreement keeps only this rank's shard."""
         self.shards, self.replicas = shards, replicas
         if not self.is_agreed:
@@ -219,7 +219,7 @@ def checked_wire(dtype: DTypeLike | None) -> np.dtype[Any] | None:
 
 def join_units(
     units: Sequence[Unit],
-    group: ShardRankGroup,
+    group: Group,
     manifest: ModelManifest,
     buffers: Mapping[str, NDArray[Any]],
     *,
@@ -258,13 +258,11 @@ def join_units(
             )
 
 
-_subgroups: WeakKeyDictionary[ShardRankGroup, WeakValueDictionary[tuple[int, tuple[int, ...], str], ShardRankGroup]] = (
-    WeakKeyDictionary()
-)
+_subgroups: WeakKeyDictionary[Group, WeakValueDictionary[tuple[int, tuple[int, ...], str], Group]] = WeakKeyDictionary()
 """For each group its subgroups by (generation, ranks, name): units with the same placement share them."""
 
 
-def _subgroup(group: ShardRankGroup, ranks: tuple[int, ...], name: str) -> ShardRankGroup | None:
+def _subgroup(group: Group, ranks: tuple[int, ...], name: str) -> Group | None:
     if len(ranks) == 1:
         return None
     if len(ranks) == group.size:

@@ -1,8 +1,7 @@
 """Starts workers, passes on what they print, and computes the exit code from how they end.
 
-Decisions are pure; the rest acts around them:
-    supervision.py  PURE: what to do when a worker ends; spare processes; the launcher's exit code
-    environment.py  a worker's environment variables, its place in a fixed world, its cores
+`paceline.launch` decides what to do when a worker ends, and what it finds in its environment. Here lies:
+    spares.py       PURE: how many spare processes there are, and when they start
     shim.py         runs first in the child: ties its life to the launcher's, then runs the script
     worker.py       one child process with its pipes
     printed.py      PURE: what workers print as lines, and as states of progress bars
@@ -13,11 +12,11 @@ Decisions are pure; the rest acts around them:
     reports.py      reports exits to the coordinator
 """
 
-from paceline.cli.launcher.environment import Place, WorkerSettings, worker_bounds
 from paceline.cli.launcher.launcher import Launcher
 from paceline.cli.launcher.printed import Printed
-from paceline.cli.launcher.supervision import Exit, Terms
 from paceline.cli.launcher.worker import Worker
+from paceline.launch._environment import Place, WorkerSettings, worker_bounds
+from paceline.launch._supervision import Exit, Terms
 
 __all__ = [
     "Exit",

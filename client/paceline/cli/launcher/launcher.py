@@ -16,11 +16,12 @@ from pathlib import Path
 from types import FrameType
 
 from paceline.cli.launcher.console import Console
-from paceline.cli.launcher.environment import WorkerSettings, allowed_cores, share_of_cores, worker_environment
 from paceline.cli.launcher.leftovers import compile_folder
 from paceline.cli.launcher.printed import Printed
-from paceline.cli.launcher.supervision import DRAIN_S, Exit, SpareSchedule, Supervision, Terms, in_order_of_blame
+from paceline.cli.launcher.spares import SpareSchedule
 from paceline.cli.launcher.worker import NEWS, Worker
+from paceline.launch._environment import WorkerSettings, allowed_cores, share_of_cores, worker_environment
+from paceline.launch._supervision import DRAIN_S, Exit, Supervision, Terms, in_order_of_blame
 from pacelinepb.v1.session_pb2 import ProcessIdentity
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -40,12 +41,14 @@ class Launcher:
 
     Args:
         command: SCRIPT ARGS..., -m MODULE ARGS..., or -- PROGRAM ARGS...
-        terms: how many workers, and what to do about those that fail. Spares need a script or a module.
+        terms: how many workers, and what to do about those that fail.
         settings: what workers are told of the job. With spares `place` is None, as it is not known whom they replace.
         console: shows what happens.
         grace: seconds that a failed worker's peers get to end by themselves if the job cannot go on.
         report_exit: tells the coordinator how a process ended; must not block.
         bind: bind each worker to its share of the cores, if there is one for each (`share_of_cores`).
+        spares: how many processes wait with their imports done, to replace failed workers. They need a script or a
+            module.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Launcher:
         grace: float,
         report_exit: Callable[[ProcessIdentity, int], None],
         bind: bool = True,
+        spares: int = 0,
     ) -> None:
         self._compiled: Path | None = None
         """The folder in which each process has one for what torch compiles there."""
@@ -82,8 +86,8 @@ class Launcher:
         self._pidfds: dict[int, int] = {}
         self._has_pidfds = hasattr(os, "pidfd_open")
         self._drained_by: float | None = None
-        assert not terms.spares or settings.place is None
-        self._schedule = SpareSchedule(terms.spares)
+        assert not spares or settings.place is None
+        self._schedule = SpareSchedule(spares)
         self._spares: list[Worker] = []  # the oldest first
         self._replaced: list[Worker] = []  # workers whose pipes a grandchild still holds open
         self.workers: list[Worker] = []  # the latest in each slot

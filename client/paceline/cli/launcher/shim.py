@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -43,26 +42,6 @@ def main() -> None:
     if go is not None:
         _wait_warm(go, launcher, arguments)
     _run(arguments)
-
-
-def run_here(arguments: Sequence[str]) -> int:
-    """Runs a script in this process, which has loaded Paceline already, and shows its error; for `paceline run-rank`.
-
-    Args:
-        arguments: SCRIPT ARGS..., or -m MODULE ARGS...
-
-    Returns:
-        The exit code.
-    """
-    sys.excepthook = _report
-    _prepare(list(arguments))
-    try:
-        _run(list(arguments))
-    except Exception as error:  # noqa: BLE001  shown as Python shows it, above which are only frames of the command
-        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
-        sys.excepthook(type(error), error, error.__traceback__)
-        return 1
-    return 0
 
 
 def _prepare(arguments: list[str]) -> None:

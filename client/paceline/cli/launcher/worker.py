@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline._session.identity import process_identity
 from paceline.cli.launcher.printed import LineSplitter, Printed
-from paceline.cli.launcher.supervision import Exit
+from paceline.launch._supervision import Exit
 
 NEWS = "news"
 """Name of the stream on which a worker reports to its launcher, such as views; the others are "stdout" and "stderr"."""

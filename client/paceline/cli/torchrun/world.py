@@ -11,8 +11,8 @@ from enum import Enum, auto
 
 from paceline._elastic.session import Session
 from paceline.cli.launcher import Place
-from paceline.cli.launcher.supervision import KILL_AFTER_S
 from paceline.errors import PacelineError
+from paceline.launch._supervision import KILL_AFTER_S
 
 _FOR_EVER_S = 1e8
 _GROWN = "another node has come"

@@ -2,7 +2,7 @@
 
 torch's C++ calls its methods by name. The class derives from torch's `ProcessGroup`, not from `Backend`: before torch
 2.15 `Backend` cannot be subclassed in Python, and since then C++ wraps the works of such a subclass, so that only
-`wait` and `get_future` reach ours (docs/decisions/035-torch-backend.md).
+`wait` and `get_future` reach ours (docs/decisions/19-torch-backend.md).
 """
 
 from __future__ import annotations

@@ -189,15 +189,14 @@ class Reconfigurable(ProcessGroup):
         config = replace(self._config, join_timeout=max(_LEAST_S, deadline - time.monotonic()))
         wanted = JoinRequest(_job_name(uuid, handles), len(handles), len(handles), rank, rules_of(config))
         address = handles[0].address
-        connection = connect(
+        joining = connect(
             CoordinatorAddresses([address]), wanted, config, advertise=self._advertise, coordinator_returns=False
         )
-        self._joining = connection.give_up
+        self._joining = joining.give_up
         try:
             self._raise_if_aborted(aborts)
-            loop_thread().run(watcher.watch(lambda gone: connection.give_up(_lost(uuid, handles, [gone]))))
-            connection.open(config.join_timeout)
-            session = CoordinatedSession(connection, config)
+            loop_thread().run(watcher.watch(lambda gone: joining.give_up(_lost(uuid, handles, [gone]))))
+            session = CoordinatedSession(joining.join(config.join_timeout), config)
             self._use_group(session.group, session.leave)
         except (CoordinatorUnreachable, OrphanedError) as error:
             if time.monotonic() < deadline:

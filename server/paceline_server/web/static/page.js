@@ -1,4 +1,4 @@
-// The page to watch jobs. It follows /api/stream and shows what changed; docs/decisions/052 says why it is made so.
+// The page to watch jobs. It follows /api/stream and shows what changed; docs/decisions/25 says why it is made so.
 // What comes from the coordinator becomes text by `textContent` alone: a job may be named "<script>".
 
 import { plots } from "./plots.js";

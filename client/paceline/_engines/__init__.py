@@ -1,1 +1,0 @@
-"""Engines: other libraries that carry gradients between the members of one generation."""

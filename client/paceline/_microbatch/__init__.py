@@ -1,0 +1,1 @@
+"""Microbatches of a step: the same bits on any number of workers, repair, checks, receipts (docs/decisions/076)."""

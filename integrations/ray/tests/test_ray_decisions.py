@@ -1,0 +1,111 @@
+"""What `paceline_ray` decides without Ray."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import pytest
+
+import paceline_ray
+from paceline import Config
+from paceline.launch import Supervision, Terms
+from paceline_ray._controller import ActorEnd, _Controller, _Hosted, actor_options, is_over, results_of
+from paceline_ray._hosted_worker import Finished, JoinTerms
+
+
+def test_resources_become_options_of_actors() -> None:
+    assert actor_options({"CPU": 4, "GPU": 0.5, "memory": 1e9, "rack-a": 1}) == {
+        "num_cpus": 4,
+        "num_gpus": 0.5,
+        "memory": 1e9,
+        "resources": {"rack-a": 1},
+    }
+    assert actor_options({"GPU": 1})["num_cpus"] == 0, "only what was asked for"
+    with pytest.raises(ValueError, match=r"resources\['CPU'\] must be 0 or more, not -1"):
+        actor_options({"CPU": -1})
+    with pytest.raises(ValueError, match="not nan"):
+        actor_options({"CPU": float("nan")})
+
+
+def test_results_are_those_of_the_last_generation_by_rank() -> None:
+    finished = [
+        Finished(1, 7, "one"),
+        Finished(0, 5, "left earlier"),
+        Finished(-1, 0, dismissed=True),
+        Finished(0, 7, "zero"),
+    ]
+    assert list(results_of(finished).items()) == [(0, "zero"), (1, "one")]
+    assert results_of([Finished(-1, 0, dismissed=True)]) == {}
+
+
+DRAINED, DONE = Finished(-1, 0, dismissed=True), Finished(0, 7, "value")
+
+
+@pytest.mark.parametrize(
+    ("finished", "has_failed", "over"),
+    [
+        ([], False, False),  # nobody has begun: Ray may still find room
+        ([], True, False),
+        ([DONE], False, True),
+        ([DONE], True, True),  # its last step was the job's last, whoever died there
+        ([DRAINED], False, True),  # all were drained
+        ([DRAINED], True, False),  # rank 1 was drained, then rank 0 died: its replacement trains on
+        ([DRAINED, DONE], True, True),
+    ],
+)
+def test_a_drained_worker_does_not_finish_the_job(finished: list[Finished], has_failed: bool, over: bool) -> None:
+    assert is_over(finished, has_failed=has_failed) is over
+
+
+class FakeRay:
+    """Makes actors that Ray never places, as in a cluster without room."""
+
+    def put(self, value: object) -> object:
+        return value
+
+    def remote(self, kind: type) -> FakeRay:
+        return self
+
+    def options(self, **options: object) -> Callable[[], object]:
+        return lambda: None
+
+
+def test_after_a_drain_the_replacement_of_a_worker_that_died_is_waited_for() -> None:
+    supervision = Supervision(8.0, Terms(workers=2, minimum=1, elastic=True, restarts=1))
+    terms = JoinTerms("10.0.0.7:7400", "default", 1, 2, Config())
+    controller = _Controller(FakeRay(), (print, ()), terms, {}, supervision, None)  # type: ignore[arg-type]
+    supervision.began(0, 0.0)
+    supervision.began(1, 0.0)
+    controller._finished.append(DRAINED)
+    supervision.ended(ActorEnd("rank 1", 2, 0, slot=1), 9.0)
+    controller._hosted[0] = _Hosted(0, actor=None, waited_for=None)  # one that replaces nobody
+    assert not controller._unfinished(), "all that trained were drained"
+    controller._errors[0] = RuntimeError("died")
+    supervision.ended(ActorEnd("rank 0", 1, 1, slot=0, joined=True, words="died"), 10.0)
+    assert supervision.restarts_due(99.0) == [0]
+    assert controller._unfinished(), "its replacement has no room yet"
+
+
+def test_the_end_of_an_actor_is_told_in_words() -> None:
+    supervision = Supervision(8.0, Terms(workers=2, minimum=1, elastic=True, restarts=1))
+    supervision.began(1, 0.0)
+    end = ActorEnd("rank 1 on 10.0.0.7", 4016, 1, slot=1, joined=True, words="died")
+    assert supervision.ended(end, 9.0) == (
+        "restarting rank 1 on 10.0.0.7 (pid 4016 died) as a new worker in 0.1 s, 1 of 1"
+    )
+    assert supervision.ended(end, 19.0) == (
+        "rank 1 on 10.0.0.7 (pid 4016) died; its only restart is used up; the others go on"
+    )
+    assert str(supervision.failure) == "rank 1 on 10.0.0.7 (pid 4016) died"
+
+
+def test_the_token_is_in_no_repr() -> None:
+    terms = JoinTerms("10.0.0.7:7400", "default", 1, 2, Config(), "a-secret")
+    assert "a-secret" not in repr(terms)
+
+
+def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ModuleNotFoundError, match=r'paceline_ray needs Ray: pip install "ray>=2'):
+        paceline_ray.run(print, min_workers=1)

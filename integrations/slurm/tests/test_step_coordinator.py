@@ -1,0 +1,121 @@
+"""How long a step's first task keeps its coordinator. The coordinator's answers are given; the signals are real."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from paceline import CoordinatorUnreachable, PacelineError
+from paceline.launch import JobMember, JobStatus
+from paceline_slurm._coordinator import _stay, coordinator_of_step
+from paceline_slurm._step import SlurmStep
+from support.ports import free_port
+
+STEP = SlurmStep(name="digits", hosts=("127.0.0.1",), task=0, tasks=2, cpus=1, workers=1, port=0)
+
+
+def answer(members: int) -> JobStatus:
+    return JobStatus(tuple(JobMember(str(n), n, "n1", 100 + n) for n in range(members)), "running")
+
+
+class FakeJob:
+    """A job whose answers are given; the last one must end the wait.
+
+    Attributes:
+        now: the time.
+        left: the answers to come.
+    """
+
+    def __init__(self, *answers: JobStatus | Exception | Callable[[FakeJob], JobStatus]) -> None:
+        self.now = 100.0
+        self.left: list[Any] = list(answers)
+
+    def status(self) -> JobStatus:
+        given = self.left.pop(0)
+        if isinstance(given, Exception):
+            raise given
+        return given(self) if callable(given) else given
+
+
+def stay(job: FakeJob) -> list[str]:
+    """What is said until the wait has ended."""
+    said: list[str] = []
+    _stay(job, said.append, clock=lambda: job.now, pause=lambda seconds: None)  # type: ignore[arg-type]
+    return said
+
+
+def test_it_stays_until_no_worker_is_left() -> None:
+    job = FakeJob(answer(2), answer(1), answer(0))
+    assert stay(job) == ["this launcher serves the coordinator until no worker is left in the job (now 2)"]
+    assert not job.left
+
+
+def test_a_slow_answer_does_not_end_it() -> None:
+    job = FakeJob(answer(2), CoordinatorUnreachable("no coordinator answers"), answer(1), answer(0))
+    stay(job)
+    assert not job.left
+
+
+def test_without_such_a_job_it_ends() -> None:
+    job = FakeJob(PacelineError("there is no job 'digits'"), answer(1))
+    assert stay(job) == []
+    assert job.left == [answer(1)]
+
+
+def signalled(at: float) -> Callable[[FakeJob], JobStatus]:
+    """An answer during which SIGTERM comes."""
+
+    def sent(job: FakeJob) -> JobStatus:
+        job.now = at
+        os.kill(os.getpid(), signal.SIGTERM)
+        return answer(1)
+
+    return sent
+
+
+def test_two_sigterms_within_a_second_are_one_and_a_later_one_ends_it() -> None:
+    job = FakeJob(signalled(100.0), signalled(100.5), answer(1), signalled(102.0), answer(1))
+    stay(job)
+    assert job.left == [answer(1)]
+
+
+def test_after_one_signal_it_ends_when_workers_would_be_killed() -> None:
+    def later(seconds: float) -> Callable[[FakeJob], JobStatus]:
+        def sent(job: FakeJob) -> JobStatus:
+            job.now += seconds
+            return answer(1)
+
+        return sent
+
+    job = FakeJob(signalled(100.0), later(29.0), later(1.5), answer(1))
+    stay(job)
+    assert job.left == [answer(1)]
+
+
+def test_a_task_that_does_not_serve_gets_the_address_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_TOKEN", "a" * 64)
+    step = SlurmStep(name="digits", hosts=("n1", "n2"), task=1, tasks=2, cpus=1, workers=1, port=7400)
+    said: list[str] = []
+    with coordinator_of_step(step, "digits", said.append) as address:
+        assert address == "n1:7400"
+    assert said == []
+
+
+def test_the_first_task_serves_and_ends_without_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_TOKEN", "a" * 64)
+    port = free_port()
+    step = SlurmStep(name="digits", hosts=("127.0.0.1",), task=0, tasks=2, cpus=1, workers=1, port=port)
+    said: list[str] = []
+    with coordinator_of_step(step, "digits", said.append) as address:
+        assert address == f"127.0.0.1:{port}"
+    assert said == [f"the coordinator of this step listens at 127.0.0.1:{port}"]
+
+
+def test_without_a_secret_nobody_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PACELINE_TOKEN", raising=False)
+    with pytest.raises(ValueError, match="write export PACELINE_TOKEN"), coordinator_of_step(STEP, "digits", print):
+        pass

@@ -1,0 +1,124 @@
+"""What a scheduler asks of its coordinator: a token, the members of a job, and that they leave (`paceline.launch`)."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import paceline
+from paceline.config import Config
+from paceline.errors import CoordinatorUnreachable, NotAuthenticated, PacelineError
+from paceline.launch import RunningJob, own_coordinator, token_for
+from paceline.launch._own_coordinator import own_addresses
+from support.ports import free_port
+
+QUICK = Config(failure_timeout=1.0, join_timeout=10.0)
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of this test's coordinators are found by this test alone."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("PACELINE_TOKEN", "PACELINE_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def joined(address: str, token: str | None) -> list[paceline.Session]:
+    def join(_: int) -> paceline.Session:
+        credentials = paceline.Credentials(token=token)
+        return paceline.join(address, job="digits", min_workers=2, config=QUICK, credentials=credentials)
+
+    with ThreadPoolExecutor(2) as pool:
+        return sorted(pool.map(join, range(2)), key=lambda session: session.rank)
+
+
+def test_the_members_have_rank_host_and_process_and_can_be_drained() -> None:
+    with own_coordinator() as served, RunningJob(served.address, "digits", timeout=5.0) as job:
+        with pytest.raises(PacelineError, match="there is no job 'digits'"):
+            job.status()
+        sessions = joined(served.address, served.token)
+        status = job.status()
+        assert [member.rank for member in status.members] == [0, 1]
+        assert {(member.host, member.pid) for member in status.members} == {(socket.gethostname(), os.getpid())}
+        assert status.reason
+        ids = [member.member_id for member in status.members]
+        assert job.drain("1") == ids[1:]
+        assert job.drain(ids[0]) == ids[:1]
+        assert sorted(job.drain()) == sorted(ids)
+        with pytest.raises(PacelineError, match="has no member 7"):
+            job.drain("7")
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda session: session.leave(), sessions))
+
+
+def test_a_worker_that_waits_has_no_rank() -> None:
+    with own_coordinator() as served, RunningJob(served.address, "digits", timeout=5.0) as job:
+        credentials = paceline.Credentials(token=served.token)
+        with ThreadPoolExecutor(1) as pool:
+            alone = pool.submit(
+                paceline.join,
+                served.address,
+                job="digits",
+                min_workers=2,
+                config=Config(join_timeout=2.0),
+                credentials=credentials,
+            )
+            ranks: list[int | None] = []
+            while not ranks:
+                try:
+                    ranks = [member.rank for member in job.status().members]
+                except PacelineError:  # it has not come yet
+                    assert not alone.done()
+            assert ranks == [None]
+            assert isinstance(alone.exception(), PacelineError)
+
+
+def test_an_address_where_nobody_answers_is_told_as_such() -> None:
+    with (
+        RunningJob(f"127.0.0.1:{free_port()}", "digits", timeout=0.2) as job,
+        pytest.raises(CoordinatorUnreachable),
+    ):
+        job.status()
+
+
+def test_the_token_is_made_found_and_asked_for() -> None:
+    with own_coordinator() as served:
+        assert served.token is not None
+        assert served.token not in repr(served)
+        assert token_for(served.address) == served.token
+        assert own_addresses() == [served.address]
+        with pytest.raises(NotAuthenticated):
+            paceline.join(served.address, job="digits", min_workers=1, config=QUICK)
+    assert own_addresses() == []
+    assert token_for(served.address) is None
+
+
+def test_a_token_of_the_environment_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PACELINE_TOKEN", "a-token-of-this-test")
+    with own_coordinator() as served:
+        assert served.token is None, "workers inherit it"
+        assert token_for(served.address) == "a-token-of-this-test"
+    monkeypatch.delenv("PACELINE_TOKEN")
+    file = tmp_path / "token"
+    file.touch(0o600)
+    file.write_text("a-token-in-a-file\n")
+    monkeypatch.setenv("PACELINE_TOKEN_FILE", str(file))
+    assert token_for("elsewhere:7400") == "a-token-in-a-file"
+
+
+def test_a_coordinator_at_all_interfaces_has_no_address_to_be_found_at() -> None:
+    with own_coordinator(listen="0.0.0.0:0"):
+        assert own_addresses() == []
+
+
+def test_variables_that_cannot_be_used_are_an_error_of_the_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_TOKEN", "")
+    with pytest.raises(ValueError, match="PACELINE_TOKEN is set, but empty"), own_coordinator():
+        pass
+    with pytest.raises(ValueError, match="PACELINE_TOKEN is set, but empty"):
+        token_for("elsewhere:7400")

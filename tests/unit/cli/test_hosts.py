@@ -1,0 +1,147 @@
+"""What `paceline run` makes of what plug-ins tell it about its host."""
+
+from __future__ import annotations
+
+import threading
+import time
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from paceline.cli import hosts
+from paceline.cli.hosts import drain_at, drain_seconds, find_host, find_notices, reasons_to_leave
+from paceline.cli.output import UsageError
+from paceline.launch import Host, Notice
+from support.blocks import ROOT, blocks
+from support.command import command
+
+BATCH = Host("batch job", job="digits", workers=2)
+
+
+def nowhere() -> Host | None:
+    return None
+
+
+def batch() -> Host | None:
+    return BATCH
+
+
+def garbled() -> Host | None:
+    raise ValueError("BATCH_SLOTS must be a number, not 'many'")
+
+
+def points(group: str, **functions: str) -> list[EntryPoint]:
+    return [EntryPoint(name, f"{__name__}:{function}", group) for name, function in functions.items()]
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that this file's functions can be named, however pytest has loaded it."""
+    monkeypatch.setitem(__import__("sys").modules, __name__, __import__("sys").modules[__name__])
+
+
+def test_the_first_host_that_has_started_this_process_answers() -> None:
+    assert find_host(points("paceline.hosts", a="nowhere", b="batch")) == BATCH
+    assert find_host(points("paceline.hosts", a="nowhere")) is None
+    assert find_host([]) is None
+
+
+def test_what_a_host_cannot_read_is_an_error_of_the_user() -> None:
+    with pytest.raises(UsageError, match="BATCH_SLOTS must be a number"):
+        find_host(points("paceline.hosts", a="garbled"))
+
+
+def test_the_names_of_clouds() -> None:
+    assert list(find_notices("aws, gcp,azure")) == ["aws", "gcp", "azure"]
+    assert find_notices(None) == {}
+    with pytest.raises(UsageError, match=r"there is no provider 'ibm' .*: the providers are aws, azure, gcp"):
+        find_notices("aws,ibm")
+
+
+def test_a_notice_drains_the_workers_and_cannot_touch_the_terminal() -> None:
+    told: list[tuple[str, float]] = []
+    (source,) = reasons_to_leave(None, 60.0, {"moon": Notice(lambda: "it\x1bgoes", leave_s=7.0)}, print)
+    source(lambda why, seconds: told.append((why, seconds)), threading.Event())
+    assert told == [("it\\x1bgoes", 7.0)]
+
+
+def test_the_end_of_the_time_drains_the_workers() -> None:
+    told: list[tuple[str, float]] = []
+    hosts._leave_at(0.0, 60.0, "batch job", lambda why, seconds: told.append((why, seconds)), threading.Event())
+    assert told == [("the time of the batch job ends in 60 s", 50.0)]
+
+
+def test_only_a_time_that_ends_is_waited_for() -> None:
+    end = time.time() + 3600.0
+    assert len(reasons_to_leave(Host("batch job", ends_at=end), 60.0, {}, print)) == 1
+    assert not reasons_to_leave(Host("batch job", ends_at=end), 0.0, {}, print)
+    assert not reasons_to_leave(Host("batch job"), 60.0, {}, print)
+
+
+def test_a_service_that_is_away_is_reported_once_and_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "_ASK_S", 0.0)
+    answers: list[str | Exception] = [OSError("no route"), ValueError("no JSON"), "", "it goes"]
+
+    def ask() -> str:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    said: list[str] = []
+    told: list[tuple[str, float]] = []
+    (source,) = reasons_to_leave(None, 60.0, {"moon": Notice(ask, leave_s=7.0)}, said.append)
+    source(lambda why, seconds: told.append((why, seconds)), threading.Event())
+    assert said == ["--notice moon: no route; this launcher keeps asking"]
+    assert told == [("it goes", 7.0)]
+
+
+def test_nothing_is_asked_once_the_workers_have_ended() -> None:
+    ended = threading.Event()
+    ended.set()
+    (source,) = reasons_to_leave(None, 0.0, {"moon": Notice(lambda: "it goes", leave_s=7.0)}, print)
+    source(lambda why, seconds: pytest.fail("drained"), ended)
+
+
+def test_workers_leave_before_the_end_unless_the_job_is_shorter() -> None:
+    assert drain_at(100.0, 1000.0, 60.0) == 940.0
+    assert drain_at(100.0, 159.0, 60.0) is None, "it would never train"
+    assert drain_at(100.0, 1000.0, 0.0) is None
+    assert drain_at(100.0, None, 60.0) is None
+
+
+@pytest.mark.parametrize(("before", "seconds"), [(60.0, 50.0), (3600.0, 3590.0), (20.0, 10.0), (10.0, 5.0)])
+def test_workers_have_the_time_until_the_end_less_a_reserve(before: float, seconds: float) -> None:
+    assert drain_seconds(before) == seconds
+
+
+ECHO = """
+import os
+print(*(os.environ["PACELINE_" + name] for name in ("JOB", "MIN_WORKERS", "MAX_WORKERS")))
+"""
+
+
+@pytest.fixture
+def plug_in(tmp_path: Path) -> Path:
+    """The plug-in of docs/how-to/own-scheduler.md, as if it were installed."""
+    page = blocks(ROOT / "docs/how-to/own-scheduler.md")
+    names = next(block.code for block in page if "entry-points" in block.code)
+    (tmp_path / "my_batch.py").write_text(next(block.code for block in page if block.title == "my_batch.py"))
+    installed = tmp_path / "my_batch-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: my-batch\nVersion: 1.0\n")
+    words = names.replace('[project.entry-points."', "[").replace('"]', "]").replace('"', "")
+    (installed / "entry_points.txt").write_text(words)
+    (tmp_path / "echo.py").write_text(ECHO)
+    return tmp_path
+
+
+def test_a_plug_in_of_somebody_else_gives_the_defaults(plug_in: Path) -> None:
+    variables = {"PYTHONPATH": str(plug_in), "BATCH_JOB": "moon", "BATCH_SLOTS": "3"}
+    with command("run", "--notice", "batch", str(plug_in / "echo.py"), **variables) as run:
+        assert run.wait() == 0, run.stderr
+    assert sorted(run.stdout.splitlines()) == [f"[#{n}] moon 3 3" for n in range(3)]
+    with command("run", "-n", "1", "--job", "mine", str(plug_in / "echo.py"), **variables) as run:
+        assert run.wait() == 0, run.stderr
+    assert run.stdout == "[#0] mine 1 1\n"

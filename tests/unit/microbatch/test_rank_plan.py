@@ -1,0 +1,120 @@
+"""The plan of a repaired step: which sums are kept, who computes the rest, and that the tree stays whole."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline._microbatch.rank_plan import RankPlan, even_plan, held_of_row, plan_ranks, row_of_held
+from paceline._microbatch.sum_tree import Node, joined, leaves_of, maximal_subtrees, subtrees_by_rank
+
+
+@st.composite
+def holdings(draw: st.DrawFn) -> tuple[tuple[tuple[Node, ...], ...], int]:
+    """What ranks may hold: any microbatches, summed up as far as the tree allows; several may hold the same."""
+    world = draw(st.integers(1, 9))
+    microbatches = draw(st.integers(world, 40))
+    numbers = st.sets(st.integers(0, microbatches - 1))
+    held = [joined([(v, v + 1) for v in draw(numbers)], microbatches) for _ in range(world)]
+    return tuple(held), microbatches
+
+
+def of(nodes: tuple[Node, ...]) -> list[int]:
+    """The microbatches of nodes."""
+    return [number for node in nodes for number in range(*node)]
+
+
+def computed(shares: tuple[RankPlan, ...]) -> list[int]:
+    """The microbatches that count, of all ranks."""
+    return [number for share in shares if not share.repeats for number in share.numbers]
+
+
+@given(holdings())
+@settings(deadline=None, max_examples=300)
+def test_each_microbatch_is_kept_once_or_computed_once(found: tuple[tuple[tuple[Node, ...], ...], int]) -> None:
+    held, microbatches = found
+    shares = plan_ranks(held, microbatches)
+    kept = [number for share in shares for number in of(share.kept)]
+    assert sorted(kept + computed(shares)) == list(range(microbatches))
+    assert set(kept) == {number for nodes in held for number in of(nodes)}, "what one of them holds is not lost"
+    for share, own in zip(shares, held, strict=True):
+        assert set(share.kept) <= set(own), "a rank keeps what it has"
+        mine = () if share.repeats else tuple((number, number + 1) for number in share.numbers)
+        assert share.nodes[share.rank] == joined([*share.kept, *mine], microbatches)
+        assert share.nodes == shares[0].nodes, "all ranks have one plan"
+        assert (share.root == share.rank) == (0 in of(share.nodes[share.rank]))
+
+
+@given(holdings())
+@settings(deadline=None, max_examples=300)
+def test_what_is_missing_is_spread_evenly(found: tuple[tuple[tuple[Node, ...], ...], int]) -> None:
+    held, microbatches = found
+    shares = plan_ranks(held, microbatches)
+    counts = [0 if share.repeats else len(share.numbers) for share in shares]
+    assert max(counts) - min(counts) <= 1
+    assert all(share.numbers for share in shares), "each has a turn, so that its loop leads to the collectives"
+    assert all(len(share.numbers) == 1 for share in shares if share.repeats)
+    assert computed(shares) == sorted(computed(shares)), "ranges from left to right"
+
+
+@given(holdings())
+@settings(deadline=None)
+def test_a_row_of_numbers_says_what_a_rank_holds(found: tuple[tuple[tuple[Node, ...], ...], int]) -> None:
+    held, microbatches = found
+    assert tuple(held_of_row(row_of_held(nodes, microbatches)) for nodes in held) == held
+
+
+def test_a_row_may_refuse_any_sums() -> None:
+    assert held_of_row(row_of_held(None, 3)) is None
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-1, 9), min_size=1, max_size=8))
+@settings(deadline=None, max_examples=300)
+def test_whatever_a_rank_sends_is_disjoint_nodes_or_an_error(row: list[int]) -> None:
+    try:
+        nodes = held_of_row(np.array(row))
+    except ValueError:
+        return
+    if nodes is None:
+        return
+    assert of(nodes) == sorted(set(of(nodes)))
+    assert all(maximal_subtrees(*node, len(row)) == (node,) for node in nodes)
+
+
+@pytest.mark.parametrize(
+    "row", [[0, 3, 0, 0], [5, 0, 0, 0], [4, 2, 0, 0], [0, 0, 2, 0], [0, 1, 0, 0], [-1, 0, 0, 0], [1 << 60, 0, 0, 0]]
+)
+def test_what_no_rank_can_hold_is_refused(row: list[int]) -> None:
+    with pytest.raises(ValueError, match="not a node of 4, or overlap"):
+        held_of_row(np.array(row))
+
+
+@pytest.mark.parametrize(("world", "microbatches"), [(1, 1), (1, 8), (3, 8), (4, 16), (5, 7), (8, 8)])
+def test_an_undisturbed_step(world: int, microbatches: int) -> None:
+    for rank in range(world):
+        share = even_plan(rank, world, microbatches)
+        assert share.numbers == tuple(range(*leaves_of(rank, world, microbatches)))
+        assert share.nodes == subtrees_by_rank(world, microbatches)
+        assert (share.kept, share.repeats, share.root) == ((), False, 0)
+
+
+def test_a_death_among_four() -> None:
+    """Rank 2 of 4 dies when each has two of its four microbatches, and the last one three."""
+    shares = plan_ranks((((0, 2),), ((4, 6),), ((12, 14), (14, 15))), 16)
+    assert [share.numbers for share in shares] == [(2, 3, 6), (7, 8, 9), (10, 11, 15)]
+    assert [share.kept for share in shares] == [((0, 2),), ((4, 6),), ((12, 14), (14, 15))]
+    assert shares[0].nodes == (((0, 4), (6, 7)), ((4, 6), (7, 8), (8, 10)), ((10, 12), (12, 16)))
+
+
+def test_a_node_held_twice_is_kept_by_one_and_the_greatest_wins() -> None:
+    shares = plan_ranks((((0, 2), (4, 5)), ((0, 2),), ((4, 8),)), 8)
+    assert [share.kept for share in shares] == [((0, 2),), (), ((4, 8),)]
+    assert [(share.numbers, share.repeats) for share in shares] == [((0,), True), ((2,), False), ((3,), False)]
+    assert shares[0].root == 0
+
+
+def test_fewer_microbatches_than_ranks() -> None:
+    with pytest.raises(ValueError, match="1 microbatches for 2 ranks"):
+        plan_ranks(((), ()), 1)
