@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +19,7 @@ from paceline.config import Config
 from paceline.errors import CoordinatorUnreachable, NotAuthenticated, PacelineError
 from paceline.launch import RunningJob, own_coordinator, token_for
 from paceline.launch._own_coordinator import own_addresses
+from support.blocks import ROOT, blocks
 from support.ports import free_port
 
 QUICK = Config(failure_timeout=1.0, join_timeout=10.0)
@@ -122,3 +127,32 @@ def test_variables_that_cannot_be_used_are_an_error_of_the_value(monkeypatch: py
         pass
     with pytest.raises(ValueError, match="PACELINE_TOKEN is set, but empty"):
         token_for("elsewhere:7400")
+
+
+def test_sigterm_lets_the_workers_of_the_pages_scheduler_leave(tmp_path: Path) -> None:
+    page = {block.title: block.code for block in blocks(ROOT / "docs/how-to/own-scheduler.md")}
+    (tmp_path / "scheduler.py").write_text(page["scheduler.py"])
+    endless = page["train.py"].replace("total=20", "total=100_000")
+    says = "        with step:\n            print(os.getpid())\n"
+    (tmp_path / "train.py").write_text(endless.replace("        with step:\n", says))
+    (tmp_path / "killed").touch()  # so that no rank kills itself
+    scheduler = subprocess.Popen(
+        [sys.executable, "scheduler.py", "train.py"],
+        cwd=tmp_path,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert scheduler.stdout is not None
+        trained: set[str] = set()
+        while len(trained) < 3:
+            trained.add(scheduler.stdout.readline())
+        scheduler.terminate()
+        assert scheduler.wait(30.0) == 0, "each has left with 0"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(scheduler.pid, signal.SIGKILL)
+        scheduler.stdout.close()

@@ -228,9 +228,9 @@ class GradientSynchronizer:
         reduces = self._reduces if reduces is None else reduces
         weight = checked_weight(weight)
         order = self._group.order
-        order.begin_pass(self, reduces=reduces)
         if order.is_leaf:
             self._check_forward(order)
+        order.begin_pass(self, reduces=reduces)
         if order.is_check:
             with self._check_pass(reducer, order, weight):
                 yield weight

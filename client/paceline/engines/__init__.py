@@ -86,7 +86,8 @@ class OnDevice:
 
     Attributes:
         tensor: the tensor.
-        written: the mark behind everything that writes it, on its device (`DeviceStreams`); None on the CPU.
+        written: the point behind everything that writes it on its device: an engine's stream has to wait for
+            `written.event`, a `torch.cuda.Event` or that of another device. None on the CPU.
     """
 
     tensor: Any

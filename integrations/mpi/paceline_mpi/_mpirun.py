@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import NoReturn
 
 from paceline_mpi._run_rank import check_script
@@ -24,11 +25,13 @@ def become_mpirun(
         job: name of the job.
 
     Raises:
-        ValueError: the arguments are invalid, or there is no mpirun.
+        ValueError: the arguments are invalid, or there is no mpi4py or no mpirun.
     """
     check_script(command)
     if workers < 1 or not 1 <= (workers if minimum is None else minimum) <= workers:
         raise ValueError(f"-n {workers} with --min {minimum}: MPI needs a rank or more, and its world cannot grow")
+    if find_spec("mpi4py") is None:  # else each rank would say so
+        raise ValueError("--engine mpi needs mpi4py, which is not installed: pip install mpi4py")
     path = shutil.which("mpirun")
     if path is None:
         raise ValueError(

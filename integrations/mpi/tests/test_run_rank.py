@@ -84,6 +84,7 @@ def became(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         monkeypatch.delenv(name)
     monkeypatch.setattr("os.execv", become)
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr("paceline_mpi._mpirun.find_spec", lambda name: True)
     return found
 
 
@@ -99,6 +100,14 @@ def test_what_mpirun_would_not_do_is_refused(option: list[str], became: list[Any
     result = runner.invoke(app, ["run", "--engine", "mpi", *option, __file__])
     assert result.exit_code == 2
     assert f"{option[0]} does not go with --engine mpi" in result.stderr
+    assert not became
+
+
+def test_without_mpi4py_it_says_so_once(became: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline_mpi._mpirun.find_spec", lambda name: None)
+    result = runner.invoke(app, ["run", "--engine", "mpi", __file__])
+    assert result.exit_code == 2
+    assert "pip install mpi4py" in result.stderr
     assert not became
 
 
