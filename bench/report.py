@@ -22,8 +22,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # for `support`, w
 import numpy as np
 
 import paceline
-from paceline.cli.bench.jobs import parse_sizes, size_text
+from paceline.cli.sizes import parse_sizes, size_text
 from test_ddp_figures import ALONE, compared, over
+
+COMPARE = Path(__file__).with_name("compare.py")
 
 SIZES = "1KiB,64KiB,1MiB,4MiB,16MiB,64MiB"
 
@@ -35,7 +37,7 @@ def all_reduce(world: int, vs: str, seconds: float) -> str:
     cells: dict[tuple[int, str], str] = {}
     for memory, others in (("group", ""), ("any", vs)):
         options = ["-n", str(world), "--sizes", SIZES, "--links", "shm", "--memory", memory, "--seconds", str(seconds)]
-        words = [sys.executable, "-m", "paceline", "bench", "all-reduce", *options, "--vs", others, "--json"]
+        words = [sys.executable, str(COMPARE), "all-reduce", *options, "--vs", others, "--json"]
         done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
         for row in json.loads(done.stdout.splitlines()[-1])["rows"]:
             column = memory if row["impl"] == "paceline" else row["impl"]

@@ -10,6 +10,7 @@ import functools
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,6 +19,8 @@ from figures import NOISE, QUIET, at_least, at_most
 from support.peers import need_peers
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(1800)]
+
+COMPARE = Path(__file__).with_name("compare.py")
 
 MIB = 1 << 20
 
@@ -68,7 +71,7 @@ def measured(
     options = ["-n", str(world), "--sizes", sizes, "--links", "shm", "--memory", memory]
     options += ["--vs", vs, "--seconds", str(seconds), "--place", place]
     done = subprocess.run(
-        [sys.executable, "-m", "paceline", "bench", collective, *options, "--json"], capture_output=True, text=True
+        [sys.executable, str(COMPARE), collective, *options, "--json"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])

@@ -14,15 +14,17 @@ from pathlib import Path
 
 import pytest
 
+from conductor import SOCKET, Measured, Recipe, measure, stage
 from figures import NOISE, at_least
-from paceline.cli.bench.jobs import Job
-from paceline.cli.bench.measure import SOCKET, Measured, Recipe, measure, stage
+from jobs import Job
 from paceline.launch._environment import allowed_cores, share_of_cores
 from support.host_coordinator import coordinator_on
 from support.netns import Host, network
 from support.peers import need_peers
 
 pytestmark = [pytest.mark.peers, pytest.mark.root, pytest.mark.timeout(600)]
+
+BENCH = Path(__file__).parent
 
 SIZES = tuple(64 << 10 << 2 * power for power in range(6))
 """Sizes in bytes, from 64 KiB to 64 MiB."""
@@ -54,11 +56,11 @@ def _links(found: Measured) -> set[str]:
 
 def _paceline(hosts: Sequence[Host], coordinator: str) -> Recipe:
     job = {"PACELINE_COORDINATOR": coordinator, "PACELINE_MIN_WORKERS": str(len(hosts)), "PACELINE_FLIGHT_DIR": "off"}
-    return _recipe("paceline", _on_each(hosts, ["-m", "paceline.cli.bench.rank", SOCKET, "paceline", "any"]), job)
+    return _recipe("paceline", _on_each(hosts, [str(BENCH / "contenders.py"), SOCKET, "paceline", "any"]), job)
 
 
 def _gloo(hosts: Sequence[Host]) -> Recipe:
-    words = ["-m", "paceline.cli.bench.peers", SOCKET, "gloo", str(len(hosts))]
+    words = [str(BENCH / "peers.py"), SOCKET, "gloo", str(len(hosts))]
     return _recipe("gloo", _on_each(hosts, words), {})
 
 
@@ -77,7 +79,7 @@ def _openmpi(hosts: Sequence[Host], folder: Path) -> Recipe:
     words = ["mpirun", "--allow-run-as-root", "--bind-to", "none", "-n", str(len(hosts))]
     words += ["--host", ",".join(f"{host.address}:1" for host in hosts)]
     words += [word for name, value in options.items() for word in ("--mca", name, value)]
-    rank = [sys.executable, "-m", "paceline.cli.bench.peers", SOCKET, "openmpi-rank", str(len(hosts))]
+    rank = [sys.executable, str(BENCH / "peers.py"), SOCKET, "openmpi-rank", str(len(hosts))]
     return _recipe("openmpi", hosts[0].command([*words, *rank]), {})
 
 

@@ -1,4 +1,4 @@
-"""Records the page while `paceline demo` kills a worker: `make page-pictures` writes docs/images/page-*.png.
+"""Records the page while `paceline demo` kills a worker: `python tests/record_page.py` writes docs/images/page-*.png.
 
 The pictures are of the real page of a real run. Chromium takes them; nothing is drawn afterwards.
 """

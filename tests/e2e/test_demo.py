@@ -27,16 +27,12 @@ def demo(*arguments: str) -> tuple[dict[str, Any], str]:
     assert set(result) == FIELDS
     assert result["accuracy"] >= 0.95
     assert result["samples_once"] is True
+    assert running.stdout.count("\n") == 1, "the lines of workers are on standard error"
+    assert "all workers ended with the same weights" in running.stderr
     assert result["seconds"] > 0
     assert "steps per second" in running.stderr
-    begins = running.stderr.splitlines()[:4]
-    waits = (
-        "starting the coordinator",
-        "the workers load NumPy and the digits: 0 of",
-        "waiting for all to join: 0 of",
-    )
-    for words, line in zip(waits, [line for line in begins if "no worker will be killed" not in line], strict=False):
-        assert line.startswith(words), "the first seconds are not silent"
+    begins = [line for line in running.stderr.splitlines() if "no worker will be killed" not in line]
+    assert "the digits" in begins[0], "the first seconds are not silent"
     assert "Traceback" not in running.stderr
     return result, running.stderr
 
@@ -48,8 +44,7 @@ def test_a_worker_is_killed_and_replaced() -> None:
     assert (result["world_size"], result["generations"]) == (3, 3)  # before the kill, without the killed, with the new
     killed, joined = result["recoveries"]
     assert (killed["cause"], joined["cause"]) == ("killed", "joined")
-    assert 0 < killed["detect_ms"] < killed["recover_ms"] < 10_000
-    assert joined["detect_ms"] > 0
+    assert 0 < killed["recover_ms"] < 10_000
     assert 0 < joined["recover_ms"] < 10_000
     assert "was killed by SIGKILL" in shown
     assert re.search(r"rank 2 was killed in step 40; 2 workers went on after \d+ ms", shown)
@@ -92,9 +87,9 @@ def test_the_demo_is_the_same_run_whoever_dies() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kill_at_step", "words"), [("0", b"training"), ("40", b"went on after")])
+@pytest.mark.parametrize(("kill_at_step", "words"), [("0", b"epoch"), ("40", b": 2 workers train")])
 @pytest.mark.sampled(2)
-def test_demo_on_a_terminal_shows_a_picture_and_ctrl_c_ends_it(kill_at_step: str, words: bytes) -> None:
+def test_ctrl_c_ends_the_demo_on_a_terminal(kill_at_step: str, words: bytes) -> None:
     master, slave = pty.openpty()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
     # setsid --ctty makes the pty the terminal that ^C acts on, as in a shell.
@@ -119,11 +114,9 @@ def test_demo_on_a_terminal_shows_a_picture_and_ctrl_c_ends_it(kill_at_step: str
         process.wait()
         os.close(master)
     text = shown.decode()
-    assert "paceline demo" in text
-    assert "steps/s" in text
+    assert "3 workers train" in text
     assert re.search(r"stopping [23] workers", text)  # the new one may be there already
     assert "Traceback" not in text
-    assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")  # the cursor is back
 
 
 @pytest.mark.slow

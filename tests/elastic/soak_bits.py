@@ -1,4 +1,4 @@
-"""Trains in microbatches in a storm of faults, seed after seed: `make soak-bits SEEDS=200`, which needs torch.
+"""Trains in microbatches in a storm of faults, seed after seed, which needs torch.
 
     python tests/elastic/soak_bits.py --seeds 200 --seconds 6 --model mlp
 

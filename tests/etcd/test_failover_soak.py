@@ -1,4 +1,4 @@
-"""A few rounds of faults of coordinators, etcd and networks; `make soak-failover` plays as many as one likes."""
+"""A few rounds of faults of coordinators, etcd and networks; `tests/elastic/soak.py --failover` plays more."""
 
 from __future__ import annotations
 

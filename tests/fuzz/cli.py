@@ -11,25 +11,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from rich.console import Console as RichConsole
-
 from paceline._base.activity import FlightRecorder
 from paceline._base.addresses import parse_endpoint
 from paceline._session.answers import record_answer, whole_record
 from paceline._session.stack_file import own_stacks
-from paceline.cli.bench.jobs import parse_sizes
 from paceline.cli.debug.chrome_trace import make_trace
 from paceline.cli.debug.folding import Process, fold, read_stacks
 from paceline.cli.debug.records import read_record
 from paceline.cli.debug.stuck import find_stuck
-from paceline.cli.demo import picture
 from paceline.cli.launcher.console import Console, LogFiles
 from paceline.cli.launcher.printed import LineSplitter
 from paceline.cli.launcher.worker import Worker
-from paceline.demo.progress import DemoProgress
+from paceline.cli.sizes import parse_sizes
 from support.chrome_format import check_trace
 
-__all__ = ["SEEDS", "address", "news", "progress", "record", "sizes", "stacks"]
+__all__ = ["SEEDS", "address", "news", "record", "sizes", "stacks"]
 
 _PID = 4711
 
@@ -98,23 +94,6 @@ def news(data: bytes) -> None:
         console.close()
 
 
-def progress(data: bytes) -> None:
-    """A record that is not as the demo makes it is left alone; the picture can be drawn at any time.
-
-    It is drawn twice, after the line that the length of all says and at the end: it costs most of the time.
-    """
-    worker, state = _worker(), DemoProgress()
-    screen = RichConsole(file=io.StringIO(), width=80)
-    for number, line in enumerate(data.split(b"\n")[:16]):
-        record = worker.heard(line)
-        if record is not None:
-            state.told(worker.index, _PID, record)
-        if number == len(data) % 16:
-            screen.print(picture(state, screen))
-    state.ended(worker.index, _PID, 0)
-    screen.print(picture(state, screen))
-
-
 def _lines(*records: dict[str, Any]) -> bytes:
     return b"".join(json.dumps(record).encode() + b"\n" for record in records)
 
@@ -128,27 +107,6 @@ def _news_seeds() -> Sequence[bytes]:
         b"\xff" + _lines({"kind": "waiting", "reason": "3 of 4 workers are here"}, _VIEW, failed),
         b"\x05" + _lines({**_VIEW, "rank": True}, {**_VIEW, "rank": -1}, {**_VIEW, "rank": "\ud800"}),
         b"\x00" + b"no JSON\r\n" + _lines({"kind": "waiting", "reason": "\ud800"}) + b"[" * 3000,
-    ]
-
-
-def _progress_seeds() -> Sequence[bytes]:
-    plan = {"kind": "plan", "samples": 6, "steps_per_epoch": 2, "total": 4}
-    share = {"kind": "share", "step": 3, "generation": 1, "samples": [3, 1, 4]}
-    applied = {"kind": "applied", "step": 3, "generation": 1, "loss": 0.5, "samples": 3, "bytes_sent": 9, "at": 1.5}
-    epoch = {"kind": "epoch", "epoch": 1, "accuracy": 0.5}
-    killing = {"kind": "killing", "generation": 1, "step": 3, "rank": 0, "at": 2.0}
-    faults = [
-        killing,
-        {"kind": "undone", "generation": 1, "at": 2.0},
-        {"kind": "formed", "generation": 2, "world": 1, "at": 2.1},
-        {"kind": "joined", "began": 2.2, "at": 2.5},
-        {"kind": "pauses", "pause_ms": 20},
-    ]
-    result = {"kind": "result", "accuracy": 0.9, "steps": 4, "seconds": 1.5, "world_size": 2}
-    return [
-        _lines(_VIEW, plan, share, applied, epoch, *faults, result),
-        _lines(plan, {**applied, "loss": float("nan")}, {**epoch, "epoch": -1}, {**killing, "at": float("inf")}),
-        _lines({}, {"kind": "applied"}, {"kind": ["view"]}, {**share, "samples": "x"}),
     ]
 
 
@@ -207,7 +165,6 @@ SEEDS: dict[str, Callable[[], Sequence[bytes]]] = {
     ],
     "sizes": lambda: [b"1KiB,16MiB,4096", b" 4 kb , 1GiB", b"0", "\u0664KiB".encode()],
     "news": _news_seeds,
-    "progress": _progress_seeds,
     "record": _record_seeds,
     "stacks": lambda: [
         b'Thread 0x00007f00 [loop] (most recent call first):\n  File "/a/paceline/x.py", line 3 in run\n\n'

@@ -37,7 +37,6 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "address": cli.address,
     "sizes": cli.sizes,
     "news": cli.news,
-    "progress": cli.progress,
     "record": cli.record,
     "stacks": cli.stacks,
     "requests": coordinator.requests,

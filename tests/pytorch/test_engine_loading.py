@@ -26,7 +26,7 @@ import sys
 import numpy
 from paceline.cli.warm import warm_up
 
-warm_up(["-m", "paceline.demo.training"], bool)
+warm_up(["-m", "paceline.demo.train"], bool)
 print("paceline.torch._gloo_engine" in sys.modules)
 """
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["SAID_WHEN_BUSY", "Command", "command", "gone", "wait_until_gone"]
+__all__ = ["SAID_WHEN_BUSY", "Command", "command", "gone", "script", "wait_until_gone"]
 
 SAID_WHEN_BUSY = re.compile(
     r"paceline: job '.*': waiting for \d+ more workers? |paceline: .*; for \d+ s now$|the coordinator did not run for "
@@ -27,14 +27,16 @@ class Command:
     Args:
         arguments: of `paceline`.
         environment: variables on top of this process's own.
-        module: what is run in place of `paceline`.
+        program: what Python runs in place of `paceline`.
     """
 
-    def __init__(self, arguments: tuple[str, ...], environment: dict[str, str], *, module: str = "paceline") -> None:
+    def __init__(
+        self, arguments: tuple[str, ...], environment: dict[str, str], program: tuple[str, ...] = ("-m", "paceline")
+    ) -> None:
         kept = "PACELINE_FLIGHT_DIR"  # the tests' own
         clean = {name: value for name, value in os.environ.items() if name == kept or not name.startswith("PACELINE_")}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            [sys.executable, *program, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -135,3 +137,13 @@ def wait_until_gone(pids: list[int], timeout: float = 20.0) -> None:
     while left := [pid for pid in pids if not gone(pid)]:
         assert time.monotonic() < deadline, f"orphans: {left}"
         time.sleep(0.01)
+
+
+@contextmanager
+def script(path: Path, *arguments: str, **environment: str) -> Iterator[Command]:
+    """A Python script as `command` runs `paceline`."""
+    running = Command(arguments, environment, (str(path),))
+    try:
+        yield running
+    finally:
+        running.close()

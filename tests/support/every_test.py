@@ -61,8 +61,8 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-_NAMED_IN_FILE = ("alone", "browser", "containers", "root", "slow")
-"""Marks by which the Makefile chooses files: tests that get one of them elsewhere would not be run."""
+_NAMED_IN_FILE = ("alone", "browser", "containers", "peers", "ray", "root", "slow", "slurm")
+"""Marks by which `stages.py` chooses files: tests that get one of them elsewhere would not be run."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.bench.peers import PEERS, check_peer
 from paceline.cli.output import UsageError
+from peers import PEERS, check_peer
 
 __all__ = ["descendants", "need_peers"]
 

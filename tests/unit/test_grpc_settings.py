@@ -25,7 +25,7 @@ ENTRIES = {
     "launcher": "import paceline.cli.run_command, paceline.cli.launcher.launcher",
     "health check": "import paceline.cli.health",
     "run-rank": "import paceline_mpi._run_rank",
-    "spare": "import numpy\nfrom paceline.cli.warm import warm_up; warm_up(['-m', 'paceline.demo.training'], bool)",
+    "spare": "import numpy\nfrom paceline.cli.warm import warm_up; warm_up(['-m', 'paceline.demo.train'], bool)",
     "Ray's driver": "import paceline_ray._controller",
     "Ray's worker": "import paceline_ray._hosted_worker",
 }

@@ -1,4 +1,4 @@
-"""README's picture, the diagrams and the generated pages of the site (docs/scripts)."""
+"""The diagrams and the generated pages of the site (docs/scripts)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-from rich.segment import Segment
-from rich.style import Style
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,33 +15,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(autouse=True)
 def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "docs/scripts"))
-    for name in ("picture", "reference", "sequence"):
+    for name in ("reference", "sequence"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-
-
-def test_the_picture_is_drawn_by_itself_alone() -> None:
-    text = (ROOT / "docs/images/demo.svg").read_text()
-    picture = ElementTree.fromstring(text)
-    assert len(text) < 200_000
-    assert not [node.tag for node in picture.iter() if node.tag.endswith(("script", "image", "foreignObject"))]
-    assert "url(" not in text
-    assert "@import" not in text
-    assert text.count("http") == 1, "the name of the format"
-    shown = " ".join("".join(node.itertext()) for node in picture.iter() if node.tag.endswith("text"))
-    for what in ("was killed in step 40; 3 workers went on after", "a new worker joined", "exactly once"):
-        assert what in shown
-
-
-def test_frames_take_turns() -> None:
-    from picture import Frame, as_svg
-
-    frames = [Frame(((Segment("│ "), Segment(f"step <{n}>", Style.parse("bold red"))),), 2.0) for n in range(2)]
-    text = as_svg(frames)
-    assert ElementTree.fromstring(text).tag.endswith("svg")
-    assert "0.000%{opacity:1}50.000%{opacity:0}100.000%{opacity:0}}#f0{opacity:0}" in text
-    assert "0.000%{opacity:0}50.000%{opacity:1}100.000%{opacity:1}100.000%{opacity:1}}#f1{opacity:1}" in text
-    assert "4.00s step-end infinite" in text
-    assert 'class="c1 b">step &lt;0&gt;</text>' in text
 
 
 def test_a_diagram_has_its_parts_messages_and_notes() -> None:

@@ -221,10 +221,10 @@ def demo(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Train on handwritten digits, kill a worker and start a new one: real data, real processes, live view.
+    """Train on handwritten digits, kill a worker and start a new one: real data, real processes.
 
-    The exit code is 0 only if the digits were learnt, every sample was used exactly once in every epoch, and the job
-    went on without the killed worker and admitted the new one.
+    The exit code is 0 only if the digits were learnt, every sample was used exactly once in every epoch, all workers
+    have the same weights, and the job went on without the killed worker and admitted the new one.
     """
     with one_line_errors():
         from paceline.cli.demo import run_demo
@@ -417,59 +417,33 @@ def bench(
     links: Annotated[
         str | None,
         typer.Option(
-            help="Kinds of links to measure, separated by commas: shm,tcp,grpc (default; with --tune: shm), local."
+            help="Kinds of links to measure, separated by commas; default: shm,tcp,grpc, or with --tune-out shm."
         ),
     ] = None,
     schedule: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME[,NAME]", help="Use these schedules, in turn; default: the one that Paceline chooses."
+            metavar="NAME[,NAME]",
+            help="Use these schedules in turn, or all; default: the one that Paceline chooses, with --tune-out all.",
         ),
-    ] = None,
-    vs: Annotated[
-        str | None,
-        typer.Option(metavar="NAME[,NAME]", help="Also measure these, in turn with Paceline: gloo, openmpi."),
     ] = None,
     memory: Annotated[str, typer.Option(help="Where arrays come from: NumPy (any), or group.empty (group).")] = "any",
-    place: Annotated[
-        str,
-        typer.Option(
-            help="Where an all-reduce's sum goes: in (place), out (another array), usual (each library's default)."
-        ),
-    ] = "usual",
     seconds: Annotated[float, typer.Option(min=0.001, help="About how many seconds to measure for each row.")] = 2.0,
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.png", help="Plot bus bandwidth against size in this file."),
-    ] = None,
-    tune: Annotated[
-        bool, typer.Option("--tune", help="Measure all schedules, and print a table of rules that chooses the fastest.")
-    ] = False,
     tune_out: Annotated[
-        Path | None, typer.Option(metavar="FILE.json", help="Write the table of rules to this file.")
+        Path | None,
+        typer.Option(metavar="FILE.json", help="Write a table of rules that chooses the fastest schedules."),
     ] = None,
     json: Json = False,
 ) -> None:
     """Measure a collective between processes on this machine."""
     with one_line_errors():
-        from paceline.cli.bench.command import BenchOptions, run_bench
+        from paceline.cli.bench import plan_jobs, plan_links, run_bench
 
-        asked = BenchOptions(
-            collective,
-            workers,
-            sizes,
-            links,
-            schedule,
-            vs=vs,
-            memory=memory,
-            place=place,
-            seconds=seconds,
-            plot=plot,
-            tune=tune,
-            tune_out=tune_out,
-            as_json=json,
-        )
-        raise typer.Exit(run_bench(asked))
+        if memory not in ("any", "group"):
+            raise UsageError(f"--memory must be one of any, group, not {memory!r}")
+        jobs = plan_jobs(collective, workers, sizes, schedule or ("all" if tune_out else None))
+        kinds = plan_links(links or ("shm" if tune_out else "shm,tcp,grpc"), tune_out)
+        raise typer.Exit(run_bench(jobs, kinds, workers, tune_out, as_json=json, memory=memory, seconds=seconds))
 
 
 @app.command()

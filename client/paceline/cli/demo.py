@@ -1,33 +1,25 @@
-"""`paceline demo`: trains on handwritten digits in real processes, kills and replaces a worker, and shows it all.
+"""`paceline demo`: trains on handwritten digits in real processes, kills and replaces a worker, and checks the ledger.
 
-It starts the workers (`paceline.demo.training`), shows their state (`paceline.demo.progress`) live on a terminal or as
-plain lines elsewhere, and checks the result.
+The workers run `paceline.demo.train`, and their lines are shown as `paceline run` shows them.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-import time
-from contextlib import ExitStack, suppress
-from types import TracebackType
-from typing import Any, Protocol
+import tempfile
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+from typing import Any
 
-from rich.console import Console, Group, RenderableType
-from rich.filesize import decimal
-from rich.live import Live
-from rich.panel import Panel
-from rich.progress_bar import ProgressBar
-from rich.spinner import Spinner
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console as RichConsole
 
 from paceline.cli.access import Served, own_coordinator, say_where_the_page_is
-from paceline.cli.launcher import Exit, Printed, Worker, WorkerSettings
-from paceline.cli.launcher.notices import Notices
+from paceline.cli.launcher import WorkerSettings
+from paceline.cli.launcher.console import Console
 from paceline.cli.output import UsageError, print_json, say
 from paceline.cli.run import launch
-from paceline.demo.progress import DemoProgress, Stage, sparkline
+from paceline.demo.ledger import Ledger
 from pacelinepb import install_command
 
 GOOD_ACCURACY = 0.95
@@ -43,26 +35,9 @@ maximum; the demo should not."""
 _MICROBATCHES = 8
 """Least number of microbatches of a step with `--same-bits`."""
 
-_STATE_STYLE = {
-    "training": "green",
-    "ready": "cyan",
-    "joined": "cyan",
-    "done": "bold green",
-    "stopped": "yellow",
-    "gave up": "yellow",
-    "failed": "bold red",
-    "killed": "bold red",
-}
-
-_LINE_EVERY_S = 1.0
-"""Least seconds between two plain lines."""
-
-_PICTURE_EVERY_S = 0.1
-"""Least seconds between two pictures, because workers report every step."""
-
 
 def run_demo(workers: int, *, kill_at_step: int, as_json: bool, http: bool = False, same_bits: bool = False) -> int:
-    """Trains on the digits with workers on this machine, kills and replaces one of them, and shows the progress.
+    """Trains on the digits with workers on this machine, kills and replaces one of them, and checks the result.
 
     Args:
         workers: how many workers to start.
@@ -72,122 +47,94 @@ def run_demo(workers: int, *, kill_at_step: int, as_json: bool, http: bool = Fal
         same_bits: train in microbatches, then once more on one worker without a failure, and compare the digests.
 
     Returns:
-        The exit code of the first worker that failed, if any. Else 0 if the digits were learnt, every sample counted
-        once, if a kill was requested, training continued and a new worker joined, and the digests are equal if they
-        were compared; 1 otherwise.
+        The exit code of the first worker that failed, if any. Else 0 if the demo has shown what it promises, 1 if not.
 
     Raises:
         UsageError: scikit-learn is not installed, or with `http` what that needs.
     """
     if importlib.util.find_spec("sklearn") is None:
         raise UsageError(f"the demo trains on the digits of scikit-learn: {install_command('demo')}")
-    console = Console(stderr=as_json)  # JSON has standard output to itself
     if kill_at_step and workers == 1:
-        console.print("no worker will be killed: with one worker, training could not go on")
+        say("no worker will be killed: with one worker, training could not go on")
         kill_at_step = 0
     # With a power of two most worlds send one array each.
     microbatches = max(_MICROBATCHES, 1 << (workers - 1).bit_length()) if same_bits else 0
-    view: View = LiveView(console) if console.is_terminal else PlainView(console)
-    listener = DemoListener(view)
     with ExitStack() as serving:
-        served: Served | None = None
-        if http:
-            served = serving.enter_context(own_coordinator(settle_time=_SETTLE_S, http="127.0.0.1:0"))
-            say_where_the_page_is(served)  # before the picture, which would break the URL into lines
-        with view:
-            view.update(listener.progress)
-            if served is None:
-                served = serving.enter_context(own_coordinator(settle_time=_SETTLE_S))
-            listener.progress.expected = workers
-            view.update(listener.progress)
-            settings = WorkerSettings(served.address, "demo", max(1, workers - 1), workers, token=served.token)
-            command = _command(workers, kill_at_step, microbatches)
-            code = launch(command, workers, settings, listener, restarts=_RESTARTS)
+        served = serving.enter_context(own_coordinator(settle_time=_SETTLE_S, http="127.0.0.1:0" if http else None))
+        say_where_the_page_is(served)
+        say(f"{workers} worker{'s start: they load' if workers > 1 else ' starts: it loads'} NumPy and the digits")
+        shown = Console(out=sys.stderr if as_json else sys.stdout)  # JSON has standard output to itself
+        ledger, code = _train(served, workers, kill_at_step, microbatches, shown)
         if code:
             return code
-        if listener.progress.result is None:
-            say("the workers ended without a result")
-            return 1
-        result = as_result(listener.progress)
-        wrong = faults(result, kill=kill_at_step > 0)
-        _summary(console, listener.progress, result)
-        if same_bits:
-            result["digests"] = [
-                listener.progress.result.get("digest", ""),
-                _digest_alone(console, kill_at_step, microbatches),
-            ]
-            wrong += _compared(console, result)
-        _list(console, wrong)
+        wrong, result = faults(ledger, kill=kill_at_step > 0), as_result(ledger) if ledger.ends else {}
+        console = RichConsole(stderr=as_json, highlight=False, soft_wrap=True)
+        if result:
+            _show(console, result, ledger)
+        if same_bits and result:
+            say("the same run on one worker, without a failure")
+            result["digests"] = [ledger.ends[0]["digest"], _digest_alone(kill_at_step, microbatches)]
+            wrong += _compare(console, result)
+        for text in wrong:
+            console.print(text, style="red")
         if as_json:
             print_json(result)
         elif http and sys.stdin.isatty() and sys.stdout.isatty():
-            _serve_on()
+            say("the page is served until you press Enter or Ctrl-C")
+            with suppress(KeyboardInterrupt):
+                sys.stdin.readline()
         return 1 if wrong else 0
 
 
-def _command(workers: int, kill_at_step: int, microbatches: int) -> list[str]:
-    """Returns the command line of a worker; with one worker, the step in which one is killed only adds steps."""
-    return ["-m", "paceline.demo.training", str(workers), str(kill_at_step), str(microbatches)]
+def _train(served: Served, workers: int, kill_at_step: int, microbatches: int, console: Console) -> tuple[Ledger, int]:
+    """Runs the workers; returns what they have noted, and the exit code."""
+    settings = WorkerSettings(served.address, "demo", max(1, workers - 1), workers, token=served.token)
+    with tempfile.TemporaryDirectory(prefix="paceline-demo-") as notes, closing(console):
+        options = {"workers": workers, "kill-at-step": kill_at_step, "microbatches": microbatches, "notes": notes}
+        command = ["-m", "paceline.demo.train", *(f"--{name}={value}" for name, value in options.items())]
+        code = launch(command, workers, settings, console, restarts=_RESTARTS if workers > 1 else 0)
+        return Ledger.read(Path(notes)), code
 
 
-def _digest_alone(console: Console, kill_at_step: int, microbatches: int) -> str:
-    """Trains once more, with one worker that nobody kills; returns the digest of its state, empty if it failed."""
-    view = QuietView(console)
-    view.note("the same run on one worker, without a failure")
-    listener = DemoListener(view)
-    with own_coordinator(settle_time=_SETTLE_S) as served:
-        settings = WorkerSettings(served.address, "demo", 1, 1, token=served.token)
-        launch(_command(1, kill_at_step, microbatches), 1, settings, listener, restarts=0)
-    return "" if listener.progress.result is None else str(listener.progress.result.get("digest", ""))
+def _digest_alone(kill_at_step: int, microbatches: int) -> str:
+    """Trains on one worker; returns the digest of its state, empty if it failed."""
+    with own_coordinator() as served:
+        ledger, _ = _train(served, 1, kill_at_step, microbatches, Console(hidden={(0, "stdout")}))
+    return ledger.ends[0]["digest"] if ledger.ends else ""
 
 
-def _compared(console: Console, result: dict[str, Any]) -> list[str]:
+def _compare(console: RichConsole, result: dict[str, Any]) -> list[str]:
     """Shows the digests of both runs; returns what is wrong with them."""
     many, alone = result["digests"]
     causes = [recovery["cause"] for recovery in result["recoveries"]]
     story = ", ".join(f"{causes.count(cause)} {cause}" for cause in ("killed", "joined") if cause in causes)
-    for digest, run in ((many, f"{result['world_size']} workers{f' ({story})' if story else ''}"), (alone, "1 worker")):
-        console.print(f"{digest or 'no digest'}  {run}", highlight=False, soft_wrap=True)
-    if many and many == alone:
-        console.print("SHA-256 of weights, momentum and position: the same bits", style="bold green", highlight=False)
+    console.print(f"{many}  {result['world_size']} workers{f' ({story})' if story else ''}")
+    console.print(f"{alone or 'no digest'}  1 worker")
+    if many == alone:
+        console.print("SHA-256 of weights, momentum and position: the same bits", style="bold green")
         return []
     return ["the digests differ: one worker does not compute the same bits"]
 
 
-def _list(console: Console, wrong: list[str]) -> None:
-    for text in wrong:
-        console.print(f"[red]{text}[/]", highlight=False, soft_wrap=True)
-
-
-def _serve_on() -> None:
-    """Waits for Enter or Ctrl-C, so that the page can be looked at after the run."""
-    say("the page is served until you press Enter or Ctrl-C")
-    with suppress(KeyboardInterrupt):
-        sys.stdin.readline()
-
-
-def as_result(progress: DemoProgress) -> dict[str, Any]:
+def as_result(ledger: Ledger) -> dict[str, Any]:
     """Returns the result as `--json` prints it."""
-    assert progress.result is not None
+    end = ledger.ends[0]
     return {
-        "accuracy": round(progress.result["accuracy"], 4),
-        "steps": progress.result["steps"],
-        "world_size": progress.result["world_size"],
-        "generations": progress.ledger.generations,
-        "recoveries": [recovery.as_dict() for recovery in progress.recoveries.found],
-        "samples_once": progress.samples_once,
-        "seconds": round(progress.result["seconds"], 3),
+        "accuracy": round(end["accuracy"], 4),
+        "steps": end["steps"],
+        "world_size": end["world_size"],
+        "generations": len(set(ledger.counts.values())),
+        "recoveries": [{"cause": each.cause, "recover_ms": round(each.ms, 1)} for each in ledger.recoveries()],
+        "samples_once": ledger.samples_once(),
+        "seconds": round(end["seconds"], 3),
     }
 
 
-def faults(result: dict[str, Any], *, kill: bool) -> list[str]:
+def faults(ledger: Ledger, *, kill: bool) -> list[str]:
     """Says what went wrong; empty if the demo has shown what it promises."""
-    found = []
-    if not result["samples_once"]:
-        found.append("a sample was not used exactly once in every epoch")
-    if result["accuracy"] < GOOD_ACCURACY:
+    found, causes = ledger.faults(), {recovery.cause for recovery in ledger.recoveries()}
+    if ledger.ends and ledger.ends[0]["accuracy"] < GOOD_ACCURACY:
         found.append(f"the accuracy is below {GOOD_ACCURACY:.0%}: training failed")
-    causes = {recovery["cause"] for recovery in result["recoveries"]}
     if kill and "killed" not in causes:
         found.append("the others did not go on after a worker was killed")
     if kill and "joined" not in causes:
@@ -195,217 +142,18 @@ def faults(result: dict[str, Any], *, kill: bool) -> list[str]:
     return found
 
 
-def _summary(console: Console, progress: DemoProgress, result: dict[str, Any]) -> None:
-    good = result["accuracy"] >= GOOD_ACCURACY
+def _show(console: RichConsole, result: dict[str, Any], ledger: Ledger) -> None:
+    for recovery in ledger.recoveries():
+        console.print(recovery.text, style="yellow")
+    good, world = result["accuracy"] >= GOOD_ACCURACY, result["world_size"]
     console.print(
         f"[bold {'green' if good else 'red'}]{result['accuracy']:.2%}[/] of the held-back fifth recognised "
-        f"after {result['steps']} steps on {result['world_size']} worker{'s'[: result['world_size'] != 1]}",
-        highlight=False,
-        soft_wrap=True,
+        f"after {result['steps']} steps on {world} worker{'s'[: world != 1]}"
     )
     if result["samples_once"]:
         spite = ", though a worker was killed" if result["recoveries"] else ""
-        console.print(
-            f"every sample was used exactly once in each of {progress.epochs} epochs{spite}",
-            highlight=False,
-            soft_wrap=True,
-        )
-    console.print(
-        f"{result['steps'] / result['seconds']:.0f} steps per second, {decimal(progress.bytes_sent)} moved between "
-        f"workers, {result['seconds']:.1f} s",
-        highlight=False,
-        soft_wrap=True,
-    )
-
-
-class View(Protocol):
-    """Shows progress; a context manager."""
-
-    def __enter__(self) -> View: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-    def update(self, progress: DemoProgress) -> None:
-        """Shows a changed state."""
-
-    def note(self, text: str) -> None:
-        """Prints a line that stays on the screen."""
-
-
-class DemoListener:
-    """Updates the state from what workers report to the launcher, and shows it (a `LaunchListener`)."""
-
-    def __init__(self, view: View) -> None:
-        self.progress = DemoProgress()
-        self._view = view
-        self._notices = Notices()
-
-    def line(self, worker: Worker, stream: str, printed: Printed) -> None:
-        """Shows what a worker prints, most likely an error."""
-        if printed.ended:
-            self._view.note(f"[{worker.label}] {printed.text.decode(errors='replace')}")
-
-    def record(self, worker: Worker, record: dict[str, Any]) -> None:
-        """Updates the state from a worker's report."""
-        if (notice := self._notices.read(worker.pid, record)) is not None:
-            self._view.note(f"paceline: {notice}")
-        for text in self.progress.told(worker.index, worker.pid, record):
-            self._view.note(text)
-        self._view.update(self.progress)
-
-    def ended(self, worker: Worker, end: Exit, expected: bool) -> None:
-        """Records and shows that a worker ended."""
-        for text in self.progress.ended(worker.index, end.pid, end.returncode, follows=end.follows):
-            self._view.note(text)
-        if not expected:
-            self._view.note(f"paceline: {end}")
-        self._view.update(self.progress)
-
-    def say(self, text: str) -> None:
-        """Shows a message of the launcher."""
-        self._view.note(f"paceline: {text}")
-
-
-class QuietView:
-    """Prints nothing but notes."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    def __enter__(self) -> QuietView:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
-    def update(self, progress: DemoProgress) -> None:
-        """Prints nothing."""
-
-    def note(self, text: str) -> None:
-        """Prints a line."""
-        self._console.print(Text(text), soft_wrap=True)
-
-
-class LiveView:
-    """Redraws the state in place on a terminal."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._live = Live(console=console, refresh_per_second=10)
-        self._latest: DemoProgress | None = None
-        self._next = 0.0
-
-    def __enter__(self) -> LiveView:
-        self._live.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._latest is not None:
-            self._live.update(picture(self._latest, self._console))
-        self._live.__exit__(kind, error, trace)
-
-    def update(self, progress: DemoProgress) -> None:
-        """Draws the state if the last picture is old enough, or nothing trains yet: then there is little news."""
-        self._latest, now = progress, time.monotonic()
-        if now >= self._next or progress.stage is not Stage.TRAINS:
-            self._next = now + _PICTURE_EVERY_S
-            self._live.update(picture(progress, self._console))
-
-    def note(self, text: str) -> None:
-        """Prints a line above the picture."""
-        self._live.console.print(Text(text))
-
-
-class PlainView:
-    """Prints a line after some of the epochs."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._epochs = 0
-        self._next = 0.0
-        self._stage = Stage.TRAINS
-
-    def __enter__(self) -> PlainView:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
-    def update(self, progress: DemoProgress) -> None:
-        """Prints a line if an epoch has ended and the last line is old enough, or it was the last epoch.
-
-        Before the first epoch it prints what is waited for.
-        """
-        if progress.stage is not self._stage:
-            self._stage = progress.stage
-            if text := progress.waits_for:
-                self.note(text)
-        now = time.monotonic()
-        epochs = len(progress.losses)
-        if epochs == self._epochs or progress.accuracy is None or (now < self._next and epochs < progress.epochs):
-            return
-        self._epochs, self._next = epochs, now + _LINE_EVERY_S
-        rate = f"{progress.rate:.0f} steps/s  " if progress.rate else ""
-        self.note(
-            f"epoch {epochs:3}/{progress.epochs}  loss {progress.losses[-1]:.4f}  accuracy {progress.accuracy:.2%}  "
-            f"{rate}sent {decimal(progress.bytes_sent)}"
-        )
-
-    def note(self, text: str) -> None:
-        """Prints a line."""
-        self._console.print(Text(text), soft_wrap=True)
-
-
-def picture(progress: DemoProgress, console: Console) -> RenderableType:
-    """Draws the whole state as a framed picture."""
-    unicode = console.encoding.startswith("utf")
-    if text := progress.waits_for:
-        waits = Spinner("dots" if unicode else "line", Text(f" {text}"), style="cyan")
-        return Panel(
-            Group(waits, *([_workers(progress)] if progress.rows else [])),
-            title="paceline demo",
-            border_style="cyan",
-            width=78,
-        )
-    bar = Table.grid(expand=True, padding=(0, 1))
-    bar.add_column(ratio=1)
-    bar.add_column(justify="right", no_wrap=True)
-    bar.add_row(
-        ProgressBar(total=progress.total or 1, completed=progress.step, complete_style="cyan", finished_style="green"),
-        f"step {progress.step}/{progress.total or '?'}",
-    )
-    facts = Table.grid(padding=(0, 2))
-    facts.add_row("loss", Text(sparkline(progress.losses, 40, unicode=unicode), style="yellow"), _last(progress.losses))
-    accuracy = "" if progress.accuracy is None else f"{progress.accuracy:.2%} of the held-back fifth"
-    facts.add_row("accuracy", Text(accuracy, style="bold green"))
-    rate = f", {progress.rate:.0f} steps/s" if progress.rate else ""
-    facts.add_row("moved", Text(f"{decimal(progress.bytes_sent)}{rate}"))
-    return Panel(Group(bar, facts, _workers(progress)), title="paceline demo", border_style="cyan", width=78)
-
-
-def _workers(progress: DemoProgress) -> Table:
-    table = Table("rank", "pid", "state", "samples", "steps/s", "sent", box=None, padding=(0, 2), header_style="dim")
-    for column in table.columns[3:]:
-        column.justify = "right"
-    for row in sorted(progress.rows.values(), key=lambda row: (row.rank is None, row.rank, row.pid)):
-        rank = "-" if row.rank is None else str(row.rank)
-        state = Text(row.state, style=_STATE_STYLE.get(row.state, "dim"))
-        table.add_row(
-            rank,
-            str(row.pid),
-            state,
-            f"{row.samples:,}",
-            f"{row.rate:.0f}" if row.rate and row.state == "training" else "",
-            decimal(row.bytes_sent),
-        )
-    return table
-
-
-def _last(values: list[float]) -> str:
-    return f"{values[-1]:.4f}" if values else ""
+        epochs = result["steps"] // ledger.ends[0]["steps_per_epoch"]
+        console.print(f"every sample was used exactly once in each of {epochs} epochs{spite}")
+    if ledger.same_weights():
+        console.print("all workers ended with the same weights")
+    console.print(f"{result['steps'] / result['seconds']:.0f} steps per second, {result['seconds']:.1f} s")

@@ -21,7 +21,7 @@ from paceline.cli.access import (
     worker_credentials,
 )
 from paceline.cli.hosts import DrainSource, reasons_to_leave
-from paceline.cli.launcher import Launcher, LaunchListener, Terms, WorkerSettings, worker_bounds
+from paceline.cli.launcher import Launcher, Terms, WorkerSettings, worker_bounds
 from paceline.cli.launcher.console import Console, LogFiles
 from paceline.cli.launcher.leftovers import remove_leftovers
 from paceline.cli.launcher.printed import read_streams
@@ -127,7 +127,7 @@ def launch(
     command: Sequence[str],
     workers: int,
     settings: WorkerSettings,
-    listener: LaunchListener,
+    console: Console,
     *,
     restarts: int = 0,
     spares: int = 0,
@@ -142,7 +142,7 @@ def launch(
         command: SCRIPT ARGS..., -m MODULE ARGS..., or -- PROGRAM ARGS...
         workers: how many workers to start.
         settings: what the workers are told of the job; it is elastic if its minimum is below its maximum.
-        listener: shows what happens.
+        console: shows what happens.
         restarts: how often each worker is started again at most; with any, the job is elastic too.
         spares: how many processes wait with their imports done, to replace failed workers.
         alone: no other launcher starts workers for this job.
@@ -168,7 +168,7 @@ def launch(
     remove_leftovers()
     with ExitReports(settings.coordinator, settings.job, worker_credentials(settings.token)) as reports:
         launcher = Launcher(
-            command, terms, settings, listener, grace=grace, report_exit=reports.report, bind=bind, spares=spares
+            command, terms, settings, console, grace=grace, report_exit=reports.report, bind=bind, spares=spares
         )
         ended = threading.Event()
         for source in sources:  # daemons: one may wait for an answer while this process ends

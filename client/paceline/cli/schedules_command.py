@@ -9,8 +9,8 @@ from paceline._collectives.choose import RULES, Choice, choose, format_rules, on
 from paceline._collectives.rows import Row, SumRule, format_schedule
 from paceline._collectives.schedules import ROOTED, SCHEDULES, chunks_of, rows_of
 from paceline._microbatch.sum_tree import subtrees_by_rank
-from paceline.cli.bench.jobs import ELEMENT_BYTES, measured_size, parse_size, size_text
 from paceline.cli.output import UsageError, print_json
+from paceline.cli.sizes import ELEMENT_BYTES, measured_size, parse_size, size_text
 
 _NAMES = ", ".join(collective.replace("_", "-") for collective in SCHEDULES)
 

@@ -64,7 +64,7 @@ LOOP = """
 def torchrun(place: str, script: Path, *flags: str, **environment: str) -> Iterator[Command]:
     """A torchrun with our rendezvous; it is killed at the end of the block, with its workers."""
     arguments = ("--rdzv-backend", "paceline", "--rdzv-endpoint", place, *flags, str(script))
-    running = Command(arguments, {"OMP_NUM_THREADS": "1", **environment}, module="torch.distributed.run")
+    running = Command(arguments, {"OMP_NUM_THREADS": "1", **environment}, program=("-m", "torch.distributed.run"))
     try:
         yield running
     finally:

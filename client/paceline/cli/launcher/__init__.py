@@ -12,7 +12,7 @@
     reports.py      reports exits to the coordinator
 """
 
-from paceline.cli.launcher.launcher import Launcher, LaunchListener
+from paceline.cli.launcher.launcher import Launcher
 from paceline.cli.launcher.printed import Printed
 from paceline.cli.launcher.worker import Worker
 from paceline.launch._environment import WorkerSettings, worker_bounds
@@ -21,7 +21,6 @@ from paceline.launch._supervision import Exit, Terms
 __all__ = [
     "Exit",
     "Launcher",
-    "LaunchListener",
     "Printed",
     "Terms",
     "Worker",

@@ -102,7 +102,10 @@ class LogFiles:
 
 
 class Console:
-    """Shows a launcher's events as lines of text (`LaunchListener`).
+    """Shows a launcher's events as lines of text. No call blocks.
+
+    The calls come from the launcher's thread. But `say` may also be called from the thread of a source that tells the
+    workers to leave, at the same time.
 
     Args:
         logs: log files that keep the lines too.
@@ -160,7 +163,10 @@ class Console:
             logs.note(worker, view)
 
     def ended(self, worker: Worker, end: Exit, expected: bool) -> None:
-        """Shows a failure, and writes to the log how a worker ended."""
+        """Shows a failure, and writes to the log how a worker ended.
+
+        It is expected with exit code 0, or if the worker was told to end, or if `say` has already reported it.
+        """
         if not expected:
             self.say(str(end))
         if (logs := self._log_of(worker)) is not None:
@@ -170,6 +176,10 @@ class Console:
         """Shows a sentence of the launcher itself."""
         dim, reset = (_DIM, _RESET) if self._colour[self._err] else ("", "")
         self._pending.put(_Shown(self._err, f"{dim}paceline: {text}{reset}\n"))
+
+    def show(self, line: str) -> None:
+        """Shows a line of the command itself where workers' lines go."""
+        self._pending.put(_Shown(self._out, f"{line}\n"))
 
     def close(self) -> None:
         """Waits until everything is written."""

@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
 
+from paceline.cli.launcher.console import Console
 from paceline.cli.launcher.leftovers import compile_folder
 from paceline.cli.launcher.printed import Printed
 from paceline.cli.launcher.spares import SpareSchedule
@@ -34,26 +34,6 @@ _POLL_S = 0.05
 """Seconds between two checks for ended workers, on systems without pidfd."""
 
 
-class LaunchListener(Protocol):
-    """Shows what happens in the launcher. No call may block.
-
-    The calls come from the launcher's thread. But `say` may also be called from the thread of a source that tells the
-    workers to leave, at the same time.
-    """
-
-    def line(self, worker: Worker, stream: str, printed: Printed) -> None:
-        """Handles a line, or the present state of one, that a worker printed on "stdout" or "stderr"."""
-
-    def record(self, worker: Worker, record: dict[str, Any]) -> None:
-        """Handles a worker's record: a view, an error, or something else that its script reports."""
-
-    def ended(self, worker: Worker, end: Exit, expected: bool) -> None:
-        """Handles a worker's end; expected: exit code 0, or it was told to end, or `say` has already reported it."""
-
-    def say(self, text: str) -> None:
-        """Handles a sentence of the launcher itself."""
-
-
 class Launcher:
     """Runs workers until all have ended, and restarts those that fail as far as the terms allow.
 
@@ -63,7 +43,7 @@ class Launcher:
         command: SCRIPT ARGS..., -m MODULE ARGS..., or -- PROGRAM ARGS...
         terms: how many workers, and what to do about those that fail.
         settings: what workers are told of the job.
-        listener: shows what happens.
+        console: shows what happens.
         grace: seconds that a failed worker's peers get to end by themselves if the job cannot go on.
         report_exit: tells the coordinator how a process ended; must not block.
         bind: bind each worker to its share of the cores, if there is one for each (`share_of_cores`).
@@ -76,7 +56,7 @@ class Launcher:
         command: Sequence[str],
         terms: Terms,
         settings: WorkerSettings,
-        listener: LaunchListener,
+        console: Console,
         *,
         grace: float,
         report_exit: Callable[[ProcessIdentity, int], None],
@@ -92,7 +72,7 @@ class Launcher:
         self._count = terms.workers
         self._cores = allowed_cores() if bind else set()
         self._settings = settings
-        self._listener = listener
+        self._console = console
         self._report_exit = report_exit
         self._supervision = Supervision(grace, terms)
         self._signals: list[signal.Signals] = []
@@ -130,7 +110,7 @@ class Launcher:
             finally:
                 self._abandon()
         if self._supervision.summary:
-            self._listener.say(self._supervision.summary)
+            self._console.say(self._supervision.summary)
         return self._supervision.exit_code
 
     def drain(self, why: str, seconds: float = DRAIN_S) -> None:
@@ -223,7 +203,7 @@ class Launcher:
             try:
                 self.workers[index] = self._worker(index)
             except OSError as error:  # no memory, or too many processes: this may pass
-                self._listener.say(f"cannot start a worker in place of {failed}: {error.strerror}")
+                self._console.say(f"cannot start a worker in place of {failed}: {error.strerror}")
                 self._say_what_is_done(replace(failed.end(), follows=False, joined=False))
                 continue
             self._replaced = [worker for worker in [*self._replaced, failed] if worker.streams]
@@ -270,9 +250,9 @@ class Launcher:
     def _hand_on(self, worker: Worker, stream: str, parts: Sequence[Printed]) -> None:
         for printed in parts:
             if stream != NEWS:
-                self._listener.line(worker, stream, printed)
+                self._console.line(worker, stream, printed)
             elif printed.ended and (record := worker.heard(printed.text)) is not None:
-                self._listener.record(worker, record)
+                self._console.record(worker, record)
 
     def _reap(self) -> None:
         """Handles workers that have ended; it tells the coordinator first, where every millisecond counts."""
@@ -287,12 +267,12 @@ class Launcher:
         for end in in_order_of_blame(list(ends)):
             expected = end.returncode == 0 or self._supervision.stopping
             told = self._say_what_is_done(end)
-            self._listener.ended(ends[end], end, expected or told)
+            self._console.ended(ends[end], end, expected or told)
 
     def _say_what_is_done(self, end: Exit) -> bool:
         sentence = self._supervision.ended(end, time.monotonic())
         if sentence:
-            self._listener.say(sentence)
+            self._console.say(sentence)
         return bool(sentence)
 
     def _obey_signals(self) -> None:
@@ -304,7 +284,7 @@ class Launcher:
             else:  # SIGUSR2 asks for flight records, which the workers have
                 asked = [worker for worker in self.workers if worker.ask(received)]
                 count = f"{len(self.workers)} worker{'s'[: len(self.workers) != 1]}"
-                self._listener.say(f"asked {len(asked)} of {count} for a flight record")
+                self._console.say(f"asked {len(asked)} of {count} for a flight record")
         if self._draining and not self._told_to_drain:
             self._told_to_drain = True
             self._supervision.drain(now, self._drain_s)
@@ -315,11 +295,11 @@ class Launcher:
         verb = "stopping" if signum == signal.SIGTERM else "killing"
         count = f"{len(running)} worker{'s'[: len(running) != 1]}"
         if self._draining:
-            self._listener.say(f"{verb} {count}: {self._draining}")
+            self._console.say(f"{verb} {count}: {self._draining}")
         elif self._supervision.interrupted:
-            self._listener.say(f"{verb} {count}")
+            self._console.say(f"{verb} {count}")
         else:
-            self._listener.say(f"{verb} {', '.join(map(str, running))}, still running after the first failure")
+            self._console.say(f"{verb} {', '.join(map(str, running))}, still running after the first failure")
         # All are frozen until each has been signalled, because a worker that outlived another by a moment would report
         # its loss. SIGCONT also wakes workers that were already frozen, which get SIGTERM only then.
         for number in (signal.SIGSTOP, signum, signal.SIGCONT):

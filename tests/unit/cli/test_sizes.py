@@ -1,12 +1,10 @@
-"""Sizes, bus bandwidth, rows."""
+"""Sizes of arrays on the command line, and what a collective moves of them."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from paceline.cli.bench.jobs import bus_bandwidth, bus_factor, make_row, measured_size, parse_sizes, size_text
+from paceline.cli.sizes import bus_factor, measured_size, parse_sizes, size_text
 
 
 def test_sizes() -> None:
@@ -62,27 +60,3 @@ def test_a_barrier_has_no_size() -> None:
 )
 def test_bus_factors_are_those_of_nccl_tests(collective: str, factor: float) -> None:
     assert bus_factor(collective, 4) == factor
-
-
-def test_bus_bandwidth() -> None:
-    assert bus_bandwidth("all_reduce", 1000, 1.0, 2) == 1000
-    assert bus_bandwidth("all_reduce", 1000, 1.0, 4) == 1500
-    assert bus_bandwidth("broadcast", 1000, 0.5, 4) == 2000
-    assert bus_bandwidth("gather", 1000, 0.5, 4) == 1500
-    assert bus_bandwidth("barrier", 0, 1.0, 4) == 0
-
-
-def test_a_row_has_the_contract_s_names() -> None:
-    row = make_row("all_reduce", "ring", "grpc", 4, 1 << 20, [0.001 * n for n in range(1, 102)])
-    assert json.loads(json.dumps(row.as_dict())) == {
-        "collective": "all_reduce",
-        "schedule": "ring",
-        "impl": "paceline",
-        "link": "grpc",
-        "world_size": 4,
-        "bytes": 1 << 20,
-        "median_us": 51000.0,
-        "p10_us": 11000.0,
-        "p99_us": 100000.0,
-        "busbw_GBps": round((1 << 20) / 0.051 * 1.5 / 1e9, 4),
-    }

@@ -1,8 +1,8 @@
-"""Runs the ranks of Gloo and Open MPI for `paceline bench --vs`.
+"""Runs the ranks of Gloo and Open MPI for `compare.py --vs`.
 
-    python -m paceline.cli.bench.peers SOCKET gloo WORLD            a rank, started by `paceline run`
-    python -m paceline.cli.bench.peers SOCKET openmpi WORLD         becomes mpirun, which starts
-    python -m paceline.cli.bench.peers SOCKET openmpi-rank WORLD    for each rank
+    python peers.py SOCKET gloo WORLD            a rank, started by `paceline run`
+    python peers.py SOCKET openmpi WORLD         becomes mpirun, which starts
+    python peers.py SOCKET openmpi-rank WORLD    for each rank
 
 Gloo's ranks call torch.distributed on float32 tensors, with one thread for arithmetic in each process, as Paceline's
 ranks do. They get their numbers from a file beside the conductor's socket, and find each other through files there.
@@ -23,9 +23,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.bench.jobs import ROOT
-from paceline.cli.bench.measure import ONE_THREAD, SOCKET, Recipe, clean_environment, tied
-from paceline.cli.bench.rank import Call, Lacking, RankSide, arrays_of, serve
+from conductor import ONE_THREAD, SOCKET, Recipe, clean_environment, tied
+from contenders import Call, Lacking, RankSide, arrays_of, serve
+from jobs import ROOT
 from paceline.cli.launcher import shim
 from paceline.cli.output import UsageError
 from paceline.launch._environment import allowed_cores, share_of_cores
@@ -41,7 +41,7 @@ def peer_recipe(impl: str, world: int) -> Recipe:
         impl: one of `PEERS`.
         world: number of ranks.
     """
-    ranks = ["-m", "paceline.cli.bench.peers", SOCKET, impl, str(world)]
+    ranks = [__file__, SOCKET, impl, str(world)]
     if impl == "openmpi":
         return Recipe(impl, impl, "shm", tied(ranks), clean_environment(ONE_THREAD))
     # By default Gloo resolves the host's name, which may have no address. All ranks are on this host.
@@ -191,7 +191,7 @@ def mpirun_command(path: str, world: int, pid: int, *, root: bool) -> list[str]:
         root: whether the user is root.
     """
     options = ["--oversubscribe", "--bind-to", "none", *(["--allow-run-as-root"] if root else [])]
-    rank = [sys.executable, str(shim.__file__), str(pid), "-m", "paceline.cli.bench.peers", path, "openmpi-rank"]
+    rank = [sys.executable, str(shim.__file__), str(pid), __file__, path, "openmpi-rank"]
     return ["mpirun", *options, "-n", str(world), *rank, str(world)]
 
 
@@ -199,7 +199,7 @@ def main(path: str, role: str, world: int) -> None:
     """Serves the conductor as a rank until it ends the benchmark; or becomes mpirun, which keeps this process's id."""
     if role == "openmpi":
         command = mpirun_command(path, world, os.getpid(), root=os.geteuid() == 0)
-        os.execvp(command[0], command)  # noqa: S606 - no shell is the point
+        os.execvp(command[0], command)
     if role == "openmpi-rank":
         serve(path, "openmpi", OpenMpiRanks())
         return

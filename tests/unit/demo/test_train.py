@@ -8,8 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from paceline.demo import training
-from paceline.demo.training import load_digits
+from paceline.demo import train
+from paceline.demo.train import load_digits
 
 
 def test_they_have_the_bits_that_scikit_learn_gives() -> None:
@@ -17,20 +17,19 @@ def test_they_have_the_bits_that_scikit_learn_gives() -> None:
 
     found, given = load_digits(), datasets.load_digits()
     order = np.random.default_rng(0).permutation(1797)
-    x = np.concatenate([found.train_x, found.test_x])
-    t = np.concatenate([found.train_t, found.test_t])
+    x, t = np.concatenate(found[::2]), np.concatenate(found[1::2])
     assert x.tobytes() == (given.data[order] / 16).astype(np.float32).tobytes()
     assert t.tobytes() == given.target[order].astype(np.int64).tobytes()
-    assert len(found.test_x) == len(found.test_t) == 359
+    assert len(found[2]) == len(found[3]) == 359
 
 
 def test_a_worker_does_not_import_scikit_learn() -> None:
-    code = "import sys; from paceline.demo.training import load_digits; load_digits(); print('sklearn' in sys.modules)"
+    code = "import sys; from paceline.demo.train import load_digits; load_digits(); print('sklearn' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
 
 def test_without_scikit_learn_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "find_spec", lambda _name: None)
+    monkeypatch.setattr(train, "find_spec", lambda _name: None)
     with pytest.raises(ImportError, match="scikit-learn, which is not installed"):
         load_digits()

@@ -1,4 +1,4 @@
-"""The conductor of `paceline bench`: times jobs in several contenders, which take turns.
+"""The conductor of `compare.py`: times jobs in several contenders, which take turns.
 
 A contender is all ranks of one implementation over one kind of link. All contenders exist side by side, but only one
 works at a time, and rounds go A B C A B C ..., so that other load on the machine affects all of them alike. A row's
@@ -21,11 +21,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, BinaryIO, NamedTuple, Protocol, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 
-from paceline.cli.bench.jobs import Job
+from jobs import Job
 from paceline.cli.launcher import shim
 from paceline.config import LINKS as BETWEEN_PROCESSES
 from paceline.launch._supervision import shell_code
@@ -86,26 +86,6 @@ class Turn(NamedTuple):
     links: tuple[str, ...]
 
 
-class Contender(Protocol):
-    """All ranks of one implementation over one kind of link.
-
-    Attributes:
-        impl: "paceline", "gloo" or "openmpi".
-        link: the requested kind of link.
-        schedules: True if we can choose its schedule.
-    """
-
-    impl: str
-    link: str
-    schedules: bool
-
-    def prepare(self, job: Job) -> str | None:
-        """Replaces the last job's arrays by this job's, and makes one call; returns the reason if it cannot."""
-
-    def run(self, calls: int, schedule: str | None) -> Turn:
-        """Times `calls` calls of the job, one after the other."""
-
-
 @dataclass(slots=True)
 class Measured:
     """The times of a contender for a job and one schedule.
@@ -117,7 +97,7 @@ class Measured:
         lacks: why it cannot do the job, else None.
     """
 
-    contender: Contender
+    contender: Ensemble
     asked: str | None
     turns: list[Turn] = field(default_factory=list)
     lacks: str | None = None
@@ -128,7 +108,7 @@ class Measured:
         return [second for turn in self.turns for second in turn.seconds]
 
 
-def measure(job: Job, contenders: Sequence[Contender], budget_s: float = BUDGET_S) -> list[Measured]:
+def measure(job: Job, contenders: Sequence[Ensemble], budget_s: float = BUDGET_S) -> list[Measured]:
     """Times a job in all contenders, each with all the job's schedules if we can choose its schedule.
 
     Args:
@@ -147,7 +127,7 @@ def measure(job: Job, contenders: Sequence[Contender], budget_s: float = BUDGET_
     return results
 
 
-def _lanes(job: Job, contenders: Sequence[Contender]) -> Iterator[Measured]:
+def _lanes(job: Job, contenders: Sequence[Ensemble]) -> Iterator[Measured]:
     for contender in contenders:
         reason = contender.prepare(job)
         for schedule in (job.schedules or (None,)) if contender.schedules and reason is None else (None,):
@@ -193,7 +173,7 @@ def paceline_recipe(link: str, world: int, memory: str) -> Recipe:
         memory: one of `jobs.MEMORIES`.
     """
     name = f"paceline over {link}"
-    worker = ["-m", "paceline.cli.bench.rank", SOCKET, name, memory]
+    worker = [str(Path(__file__).with_name("contenders.py")), SOCKET, name, memory]
     if link == "local":
         return Recipe(
             name, "paceline", link, tied([*worker, str(world)]), clean_environment(ONE_THREAD), schedules=True
@@ -228,7 +208,7 @@ class ContenderFailed(Exception):
 
 @dataclass(slots=True)
 class Ensemble:
-    """The ranks of one contender (`measure.Contender`).
+    """A contender: all ranks of one implementation over one kind of link.
 
     Attributes:
         name: the contender's name.

@@ -12,11 +12,11 @@ from typing import BinaryIO, cast
 
 import pytest
 
+from conductor import ContenderFailed, Ensemble, Turn, measure
+from contenders import Call, Lacking, PacelineRanks, RankSide, forced, make_call, serve, time_calls
+from jobs import COLLECTIVES, MEMORIES, PLACES, Job, check_result, given, result_parts
 from paceline._collectives.choose import choose
 from paceline._group import Group
-from paceline.cli.bench.jobs import COLLECTIVES, MEMORIES, PLACES, Job, check_result, given, result_parts
-from paceline.cli.bench.measure import ContenderFailed, Ensemble, Turn, measure
-from paceline.cli.bench.rank import Call, Lacking, PacelineRanks, RankSide, forced, make_call, serve, time_calls
 from paceline.testing import run_ranks
 
 WORLD = 3

@@ -1,6 +1,6 @@
 """Plots bus bandwidth over size: a panel for each collective, a line for each implementation and link.
 
-It needs matplotlib, which the extra `bench` installs.
+It needs matplotlib, which the group `peers` of pyproject.toml installs.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from paceline.cli.bench.jobs import BenchRow, bus_bandwidth, size_text
+from jobs import BenchRow
 from paceline.cli.output import UsageError
-from pacelinepb import install_command
+from paceline.cli.sizes import bus_factor, size_text
 
 Lines = Mapping[str, Mapping[str, list[tuple[int, float]]]]
 """Maps a collective to its lines, and a line's name to its points: (bytes, GB/s)."""
@@ -27,7 +27,7 @@ def check_plot(file: Path) -> None:
         UsageError: matplotlib is not installed, the file type is not supported, or the folder does not exist.
     """
     if find_spec("matplotlib") is None:
-        raise UsageError(f"--plot needs matplotlib, which is not installed: {install_command('bench')}")
+        raise UsageError("--plot needs matplotlib, which is not installed: pip install matplotlib")
     if file.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise UsageError(f"--plot writes .png, .svg or .pdf, not {file}")
     if not file.absolute().parent.is_dir():
@@ -44,7 +44,7 @@ def lines_of(rows: Iterable[BenchRow], *, by_schedule: bool) -> Lines:
     lines: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for row in rows:
         # Computed from the time, because the row's own figure is rounded, for small sizes to 0.
-        rate = bus_bandwidth(row.collective, row.bytes, row.median_us / 1e6, row.world_size) / 1e9
+        rate = row.bytes / row.median_us * bus_factor(row.collective, row.world_size) / 1e3
         if rate > 0:
             name = f"{row.impl}, {row.link}"
             if by_schedule and row.schedule:

@@ -1,12 +1,12 @@
 """What a rank of any implementation does for the benchmark, and Paceline's own ranks.
 
-    python -m paceline.cli.bench.rank SOCKET NAME MEMORY [THREADS]
+    python contenders.py SOCKET NAME MEMORY [THREADS]
 
 This is one rank's process; or, with a number of threads, one process with a rank in each thread and local links.
 
-Every rank is connected to the conductor's socket (`measure`) and sleeps in a read from it until its turn comes. It does
-not wait in a collective, because Open MPI's ranks spin while they wait for each other, and would take processor time
-from the others. Each message is one line with a JSON object. The orders are {"do": "prepare", "collective", "bytes",
+Every rank is connected to the conductor's socket and sleeps in a read from it until its turn comes. It does not wait in
+a collective, because Open MPI's ranks spin while they wait for each other, and would take processor time from the
+others. Each message is one line with a JSON object. The orders are {"do": "prepare", "collective", "bytes",
 "place"}, answered by {} or by {"lacks": why}; {"do": "run", "calls", "schedule"}, answered by {"ns", "took_ns",
 "schedule", "links"}; and {"do": "end"}.
 """
@@ -27,12 +27,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import paceline
+from jobs import ROOT, SEPARATE, check_result, given, result_parts
 from paceline._base.arrays import Array
 from paceline._collectives.choose import choose, nodes_of, only
 from paceline._collectives.schedules import SCHEDULES
 from paceline._group import Group
 from paceline._links.base import Purpose
-from paceline.cli.bench.jobs import ELEMENT_BYTES, ROOT, SEPARATE, check_result, given, result_parts
+from paceline.cli.sizes import ELEMENT_BYTES
 from paceline.testing import run_ranks
 
 _PURPOSES = {"send_recv": Purpose.POINT_TO_POINT}

@@ -1,11 +1,10 @@
-"""Defines what is measured, and computes the figures. Pure. W is the world size.
+"""Defines what `compare.py` measures, and computes the figures. Pure. W is the world size.
 
 Sizes, values and figures are defined as in nccl-tests (doc/PERFORMANCE.md), so that results can be compared.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -15,19 +14,9 @@ import numpy as np
 from paceline._base.arrays import Array
 from paceline._collectives.choose import only
 from paceline._collectives.schedules import SCHEDULES
+from paceline.cli.sizes import bus_factor, measured_size, parse_sizes
 
-COLLECTIVES = (
-    "all-reduce",
-    "reduce",
-    "reduce-scatter",
-    "broadcast",
-    "scatter",
-    "all-gather",
-    "gather",
-    "all-to-all",
-    "send-recv",
-    "barrier",
-)
+COLLECTIVES = (*(name.replace("_", "-") for name in SCHEDULES if name != "barrier"), "send-recv", "barrier")
 """The collectives that can be measured, as the command line spells them. In send-recv each rank sends to the next."""
 
 ALL = "all"
@@ -35,9 +24,6 @@ ALL = "all"
 
 SEPARATE = frozenset({"reduce", "broadcast", "scatter", "gather", "send_recv"})
 """Collectives that a rank can leave before another has entered, so that successive calls would overlap."""
-
-_PARTED = frozenset({"reduce_scatter", "scatter", "all_gather", "gather", "all_to_all"})
-"""Collectives whose whole array consists of W equal parts, one for each rank or from each."""
 
 MEMORIES = ("any", "group")
 """Where the arrays come from: NumPy, or `Group.empty`."""
@@ -49,20 +35,13 @@ argument, Open MPI does not), in place of the argument, or into another array. n
 ROOT = 0
 """The root of every collective that has one."""
 
-ELEMENT_BYTES = 4
-"""All arrays are float32."""
-
-_BINARY = {f"{letter}{end}": 1 << bits for letter, bits in (("k", 10), ("m", 20), ("g", 30)) for end in ("", "ib")}
-_UNITS = {"": 1, "b": 1, **_BINARY, "kb": 10**3, "mb": 10**6, "gb": 10**9}
-"""K, M and G alone are powers of 1024, as for nccl-tests and the OSU benchmarks."""
-
 
 class Job(NamedTuple):
     """A collective at one size.
 
     Attributes:
         collective: as methods of `Group` spell it; or "send_recv".
-        bytes: the size, see `measured_size`.
+        bytes: the size, see `paceline.cli.sizes.measured_size`.
         schedules: the schedules to force in turns; empty for the chosen one.
         place: one of `PLACES`.
     """
@@ -83,7 +62,7 @@ class BenchRow:
         impl: the implementation: "paceline", "gloo" or "openmpi".
         link: the kinds of links that the ranks report: "grpc", or "shm+grpc" for two kinds.
         world_size: W.
-        bytes: the size that was measured, see `measured_size`.
+        bytes: the size that was measured, see `paceline.cli.sizes.measured_size`.
         median_us: median time of one call in microseconds. The time of a call is that of its slowest rank. In all
             implementations each rank times the call itself.
         p10_us: 10th percentile.
@@ -107,15 +86,7 @@ class BenchRow:
         return asdict(self)
 
 
-def plan(
-    collective: str,
-    world: int,
-    sizes: str,
-    schedule: str | None = None,
-    *,
-    every_schedule: bool = False,
-    place: str = "usual",
-) -> list[Job]:
+def plan(collective: str, world: int, sizes: str, schedule: str | None = None, *, place: str = "usual") -> list[Job]:
     """Lists the jobs, ordered by collective, then by size.
 
     Args:
@@ -123,7 +94,6 @@ def plan(
         world: number of ranks.
         sizes: as for `parse_sizes`; a barrier has no size, and ignores them.
         schedule: names separated by commas; None for the chosen schedule.
-        every_schedule: measure all schedules of each collective, and only collectives that have schedules.
         place: one of `PLACES`.
 
     Raises:
@@ -138,14 +108,8 @@ def plan(
     jobs = []
     for name in COLLECTIVES if collective == ALL else (collective,):
         name = name.replace("-", "_")
-        if every_schedule:
-            schedules = tuple(SCHEDULES.get(name, ()))
-            if not schedules:
-                continue
         for size in [0] if name == "barrier" else wanted:
             jobs.append(Job(name, measured_size(name, size, world), schedules, place))
-    if not jobs:
-        raise ValueError(f"{collective} has no schedules to choose from")
     return jobs
 
 
@@ -159,53 +123,6 @@ def _schedules(collective: str, text: str) -> tuple[str, ...]:
     for word in words:
         only(name, word)  # raises for an unknown one
     return words
-
-
-def parse_sizes(text: str) -> list[int]:
-    """Parses "1KiB,1MiB,64MiB" to bytes; see `parse_size`."""
-    return [parse_size(word) for word in text.split(",")]
-
-
-def parse_size(text: str) -> int:
-    """Parses "64KiB", "64K" or "64kB" to bytes; accepts whole float32 elements only.
-
-    Raises:
-        ValueError: the size is malformed, not above 0, or not a multiple of 4 bytes.
-    """
-    found = re.fullmatch(r"\s*(\d+)\s*([a-z]*)\s*", text, re.IGNORECASE)
-    unit = _UNITS.get(found[2].lower()) if found else None
-    if found is None or unit is None:
-        raise ValueError(f"{text.strip()!r} is not a size like 64K, 16MiB or 4096")
-    size = int(found[1]) * unit
-    if size == 0 or size % ELEMENT_BYTES:
-        raise ValueError(f"{text.strip()} is not a whole number of float32 elements: a multiple of 4 bytes above 0")
-    return size
-
-
-def size_text(size: int) -> str:
-    """Formats 1048576 as "1 MiB"; a size that is not a whole number of KiB stays in bytes."""
-    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size >= factor and size % factor == 0:
-            return f"{size // factor} {unit}"
-    return f"{size} B"
-
-
-def measured_size(collective: str, size: int, world: int) -> int:
-    """Returns the size in bytes at which a collective is measured, rounded up to W equal parts if its array has parts.
-
-    It is the size of the array that each rank has for all_reduce, reduce, broadcast and send_recv; of a rank's whole
-    input for reduce_scatter and all_to_all; of the root's input for scatter; and of the whole result for all_gather and
-    gather. A barrier has no size.
-
-    Args:
-        collective: as methods of `Group` spell it; or "send_recv".
-        size: bytes asked for.
-        world: W.
-    """
-    if collective == "barrier":
-        return 0
-    unit = ELEMENT_BYTES * world if collective in _PARTED else ELEMENT_BYTES
-    return -(-size // unit) * unit
 
 
 def given(rank: int, world: int, *, in_place: bool) -> float:
@@ -266,30 +183,6 @@ def check_result(result: Array | None, parts: list[float]) -> None:
             raise ArithmeticError(f"a part of the result lies between {low} and {high}, but should be {part}")
 
 
-def bus_factor(collective: str, world: int) -> float:
-    """Returns the least bytes that any algorithm sends one way on each member's link, for each byte of the size.
-
-    Source: nccl-tests, doc/PERFORMANCE.md.
-    """
-    if collective == "all_reduce":
-        return 2 * (world - 1) / world
-    if collective in _PARTED:
-        return (world - 1) / world
-    return {"reduce": 1.0, "broadcast": 1.0, "send_recv": 1.0, "barrier": 0.0}[collective]
-
-
-def bus_bandwidth(collective: str, size: int, seconds: float, world_size: int) -> float:
-    """Returns bytes per second times `bus_factor`, which is comparable across world sizes, unlike size / time.
-
-    Args:
-        collective: "all_reduce", ..., "send_recv" or "barrier".
-        size: bytes, see `measured_size`.
-        seconds: time of one call.
-        world_size: W.
-    """
-    return size / seconds * bus_factor(collective, world_size)
-
-
 def make_row(
     collective: str,
     schedule: str | None,
@@ -311,5 +204,5 @@ def make_row(
         median_us=round(median * 1e6, 1),
         p10_us=round(p10 * 1e6, 1),
         p99_us=round(p99 * 1e6, 1),
-        busbw_GBps=round(bus_bandwidth(collective, size, median, world_size) / 1e9, 4),
+        busbw_GBps=round(size / median * bus_factor(collective, world_size) / 1e9, 4),
     )

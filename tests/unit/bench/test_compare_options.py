@@ -1,25 +1,23 @@
-"""What the command line of `paceline bench` asks for, and what it refuses."""
+"""What the command line of `compare.py` asks for, and what it refuses."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
-from paceline._collectives.schedules import SCHEDULES
-from paceline.cli.app import app
-from paceline.cli.bench.jobs import COLLECTIVES, Job, plan
-from paceline.cli.bench.measure import paceline_recipe
-from paceline.cli.bench.peers import check_peer, mpirun_command, peer_recipe
+import compare
+import peers
+from conductor import paceline_recipe
+from jobs import COLLECTIVES, Job, plan
 from paceline.cli.output import UsageError
-from pacelinepb import install_command
+from peers import check_peer, mpirun_command, peer_recipe
 
+app = typer.Typer()
+app.command()(compare.main)
 runner = CliRunner()
-
-
-def test_every_collective_that_has_schedules_can_be_measured() -> None:
-    assert {name.replace("-", "_") for name in COLLECTIVES} == {*SCHEDULES, "send_recv"}
 
 
 def test_a_job_for_each_size_as_it_can_be() -> None:
@@ -42,11 +40,6 @@ def test_where_a_sum_goes_is_said_in_each_job() -> None:
     assert [job.place for job in plan("all-reduce", 2, "4,8", place="out")] == ["out", "out"]
 
 
-def test_every_schedule_of_all_collectives_that_have_some() -> None:
-    jobs = plan("all", 2, "1KiB", every_schedule=True)
-    assert {job.collective: job.schedules for job in jobs} == {name: tuple(of) for name, of in SCHEDULES.items()}
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -55,17 +48,12 @@ def test_every_schedule_of_all_collectives_that_have_some() -> None:
             ["all-reduce", "--links", "grpc,rdma"],
             "there is no kind of link 'rdma': choose from shm, tcp, grpc, local",
         ),
-        (["all-reduce", "--links", ""], "--links is empty"),
+        (["all-reduce", "--links", ""], "there is no kind of link ''"),
         (["all-reduce", "--vs", "nccl"], "there is no 'nccl' to compare with: choose from gloo, openmpi"),
         (["all-reduce", "--memory", "mine"], "--memory must be one of any, group, not 'mine'"),
         (["all-reduce", "--place", "elsewhere"], "--place must be one of usual, in, out, not 'elsewhere'"),
         (["all-reduce", "--plot", "picture.gif"], "--plot writes .png, .svg or .pdf, not picture.gif"),
         (["all-reduce", "--plot", "/no/such/folder/a.png"], "there is no folder /no/such/folder for --plot"),
-        (["all-reduce", "--tune-out", "/no/such/folder/a.json"], "there is no folder /no/such/folder for --tune-out"),
-        (["all-reduce", "--tune", "--schedule", "ring"], "--tune measures all schedules over one kind of link"),
-        (["all-reduce", "--tune", "--vs", "gloo"], "--tune measures all schedules over one kind of link"),
-        (["all-reduce", "--tune", "--links", "grpc,local"], "--tune measures all schedules over one kind of link"),
-        (["send-recv", "--tune"], "send-recv has no schedules"),
         (["all", "--sizes", "3MiBs"], "is not a size"),
         (["all", "--sizes", "4", "--schedule", "ring"], "--schedule needs one collective"),
         (["send-recv", "--schedule", "ring"], "send-recv has no schedules"),
@@ -82,8 +70,8 @@ def test_every_schedule_of_all_collectives_that_have_some() -> None:
 def test_what_cannot_be_measured_is_one_line_and_exit_code_2(
     arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.cli.bench.plot.find_spec", lambda name: object())  # as if there were all extras
-    result = runner.invoke(app, ["bench", *arguments])
+    monkeypatch.setattr("plot.find_spec", lambda name: object())  # as if there were all extras
+    result = runner.invoke(app, arguments)
     assert result.exit_code == 2
     assert words in result.stderr
     assert result.stderr.startswith("paceline: ")
@@ -96,13 +84,13 @@ def test_what_cannot_be_measured_is_one_line_and_exit_code_2(
     [
         (["--vs", "gloo"], "pip install torch"),
         (["--vs", "openmpi"], "pip install mpi4py"),
-        (["--plot", "a.png"], install_command("bench")),
+        (["--plot", "a.png"], "pip install matplotlib"),
     ],
 )
 def test_what_is_not_installed_is_named(arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("plot", "peers"):
-        monkeypatch.setattr(f"paceline.cli.bench.{module}.find_spec", lambda name: None)
-    result = runner.invoke(app, ["bench", "all-reduce", *arguments])
+        monkeypatch.setattr(f"{module}.find_spec", lambda name: None)
+    result = runner.invoke(app, ["all-reduce", *arguments])
     assert result.exit_code == 2
     assert words in result.stderr
     assert result.stderr.count("\n") == 1
@@ -112,7 +100,7 @@ def test_another_mpi_s_mpirun_will_not_do(monkeypatch: pytest.MonkeyPatch, tmp_p
     (tmp_path / "mpirun").write_text("#!/bin/sh\necho HYDRA build details\n")
     (tmp_path / "mpirun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    monkeypatch.setattr("paceline.cli.bench.peers.find_spec", lambda name: object())
+    monkeypatch.setattr("peers.find_spec", lambda name: object())
     with pytest.raises(UsageError, match="apt-get install openmpi-bin"):
         check_peer("openmpi")
 
@@ -121,7 +109,7 @@ def test_mpirun_is_told_three_things() -> None:
     command = mpirun_command("/s", 4, 17, root=True)
     assert command[:5] == ["mpirun", "--oversubscribe", "--bind-to", "none", "--allow-run-as-root"]
     assert command[5:7] == ["-n", "4"]
-    assert command[-5:] == ["-m", "paceline.cli.bench.peers", "/s", "openmpi-rank", "4"]
+    assert command[-4:] == [peers.__file__, "/s", "openmpi-rank", "4"]
     assert "--allow-run-as-root" not in mpirun_command("/s", 4, 17, root=False)
 
 
@@ -134,9 +122,3 @@ def test_contenders_have_no_part_in_the_job_of_whoever_starts_them(monkeypatch: 
     assert recipe.environment["PACELINE_LINKS"] == "shm,grpc"
     assert paceline_recipe("grpc", 2, "any").environment["PACELINE_LINKS"] == "grpc"
     assert peer_recipe("gloo", 2).name != peer_recipe("openmpi", 2).name
-
-
-def test_help_names_all_collectives() -> None:
-    result = runner.invoke(app, ["bench", "--help"], env={"COLUMNS": "200"})
-    for collective in COLLECTIVES:
-        assert collective in result.stdout

@@ -1,1 +1,0 @@
-"""`paceline bench`; `command.py` describes the modules."""

@@ -1,0 +1,49 @@
+"""The stages of the tests: which files and marks each gives to pytest."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import stages
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+
+
+@pytest.mark.parametrize("name", stages.STAGES)
+def test_a_stage_has_marks_and_files_that_exist(name: str) -> None:
+    known = {re.split(r"[:(]", mark)[0] for mark in SETTINGS["markers"]}
+    for command in stages.commands(stages.STAGES[name]):
+        expression, files = command[2], [word for word in command[3:] if "/" in word]
+        assert set(re.findall(r"\w+", expression)) - {"and", "not"} <= known
+        assert all((ROOT / file).exists() for file in files)
+        assert files or not (stages.STAGES[name].named or stages.STAGES[name].folders)
+
+
+def test_tests_marked_alone_run_after_the_others_and_one_by_one() -> None:
+    together, alone = stages.commands(stages.STAGES["slow"])
+    assert together[2].endswith(" and not alone")
+    assert "-n" in together
+    assert alone[2].endswith(" and alone")
+    assert "-n" not in alone
+
+
+def test_files_are_chosen_only_by_marks_that_they_must_name() -> None:
+    (words,) = re.findall(r"_NAMED_IN_FILE = \((.*)\)", (ROOT / "tests" / "support" / "every_test.py").read_text())
+    assert {stage.named for stage in stages.STAGES.values()} - {""} <= set(re.findall(r"\w+", words))
+
+
+def test_a_file_of_pytorchs_tests_is_left_to_the_stages_that_name_its_folder() -> None:
+    assert not [word for word in stages.commands(stages.STAGES["slow"])[0] if word.startswith("tests/pytorch")]
+    assert "tests/pytorch" in stages.commands(stages.STAGES["torch"])[0]
+    assert [word for word in stages.commands(stages.STAGES["torch"])[1] if word.startswith("tests/pytorch/test_")]
+
+
+def test_the_makefile_runs_stages_that_exist() -> None:
+    text = (ROOT / "Makefile").read_text() + (ROOT / ".ci" / "run").read_text()
+    named = set(re.findall(r"\btest-(?!root\b)([a-z-]+)", text))
+    assert named <= set(stages.STAGES)
