@@ -1,7 +1,7 @@
 """The machine of one attempt at a step with microbatches, on one rank. Pure: it calls no collective.
 
 `StepMicrobatches` reports which microbatch begins and ends, and wrappers report their passes, through the
-`MicrobatchTurn` that the group holds. `AttemptPhase` says what may happen next (docs/decisions/076).
+`MicrobatchTurn` that the group holds. `AttemptPhase` says what may happen next (docs/decisions/28).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Asks plug-ins about the scheduler that has started `paceline run`, and about notices of clouds (decision 074).
+"""Asks plug-ins about the scheduler that has started `paceline run`, and about notices of clouds (decision 22).
 
 Reasons to leave become sources (`DrainSource`): the end of the scheduler's time, and each notice.
 """

@@ -6,7 +6,7 @@
         worker = subprocess.Popen(["python", "train.py"], env=launch.worker_environment(os.environ, settings))
 
 A scheduler starts, signals and watches processes; `Supervision` tells it when. It may be a plug-in of `paceline run`
-instead: `Host` and `Notice` say how (decision 074).
+instead: `Host` and `Notice` say how (decision 22).
 """
 
 from paceline.launch._environment import WorkerSettings, worker_environment

@@ -1,4 +1,4 @@
-"""What plug-ins tell `paceline run`: the scheduler that has started it, and the notices of a cloud (decision 074)."""
+"""What plug-ins tell `paceline run`: the scheduler that has started it, and the notices of a cloud (decision 22)."""
 
 from __future__ import annotations
 
