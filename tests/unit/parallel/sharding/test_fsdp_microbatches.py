@@ -1,4 +1,4 @@
-"""Parts through FSDP: every strategy has the bits of DDP and of one process in every world."""
+"""Microbatches with FSDP: every strategy has the bits of DDP and of one process in every world."""
 
 from __future__ import annotations
 
