@@ -1,8 +1,8 @@
 """The messages of the coordinator to a member about training, one type for each message of `session.proto`.
 
 The coordinator's state machine makes them, and the training thread gets them as they are. `translation` writes them to
-protobuf and reads them. What only opens, keeps or ends a session (`Registered`, `Alive`, `NewDoorSecret`, `Asked`,
-`Left`) is the shells' business and has no type here.
+protobuf and reads them. Messages that only open, keep or end a session (`Registered`, `Alive`, `NewDoorSecret`,
+`Asked`, `Left`) are the shells' business and have no type here.
 """
 
 from __future__ import annotations

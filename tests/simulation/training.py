@@ -1,8 +1,8 @@
 """What a job with microbatches trains: the real state, sampler, wrapper and optimizer, around a model of eight numbers.
 
 One process alone, and without any of that, computes what must come out after each step: `expected`. Its sums have the
-same bits only if each microbatch of a step is in them once, in the tree's order. Workers build different models, so that one
-which has not taken the base shows too.
+same bits only if each microbatch of a step is in them once, in the tree's order. Workers build different models, so
+that one which has not taken the base shows too.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ _NEXT = {
     (AttemptPhase.COMPUTING, AttemptEvent.COMPUTE): AttemptPhase.COMPUTING,
     (AttemptPhase.COMPUTING, AttemptEvent.RAISE): AttemptPhase.FAILED,
     (AttemptPhase.COMPUTING, AttemptEvent.END): AttemptPhase.BETWEEN,
-    # The script may catch the error. What it computes after it does not count as whole, since sums may have it already.
+    # The script may catch the error. Sums may have this microbatch already, so none counts as whole from here on.
     (AttemptPhase.FAILED, AttemptEvent.COMPUTE): AttemptPhase.FAILED,
     (AttemptPhase.FAILED, AttemptEvent.RAISE): AttemptPhase.FAILED,
     (AttemptPhase.FAILED, AttemptEvent.END): AttemptPhase.VOID,
@@ -66,7 +66,7 @@ _NEXT = {
 
 
 class StepAttempt:
-    """What one rank does with the microbatches in one attempt at a step, and how far it is.
+    """One rank's way through the microbatches in one attempt at a step.
 
     Args:
         plan: what it does with them, unless the step is repaired.

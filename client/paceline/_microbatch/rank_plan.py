@@ -26,7 +26,7 @@ _REFUSES = -1
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What one rank does with the microbatches of a step.
+    """One rank's share of the microbatches of a step.
 
     Attributes:
         leaves: V.

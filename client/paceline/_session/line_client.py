@@ -1,7 +1,7 @@
-"""What one member says and hears about its line, on the event loop.
+"""One member's messages about its line, on the event loop.
 
-What the training thread says about a meeting and about the end is sent again after a reconnect, since messages are lost
-if the stream breaks. What the coordinator says goes into the `MemberInbox`.
+Messages of the training thread about a meeting and the end are sent again after a reconnect, since they are lost if the
+stream breaks. Messages of the coordinator go into the `MemberInbox`.
 """
 
 from __future__ import annotations

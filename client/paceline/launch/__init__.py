@@ -1,4 +1,4 @@
-"""What a scheduler needs to start workers: which run, in which environment, and what follows when one ends.
+"""Tools for a scheduler that starts workers: which run, in which environment, and what follows when one ends.
 
     supervision = launch.Supervision(10.0, launch.Terms(workers=4, minimum=2, elastic=True, restarts=3))
     with launch.own_coordinator() as served:

@@ -1,4 +1,4 @@
-"""What torchrun calls: a rendezvous handler whose rounds are views of a job."""
+"""The rendezvous handler that torchrun calls: its rounds are views of a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torchrun's flags say of a run. Pure, but for the environment that it is given."""
+"""The meaning of torchrun's flags for a run. Pure, but for the environment that it is given."""
 
 from __future__ import annotations
 
