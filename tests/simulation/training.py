@@ -1,4 +1,4 @@
-"""What a job with microbatches trains: the real state, sampler, wrapper and optimizer, around a model of eight numbers.
+"""A job with microbatches: the real state, sampler, wrapper and optimizer, around a model of eight numbers.
 
 One process alone, and without any of that, computes what must come out after each step: `expected`. Its sums have the
 same bits only if each microbatch of a step is in them once, in the tree's order. Workers build different models, so
