@@ -99,8 +99,7 @@ def checksum(payload: bytes | memoryview, before: int = 0) -> int:
 def encode(frame: Frame) -> bytes:
     """Returns the frame as one bytes object. Copies the payload once.
 
-    Raises:
-        FrameError: the signature or the payload is too long.
+    Raises FrameError if the signature or the payload is too long.
     """
     words, size = len(frame.signature), len(frame.payload)
     if words > MAX_SIGNATURE_BYTES or size + words + _OVERHEAD > MAX_FRAME_BYTES:

@@ -28,11 +28,9 @@ class _Outside(Fault):
 
 
 class NoMesh(Mesh):
-    """A mesh without peers.
+    """A mesh without peers. The text of its errors is the reason why the member is in no view.
 
-    Args:
-        reason: why the member is in no view; the errors' text.
-        kinds: the kinds of links that the member will use once it is in a view.
+    The member will use links of these kinds once it is in a view.
     """
 
     def __init__(self, reason: str, kinds: LinkKinds | None = None) -> None:
