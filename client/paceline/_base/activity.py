@@ -289,7 +289,7 @@ class FlightRecorder:
         self._groups: dict[str, tuple[int, ...]] = {}
 
     def issue(self, group: str, operation: int, signature: bytes, generation: int = 0, first_rank: int = 0) -> Entry:
-        """Records that an operation was issued (`Entry` says what is what), without parsing its signature.
+        """Records that an operation was issued (see `Entry` for the arguments), without parsing its signature.
 
         Returns the record, on which the caller calls `begin` and `end`.
         """

@@ -136,7 +136,7 @@ than they save."""
 
 
 def as_array(x: npt.ArrayLike) -> Array:
-    """Returns `x` as an array, an array uncopied; raises UnsupportedOp if its dtype cannot be sent."""
+    """Returns `x` as an array, without a copy if it is one; raises UnsupportedOp if its dtype cannot be sent."""
     array = np.asarray(x)
     dtype_name(array.dtype)
     return array

@@ -97,14 +97,17 @@ def _belongs(fd: int, ports: set[int], dialled: Endpoints) -> bool:
 
 
 def user_folder(name: str) -> Path:
-    """Returns `paceline-UID/NAME` in the directory for temporary files, uncreated; FileNotFoundError without one."""
+    """Returns the path `paceline-UID/NAME` in the directory for temporary files, without creating it.
+
+    Raises FileNotFoundError if there is no writable directory for temporary files.
+    """
     return Path(tempfile.gettempdir(), f"paceline-{_user()}", name).absolute()
 
 
 def make_private(directory: Path, remedy: str) -> None:
     """Creates a directory and its missing parents, mode 0700; refuses one that another user could have put there.
 
-    Raises OSError, as `check_own` does; its text ends with the remedy, an advice.
+    Raises OSError, as `check_own` does; its text ends with the remedy.
     """
     missing = [path for path in (directory, *directory.parents) if not os.path.lexists(path)]
     for path in reversed(missing):

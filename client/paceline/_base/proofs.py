@@ -193,8 +193,7 @@ class DoorKey:
     def check(self, name: str, data: bytes, proof: bytes | None) -> str:
         """Returns why a call is refused; empty if it is admitted. The same call is admitted only once.
 
-        `name` is that of the request's message type; `proof` is the call's metadata value under METADATA, None if
-        missing.
+        `name` is that of the request's message type; `proof` is the call's metadata value under METADATA.
         """
         if not self._secret:
             return "this worker is not registered yet"

@@ -59,10 +59,7 @@ class ArrayMessage:
 
 
 def to_frames(x: Array, tag: int, generation: int, number: int) -> Iterator[Frame]:
-    """Yields the frames of a message; their payloads are views of `x` if its layout allows.
-
-    Raises UnsupportedOp and LimitExceeded as `Signature.encode` does.
-    """
+    """Yields the frames of a message; payloads are views of `x` if its layout allows (errors: `Signature.encode`)."""
     signature = Signature("send", f"tag={tag}", native(x.dtype), x.shape).encode()
     data = as_bytes(as_flat(x))
     for part, at in enumerate(range(0, max(1, len(data)), SEGMENT_BYTES)):

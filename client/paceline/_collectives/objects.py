@@ -54,7 +54,7 @@ def encode_object(o: object) -> bytes:
 
 
 def decode_object(data: bytes | memoryview) -> Any:
-    """Decodes an object from bytes of the network, or raises ValueError; its arrays are writable and own their memory.
+    """Decodes bytes from the network, or raises ValueError; the object's arrays are writable and own their memory.
 
     It allocates at most about 16 times `len(data)` (for a list of tiny dicts), whatever lengths the bytes announce.
     """

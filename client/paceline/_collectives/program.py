@@ -71,7 +71,7 @@ class ChunkLayout(NamedTuple):
 class Move(NamedTuple):
     """One frame of a program. Length 0 is an empty frame, which still shows that both ranks agree.
 
-    Sends the elements in area `own` from `own_lo` on, or combines them with the received ones as `do` says, and puts
+    It sends the elements in area `own` from `own_lo` on, or combines them with the received ones as `do` says, and puts
     the result in area `to` from `to_lo` on. `part` counts the frames to, or from, this peer.
     """
 

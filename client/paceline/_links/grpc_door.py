@@ -108,10 +108,7 @@ class Door:
         self._requests.on_exhausted = hear
 
     async def start(self, host: str, port: int) -> int:
-        """Starts to listen, at a free port if `port` is 0, and returns the port.
-
-        Raises LinkUnavailable if the address cannot be bound.
-        """
+        """Starts to listen, at a free port if `port` is 0; returns the port, or raises LinkUnavailable."""
         bound = await self._open(host, port)
         if self._credentials.ca is None:  # else strangers get no further than the handshake
             self._guard = MemoryGuard(self._callers, {bound})
@@ -289,10 +286,7 @@ class _Admission:
 
 
 class Intake:
-    """Receives the streams of the callers to whom the door has given tickets. Runs on the loop.
-
-    `callers` is told of the streams that had a ticket.
-    """
+    """Receives the streams of the callers to whom the door has given tickets. Runs on the loop."""
 
     def __init__(self, kinds: LinkKinds, callers: Callers) -> None:
         self._kinds = kinds

@@ -96,8 +96,8 @@ class Knocks:
 async def knock(channel: aio.Channel, job: str, to_member: str, own: Knocker, seconds: float) -> str:
     """Knocks at a door, and retries while it cannot be reached, for at most `seconds`.
 
-    Returns what keeps that member from the caller's door, empty if nothing does: if `own` has an address, the member
-    knocks at that door in turn. Raises AioRpcError if there is no answer, or the call is refused.
+    Returns the reason why that member cannot reach the caller's door, empty if it can: if `own` has an address, the
+    member knocks at that door in turn. Raises AioRpcError if there is no answer, or the call is refused.
     """
     method = PeerServiceStub(channel).Knock
     request = peer_pb2.KnockRequest(job=job, from_member=own.member_id, to_member=to_member, address=own.address)

@@ -224,8 +224,7 @@ class GrpcMesh(Mesh):
     def peer_ended(self, rank: int, error: LinkEnded, *, evidence: bool = True) -> None:
         """Handles the end of a link to or from a rank: in order, the rank has left; otherwise it may be dead.
 
-        Without `evidence` the rank may have left in good order all the same: only an operation that needs it reports
-        it.
+        Without `evidence` it may have left in good order all the same: only an operation that needs it reports it.
         """
         if self._closed or self._retired or self.fault.failed:
             return

@@ -38,7 +38,6 @@ class ServedParcel(Protocol):
     crc: int
     """CRC-32 of the bytes."""
     data: memoryview
-    """The bytes."""
 
     def lend(self, process: session_pb2.ProcessIdentity) -> peer_pb2.LentMemory | None:
         """Returns where that process finds the bytes; None if it cannot map them."""

@@ -28,10 +28,7 @@ class _Outside(Fault):
 
 
 class NoMesh(Mesh):
-    """A mesh without peers. The text of its errors is the reason why the member is in no view.
-
-    The member will use links of these kinds once it is in a view.
-    """
+    """A mesh without peers. The text of its errors is the reason why the member is in no view."""
 
     def __init__(self, reason: str, kinds: LinkKinds | None = None) -> None:
         self.generation = 0

@@ -140,10 +140,7 @@ class LinkKinds:
 
 
 class Openings:
-    """Opens the halves that one member writes in one generation. Used on the loop.
-
-    `node` is this member's; empty if it shares no memory.
-    """
+    """Opens the halves that one member writes in one generation. Used on the loop."""
 
     def __init__(self, kinds: LinkKinds, node: str, neighbours: int, fault: Fault) -> None:
         self._kinds = kinds

@@ -98,10 +98,7 @@ _sync_file_range = _find_sync_file_range()
 
 
 class Manifest(NamedTuple):
-    """The description that a checkpoint holds of itself.
-
-    It has the files, in order, and the state without its arrays (`tree`).
-    """
+    """The description that a checkpoint holds of itself; the skeleton is the state without its arrays (`tree`)."""
 
     tag: Tag
     parts: tuple[Part, ...]
@@ -134,7 +131,7 @@ def open_folder(directory: Path, tag: Tag, attempt: str) -> None:
 
 
 def publish(directory: Path, tag: Tag, attempt: str, parts: Sequence[Part], skeleton: Skeleton) -> Path:
-    """Makes a checkpoint of what `write_part` returned for all its parts, in order; called by one process.
+    """Makes a checkpoint of the entries that `write_part` returned for all its parts, in order; called by one process.
 
     Returns its folder, which is durable. If the tag exists already, that checkpoint stays: equal tags are equal states.
 
@@ -180,10 +177,7 @@ def discard(directory: Path, tag: Tag, attempt: str) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads the manifest of a checkpoint, but not its files.
-
-    Raises CheckpointDamaged, also if the manifest is no plain file, too large, or the system cannot read it.
-    """
+    """Reads the manifest of a checkpoint, but not its files; raises CheckpointDamaged for whatever is wrong with it."""
     path = folder / MANIFEST
     try:
         outer = json.loads(_read_plain(path, MAX_MANIFEST_BYTES))

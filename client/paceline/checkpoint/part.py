@@ -50,7 +50,7 @@ class PieceEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """What the manifest says about one file of a checkpoint that has this many parts.
+    """The manifest's entry of one file, of `parts` files.
 
     `header` is the number of bytes before the first piece; `entries` has the pieces in the order of the file.
     `checksums` are the CRC-32 of each chunk of the file, the header's among them, in 8 hexadecimal digits each.

@@ -20,7 +20,6 @@ from paceline.checkpoint.tree import join
 from paceline.errors import CheckpointDamaged, SizeMismatch
 
 _CHUNKS = 4
-"""Chunks that are read at once."""
 
 
 class Reader:
@@ -76,7 +75,7 @@ class Reader:
             raise CheckpointDamaged(f"{self.folder} is damaged: {error}") from error
 
     def read(self, targets: Mapping[str, tuple[int, NDArray[Any]]]) -> None:
-        """Fills arrays with runs of the saved arrays; raises CheckpointDamaged as `verify` does.
+        """Fills arrays with runs of the saved arrays, and verifies them as `verify` does.
 
         `targets` has by path the number of the first element and a contiguous array of the same dtype.
         """
@@ -107,10 +106,7 @@ class Reader:
             ) from None
 
     def verify(self) -> None:
-        """Reads and verifies all files.
-
-        Raises CheckpointDamaged if the bytes are not those written; the text names the file and the position.
-        """
+        """Reads and verifies all files; a CheckpointDamaged names the file and the position of bytes not written so."""
         for part in self.parts:
             for _ in self._blocks(part, [(0, part.chunks)]):
                 pass

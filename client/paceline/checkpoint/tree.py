@@ -50,10 +50,7 @@ def split_shards(state: Any) -> tuple[Skeleton, dict[str, Leaf]]:
 
 
 def join(skeleton: Skeleton, arrays: Mapping[str, Any]) -> Any:
-    """Joins a state again from its skeleton and the values to put in place of the arrays, by name.
-
-    Raises ValueError if the skeleton is malformed, or names an array that `arrays` lacks.
-    """
+    """Joins a state again; raises ValueError if the skeleton is malformed, or names an array that `arrays` lacks."""
     try:
         return _join(skeleton, arrays, _MAX_DEPTH)
     except (KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:

@@ -25,7 +25,6 @@ from paceline.errors import StepOrderError
 from paceline_protocol import Tag
 
 _BLOCK_BYTES = 4 * CHUNK_BYTES
-"""Bytes for one write."""
 
 
 def write_part(directory: Path, tag: Tag, attempt: str, number: int, parts: int, pieces: Sequence[Piece]) -> Part:
@@ -112,10 +111,7 @@ class PartWriter:
         self._error: Exception | None = None
 
     def begin(self, directory: Path, tag: Tag, attempt: str, number: int, parts: int, pieces: Sequence[Piece]) -> None:
-        """Starts to copy and write; arguments as for `write_part`.
-
-        Raises StepOrderError if nobody has called `wait` for the part before.
-        """
+        """Starts to copy and write as `write_part`; raises StepOrderError before `wait` for the part before."""
         if self._thread is not None:
             raise StepOrderError("a part of a checkpoint is still being written: wait() for it first")
         self._copied = Latch()

@@ -29,10 +29,7 @@ _WAKE = 1 << 48
 
 
 def awake_for(neighbours: int) -> float:
-    """Returns the longest time in seconds that a waiting thread spins before it sleeps.
-
-    `neighbours` is the number of other members on this machine; all may run at the same time.
-    """
+    """Returns the longest spin in seconds of a waiting thread, with so many other members on its machine."""
     return _LOST if neighbours >= (os.cpu_count() or 1) else AWAKE
 
 

@@ -25,7 +25,6 @@ from paceline._links.shm.segment import Segment, SegmentError, attach, check_ava
 from paceline.errors import LinkUnavailable
 
 MAX_TICKET_BYTES = 64
-"""Longest ticket in bytes."""
 
 TICKET_LIFETIME = 10.0
 """Seconds for which a ticket is valid, and for which a connection may stay silent."""
@@ -100,8 +99,7 @@ class ShmHost:
     ) -> None:
         """Calls `on_half` once, on the loop, with the half that a writer sets up with this ticket within 10 s.
 
-        It takes over the half before the writer hears that it is accepted. The ticket is at most `MAX_TICKET_BYTES`
-        long.
+        It takes over the half before the writer hears that it is accepted.
         """
         assert 0 < len(ticket) <= MAX_TICKET_BYTES
         self.forget(ticket)

@@ -51,7 +51,7 @@ class ShmIncoming(Incoming):
     """Frames from one peer of this host. `handover.ShmHost` makes it.
 
     It owns socket and eventfds, which do not block: `bell` counts frames and marks, `room` counts released frames.
-    `loop` notifies of arrivals (`on_readable`). `neighbours` are other members on this machine, which share its cores.
+    `neighbours` are other members on this machine, which share its cores.
     """
 
     kind = "shm"

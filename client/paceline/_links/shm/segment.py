@@ -112,9 +112,7 @@ class Attached:
 def attach(fd: int, size: int) -> Attached:
     """Maps a peer's segment. The caller keeps the descriptor, which the mapping does not need.
 
-    Raises:
-        SegmentError: it is no valid segment of a peer; the text says why.
-        OSError: this process has no descriptor or no address space left.
+    Raises SegmentError if it is no valid segment of a peer; an OSError says that this process lacks room for it.
     """
     import fcntl
 

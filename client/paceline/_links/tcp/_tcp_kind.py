@@ -165,10 +165,7 @@ class TcpHost:
         self._recovery: asyncio.TimerHandle | None = None
 
     async def start(self, host: str, port: int = 0) -> int:
-        """Starts to listen at an interface ("" for all) and a port (0 for any free one), and returns the port.
-
-        Raises LinkUnavailable if it cannot listen there.
-        """
+        """Starts to listen at an interface, "" for all, and a port, 0 for any; returns it or raises LinkUnavailable."""
         try:
             both = socket.has_dualstack_ipv6()
             family, address = await _resolve(self._loop, host or ("::" if both else "0.0.0.0"), port)  # noqa: S104
@@ -191,8 +188,7 @@ class TcpHost:
     ) -> None:
         """Admits `streams` connections with this ticket, once, within `patience` seconds.
 
-        The ticket is TICKET_BYTES random bytes. `on_half` takes over the half when all have come. Then the peer starts
-        to send.
+        `on_half` takes over the half when all have come. Then the peer starts to send.
         """
         if len(ticket) != TICKET_BYTES or not 1 <= streams <= MAX_STREAMS or ticket in self._expected:
             raise ValueError(f"a ticket of {len(ticket)} bytes for {streams} streams, or a ticket for the second time")

@@ -28,13 +28,11 @@ ACCEPTED = b"\x01"
 _MAGIC = b"plTCP\x00\x02\n"  # name and version; the newline detects a path that converts line ends
 _HELLO = struct.Struct(f"<8s{TICKET_BYTES}sBB")
 HELLO_BYTES = _HELLO.size
-"""Length of a hello."""
 
 _MARK = 0xA7  # the first field of every header
 _HEAD = struct.Struct("<HHIIIQQ")
 _CHECKSUM = struct.Struct("<I")
 HEAD_BYTES = _HEAD.size + _CHECKSUM.size
-"""Length of a frame's header."""
 
 
 @dataclass(frozen=True, slots=True)
