@@ -21,12 +21,9 @@ which was open while it stood by, and opens it again."""
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a standby does.
+    """What a standby does: it `tries` to take over now, or else decides again at `due` if nothing changes.
 
-    Attributes:
-        tries: it tries to take over now.
-        due: otherwise, when to decide again if nothing changes.
-        why: says why, for the log, refusals and `paceline status`.
+    `why` is for the log, refusals and `paceline status`.
     """
 
     tries: bool
@@ -37,14 +34,8 @@ class Decision:
 class Election:
     """What one standby knows.
 
-    Args:
-        name: of this coordinator.
-
-    Attributes:
-        record: the record as it was seen last; None if there is none.
-        revision: at which it was written; 0 if there is none.
-        seen: whether the record was read at all.
-        highest: the highest epoch that was seen; the record may have a lower one if etcd was restored from a backup.
+    `record` was last written at `revision`; None and 0 if there is none. `highest` is the highest epoch that was seen;
+    the record may have a lower one if etcd was restored from a backup.
     """
 
     def __init__(self, name: str) -> None:

@@ -150,28 +150,14 @@ class _Member:
 
 
 class Tally:
-    """What has been counted of one job.
+    """What has been counted of one job, whose state is looked at and not changed.
 
-    Args:
-        now: the time, in seconds.
-        state: the job; looked at, not changed.
+    Seconds in `waited` and `state_time` are those of all members together. `samples` are those of committed steps.
+    Hosts with disks of their own have one each of `checkpoint_failures`. `generations` are counted by `CHANGE_REASONS`.
 
-    Attributes:
-        committed: steps that were committed, each once.
-        undone: steps that were begun and undone.
-        samples: samples in the committed steps of all members.
-        waited: seconds that all members together have waited in collectives.
-        state_bytes: bytes of training state that members have fetched from each other.
-        state_time: seconds that all members together have spent in fetching state.
-        checkpoint_failures: checkpoints that members could not write; hosts with disks of their own write one each.
-        generations: generations that have begun, by `CHANGE_REASONS`.
-        step: the last step that is known to be committed, 0 for none.
-        gone: members that have ended lately; the last `MOST_GONE`.
-        detection: from the first sign that a member was lost to the verdict.
-        recovery: from that sign to the first step that the next generation has committed.
-        join: from the registration of a member that joins a running job to its seat.
-        checkpoint: how long the writes of checkpoints took.
-        checkpoint_step: step of the last checkpoint that is known to be complete, 0 for none.
+    `detection` is from the first sign that a member was lost to the verdict; `recovery` from that sign to the first
+    step that the next generation has committed; `join` from the registration of a member that joins a running job to
+    its seat; `checkpoint` is how long the writes of checkpoints took.
     """
 
     def __init__(self, now: float, state: JobState) -> None:
@@ -258,16 +244,9 @@ class Tally:
     # What happens -----------------------------------------------------------------------------------------------------
 
     def saw(self, now: float, event: Event, effects: Iterable[Effect], state: JobState) -> list[Happening]:
-        """Takes note of an event and of what followed from it.
+        """Takes note of an event and of what followed from it; returns what is worth an event, in order.
 
-        Args:
-            now: the time, in seconds.
-            event: what happened.
-            effects: what the job's membership decided.
-            state: the job after it.
-
-        Returns:
-            What is worth an event, in order.
+        `state` is the job after it.
         """
         if isinstance(event, Heard):  # by far the most frequent event
             return self._heard(now, event, state)

@@ -20,11 +20,7 @@ _Context = aio.ServicerContext[Any, Any]
 
 
 class SessionHandlers:
-    """Handlers of pacelinepb.v1.SessionService.
-
-    Args:
-        dispatcher: the jobs.
-    """
+    """Handlers of pacelinepb.v1.SessionService."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher

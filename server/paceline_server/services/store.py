@@ -25,9 +25,6 @@ class StoreHandlers:
     An answer tells only what is durable. The values themselves change as soon as a call arrives, so an answer that
     rests on them waits for what other calls have written before: otherwise a coordinator that is killed would take back
     what somebody has read.
-
-    Args:
-        dispatcher: the jobs.
     """
 
     def __init__(self, dispatcher: Dispatcher) -> None:
