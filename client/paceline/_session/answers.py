@@ -40,12 +40,7 @@ async def answer_question(
 ) -> None:
     """Answers a question. What fails here is logged and has no other effect.
 
-    Args:
-        asked: the question.
-        control: the session.
-        job: name of the job.
-        record: returns this member's flight record, as `record_answer` takes it.
-        door_key: has the job's secret.
+    `record` returns this member's flight record, as `record_answer` takes it. `door_key` has the job's secret.
     """
     read_at = time.time()
     try:
@@ -76,9 +71,7 @@ async def answer_question(
 def record_answer(record: Mapping[str, Any], read_at: float) -> bytes:
     """Returns a flight record as an answer; if it is too long, without its oldest operations.
 
-    Args:
-        record: `flight_head` with what `FlightRecorder.record` returns.
-        read_at: see the module.
+    `record` is `flight_head` with what `FlightRecorder.record` returns.
     """
     head = {**record, "operations": [], "read_at": read_at, "sent_at": time.time()}
     room = MAX_ANSWER_BYTES - len(json.dumps(head, default=str)) - 64

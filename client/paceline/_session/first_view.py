@@ -20,13 +20,7 @@ _PATIENT = 1.0
 class FirstView:
     """The wait of one member for its first view.
 
-    Args:
-        job: name of the job.
-        coordinators: the addresses of its coordinators.
-
-    Attributes:
-        reason: what is waited for.
-        answered: True once a coordinator has taken this worker.
+    `reason` is what is waited for. `answered` is True once a coordinator has taken this worker.
     """
 
     def __init__(self, job: str, coordinators: CoordinatorAddresses) -> None:
@@ -43,15 +37,9 @@ class FirstView:
         return self._came.done()
 
     def wait(self, timeout: float, whole: float) -> None:
-        """Waits for the view.
+        """Waits for the view for `timeout` seconds; for the error's text, `whole` is the seconds from the beginning.
 
-        Args:
-            timeout: seconds that are left.
-            whole: seconds from the beginning, for the error.
-
-        Raises:
-            OperationTimeout: no view formed in time; the text says what was missing.
-            BaseException: the error that `fail` was given.
+        Raises `OperationTimeout`, or the error that `fail` was given.
         """
         if not self._came.wait(timeout):
             text = f"job {self._job!r} at {self._coordinators}: no view in {whole:.1f} s: {self.reason}"
