@@ -58,17 +58,11 @@ def run_workers(
     drain_before: float = 0.0,
     drained_code: int = 0,
 ) -> int:
-    """Runs workers and shows their lines on the terminal; with `spares` None it keeps one spare where that helps.
+    """Runs workers; returns the exit code. With `spares` None it keeps one spare where that helps.
 
     With `http` ("host:port"), the coordinator that it embeds serves a page there. Without a named coordinator,
     launchers of one `host` meet at that of the host. Workers leave when one of the `notices` says that the machine will
     be taken, and `drain_before` seconds before the end of the host's time; the exit code is `drained_code` then.
-
-    Returns:
-        The exit code, by the rule of `launcher.supervision.Supervision`.
-
-    Raises:
-        UsageError: the arguments are invalid.
     """
     check_command(command)
     meets = coordinator is None and host is not None and host.coordinator is not None
@@ -138,20 +132,9 @@ def launch(
 ) -> int:
     """Runs workers and tells their coordinator how they end; returns the exit code.
 
-    Args:
-        command: SCRIPT ARGS..., -m MODULE ARGS..., or -- PROGRAM ARGS...
-        workers: how many workers to start.
-        settings: what the workers are told of the job; it is elastic if its minimum is below its maximum.
-        listener: shows what happens.
-        restarts: how often each worker is started again at most; with any, the job is elastic too.
-        spares: how many processes wait with their imports done, to replace failed workers.
-        alone: no other launcher starts workers for this job.
-        bind: bind each worker to its share of the cores, if there is one for each (`launcher.environment`).
-        sources: each may tell the workers to leave, once.
-        drained_code: the exit code if workers were told to leave and have left in good order.
-
-    Raises:
-        UsageError: a PACELINE_* variable has an invalid value.
+    Arguments are as for `Launcher`. The job is elastic if its minimum is below its maximum, or with `restarts`. `alone`
+    says that no other launcher starts workers for this job. Each of the `sources` may tell the workers to leave, once;
+    if they have left in good order, `drained_code` is the exit code.
     """
     try:
         grace = Config.from_environment().failure_timeout + _GRACE_S
@@ -181,11 +164,7 @@ def launch(
 
 @contextlib.contextmanager
 def engine_for_workers(name: str | None) -> Iterator[None]:
-    """Sets the engine of workers that are started inside the block; None leaves it as it is.
-
-    Raises:
-        UsageError: there is no such engine, or its package is not installed.
-    """
+    """Sets the engine of workers that are started inside the block; None leaves it as it is."""
     if name is None:
         yield
         return

@@ -41,21 +41,10 @@ from paceline.config import LINKS as BETWEEN_PROCESSES
 class BenchOptions:
     """The options of the command line.
 
-    Attributes:
-        collective: as the command line spells it; or "all".
-        workers: world size.
-        sizes: sizes separated by commas, see `parse_sizes`.
-        links: kinds from `measure.LINKS`, separated by commas; None for all kinds between processes, or the first of
-            them when schedules are tuned.
-        schedule: names separated by commas, measured in turns and shown in the rows; None for the chosen schedule.
-        vs: other implementations from `peers.PEERS`, separated by commas; None for none.
-        memory: one of `jobs.MEMORIES`.
-        place: where an all_reduce's sum goes, one of `jobs.PLACES`.
-        seconds: about how many seconds to measure for each row.
-        plot: file for a picture.
-        tune: measure all schedules, and make a table of rules.
-        tune_out: file for the table; implies `tune`.
-        as_json: print the rows as JSON on the last line of standard output.
+    `links` and `vs` are names from `measure.LINKS` and `peers.PEERS`, separated by commas; without `links` all kinds
+    between processes are measured, or the first of them when schedules are tuned. Each `schedule` is measured in turns.
+    `seconds` are about those for each row. With `tune` all schedules are measured, and make a table of rules;
+    `tune_out` implies it.
     """
 
     collective: str = "all-reduce"
@@ -79,14 +68,9 @@ class BenchOptions:
 
 
 def run_bench(asked: BenchOptions) -> int:
-    """Measures a collective, or all of them, at each size, in all implementations and over all links in turn.
+    """Measures a collective, or all, at each size, in all implementations and over all links in turn.
 
-    Returns:
-        The exit code.
-
-    Raises:
-        UsageError: the command line asks for something that cannot be measured.
-        OSError: a file cannot be written.
+    Returns the exit code.
     """
     jobs, recipes = _jobs(asked), _recipes(asked)
     if asked.plot is not None:
@@ -179,13 +163,7 @@ def _as_dict(row: BenchRow, by_schedule: bool) -> dict[str, object]:
 class Table:
     """Shows each row as soon as it is measured, and keeps it.
 
-    Args:
-        console: where to print.
-        world: number of ranks.
-
-    Attributes:
-        rows: all rows so far.
-        notes: sentences about rows that are missing, or that differ from what was requested.
+    `notes` are sentences about rows that are missing, or that differ from what was requested.
     """
 
     def __init__(self, console: RichConsole, world: int) -> None:
@@ -235,12 +213,9 @@ def link_name(kinds: Sequence[str]) -> str:
 def tuned_rules(rows: Iterable[BenchRow], table: Rules = RULES) -> Rules:
     """Makes a table in which the rules for the fastest measured schedules come before the rules of `table`.
 
-    A new rule holds up to the world size that was measured, and up to the largest size at which its schedule was the
-    fastest. For larger worlds, larger arrays and other collectives, the rules of `table` still hold.
-
-    Args:
-        rows: results for one world size and one kind of link, of each schedule at each size.
-        table: the rules for everything else.
+    `rows` are of one world size and one kind of link, of each schedule at each size. A new rule holds up to the world
+    size that was measured, and up to the largest size at which its schedule was the fastest. For larger worlds, larger
+    arrays and other collectives, the rules of `table` still hold.
     """
     best: dict[tuple[str, int], BenchRow] = {}
     for row in rows:

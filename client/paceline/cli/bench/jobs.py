@@ -58,13 +58,10 @@ _UNITS = {"": 1, "b": 1, **_BINARY, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
 class Job(NamedTuple):
-    """A collective at one size.
+    """A collective at one size, see `measured_size`.
 
-    Attributes:
-        collective: as methods of `Group` spell it; or "send_recv".
-        bytes: the size, see `measured_size`.
-        schedules: the schedules to force in turns; empty for the chosen one.
-        place: one of `PLACES`.
+    `collective` is as methods of `Group` spell it; or "send_recv". The schedules are forced in turns; with none the
+    chosen one is measured.
     """
 
     collective: str
@@ -116,18 +113,10 @@ def plan(
     every_schedule: bool = False,
     place: str = "usual",
 ) -> list[Job]:
-    """Lists the jobs, ordered by collective, then by size.
+    """Lists the jobs, ordered by collective, then by size; a ValueError lists what is valid.
 
-    Args:
-        collective: one of `COLLECTIVES`, or `ALL`.
-        world: number of ranks.
-        sizes: as for `parse_sizes`; a barrier has no size, and ignores them.
-        schedule: names separated by commas; None for the chosen schedule.
-        every_schedule: measure all schedules of each collective, and only collectives that have schedules.
-        place: one of `PLACES`.
-
-    Raises:
-        ValueError: there is no such collective, schedule, place or size; the text lists the valid ones.
+    A barrier has no size, and ignores `sizes`. `schedule` has names separated by commas; None for the chosen schedule.
+    With `every_schedule` only collectives that have schedules are measured, each with all of them.
     """
     if collective not in (*COLLECTIVES, ALL):
         raise ValueError(f"cannot measure {collective!r}: choose one of {', '.join(COLLECTIVES)}, or {ALL}")
@@ -167,11 +156,7 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def parse_size(text: str) -> int:
-    """Parses "64KiB", "64K" or "64kB" to bytes; accepts whole float32 elements only.
-
-    Raises:
-        ValueError: the size is malformed, not above 0, or not a multiple of 4 bytes.
-    """
+    """Parses "64KiB", "64K" or "64kB" to bytes; accepts whole float32 elements only, and more than none."""
     found = re.fullmatch(r"\s*(\d+)\s*([a-z]*)\s*", text, re.IGNORECASE)
     unit = _UNITS.get(found[2].lower()) if found else None
     if found is None or unit is None:
@@ -196,11 +181,6 @@ def measured_size(collective: str, size: int, world: int) -> int:
     It is the size of the array that each rank has for all_reduce, reduce, broadcast and send_recv; of a rank's whole
     input for reduce_scatter and all_to_all; of the root's input for scatter; and of the whole result for all_gather and
     gather. A barrier has no size.
-
-    Args:
-        collective: as methods of `Group` spell it; or "send_recv".
-        size: bytes asked for.
-        world: W.
     """
     if collective == "barrier":
         return 0
@@ -211,26 +191,14 @@ def measured_size(collective: str, size: int, world: int) -> int:
 def given(rank: int, world: int, *, in_place: bool) -> float:
     """Returns the value of all elements of a rank's input.
 
-    If each call's sum replaces the argument, the values of all ranks add up to 0: then the sums stay 0, while other
-    values would overflow.
-
-    Args:
-        rank: the rank.
-        world: W.
-        in_place: the result of a sum replaces the argument.
+    If each call's sum replaces the argument (`in_place`), the values of all ranks add up to 0: then the sums stay 0,
+    while other values would overflow.
     """
     return rank - (world - 1) / 2 if in_place else rank + 1.0
 
 
 def result_parts(collective: str, rank: int, world: int, *, in_place: bool) -> list[float]:
-    """Returns the values of the equal parts of a rank's result, in order; empty if the rank gets none.
-
-    Args:
-        collective: as methods of `Group` spell it; or "send_recv".
-        rank: the rank that gets the result.
-        world: W.
-        in_place: as for `given`.
-    """
+    """Returns the values of the equal parts of a rank's result, in order; empty if the rank gets none."""
     every = [given(other, world, in_place=in_place) for other in range(world)]
     match collective:
         case "all_reduce" | "reduce_scatter":
@@ -253,8 +221,7 @@ def result_parts(collective: str, rank: int, world: int, *, in_place: bool) -> l
 def check_result(result: Array | None, parts: list[float]) -> None:
     """Compares a result with `result_parts`, because a figure is meaningless if the call did not do its work.
 
-    Raises:
-        ArithmeticError: they differ; the text says how.
+    Raises ArithmeticError if they differ; the text says how.
     """
     if not parts:
         return
@@ -279,14 +246,7 @@ def bus_factor(collective: str, world: int) -> float:
 
 
 def bus_bandwidth(collective: str, size: int, seconds: float, world_size: int) -> float:
-    """Returns bytes per second times `bus_factor`, which is comparable across world sizes, unlike size / time.
-
-    Args:
-        collective: "all_reduce", ..., "send_recv" or "barrier".
-        size: bytes, see `measured_size`.
-        seconds: time of one call.
-        world_size: W.
-    """
+    """Returns bytes per second times `bus_factor`, which is comparable across world sizes, unlike size / time."""
     return size / seconds * bus_factor(collective, world_size)
 
 

@@ -35,12 +35,7 @@ PEERS = ("gloo", "openmpi")
 
 
 def peer_recipe(impl: str, world: int) -> Recipe:
-    """Makes the recipe for another implementation.
-
-    Args:
-        impl: one of `PEERS`.
-        world: number of ranks.
-    """
+    """Makes the recipe for another implementation."""
     ranks = ["-m", "paceline.cli.bench.peers", SOCKET, impl, str(world)]
     if impl == "openmpi":
         return Recipe(impl, impl, "shm", tied(ranks), clean_environment(ONE_THREAD))
@@ -51,11 +46,7 @@ def peer_recipe(impl: str, world: int) -> Recipe:
 
 
 def check_peer(impl: str) -> None:
-    """Checks that another implementation is installed.
-
-    Raises:
-        UsageError: the name is unknown, or it is not installed; the text says how to install it.
-    """
+    """Checks that another implementation is installed; otherwise the error says how to install it."""
     if impl not in PEERS:
         raise UsageError(f"there is no {impl!r} to compare with: choose from {', '.join(PEERS)}")
     if impl == "gloo" and find_spec("torch") is None:
@@ -80,8 +71,7 @@ def _has_mpirun() -> bool:
 class GlooRanks(RankSide):
     """A rank of torch.distributed's default process group (`rank.RankSide`).
 
-    Args:
-        torch: the module torch, which only processes of this contender load.
+    Only processes of this contender load the module torch.
     """
 
     def __init__(self, torch: Any) -> None:
@@ -184,11 +174,7 @@ class OpenMpiRanks(RankSide):
 def mpirun_command(path: str, world: int, pid: int, *, root: bool) -> list[str]:
     """Returns the command line of mpirun; the module's docstring explains its options.
 
-    Args:
-        path: path of the conductor's socket.
-        world: number of ranks.
-        pid: mpirun's process id; the ranks die with that process.
-        root: whether the user is root.
+    The ranks die with the process `pid`, which is mpirun's.
     """
     options = ["--oversubscribe", "--bind-to", "none", *(["--allow-run-as-root"] if root else [])]
     rank = [sys.executable, str(shim.__file__), str(pid), "-m", "paceline.cli.bench.peers", path, "openmpi-rank"]

@@ -15,11 +15,8 @@ from dataclasses import dataclass
 class Sighting:
     """The four times of one question, in seconds.
 
-    Attributes:
-        member_id: the member.
-        machine: the same for members with one clock; empty if that is not known.
-        asked, came: on the coordinator's clock.
-        read, sent: on the member's clock.
+    `machine` is the same for members with one clock; empty if that is not known. `asked` and `came` are on the
+    coordinator's clock, `read` and `sent` on the member's.
     """
 
     member_id: str
@@ -32,11 +29,9 @@ class Sighting:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """A clock, relative to the coordinator's.
+    """A clock, which is so many seconds ahead of the coordinator's, give or take the uncertainty.
 
-    Attributes:
-        ahead: seconds.
-        uncertainty: seconds by which it may be more or less; None if the clock was not measured.
+    The uncertainty is None if the clock was not measured.
     """
 
     ahead: float = 0.0
