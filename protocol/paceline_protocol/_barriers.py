@@ -53,10 +53,7 @@ class Barriers:
         self._passed: OrderedDict[str, int] = OrderedDict()
 
     def enter(self, now: float, seat: Seat, event: BarrierEntered, left: Iterable[Seat]) -> list[Effect]:
-        """A member arrives; a repeat replaces its arrival.
-
-        If a member has `left` in good order, the barrier can never be full.
-        """
+        """A member arrives; a repeat replaces its arrival. If one has `left`, the barrier can never be full."""
         assert self._view is not None, "a barrier is of a view"
         if event.round <= self._passed.get(event.name, -1):
             return [Send(seat.member_id, BarrierPassed(event.call))]

@@ -21,10 +21,7 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 
 
 class Departures:
-    """Ends sessions and views; changes the job's state.
-
-    `gone_meanwhile` is how sessions ended while a view with them was being stored, by member id.
-    """
+    """Ends sessions and views. `gone_meanwhile` is how sessions ended while a view with them was being stored."""
 
     def __init__(self, state: JobState, settings: ProtocolSettings) -> None:
         self._state = state

@@ -465,10 +465,7 @@ class Awaited:
         return session in self._left
 
     def cross_off(self, session: Session, before: Meet | None) -> str | None:
-        """Notes what a member has said, and had said `before`; returns the sentence that the meeting has now.
-
-        Returns None if the meeting must be convened anew.
-        """
+        """Notes what a member says, and said `before`; returns the new sentence, None if it must be convened anew."""
         if session not in self._left or not session.has_met or session.is_silent:
             return None
         if self.meeting.late or session.met != before:  # else nobody gave it the base, and it still lacks it

@@ -38,10 +38,7 @@ class Decision:
 
 
 def decide(now: float, state: JobState, settle_time: float) -> Decision:
-    """Decides about the next view of a job.
-
-    After `settle_time` seconds without an arrival fewer than `max_workers` suffice.
-    """
+    """Decides about the next view; after `settle_time` without an arrival fewer than `max_workers` suffice."""
     if state.forming is not None:
         return Decision(None, f"generation {state.forming.generation} is being stored")
     if state.finished is not None:

@@ -204,9 +204,7 @@ class Counters:
     """What a member has counted since it joined, as of its last heartbeat. Nothing is decided by it."""
 
     committed: int = 0
-    """Steps that it has committed."""
     undone: int = 0
-    """Steps that it began and that were undone."""
     samples: int = 0
     """Samples of its share in the committed steps."""
     sent_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -217,7 +215,6 @@ class Counters:
     """Step of the last checkpoint that it has written, 0 for none."""
     checkpoints: int = 0
     checkpoint_failures: int = 0
-    """Checkpoints that it could not write."""
     checkpoint_time: float = 0.0
     """Seconds that all those which it has written took."""
     state_bytes: int = 0

@@ -152,7 +152,6 @@ class Spare:
     """The next view has no seat for the receiver: it is a candidate again."""
 
     reason: str
-    """Why, for people."""
     generation: int
     """The number of that view."""
 
@@ -177,7 +176,6 @@ class BarrierPassed:
     """Everyone is at the barrier."""
 
     call: int
-    """Number of the receiver's call."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,9 +104,8 @@ class Dispatcher:
     """All jobs of a coordinator.
 
     `storage` is opened by `start` and closed by its creator. `epoch` is 0 for a coordinator that has its state for
-    itself. `standby` makes the refusal of callers if this coordinator does not lead; None if it leads.
-
-    `jobs` has the jobs with sessions or a line; `find` also finds jobs at rest. `observatory` is set by `start`.
+    itself. `standby` makes the refusal of callers if this coordinator does not lead; None if it leads. `jobs` has the
+    jobs with sessions or a line; `find` also finds jobs at rest. `start` sets `observatory`.
     """
 
     def __init__(

@@ -21,10 +21,7 @@ which was open while it stood by, and opens it again."""
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a standby does: it `tries` to take over now, or else decides again at `due` if nothing changes.
-
-    `why` is for the log, refusals and `paceline status`.
-    """
+    """What a standby does: it `tries` to take over now, or decides again at `due`; `why` is for people."""
 
     tries: bool
     due: float

@@ -42,10 +42,9 @@ Answers = Mapping[str, Mapping[int, tuple[int, int]]]
 class KeyValues:
     """Keys and values of a job, within limits. Methods that change something return the changes to store.
 
-    `budget` is for the stores of all jobs.
-
-    A `call` is unique in the session of its caller; 0 is a call that is never repeated. Methods raise `BadRequest` if a
-    later call has the slot, and `LimitMet` if the value is too large or the store is full.
+    `budget` is for the stores of all jobs. A `call` is unique in the session of its caller; 0 is a call that is never
+    repeated. Methods raise `BadRequest` if a later call has the slot, and `LimitMet` if the value is too large or the
+    store is full.
     """
 
     def __init__(
@@ -198,10 +197,7 @@ _NAMED = 10
 
 
 class Storeroom:
-    """The store of one job and the calls that wait in it.
-
-    `written` is what was handed to the storage last; done once it is durable.
-    """
+    """The store of one job and the calls that wait in it; `written` is done once the last changes are durable."""
 
     def __init__(self, values: KeyValues) -> None:
         self.values = values

@@ -50,9 +50,8 @@ class Observatory:
 
     `epoch` is the seconds since 1970 at time 0 of the clock that `saw` is given. Events get numbers above
     `last_number`: a coordinator gives the time at which it starts, in milliseconds, so that those who have events of
-    the one before it can tell them from its own.
-
-    `commits` is how long it took to store views. `miscounted` names jobs of which something could not be counted.
+    the one before it can tell them from its own. `commits` is how long it took to store views. `miscounted` names jobs
+    of which something could not be counted.
     """
 
     def __init__(self, epoch: float, last_number: int = 0) -> None:
@@ -73,10 +72,7 @@ class Observatory:
         self._at_rest.pop(state.name, None)
 
     def saw(self, now: float, event: Event, effects: Iterable[Effect], state: JobState, reason: str) -> None:
-        """Takes note of an event of a job and of what followed from it; raises nothing.
-
-        `state` is the job after the event, and `reason` says why it stands where it does.
-        """
+        """Takes note of an event of a job and of what followed, after which it is in `state`; raises nothing."""
         tally = self._tallies.get(state.name)
         if tally is None:
             return

@@ -31,10 +31,7 @@ NOT_CONNECTED = "is not connected"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What has come of asking one member: its data, or why there is none.
-
-    `asked_at` and `answered_at` are seconds on the loop's clock.
-    """
+    """What has come of asking one member: its data, or why there is none. Times are seconds on the loop's clock."""
 
     member_id: str
     data: bytes | None
@@ -59,10 +56,7 @@ class _Question:
 
 
 class Questions:
-    """All questions that are being asked.
-
-    `push` sends a message to a member by its id, and returns False if it is not connected.
-    """
+    """All questions that are being asked. `push` sends a message to a member; False if it is not connected."""
 
     def __init__(self, settings: ServerSettings, push: Callable[[str, pb.SessionResponse], bool]) -> None:
         room = settings.call_bytes // (_MOST * _COPIES * settings.longest_request)

@@ -28,10 +28,7 @@ class SessionPlaces:
         return len(self._held)
 
     def payer_of(self, job: str, token_jobs: frozenset[str] | None, former: str = "") -> str:
-        """Returns who pays for a session of this job, in words; `former` is the member whose session it replaces.
-
-        `token_jobs` is None if the caller's token is good for all jobs, or without tokens.
-        """
+        """Returns who pays for a session of this job, in words; `former` is the member whose session it replaces."""
         return self._held[former][0] if former in self._held else in_words(token_jobs or {run_of(job)})
 
     def check(self, payer: str, job: str, held: int) -> None:

@@ -14,10 +14,7 @@ from pacelinepb.v1 import session_pb2 as pb
 
 
 class SessionStream:
-    """A stream that carries a session.
-
-    `number` distinguishes it from earlier ones of the same session. It ends if more than `limit` messages wait.
-    """
+    """A stream that carries a session, by its `number`; it ends if more than `limit` messages wait."""
 
     __slots__ = ("_closed", "_end", "_epoch", "_limit", "_queue", "_ready", "job", "member_id", "number")
 

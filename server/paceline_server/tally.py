@@ -47,7 +47,6 @@ USES: tuple[Use, ...] = ("committed", "undone", "reforming", "waiting")
 waiting for workers."""
 
 CHANGE_REASONS = ("began", "lost", "joined", "drained", "mismatch", "raised", "skipped", "timeout", "other")
-"""Why a generation has begun."""
 
 LOSSES = ("exited", "silent", "refused", "raised", "replaced", "evicted")
 """How a member was lost: its process ended; it was silent for too long; nobody listens at its address; its own code
@@ -122,7 +121,6 @@ class Histogram:
     counts: list[int] = field(default_factory=list)
     """For each bound the number of values up to it and above the one before; the last one is of values above all."""
     total: float = 0.0
-    """Sum of the values."""
 
     def __post_init__(self) -> None:
         self.counts = self.counts or [0] * (len(self.bounds) + 1)
@@ -244,10 +242,7 @@ class Tally:
     # What happens -----------------------------------------------------------------------------------------------------
 
     def saw(self, now: float, event: Event, effects: Iterable[Effect], state: JobState) -> list[Happening]:
-        """Takes note of an event and of what followed from it; returns what is worth an event, in order.
-
-        `state` is the job after it.
-        """
+        """Takes note of an event and of what followed; returns what is worth an event. `state` is the job after it."""
         if isinstance(event, Heard):  # by far the most frequent event
             return self._heard(now, event, state)
         found: list[Happening] = []

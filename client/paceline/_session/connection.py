@@ -92,10 +92,7 @@ class SessionStream:
         self._read = self._written = 0
 
     async def write(self, request: pb.SessionRequest) -> None:
-        """Sends a message; called by one task at a time.
-
-        Raises AioRpcError or asyncio.InvalidStateError if the stream has ended.
-        """
+        """Sends a message, for one task at a time; AioRpcError or InvalidStateError if the stream has ended."""
         data = checks.with_check(request.SerializeToString(), self._written)
         self._written += 1
         await self._call.write(data)

@@ -59,10 +59,7 @@ hand over what has arrived."""
 
 
 class ControlStream:
-    """One session with the coordinator, or with several of which one leads.
-
-    `progress` returns the heartbeat to send. `paceline.join` says what `coordinator_returns` is.
-    """
+    """One session with the coordinator, or with several of which one leads; `progress` returns its heartbeats."""
 
     def __init__(
         self,

@@ -18,10 +18,7 @@ _PATIENT = 1.0
 
 
 class FirstView:
-    """The wait of one member for its first view.
-
-    `reason` is what is waited for. `answered` is True once a coordinator has taken this worker.
-    """
+    """The wait of one member for its first view; `answered` is True once a coordinator has taken it."""
 
     def __init__(self, job: str, coordinators: CoordinatorAddresses) -> None:
         self.reason = f"no coordinator answers at {coordinators} yet"
@@ -37,10 +34,7 @@ class FirstView:
         return self._came.done()
 
     def wait(self, timeout: float, whole: float) -> None:
-        """Waits for the view for `timeout` seconds; for the error's text, `whole` is the seconds from the beginning.
-
-        Raises `OperationTimeout`, or the error that `fail` was given.
-        """
+        """Waits for the view, at the end of `whole` seconds; raises `OperationTimeout`, or what `fail` was given."""
         if not self._came.wait(timeout):
             text = f"job {self._job!r} at {self._coordinators}: no view in {whole:.1f} s: {self.reason}"
             raise errors.OperationTimeout(text)

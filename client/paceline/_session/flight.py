@@ -56,10 +56,7 @@ def flight_directory(environ: Mapping[str, str]) -> Path | None:
 
 
 def flight_head(described: Mapping[str, Any], pid: int, reason: str) -> dict[str, Any]:
-    """Returns what a record says of its member, beside the operations.
-
-    `described` is the member, as `FlightLog` gets it; keys that are not listed here are left out.
-    """
+    """Returns what a record says of its member, beside the operations; only keys that are listed here."""
     return {
         "host": socket.gethostname(),
         **{name: described.get(name) for name in _FIELDS if name in described},

@@ -116,10 +116,7 @@ class Generations:
                 mesh.fault.settle(Verdict(mesh.generation, stale, (mesh.rank,), 0, text))
 
     def broke(self, error: BaseException, view: ViewFormed | None = None) -> None:
-        """Tells the others that this member cannot go on; from any thread.
-
-        `view` is given if this member has no links in it.
-        """
+        """Tells the others that this member cannot go on; from any thread. It has no links in `view`, if given."""
         for mesh in (self.coming, self.mesh):
             if mesh is not None:
                 mesh.fault.broke(error)

@@ -48,10 +48,7 @@ class LineMembers:
 
 @dataclass(frozen=True, slots=True)
 class ReachResult:
-    """The result of testing whether this worker and the members of a line can connect.
-
-    `troubles` has one text for each member that cannot connect to this worker, or the other way round.
-    """
+    """The result of testing whether this worker and a line's members can connect, with a text for each that cannot."""
 
     members: Sequence[Peer]
     troubles: list[str]

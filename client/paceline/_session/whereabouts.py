@@ -46,10 +46,7 @@ class Whereabouts:
         return self._address
 
     async def open_door(self, timeout: float, say: Callable[[str], None]) -> None:
-        """Finds the address and opens the door there; arguments and errors as for `reachable_endpoint`.
-
-        Raises `LinkUnavailable` if the address cannot be bound.
-        """
+        """Opens the door at the address that `reachable_endpoint` finds; raises `LinkUnavailable` if it cannot."""
         where = await self._find(self._advertise, timeout, say)
         port = await self._door.start(listening_host(where, self._advertise), where.port)
         self._moved_in(where, port)
@@ -114,10 +111,7 @@ def is_here(host: str) -> bool:
 
 
 class Sockets:
-    """The sockets of one session; used on the loop.
-
-    `start` starts a coroutine in the background; it is cancelled before `forget`.
-    """
+    """The sockets of one session; used on the loop. What `start` starts is cancelled before `forget`."""
 
     def __init__(self, start: Callable[[Coroutine[Any, Any, None]], None]) -> None:
         self._start = start

@@ -77,10 +77,7 @@ def job_picture(
 
 
 def state_of(status: MemberStatus, detail: GetJobResponse, straggler: str | None = None) -> tuple[str, str]:
-    """Says in words what a member does or waits for; returns that, and a style.
-
-    `straggler` says how it holds the others up; None if it does not.
-    """
+    """Says in words what a member does or waits for, or how it holds others up (`straggler`); returns a style, too."""
     silent, progress = seconds(status.silent), status.progress
     notable = max(_NOTABLE_S, 2 * seconds(detail.settings.failure_timeout) / HEARTBEATS)
     if not status.attached or status.standing == "silent" or silent >= notable:

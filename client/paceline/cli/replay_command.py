@@ -32,10 +32,7 @@ class ReplayPlan(NamedTuple):
 def replay_step(
     command: Sequence[str], *, step: int, directory: Path, receipts: Path | None, as_json: bool = False
 ) -> int:
-    """Computes a step again.
-
-    Returns 0 if all receipts hold, 1 if one does not, 3 if the script ends before the step, with whatever code.
-    """
+    """Computes a step again; returns 0 if all receipts hold, 1 if one does not, 3 if the script ends before it."""
     check_command(command)
     path = directory / RECEIPTS if receipts is None else receipts
     if not path.is_file():

@@ -33,10 +33,7 @@ class Import:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A module that is read instead of being imported; "__main__" for a script.
-
-    Its relative imports refer to `package`, empty for none.
-    """
+    """A module that is read instead of being imported; its relative imports refer to `package`."""
 
     name: str
     package: str

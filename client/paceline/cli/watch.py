@@ -25,11 +25,7 @@ _ANSWER_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What was seen last.
-
-    `detail` is the job that is shown with its members; None to show all jobs. `trouble` says why there is no newer
-    sight; empty if there is none.
-    """
+    """What was seen last: all jobs, or the one in `detail` with its members; and why there is nothing newer."""
 
     jobs: tuple[JobSummary, ...] = ()
     detail: GetJobResponse | None = None

@@ -126,10 +126,7 @@ class Tokens:
         )
 
     def grant(self, authorization: str | None) -> Grant:
-        """Returns what a caller may do, from its call's `authorization`: "Bearer TOKEN", or None.
-
-        Raises `Unauthenticated` if there is no token, or an unknown one.
-        """
+        """Returns what a caller may do, from "Bearer TOKEN" or None; else raises `Unauthenticated`."""
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != _SCHEME or not token.strip():
             raise Unauthenticated("it wants a token: set PACELINE_TOKEN or PACELINE_TOKEN_FILE")

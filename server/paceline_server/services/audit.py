@@ -61,10 +61,7 @@ class Caller:
 
 @dataclass(slots=True)
 class Action:
-    """A caller's request for an action; filled in as it is read.
-
-    `job` is None while it is not known. `members` are ranks and ids, as the caller named them; none for all.
-    """
+    """A caller's request for an action, filled in as it is read; with no `members` it is about all."""
 
     job: str | None = None
     members: Sequence[str] = ()

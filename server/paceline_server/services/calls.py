@@ -50,10 +50,7 @@ class OpenCalls:
 
     @contextmanager
     def one(self, payer: str, lasts: bool = False) -> Iterator[OpenCall]:
-        """Counts a call for as long as it is open; `lasts` is True for one that may stay open without limit.
-
-        Raises `NoRoom` if the payer has too many open calls.
-        """
+        """Counts a call while it is open; one that `lasts` may stay open without limit. Raises `NoRoom`."""
         call = OpenCall(self, payer)
         call.take(CALL_BYTES, self._spare if lasts else 0)
         try:

@@ -32,11 +32,7 @@ class StoreHandlers:
         self._settings = dispatcher.settings
 
     def add_to(self, server: aio.Server) -> None:
-        """Registers the handlers.
-
-        This is done by hand because `PacingInterceptor` merges a request that comes as several messages: each handler
-        takes one message.
-        """
+        """Registers the handlers by hand, since `PacingInterceptor` merges the messages of a request into one."""
         service = pb.DESCRIPTOR.services_by_name["StoreService"]
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             method.name: grpc.unary_unary_rpc_method_handler(

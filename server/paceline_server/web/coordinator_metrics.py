@@ -20,10 +20,7 @@ _PROCESS = ("process_resident_memory_bytes", "process_open_fds", "process_max_fd
 
 
 class CoordinatorCollector:
-    """The collector that `generate_latest` asks at each scrape.
-
-    `certificates` is None without TLS. `started` is in seconds since 1970.
-    """
+    """The collector that `generate_latest` asks at each scrape; `started` is in seconds since 1970."""
 
     def __init__(
         self,

@@ -185,10 +185,7 @@ class HttpServer:
 
 
 class _Connection(web.RequestHandler):
-    """A connection. What cannot be read as HTTP is answered and logged without any of it.
-
-    `task` serves it, and `ended` is done when it has ended. `received` is the bytes that have come.
-    """
+    """A connection. What cannot be read as HTTP is answered and logged without any of it. `ended` is its end."""
 
     __slots__ = ("_remarks", "ended", "received", "task")
 

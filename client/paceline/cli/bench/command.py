@@ -68,10 +68,7 @@ class BenchOptions:
 
 
 def run_bench(asked: BenchOptions) -> int:
-    """Measures a collective, or all, at each size, in all implementations and over all links in turn.
-
-    Returns the exit code.
-    """
+    """Measures collectives at each size, in all implementations and over all links; returns the exit code."""
     jobs, recipes = _jobs(asked), _recipes(asked)
     if asked.plot is not None:
         check_plot(asked.plot)
@@ -161,10 +158,7 @@ def _as_dict(row: BenchRow, by_schedule: bool) -> dict[str, object]:
 
 
 class Table:
-    """Shows each row as soon as it is measured, and keeps it.
-
-    `notes` are sentences about rows that are missing, or that differ from what was requested.
-    """
+    """Shows each row as soon as it is measured, and keeps it; `notes` are about rows that are missing or differ."""
 
     def __init__(self, console: RichConsole, world: int) -> None:
         self.rows: list[BenchRow] = []

@@ -219,10 +219,7 @@ def result_parts(collective: str, rank: int, world: int, *, in_place: bool) -> l
 
 
 def check_result(result: Array | None, parts: list[float]) -> None:
-    """Compares a result with `result_parts`, because a figure is meaningless if the call did not do its work.
-
-    Raises ArithmeticError if they differ; the text says how.
-    """
+    """Checks that a result is as `result_parts` says, or raises ArithmeticError: its figure would be meaningless."""
     if not parts:
         return
     assert result is not None

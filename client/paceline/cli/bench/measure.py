@@ -84,10 +84,7 @@ class Turn(NamedTuple):
 
 
 class Contender(Protocol):
-    """All ranks of one implementation over one kind of link.
-
-    `link` is the requested kind. `schedules` is True if we can choose its schedule.
-    """
+    """All ranks of one implementation over one kind of link; `schedules` is True if we can choose its schedule."""
 
     impl: str
     link: str
@@ -119,10 +116,7 @@ class Measured:
 
 
 def measure(job: Job, contenders: Sequence[Contender], budget_s: float = BUDGET_S) -> list[Measured]:
-    """Times a job in all contenders, each with all the job's schedules if we can choose its schedule.
-
-    `budget_s` is about how many seconds to measure for each result.
-    """
+    """Times a job in all contenders, for about `budget_s` each, with all its schedules if we can choose them."""
     results = list(_lanes(job, contenders))
     able = [result for result in results if result.lacks is None]
     turns = _TURNS if len(able) > 1 else 1

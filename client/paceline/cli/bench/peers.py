@@ -69,10 +69,7 @@ def _has_mpirun() -> bool:
 
 
 class GlooRanks(RankSide):
-    """A rank of torch.distributed's default process group (`rank.RankSide`).
-
-    Only processes of this contender load the module torch.
-    """
+    """A rank of torch.distributed's default process group. Only this contender's processes load the module torch."""
 
     def __init__(self, torch: Any) -> None:
         self._torch, self._dist = torch, torch.distributed
@@ -172,10 +169,7 @@ class OpenMpiRanks(RankSide):
 
 
 def mpirun_command(path: str, world: int, pid: int, *, root: bool) -> list[str]:
-    """Returns the command line of mpirun; the module's docstring explains its options.
-
-    The ranks die with the process `pid`, which is mpirun's.
-    """
+    """Returns the command line of mpirun, see the module. The ranks die with the process `pid`, which is mpirun's."""
     options = ["--oversubscribe", "--bind-to", "none", *(["--allow-run-as-root"] if root else [])]
     rank = [sys.executable, str(shim.__file__), str(pid), "-m", "paceline.cli.bench.peers", path, "openmpi-rank"]
     return ["mpirun", *options, "-n", str(world), *rank, str(world)]

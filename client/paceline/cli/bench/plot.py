@@ -31,10 +31,7 @@ def check_plot(file: Path) -> None:
 
 
 def lines_of(rows: Iterable[BenchRow], *, by_schedule: bool) -> Lines:
-    """Collects the lines of all panels. A barrier has no bandwidth, so it has no panel.
-
-    With `by_schedule` each schedule of an implementation has a line of its own.
-    """
+    """Collects the lines of all panels. A barrier has no bandwidth, so it has no panel."""
     lines: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for row in rows:
         # Computed from the time, because the row's own figure is rounded, for small sizes to 0.

@@ -44,11 +44,7 @@ class Lacking(Exception):
 
 
 class Call(NamedTuple):
-    """A call of a collective with its arrays, in any implementation.
-
-    `result` is the array that holds this rank's result afterwards; None if it gets none. `in_place` is True if a sum
-    replaces the argument.
-    """
+    """A call of a collective with its arrays; `result` is None if this rank gets none."""
 
     run: Callable[[], object]
     result: Array | None
@@ -95,10 +91,7 @@ class RankSide(abc.ABC):
 
     @abc.abstractmethod
     def make_call(self, collective: str, size: int, place: str = "usual") -> Call:
-        """Prepares a call of a collective; raises `Lacking` if the implementation does not have it.
-
-        `collective` is as methods of `Group` spell it, or "send_recv"; `place` is one of `jobs.PLACES`.
-        """
+        """Prepares a call of a collective of `Group`, or of "send_recv"; raises `Lacking` if there is none."""
 
     @abc.abstractmethod
     def barrier(self) -> None:
@@ -122,10 +115,7 @@ class RankSide(abc.ABC):
 
 
 def serve(path: str, name: str, ranks: RankSide) -> None:
-    """Executes the conductor's orders until it orders the end or is gone.
-
-    `name` is that of the contender. Raises ArithmeticError if the first call of a job had a wrong result.
-    """
+    """Executes the conductor's orders to the end; raises ArithmeticError if a job's first result is wrong."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
         with connection.makefile("rwb") as lines:
@@ -279,10 +269,7 @@ def forced(group: Group, collective: str, schedule: str | None) -> Iterator[None
 
 
 def main(path: str, name: str, memory: str, *, threads: int) -> None:
-    """Serves the conductor until it ends the benchmark.
-
-    `threads` is the number of ranks in this process; 0 for one rank of the launcher's job.
-    """
+    """Serves the conductor with so many ranks in this process; with 0, with one rank of the launcher's job."""
     if threads:
         # It needs no timeout: the conductor ends it, or this process dies with the conductor.
         run_ranks(threads, lambda group: serve(path, name, PacelineRanks(group, memory)), timeout=threading.TIMEOUT_MAX)

@@ -29,10 +29,7 @@ class Sighting:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """A clock, which is so many seconds ahead of the coordinator's, give or take the uncertainty.
-
-    The uncertainty is None if the clock was not measured.
-    """
+    """A clock, ahead of the coordinator's, give or take `uncertainty` seconds; None if it was not measured."""
 
     ahead: float = 0.0
     uncertainty: float | None = None

@@ -31,10 +31,7 @@ _NOT_CONNECTED = "is not connected"
 
 
 def show_stacks(job: str, coordinator: str | None, timeout: float, *, everything: bool, as_json: bool) -> None:
-    """Prints the stacks of all members, those that are the same once.
-
-    With `everything` the threads of Paceline and grpc are shown too, and all frames.
-    """
+    """Prints the stacks of all members, those that are the same once; with `everything` all threads and frames."""
     address = coordinator_of(job, coordinator, timeout)
     answers = ask_members(address, job, QUESTION_STACKS, timeout, patience=PATIENCE_S)
     if not answers:

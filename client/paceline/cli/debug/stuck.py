@@ -102,10 +102,7 @@ def _of_others(records: Sequence[MemberRecord], generation: int) -> list[Finding
 
 
 class _View:
-    """The records of the members of one generation, by rank.
-
-    `silent` says why there is none, `behind` in which other generation a rank is, both in words.
-    """
+    """The records of one generation's members, by rank; `silent` and `behind` say why there is none."""
 
     def __init__(
         self,
