@@ -23,16 +23,9 @@ from paceline_protocol.messages import CatchUp, Dismissed, Finished, MemberList,
 class JobLine:
     """The part of a session that the steps use.
 
-    Args:
-        connection: the session.
-        config: timeouts.
-
     Attributes:
-        job: name of the job.
-        group: the session's group.
         inbox: messages from the coordinator.
         offered: the state that other members may fetch.
-        config: timeouts.
     """
 
     def __init__(self, connection: MemberConnection, config: Config) -> None:
@@ -77,11 +70,7 @@ class JobLine:
         self.group.recorder.step(self.group.generation, step)
 
     def take(self, tag: Tag, donors: Sequence[Peer], own: Content) -> Content:
-        """Fetches a state that other members hold.
-
-        Raises:
-            LinkUnavailable: no member gave it.
-        """
+        """Fetches a state that other members hold."""
         counters = self.group.counters
         with counters.fetching_state():
             return self._connection.run(
@@ -89,11 +78,7 @@ class JobLine:
             )
 
     def take_shards(self, tag: Tag, holders: Sequence[Holder], plan: ReshardPlan) -> None:
-        """Fetches the shards that a plan needs of a state that other members hold in parts.
-
-        Raises:
-            LinkUnavailable: no member gave one of them.
-        """
+        """Fetches the shards that a plan needs of a state that other members hold in parts."""
         counters = self.group.counters
         with counters.fetching_state():
             self._connection.run(
@@ -116,11 +101,7 @@ class JobLine:
         self._connection.begin(ask)
 
     def manifest_of(self, donor: Peer) -> bytes:
-        """Fetches another member's manifest.
-
-        Raises:
-            PacelineError: the member did not give it.
-        """
+        """Fetches another member's manifest."""
         return self._connection.run(get_manifest(self.job, donor, *self._how))
 
 

@@ -27,14 +27,10 @@ from pacelinepb.v1 import peer_pb2, session_pb2
 
 
 class Parcel:
-    """Copies of some runs of a state.
-
-    Args:
-        runs: arrays, copied one after the other.
-        asked: checksum of the request (`reshard_plan.checksum`).
+    """Copies of some runs of a state, one after the other.
 
     Attributes:
-        crc: CRC-32 of the request followed by the bytes.
+        crc: CRC-32 of the request (`reshard_plan.checksum`) followed by the bytes.
         data: the bytes.
     """
 
@@ -61,11 +57,6 @@ class Parcel:
 
 def borrow(lent: peer_pb2.LentMemory, size: int, giver: Peer) -> Attached:
     """Maps the memory of a parcel. Keep it mapped while more parcels may come in it, since mapping takes time.
-
-    Args:
-        lent: where the memory is.
-        size: bytes of the parcel.
-        giver: the member that lends it, as the coordinator knows it.
 
     Raises:
         OSError: this process may not open it.
@@ -94,13 +85,7 @@ def borrow(lent: peer_pb2.LentMemory, size: int, giver: Peer) -> Attached:
 
 
 def unpack(data: memoryview, crc: int, into: Sequence[NDArray[Any]], asked: int = 0) -> None:
-    """Copies the bytes of a parcel to where they belong.
-
-    Args:
-        data: the bytes.
-        crc: the checksum that came with them (`Parcel.crc`).
-        into: the arrays, contiguous, with the same number of bytes in all.
-        asked: checksum of the request.
+    """Copies the bytes of a parcel to contiguous arrays, whose bytes are as many in all.
 
     Raises:
         PacelineError: the checksum is wrong; do not use the arrays.

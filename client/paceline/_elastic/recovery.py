@@ -46,7 +46,7 @@ class _Kept(NamedTuple):
     Attributes:
         at_gate: small state at the gate.
         updated: True if the optimizer was called; False if the block ended without an update.
-        gradients: the gradients of the update.
+        gradients: those of the update.
     """
 
     at_gate: Mapping[str, Any]
@@ -56,12 +56,6 @@ class _Kept(NamedTuple):
 
 class StateRecovery:
     """Takes the state of a line from other members or a checkpoint, or finishes a step that others have applied.
-
-    Args:
-        job_line: the part of the session that steps use.
-        member: what this member holds and may do next.
-        state: the training state.
-        saver: finds checkpoints.
 
     Attributes:
         read_a_checkpoint: True if the state came from a checkpoint; the owner reads and clears it.
@@ -155,11 +149,7 @@ class StateRecovery:
             time.sleep(max(0.0, began + pause - now))
 
     def start_from_checkpoint(self, reason: str) -> tuple[int, Meet]:
-        """Goes back to the latest checkpoint, because the state is lost; returns its step and the meet to send.
-
-        Raises:
-            OrphanedError: there is no checkpoint.
-        """
+        """Goes back to the latest checkpoint, because the state is lost; returns its step and the meet to send."""
         found = self._saver.latest()
         if found == Tag(0, 0):
             raise OrphanedError(f"the training state is lost, and there is no checkpoint: {reason}")
@@ -169,12 +159,7 @@ class StateRecovery:
         return found.step, self._member.lost(found)
 
     def keep_gradients(self, at_gate: Mapping[str, Any], *, updated: bool) -> None:
-        """Keeps the gradients of a step that may have to be finished later.
-
-        Args:
-            at_gate: small state at the gate.
-            updated: True if the optimizer was called; False if the block ended without an update.
-        """
+        """Keeps the gradients of a step that may have to be finished later; see `_Kept`."""
         self._kept = _Kept(at_gate, updated, self._state.take_gradients())
 
     def _take(self, order: Take) -> None:
