@@ -40,12 +40,8 @@ _COMBINABLE = frozenset(
 def array_of(tensor: Tensor, name: str = "the tensor") -> NDArray[Any]:
     """Returns an array over a tensor's memory, of the same shape and strides; it does not keep the autograd graph.
 
-    Args:
-        tensor: dense, on the CPU.
-        name: the tensor's name in error texts.
-
     Raises:
-        UnsupportedOp: the tensor has no memory that NumPy can use.
+        UnsupportedOp: NumPy cannot use the tensor's memory: it is not dense, or not on the CPU.
     """
     plain = tensor.detach()
     if plain.device.type != "cpu" or plain.layout != torch.strided:
@@ -129,10 +125,8 @@ def values_of(tensor: Tensor, name: str = "the tensor") -> NDArray[Any]:
 def elements_of(tensor: Tensor) -> Array:
     """Returns a tensor's elements in C order, shape [N]: a view if the tensor is contiguous on the CPU, else a copy.
 
-    A tensor that `can_combine` rejects is returned as its bytes: shape [N * itemsize], uint8.
-
-    Raises:
-        UnsupportedOp: the tensor is sparse or quantized.
+    A tensor that `can_combine` rejects is returned as its bytes: shape [N * itemsize], uint8. Sparse and quantized
+    tensors are refused.
     """
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise UnsupportedOp(f"a tensor of layout {tensor.layout} cannot be sent: convert it to a dense one")
@@ -144,11 +138,9 @@ def elements_of(tensor: Tensor) -> Array:
 
 
 class ResultBuffer(NamedTuple):
-    """The memory to which an operation writes its result for a tensor.
+    """The memory, shape [N], to which an operation writes its result for a tensor.
 
-    Attributes:
-        array: the memory, shape [N].
-        copy_back: copies the result to the tensor; None if `array` is the tensor's own memory.
+    `copy_back` copies the result to the tensor; None if `array` is the tensor's own memory.
     """
 
     array: Array
@@ -156,11 +148,9 @@ class ResultBuffer(NamedTuple):
 
 
 def result_buffer(tensor: Tensor, *, filled: bool = False) -> ResultBuffer:
-    """Returns a buffer for a result that belongs in a tensor: the tensor's own memory if possible.
+    """Returns a buffer for a result that belongs in a dense tensor: the tensor's own memory if possible.
 
-    Args:
-        tensor: a dense tensor.
-        filled: whether to fill the buffer with the tensor's values first, for operations in place.
+    For operations in place, a `filled` buffer has the tensor's values.
     """
     plain = on_host(tensor) and not (tensor.is_conj() or tensor.is_neg())
     if plain and tensor.layout == torch.strided and tensor.is_contiguous():
