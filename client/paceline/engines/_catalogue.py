@@ -48,11 +48,7 @@ def load_engine(name: str) -> None:
 
 
 def make_engine(name: str) -> DataEngine:
-    """Makes an engine, which is not open yet.
-
-    Raises:
-        LinkUnavailable: as `load_engine`; or torch was built without its library, or there is no device.
-    """
+    """Makes an engine, which is not open yet."""
     with _what_it_needs(name):
         return _maker(name)()
 

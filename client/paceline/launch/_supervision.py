@@ -111,14 +111,11 @@ class _Slot:
 
 
 class Restarts:
-    """Decides about restarts of one launcher's workers, each separately.
+    """Decides about restarts of one launcher's workers, each separately, `limit` times each.
 
     A failed worker is restarted as a new worker after a pause, which doubles from 0.1 s to 10 s, so that a lasting
     cause (a full disk, a port in use) does not cause a hundred restarts a second. The pause begins anew after a worker
     that ran for a minute.
-
-    Args:
-        limit: how often each worker is restarted at most.
     """
 
     def __init__(self, limit: int) -> None:
