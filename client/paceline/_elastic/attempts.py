@@ -93,10 +93,7 @@ class FinishedBlocks:
         self._here = self._furthest = 0
 
     def compare(self, group: Group, asked: int) -> int:
-        """Learns how many blocks the furthest member has finished, at the beginning of a generation. A collective.
-
-        Returns the step that any member asks all to skip; 0 for none. `asked` is this member's.
-        """
+        """Learns how far the furthest member is; returns the step that any asks to skip, else 0. A collective."""
         here = np.array([self._here, asked], np.int64)
         self._furthest, skipped = group.all_reduce(here, op="max", label="blocks").tolist()
         return int(skipped)

@@ -45,12 +45,7 @@ def memory_of(value: Any) -> NDArray[Any]:
 
 
 class DeviceArray:
-    """An array of a framework on a device; shared, not copied.
-
-    Attributes:
-        shape, dtype, size, nbytes: as of NumPy's arrays.
-        address: address of the memory on the device, which tells it from others.
-    """
+    """An array of a framework on a device; shared, not copied. Its `address` tells the memory from others."""
 
     def __init__(self, array: Any) -> None:
         self._array = array.detach()

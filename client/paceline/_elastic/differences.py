@@ -60,8 +60,6 @@ def where_they_differ(names: Sequence[str], digests: NDArray[np.uint32]) -> str:
 def find_minority(group: Group, state: TrainState, step: int, digest: int) -> tuple[list[int], str]:
     """Finds the ranks that do not hold what most members hold, and a sentence on where they differ. A collective.
 
-    Members may have different next steps.
-
     Raises:
         DivergenceError: without a majority no member can tell which state is right.
     """

@@ -120,11 +120,7 @@ class StepRunner(Protocol):
         """Notes that this step has changed the state."""
 
     def diverged(self, text: str) -> None:
-        """Discards this member's state, because it differs from the state of the majority.
-
-        Raises:
-            DivergenceError: this member has differed too often.
-        """
+        """Discards this member's state, which differs from the majority's; DivergenceError if it did too often."""
 
     def spoiled(self) -> None:
         """Discards this member's state, because an update was interrupted half way."""

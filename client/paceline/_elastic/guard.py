@@ -25,8 +25,6 @@ class StateGuard:
 
     Attributes:
         step: the present attempt; None between two attempts.
-        receipts: makes and writes receipts; None for none.
-        awaits_closure: see `state.Gate`.
         asked: the step that this member has asked all to skip, with the words for it; 0 for none.
     """
 

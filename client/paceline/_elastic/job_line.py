@@ -21,12 +21,7 @@ from paceline_protocol.messages import CatchUp, Dismissed, Finished, MemberList,
 
 
 class JobLine:
-    """The part of a session that the steps use.
-
-    Attributes:
-        inbox: messages from the coordinator.
-        offered: the state that other members may fetch.
-    """
+    """The part of a session that the steps use."""
 
     def __init__(self, connection: MemberConnection, config: Config) -> None:
         self.job = connection.job
@@ -86,10 +81,7 @@ class JobLine:
             )
 
     def try_to_reach(self, members: Sequence[Peer]) -> None:
-        """Starts to test whether this member and each of these can connect. `inbox` gets the `ReachResult`.
-
-        A test that already runs is given up.
-        """
+        """Tests whether this member and each of these can connect; ends an earlier test. `inbox` gets the result."""
 
         async def ask() -> None:
             if self._trying is not None:

@@ -168,8 +168,6 @@ class Description:
 
     Attributes:
         skeleton: made by `tree.split_shards`.
-        arrays: name, dtype and shape of each array, in order.
-        hashes: hashes of the chunks.
         spread: names of the sharded arrays; the coordinator says who holds which shard.
     """
 

@@ -27,12 +27,7 @@ from pacelinepb.v1 import peer_pb2, session_pb2
 
 
 class Parcel:
-    """Copies of some runs of a state, one after the other.
-
-    Attributes:
-        crc: CRC-32 of the request (`reshard_plan.checksum`) followed by the bytes.
-        data: the bytes.
-    """
+    """Copies of some runs of a state; `crc` is the CRC-32 of the request (`reshard_plan.checksum`) and their bytes."""
 
     def __init__(self, runs: Sequence[NDArray[Any]], asked: int = 0) -> None:
         self._memory = arena().empty(sum(run.nbytes for run in runs), np.uint8)

@@ -405,10 +405,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.5
 
 
 async def retry_while_refused(call: Callable[[], Awaitable[T]], patience: float) -> T:
-    """Returns the call's result, and repeats the call for up to `patience` seconds while the member refuses it for now.
-
-    A refused connection is raised at once, as is anything else that the call raises.
-    """
+    """Returns the call's result; repeats the call for up to `patience` seconds while the member refuses it for now."""
     loop = asyncio.get_running_loop()
     end, pause = loop.time() + patience, _FIRST_PAUSE_S
     while True:

@@ -57,8 +57,7 @@ class _Kept(NamedTuple):
 class StateRecovery:
     """Takes the state of a line from other members or a checkpoint, or finishes a step that others have applied.
 
-    Attributes:
-        read_a_checkpoint: True if the state came from a checkpoint; the owner reads and clears it.
+    `read_a_checkpoint` says that the state came from a checkpoint; the owner reads and clears it.
     """
 
     def __init__(self, job_line: JobLine, member: MemberState, state: TrainState, saver: Saver) -> None:
@@ -100,8 +99,7 @@ class StateRecovery:
     def carry_out(self, order: Meet | Take | None) -> Meet | None:
         """Carries out orders of the state machine until it has none; returns what to tell the coordinator then.
 
-        Raises:
-            LinkUnavailable: no member gave the state in many tries, and others wait for this member.
+        Raises LinkUnavailable if no member gave the state in many tries, and others wait for this member.
         """
         if self._member.prepared is None:
             self._kept = None  # no member has applied that step, so it is undone here too
@@ -163,12 +161,7 @@ class StateRecovery:
         self._kept = _Kept(at_gate, updated, self._state.take_gradients())
 
     def _take(self, order: Take) -> None:
-        """Carries out an order; nothing has changed if it raises PacelineError.
-
-        Raises:
-            PacelineError: no member gave the state.
-            Exception: what the optimizer, or a part's own `load_state_dict`, raised.
-        """
+        """Carries out an order; nothing has changed if it raises PacelineError."""
         if order.finish:
             self._finish(order)
         elif self._state.is_sharded:
@@ -186,9 +179,7 @@ class StateRecovery:
     def _finish(self, order: Take) -> None:
         """Finishes a step that others have applied: runs the optimizer on the gradients that were kept.
 
-        Raises:
-            PacelineError: no member gave the rest; nothing has changed.
-            Exception: as `_take`; the state is discarded then.
+        Nothing has changed if it raises PacelineError; after any other error the state is discarded.
         """
         assert self._kept is not None
         kept, rest = self._kept, self._from_others(order)

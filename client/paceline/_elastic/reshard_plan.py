@@ -69,17 +69,9 @@ def assign(
 ) -> dict[K, list[ElementRun]]:
     """Decides which holder gives which of the missing runs. If several have a run, the least loaded one gives it.
 
-    Args:
-        missing: the runs that are wanted.
-        held: for each holder the shares that it holds.
-        cut: how arrays are cut into a number of parts. It returns by name the position of the array's first element in
-            the flat array that is cut, and the number of elements in a part of that.
-
-    Returns:
-        For each holder its runs; each lies within one of its shares.
-
-    Raises:
-        LookupError: no holder has a run, which is the error's argument.
+    `held` has the shares of each holder; each run that is returned lies within one of them. `cut` says how arrays are
+    cut into a number of parts: by name, the position of the array's first element in the flat array that is cut, and
+    the number of elements in a part of that. Raises LookupError, with the run, if no holder has it.
     """
     having: dict[int, dict[int, list[K]]] = {}
     for holder, shares in held.items():
@@ -124,12 +116,10 @@ class ReshardPlan:
     """A prepared change to another share: memory for it, filled in part from what this member holds already.
 
     Attributes:
-        share: the share to change to.
         own: True if this member holds shares of the same state.
         targets: the memory, by the arrays' names.
         wanted: the runs that must come from other members.
         cut: how arrays are cut into parts, as `assign` takes it.
-        switch: makes the new share the live one.
     """
 
     def __init__(

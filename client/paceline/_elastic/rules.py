@@ -126,10 +126,7 @@ class StateWatch:
             self._before = arrays
 
     def before_update(self) -> None:
-        """Checks before a step's first update, or at its end without one, that it could restore all that has changed.
-
-        Not for steps with a copy.
-        """
+        """Checks before the first update of a step without a copy, or at its end, that it could undo all changes."""
         before, self._before = self._before, None
         if before is not None and (odd := _differ(before, _arrays_of(self._state))):
             raise StepOrderError(

@@ -82,9 +82,7 @@ class Saver:
     """The checkpoints of one member.
 
     Args:
-        directory: None for no checkpoints.
         every: steps between two checkpoints; None for one at the end only, or when all workers leave.
-        counters: counts what is written; None if nobody looks.
 
     Attributes:
         tag: tag of the state that was loaded, Tag(0, 0) for none.
@@ -113,11 +111,7 @@ class Saver:
         self._missing: tuple[Tag, float] | None = None  # a tag that only others see, and since when
 
     def load(self, state: TrainState) -> None:
-        """Loads the latest checkpoint that is not damaged, if there is one.
-
-        Raises:
-            CheckpointDamaged: there are checkpoints, and all are damaged or cannot be read.
-        """
+        """Loads the latest checkpoint that is not damaged, if there is one; CheckpointDamaged if all are damaged."""
         if self._directory is None:
             return
         found = checkpoint.load(self._directory)

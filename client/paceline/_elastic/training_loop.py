@@ -48,14 +48,11 @@ class TrainingLoop:
     """One member's way through the steps of a job.
 
     Attributes:
-        done: True once the last step is committed.
         unfinished: True while it has steps to take: from the beginning of the loop until the job is done, or this
             member is dismissed.
-        raised: True if an error has ended the loop.
         broken_off: the line of the script that left the loop before its end; empty for none.
         last: number of the last step: `total`, unless a step has stopped the loop.
-        left: True once the loop over the steps is over.
-        at_end: called then, or at the end of the session if the script keeps the iterator.
+        at_end: called once the loop is over, or at the end of the session if the script keeps the iterator.
     """
 
     def __init__(

@@ -29,7 +29,6 @@ class RankPlan:
     """What one rank does with the microbatches of a step.
 
     Attributes:
-        leaves: V.
         numbers: the microbatches that it computes, from left to right; at least one.
         nodes: for each rank, the nodes whose sums it gives, from left to right. Together they are the whole tree.
         kept: the nodes that this rank has from an undone attempt.

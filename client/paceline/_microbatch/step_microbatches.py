@@ -31,9 +31,6 @@ class StepMicrobatches:
         prepare: has the wrappers of the training state agree on their models; a collective at first use.
         kept: the sums that this rank keeps from an undone attempt; None if no rank keeps any in this job.
         told: the exchange of what each rank has kept, as rows of `row_of_held`; None after a generation's first step.
-
-    Attributes:
-        samples: number of this rank's samples; 0 until `read` was called.
     """
 
     def __init__(

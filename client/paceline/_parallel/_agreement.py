@@ -125,15 +125,10 @@ def agree(
 ) -> int:
     """Compares manifests, then gives rank 0's values to all, unless all hold them already (`Group.has_same_state`).
 
-    Args:
-        group: the ranks.
-        manifest: this rank's manifest.
-        arrays: this rank's parameters and buffers, in the manifest's order; written in place.
-        may_change: False if gradients have been computed from this rank's own values.
-        agreed_in: the last generation in which this rank has agreed on the same model; 0 for none.
-
-    Returns:
-        The fingerprint of the common values; 0 if nothing was compared.
+    The arrays are this rank's parameters and buffers, in the manifest's order; they are written in place. `may_change`
+    is False if gradients have been computed from this rank's own values. `agreed_in` is the last generation in which
+    this rank has agreed on the same model; 0 for none. Returns the fingerprint of the common values; 0 if nothing was
+    compared.
 
     Raises:
         SizeMismatch, SettingsMismatch, DivergenceError: manifests differ, or values still differ after rank 0 sent its

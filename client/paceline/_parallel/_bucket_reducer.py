@@ -94,9 +94,6 @@ class BucketReducer:
 
     Args:
         parameters: all parameters by path; the frozen ones are left out.
-        transport: makes the buckets and sums them.
-        cap_bytes: most bytes of gradients in one bucket.
-        static: see `Readiness`.
         narrow: whether gradients may have 16 bits.
 
     Attributes:
@@ -254,8 +251,7 @@ class BucketReducer:
     def finish(self, *, weight: float, replaces: bool = False) -> None:
         """Sends the remaining buckets, waits for all, and leaves the weighted means in the gradients.
 
-        `replaces` changes nothing here: backward writes the gradients that optimizers see, so they are in place
-        already.
+        Backward writes the gradients that optimizers see, so `replaces` changes nothing here.
 
         Raises:
             StepOrderError: the weights of all ranks add up to 0; or no collective may be called now. A world of one

@@ -89,12 +89,9 @@ class _Memory(NamedTuple):
 class Bucket:
     """The gradients of some parameters of one dtype, in NumPy arrays that are reused in each step.
 
-    The class is the `GradientBucket` of `HostTransport`.
-
     Args:
         parameters: the parameters by path, in the order in which they lie in the bucket.
         room: number of elements reserved for a piggyback.
-        empty: allocates the memory.
         feedback: see `Memory`.
         weight_at: number of elements in front of the weight; N if left out.
         apart: True if gradients are stored in a separate array; those in 16 bits always are.

@@ -127,8 +127,6 @@ class GradientSynchronizer:
     """Keeps the order of operations in a step, for any placement of parameters and any framework.
 
     Args:
-        model: the model.
-        group: the ranks.
         accumulation: makes the accumulation for parameters and sources.
         agreed: called with the new reducer each time the ranks have agreed on the model.
         before_reduction: called on every rank before a pass that ends with a reduction; returns the rank whose buffers
@@ -278,10 +276,7 @@ class GradientSynchronizer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Lets backward passes inside the block accumulate on this rank only.
-
-        The next pass outside, or `sync_gradients`, reduces the sum of all micro-batches.
-        """
+        """Lets backward passes in the block accumulate here, until the next one outside, or `sync_gradients`."""
         before, self._reduces = self._reduces, False
         try:
             yield

@@ -150,7 +150,6 @@ class HostTransport(GroupTransport):
     """Keeps gradients in NumPy arrays, which a group moves.
 
     Args:
-        group: the ranks.
         codec: compresses gradients on the wire, but not weights and flags; None for no compression: even bfloat16 is
             then sent with all bits.
         low_rank: number of directions of each matrix that travel (`PowerSGD`); 0 for whole matrices.

@@ -325,17 +325,14 @@ class Uneven:
 class AutogradDriver:
     """Drives the synchronizer of one DDP from autograd's hooks.
 
+    `factor` is the weight by which each new gradient is multiplied.
+
     Args:
         module: the torch module.
         group: the ranks.
         make: makes the core's object for a parameter.
         carried: makes the transport of gradients if an engine carries them.
         settings: as for `paceline.DDP`.
-
-    Attributes:
-        module: the module as the core sees it.
-        uneven: keeps ranks in step that run out of inputs at different times.
-        factor: the weight by which each new gradient is multiplied.
     """
 
     def __init__(

@@ -211,8 +211,6 @@ class _DeviceTicket(C10dTicket):
     """A sum under way on a device.
 
     Args:
-        x: the array.
-        streams: the device's streams.
         aborted: set when the engine is aborted.
         lose_if_broken: aborts the engine if its communicator has failed; returns why.
         shares: the number of ranks if each is to sum a share of the elements; 0 if `allreduce` will do.

@@ -55,7 +55,6 @@ class Fetcher:
 
         Raises:
             DataWorkerLost: a worker process has died.
-            Exception: the source raised it.
         """
         try:
             if tasks is not None:

@@ -86,7 +86,7 @@ class Round:
     def close(self, why: str) -> None:
         """Closes the run for all agents of this round, and those that wait for its end, and leaves.
 
-        `why` this agent has failed, so that the others stop too; empty if its workers are done.
+        `why` says why this agent has failed, so that the others stop too; it is empty if its workers are done.
         """
         with contextlib.suppress(PacelineError):  # there is nobody left to tell
             self.session.store.set(_CLOSED, str(self.number).encode())

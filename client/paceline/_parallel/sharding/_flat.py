@@ -123,7 +123,6 @@ class Flat:
 
     Args:
         parameters: the module's parameters by path. Their values move into this object's memory.
-        placement: the placement of this rank's shard.
         wire: dtype of values and gradients on the wire; None for their own. Shards keep their precision.
         empty: allocates memory that links can send without a copy.
         computes: whether the module computes with values in the dtype `wire`.

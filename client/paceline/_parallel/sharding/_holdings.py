@@ -41,7 +41,7 @@ class Holding:
 def holding(models: Sequence[ShardedModel], optimizers: Sequence[OptimizerState], *, to_write: bool = False) -> Holding:
     """Returns what this rank holds now; everything if nothing is cut yet and no optimizer has state.
 
-    The models are the outermost wrappers. With `to_write`, only the arrays that this rank will keep, for the caller to
+    The models are the outermost wrappers. With `to_write`, only arrays that this rank will keep, for the caller to
     fill.
     """
     units = _units(models)

@@ -60,12 +60,9 @@ class Placement:
 def place(strategy: ShardingStrategy, rank: int, members: Sequence[Peer], intra_node_size: int | None) -> Placement:
     """Returns what a rank holds under a strategy.
 
-    Args:
-        strategy: the strategy.
-        rank: the rank.
-        members: all members, in rank order; empty for a candidate, which holds everything.
-        intra_node_size: for HYBRID_SHARD: ranks n * size to (n + 1) * size - 1 are a node. If None, ranks that can
-            share memory are a node (`Peer.node`), or ranks of one host name if that is not known.
+    `members` are in rank order; none for a candidate, which holds everything. For HYBRID_SHARD, ranks n * size to (n +
+    1) * size - 1 are a node. Without a size, ranks that can share memory are a node (`Peer.node`), or ranks of one host
+    name if that is not known.
     """
     world = len(members)
     if strategy is not ShardingStrategy.HYBRID_SHARD and intra_node_size is not None:

@@ -54,11 +54,8 @@ class TreeScattering:
     the nodes. Ranks begin their collectives as those of `Scattering`.
 
     Args:
-        unit: the unit.
-        flat: one of its arrays.
         terms: this rank's whole gradients, shape [n S]: the sums of its maximal subtrees.
         used: for each parameter, whether it had a gradient in any of this rank's leaves.
-        leaves: V.
         divisor: returns the total weight while gradients are summed.
     """
 

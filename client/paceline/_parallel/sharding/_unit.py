@@ -28,7 +28,6 @@ class Unit:
 
     Args:
         parameters: the parameters by path; each belongs to this unit alone.
-        placement: the placement of this rank.
         wire, empty, computes: as for `Flat`.
 
     Attributes:
@@ -77,11 +76,7 @@ class Unit:
         self.is_agreed = self.has_ranks = True
 
     def move(self, placement: Placement) -> None:
-        """Moves to a new view, which has other ranks. If this rank has whole values, the ranks agree on them again.
-
-        Raises:
-            UnsupportedOp: this rank would hold another shard, whose values it does not have.
-        """
+        """Moves to a new view, which has other ranks. If this rank has whole values, the ranks agree on them again."""
         before = self.placement
         if (len(placement.shards), placement.shard) != (len(before.shards), before.shard):
             raise UnsupportedOp(

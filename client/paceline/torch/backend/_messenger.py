@@ -29,9 +29,9 @@ _SMALL = 8 << 10
 
 @never_traced
 class MessageWork(dist.Work):  # type: ignore[misc]  # torch has no types here
-    """A message that is being sent or received.
+    """A message that is sent or received by `act`, which returns the other side's rank.
 
-    `act` does that, and returns the other side's rank. The results have the tensor that is sent or filled.
+    The results have the tensor that is sent or filled.
     """
 
     def __init__(self, act: Callable[[], int], queue: _MessageQueue, results: list[Any]) -> None:
