@@ -1,7 +1,4 @@
-"""Computes a step again in a script that `paceline replay` has started, and compares it with its receipt.
-
-The command says in a file what to compute (`ReplayOrder`), and reads the answer from another (`ReplayResult`).
-"""
+"""Computes a step again in a script that `paceline replay` has started, and compares it with its receipt."""
 
 from __future__ import annotations
 

@@ -6,9 +6,6 @@
   one rank meets the n-th of every other.
 - A parameter is complete once it has signalled as often as it ever did in one backward pass: a layer that runs twice
   signals twice. So the first pass only counts signals, and sends nothing early.
-
-`BucketReducer` observes the parameters, and keeps track of running collectives. Its `GradientTransport` handles memory
-and messages.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""DistributedDataParallel for NumPy modules: every rank holds the whole model, and gradients are averaged.
-
-`DDP` is the front for users; like the front for torch modules, it holds a `ReplicatedModel` and a
-`GradientSynchronizer`.
-"""
+"""DistributedDataParallel for NumPy modules: every rank holds the whole model, and gradients are averaged."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The state of an optimizer by path and name, for any sort of optimizer.
-
-The optimizers of `paceline.optim` implement `OptimizerState`. `standing_for` finds the object that implements it for an
-optimizer of another framework, and the core of a wrapped model.
-"""
+"""The state of an optimizer by path and name, for any sort of optimizer."""
 
 from __future__ import annotations
 

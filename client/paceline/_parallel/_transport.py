@@ -1,13 +1,8 @@
 """The transport of gradients: the interface that stores and moves them, and its implementations on the host.
 
-`BucketReducer` decides when a bucket leaves. A `GradientTransport` does everything that touches gradients or the
-network in a step: it makes buckets, and sums them over the ranks. Gradients on a device need a transport with buckets
-of its own, and code that reads parameters outside of a step must support the device too: `TorchParameter`, the
-comparison of members (`_agreement`), clipping.
-
-`HostTransport` has a `paceline.Group` move NumPy arrays over links. torch tensors on the CPU are seen as NumPy arrays
-over the same memory, so it serves both frameworks. `EngineTransport` has the same buckets, but the group's engine
-(Gloo) carries the gradients in them.
+Gradients on a device need a transport with buckets of its own, and code that reads parameters outside of a step must
+support the device too: `TorchParameter`, the comparison of members (`_agreement`), clipping. torch tensors on the CPU
+are seen as NumPy arrays over the same memory, so `HostTransport` serves both frameworks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Decides what to do when a worker ends: stop the others, restart it, or give it up. Pure: time is an argument.
-
-Exit         how a process ended, in words and as an exit code
-Restarts     which worker is restarted and when, and which is given up
-Supervision  when to stop workers, and the launcher's exit code
-"""
+"""Decides what to do when a worker ends: stop the others, restart it, or give it up. Pure: time is an argument."""
 
 from __future__ import annotations
 

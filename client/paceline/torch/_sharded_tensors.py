@@ -1,8 +1,4 @@
-"""Adapts torch's modules, parameters and gradients to the sharded core; both use the same memory.
-
-`Mirror` is a module's parameter, `TorchPiece` this rank's piece of one, which torch's optimizers train. `Adapter` lists
-the parameters and buffers in a tree of modules by path.
-"""
+"""Adapts torch's modules, parameters and gradients to the sharded core; both use the same memory."""
 
 from __future__ import annotations
 

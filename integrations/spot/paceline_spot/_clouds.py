@@ -1,6 +1,5 @@
 """Asks a cloud's metadata service whether this machine will be taken away, as `paceline run --notice` does.
 
-AWS, GCP and AZURE say where to ask, and which answers mean that the machine will be taken. `Metadata` asks.
 Sources: AWS "Spot Instance interruption notices" and IMDSv2; Google Cloud "Handle preemption" and "maintenance-event";
 Azure "Scheduled Events for Linux VMs".
 """

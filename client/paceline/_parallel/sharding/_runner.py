@@ -4,9 +4,6 @@ During a pass the running units are whole, and the next `ahead` units are whole 
 this rank has only its shard. Every rank issues the same collectives in the same order, because that order depends only
 on the order in which units run, not on anything that a single rank knows.
 
-`UnitOrder` learns in which order units run. `Scattering` reduces the gradients of one flat array to the ranks that keep
-them, `UnitReduction` those of a whole pass, with the total weight. `UnitRunner` puts them together.
-
 Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023, section 3.3.
 """
 
