@@ -31,11 +31,7 @@ class FailedAttempts:
         self._causes: list[tuple[str, frozenset[_Worker]]] = []
 
     def begin(self, what: str, members: Iterable[Peer]) -> int:
-        """Begins an attempt at `what`, such as "step 12"; returns its number in the row, from 1.
-
-        Raises:
-            StepVoid: it has failed too often; the text has every cause.
-        """
+        """Begins an attempt at `what`, such as "step 12"; returns its number, from 1. StepVoid after too many."""
         self._look_at(what)
         present = {_worker(peer) for peer in members}
         self._causes = [(text, culprits) for text, culprits in self._causes if culprits <= present]

@@ -197,11 +197,7 @@ class Description:
 
     @classmethod
     def from_json(cls, data: bytes, hashes: bytes, most_bytes: int) -> Description:
-        """Reads the description that another member sent; never evaluates it (I9).
-
-        Raises:
-            ValueError: it is malformed, or describes more than `most_bytes`, or another number of chunks.
-        """
+        """Reads another member's description; never evaluates it (I9). ValueError if it is malformed or too big."""
         try:
             fields = json.loads(data)
             skeleton, arrays = fields["skeleton"], [_array_from(entry) for entry in fields["arrays"]]

@@ -80,11 +80,7 @@ def borrow(lent: peer_pb2.LentMemory, size: int, giver: Peer) -> Attached:
 
 
 def unpack(data: memoryview, crc: int, into: Sequence[NDArray[Any]], asked: int = 0) -> None:
-    """Copies the bytes of a parcel to contiguous arrays, whose bytes are as many in all.
-
-    Raises:
-        PacelineError: the checksum is wrong; do not use the arrays.
-    """
+    """Copies the bytes of a parcel to contiguous arrays of as many bytes; PacelineError if the checksum is wrong."""
     found, start = asked, 0
     for array in into:
         target = array.view(np.uint8)

@@ -141,11 +141,7 @@ class Saver:
         return Tag(0, 0)
 
     def intact(self) -> Tag:
-        """Returns `latest`, for a member that has no other state to begin with.
-
-        Raises:
-            CheckpointDamaged: there are checkpoints, and all are damaged or cannot be read; the text names each.
-        """
+        """Returns `latest`, for a member without another state; CheckpointDamaged if there are only damaged ones."""
         found = self.latest()
         if found == Tag(0, 0) and self._left_out:
             raise none_intact(Path(self._directory or "."), self._left_out.values())

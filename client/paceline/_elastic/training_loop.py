@@ -520,11 +520,7 @@ class TrainingLoop:
         return flags
 
     def _failed(self, cause: BaseException | None, *, meet: bool = True) -> None:
-        """Handles a failed attempt: undoes it, and ends its generation (I1).
-
-        Raises:
-            StepOrderError: a member did otherwise than the others, and would do so again.
-        """
+        """Undoes a failed attempt, and ends its generation (I1). StepOrderError if the next one would fail alike."""
         with contextlib.suppress(PacelineError):
             self._job_line.group.flush()
         fault = self._job_line.group.mesh.fault

@@ -108,11 +108,7 @@ def row_of_held(nodes: Iterable[Node] | None, leaves: int) -> NDArray[np.int64]:
 
 
 def held_of_row(row: NDArray[np.int64]) -> tuple[Node, ...] | None:
-    """Returns the nodes of a row, which another rank may have sent; None if it refuses any sums.
-
-    Raises:
-        ValueError: they are not disjoint nodes of the tree.
-    """
+    """Returns the nodes of a row of another rank's; None if it refuses any sums. ValueError if they are no nodes."""
     if (row == _REFUSES).all():
         return None
     nodes, end = [], 0

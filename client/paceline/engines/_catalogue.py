@@ -37,11 +37,7 @@ def missing_package(name: str) -> str:
 
 
 def load_engine(name: str) -> None:
-    """Imports the module of an engine: torch takes seconds, for which all other members would wait in a step.
-
-    Raises:
-        LinkUnavailable: a package is missing; the text says what to install.
-    """
+    """Imports the module of an engine: torch takes seconds, for which all other members would wait in a step."""
     if name != "links":
         with _what_it_needs(name):
             _maker(name)

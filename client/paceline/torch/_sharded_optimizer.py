@@ -35,11 +35,7 @@ _PLAIN = (bool, int, float, str)
 
 
 class TorchOptimizer(OptimizerState):
-    """The adapter of a torch optimizer of pieces, of one `paceline.torch.FSDP`.
-
-    Raises:
-        UnsupportedOp: the optimizer's state cannot be separated by parameter, or does not begin with zeros.
-    """
+    """The adapter of a torch optimizer of pieces, whose state must begin with zeros, for each parameter by itself."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer

@@ -38,11 +38,7 @@ _COMBINABLE = frozenset(
 
 
 def array_of(tensor: Tensor, name: str = "the tensor") -> NDArray[Any]:
-    """Returns an array over a tensor's memory, of the same shape and strides; it does not keep the autograd graph.
-
-    Raises:
-        UnsupportedOp: NumPy cannot use the tensor's memory: it is not dense, or not on the CPU.
-    """
+    """Returns an array over the memory of a dense tensor on the CPU, with its strides, without its autograd graph."""
     plain = tensor.detach()
     if plain.device.type != "cpu" or plain.layout != torch.strided:
         raise UnsupportedOp(f"{name} is a {plain.layout} tensor on {plain.device}: want a dense one on the CPU")

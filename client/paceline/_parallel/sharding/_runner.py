@@ -116,10 +116,7 @@ class Scattering:
             self._begin_second()
 
     def finish(self, total: float, used: NDArray[np.bool_]) -> None:
-        """Waits for both collectives, divides by the total weight, and gives the pieces their gradients.
-
-        `total` is above 0; `used` says for each parameter whether any rank used it.
-        """
+        """Waits for both collectives, divides by the weight, and gives pieces that any rank used their gradients."""
         self.advance()
         if self._second is not None:
             self._second.wait()
