@@ -74,14 +74,12 @@ class StepAttempt:
         digested: the microbatch whose gradients are digested, because other ranks compute it too.
 
     Attributes:
-        phase: see `AttemptPhase`.
         plan: what this rank does in the present loop over its microbatches.
         turn: the turn that runs; None between turns.
         between: the order that the group holds between turns.
         label: an object without contents that stands for the attempt.
         kept_label: that of the attempt in which wrappers got or kept the sums that this one begins with.
         kept: the nodes whose sums this rank has kept from an undone attempt.
-        digested: as given.
         digests: SHA-256 of the gradients of the digested microbatch, of each wrapper in turn; True: of the check.
         wrappers: those that have begun a backward pass, in this order.
         checked: whether this rank has computed the microbatch that it checks for another.
@@ -250,14 +248,8 @@ class StepAttempt:
 class MicrobatchTurn(SumOrder):
     """One turn of a rank at one microbatch; each turn is an object of its own.
 
-    Args:
-        attempt: the attempt.
-        number: the microbatch, v.
-        is_check: True if it is another rank's, and only computed to compare its gradients.
-
-    Attributes:
-        number: as above.
-        plan: what this rank does in the loop that the turn belongs to.
+    With `is_check` the microbatch is another rank's, and only computed to compare its gradients. `plan` is that of the
+    loop to which the turn belongs.
     """
 
     is_leaf = True

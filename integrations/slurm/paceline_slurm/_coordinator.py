@@ -24,11 +24,7 @@ _PAUSE_S = 0.1
 def coordinator_of_step(step: SlurmStep, job: str, say: Callable[[str], None]) -> Iterator[str]:
     """Yields the coordinator on the step's first node; task 0 serves it, and stays until no worker is left in the job.
 
-    It listens for other hosts, so all tasks need the same token or certificates.
-
-    Raises:
-        ValueError: they have neither.
-        OSError: the port is in use.
+    It listens for other hosts, so all tasks need the same token or certificates: ValueError if they have neither.
     """
     own = Credentials.from_environment()
     address = f"{step.hosts[0]}:{step.port}"
