@@ -25,7 +25,7 @@ from paceline._microbatch.attempt import AttemptPhase, StepAttempt
 from paceline._microbatch.machine_bits import machine_words
 from paceline._microbatch.rank_plan import RankPlan, even_plan
 from paceline._microbatch.sum_tree import leaves_of
-from paceline.errors import PeerRaised, SettingsMismatch, SizeMismatch, StepOrderError, UnsupportedOp
+from paceline.errors import PeerRaised, SettingsMismatch, StepOrderError, UnsupportedOp
 from paceline.nn import Linear, softmax_cross_entropy
 from paceline.testing import run_ranks
 from paceline_protocol import StepFlag, step_word
@@ -239,55 +239,6 @@ def test_a_barrier_in_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(StepOrderError, match="a barrier in microbatch 0 of a step"):
         run.steps(inside)
-
-
-def test_a_microbatch_whose_wrappers_could_not_be_prepared_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run()
-    honest, failing = paceline.TrainState.prepare, iter([True])
-
-    def prepare(state: paceline.TrainState) -> None:
-        if next(failing, False):
-            raise SizeMismatch("the models differ")
-        honest(state)
-
-    monkeypatch.setattr(paceline.TrainState, "prepare", prepare)
-
-    def inside(step: Any) -> None:
-        with pytest.raises(SizeMismatch):
-            step.microbatches[0].__enter__()
-        for micro in step.microbatches:
-            with micro:
-                run.compute(micro)
-        run.optimizer.step()
-
-    run.steps(inside)
-    assert run.sampler.offset == 11
-
-
-@pytest.mark.parametrize("microbatches", [0, 4])
-def test_a_weight_ends_with_its_block(microbatches: int) -> None:
-    run = Run(microbatches)
-    weights: list[float] = []
-
-    def inside(step: Any) -> None:
-        group = run.session.group
-        for micro in step.microbatches if microbatches else ():
-            with micro:
-                run.compute(micro)
-                assert group.gradient_weight == micro.weight
-            weights.append(group.gradient_weight)
-        if not microbatches:
-            run.compute(step)
-            group.set_gradient_weight(0.5)
-        run.optimizer.step()
-
-    with run.session:
-        for step in run.session.steps(run.state, total=2):
-            weights.append(run.session.group.gradient_weight)
-            with step:
-                run.optimizer.zero_grad()
-                inside(step)
-    assert set(weights) == {1.0}
 
 
 def test_a_collective_after_the_microbatches() -> None:
