@@ -75,9 +75,12 @@ class SumOrder:
     kept_label: object | None = None
     spare: int = 0
 
-    def refusal(self, what: str) -> str:
-        """Returns why the script may not call `what`, such as "a collective"; empty if it may, or a wrapper calls."""
-        del what
+    def refusal(self, what: str, *, of_wrappers: bool = False) -> str:
+        """Returns why the script may not call `what`, such as "a collective"; empty if it may.
+
+        `of_wrappers` is True if wrappers call it too: it passes while one of them runs (`collectives`).
+        """
+        del what, of_wrappers
         return ""
 
     def collectives(self) -> AbstractContextManager[None]:

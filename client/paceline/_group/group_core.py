@@ -325,7 +325,7 @@ class GroupCore:
         if self._owner.ban_reason and calls:
             raise StepOrderError(self._owner.ban_reason)
         order = self._owner.order
-        if order.is_leaf and calls and (refusal := order.refusal("a collective")):
+        if order.is_leaf and calls and (refusal := order.refusal("a collective", of_wrappers=True)):
             raise StepOrderError(refusal)
         try:
             bound.mesh.fault.check()

@@ -268,8 +268,8 @@ class MicrobatchTurn(SumOrder):
         self.label, self.kept, self.kept_label = attempt.label, plan.kept, attempt.kept_label
         self.spare = sums_at_once(plan) if self.is_first else 0
 
-    def refusal(self, what: str) -> str:
-        if self._attempt._calling:
+    def refusal(self, what: str, *, of_wrappers: bool = False) -> str:
+        if of_wrappers and self._attempt._calling:
             return ""
         return (
             f"{what} in {self.name} of a step: ranks have different numbers of microbatches, so they would not call it "

@@ -196,8 +196,9 @@ def test_collectives_pass_while_a_wrapper_calls_them() -> None:
     assert "a barrier in microbatch 4 of a step: ranks have different numbers" in turn.refusal("a barrier")
     with turn.collectives():
         with turn.collectives():  # passes of two wrappers overlap
-            assert turn.refusal("a collective") == ""
-        assert turn.refusal("a collective") == ""
+            assert turn.refusal("a collective", of_wrappers=True) == ""
+        assert turn.refusal("a collective", of_wrappers=True) == ""
+        assert "a barrier in microbatch 4" in turn.refusal("a barrier"), "no wrapper calls it"
     assert turn.refusal("a collective")
 
 

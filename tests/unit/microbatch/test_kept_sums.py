@@ -16,6 +16,7 @@ from paceline._microbatch.attempt import StepAttempt
 from paceline._microbatch.kept_sums import KeptSums
 from paceline._microbatch.rank_plan import even_plan, plan_ranks
 from paceline._microbatch.step_microbatches import StepMicrobatches
+from paceline._microbatch.twice import computed_twice
 from paceline_protocol import Tag
 
 BASE = Tag(7, 39)
@@ -74,6 +75,22 @@ def test_sums_are_refused_behind_a_wrapper_that_lacked_some() -> None:
     assert kept.nodes() is None
 
 
+def test_sums_are_not_kept_if_a_microbatch_is_computed_twice() -> None:
+    """Its digest is that of whole gradients, so all of them are computed again."""
+    kept, wrapper = KeptSums(), Wrapper((4, 6))
+    micro: Any = SimpleNamespace(_attempt=attempt(kept, [wrapper], 2), _kept=kept, _twice=computed_twice(0, 3, 2, 8, 3))
+    StepMicrobatches.keep(micro, BASE, usable=True, lacks=False)
+    assert kept.nodes() == ()
+
+
+def test_sums_that_an_abandoned_collective_may_still_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, wrapper = KeptSums(), Wrapper((4, 6))
+    kept.keep(BASE, attempt(kept, [wrapper], 2))
+    kept.enter(BASE)
+    monkeypatch.setattr(wrapper, "recover_sums", lambda: setattr(wrapper, "nodes", ()))
+    assert kept.nodes() == ()
+
+
 def test_the_microbatch_that_an_error_has_ended_is_kept_if_its_sum_is_there() -> None:
     kept, wrapper = KeptSums(), Wrapper((4, 8))
     kept.keep(BASE, attempt(kept, [wrapper], 3, begun=1))
@@ -99,6 +116,19 @@ def test_a_wrapper_that_was_in_no_whole_microbatch() -> None:
     """In the first microbatch of a newcomer's first step nobody knows whether more wrappers would have followed."""
     kept = KeptSums()
     kept.keep(BASE, attempt(kept, [Wrapper((4, 5))], 0, begun=1))
+    assert kept.nodes() == ()
+
+
+def test_a_wrapper_that_was_first_used_in_the_microbatch_that_failed() -> None:
+    """The sums of the other one look whole, but this one lacks those of the microbatch before."""
+    kept, first, second = KeptSums(), Wrapper((4, 6)), Wrapper((5, 6))
+    of = attempt(kept, [first], 1)
+    turn = of.turns()[1]
+    of.enter(turn)
+    for wrapper in (first, second):
+        wrapper.label = of.label
+        turn.begin_pass(wrapper, reduces=True)
+    kept.keep(BASE, of)
     assert kept.nodes() == ()
 
 

@@ -222,6 +222,25 @@ def test_a_collective_of_the_script_in_a_microbatch(collective: str) -> None:
         run.steps(inside)
 
 
+def test_a_barrier_in_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collectives pass there, since the wrapper calls them; barriers are the script's."""
+    run = Run()
+    backward = run.model.backward
+
+    def waits(dy: Any) -> Any:
+        run.session.barrier("here")
+        return backward(dy)
+
+    monkeypatch.setattr(run.model, "backward", waits)
+
+    def inside(step: Any) -> None:
+        with step.microbatches[0] as micro:
+            run.compute(micro)
+
+    with pytest.raises(StepOrderError, match="a barrier in microbatch 0 of a step"):
+        run.steps(inside)
+
+
 def test_a_collective_after_the_microbatches() -> None:
     run = Run()
 

@@ -25,6 +25,8 @@ RUNNING = Running(MemberList(7, 2, b"", 1), (0,))
 class Lists:
     """Answers as it is told."""
 
+    side: LineClient
+
     def __init__(self, *answers: list[Peer] | errors.PacelineError) -> None:
         self._answers = iter(answers)
 
@@ -43,7 +45,7 @@ def heard(lists: Lists) -> list[InboxMessage | None]:
         begun: list[Coroutine[Any, Any, None]] = []
         nothing: Any = None
         side: Any = LineClient("job", Config(), nothing, inbox, begun.append, lambda _: None)
-        side.members = lists
+        side.members, lists.side = lists, side
         side.control = SimpleNamespace(channel=None)
         side.hear(RUNNING)
         for work in begun:
@@ -64,6 +66,15 @@ def test_a_member_list_that_cannot_be_had_is_asked_for_again(trouble: errors.Pac
 
 def test_a_generation_that_is_past_is_asked_for_once() -> None:
     assert heard(Lists(errors.StaleGeneration("generation 8 runs"))) == [RUNNING]
+
+
+def test_a_list_that_comes_after_this_workers_own_view_is_dropped() -> None:
+    class Late(Lists):
+        async def fetch(self, *_: Any) -> list[Peer]:
+            self.side.forget_meeting()
+            return PEERS
+
+    assert heard(Late()) == [RUNNING]
 
 
 def test_what_may_be_lost_with_a_stream_is_said_again() -> None:
