@@ -11,7 +11,8 @@ import typer
 import typer.core
 import typer.main
 
-from paceline.cli.output import UsageError, one_line_errors
+from paceline._base.terminal import UsageError
+from paceline.cli.output import one_line_errors
 from paceline.cli.run_command import RUN_SETTINGS, run
 from pacelinepb import __version__
 

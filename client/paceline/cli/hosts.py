@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 
-from paceline.cli.output import UsageError, printable
+from paceline._base.terminal import UsageError, printable
 from paceline.launch import Host, Notice
 
 _RESERVE_S = 10.0

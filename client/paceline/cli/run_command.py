@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.cli.output import UsageError, one_line_errors, printable, say
+from paceline._base.terminal import UsageError, printable, say
+from paceline.cli.output import one_line_errors
 
 RUN_SETTINGS: dict[str, Any] = {
     "allow_interspersed_args": False,  # options after SCRIPT belong to the script

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from paceline._base.terminal import UsageError
 from paceline.cli import hosts
 from paceline.cli.hosts import drain_at, drain_seconds, find_host, find_notices, reasons_to_leave
-from paceline.cli.output import UsageError
 from paceline.launch import Host, Notice
 from support.blocks import ROOT, blocks
 from support.command import command
