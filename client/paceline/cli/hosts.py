@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 
 from paceline._base.terminal import UsageError, printable
+from paceline.cli.plug_ins import errors_of
 from paceline.launch import Host, Notice
 
 _RESERVE_S = 10.0
@@ -32,14 +33,17 @@ def find_host(points: Iterable[EntryPoint] | None = None) -> Host | None:
         points: the plug-ins; None for those that are installed.
 
     Raises:
-        UsageError: what the scheduler says cannot be understood.
+        UsageError: what the scheduler says cannot be understood; or a plug-in does not work. Without it, launchers of
+            one job would train apart.
     """
     points = entry_points(group="paceline.hosts") if points is None else points
     for point in sorted(points, key=lambda each: each.name):
-        try:
-            host: Host | None = point.load()()
-        except ValueError as error:
-            raise UsageError(str(error)) from None
+        with errors_of(point):
+            ask = point.load()
+            try:
+                host: Host | None = ask()
+            except ValueError as error:
+                raise UsageError(str(error)) from None
         if host is not None:
             return host
     return None
@@ -49,14 +53,18 @@ def find_notices(text: str | None) -> dict[str, Notice]:
     """Returns the notices that --notice names, separated by commas.
 
     Raises:
-        UsageError: no plug-in has one of that name.
+        UsageError: no plug-in has one of that name, or the plug-in does not work.
     """
     points = {point.name: point for point in entry_points(group="paceline.notices")}
     names = [] if text is None else [name.strip() for name in text.split(",")]
     for name in names:
         if name not in points:
             raise UsageError(f"there is no provider {name!r} (--notice): the providers are {', '.join(sorted(points))}")
-    return {name: points[name].load()() for name in names}
+    found: dict[str, Notice] = {}
+    for name in names:
+        with errors_of(points[name]):
+            found[name] = points[name].load()()
+    return found
 
 
 def reasons_to_leave(

@@ -20,6 +20,7 @@ from paceline.cli.launcher.leftovers import remove_leftovers
 from paceline.cli.launcher.printed import read_streams
 from paceline.cli.launcher.reports import ExitReports
 from paceline.cli.launcher.spares import default_spares, spares_error
+from paceline.cli.plug_ins import errors_of
 from paceline.config import ENGINES, Config, plug_in_engines
 from paceline.engines._catalogue import missing_package
 from paceline.launch import Host, Notice
@@ -201,13 +202,18 @@ def launcher_of(engine: str | None) -> Callable[..., object] | None:
     """Returns what starts the workers of an engine in place of `paceline run`; None if `paceline run` starts them.
 
     It is an entry point in the group "paceline.launchers" with the engine's name.
+
+    Raises:
+        UsageError: the plug-in does not work.
     """
     if engine is None or engine in ENGINES:
         return None
     from importlib.metadata import entry_points
 
-    found = entry_points(group="paceline.launchers", name=engine)
-    launch: Callable[..., object] | None = next(iter(found)).load() if found else None
+    launch: Callable[..., object] | None = None
+    for point in entry_points(group="paceline.launchers", name=engine):
+        with errors_of(point):
+            launch = point.load()
     return launch
 
 
