@@ -90,7 +90,7 @@ with paceline.join(timeout=120.0) as session:
             model.backward(dy)
 
     if kind == "micro":
-        word = "microbatches" if hasattr(paceline.Step, "microbatches") else "parts"  # trees before decision 076
+        word = "microbatches" if hasattr(paceline.Step, "microbatches") else "parts"  # trees before decision 28
         sampler = paceline.ElasticSampler(BATCH, global_batch=BATCH, **{word: 8})
         state = paceline.TrainState(model=model, optimizer=optimizer, sampler=sampler)
         steps = session.steps(state, total=1 << 30)

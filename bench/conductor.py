@@ -71,13 +71,10 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THRE
 
 
 class Turn(NamedTuple):
-    """The results of some successive calls.
+    """The results of some successive calls: the seconds of each, at its slowest rank.
 
-    Attributes:
-        seconds: seconds of each call, at its slowest rank.
-        took_s: seconds of all calls and the time between them, at the slowest rank.
-        schedule: the schedule that the calls used; None if the implementation does not say.
-        links: the kinds of links over which bytes moved.
+    `took_s` includes the time between them. `schedule` is None if the implementation does not say. `links` are the
+    kinds over which bytes moved.
     """
 
     seconds: list[float]
@@ -88,13 +85,9 @@ class Turn(NamedTuple):
 
 @dataclass(slots=True)
 class Measured:
-    """The times of a contender for a job and one schedule.
+    """The times of a contender for a job and one schedule, the one that it was told to use, if any.
 
-    Attributes:
-        contender: the contender that was measured.
-        asked: the schedule that it was told to use, if any.
-        turns: the results of all rounds; empty if it cannot do the job.
-        lacks: why it cannot do the job, else None.
+    If it cannot do the job, there are no turns, and `lacks` says why.
     """
 
     contender: Ensemble
@@ -147,13 +140,8 @@ def _count(result: Measured, budget_s: float) -> int:
 class Recipe:
     """How to start a contender.
 
-    Attributes:
-        name: the contender's name; no two have the same.
-        impl: its implementation.
-        link: the requested kind of link.
-        command: command of the process that is, or starts, all its ranks; SOCKET stands for the conductor's socket.
-        environment: the process's environment variables.
-        schedules: True if we can choose its schedule.
+    No two have one name. `command` is that of the process that is, or starts, all its ranks; SOCKET stands for the
+    conductor's socket. `schedules` is True if we can choose its schedule.
     """
 
     name: str
@@ -165,13 +153,7 @@ class Recipe:
 
 
 def paceline_recipe(link: str, world: int, memory: str) -> Recipe:
-    """Makes the recipe for Paceline over one kind of link.
-
-    Args:
-        link: one of `LINKS`. Two members that cannot open such a link fall back to gRPC.
-        world: number of ranks.
-        memory: one of `jobs.MEMORIES`.
-    """
+    """Makes the recipe for Paceline over one kind of link; two members that cannot open one fall back to gRPC."""
     name = f"paceline over {link}"
     worker = [str(Path(__file__).with_name("contenders.py")), SOCKET, name, memory]
     if link == "local":
@@ -195,11 +177,7 @@ def clean_environment(more: Mapping[str, str]) -> dict[str, str]:
 
 
 class ContenderFailed(Exception):
-    """Processes of a contender ended before they were told to.
-
-    Attributes:
-        exit_code: the exit code that the command should have.
-    """
+    """Processes of a contender ended before they were told to; `exit_code` is what the command should end with."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -210,13 +188,8 @@ class ContenderFailed(Exception):
 class Ensemble:
     """A contender: all ranks of one implementation over one kind of link.
 
-    Attributes:
-        name: the contender's name.
-        impl: its implementation.
-        link: the requested kind of link.
-        schedules: True if we can choose its schedule.
-        process: the process that is, or started, all its ranks; None if the caller manages them.
-        lines: the connection to each rank, by rank.
+    `process` is, or started, all its ranks; None if the caller manages them. `lines` has the connection to each rank,
+    by rank.
     """
 
     name: str
@@ -227,20 +200,12 @@ class Ensemble:
     lines: dict[int, BinaryIO] = field(default_factory=dict)
 
     def prepare(self, job: Job) -> str | None:
-        """Tells all ranks to make their arrays and one call; returns a reason if the collective is not implemented.
-
-        Raises:
-            ContenderFailed: a rank is gone.
-        """
+        """Tells all ranks to make their arrays and one call; returns a reason if the collective is not implemented."""
         answers = self._ask({"do": "prepare", "collective": job.collective, "bytes": job.bytes, "place": job.place})
         return next((answer["lacks"] for answer in answers if "lacks" in answer), None)
 
     def run(self, calls: int, schedule: str | None) -> Turn:
-        """Times calls at all ranks; the time of a call is that of its slowest rank.
-
-        Raises:
-            ContenderFailed: a rank is gone.
-        """
+        """Times calls at all ranks; the time of a call is that of its slowest rank."""
         answers = self._ask({"do": "run", "calls": calls, "schedule": schedule})
         slowest = np.max([answer["ns"] for answer in answers], axis=0)
         links = sorted({link for answer in answers for link in answer["links"]})
@@ -248,11 +213,7 @@ class Ensemble:
         return Turn((slowest / 1e9).tolist(), took_s, answers[0]["schedule"], tuple(links))
 
     def end(self) -> None:
-        """Tells the ranks to end, and waits for them.
-
-        Raises:
-            ContenderFailed: a process does not end in time, or with an exit code other than 0.
-        """
+        """Tells the ranks to end, and waits for them; raises `ContenderFailed` if one does not end well in time."""
         for rank in self.lines:
             self._say(rank, {"do": "end"})
         for stream in self.lines.values():
@@ -318,16 +279,7 @@ class Ensemble:
 
 @contextlib.contextmanager
 def stage(recipes: Sequence[Recipe], world: int) -> Iterator[list[Ensemble]]:
-    """Runs all contenders for the block; enter it in the main thread, because their processes die with that thread.
-
-    Args:
-        recipes: how to start each contender.
-        world: number of ranks of each contender.
-
-    Raises:
-        ContenderFailed: a contender does not start, or fails.
-        OSError: a process cannot be started.
-    """
+    """Runs all contenders for the block; enter it in the main thread, because their processes die with that thread."""
     ensembles: list[Ensemble] = []
     # Only this user can access the folder: a process that can open the socket could pretend to be a rank.
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder, socket.socket(socket.AF_UNIX) as listener:

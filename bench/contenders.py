@@ -45,13 +45,7 @@ class Lacking(Exception):
 
 
 class Call(NamedTuple):
-    """A call of a collective with its arrays, in any implementation.
-
-    Attributes:
-        run: makes the call once.
-        result: the array that holds this rank's result afterwards; None if it gets none.
-        in_place: True if a sum replaces the argument.
-    """
+    """A call of a collective with its arrays; `result` is None if this rank gets none."""
 
     run: Callable[[], object]
     result: Array | None
@@ -69,13 +63,8 @@ def arrays_of(
 ) -> tuple[Any, Any]:
     """Makes a rank's flat arrays (input, result), alike for every implementation; None for one that it does not need.
 
-    Args:
-        collective: as methods of `Group` spell it; or "send_recv".
-        size: bytes of the whole array, see `measured_size`.
-        rank: the rank.
-        world: W.
-        in_place: a sum replaces its argument. The result of a broadcast always does.
-        empty: makes an array with the given number of elements.
+    `size` is the bytes of the whole array, see `measured_size`. With `in_place` a sum replaces its argument; the result
+    of a broadcast always does. `empty` makes an array with the given number of elements.
     """
     n, root = size // ELEMENT_BYTES, rank == ROOT
     part = n // world
@@ -96,28 +85,14 @@ def arrays_of(
 
 
 class RankSide(abc.ABC):
-    """One rank of an implementation.
-
-    Attributes:
-        rank: its number.
-        world: the number of ranks.
-    """
+    """One rank of an implementation."""
 
     rank: int
     world: int
 
     @abc.abstractmethod
     def make_call(self, collective: str, size: int, place: str = "usual") -> Call:
-        """Prepares a call of a collective.
-
-        Args:
-            collective: as methods of `Group` spell it; or "send_recv".
-            size: bytes, see `measured_size`.
-            place: where an all_reduce's sum goes, one of `jobs.PLACES`.
-
-        Raises:
-            Lacking: the implementation does not have it.
-        """
+        """Prepares a call of a collective of `Group`, or of "send_recv"; raises `Lacking` if there is none."""
 
     @abc.abstractmethod
     def barrier(self) -> None:
@@ -141,17 +116,7 @@ class RankSide(abc.ABC):
 
 
 def serve(path: str, name: str, ranks: RankSide) -> None:
-    """Executes the conductor's orders until it orders the end or is gone.
-
-    Args:
-        path: path of the conductor's socket.
-        name: the contender to which this rank belongs.
-        ranks: the rank.
-
-    Raises:
-        ArithmeticError: the first call of a job had a wrong result.
-        OSError: the conductor cannot be reached.
-    """
+    """Executes the conductor's orders to the end; raises ArithmeticError if a job's first result is wrong."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
         with connection.makefile("rwb") as lines:
@@ -177,12 +142,6 @@ def time_calls(barrier: Callable[[], object], call: Callable[[], object], count:
     All ranks begin together, after a barrier. Then calls follow each other without a pause, as in nccl-tests, if the
     collective itself makes ranks wait for each other. In others, such as broadcast, the root would run ahead; there a
     barrier, which is not timed, comes before each call (`SEPARATE`).
-
-    Args:
-        barrier: waits for all ranks.
-        call: the call to time.
-        count: number of calls.
-        separate: a barrier comes before each call.
     """
     clock, times = time.perf_counter_ns, [0] * count
     barrier()
@@ -234,12 +193,7 @@ def _say(lines: Any, answer: dict[str, Any]) -> None:
 def make_call(group: Group, collective: str, size: int, memory: str = "any", place: str = "usual") -> Call:
     """Prepares a call of a Paceline collective. Ranks contribute the values of `jobs.given`.
 
-    Args:
-        group: the group.
-        collective: as its methods spell it; or "send_recv", to the next rank and from the previous one.
-        size: bytes of the whole array, see `measured_size`.
-        memory: one of `jobs.MEMORIES`.
-        place: where an all_reduce's sum goes, one of `jobs.PLACES`; usually in place.
+    "send_recv" sends to the next rank and receives from the previous one. A sum is usually in place.
     """
     in_place = collective == "all_reduce" and place != "out"
     empty = (lambda n: group.empty(n)) if memory == "group" else (lambda n: np.empty(n, np.float32))
@@ -267,12 +221,7 @@ def _shift(group: Group, x: Array, out: Array) -> None:
 
 
 class PacelineRanks(RankSide):
-    """A rank of a group (`rank.RankSide`).
-
-    Args:
-        group: the group.
-        memory: one of `jobs.MEMORIES`.
-    """
+    """A rank of a group (`rank.RankSide`)."""
 
     def __init__(self, group: Group, memory: str = "any") -> None:
         self.rank, self.world = group.rank, group.size
@@ -321,14 +270,7 @@ def forced(group: Group, collective: str, schedule: str | None) -> Iterator[None
 
 
 def main(path: str, name: str, memory: str, *, threads: int) -> None:
-    """Serves the conductor until it ends the benchmark.
-
-    Args:
-        path: path of the conductor's socket.
-        name: name of this contender.
-        memory: one of `jobs.MEMORIES`.
-        threads: number of ranks in this process; 0 for one rank of the launcher's job.
-    """
+    """Serves the conductor with so many ranks in this process; with 0, with one rank of the launcher's job."""
     if threads:
         # It needs no timeout: the conductor ends it, or this process dies with the conductor.
         run_ranks(threads, lambda group: serve(path, name, PacelineRanks(group, memory)), timeout=threading.TIMEOUT_MAX)

@@ -37,7 +37,7 @@ ROOT = 0
 
 
 class Job(NamedTuple):
-    """A collective at one size.
+    """A collective at one size, see `measured_size`.
 
     Attributes:
         collective: as methods of `Group` spell it; or "send_recv".
@@ -128,26 +128,14 @@ def _schedules(collective: str, text: str) -> tuple[str, ...]:
 def given(rank: int, world: int, *, in_place: bool) -> float:
     """Returns the value of all elements of a rank's input.
 
-    If each call's sum replaces the argument, the values of all ranks add up to 0: then the sums stay 0, while other
-    values would overflow.
-
-    Args:
-        rank: the rank.
-        world: W.
-        in_place: the result of a sum replaces the argument.
+    If each call's sum replaces the argument (`in_place`), the values of all ranks add up to 0: then the sums stay 0,
+    while other values would overflow.
     """
     return rank - (world - 1) / 2 if in_place else rank + 1.0
 
 
 def result_parts(collective: str, rank: int, world: int, *, in_place: bool) -> list[float]:
-    """Returns the values of the equal parts of a rank's result, in order; empty if the rank gets none.
-
-    Args:
-        collective: as methods of `Group` spell it; or "send_recv".
-        rank: the rank that gets the result.
-        world: W.
-        in_place: as for `given`.
-    """
+    """Returns the values of the equal parts of a rank's result, in order; empty if the rank gets none."""
     every = [given(other, world, in_place=in_place) for other in range(world)]
     match collective:
         case "all_reduce" | "reduce_scatter":
@@ -168,11 +156,7 @@ def result_parts(collective: str, rank: int, world: int, *, in_place: bool) -> l
 
 
 def check_result(result: Array | None, parts: list[float]) -> None:
-    """Compares a result with `result_parts`, because a figure is meaningless if the call did not do its work.
-
-    Raises:
-        ArithmeticError: they differ; the text says how.
-    """
+    """Checks that a result is as `result_parts` says, or raises ArithmeticError: its figure would be meaningless."""
     if not parts:
         return
     assert result is not None

@@ -51,11 +51,7 @@ def peer_recipe(impl: str, world: int) -> Recipe:
 
 
 def check_peer(impl: str) -> None:
-    """Checks that another implementation is installed.
-
-    Raises:
-        UsageError: the name is unknown, or it is not installed; the text says how to install it.
-    """
+    """Checks that another implementation is installed; otherwise the error says how to install it."""
     if impl not in PEERS:
         raise UsageError(f"there is no {impl!r} to compare with: choose from {', '.join(PEERS)}")
     if impl == "gloo" and find_spec("torch") is None:
@@ -78,11 +74,7 @@ def _has_mpirun() -> bool:
 
 
 class GlooRanks(RankSide):
-    """A rank of torch.distributed's default process group (`rank.RankSide`).
-
-    Args:
-        torch: the module torch, which only processes of this contender load.
-    """
+    """A rank of torch.distributed's default process group. Only this contender's processes load the module torch."""
 
     def __init__(self, torch: Any) -> None:
         self._torch, self._dist = torch, torch.distributed
@@ -182,14 +174,7 @@ class OpenMpiRanks(RankSide):
 
 
 def mpirun_command(path: str, world: int, pid: int, *, root: bool) -> list[str]:
-    """Returns the command line of mpirun; the module's docstring explains its options.
-
-    Args:
-        path: path of the conductor's socket.
-        world: number of ranks.
-        pid: mpirun's process id; the ranks die with that process.
-        root: whether the user is root.
-    """
+    """Returns the command line of mpirun, see the module. The ranks die with the process `pid`, which is mpirun's."""
     options = ["--oversubscribe", "--bind-to", "none", *(["--allow-run-as-root"] if root else [])]
     rank = [sys.executable, str(shim.__file__), str(pid), __file__, path, "openmpi-rank"]
     return ["mpirun", *options, "-n", str(world), *rank, str(world)]

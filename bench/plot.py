@@ -21,11 +21,7 @@ _PANEL_INCHES = (5.2, 3.8)
 
 
 def check_plot(file: Path) -> None:
-    """Checks before the measurement that the picture can be made.
-
-    Raises:
-        UsageError: matplotlib is not installed, the file type is not supported, or the folder does not exist.
-    """
+    """Checks before the measurement that the picture can be made: matplotlib, the file's type and its folder."""
     if find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib, which is not installed: pip install matplotlib")
     if file.suffix.lower() not in (".png", ".svg", ".pdf"):
@@ -35,12 +31,7 @@ def check_plot(file: Path) -> None:
 
 
 def lines_of(rows: Iterable[BenchRow], *, by_schedule: bool) -> Lines:
-    """Collects the lines of all panels. A barrier has no bandwidth, so it has no panel.
-
-    Args:
-        rows: the measured rows.
-        by_schedule: each schedule of an implementation has a line of its own.
-    """
+    """Collects the lines of all panels. A barrier has no bandwidth, so it has no panel."""
     lines: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for row in rows:
         # Computed from the time, because the row's own figure is rounded, for small sizes to 0.
@@ -54,11 +45,7 @@ def lines_of(rows: Iterable[BenchRow], *, by_schedule: bool) -> Lines:
 
 
 def plot(lines: Lines, world: int, file: Path) -> None:
-    """Draws the lines into a file.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Draws the lines into a file."""
     from matplotlib.figure import Figure  # without pyplot, which has global state and may open a display
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 

@@ -1,4 +1,4 @@
-"""What every test gets: a stack dump on a hang (pytest-timeout), and a check that it leaves no thread behind."""
+"""Every test has a stack dump on a hang (pytest-timeout), and a check that it leaves no thread behind."""
 
 from __future__ import annotations
 

@@ -34,20 +34,13 @@ _REPORTABLE = {
 
 
 def check(state: JobState, claim: Registered) -> list[Session]:
-    """Checks a claim against itself and against the live and waiting members of its job.
+    """Checks a claim against itself and against the live and waiting members of its job, or raises `Refused`.
 
-    Returns:
-        The candidates without a stream that have the newcomer's rank, other settings or no version of the protocol in
-        common with it, and give way to it: a worker that died before the first view and was started again must not be
-        refused because of its own former session.
+    Returns the candidates without a stream that have the newcomer's rank, other settings or no version of the protocol
+    in common with it, and give way to it: a worker that died before the first view and was started again must not be
+    refused because of its own former session.
 
-    Raises:
-        InvalidWorldSize: min below 1, max below min, or explicit ranks with min and max apart.
-        InvalidRank: the rank is outside the world.
-        SettingsDisagree: another member has another min, max, failure timeout or way to get its rank; or one of the two
-            advertises a loopback address, which the other cannot reach.
-        RankTaken: a live member claims the same rank.
-        VersionMismatch: another session's program has no version of the protocol in common with the worker's.
+    Settings disagree also if one of the two advertises a loopback address, which the other cannot reach.
     """
     _check_alone(claim)
     if _fits_all(state, claim):
@@ -82,11 +75,7 @@ def was_this_member(claim: Registered, known: Session | Seat) -> bool:
 
 
 def check_report(session: Session, event: Reported) -> None:
-    """Checks that a report can be about the member's generation.
-
-    Raises:
-        BadRequest: it cannot; the text says why.
-    """
+    """Checks that a report can be about the member's generation."""
     if session.standing is Standing.CANDIDATE or event.generation > session.generation:
         raise BadRequest(f"a report about generation {event.generation}, which the member is not in")
     if event.report.reason not in _REPORTABLE:
@@ -94,12 +83,7 @@ def check_report(session: Session, event: Reported) -> None:
 
 
 def check_meet(session: Session, met: Meet) -> None:
-    """Checks that the shares of a member are of a state that its job can have cut so.
-
-    Raises:
-        BadRequest: it has more parts than the job has members at most, or another number than the member says and is
-            not whole.
-    """
+    """Checks that the shares of a member are of a state that its job can have cut so."""
     cuts, most = {share.parts for share in met.shares}, session.settings.max_workers
     if (parts := max(cuts | {met.node_size})) > most:
         raise BadRequest(f"a meeting about a state in {parts} parts, in a job of at most {most} members")

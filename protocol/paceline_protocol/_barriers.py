@@ -39,12 +39,7 @@ class _Barrier:
 
 
 class Barriers:
-    """The barriers of the latest view.
-
-    Args:
-        view: the view that the job begins with, None for none.
-        limit: barriers that may be open at one time, and passed names that are remembered.
-    """
+    """The barriers of the latest view: at most `limit` are open at one time, and as many passed names remembered."""
 
     def __init__(self, view: View | None, limit: int) -> None:
         self._limit = limit
@@ -58,14 +53,7 @@ class Barriers:
         self._passed: OrderedDict[str, int] = OrderedDict()
 
     def enter(self, now: float, seat: Seat, event: BarrierEntered, left: Iterable[Seat]) -> list[Effect]:
-        """A member arrives; a repeat replaces its arrival.
-
-        Args:
-            now: the time, in seconds.
-            seat: the member.
-            event: its arrival.
-            left: members of the view that have left in good order: the barrier can never be full.
-        """
+        """A member arrives; a repeat replaces its arrival. If one has `left`, the barrier can never be full."""
         assert self._view is not None, "a barrier is of a view"
         if event.round <= self._passed.get(event.name, -1):
             return [Send(seat.member_id, BarrierPassed(event.call))]

@@ -30,9 +30,6 @@ class Breaches:
     """The reports of breaches of the protocol, and the members that were evicted for them.
 
     Kept in memory only: after a restart of the coordinator everybody begins with a clean slate.
-
-    Args:
-        state: the job; only read.
     """
 
     def __init__(self, state: JobState) -> None:
@@ -92,11 +89,7 @@ class Breaches:
         return len(hows) + 1 >= _TAKEN
 
     def check(self, process: Process) -> None:
-        """Checks that a worker may register.
-
-        Raises:
-            Barred: it was parted with too often.
-        """
+        """Checks that a worker may register: it was not parted with too often."""
         hows = self._parted.get(process, [])
         if len(hows) >= _TAKEN:
             raise Barred(

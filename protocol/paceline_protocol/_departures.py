@@ -21,20 +21,7 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 
 
 class Departures:
-    """Ends sessions and views.
-
-    Args:
-        state: the job; changed here.
-        settings: the coordinator's settings.
-
-    Attributes:
-        leases: which members are silent for too long.
-        evidence: what is held against members of the live view.
-        breaches: what members say of each other about breaches of the protocol.
-        stragglers: which members do not stop.
-        barriers: the named barriers of the view.
-        gone_meanwhile: how sessions ended while a view with them was being stored, by member id.
-    """
+    """Ends sessions and views. `gone_meanwhile` is how sessions ended while a view with them was being stored."""
 
     def __init__(self, state: JobState, settings: ProtocolSettings) -> None:
         self._state = state

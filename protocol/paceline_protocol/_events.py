@@ -37,7 +37,6 @@ class Registered:
     claimed_rank: int | None
     generation_floor: int
     versions: Versions
-    """The versions that the worker's program speaks."""
     former_member_id: str = ""
     """Which member this process was before, empty for none."""
     former_token_sha256: bytes = b""
@@ -54,7 +53,6 @@ class Resumed:
     generation: int
     """The generation that it knows to be in, 0 for none."""
     versions: Versions
-    """The versions that its program speaks."""
 
 
 @dataclass(frozen=True, slots=True)

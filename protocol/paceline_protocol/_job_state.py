@@ -290,20 +290,11 @@ def restore(
     finished: int | None = None,
     reached: int | None = None,
 ) -> JobState:
-    """The state of a stored job after a restart of the coordinator.
+    """Returns the state of a stored job after a restart of the coordinator.
 
     Members of the stored view are members again, without a stream; each proves itself by `Resumed` and its token. What
     was not stored is forgotten: candidates (they register anew) and barriers in progress (members enter them again).
-
-    Args:
-        now: the time, in seconds; nothing before it counts as silence.
-        name: the job's name.
-        generation: the highest number used.
-        view: the latest view, unless it was forgotten.
-        verdict: why that view is void, None if it is not.
-        endings: the members of that view that have gone.
-        finished: the last step of a job that is done.
-        reached: how many steps the last line is known to have committed, at least.
+    Nothing before `now` counts as silence. `generation` is the highest number used.
     """
     state = JobState(name, generation=generation, finished=finished, reached=reached)
     state.last_arrival = state.restored_at = now

@@ -44,16 +44,10 @@ _STORE_RETRY = 1.0
 
 
 class Lineage:
-    """The chain of a job's generations.
+    """The chain of a job's generations; changes the job's state.
 
-    Args:
-        state: the job; changed here.
-        settings: the coordinator's settings.
-        departures: ends sessions and views.
-
-    Attributes:
-        decision: the policy's last word, with its sentence.
-        waits_since: since when there are workers and no view that goes on; None while there is one, or nobody.
+    `decision` is the policy's last word. `waits_since` says since when there are workers and no view that goes on; None
+    while there is one, or nobody.
     """
 
     def __init__(self, state: JobState, settings: ProtocolSettings, departures: Departures) -> None:

@@ -37,9 +37,6 @@ class Lookouts:
 
     A member that has not ended yet may do so at any time, so the question is repeated, after pauses that double, for as
     long as somebody waits. Of each host one worker is asked, and another one each time: it may be frozen, or dying.
-
-    Attributes:
-        ask_at: when the next question is due, infinity for never.
     """
 
     def __init__(self) -> None:
@@ -48,13 +45,7 @@ class Lookouts:
         self.ask_at = _NEVER
 
     def look(self, now: float, missing: Mapping[Sight, Sequence[Seat]], waiting: Collection[Session]) -> list[Send]:
-        """Asks what is due now.
-
-        Args:
-            now: the time, in seconds.
-            missing: the silent members, by the processes that could see them.
-            waiting: the workers that wait and can be asked.
-        """
+        """Asks what is due now; `missing` has the silent members, by the processes that could see them."""
         self._missing = missing
         sights = {session.process.sight for session in waiting}
         self._searches = {sight: each for sight, each in self._searches.items() if sight in missing and sight in sights}

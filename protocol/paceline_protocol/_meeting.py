@@ -48,24 +48,17 @@ _NAMED = 8
 class Meeting:
     """What the members of a generation that is over must do.
 
-    Attributes:
-        reason: why, in a sentence.
-        members: the members of the next view, in rank order; empty while none can form.
-        base: the state that the next view starts from.
-        newcomers: ranks among `members` that do not hold it.
-        manifest: the line's manifest.
-        laggards: members that must take the base before anything else happens.
-        mismatched: workers whose manifest differs from the line's.
-        donors: workers that hold the base, or shares of it.
-        targets: the share that each member must get, by member id, in rank order; empty if laggards take all that
-            they have not.
-        dismissed: workers that may leave: at once if no view forms, otherwise with the next view.
-        spares: members that get no seat, because members come in nodes.
-        over: True if the line is over; any worker that holds a state may begin a new one.
-        lost: workers whose shares are useless, because no worker has the rest.
-        late: members that have yet to stop.
-        wording: `reason` with {} in place of names, if it waits for `late` or for `laggards`.
-        firm: True if no member leads with a greater tag than `base`.
+    `members` is empty while no view can form, and `newcomers` are the ranks among them that do not hold the base.
+    `laggards` must take the base before anything else happens, from `donors`, who hold it or shares of it. `targets` is
+    the share that each member must get, by member id, in rank order; empty if laggards take all that they have not.
+    `mismatched` have another manifest than the line.
+
+    The `dismissed` leave at once if no view forms, otherwise with the next view. `spares` get no seat, because members
+    come in nodes. If the line is `over`, any worker that holds a state may begin a new one. Shares of the `lost` are
+    useless, because no worker has the rest. The `late` have yet to stop.
+
+    `wording` is `reason` with {} in place of names, if it waits for `late` or for `laggards`. `firm` is True if no
+    member leads with a greater tag than `base`.
     """
 
     reason: str
@@ -87,11 +80,7 @@ class Meeting:
 
 
 def convene(state: JobState) -> Meeting:
-    """Decides about the generation after `state.view`, of which a member has stopped, or all have gone.
-
-    Args:
-        state: the job.
-    """
+    """Decides about the generation after `state.view`, of which a member has stopped, or all have gone."""
     view = state.view
     assert view is not None, "a meeting is of a view's members"
     present = state.present()
@@ -128,13 +117,10 @@ def convene(state: JobState) -> Meeting:
 
 
 def has_caught_up(view: View, meeting: Meeting, session: Session, before: Meet) -> bool:
-    """True if a laggard now holds what it was to take, and nothing else about the meeting can have changed.
+    """Returns True if a laggard holds what it was to take, and nothing else about the meeting can have changed.
 
-    Args:
-        view: of the generation that is over.
-        meeting: as it was when this member was a laggard.
-        session: the member.
-        before: what it had said then. What the meeting rests on may have been its own only if the state is spread.
+    `meeting` is as it was when this member was a laggard, and `before` what it had said then. What the meeting rests on
+    may have been its own only if the state is spread.
     """
     met, first = _met(session), _met(meeting.donors[0])
     alike = (met.state, met.manifest, met.node_size) == (first.state, meeting.manifest, first.node_size)
@@ -153,12 +139,7 @@ def has_caught_up(view: View, meeting: Meeting, session: Session, before: Meet) 
 
 
 def way_out(state: JobState, silent: Sequence[Seat]) -> str:
-    """Says which members are silent, and what an operator can do about it.
-
-    Args:
-        state: the job.
-        silent: members that may hold the line's state and are not heard of.
-    """
+    """Says which members may hold the line's state and are silent, and what an operator can do about it."""
     more = f" and {len(silent) - _NAMED} more" if len(silent) > _NAMED else ""
     names = ", ".join(seat.label for seat in silent[:_NAMED]) + more
     is_are, it_has = ("is", "it has") if len(silent) == 1 else ("are", "they have")
@@ -169,9 +150,7 @@ def way_out(state: JobState, silent: Sequence[Seat]) -> str:
 def what_is_lost(reached: int | None, base: Tag) -> str:
     """Says which steps that the job had trained are lost to a line that begins at `base`; empty for none.
 
-    Args:
-        reached: how many steps the line before is known to have committed, None if there was none.
-        base: the greatest tag that anybody has brought.
+    `reached` is how many steps the line before is known to have committed, None if there was none.
     """
     if reached is None or 0 < base.step >= reached:
         return ""
@@ -340,11 +319,7 @@ def _whole_base(
 
 
 class _Brought:
-    """What workers have said that they hold, by state: each may name another one, and all are looked at once.
-
-    Args:
-        sessions: these workers.
-    """
+    """What workers have said that they hold, by state: each may name another one, and all are looked at once."""
 
     def __init__(self, sessions: Sequence[Session]) -> None:
         self._holders: dict[tuple[Tag | None, bytes], list[Session]] = {}
@@ -372,13 +347,7 @@ def _is_of_no_use(session: Session, brought: _Brought) -> bool:
 
 
 class _Absent:
-    """Workers that may bring what is missing of a state, looked at once for all states that are named.
-
-    Args:
-        state: the job.
-        view: of the generation that is over.
-        present: its members that are there.
-    """
+    """Workers that may bring what is missing of a state, looked at once for all states that are named."""
 
     def __init__(self, state: JobState, view: View, present: Sequence[Session]) -> None:
         self._state = state
@@ -479,13 +448,7 @@ class Awaited:
     each time would cost W^2 for each change of generation. As long as others are waited for, only the sentence changes.
     This rests on nothing else having changed since the meeting was convened: any other event convenes it anew.
 
-    Args:
-        view: of the generation that is over.
-        meeting: what was decided about it.
-        present: how many of its members are there.
-
-    Attributes:
-        meeting: as it was when it was convened.
+    `present` is how many members of the view are there.
     """
 
     def __init__(self, view: View, meeting: Meeting, present: int) -> None:
@@ -502,15 +465,7 @@ class Awaited:
         return session in self._left
 
     def cross_off(self, session: Session, before: Meet | None) -> str | None:
-        """Notes what a member has said.
-
-        Args:
-            session: the member.
-            before: what it had said last.
-
-        Returns:
-            The sentence that the meeting has now; None if the meeting must be convened anew.
-        """
+        """Notes what a member says, and said `before`; returns the new sentence, None if it must be convened anew."""
         if session not in self._left or not session.has_met or session.is_silent:
             return None
         if self.meeting.late or session.met != before:  # else nobody gave it the base, and it still lacks it

@@ -43,12 +43,8 @@ class Phase(enum.Enum):
 class MemberView:
     """The part of a view that a member's next action depends on.
 
-    Attributes:
-        generation: its number.
-        rank: this member's.
-        base: the state it starts from, None if its members have yet to compare what they hold.
-        newcomers: ranks that were not in the generation before. Where the state is whole, they do not hold it yet.
-        world: how many members it has.
+    `base` is None if its members have yet to compare what they hold. `newcomers` were not in the generation before;
+    where the state is whole, they do not hold it yet.
     """
 
     generation: int
@@ -62,11 +58,8 @@ class MemberView:
 class Take:
     """An order to take a state from the members that hold it, or to read it from a checkpoint.
 
-    Attributes:
-        base: tag of the state.
-        share: the share to take.
-        own: whether this member holds shares of that state, so that only the rest is taken.
-        finish: whether it is the step that this member is prepared for, which it finishes with its own share.
+    `own` says whether this member holds shares of that state, so that only the rest is taken; `finish`, whether it is
+    the step that this member is prepared for, which it finishes with its own share.
     """
 
     base: Tag
@@ -78,21 +71,14 @@ class Take:
 class MemberState:
     """What one member holds and is doing.
 
-    Args:
-        held: tag of the state that it starts with: Tag(0, 0) for a state it has built itself, or that of a checkpoint.
-        node_size: number of members that hold one copy of the state between them: 1 if each holds it whole, 0 for all.
-        shares: its shares of that state.
-        stored: True if it holds nothing of the state yet, and will read it from a checkpoint.
+    It starts with the tag `held`: Tag(0, 0) for a state it has built itself, or that of a checkpoint, of which it holds
+    nothing yet if it is only `stored`. Later, `held` is None if no usable state is held. `node_size` members hold one
+    copy of the state between them: 1 if each holds it whole, 0 for all. Of its `shares` of that state the first is the
+    one that it trains on; there are none while the state is only stored.
 
-    Attributes:
-        generation: the generation that it is in, or has stopped in; 0 for none.
-        held: the tag of the state that it holds; None if it holds none that is usable.
-        holds_base: True if it got its generation's base.
-        phase: what it is doing.
-        leaving: True if it wants to leave.
-        closed: True while it is in a block between two steps, where no newcomer may be admitted.
-        shares: its shares of that state, the one that it trains on first; none while the state is only stored.
-        prepared: the step that it can finish if others have applied it; None for none.
+    `generation` is the one that it is in, or has stopped in; 0 for none. `holds_base` is True if it got its
+    generation's base. `closed` is True while it is in a block between two steps, where no newcomer may be admitted.
+    `prepared` is the step that it can finish if others have applied it.
     """
 
     def __init__(
@@ -148,11 +134,7 @@ class MemberState:
     def catch_up(self, generation: int, base: Tag, share: Share = WHOLE, *, own: bool = False) -> Meet | Take | None:
         """Takes a base that this member lacks in a meeting; None if that meeting is past.
 
-        Args:
-            generation: the generation that the meeting follows; 0 for a candidate.
-            base: tag of the state to take.
-            share: the share to take.
-            own: whether this member holds shares of it.
+        The meeting follows `generation`, 0 for a candidate. `own` says whether this member holds shares of that state.
         """
         if generation not in (0, self.generation) or self.phase is not Phase.MEETING:
             return None

@@ -54,15 +54,7 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 
 
 class Membership:
-    """The state machine of one job.
-
-    Args:
-        state: the job as it is at the start: empty, or as it was stored. Owned by this object from then on.
-        settings: the coordinator's settings.
-
-    Attributes:
-        state: the job as it is; for reading.
-    """
+    """The state machine of one job, which owns `state` from the start: empty, or as it was stored."""
 
     def __init__(self, state: JobState, settings: ProtocolSettings) -> None:
         self.state = state
@@ -89,12 +81,8 @@ class Membership:
     def handle(self, now: float, event: Event) -> list[Effect]:
         """Handles an event; returns the effects to carry out, in order.
 
-        Args:
-            now: the time, in seconds.
-            event: what happened. Events of sessions that have ended are ignored.
-
-        Raises:
-            Refused: a Registered, Resumed or Reported that must not be; nothing has changed then.
+        Events of sessions that have ended are ignored. A Registered, Resumed or Reported that must not be raises
+        `Refused`, and changes nothing.
         """
         match event:
             case Heard():

@@ -27,9 +27,6 @@ class Donors:
     """The members that hold a state, of which each laggard is told a few, and other ones each time.
 
     To name all of them in each order would make orders as long as the job is wide, and each laggard would dial all.
-
-    Args:
-        donors: these members, in any order.
     """
 
     def __init__(self, donors: Sequence[Session]) -> None:
@@ -46,11 +43,9 @@ class Donors:
         self._everyone = tuple(map(_donor, donors)) if self._few else ()
 
     def some(self, session: Session, turn: int) -> tuple[Donor, ...]:
-        """The donors that one member is told. Consecutive turns name other ones, until all have been named.
+        """Returns the donors that one member is told. Consecutive turns name other ones, until all have been named.
 
-        Args:
-            session: the member. If it holds some of the state itself, it is named too: that part it need not take.
-            turn: a number from 0, another one for each order.
+        If the member holds some of the state itself, it is named too: that part it need not take.
         """
         if self._few:
             return self._everyone
@@ -81,11 +76,8 @@ class Orders:
     donors: a donor that comes or goes changes no order. A laggard that got the state from none of its donors says so,
     and is told others.
 
-    Args:
-        state: the job; `told_to_meet` of its sessions is read and written here.
-
-    Attributes:
-        lookouts: who is asked for silent members. That is no order: it is asked again and again.
+    `told_to_meet` of the sessions is read and written here. What `lookouts` ask is no order: it is asked again and
+    again.
     """
 
     def __init__(self, state: JobState) -> None:
@@ -127,12 +119,9 @@ class Orders:
         return effects
 
     def give_one(self, now: float, session: Session, meeting: Meeting | None) -> list[Effect]:
-        """What to tell a member that has said something by which nothing has changed for the others.
+        """Returns what to tell a member that has said something by which nothing has changed for the others.
 
-        Args:
-            now: the time, in seconds.
-            session: the member.
-            meeting: what it still has to do something for, None if it has done what it was told to.
+        `meeting` is what it still has to do something for, None if it has done what it was told to.
         """
         effects: list[Effect] = [*self.lookouts.look_too(now, [session])]
         return effects + (self._tell_laggard(meeting, session) if meeting is not None else [])
@@ -226,12 +215,6 @@ class Announcer:
 
     A newcomer hears it at once. The others hear a changed sentence at most once in `interval`: each arrival of W
     workers changes it, and telling all of them each time would make W^2 messages.
-
-    Args:
-        interval: seconds between two rounds to all, at least.
-
-    Attributes:
-        announce_at: when the next round is due, infinity for never.
     """
 
     def __init__(self, interval: float) -> None:
@@ -242,14 +225,7 @@ class Announcer:
     def announce(
         self, now: float, reason: str, waiting: Iterable[Session], newcomers: Iterable[Session] = ()
     ) -> list[Effect]:
-        """What to send now that the sentence is `reason`.
-
-        Args:
-            now: the time, in seconds.
-            reason: the policy's sentence.
-            waiting: the members and candidates that wait.
-            newcomers: those among them that have just come (back).
-        """
+        """Returns what to send now that the sentence is `reason`; `newcomers` are those that have just come (back)."""
         effects: list[Effect] = []
         for newcomer in newcomers:
             newcomer.told = reason

@@ -23,14 +23,11 @@ _NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A decision of the policy.
+    """A decision of the policy, and a sentence that says why.
 
-    Attributes:
-        members: the members of the view that forms now, in rank order; None if no view forms.
-        reason: why, in a sentence.
-        again_at: when time alone may change the decision, in seconds; None if only an event can.
-        summon: True if a member of the live view must ask the others to meet, because candidates are ready.
-        meeting: what the members of the last view must do, if that view is over.
+    `members` are those of the view that forms now, in rank order; None if no view forms. `again_at` is when time alone
+    may change the decision; None if only an event can. If `summon`, a member of the live view must ask the others to
+    meet, because candidates are ready. `meeting` is what the members of the last view must do, if that view is over.
     """
 
     members: tuple[Session, ...] | None
@@ -41,13 +38,7 @@ class Decision:
 
 
 def decide(now: float, state: JobState, settle_time: float) -> Decision:
-    """Decides about the next view of a job.
-
-    Args:
-        now: the time, in seconds.
-        state: the job.
-        settle_time: seconds without an arrival after which fewer than `max_workers` suffice.
-    """
+    """Decides about the next view; after `settle_time` without an arrival fewer than `max_workers` suffice."""
     if state.forming is not None:
         return Decision(None, f"generation {state.forming.generation} is being stored")
     if state.finished is not None:

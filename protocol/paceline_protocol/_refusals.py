@@ -8,11 +8,7 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 
 
 class Refused(Exception):
-    """A request that is not carried out; the text says why, for people.
-
-    Attributes:
-        reason: what the other side makes its typed error from.
-    """
+    """A request that is not carried out; the text says why, for people, and `reason` for the other side."""
 
     reason: ClassVar[ErrorReason.ValueType]
 

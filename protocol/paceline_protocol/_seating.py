@@ -30,19 +30,12 @@ def by_host(sessions: Iterable[Session]) -> list[Session]:
 def seated(
     staying: Sequence[Session], incoming: Sequence[Session], base: Tag, node_size: int, most: int
 ) -> list[Session]:
-    """The members that get a seat, in the order of their ranks.
+    """Returns the members that get a seat, in the order of their ranks: `most` at most, a multiple of `node_size`.
 
     If each member holds the whole state, that is the order in which they are given. Otherwise a member that was
     promised a seat keeps it, for it may be taking the share of that seat. A member that holds a share gets a seat for
-    it, in the node of its host if possible. The other members get the seats that are left: first in nodes that have
-    members of their host, then, if there are enough of them on a host, in a node of their own.
-
-    Args:
-        staying: members of the generation before.
-        incoming: newcomers; they get the seats that are left.
-        base: the tag of the state.
-        node_size: see `share_of`; the number of seats is a multiple of it.
-        most: number of seats at most.
+    it, in the node of its host if possible. The other members get the seats that are left, `incoming` ones last: first
+    in nodes that have members of their host, then, if there are enough of them on a host, in a node of their own.
     """
     world = min(len(staying) + len(incoming), most)
     world -= world % max(1, node_size)
@@ -59,13 +52,9 @@ def seated(
 
 
 class _Table:
-    """The seats of all nodes.
+    """The seats of all nodes, which are in the order of their ranks.
 
-    Attributes:
-        nodes: the nodes, in the order of their ranks.
-        size: number of seats in a node.
-        held: pairs of a host and a part that one of its members has a seat for.
-        free: number of free seats.
+    `held` has the pairs of a host and a part that one of its members has a seat for.
     """
 
     def __init__(self, nodes: int, size: int) -> None:

@@ -27,8 +27,8 @@ _OF_VIEW = (Standing.IN_VIEW, Standing.VOID)
 class Leases:
     """The leases of a job's sessions: how long each member may be silent.
 
-    A lease runs from the member's last message, from its stream's end, or from the end of a stall of the coordinator.
-    A lapse counts only at the second of two looks. Between them the shell takes in what was in its inbox, so that a
+    A lease runs from the member's last message, from its stream's end, or from the end of a stall of the coordinator. A
+    lapse counts only at the second of two looks. Between them the shell takes in what was in its inbox, so that a
     message that had arrived is never mistaken for silence.
 
     Heartbeats need the member's interpreter, which a call into C may hold for minutes. So when half of a lease has
@@ -39,9 +39,7 @@ class Leases:
     stream nothing excuses it for longer than `longest`: the session ends, though the member may still train. It comes
     back as a newcomer, with the state that it holds.
 
-    Args:
-        state: the job; `lease_from` and `overdue_from` of its sessions are read and written here.
-        longest: seconds for which a session is kept without a stream, at most.
+    `lease_from` and `overdue_from` of the sessions are read and written here.
     """
 
     def __init__(self, state: JobState, longest: float) -> None:
@@ -224,9 +222,6 @@ class Stragglers:
       the verdict because it was killed.
 
     The others go on without a member that has had its time. If it wakes up, it comes back as a newcomer.
-
-    Args:
-        state: the job; only read.
     """
 
     def __init__(self, state: JobState) -> None:
@@ -240,11 +235,7 @@ class Stragglers:
         return min(self._few.at, self._all.at)
 
     def overdue(self, now: float) -> tuple[list[Session], float]:
-        """The members to evict now, and the seconds that they had. Must be asked at every decision.
-
-        Args:
-            now: the time, in seconds.
-        """
+        """The members to evict now, and the seconds that they had. Must be asked at every decision."""
         late, stopped = self._late()
         few = self._few_of(late, stopped)
         timeout = late[0].settings.failure_timeout if late else _NEVER
@@ -290,9 +281,6 @@ class _Clock:
     """A clock that rings when somebody has been waited for too long.
 
     It looks twice, as `Leases` does: what they said may still be in the inbox.
-
-    Attributes:
-        at: when to look at it.
     """
 
     def __init__(self) -> None:
@@ -326,9 +314,6 @@ class Abandonment:
 
     Time counts while no member of the last generation has a stream: not before this process was started, and not while
     it did not run, because then no member could have come back.
-
-    Args:
-        restart_after: seconds without any of them after which they are declared dead; None for never.
     """
 
     def __init__(self, restart_after: float | None) -> None:
@@ -337,12 +322,7 @@ class Abandonment:
         self._since: float | None = None
 
     def due_at(self, now: float, state: JobState) -> float | None:
-        """When to declare the members dead; None while there is no reason to. Must be asked after events.
-
-        Args:
-            now: the time, in seconds.
-            state: the job.
-        """
+        """When to declare the members dead; None while there is no reason to. Must be asked after events."""
         if self._restart_after is None:
             return None
         view = state.view
@@ -380,11 +360,7 @@ class Wakefulness:
     """Measures for how long the coordinator itself did not run, against a pulse that the shell promises to keep.
 
     The silence of a member counts only while the coordinator listened: a slow disk, a paused VM or a SIGSTOP would make
-    every member look silent.
-
-    Args:
-        now: time of construction, in seconds.
-        pulse: longest time between two calls of `awake` while the loop is not stalled, in seconds.
+    every member look silent. `awake` is called each `pulse` seconds at least, while the loop is not stalled.
     """
 
     def __init__(self, now: float, pulse: float) -> None:

@@ -107,13 +107,7 @@ WHOLE = Share(0, 1)
 
 
 def share_of(rank: int, world: int, node_size: int) -> Share:
-    """The share that a rank holds.
-
-    Args:
-        rank: the rank.
-        world: number of ranks in the view.
-        node_size: number of ranks that hold one copy of the state between them: 1 if each holds it whole, 0 for all.
-    """
+    """Returns the share that a rank holds; see `Meet.node_size`."""
     size = node_size or world
     return Share(rank % size, size)
 
@@ -210,9 +204,7 @@ class Counters:
     """What a member has counted since it joined, as of its last heartbeat. Nothing is decided by it."""
 
     committed: int = 0
-    """Steps that it has committed."""
     undone: int = 0
-    """Steps that it began and that were undone."""
     samples: int = 0
     """Samples of its share in the committed steps."""
     sent_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -222,9 +214,7 @@ class Counters:
     checkpoint_step: int = 0
     """Step of the last checkpoint that it has written, 0 for none."""
     checkpoints: int = 0
-    """Checkpoints that it has written."""
     checkpoint_failures: int = 0
-    """Checkpoints that it could not write."""
     checkpoint_time: float = 0.0
     """Seconds that all those which it has written took."""
     state_bytes: int = 0
@@ -238,7 +228,6 @@ class Report:
     """What a member saw go wrong in its generation."""
 
     reporter: int
-    """Rank of that member."""
     reason: ErrorReason.ValueType
     accused: int | None
     """Rank at the other end; None when the member reports itself."""

@@ -44,14 +44,10 @@ _NAMED = 10
 class Case:
     """All the evidence about one generation.
 
-    Attributes:
-        view: the members.
-        reports: what they reported, in order of arrival.
-        gone: ranks that are surely gone, each with how ("exited with code 1", "was silent for 3.1 s").
-        left: ranks that left in good order: no failure, unless somebody still needed them.
-        suspects: ranks whose session's stream has ended.
-        quiet: ranks that have said nothing since the first report.
-        progress: last heartbeats by rank.
+    `reports` are in order of arrival. `gone` are ranks that are surely gone, each with how ("exited with code 1", "was
+    silent for 3.1 s"). Those that have `left` went in good order: no failure, unless somebody still needed them.
+    `suspects` are those whose session's stream has ended; the `quiet` have said nothing since the first report.
+    `progress` is the last heartbeats.
     """
 
     view: View
@@ -75,12 +71,7 @@ def has_second_witness(case: Case) -> bool:
 
 
 def judge(now: float, case: Case) -> Verdict:
-    """The verdict on a generation. There must be a report, or a member that is gone.
-
-    Args:
-        now: the time, in seconds.
-        case: the evidence.
-    """
+    """The verdict on a generation. There must be a report, or a member that is gone."""
     by_reason: dict[int, list[Report]] = defaultdict(list)
     for report in case.reports:
         by_reason[report.reason].append(report)
@@ -102,16 +93,11 @@ def judge(now: float, case: Case) -> Verdict:
 
 
 def cover(edges: Set[frozenset[int]], age: Mapping[int, int], quiet: Set[int] = frozenset()) -> frozenset[int]:
-    """The members to blame for broken links: every edge has an end among them.
+    """Returns the members to blame for broken links: every edge has an end among them.
 
     One by one, the member with the most broken links left. Among equals a quiet one, for it may be dead; then the
-    youngest, for it has the least to lose. That is greedy: not always the smallest set, but exact for pairs and stars,
-    as bad hosts make them.
-
-    Args:
-        edges: pairs of ranks.
-        age: order of arrival by rank; the greater, the younger.
-        quiet: ranks that have said nothing since the first of the links was reported.
+    youngest (the greatest `age`), for it has the least to lose. That is greedy: not always the smallest set, but exact
+    for pairs and stars, as bad hosts make them.
     """
     blamed: set[int] = set()
     open_edges = list(edges)
@@ -262,10 +248,6 @@ class Evidence:
     Reports gather for a moment because one death makes several, and the one that names the cause may come second. A
     second witness ends the wait. A broken link between two members that both seem well prolongs it, for news of a death
     may be on its way.
-
-    Args:
-        state: the job.
-        settings: for how long to gather.
     """
 
     def __init__(self, state: JobState, settings: ProtocolSettings) -> None:
@@ -326,12 +308,7 @@ class Evidence:
             self._first_at, self.judge_at, self._looked = self._first_at + slept, self.judge_at + slept, False
 
     def judge(self, now: float, gone: dict[int, str]) -> Verdict:
-        """The verdict on what is known now.
-
-        Args:
-            now: the time, in seconds.
-            gone: ranks that are surely gone, each with how.
-        """
+        """Returns the verdict on what is known now; `gone` says how members went."""
         return judge(now, self._case(gone))
 
     def breaches(self) -> list[Report]:

@@ -48,13 +48,10 @@ def spoken_by(programs: Sequence[Versions]) -> Versions:
 
 
 def has_our_frames(said: int, told: int) -> bool:
-    """True if members that speak these two versions understand each other's frames, and this release speaks both.
+    """Returns True if members that speak these versions understand each other's frames, and this release speaks both.
 
     They may have been told of one generation by two coordinators: one of version 8 forgets the version of a view.
-
-    Args:
-        said: the version that another member says.
-        told: the version that this member was told.
+    `said` is what another member says, `told` what this one was told.
     """
     spoken = OURS.oldest <= said <= OURS.newest
     return spoken and (said == told or min(said, told) >= FRAMES_VERSION)

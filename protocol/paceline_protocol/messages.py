@@ -1,8 +1,8 @@
 """The messages of the coordinator to a member about training, one type for each message of `session.proto`.
 
 The coordinator's state machine makes them, and the training thread gets them as they are. `translation` writes them to
-protobuf and reads them. What only opens, keeps or ends a session (`Registered`, `Alive`, `NewDoorSecret`, `Asked`,
-`Left`) is the shells' business and has no type here.
+protobuf and reads them. Messages that only open, keep or end a session (`Registered`, `Alive`, `NewDoorSecret`,
+`Asked`, `Left`) are the shells' business and have no type here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ class MemberList:
     sha256: bytes = b""
     """Hash of the pages, one after another."""
     pages: int = 0
-    """Number of pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,6 @@ class Waiting:
     """The receiver is in no view yet, or waits for the next one."""
 
     reason: str
-    """What it waits for, in a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +59,6 @@ class ViewFormed:
     members: View | MemberList
     """The view, at the coordinator; the announcement of its list, at a member."""
     rank: int
-    """The receiver's rank."""
     base: Tag | None = None
     """The state that the generation starts from; None if its members have yet to compare what they hold."""
     newcomers: tuple[int, ...] = ()
@@ -73,12 +70,7 @@ class ViewFormed:
 
     @classmethod
     def of(cls, view: View, rank: int) -> ViewFormed:
-        """Makes the message for the member with this rank.
-
-        Args:
-            view: the view.
-            rank: the rank.
-        """
+        """Makes the message for the member with this rank."""
         return cls(view, rank, view.base, view.newcomers, view.lost, view.version)
 
     @property
@@ -160,7 +152,6 @@ class Spare:
     """The next view has no seat for the receiver: it is a candidate again."""
 
     reason: str
-    """Why, for people."""
     generation: int
     """The number of that view."""
 
@@ -178,7 +169,6 @@ class Finished:
     """The job is done."""
 
     step: int
-    """Its last step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +176,6 @@ class BarrierPassed:
     """Everyone is at the barrier."""
 
     call: int
-    """Number of the receiver's call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +183,6 @@ class BarrierFailed:
     """The receiver's arrival at a barrier is withdrawn."""
 
     call: int
-    """Number of its call."""
     reason: ErrorReason.ValueType
     text: str
     culprits: tuple[int, ...] = ()

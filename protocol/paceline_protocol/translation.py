@@ -52,11 +52,7 @@ from some of them."""
 
 
 def write_message(message: Message) -> pb.SessionResponse:
-    """Converts what the coordinator says.
-
-    Args:
-        message: the message; one about a view announces the list of its members.
-    """
+    """Converts what the coordinator says; a message about a view announces the list of its members."""
     match message:
         case Waiting(reason):
             return pb.SessionResponse(waiting=pb.Waiting(reason=reason))
@@ -198,11 +194,7 @@ def write_meet(meet: Meet) -> pb.Meet:
 
 
 def read_meet(message: pb.Meet) -> Meet:
-    """Reads what a member says at a meeting.
-
-    Raises:
-        BadRequest: a number is too great, or a share or a duration is invalid.
-    """
+    """Reads what a member says at a meeting."""
     timeout = message.step_timeout
     if timeout.seconds < 0 or not 0 <= timeout.nanos < 1_000_000_000:
         raise BadRequest("meet.step_timeout must be a duration of 0 s or more")
@@ -236,11 +228,7 @@ def _check_tag(message: pb.Tag) -> Tag:
 
 
 def check_number(number: int, name: str) -> int:
-    """Checks that a number can be stored, and counted on from.
-
-    Raises:
-        BadRequest: it is too great.
-    """
+    """Checks that a number can be stored, and counted on from."""
     if number >= _STORABLE:
         raise BadRequest(f"{name} must be below 2^62")
     return number

@@ -71,14 +71,8 @@ _HEALTH_S = 0.2
 class Coordinator:
     """A coordinator that can be started once and stopped once.
 
-    Args:
-        settings: where to listen, where to keep state, limits.
-        storage: replaces the storage that `settings.state_path` names; for tests.
-        observer: called with ("stream_began" or "stream_ended", member id, time on the loop's clock).
-        epoch, standby: see `Dispatcher`; set by `failover` for each of the coordinators that share a state.
-
-    Attributes:
-        http_url: the URL of the page, once it is served; empty without `settings.http`.
+    `storage` replaces the one that `settings` name, for tests. `failover` sets `epoch` and `standby`, see `Dispatcher`.
+    `http_url` is the URL of the page once it is served; empty without `settings.http`.
     """
 
     def __init__(
@@ -107,10 +101,7 @@ class Coordinator:
         self.http_url = ""
 
     async def start(self) -> str:
-        """Loads the stored state and serves.
-
-        Returns:
-            The address that the coordinator listens at, host:port.
+        """Loads the stored state and serves; returns the address that the coordinator listens at, host:port.
 
         Raises:
             PortInUse: another process listens there already.
@@ -194,10 +185,8 @@ class Coordinator:
     async def stop(self, grace: float = 1.0, *, for_good: bool = False) -> None:
         """Drains and stops: reports not serving, wakes waiters with DRAINING, ends calls, closes the state.
 
-        Args:
-            grace: seconds for calls in progress to end before they are cut.
-            for_good: no coordinator will take this one's place, so it ends its sessions in good order and members do
-                not look for it. They hear of this within `grace`, too.
+        Calls in progress have `grace` seconds to end. With `for_good` no coordinator will take this one's place: it
+        ends its sessions in good order, members do not look for it, and they hear of this within `grace`, too.
         """
         if self._stopped or not self._began:
             return

@@ -17,8 +17,7 @@ T = TypeVar("T")
 def start_apart(call: Callable[[], T], name: str) -> Future[T]:
     """Starts the call on a thread of that name; the future has its result, or the exception that it raised.
 
-    Raises:
-        RuntimeError: there are too many threads.
+    Raises RuntimeError if there are too many threads.
     """
     answer: Future[T] = Future()
     answer.set_running_or_notify_cancel()  # a caller that stops waiting does not stop the thread
@@ -36,11 +35,6 @@ def start_apart(call: Callable[[], T], name: str) -> Future[T]:
 
 
 async def call_apart(call: Callable[[], T], name: str, patience: float) -> T:
-    """Waits for the call, for `patience` seconds at most.
-
-    Raises:
-        TimeoutError: the call has not returned; its thread stays until it does.
-        RuntimeError: there are too many threads.
-    """
+    """Waits for the call, for `patience` seconds at most; on TimeoutError its thread stays until the call returns."""
     async with asyncio.timeout(patience):
         return await asyncio.wrap_future(start_apart(call, name))

@@ -103,19 +103,9 @@ Observer = Callable[[str, str, float], None]
 class Dispatcher:
     """All jobs of a coordinator.
 
-    Args:
-        settings: limits and times.
-        storage: keeps what outlives the process; `start` opens it, and its creator closes it.
-        observer: told of streams that begin and end.
-        epoch: of a coordinator that shares its state with others; 0 for one that has it for itself.
-        standby: makes the refusal of callers if this coordinator does not lead; None if it leads.
-
-    Attributes:
-        jobs: the jobs that have sessions or a line. `find` also finds jobs at rest.
-        keeper: writes to the storage.
-        questions: what operators ask of members now.
-        observatory: what has been counted of jobs, and the last events; set by `start`.
-        vitals: what is counted of the coordinator itself.
+    `storage` is opened by `start` and closed by its creator. `epoch` is 0 for a coordinator that has its state for
+    itself. `standby` makes the refusal of callers if this coordinator does not lead; None if it leads. `jobs` has the
+    jobs with sessions or a line; `find` also finds jobs at rest. `start` sets `observatory`.
     """
 
     def __init__(
@@ -153,12 +143,7 @@ class Dispatcher:
         self._speaking: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
-        """Loads the stored jobs.
-
-        Raises:
-            StateUnusable: the storage cannot be used.
-            NotLeader: another coordinator has led while they were loaded.
-        """
+        """Loads the stored jobs; raises `NotLeader` if another coordinator has led meanwhile."""
         self._loop = asyncio.get_running_loop()
         stored_jobs = await self.storage.load()
         if self.epoch:
@@ -215,9 +200,8 @@ class Dispatcher:
     async def dissolve(self, patience: float) -> None:
         """Ends all sessions for good, in good order: tells the members, who need neither wait nor say goodbye.
 
-        Args:
-            patience: seconds for the members to hear of it; they answer by ending their streams. If the process ended
-                earlier, the message might get lost with its connections.
+        Members have `patience` seconds to hear of it, and answer by ending their streams. If the process ended earlier,
+        the message might get lost with its connections.
         """
         self.draining = True
         for stream in self._streams.values():
@@ -259,10 +243,7 @@ class Dispatcher:
     async def forget(self, name: str) -> None:
         """Removes a job that is over, with its keys and its number. Returns when the removal is durable.
 
-        Raises:
-            NotFound: there is no such job.
-            BadRequest: the job is not over; the text says what to do.
-            OSError: the removal cannot be stored; the job is back when the coordinator is started again.
+        On an OSError the removal is not stored, and the job is back when the coordinator is started again.
         """
         job = self.find(name)
         if job is None:
@@ -287,15 +268,7 @@ class Dispatcher:
     # Sessions ---------------------------------------------------------------------------------------------------------
 
     def register(self, message: pb.Register, token_jobs: frozenset[str] | None = None) -> SessionStream:
-        """Opens a session.
-
-        Args:
-            message: what the worker says of itself.
-            token_jobs: the jobs that its token is good for; None for all jobs, or without tokens.
-
-        Raises:
-            Refused: the worker cannot become a member; the text says why.
-        """
+        """Opens a session; `token_jobs` is None if the caller's token is good for all jobs, or without tokens."""
         self._check_running()
         versions = wire.read_versions(message)
         name = wire.read_job_name(message.job, self.settings)
@@ -330,11 +303,7 @@ class Dispatcher:
         return stream
 
     def resume(self, message: pb.Resume) -> SessionStream:
-        """Opens a stream for a session that has lost its own.
-
-        Raises:
-            Refused: the session has ended, or the token is not the session's.
-        """
+        """Opens a stream for a session that has lost its own."""
         self._check_running()
         versions = wire.read_versions(message)
         check_number(message.generation, "resume.generation")
@@ -378,11 +347,7 @@ class Dispatcher:
         return known
 
     def authenticate(self, name: str, member_id: str, token: bytes) -> Job:
-        """Returns the job of a live session.
-
-        Raises:
-            Refused: there is no such session, or the token is not the session's.
-        """
+        """Returns the job of a live session, if the token is the session's."""
         self._check_running()
         job = self.jobs.get(name)
         session = job.membership.state.sessions.get(member_id) if job is not None else None
@@ -394,13 +359,7 @@ class Dispatcher:
         return job
 
     def page(self, name: str, generation: int, number: int, known_sha256: bytes) -> bytes:
-        """Returns a serialised page of a view, or the changes since the view whose hash the worker knows.
-
-        Raises:
-            NotFound: there is no such job.
-            StaleGeneration: the generation is not the job's current one.
-            BadRequest: there is no such page.
-        """
+        """Returns a serialised page of a view, or the changes since the view whose hash the worker knows."""
         job = self.find(name)
         if job is None:
             raise NotFound(f"there is no job {name!r}")
@@ -416,11 +375,7 @@ class Dispatcher:
     # Events and effects -----------------------------------------------------------------------------------------------
 
     def apply(self, job: Job, event: Event) -> None:
-        """Gives an event to a job and performs the effects.
-
-        Raises:
-            Refused: the event is not allowed; nothing has changed.
-        """
+        """Gives an event to a job and performs the effects; if it raises `Refused`, nothing has changed."""
         _check_sound(job)
         effects = self._handle(job, event)
         if isinstance(event, Heard | DoorAnswered):  # the most frequent events; no deadline or decision changes
@@ -436,11 +391,7 @@ class Dispatcher:
         return effects
 
     def apply_of(self, stream: SessionStream, event: Event) -> None:
-        """Gives an event that came on a stream to its job, if the stream still carries its session.
-
-        Raises:
-            Refused: the event is not allowed; nothing has changed.
-        """
+        """Gives an event that came on a stream to its job, if the stream still carries its session."""
         if self._streams.get(stream.member_id) is stream:
             self.apply(self.jobs[stream.job], event)
 
@@ -665,10 +616,6 @@ def _failed(job: Job) -> SessionEnded:
 
 
 def _check_sound(job: Job) -> None:
-    """Checks that no bug has ended the job.
-
-    Raises:
-        SessionEnded: a bug has ended it.
-    """
+    """Checks that no bug has ended the job."""
     if job.failed:
         raise _failed(job)

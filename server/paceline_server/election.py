@@ -21,13 +21,7 @@ which was open while it stood by, and opens it again."""
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a standby does.
-
-    Attributes:
-        tries: it tries to take over now.
-        due: otherwise, when to decide again if nothing changes.
-        why: says why, for the log, refusals and `paceline status`.
-    """
+    """What a standby does: it `tries` to take over now, or decides again at `due`; `why` is for people."""
 
     tries: bool
     due: float
@@ -37,14 +31,8 @@ class Decision:
 class Election:
     """What one standby knows.
 
-    Args:
-        name: of this coordinator.
-
-    Attributes:
-        record: the record as it was seen last; None if there is none.
-        revision: at which it was written; 0 if there is none.
-        seen: whether the record was read at all.
-        highest: the highest epoch that was seen; the record may have a lower one if etcd was restored from a backup.
+    `record` was last written at `revision`; None and 0 if there is none. `highest` is the highest epoch that was seen;
+    the record may have a lower one if etcd was restored from a backup.
     """
 
     def __init__(self, name: str) -> None:

@@ -119,12 +119,7 @@ class Damaged(Refused):
 
 
 class NotLeader(Refused):
-    """Another coordinator leads.
-
-    Args:
-        text: says so.
-        leader: the address of the leader; empty if it is not known.
-    """
+    """Another coordinator leads: the one at the address `leader`, which is empty if it is not known."""
 
     reason = ErrorReason.ERROR_REASON_NOT_LEADER
 

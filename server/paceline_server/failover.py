@@ -37,14 +37,7 @@ _CONNECT_S = 1.0
 
 
 class Candidacy:
-    """One process's part in the election: looks at the record, and tries to take over when `Election` says so.
-
-    Args:
-        keys: the shared store.
-        prefix: what all keys begin with.
-        name: of this process.
-        address: at which callers reach it.
-    """
+    """One process's part in the election: looks at the record, and tries to take over when `Election` says so."""
 
     def __init__(self, keys: SharedKeys, prefix: str, name: str, address: str) -> None:
         self.election = Election(name)
@@ -95,19 +88,13 @@ class Candidacy:
     async def look(self) -> None:
         """Reads the record.
 
-        Raises:
-            KeysUnavailable, KeysRefused: the store does not answer.
-            StateUnusable: the key holds something else.
+        Raises `KeysUnavailable` or `KeysRefused` without an answer, and `StateUnusable` if the key holds something
+        else.
         """
         self._note(await self._keys.get(self._key))
 
     async def check_format(self) -> None:
-        """Checks that this release reads the state: otherwise it must not lead.
-
-        Raises:
-            KeysUnavailable, KeysRefused: the store does not answer.
-            StateUnusable: a later release has written it, or another program.
-        """
+        """Checks that this release reads the state, or raises `StateUnusable`: otherwise it must not lead."""
         found = await self._keys.get(self._format_key)
         try:
             if found is not None:
@@ -167,14 +154,8 @@ async def follow(candidacy: Candidacy) -> None:
 class FailoverCoordinator:
     """Leads or stands by, until it is stopped. Started once and stopped once, as a `Coordinator`.
 
-    Args:
-        settings: `etcd` names the shared state.
-        keys: replaces the client of etcd; for tests.
-        observer: as for `Coordinator`.
-        make: makes what serves, and `notice` hears of the end of a leader; the simulation replaces both.
-
-    Attributes:
-        http_url: as for `Coordinator`.
+    `settings.etcd` names the shared state. `make` makes what serves, and `notice` hears of the end of a leader: the
+    simulation replaces both, and tests replace `keys`.
     """
 
     def __init__(
@@ -202,15 +183,7 @@ class FailoverCoordinator:
         self._ended = asyncio.Event()
 
     async def start(self) -> str:
-        """Serves, first as a standby.
-
-        Returns:
-            The address that the coordinator listens at, host:port.
-
-        Raises:
-            StateUnusable: etcd does not answer, or the prefix holds something else.
-            PortInUse, TlsUnusable, TokensUnusable, HttpUnusable, OSError: as `Coordinator.start`.
-        """
+        """Serves, first as a standby; returns and raises what `Coordinator.start` does."""
         try:
             await self._first_look()
             address = await self._serve(MemoryStorage(), 0)

@@ -72,14 +72,8 @@ class Job:
 class Keeper:
     """Writes to the storage for all jobs.
 
-    Args:
-        storage: keeps what outlives the process.
-        apply: gives an event to a job and performs the effects; raises nothing.
-
-    Attributes:
-        took: called with the seconds that it took to store a view.
-        trouble: why the last change could not be stored; empty if it was.
-        failures: changes that could not be stored.
+    `apply` gives an event to a job and raises nothing. `took` is called with the seconds that it took to store a view.
+    `trouble` says why the last change could not be stored; empty if it was.
     """
 
     def __init__(self, storage: Storage, apply: Callable[[Job, Event], None]) -> None:
@@ -133,11 +127,7 @@ class Keeper:
         self._write(NumbersUsed(others, generation), JobForgotten(name))
 
     def check(self) -> asyncio.Future[None]:
-        """Asks whether the storage answers, by a write of nothing new if the last change could not be stored.
-
-        Returns:
-            As `Storage.write`.
-        """
+        """Asks whether the storage answers, by a write of nothing new if the last change could not be stored."""
         return self._write(NumbersUsed("", 0)) if self.trouble else self._storage.write([])
 
     def _view_written(self, job: Job, generation: int, began: float, written: asyncio.Future[None]) -> None:

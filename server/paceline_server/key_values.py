@@ -40,17 +40,11 @@ Answers = Mapping[str, Mapping[int, tuple[int, int]]]
 
 
 class KeyValues:
-    """Keys and values of a job. Methods that change something return the changes to store.
+    """Keys and values of a job, within limits. Methods that change something return the changes to store.
 
-    Args:
-        job: the name of the job.
-        settings: limits.
-        budget: the bytes for the stores of all jobs.
-        keys: the keys and values at the start.
-        answers: the answers at the start.
-
-    Attributes:
-        deleted: the number of keys that have been deleted.
+    `budget` is for the stores of all jobs. A `call` is unique in the session of its caller; 0 is a call that is never
+    repeated. Methods raise `BadRequest` if a later call has the slot, and `LimitMet` if the value is too large or the
+    store is full.
     """
 
     def __init__(
@@ -81,18 +75,7 @@ class KeyValues:
         return self._keys.get(key)
 
     def set(self, key: str, value: bytes, member_id: str = "", call: int = 0) -> list[Change]:
-        """Sets a key.
-
-        Args:
-            key: the key.
-            value: the value.
-            member_id: of the caller.
-            call: unique in the caller's session; 0 for a call that is never repeated. So in all methods.
-
-        Raises:
-            BadRequest: a later call has the slot. So in all methods.
-            LimitMet: the value is too large, or the store is full.
-        """
+        """Sets a key."""
         known = self._known(member_id, call)
         if known is not None:
             return self._again(member_id, call, key, known)
@@ -139,12 +122,7 @@ class KeyValues:
         self._budget.add(self._job, -self._budget.held(self._job))
 
     def add(self, member_id: str, call: int, key: str, amount: int) -> tuple[int, list[Change]]:
-        """Adds to an integer; a missing key counts as 0. Returns the sum.
-
-        Raises:
-            BadRequest: the value is no integer, or the sum does not fit into 64 bits.
-            LimitMet: the store is full.
-        """
+        """Adds to an integer; a missing key counts as 0. Returns the sum, which must fit into 64 bits."""
         known = self._known(member_id, call)
         if known is not None:
             return known, self._again(member_id, call, key, known)
@@ -160,11 +138,7 @@ class KeyValues:
     def compare_set(
         self, member_id: str, call: int, key: str, expected: bytes | None, desired: bytes
     ) -> tuple[bool, bytes | None, list[Change]]:
-        """Sets a key if it holds `expected` (None: if it is missing). Returns whether it did, and the value now.
-
-        Raises:
-            LimitMet: the value is too large, or the store is full.
-        """
+        """Sets a key if it holds `expected` (None: if it is missing). Returns whether it did, and the value now."""
         known = self._known(member_id, call)
         if known:
             return True, desired, self._again(member_id, call, key, known)
@@ -185,11 +159,7 @@ class KeyValues:
         return call not in self._unstored.get(member_id, ())
 
     def forget(self, member_id: str) -> bool:
-        """Drops the answers of a member whose session has ended: it repeats no calls any more.
-
-        Returns:
-            Whether it had any.
-        """
+        """Drops the answers of a member whose session has ended, as it repeats no calls; returns whether it had any."""
         self._unstored.pop(member_id, None)
         return self._answers.pop(member_id, None) is not None
 
@@ -227,14 +197,7 @@ _NAMED = 10
 
 
 class Storeroom:
-    """The store of one job and the calls that wait in it.
-
-    Args:
-        values: the store.
-
-    Attributes:
-        written: what was handed to the storage last; done once it is durable.
-    """
+    """The store of one job and the calls that wait in it; `written` is done once the last changes are durable."""
 
     def __init__(self, values: KeyValues) -> None:
         self.values = values
@@ -250,14 +213,7 @@ class Storeroom:
     async def until_there(self, member_id: str, keys: Iterable[str], timeout: float) -> None:
         """Waits until all keys exist at one time.
 
-        Args:
-            member_id: the member that waits.
-            keys: the keys.
-            timeout: seconds.
-
-        Raises:
-            TimedOut: some keys are missing; the text names them.
-            Refused: `end` or `drain` was called with this refusal.
+        Raises `TimedOut` with the names of missing keys, or the refusal that `end` or `drain` was called with.
         """
         wanted, values = list(dict.fromkeys(keys)), self.values
         there, deleted = 0, values.deleted  # the first so many keys are there, unless one has been deleted since
@@ -295,11 +251,7 @@ class Storeroom:
                 future.set_result(None)
 
     def end(self, member_id: str, refusal: Refused) -> bool:
-        """Ends the waits of a member whose session has ended with `refusal`, and drops its answers.
-
-        Returns:
-            Whether it had any.
-        """
+        """Ends the waits of a member with `refusal`, as its session has ended; returns whether it had answers."""
         for future in self._by_member.pop(member_id, ()):
             if not future.done():
                 future.set_exception(refusal)

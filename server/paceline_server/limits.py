@@ -32,15 +32,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class Budget:
-    """A number of bytes, or of other things, and how many of them each payer holds.
-
-    Args:
-        total: bytes for all payers together.
-
-    Attributes:
-        total: as given.
-        used: bytes that are held.
-    """
+    """A number of bytes, or of other things, and how many of them each payer holds."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -54,10 +46,7 @@ class Budget:
     def take(self, who: Hashable, size: int, spare: int = 0) -> bool:
         """Gives a payer more bytes. Gives none and returns False if the payer would then hold more than it leaves free.
 
-        Args:
-            who: the payer.
-            size: bytes.
-            spare: bytes that the payer must be able to take afterwards.
+        The payer must be able to take `spare` bytes afterwards.
         """
         if not self.has_room(who, size + spare):
             return False
@@ -77,13 +66,7 @@ class Budget:
 
 
 class Pacer:
-    """A token bucket: lets `burst` messages through at once, and then `rate` messages a second.
-
-    Args:
-        rate: messages a second.
-        burst: messages that may come at once.
-        now: the time, in seconds.
-    """
+    """A token bucket: lets `burst` messages through at once, and then `rate` messages a second."""
 
     __slots__ = ("_at", "_burst", "_rate", "_tokens")
 
@@ -96,9 +79,7 @@ class Pacer:
     def delay(self, now: float, most: float = math.inf) -> float:
         """Counts one message; returns the seconds to wait before it is served, 0 in most cases.
 
-        Args:
-            now: the time, in seconds.
-            most: a message that would have to wait longer is not counted, since it is refused.
+        A message that would have to wait for longer than `most` is not counted, since it is refused.
         """
         self._tokens = min(self._burst, self._tokens + (now - self._at) * self._rate)
         self._at = now
@@ -109,12 +90,7 @@ class Pacer:
 
 
 class Pacers:
-    """A pacer for each caller. Drops the caller that has been quiet longest; if it returns, its bucket is full.
-
-    Args:
-        rate, burst: of each pacer.
-        most: the number of callers that are remembered.
-    """
+    """A pacer for each caller, `most` at most. Drops the one that was quiet longest: its next bucket is full."""
 
     def __init__(self, rate: float, burst: float, most: int) -> None:
         self._rate = rate
@@ -140,12 +116,6 @@ class Places(Generic[T]):
     """Places that callers hold. If one too many is taken, the caller with the most loses its oldest.
 
     So a caller with few places keeps them whatever others do, and whoever comes gets one.
-
-    Args:
-        total: the number of places.
-
-    Attributes:
-        total: as given.
     """
 
     def __init__(self, total: int) -> None:
@@ -187,10 +157,7 @@ _IPV6_HOST_BITS = 64
 def payer(tokens: Tokens | None, authorization: str | None, peer: str) -> str:
     """Returns the payer of a call, in words.
 
-    Args:
-        tokens: the valid tokens; None if callers need none.
-        authorization: as for `Tokens.grant`.
-        peer: the call's origin as grpc writes it: "ipv4:10.0.0.5:4711", "ipv6:%5B::1%5D:4711", "unix:".
+    `tokens` is None if callers need none. grpc writes `peer`: "ipv4:10.0.0.5:4711", "ipv6:%5B::1%5D:4711", "unix:".
     """
     address = _address(peer)
     if tokens is None:

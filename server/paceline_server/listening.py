@@ -23,14 +23,10 @@ class PortInUse(OSError):
 
 
 async def listen(server: aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> list[tuple[str, int]]:
-    """Makes the server listen at host:port, at all addresses of a name; port 0 takes a free port.
+    """Makes the server listen at host:port, at all addresses of a name; returns them, each with its port.
 
-    Returns:
-        The IP addresses, each with the port.
-
-    Raises:
-        PortInUse: another process listens there already.
-        OSError: listening failed for another reason, or the name was not looked up within `LOOK_UP_S`.
+    Port 0 takes a free port. Raises `PortInUse`, or OSError if listening fails for another reason, or the name is not
+    looked up within `LOOK_UP_S`.
     """
     host, _, port = address.rpartition(":")
     host, bound = host.strip("[]"), int(port)
@@ -43,11 +39,7 @@ async def listen(server: aio.Server, address: str, credentials: grpc.ServerCrede
 
 
 async def targets_of(address: str, host: str, port: int) -> list[_Target]:
-    """Returns the addresses of a host; `address` is for the error's text.
-
-    Raises:
-        OSError: the name cannot be looked up.
-    """
+    """Returns the addresses of a host; `address` is for the error's text."""
 
     def look_up(flags: int = 0) -> list[_Target]:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)

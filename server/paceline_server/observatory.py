@@ -31,15 +31,10 @@ _MOST_AT_REST = 1_000
 
 @dataclass(frozen=True, slots=True)
 class JobEvent:
-    """Something that happened to a job.
+    """Something that happened to a job; `text` is one sentence, and admin.proto has the kinds.
 
-    Attributes:
-        number: grows by 1 from each event to the next, over all jobs, and by more with a restart of the coordinator.
-        at: when, in seconds since 1970, as the coordinator's clock stood when it was started.
-        job: name of the job.
-        kind: see admin.proto.
-        generation: the generation that the job was in, 0 for none.
-        text: one sentence.
+    `number` grows by 1 from each event to the next, over all jobs, and by more with a restart of the coordinator. `at`
+    is in seconds since 1970, as the coordinator's clock stood when it was started.
     """
 
     number: int
@@ -53,14 +48,10 @@ class JobEvent:
 class Observatory:
     """All tallies and events.
 
-    Args:
-        epoch: seconds since 1970 at time 0 of the clock that `saw` is given.
-        last_number: events get greater numbers. A coordinator gives the time at which it starts, in milliseconds, so
-            that those who have events of the one before it can tell them from its own.
-
-    Attributes:
-        commits: how long it took to store views.
-        miscounted: names of jobs of which something could not be counted.
+    `epoch` is the seconds since 1970 at time 0 of the clock that `saw` is given. Events get numbers above
+    `last_number`: a coordinator gives the time at which it starts, in milliseconds, so that those who have events of
+    the one before it can tell them from its own. `commits` is how long it took to store views. `miscounted` names jobs
+    of which something could not be counted.
     """
 
     def __init__(self, epoch: float, last_number: int = 0) -> None:
@@ -81,15 +72,7 @@ class Observatory:
         self._at_rest.pop(state.name, None)
 
     def saw(self, now: float, event: Event, effects: Iterable[Effect], state: JobState, reason: str) -> None:
-        """Takes note of an event of a job and of what followed from it; raises nothing.
-
-        Args:
-            now: the time, in seconds.
-            event: what happened.
-            effects: what the job's membership decided.
-            state: the job after it.
-            reason: why the job stands where it does.
-        """
+        """Takes note of an event of a job and of what followed, after which it is in `state`; raises nothing."""
         tally = self._tallies.get(state.name)
         if tally is None:
             return
@@ -134,15 +117,10 @@ class Observatory:
         return list(self._recent.get(name, ()))
 
     def events(self, job: str, after: int, most: int) -> tuple[list[JobEvent], int]:
-        """Returns events, oldest first.
+        """Returns events, oldest first, and the number of the last one that was looked at.
 
-        Args:
-            job: name of a job, empty for all.
-            after: only events with a greater number. A number that this coordinator has not reached counts as 0.
-            most: the most events.
-
-        Returns:
-            The events, and the number of the last event that was looked at.
+        An empty `job` is all jobs. Events have numbers above `after`; one that this coordinator has not reached counts
+        as 0.
         """
         if after > self._number:
             after = 0

@@ -18,14 +18,10 @@ from pacelinepb.v1 import session_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class ViewPages:
-    """The pages of one view.
+    """The pages of one view: serialised `GetViewResponse`s with the members in rank order.
 
-    Attributes:
-        view: the view.
-        pages: serialised `GetViewResponse`s with the members in rank order.
-        sha256: hash of the concatenated pages.
-        known_sha256: the same hash of the previous view, empty if that view is not known.
-        changes: a serialised `GetViewResponse` for members that have the list of the previous view.
+    `sha256` is the hash of the concatenated pages, and `known_sha256` that of the previous view, empty if that view is
+    not known. `changes` is for members that have the list of the previous view.
     """
 
     view: View
@@ -36,13 +32,7 @@ class ViewPages:
 
     @classmethod
     def of(cls, view: View, page_members: int, before: ViewPages | None = None) -> ViewPages:
-        """Serialises a view. The same view gives the same bytes after a restart too.
-
-        Args:
-            view: the view.
-            page_members: members in one page.
-            before: the previous view, whose list most members have.
-        """
+        """Serialises a view. The same view gives the same bytes after a restart too."""
         pages = tuple(
             pb.GetViewResponse(members=map(write_member, view.seats[first : first + page_members])).SerializeToString(
                 deterministic=True

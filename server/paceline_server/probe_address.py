@@ -55,10 +55,6 @@ async def is_refused(address: str, own: Own = ()) -> bool:
 
     Returns False if the name cannot be resolved, or if one of the host's addresses cannot be reached or answers late:
     the network may be at fault, and the process may listen there.
-
-    Args:
-        address: "host:port".
-        own: addresses that refuse everybody.
     """
     refused = [said async for said in _try_each(address, functools.partial(_refuses, own))]
     return bool(refused) and all(refused)
@@ -68,11 +64,6 @@ async def answers(address: str, greeting: bytes, own: Own = ()) -> bool:
     """Returns True as soon as something has come from one of the host's addresses: the process that listens there runs.
 
     Returns False if nothing came in time; that proves nothing.
-
-    Args:
-        address: "host:port".
-        greeting: what to send first (`greeting`).
-        own: addresses whose answers do not count.
     """
     async with contextlib.aclosing(_try_each(address, functools.partial(_answers, greeting, own))) as answered:
         async for said in answered:
@@ -85,9 +76,6 @@ def greeting(tls: bool) -> bytes:
     """Returns what to send to a gRPC server that it may answer: nothing, or the first message of a TLS handshake.
 
     A server without TLS sends its settings without being asked (RFC 9113, 3.4).
-
-    Args:
-        tls: whether the server uses TLS.
     """
     if not tls:
         return b""
@@ -103,8 +91,7 @@ def greeting(tls: bool) -> bytes:
 def pauses(patience: float) -> Iterator[float]:
     """Yields the seconds to wait before each check: none before the first one, then pauses that double to a limit.
 
-    Args:
-        patience: seconds after which checks are of no use any more.
+    Ends when `patience` is over: later checks are of no use.
     """
     yield 0.0
     pause = waited = _FIRST_PAUSE_S
@@ -115,14 +102,7 @@ def pauses(patience: float) -> Iterator[float]:
 
 
 class AddressProbes:
-    """The checks that are in progress on the running loop.
-
-    Args:
-        tls: whether members' doors use TLS.
-
-    Attributes:
-        own: addresses of the coordinator; see `Own`.
-    """
+    """The checks that are in progress on the running loop."""
 
     def __init__(self, *, tls: bool = False) -> None:
         self.own: set[tuple[str, int]] = set()
@@ -133,14 +113,9 @@ class AddressProbes:
         self._asking = asyncio.Semaphore(_MOST_ASKED)
 
     def watch(self, session: Session, sessions: Mapping[str, Session], refused: Callable[[], None]) -> None:
-        """Checks again and again whether a process listens at a member's address.
+        """Checks again and again whether a process listens at a member's address; calls `refused` once none does.
 
         The checks end when the member is back or its session has ended, and after its `failure_timeout` at the latest.
-
-        Args:
-            session: of the member, without a stream.
-            sessions: the live sessions of its job, by member id.
-            refused: called once no process listens.
         """
         if (earlier := self._watches.get(session.member_id)) is not None:
             earlier.cancel()
@@ -259,12 +234,7 @@ async def _answers(greeting: bytes, own: Own, ip: str, port: int) -> bool:
 
 
 async def _addresses(host: str) -> set[str]:
-    """Returns the addresses of a host.
-
-    Raises:
-        OSError: the name does not resolve, or too many names are being looked up.
-        ValueError: it is no valid name.
-    """
+    """Returns the addresses of a host; raises OSError or ValueError if there are none."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

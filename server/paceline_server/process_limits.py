@@ -54,11 +54,7 @@ def raise_file_limit() -> None:
 
 
 def usable_bytes(root: Path = Path("/")) -> int:
-    """Returns the bytes of memory that this process may use.
-
-    Args:
-        root: where /proc and /sys are.
-    """
+    """Returns the bytes of memory that this process may use."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([machine, *_limits(root)])
 

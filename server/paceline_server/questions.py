@@ -31,14 +31,7 @@ NOT_CONNECTED = "is not connected"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What has come of asking one member.
-
-    Attributes:
-        member_id: the member.
-        data: its answer; None if there is none.
-        trouble: why there is none, empty if there is one.
-        asked_at, answered_at: seconds on the loop's clock.
-    """
+    """What has come of asking one member: its data, or why there is none. Times are seconds on the loop's clock."""
 
     member_id: str
     data: bytes | None
@@ -51,10 +44,8 @@ class Answer:
 class _Question:
     """A question that is being asked.
 
-    Attributes:
-        asked: when each member was asked whose answer is missing.
-        came: answers, each with the future that tells its call whether it was passed on.
-        news: set when something has come.
+    `asked` is when each member was asked whose answer is missing. An answer that `came` has the future that tells its
+    call whether it was passed on. `news` is set when something has come.
     """
 
     asked: dict[str, float] = field(default_factory=dict)
@@ -65,12 +56,7 @@ class _Question:
 
 
 class Questions:
-    """All questions that are being asked.
-
-    Args:
-        settings: the memory for calls, and the longest answer.
-        push: sends a message to a member by its id; False if the member is not connected.
-    """
+    """All questions that are being asked. `push` sends a message to a member; False if it is not connected."""
 
     def __init__(self, settings: ServerSettings, push: Callable[[str, pb.SessionResponse], bool]) -> None:
         room = settings.call_bytes // (_MOST * _COPIES * settings.longest_request)
@@ -84,16 +70,8 @@ class Questions:
     ) -> AsyncGenerator[Answer, None]:
         """Asks members, and yields one answer of each as they come. A caller that stops early closes the iterator.
 
-        Args:
-            job: the members' job.
-            what: the question; its number is set here.
-            members: ids of members.
-            patience: seconds to wait for each member.
-            longest: seconds for all members; those that have not answered by then are yielded with that as `trouble`.
-
-        Raises:
-            NoRoom: too many questions are being asked.
-            Refused: the coordinator is stopping.
+        Sets the number of the question. Waits `patience` seconds for each member, and `longest` seconds for all: those
+        that have not answered by then are yielded with that as `trouble`.
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + longest
@@ -128,11 +106,7 @@ class Questions:
                     question.news.clear()
 
     async def answer(self, member_id: str, number: int, data: bytes) -> bool:
-        """Hands in a member's answer; returns when it was passed on.
-
-        Returns:
-            True if it was; False if nobody waits for it, or not any more.
-        """
+        """Hands in a member's answer, and returns when it was passed on; False if nobody waits for it any more."""
         question = self._open.get(number)
         asked_at = question.asked.pop(member_id, None) if question is not None else None
         if question is None or asked_at is None:

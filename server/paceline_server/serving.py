@@ -14,17 +14,8 @@ from paceline_server.settings import ServerSettings
 def serve(settings: ServerSettings, announce: Callable[[str, str], None] | None = None, grace: float = 1.0) -> None:
     """Serves until SIGTERM or SIGINT; a second signal cuts the drain short. A signal during the start ends the start.
 
-    Args:
-        settings: the coordinator's settings.
-        announce: called with "host:port" and the URL of the page, empty for none, once the coordinator listens.
-        grace: seconds for calls in progress to end.
-
-    Raises:
-        PortInUse: another process listens at the address already.
-        StateUnusable: the state cannot be used.
-        TlsUnusable, TokensUnusable: the files that the settings name cannot be used.
-        HttpUnusable: aiohttp or prometheus_client is not installed, and the settings ask for HTTP.
-        OSError: listening failed for another reason.
+    `announce` is called with "host:port" and the URL of the page, empty for none, once the coordinator listens. Calls
+    in progress have `grace` seconds to end. Raises what `Coordinator.start` does.
     """
     share_one_heap()
     raise_file_limit()

@@ -17,14 +17,7 @@ from paceline_server.settings import ServerSettings
 
 
 class SessionPlaces:
-    """The places of all sessions.
-
-    Args:
-        settings: `max_sessions` and `max_job_sessions`.
-
-    Attributes:
-        budget: of the places.
-    """
+    """The places of all sessions."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self.budget = Budget(settings.max_sessions)
@@ -35,26 +28,11 @@ class SessionPlaces:
         return len(self._held)
 
     def payer_of(self, job: str, token_jobs: frozenset[str] | None, former: str = "") -> str:
-        """Returns who pays for a session of this job, in words.
-
-        Args:
-            job: the job's name.
-            token_jobs: the jobs that the caller's token is good for; None for all jobs, or without tokens.
-            former: the member whose session the new one replaces, empty for none.
-        """
+        """Returns who pays for a session of this job, in words; `former` is the member whose session it replaces."""
         return self._held[former][0] if former in self._held else in_words(token_jobs or {run_of(job)})
 
     def check(self, payer: str, job: str, held: int) -> None:
-        """Checks that there is room for one more session.
-
-        Args:
-            payer: who would pay.
-            job: the session's job.
-            held: the sessions that the job has.
-
-        Raises:
-            LimitMet: there is none; the text says which limit is met.
-        """
+        """Checks that there is room for one more session, besides the `held` ones that the job has."""
         if held >= self._most_of_job:
             raise LimitMet(f"job {job!r} has {self._most_of_job} sessions, the most that one job may have")
         if not self.budget.has_room(payer, 1):

@@ -202,22 +202,14 @@ class HttpUnusable(ValueError):
 
 
 def check_http() -> None:
-    """Checks that the packages are there which serving HTTP takes.
-
-    Raises:
-        HttpUnusable: one is missing.
-    """
+    """Checks that the packages are there which serving HTTP takes."""
     missing = [name for name in ("aiohttp", "prometheus_client") if importlib.util.find_spec(name) is None]
     if missing:
         raise HttpUnusable(f"the page and the metrics (--http) need {' and '.join(missing)}: {install_command('http')}")
 
 
 def state_settings(state: str | None) -> dict[str, Any]:
-    """Returns `state_path` or `etcd` for the settings, from a value of `--state`.
-
-    Raises:
-        ValueError: it names an etcd cluster in a way that cannot be read.
-    """
+    """Returns `state_path` or `etcd` for the settings, from a value of `--state`."""
     if state is None:
         return {}
     return {"etcd": EtcdAddress.parse(state)} if is_etcd(state) else {"state_path": Path(state)}
@@ -226,9 +218,8 @@ def state_settings(state: str | None) -> dict[str, Any]:
 def token_settings(token_file: Path | None, environ: Mapping[str, str]) -> dict[str, Any]:
     """Returns `token` or `token_file` for the settings: `token_file`, else PACELINE_TOKEN or PACELINE_TOKEN_FILE.
 
-    Raises:
-        ValueError: both variables are set, PACELINE_TOKEN can be no token, or one is empty. An empty one means that the
-            command which should fill it has failed, and no caller would be asked for a token.
+    An empty variable is an error: the command which should fill it has failed, and no caller would be asked for a
+    token.
     """
     if token_file is not None:
         return {"token_file": token_file}

@@ -14,15 +14,7 @@ from pacelinepb.v1 import session_pb2 as pb
 
 
 class SessionStream:
-    """A stream that carries a session.
-
-    Args:
-        number: distinguishes this stream from earlier ones of the same session.
-        job: name of the job.
-        member_id: the member whose session it is.
-        limit: messages that may wait; one more ends the stream.
-        epoch: of the coordinator; each message carries it.
-    """
+    """A stream that carries a session, by its `number`; it ends if more than `limit` messages wait."""
 
     __slots__ = ("_closed", "_end", "_epoch", "_limit", "_queue", "_ready", "job", "member_id", "number")
 
@@ -51,11 +43,7 @@ class SessionStream:
         self._wake()
 
     def close(self, end: BaseException | None = None) -> None:
-        """Ends the stream once the queued messages are written; only the first call counts.
-
-        Args:
-            end: `messages` raises it at the end; None for an end in good order.
-        """
+        """Ends the stream once the queued messages are written; only the first call counts. `messages` raises `end`."""
         if not self._closed:
             self._closed, self._end = True, end
             self._wake()

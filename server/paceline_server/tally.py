@@ -47,7 +47,6 @@ USES: tuple[Use, ...] = ("committed", "undone", "reforming", "waiting")
 waiting for workers."""
 
 CHANGE_REASONS = ("began", "lost", "joined", "drained", "mismatch", "raised", "skipped", "timeout", "other")
-"""Why a generation has begun."""
 
 LOSSES = ("exited", "silent", "refused", "raised", "replaced", "evicted")
 """How a member was lost: its process ended; it was silent for too long; nobody listens at its address; its own code
@@ -122,7 +121,6 @@ class Histogram:
     counts: list[int] = field(default_factory=list)
     """For each bound the number of values up to it and above the one before; the last one is of values above all."""
     total: float = 0.0
-    """Sum of the values."""
 
     def __post_init__(self) -> None:
         self.counts = self.counts or [0] * (len(self.bounds) + 1)
@@ -150,28 +148,14 @@ class _Member:
 
 
 class Tally:
-    """What has been counted of one job.
+    """What has been counted of one job, whose state is looked at and not changed.
 
-    Args:
-        now: the time, in seconds.
-        state: the job; looked at, not changed.
+    Seconds in `waited` and `state_time` are those of all members together. `samples` are those of committed steps.
+    Hosts with disks of their own have one each of `checkpoint_failures`. `generations` are counted by `CHANGE_REASONS`.
 
-    Attributes:
-        committed: steps that were committed, each once.
-        undone: steps that were begun and undone.
-        samples: samples in the committed steps of all members.
-        waited: seconds that all members together have waited in collectives.
-        state_bytes: bytes of training state that members have fetched from each other.
-        state_time: seconds that all members together have spent in fetching state.
-        checkpoint_failures: checkpoints that members could not write; hosts with disks of their own write one each.
-        generations: generations that have begun, by `CHANGE_REASONS`.
-        step: the last step that is known to be committed, 0 for none.
-        gone: members that have ended lately; the last `MOST_GONE`.
-        detection: from the first sign that a member was lost to the verdict.
-        recovery: from that sign to the first step that the next generation has committed.
-        join: from the registration of a member that joins a running job to its seat.
-        checkpoint: how long the writes of checkpoints took.
-        checkpoint_step: step of the last checkpoint that is known to be complete, 0 for none.
+    `detection` is from the first sign that a member was lost to the verdict; `recovery` from that sign to the first
+    step that the next generation has committed; `join` from the registration of a member that joins a running job to
+    its seat; `checkpoint` is how long the writes of checkpoints took.
     """
 
     def __init__(self, now: float, state: JobState) -> None:
@@ -258,17 +242,7 @@ class Tally:
     # What happens -----------------------------------------------------------------------------------------------------
 
     def saw(self, now: float, event: Event, effects: Iterable[Effect], state: JobState) -> list[Happening]:
-        """Takes note of an event and of what followed from it.
-
-        Args:
-            now: the time, in seconds.
-            event: what happened.
-            effects: what the job's membership decided.
-            state: the job after it.
-
-        Returns:
-            What is worth an event, in order.
-        """
+        """Takes note of an event and of what followed; returns what is worth an event. `state` is the job after it."""
         if isinstance(event, Heard):  # by far the most frequent event
             return self._heard(now, event, state)
         found: list[Happening] = []

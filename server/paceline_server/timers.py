@@ -25,13 +25,8 @@ _LONG_STALL = 0.5
 class Timers:
     """The timers of all jobs, on the running loop.
 
-    Args:
-        now: time of construction on the loop's clock.
-        jobs: all jobs; looked at, not changed.
-        apply: gives an event to a job and performs the effects; raises nothing, because one round tells all jobs.
-
-    Attributes:
-        stalled: called with the seconds for which the loop did not run.
+    `jobs` is looked at and not changed. `apply` raises nothing, because one round tells all jobs. `stalled` is called
+    with the seconds for which the loop did not run.
     """
 
     def __init__(self, now: float, jobs: Mapping[str, Job], apply: Callable[[Job, Event], None]) -> None:

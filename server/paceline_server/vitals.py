@@ -15,12 +15,8 @@ _STALLS = (0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 class Vitals:
     """The counts of one coordinator; each part of it adds its own.
 
-    Attributes:
-        refusals: how many calls and HTTP requests were refused, by `ErrorReason`.
-        stalls: for how many seconds the loop did not run, each time.
-        longest_stall: the longest of them, in seconds.
-        memory: the budgets of bytes, by what they are for.
-        places: the budgets of other things, by what they are for.
+    Refusals, of calls and HTTP requests, are by `ErrorReason`. `stalls` are the seconds for which the loop did not run,
+    each time. The budgets are by what they are for.
     """
 
     def __init__(self) -> None:

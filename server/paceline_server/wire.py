@@ -1,7 +1,7 @@
 """Converts what members say from protobuf, and what an operator is told to protobuf.
 
-This module checks incoming messages once, before anything acts on them (I9): everything that the .proto comments call
-a MUST. It decides nothing.
+This module checks incoming messages once, before anything acts on them (I9): everything that the .proto comments call a
+MUST. It decides nothing. What is wrong with a message raises `BadRequest`.
 """
 
 from __future__ import annotations
@@ -52,22 +52,14 @@ def to_duration(seconds: float) -> Duration:
 
 
 def from_duration(duration: Duration, name: str) -> float:
-    """Converts a duration that was set to seconds.
-
-    Raises:
-        BadRequest: it is below 0 or malformed.
-    """
+    """Converts a duration that was set to seconds."""
     if duration.seconds < 0 or not 0 <= duration.nanos < 1_000_000_000:
         raise BadRequest(f"{name} must be a duration of 0 s or more")
     return duration.seconds + duration.nanos * 1e-9
 
 
 def check_name(text: str, what: str, limit: int) -> str:
-    """Checks the length of a name in bytes.
-
-    Raises:
-        BadRequest: it is empty or too long.
-    """
+    """Checks that a name is not empty, nor longer than `limit` bytes."""
     size = len(text.encode())
     if not 1 <= size <= limit:
         raise BadRequest(f"{what} must have 1 to {limit} bytes, not {size}")
@@ -75,11 +67,7 @@ def check_name(text: str, what: str, limit: int) -> str:
 
 
 def read_job_name(text: str, settings: ServerSettings) -> str:
-    """Checks a job's name. Logs and terminals show it, so it must be printable.
-
-    Raises:
-        BadRequest: it is empty, too long, or has control characters.
-    """
+    """Checks a job's name. Logs and terminals show it, so it must be printable."""
     check_name(text, "the name of a job", settings.max_name_bytes)
     if not text.isprintable():
         raise BadRequest(f"the name of a job must be printable, not {text!r}")
@@ -87,12 +75,7 @@ def read_job_name(text: str, settings: ServerSettings) -> str:
 
 
 def read_versions(message: pb.Register | pb.Resume) -> Versions:
-    """Reads which versions of the protocol a worker speaks.
-
-    Raises:
-        VersionMismatch: this coordinator speaks none of them; the text names those of both.
-        BadRequest: they are no range, or one that a storage would refuse to read back.
-    """
+    """Reads which versions of the protocol a worker speaks; raises `VersionMismatch` if we speak none of them."""
     versions = Versions(message.protocol_version, message.newest_protocol_version or message.protocol_version)
     if not 0 < versions.oldest <= versions.newest <= MOST_VERSION:
         raise BadRequest(f"a worker cannot speak {versions.oldest} to {versions.newest} of the protocol")
@@ -112,11 +95,7 @@ def cut(text: str, limit: int) -> str:
 
 
 def read_address(text: str, settings: ServerSettings) -> str:
-    """Checks the address that a worker gives for its door.
-
-    Raises:
-        BadRequest: it is empty, too long, or not printable.
-    """
+    """Checks the address that a worker gives for its door."""
     check_name(text, "the address of a worker", settings.max_address_bytes)
     if not text.isprintable():
         raise BadRequest("the address of a worker must be printable")
@@ -124,11 +103,7 @@ def read_address(text: str, settings: ServerSettings) -> str:
 
 
 def read_process(message: pb.ProcessIdentity, settings: ServerSettings) -> Process:
-    """Reads the identity of a process.
-
-    Raises:
-        BadRequest: a name is not printable, the host's is empty or too long, or there is no pid.
-    """
+    """Reads the identity of a process."""
     check_name(message.host, "the name of a host", settings.max_address_bytes)
     names = (message.host, message.boot_id, message.node)
     if not all(map(str.isprintable, names)):
@@ -143,11 +118,7 @@ def read_process(message: pb.ProcessIdentity, settings: ServerSettings) -> Proce
 
 
 def read_settings(message: pb.JobSettings, settings: ServerSettings) -> JobSettings:
-    """Reads a job's settings. `paceline_protocol` checks whether min and max make sense.
-
-    Raises:
-        BadRequest: the failure timeout is absent or out of bounds.
-    """
+    """Reads a job's settings. `paceline_protocol` checks whether min and max make sense."""
     if not message.HasField("failure_timeout"):
         raise BadRequest("settings.failure_timeout is required")
     timeout = from_duration(message.failure_timeout, "settings.failure_timeout")
@@ -163,11 +134,7 @@ def read_settings(message: pb.JobSettings, settings: ServerSettings) -> JobSetti
 
 
 def read_progress(now: float, message: pb.Heartbeat) -> Progress:
-    """Reads a heartbeat and converts its durations to times on our clock.
-
-    Raises:
-        BadRequest: the number of the operation or of the step is too great.
-    """
+    """Reads a heartbeat and converts its durations to times on our clock."""
     since = message.since.seconds + message.since.nanos * 1e-9
     operation = check_number(message.operation, "heartbeat.operation")
     step = check_number(message.step, "heartbeat.step")
@@ -178,11 +145,7 @@ def read_progress(now: float, message: pb.Heartbeat) -> Progress:
 
 
 def read_counters(message: pb.Heartbeat) -> Counters:
-    """Reads the counters of a heartbeat.
-
-    Raises:
-        BadRequest: a number is too great, or a kind of link has no name or too long a one, or there are too many.
-    """
+    """Reads the counters of a heartbeat."""
     if len(message.sent_bytes) > MOST_KINDS or not all(map(_KIND.fullmatch, message.sent_bytes)):
         raise BadRequest(
             f"heartbeat.sent_bytes has at most {MOST_KINDS} kinds of links; a name has 1 to 16 characters of "
@@ -207,11 +170,7 @@ def read_counters(message: pb.Heartbeat) -> Counters:
 
 
 def read_report(message: pb.Report, settings: ServerSettings) -> Report:
-    """Reads a report; the membership fills in the reporter's rank.
-
-    Raises:
-        BadRequest: the number of the operation is too great.
-    """
+    """Reads a report; the membership fills in the reporter's rank."""
     accused = message.accused if message.HasField("accused") else None
     operation = check_number(message.operation, "report.operation")
     text = cut(message.text, settings.max_text_bytes)

@@ -1,4 +1,4 @@
-"""Parts: through kills, joins, leaves and restarts each step has the bits of one undisturbed process."""
+"""Microbatches: through kills, joins, leaves and restarts each step has the bits of one undisturbed process."""
 
 from __future__ import annotations
 

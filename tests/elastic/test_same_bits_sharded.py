@@ -1,4 +1,4 @@
-"""Parts through FSDP: through kills, joins, leaves and restarts the last state has the bits of one process with DDP."""
+"""Microbatches with FSDP: whoever is killed, joins or leaves, the last state has the bits of one process with DDP."""
 
 from __future__ import annotations
 

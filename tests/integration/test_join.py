@@ -266,7 +266,7 @@ def test_jobs_do_not_see_each_other() -> None:
 
 @pytest.fixture
 def of_torchrun(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """What torchrun tells one of two workers."""
+    """The variables that torchrun sets for one of two workers."""
     for name, value in (("TORCHELASTIC_RUN_ID", "run"), ("WORLD_SIZE", "2"), ("RANK", "1")):
         monkeypatch.setenv(name, value)
     return monkeypatch

@@ -1,6 +1,6 @@
-"""What must hold where the reference, and systems like it, go wrong: a test or more for each known defect.
+"""Paceline is right where the reference, and systems like it, go wrong: a test or more for each known defect.
 
-Numbers are those of the reference's list of weaknesses. What other tests hold:
+Numbers are those of the reference's list of weaknesses. Other tests hold:
 
 1   issue order, `Work`: unit/test_group_order; frames of a generation that is over: integration/test_grpc_door.
 3   a frame that is wrong in any way ends the generation: unit/test_group_failure.

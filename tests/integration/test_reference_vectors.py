@@ -1,4 +1,4 @@
-"""What collectives, messages, subgroups and FSDP compute, as vectors in `reference_vectors.json`.
+"""Collectives, messages, subgroups and FSDP give the results in `reference_vectors.json`.
 
 A vector whose name has `::` is one of the reference system's own unit tests, under its name; the others are the rows of
 its contracts around them. Each holds over every kind of link, and a collective's by every schedule too. Lists by rank
@@ -138,7 +138,7 @@ def test_subgroup_that_cannot_be(vector: dict[str, Any], link: str) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES["barrier"])
 @having("barrier")
 def test_barrier(vector: dict[str, Any], schedule: str, link: str) -> None:
-    """Whoever comes last, nobody leaves before."""
+    """Nobody leaves before the last one has come."""
     members = vector["barrier"]
     for last in members:
         with world_over(link, vector["world"], choose=scheduled("barrier")[schedule]) as groups:
@@ -179,7 +179,7 @@ class Scaled:
 
 
 def words(fsdp: FSDP) -> dict[str, Callable[..., Any]]:
-    """What a step of a vector may say: what one rank does, and what comes of it."""
+    """One rank's part in a step of a vector, and its result."""
     whole = fsdp.module.w
     ((_, part),) = fsdp.named_parameters()
 

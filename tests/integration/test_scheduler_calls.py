@@ -1,4 +1,4 @@
-"""What a scheduler asks of its coordinator: a token, the members of a job, and that they leave (`paceline.launch`)."""
+"""Calls of a scheduler to its coordinator: for a token, the members of a job, and a drain (`paceline.launch`)."""
 
 from __future__ import annotations
 

@@ -391,7 +391,7 @@ class Process:
         world.checks.done(self)
 
     def compute(self, fraction: int = 1) -> None:
-        """What the user's code computes between two collectives, or a fraction of that."""
+        """The computation of the user's code between two collectives, or a fraction of it."""
         world = self.world
         current().park(world.compute() / fraction)
         if self.stuck_next:

@@ -1,8 +1,8 @@
-"""What a job with microbatches trains: the real state, sampler, wrapper and optimizer, around a model of eight numbers.
+"""A job with microbatches: the real state, sampler, wrapper and optimizer, around a model of eight numbers.
 
 One process alone, and without any of that, computes what must come out after each step: `expected`. Its sums have the
-same bits only if each part of a step is in them once, in the tree's order. Workers build different models, so that one
-which has not taken the base shows too.
+same bits only if each microbatch of a step is in them once, in the tree's order. Workers build different models, so
+that one which has not taken the base shows too.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _gradient(values: NDArray[np.float32], rows: NDArray[np.intp], dy: NDArray[n
 
 
 def _loss_gradient(rows: NDArray[np.intp], rng: np.random.Generator) -> NDArray[np.float32]:
-    """Of the mean loss over the samples of a part, shape [B, 1]."""
+    """Of the mean loss over the samples of a microbatch, shape [B, 1]."""
     return rng.random((len(rows), 1), np.float32) / np.float32(len(rows))
 
 

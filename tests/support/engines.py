@@ -23,7 +23,7 @@ from paceline.testing import local_groups
 __all__ = ["FakeEngine", "HangingEngine", "LinkEngine", "engines_of", "link_engines", "makers"]
 
 makers: dict[str, Callable[[], DataEngine]] = {}
-"""What makes the engines "test" and "other", which tests/paceline_test_engines-0.dist-info names as a plug-in would."""
+"""Makers of the engines "test" and "other", which tests/paceline_test_engines-0.dist-info names as a plug-in would."""
 
 
 def make_test() -> DataEngine:

@@ -1,4 +1,4 @@
-"""What every test gets: no thread is left behind, records of failures stay with the test, and slow tests have time."""
+"""Rules for every test: no thread is left behind, records of failures stay with the test, and slow tests have time."""
 
 from __future__ import annotations
 

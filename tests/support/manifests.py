@@ -32,7 +32,7 @@ _JOB_KINDS = ("Job", "JobSet", "ClusterTrainingRuntime", "TrainJob")
 _TLS = ("PACELINE_TLS_CA", "PACELINE_TLS_CERT", "PACELINE_TLS_KEY")
 
 _DRAIN_S = 30
-"""What the launcher gives a worker to leave (paceline.launch._supervision.DRAIN_S)."""
+"""Seconds that the launcher gives a worker to leave (paceline.launch._supervision.DRAIN_S)."""
 
 _known: dict[str, list[str]] = {}
 """The schema's problems by manifest: a test that breaks one of twenty does not have the others checked anew."""

@@ -28,7 +28,7 @@ def is_module(name: str) -> bool:
 
 
 def imported(code: str) -> Iterator[tuple[str, str]]:
-    """What is imported, wherever that stands: (module, name); the name is empty for a module as a whole."""
+    """All imports, wherever they stand: (module, name); the name is empty for a module as a whole."""
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
@@ -41,7 +41,7 @@ def imported(code: str) -> Iterator[tuple[str, str]]:
 
 
 def not_public(code: str, own: str) -> list[str]:
-    """What a file of the package `own` imports and may not."""
+    """The imports that a file of the package `own` may not have."""
     wrong = []
     for module, name in imported(code):
         first = module.partition(".")[0]

@@ -32,15 +32,9 @@ class _Checkpoints(NamedTuple):
 class MemberCounters:
     """Counters of one member, over all generations. Threads that train or write a checkpoint count; any may read.
 
-    Attributes:
-        committed: steps that it has committed.
-        undone: steps that it began and that were undone.
-        samples: samples of its share in the committed steps.
-        skipped: committed steps in which no member made an update.
-        left_out: samples of its share in those.
-        waited: seconds that its threads have waited in collectives.
-        state_bytes: bytes of training state that it has fetched from other members.
-        state_time: seconds that it has spent in fetching them.
+    Samples are those of its own share. `undone` counts steps that it began, `skipped` committed steps in which no
+    member made an update, and `left_out` its samples in those. `waited` is seconds in collectives, `state_time` seconds
+    that it has spent in fetching state from other members.
     """
 
     def __init__(self) -> None:
@@ -65,23 +59,13 @@ class MemberCounters:
         self._mark = now if self._mark is None else self._mark
 
     def step_applied(self, number: int, samples: int) -> None:
-        """Takes note that the step has changed the state of this member.
-
-        Args:
-            number: of the step.
-            samples: of this member's share.
-        """
+        """Takes note that the step has changed the state of this member, whose share has this many samples."""
         now = monotonic()
         self._useful += now - (now if self._mark is None else self._mark)
         self._mark, self._applied = now, (number, samples)
 
     def step_skipped(self, number: int, samples: int) -> None:
-        """Takes note that all members skip the step.
-
-        Args:
-            number: of the step.
-            samples: of this member's share, which are left out.
-        """
+        """Takes note that all members skip the step, so the samples of this member's share are left out."""
         self._mark, self._passed_over = monotonic(), (number, samples)
 
     def step_undone(self) -> None:
@@ -113,12 +97,7 @@ class MemberCounters:
     # Checkpoints ------------------------------------------------------------------------------------------------------
 
     def checkpoint_written(self, step: int, seconds: float) -> None:
-        """Takes note that a checkpoint is complete.
-
-        Args:
-            step: of the state in it.
-            seconds: from the beginning of the write until now.
-        """
+        """Takes note that a checkpoint of the state after a step is complete, `seconds` after its write began."""
         before = self._checkpoints
         self._checkpoints = _Checkpoints(step, before.written + 1, before.failures, before.seconds + seconds)
 
@@ -146,11 +125,7 @@ class MemberCounters:
         self._sent = _sum(self._sent, sent)
 
     def read(self, sent: Mapping[str, int]) -> Counters:
-        """Returns all counters; none is below what an earlier call returned.
-
-        Args:
-            sent: bytes by kind of link in the present generation.
-        """
+        """Returns all counters, none below an earlier answer; `sent` has bytes by kind of link in this generation."""
         # Another thread may be moving to the next generation, or counting, just now.
         told = self._told
         checkpoints = self._checkpoints
@@ -213,12 +188,9 @@ def error_text(error: BaseException) -> str:
 class Entry:
     """The record of an operation, made by `FlightRecorder.issue`. Any thread may call `begin` and `end`, one at a time.
 
-    Attributes:
-        group: the group's name; "" for the group of all members.
-        operation: the operation's number in the group and generation; 0 for messages.
-        generation: the generation.
-        signature: kind, arguments, dtype and shape, as `paceline._base.arrays.Signature` encodes them.
-        first_rank: the lowest rank in the view among the group's members, which tells parts of one name apart.
+    `operation` is its number in the group and generation, 0 for messages; `signature` is encoded. `group` is "" for the
+    group of all members. `first_rank` is the lowest rank in the view among the group's members, which tells parts of
+    one name apart.
     """
 
     __slots__ = (
@@ -263,11 +235,7 @@ class Entry:
         self._began = self._clock()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Records that the operation is over; later calls do nothing.
-
-        Args:
-            error: the operation's error; the record keeps its type and text.
-        """
+        """Records that the operation is over, with the type and text of its error; later calls do nothing."""
         if self._ended is None:
             if error is not None:
                 self._error = error_text(error)  # before the time: a thread that reads the time must find the error
@@ -297,12 +265,9 @@ class Entry:
 
 
 class FlightRecorder:
-    """The last operations of this member, in a ring of a fixed size. Thread-safe without a lock.
+    """The last `capacity` operations of this member, in a ring. Thread-safe without a lock.
 
-    Args:
-        capacity: number of operations that are kept.
-        clock: returns monotonic seconds, for the times of operations.
-        wall: returns seconds since 1970; called once for each snapshot.
+    `clock` returns monotonic seconds. `wall` returns seconds since 1970, and is called once for each snapshot.
     """
 
     def __init__(
@@ -324,14 +289,9 @@ class FlightRecorder:
         self._groups: dict[str, tuple[int, ...]] = {}
 
     def issue(self, group: str, operation: int, signature: bytes, generation: int = 0, first_rank: int = 0) -> Entry:
-        """Records that an operation was issued; returns the record, on which the caller calls `begin` and `end`.
+        """Records that an operation was issued (see `Entry` for the arguments), without parsing its signature.
 
-        Args:
-            group: the group's name; "" for the group of all members.
-            operation: the operation's number in the group and generation.
-            signature: an encoded `Signature`; it is not parsed here.
-            generation: the generation.
-            first_rank: the lowest rank in the view among the group's members.
+        Returns the record, on which the caller calls `begin` and `end`.
         """
         order = next(self._orders)
         entry = Entry(group, operation, signature, generation, order, self._clock(), self._clock, first_rank)

@@ -55,11 +55,7 @@ _THREADS = 12
 
 
 async def look_up(host: str, *, again: bool = True) -> Found:
-    """Returns the addresses of a host. An IP literal is its own address, and needs no thread.
-
-    Args:
-        host: the host's name, or an IP address.
-        again: whether to ask again while there is no answer.
+    """Returns the addresses of a host, asking `again` while there is no answer. An IP literal needs no thread.
 
     Raises:
         OSError: the name does not resolve; `socket.gaierror` says if it is unknown or the resolver is in trouble.
@@ -82,11 +78,7 @@ async def look_up(host: str, *, again: bool = True) -> Found:
 
 
 async def look_up_within(host: str, timeout: float) -> Found:
-    """Calls `look_up`, for at most `timeout` seconds.
-
-    Raises:
-        OSError: there is no answer, or none with an address; the text contains the name.
-    """
+    """Calls `look_up`, for at most `timeout` seconds. Without an address it raises OSError, which has the name."""
     try:
         async with asyncio.timeout(timeout):
             return await look_up(host)
@@ -114,8 +106,7 @@ async def look_up_all(hosts: Iterable[str]) -> dict[str, set[str]]:
 class _Question:
     """The look-up of one name, from the first caller that asks until there is an answer.
 
-    Attributes:
-        answer: the first answer; silence counts as one when no other thread is asking.
+    Silence counts as an answer when no other thread is asking.
     """
 
     def __init__(self, host: str) -> None:
@@ -209,11 +200,7 @@ class Endpoint:
 
 
 def parse_endpoint(text: str, *, default_port: int | None = None) -> Endpoint:
-    """Parses "host:port", "[::1]:port", or "host" if a default port is given.
-
-    Raises:
-        ValueError: the text has another form; the error says what is wrong.
-    """
+    """Parses "host:port", "[::1]:port", or "host" if a default port is given; a ValueError says what is wrong."""
     host, colon, port = text.rpartition(":")
     if (not colon or "]" in port) and default_port is not None:
         host, port = text, str(default_port)
@@ -237,11 +224,7 @@ _STAYS = 4
 class CoordinatorAddresses:
     """The addresses of a job's coordinators, of which one leads; most jobs have only one.
 
-    Args:
-        endpoints: one or more.
-
-    Attributes:
-        current: the address that is tried now, or that answered last.
+    `current` is the one that is tried now, or that answered last.
     """
 
     def __init__(self, endpoints: Sequence[Endpoint]) -> None:
@@ -252,11 +235,7 @@ class CoordinatorAddresses:
 
     @classmethod
     def parse(cls, text: str, *, default_port: int | None = None) -> CoordinatorAddresses:
-        """Parses addresses as `parse_endpoint` takes them, with commas between them.
-
-        Raises:
-            ValueError: one has another form.
-        """
+        """Parses addresses as `parse_endpoint` takes them, with commas between them."""
         return cls([parse_endpoint(each.strip(), default_port=default_port) for each in text.split(",")])
 
     @property
@@ -270,10 +249,9 @@ class CoordinatorAddresses:
     def turn(self, leader: str | None = None) -> None:
         """Chooses the address to try next.
 
-        Args:
-            leader: None if nobody answered at the current address, or the answer made no sense. Otherwise a standby has
-                answered, and this is the leader's address as it knows it; empty if it knows none. The address counts
-                only if it is one of ours, because the caller shows its token there.
+        `leader` is None if nobody answered at the current address, or the answer made no sense. Otherwise a standby has
+        answered, and this is the leader's address as it knows it; empty if it knows none. The address counts only if it
+        is one of ours, because the caller shows its token there.
         """
         following = self._all[(self._all.index(self.current) + 1) % len(self._all)]
         named = next((each for each in self._all if str(each) == leader), None)
@@ -310,13 +288,8 @@ async def reachable_endpoint(
     coordinator has several addresses, reached through different interfaces, the one at which it answers counts.
 
     The coordinator's name may appear later than this worker (a container that starts beside it), and so may the
-    advertised name: both are looked up repeatedly.
-
-    Args:
-        coordinator: the coordinator's address.
-        advertise: host or host:port; None to find it.
-        timeout: seconds to keep trying; 0 for one try.
-        say: called with a sentence about the problem, within a second and again when the problem changes.
+    advertised name: both are looked up repeatedly for `timeout` seconds, once if it is 0. `say` gets a sentence about
+    the problem within a second, and again when the problem changes.
 
     Raises:
         ValueError: `advertise` is malformed, or the address that leads to the coordinator is link-local.
@@ -364,10 +337,7 @@ def listening_host(own: Endpoint, advertise: str | None) -> str:
 async def is_refused(endpoint: Endpoint, timeout: float) -> bool:
     """Returns True if the host answers that no process listens on the port: the process is gone, not slow.
 
-    False if nothing is proved: the name does not resolve, the host cannot be reached, or the timeout passed.
-
-    Raises:
-        OSError: as for `probe`.
+    False if nothing is proved. Raises OSError as `probe` does.
     """
     return await probe(endpoint, timeout) is False
 
@@ -376,10 +346,7 @@ async def probe(endpoint: Endpoint, timeout: float) -> bool | None:
     """Checks whether a process listens: True at any of the host's addresses, False if all refuse the connection.
 
     None if nothing is known: the name does not resolve, the host cannot be reached, or it does not answer in time.
-
-    Args:
-        endpoint: the endpoint to check.
-        timeout: seconds for the look-up and the addresses; the addresses get at most 1 s of it.
+    `timeout` is for the look-up and the addresses, which get at most 1 s of it.
 
     Raises:
         OSError: this process has no descriptor left, which says nothing about the other side.
@@ -415,11 +382,7 @@ class _Patience:
             patient.cancel()
 
     async def wait(self, problem: PacelineError) -> None:
-        """Reports the problem and waits until the next try.
-
-        Raises:
-            PacelineError: no time is left; this is the problem itself.
-        """
+        """Reports the problem and waits until the next try; raises the problem itself if no time is left."""
         left = self._start + self._timeout - time.monotonic()
         if left <= 0:
             raise problem

@@ -50,13 +50,9 @@ _TEXT = re.compile(
 
 
 class Signature(NamedTuple):
-    """A description of an operation.
+    """A description of an operation: its kind, its arguments ("op=sum"), and the dtype and shape of its array.
 
-    Attributes:
-        kind: the operation's name: "all_reduce", "send", ...
-        detail: its arguments, "op=sum"; empty for none.
-        dtype: the array's dtype; None if no array is sent, or if the sender decides.
-        shape: the array's shape; None if `dtype` is None.
+    Dtype and shape are None if no array is sent, or if the sender decides.
     """
 
     kind: str
@@ -65,21 +61,12 @@ class Signature(NamedTuple):
     shape: tuple[int, ...] | None = None
 
     def encode(self) -> bytes:
-        """Returns the text form, at most `MAX_SIGNATURE_BYTES` long.
-
-        Raises:
-            UnsupportedOp: the dtype cannot be sent.
-            LimitExceeded: the array has too many dimensions, or is too large.
-        """
+        """Returns the text form; raises UnsupportedOp or LimitExceeded if such an array cannot be sent."""
         return _encode(self)
 
     @classmethod
     def decode(cls, data: bytes) -> Signature:
-        """Parses the text form, which came from the network.
-
-        Raises:
-            ValueError: the bytes are no signature, or exceed a limit.
-        """
+        """Parses the text form, which came from the network; raises ValueError if it is none, or exceeds a limit."""
         match = _TEXT.fullmatch(data.decode("ascii")) if len(data) <= MAX_SIGNATURE_BYTES else None
         if match is None:
             raise ValueError(f"not a signature: {data[:80]!r}")
@@ -101,11 +88,7 @@ class Signature(NamedTuple):
 
 @lru_cache(maxsize=64)
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """Returns the name of a dtype in signatures.
-
-    Raises:
-        UnsupportedOp: the dtype cannot be sent: objects, text, dates, records, long double.
-    """
+    """Returns a dtype's name in signatures; UnsupportedOp for objects, text, dates, records and long double."""
     name = dtype.name
     if _dtype(name) is None:
         raise UnsupportedOp(f"arrays of dtype {dtype} cannot be sent; these can: {', '.join(_NAMES)}, bfloat16")
@@ -113,11 +96,7 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
 
 
 def dtype_named(name: str) -> np.dtype[Any]:
-    """Returns the dtype that has a name in signatures.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Returns the dtype that has a name in signatures; raises ValueError if there is none."""
     dtype = _dtype(name)
     if dtype is None:
         raise ValueError(f"there is no dtype {name!r:.40}")
@@ -157,11 +136,7 @@ than they save."""
 
 
 def as_array(x: npt.ArrayLike) -> Array:
-    """Returns `x` as an array whose dtype can be sent; an array is not copied.
-
-    Raises:
-        UnsupportedOp: the dtype cannot be sent.
-    """
+    """Returns `x` as an array, without a copy if it is one; raises UnsupportedOp if its dtype cannot be sent."""
     array = np.asarray(x)
     dtype_name(array.dtype)
     return array
@@ -198,11 +173,7 @@ def copy_bytes(source: bytes | memoryview, target: memoryview) -> None:
 
 
 def check_writable(out: object) -> None:
-    """Checks that `out` can take a result.
-
-    Raises:
-        UnsupportedOp: `out` is no array, or read-only.
-    """
+    """Checks that `out` can take a result; raises UnsupportedOp if it is no array, or read-only."""
     if not isinstance(out, np.ndarray) or not out.flags.writeable:
         raise UnsupportedOp(f"out must be a writable array, not {_describe(out)}")
 
@@ -210,9 +181,7 @@ def check_writable(out: object) -> None:
 def check_out(out: Array, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
     """Checks that a result fits the caller's `out`.
 
-    Raises:
-        SizeMismatch: `out` has another shape.
-        UnsupportedOp: `out` has another dtype, is no array, or is read-only.
+    Raises SizeMismatch for another shape, and UnsupportedOp for another dtype or what `check_writable` refuses.
     """
     check_writable(out)
     if out.dtype is not dtype and native(out.dtype) != dtype:
@@ -226,15 +195,8 @@ def landing(
 ) -> Array:
     """Returns a contiguous, native array of this shape to write a result to: `out` itself if possible, or a new one.
 
-    `out` is not possible if its layout differs, or if writing parts of it could change elements of `x` that are still
-    to be read.
-
-    Args:
-        out: the caller's array, or None.
-        x: the input that is read meanwhile, or None.
-        dtype: the result's dtype.
-        shape: the result's shape.
-        in_place: each element is read before it is written, so `out` may be `x`.
+    `out` is not possible if its layout differs, or if writing parts of it could change elements of the input `x` that
+    are still to be read. With `in_place` each element is read before it is written, so `out` may be `x`.
     """
     if out is None or not (out.flags.c_contiguous and out.dtype.isnative):
         return new_array(shape, dtype)
@@ -246,11 +208,7 @@ def landing(
 
 
 def new_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Returns a new array; its size may come from another member.
-
-    Raises:
-        LimitExceeded: there is not enough memory.
-    """
+    """Returns a new array, whose size may come from another member; raises LimitExceeded if memory is short."""
     try:
         return np.empty(shape, dtype)
     except MemoryError:
@@ -290,8 +248,7 @@ _USERS_OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 def keep_frame_memory() -> bool:
     """Sets the thresholds for this process: up to 32 MiB of free memory stay with it.
 
-    Returns:
-        False if nothing was changed: the user has set thresholds, or the C library has no `mallopt`.
+    Returns False if nothing was changed: the user has set thresholds, or the C library has no `mallopt`.
     """
     if any(name in os.environ for name in _USERS_OWN) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
         return False

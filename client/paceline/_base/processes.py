@@ -35,11 +35,7 @@ _forked = False
 
 
 def check_process() -> None:
-    """Checks that this is the process that joined, not a forked child of it.
-
-    Raises:
-        ForkedSession: this process was forked from one that has joined.
-    """
+    """Checks that this is the process that joined; raises ForkedSession in a forked child of it."""
     if _forked:
         raise ForkedSession(
             "this process was forked from one that has joined a job: the session belongs to the parent, and grpc does "
@@ -49,12 +45,9 @@ def check_process() -> None:
 
 
 def protect(key: int, *, listening_port: int, dialled: Endpoints) -> None:
-    """Registers the sockets of a session for a child to close, or changes what was registered.
+    """Registers the sockets of a session for a child to close, or changes what was registered under its key.
 
-    Args:
-        key: identifies the session.
-        listening_port: the port that its peers dial; 0 forgets the session.
-        dialled: endpoints that the session dials: coordinator and peers.
+    `listening_port` is the port that its peers dial; 0 forgets the session. It dials `dialled`: coordinator and peers.
     """
     global _registered
     with _lock:
@@ -106,8 +99,7 @@ def _belongs(fd: int, ports: set[int], dialled: Endpoints) -> bool:
 def user_folder(name: str) -> Path:
     """Returns the path `paceline-UID/NAME` in the directory for temporary files, without creating it.
 
-    Raises:
-        FileNotFoundError: there is no writable directory for temporary files.
+    Raises FileNotFoundError if there is no writable directory for temporary files.
     """
     return Path(tempfile.gettempdir(), f"paceline-{_user()}", name).absolute()
 
@@ -115,12 +107,7 @@ def user_folder(name: str) -> Path:
 def make_private(directory: Path, remedy: str) -> None:
     """Creates a directory and its missing parents, mode 0700; refuses one that another user could have put there.
 
-    Args:
-        directory: its absolute path.
-        remedy: advice with which an error's text ends.
-
-    Raises:
-        OSError: the directory cannot be created, or `check_own` refuses it.
+    Raises OSError, as `check_own` does; its text ends with the remedy.
     """
     missing = [path for path in (directory, *directory.parents) if not os.path.lexists(path)]
     for path in reversed(missing):
@@ -131,8 +118,7 @@ def make_private(directory: Path, remedy: str) -> None:
 def check_own(directory: Path, remedy: str) -> None:
     """Checks that a directory belongs to this user, and that no other user can replace it.
 
-    Raises:
-        OSError: it does not, or it does not exist; the text names the owner and the remedy.
+    Raises OSError if not, or if it does not exist; the text names the owner and the remedy.
     """
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode):

@@ -51,9 +51,8 @@ _MAX_FILE_BYTES = 1 << 20
 class TokenSource:
     """The current token. Its `repr` does not contain the token. Thread-safe.
 
-    Args:
-        token: the text, or the path of a file, whose token is the first word of the first line that is neither empty
-            nor a comment (`#`). So a coordinator's file can be used.
+    It is given as the text, or as the path of a file, whose token is the first word of the first line that is neither
+    empty nor a comment (`#`). So a coordinator's file can be used.
 
     Raises:
         ValueError: the file cannot be read within 10 s, or contains no valid token; `FileTooOpen` if other users may
@@ -194,10 +193,7 @@ class DoorKey:
     def check(self, name: str, data: bytes, proof: bytes | None) -> str:
         """Returns why a call is refused; empty if it is admitted. The same call is admitted only once.
 
-        Args:
-            name: the name of the request's message type.
-            data: the request's bytes.
-            proof: the call's metadata value under METADATA; None if it has none.
+        `name` is that of the request's message type; `proof` is the call's metadata value under METADATA.
         """
         if not self._secret:
             return "this worker is not registered yet"

@@ -71,11 +71,8 @@ def channel_options(failure_timeout: float, *, alone: bool = False) -> list[tupl
     """Returns options of a channel whose connection ends after the other host has acknowledged nothing for that long.
 
     With a keepalive timeout gRPC sets TCP_USER_TIMEOUT. Pings are an hour apart: a peer that is only busy answers them
-    late, and a peer that gets many of them closes the connection.
-
-    Args:
-        failure_timeout: seconds.
-        alone: the channel shares nothing with others, so it tries to connect at once.
+    late, and a peer that gets many of them closes the connection. A channel that is `alone` shares nothing with others,
+    so it tries to connect at once.
     """
     pause = max(100, min(1000, round(failure_timeout * 1000 / 6)))  # a member that reconnects late counts as lost
     limits = {_PAUSE: pause, _TRY: max(100, min(_LONGEST_TRY_MS, round(failure_timeout * 1000 / 3)))}
@@ -117,12 +114,7 @@ def error_type(reason: int) -> type[errors.PacelineError]:
 
 
 def error_from_status(error: aio.AioRpcError, doing: str) -> errors.PacelineError:
-    """Returns the typed error of a failed call.
-
-    Args:
-        error: the error that grpc raised.
-        doing: describes the call, for statuses that do not come from Paceline.
-    """
+    """Returns the typed error of a failed call; `doing` describes it, for statuses that do not come from Paceline."""
     name = _reason(error)
     if name is not None:
         reason = ErrorReason.Value(name) if name in ErrorReason.keys() else 0  # noqa: SIM118  # not a dict

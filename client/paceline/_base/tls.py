@@ -28,13 +28,7 @@ _FLIGHTS = 4
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Certificates and key for TLS, in PEM.
-
-    Attributes:
-        ca: the authority's certificate.
-        cert: this side's certificate; None if it has none.
-        key: the certificate's key.
-    """
+    """PEM files for TLS: the authority's certificate, and this side's certificate and its key, if it has one."""
 
     ca: bytes
     cert: bytes | None = None
@@ -42,12 +36,7 @@ class TlsFiles:
 
 
 def what_is_wrong(error: ssl.SSLCertVerificationError, name: str) -> str:
-    """Returns why a certificate was refused, in words that follow "the certificate".
-
-    Args:
-        error: from the handshake.
-        name: the name or IP address that the certificate should contain.
-    """
+    """Returns why a certificate, which should contain `name`, was refused, in words that follow "the certificate"."""
     if error.verify_code in _WRONG_NAME:
         return f"is not for {name}"
     return _VERIFY.get(error.verify_code, f"cannot be verified: {error.verify_message}")
@@ -56,12 +45,7 @@ def what_is_wrong(error: ssl.SSLCertVerificationError, name: str) -> str:
 def check_member(files: TlsFiles, name: str) -> None:
     """Checks a member's certificate by a TLS handshake with itself in memory, as other members would make it.
 
-    Args:
-        files: a certificate with its key and authority.
-        name: the name that every member's certificate contains.
-
-    Raises:
-        ValueError: other members would refuse the certificate; the text says why.
+    `name` is what every member's certificate contains. A ValueError says why they would refuse this one.
     """
     calling, serving = make_context(files), make_context(files, serving=True)
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -80,8 +64,7 @@ def check_member(files: TlsFiles, name: str) -> None:
 def make_context(files: TlsFiles, *, serving: bool = False) -> ssl.SSLContext:
     """Returns an `ssl` context for the client's side or, with `serving`, the server's; both demand a certificate.
 
-    Raises:
-        ValueError: a file cannot be used; the text says which.
+    A ValueError says which file cannot be used.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if serving else ssl.PROTOCOL_TLS_CLIENT)
     context.verify_mode = ssl.CERT_REQUIRED

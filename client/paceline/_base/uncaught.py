@@ -110,10 +110,8 @@ def is_let_go(frame: FrameType | None, of: frozenset[CodeType]) -> bool:
     raised; after `break` it is the one that drops the iterator (POP_ITER from Python 3.14 on). If a generator of the
     user's is closed itself, it stands where it yielded, so the frame around it tells.
 
-    Args:
-        frame: the running frame, in which the iterator is closed.
-        of: the iterator's `takers`. If one of their frames has ended, its caller stands on the call. After an error it
-            does not, because the traceback keeps the frame until the error is handled.
+    If a frame of the iterator's `takers` (`of`) has ended, its caller stands on the call. After an error it does not,
+    because the traceback keeps the frame until the error is handled.
     """
     frame = _users_frame(frame)
     while frame is not None and _instruction(frame) == "YIELD_VALUE":

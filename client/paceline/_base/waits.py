@@ -31,15 +31,7 @@ SLICE = 0.5
 
 
 def wait_in_slices(wait: Callable[[float], object], timeout: float | None) -> bool:
-    """Calls `wait` with short timeouts until it returns true or the whole time is over.
-
-    Args:
-        wait: blocks for at most the given seconds; returns true if the event has happened.
-        timeout: seconds in all; None for ever.
-
-    Returns:
-        True if the event has happened.
-    """
+    """Calls `wait` with short timeouts until it returns true or `timeout` seconds are over; returns whether it did."""
     deadline = None if timeout is None else monotonic() + timeout
     while True:
         left = SLICE if deadline is None else max(0.0, min(SLICE, deadline - monotonic()))
@@ -111,11 +103,7 @@ class Outcome(Generic[T]):
         return self._latch.wait(timeout)
 
     def result(self) -> T:
-        """Returns the result.
-
-        Raises:
-            BaseException: the error, if one was set.
-        """
+        """Returns the result, or raises the error that was set."""
         if self._error is not None:
             raise self._error
         return self._value  # type: ignore[return-value]
@@ -194,15 +182,12 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def run(self, work: Coroutine[Any, Any, T], timeout: float | None = None, *, keep: bool = False) -> T:
-        """Runs a coroutine on the loop and waits for its result.
+        """Runs a coroutine on the loop and waits for its result; the coroutine should bound its own time.
 
-        Args:
-            work: the coroutine; it should bound its own time.
-            timeout: seconds, or None for as long as the coroutine takes.
-            keep: let the coroutine go on if the wait ends early, instead of cancelling it.
+        If the wait ends early, the coroutine is cancelled; with `keep` it goes on.
 
         Raises:
-            TimeoutError: the coroutine took longer than `timeout`.
+            TimeoutError: the coroutine took longer than `timeout` seconds.
             concurrent.futures.CancelledError: the coroutine was cancelled.
         """
         assert not self.is_current, "the loop cannot wait for itself"

@@ -25,12 +25,9 @@ Begin: TypeAlias = Callable[[int], Callable[[], T]]
 
 
 class Progress(NamedTuple):
-    """The operation that a group is at, for heartbeats.
+    """The last operation of a group that began (0 for none), for heartbeats, and whether it runs.
 
-    Attributes:
-        operation: number of the last operation that began, 0 for none.
-        since: `time.monotonic()` when it began, or when it ended if it has.
-        inside: True while it runs.
+    `since` is `time.monotonic()` when it began, or when it ended if it has.
     """
 
     operation: int
@@ -146,11 +143,9 @@ class Work(Generic[T]):
 class Lane:
     """Runs operations one at a time in issue order. Thread-safe.
 
-    Args:
-        abort: makes the running operation fail soon; called with the number of an operation that its caller has given
-            up, and the reason.
-        exclusive: refuse operations of a second thread while the first one is alive and has not called `hand_over`.
-        counters: counts the seconds for which callers wait.
+    `abort` makes the running operation fail soon; it gets the number of an operation that its caller has given up, and
+    the reason. An `exclusive` lane refuses operations of a second thread while the first one is alive and has not
+    called `hand_over`.
     """
 
     def __init__(self, abort: Abort, *, exclusive: bool = False, counters: MemberCounters | None = None) -> None:
@@ -178,14 +173,8 @@ class Lane:
     def run(self, begin: Begin[T], deadline: float) -> T:
         """Runs an operation after those issued before it, and returns its result.
 
-        Args:
-            begin: returns the operation's task, given its number.
-            deadline: `time.monotonic()` value until which to wait if other operations come first.
-
-
-        Raises:
-            ConcurrentUse: the lane belongs to another thread.
-            SessionClosed: the lane is closed.
+        It waits for them until `deadline`, a `time.monotonic()` value. Raises ConcurrentUse if the lane belongs to
+        another thread, and SessionClosed if it is closed.
         """
         numbered = done = mine = False
         work: Work[T] | None = None
@@ -216,11 +205,7 @@ class Lane:
                 self._end_turn(waited=True)
 
     def submit(self, begin: Begin[T]) -> Work[T]:
-        """Queues an operation for the group's thread.
-
-        Raises:
-            ConcurrentUse, SessionClosed: as `run`.
-        """
+        """Queues an operation for the group's thread; raises ConcurrentUse and SessionClosed as `run` does."""
         numbered = False
         try:
             with self._lock:

@@ -50,13 +50,9 @@ def name_of_op(op: object) -> str:
 class Reduction(NamedTuple):
     """A way to combine several arrays into one.
 
-    Attributes:
-        name: "sum", "mean", ...
-        ufunc: combines two operands of one dtype into a result of that dtype.
-        dtype: the operands' dtype.
-        wide: the dtype in which one rank adds up several operands, if it differs from `dtype`: float16 and bfloat16
-            have too few digits. Ranks always send `dtype`.
-        sums: the weakest order in which a schedule may combine the values of an element.
+    `ufunc` combines two operands of `dtype`, which ranks always send. One rank adds up several operands in `wide`, if
+    that differs: float16 and bfloat16 have too few digits. `sums` is the weakest order in which a schedule may combine
+    the values of an element.
     """
 
     name: str
@@ -70,9 +66,7 @@ class Reduction(NamedTuple):
 
         With it the sum overflows only where the mean does. Because it is a power of two, only values that fall below
         the smallest normal number are rounded. float16 values would often fall there, but they are added up in `wide`.
-
-        Returns:
-            The factor; None if values are not scaled.
+        None if values are not scaled.
         """
         if self.name != "mean" or world == 1 or self.dtype == np.float16:
             return None
@@ -92,11 +86,7 @@ def _exponent(world: int) -> int:
 
 
 def reduction(op: object, dtype: np.dtype[Any]) -> Reduction:
-    """Looks up a reduction.
-
-    Raises:
-        UnsupportedOp: there is no such op, or it is not defined for the dtype.
-    """
+    """Looks up a reduction; raises UnsupportedOp if there is no such op, or it is not defined for the dtype."""
     return _reduction(name_of_op(op), dtype)
 
 
@@ -133,10 +123,7 @@ def _apply(ufunc: Callable[..., Any], *args: Any, out: Array) -> None:
 class Arithmetic:
     """The arithmetic of a reduction over a world, from the ranks' arguments to the result.
 
-    Args:
-        reduction: the reduction.
-        world: number of ranks.
-        divisor: number by which the total of a sum is divided; None for the reduction's own divisor.
+    The total of a sum is divided by `divisor`; None for the reduction's own.
     """
 
     def __init__(self, reduction: Reduction, world: int, divisor: float | None = None) -> None:
@@ -201,11 +188,8 @@ class Arithmetic:
 class TreeArithmetic(Arithmetic):
     """Sums in the fixed tree over the microbatches of a step (`sum_tree`), of which the ranks have nodes.
 
-    Args:
-        reduction: the reduction.
-        nodes: for each rank, the nodes whose sums it has, from left to right; all together are the whole tree.
-        leaves: V, number of leaves.
-        divisor: as for `Arithmetic`.
+    `nodes` has for each rank the nodes whose sums it has, from left to right. Together they are the whole tree, which
+    has V `leaves`.
     """
 
     def __init__(
@@ -222,10 +206,7 @@ class TreeArithmetic(Arithmetic):
         return max(1, self._counts[rank])
 
     def fold(self, terms: Mapping[int, Array], target: Array) -> None:
-        """Adds up the terms of all ranks in the tree and finishes; writes to the target, which may be a term.
-
-        A rank's term has its nodes one after the other.
-        """
+        """Does as `Arithmetic.fold`, but in the tree; a rank's term has its nodes one after the other."""
         n = target.size
         rows = [terms[rank][i * n : (i + 1) * n] for rank, i in self._places]
         for lo in range(0, n, _PIECE):

@@ -35,14 +35,8 @@ def carried_task(
 ) -> Task[Any]:
     """Makes the task of `Group.all_reduce_carried`.
 
-    Args:
-        engine: runs programs over links.
-        carrier: the engine of this group and generation.
-        x: the large part, shape [N], an array or an `OnDevice`; summed in place by the carrier.
-        tail: the small part, shape [M]; summed in place over links.
-        choose: picks the schedule for the small part.
-        divisor: returns the number to divide the large part by.
-        patience: seconds in which links notice a failure that the carrier has noticed.
+    The carrier sums `x`, shape [N], in place and divides it by what `divisor` returns. Links sum `tail`, shape [M], in
+    place by the schedule that `choose` picks, and notice a failure within `patience` seconds after the carrier has.
     """
     detail = f" {carrier.name}={str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
     links = reducing_task(engine, "all_reduce", tail, "sum", tail, choose, detail=detail)

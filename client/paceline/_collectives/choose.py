@@ -26,15 +26,9 @@ Where: TypeAlias = Literal["any", "one_node", "shared_nodes"]
 
 
 class Rule(NamedTuple):
-    """A schedule, and the conditions under which it is chosen.
+    """A schedule, the conditions under which it is chosen (None for any), and the reason in a line for people.
 
-    Attributes:
-        schedule: the schedule's name.
-        max_bytes: the largest array; None for any size.
-        max_world: the largest world; None for any.
-        max_incast: the most bytes that one rank may receive from all others, (W - 1) times the array; None for any.
-        reason: one line for people to read.
-        where: how the ranks are spread over nodes.
+    `max_incast` is the most bytes that one rank may receive from all others, (W - 1) times the array.
     """
 
     schedule: str
@@ -129,13 +123,7 @@ def choose(
 ) -> Choice:
     """Returns the schedule for a collective: the same on all ranks that pass the same arguments.
 
-    Args:
-        collective: "all_reduce", ...
-        nbytes: bytes of the whole array.
-        world: number of ranks.
-        sums: the weakest order of summation that a schedule may have.
-        rules: the table.
-        nodes: the node of each rank.
+    `nbytes` are those of the whole array. `sums` is the weakest order of summation that a schedule may have.
     """
     fit, where = rules[collective], where_of(nodes)
     if sums is not SumRule.ALIKE:
@@ -158,8 +146,7 @@ def where_of(nodes: Nodes) -> Where:
 def only(collective: str, schedule: str) -> Rules:
     """Returns the table with one schedule for a collective at every size, except where a call needs another order.
 
-    Raises:
-        ValueError: there is no such schedule; the text lists the valid ones.
+    A ValueError lists the valid schedules if there is no such one.
     """
     if schedule not in SCHEDULES[collective]:
         names = ", ".join(SCHEDULES[collective])
@@ -208,11 +195,7 @@ _LIMITS = ("max_bytes", "max_world", "max_incast")
 
 
 def load_rules(path: Path) -> Rules:
-    """Reads the table in a file.
-
-    Raises:
-        ValueError: the file cannot be read, or holds no table; the text names the file and says what is wrong.
-    """
+    """Reads the table in a file; a ValueError names the file and says what is wrong."""
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(_MOST_BYTES + 1)
@@ -224,11 +207,7 @@ def load_rules(path: Path) -> Rules:
 
 
 def parse_rules(text: str) -> Rules:
-    """Parses a table.
-
-    Raises:
-        ValueError: the text is not a table; the error says what is wrong.
-    """
+    """Parses a table; a ValueError says what is wrong."""
     table = json.loads(text)
     given = table.get("rules") if isinstance(table, dict) else None
     if not isinstance(given, dict):

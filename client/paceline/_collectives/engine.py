@@ -40,14 +40,10 @@ _SETTLING = -1
 
 @dataclass(slots=True)
 class CollectiveCall:
-    """One call of a collective.
+    """One call of a collective; `started`, when it was issued, and `deadline` are `time.monotonic()` values.
 
-    Attributes:
-        operation: its number in the group.
-        signature: the signature that part 0 must carry.
-        started: when it was issued, a `time.monotonic()` value.
-        deadline: when it times out, a `time.monotonic()` value.
-        phase: index of the program, from 0, in an operation that runs several one after the other.
+    Part 0 must carry `signature`. `phase` is the index of the program, from 0, in an operation that runs several one
+    after the other.
     """
 
     operation: int
@@ -63,16 +59,9 @@ class CollectiveCall:
 class Engine:
     """Runs one program at a time over a mesh's links for collectives.
 
-    Args:
-        mesh: the mesh.
-        history: returns the signatures of this member's operations in the group.
-        label: text on which the members of a part of the view must agree; part of every signature.
-
-    Attributes:
-        mesh: the mesh.
-        nodes: the node of each rank.
-        neighbours: `Mesh.neighbours`.
-        plans: programs and signatures of earlier operations, by arguments; the tasks store them here.
+    `history` returns the signatures of this member's operations in the group. Members of a part of the view must agree
+    on `label`, which is part of every signature. Tasks store in `plans` the programs and signatures of earlier
+    operations, by arguments.
     """
 
     def __init__(self, mesh: Mesh, history: History, label: str = "") -> None:
@@ -98,18 +87,10 @@ class Engine:
     ) -> None:
         """Carries out all moves; then `out` holds the result, and no rank reads `base` or `out` any more.
 
-        Args:
-            call: the call.
-            program: this rank's moves.
-            base: this rank's value; not written to unless it is `out`.
-            out: receives the result; may be `base`.
-            arithmetic: needed for programs that reduce.
-            first: the frame for the first receive, if it has already arrived.
-            terms: this rank's values, each as long as `base`, if it contributes several (`Arithmetic.terms_of`); frames
-                then have a piece of each.
-
-        Raises:
-            PacelineError: the generation has failed, here or elsewhere; every rank gets the same error.
+        `base`, this rank's value, is not written to unless it is `out`. Programs that reduce need `arithmetic`. `first`
+        is the frame for the first receive, if it has already arrived. `terms` are this rank's values, each as long as
+        `base`, if it contributes several (`Arithmetic.terms_of`); frames then have a piece of each. If the generation
+        has failed, here or elsewhere, every rank raises the same PacelineError.
         """
         exchange, deadline, size = self._exchange, call.deadline, base.itemsize
         scratch = np.empty(program.scratch, base.dtype) if program.scratch else out[:0]
@@ -169,11 +150,7 @@ class Engine:
             self._await_release(deadline)
 
     def run_empty(self, call: CollectiveCall, program: Program) -> None:
-        """Runs a program whose frames carry no array, as a barrier does.
-
-        Raises:
-            PacelineError: as for `run`.
-        """
+        """Runs a program whose frames carry no array, as a barrier does."""
         exchange, deadline = self._exchange, call.deadline
         self._program = program
         for move in program.moves:
@@ -228,15 +205,9 @@ class Engine:
     def first_frame(
         self, call: CollectiveCall, peer: int, asked: Signature
     ) -> tuple[Frame, np.dtype[Any], tuple[int, ...]]:
-        """Receives the first frame of an operation whose dtype and shape the sender decides.
+        """Receives the first frame of an operation whose dtype and shape the sender decides, and returns these too.
 
-        Args:
-            call: the call.
-            peer: rank of the sender.
-            asked: kind and detail, which must agree.
-
-        Returns:
-            The frame, and the dtype and shape that it announces.
+        Kind and detail must be those of `asked`.
         """
         self._at = _wait_for(Do.STORE, peer, 0)
         frame = self._exchange.recv(peer, call.deadline)
@@ -255,9 +226,7 @@ class Engine:
     def attempt(self, call: CollectiveCall, body: Callable[[CollectiveCall], T]) -> T:
         """Runs the body of an operation; any error that it raises ends the generation.
 
-        Raises:
-            PacelineError: the generation has failed.
-            BaseException: the body's own error, raised after the other members were told.
+        The body's own error is raised after the other members were told.
         """
         mesh, fault = self.mesh, self.mesh.fault
         self._call, self._program = call, None
@@ -288,9 +257,8 @@ class Engine:
     def abort(self, operation: int, cause: BaseException) -> None:
         """Ends the generation from another thread, because the caller no longer waits for this operation.
 
-        Args:
-            operation: the operation, running or queued.
-            cause: a TimeoutError blames the rank that the running operation waits for; any other error this member.
+        The operation runs or is queued. If the cause is a TimeoutError, the rank that the running operation waits for
+        is to blame; otherwise this member.
         """
         mesh, call, at = self.mesh, self._call, self._at
         if isinstance(cause, TimeoutError):

@@ -35,13 +35,7 @@ _NOTES = 8
 
 
 class Disagreement(Exception):
-    """A peer's frame shows that it is in another call.
-
-    Attributes:
-        peer: the peer's rank.
-        mine: signature of this member's call with that number.
-        frame: the peer's frame.
-    """
+    """A peer's frame shows that it is in another call than this member, whose call of that number is `mine`."""
 
     def __init__(self, peer: int, mine: bytes, frame: Frame) -> None:
         super().__init__(peer, mine, frame)
@@ -53,9 +47,9 @@ class Disagreement(Exception):
 class Exchange:
     """Sends and receives over all links for collectives. One thread uses it at a time.
 
-    Attributes:
-        lent: ranks that may still read arrays lent to them.
-        releasing: the rank that took back an array while this member read it; None if none did.
+    Calls raise `Disagreement` if some rank is in another call than this member, and otherwise what `Link` raises.
+    `lent` has the ranks that may still read arrays lent to them. `releasing` is the rank that took back an array while
+    this member read it.
     """
 
     def __init__(self, mesh: Mesh, history: History) -> None:
@@ -80,14 +74,7 @@ class Exchange:
         return link
 
     def send(self, peer: int, frame: Frame, deadline: float, *, lend: bool = False) -> None:
-        """Sends a frame to a rank, or lends it.
-
-        Raises:
-            Disagreement: some rank is in another call than this member.
-            LinkTimeout: the deadline has passed.
-            LinkEnded: the link is gone.
-            PacelineError: the generation has failed.
-        """
+        """Sends a frame to a rank, or lends it."""
         link = self._links.get(peer) or self.link(peer)
         if lend:
             self.lent.add(peer)
@@ -105,14 +92,7 @@ class Exchange:
                 self._look_around()  # finds two ranks that both send, though one should receive
 
     def recv(self, peer: int, deadline: float, into: memoryview | None = None) -> Frame:
-        """Receives the next frame from a rank; the link may put its payload in `into` (`Link.recv`).
-
-        Raises:
-            Disagreement: some rank is in another call than this member.
-            LinkTimeout: the deadline has passed.
-            LinkEnded: the link is gone.
-            PacelineError: the generation has failed.
-        """
+        """Receives the next frame from a rank; the link may put its payload in `into` (`Link.recv`)."""
         link, held = self._links.get(peer) or self.link(peer), peer in self._taken
         frame = self._receive(peer, link, link.recv, deadline, into)
         if not held and frame.payload is into:  # the payload uses no memory of the link
@@ -120,20 +100,12 @@ class Exchange:
         return frame
 
     def mark(self, peer: int, number: int, deadline: float) -> bool:
-        """Sends a mark to a rank; returns False if a frame must be sent instead (`Link.mark`).
-
-        Raises:
-            Disagreement, LinkTimeout, LinkEnded, PacelineError: as for `send`.
-        """
+        """Sends a mark to a rank; returns False if a frame must be sent instead (`Link.mark`)."""
         link = self._links.get(peer) or self.link(peer)
         return self._patiently(link.mark, deadline, number)
 
     def await_mark(self, peer: int, deadline: float) -> Frame | int:
-        """Waits for the next mark of a rank; returns it, or a frame that came instead (`Link.await_mark`).
-
-        Raises:
-            Disagreement, LinkTimeout, LinkEnded, PacelineError: as for `recv`.
-        """
+        """Waits for the next mark of a rank; returns it, or a frame that came instead (`Link.await_mark`)."""
         link = self._links.get(peer) or self.link(peer)
         early = self._early.get(peer)
         if early is not None and early.operation > self._call[0]:
@@ -173,8 +145,7 @@ class Exchange:
     def release(self) -> None:
         """Releases the payloads of all frames received so far.
 
-        Raises:
-            LinkEnded: the rank `releasing` had taken back what was being read. All others' payloads are released.
+        Raises LinkEnded after that, if the rank `releasing` had taken back what was being read.
         """
         taken_back: LinkEnded | None = None
         for peer in self._taken:
@@ -194,11 +165,7 @@ class Exchange:
             raise
 
     def await_release(self, peer: int, deadline: float) -> None:
-        """Waits until a rank has released everything that was lent to it.
-
-        Raises:
-            Disagreement, LinkTimeout, LinkEnded, PacelineError: as for `send`.
-        """
+        """Waits until a rank has released everything that was lent to it."""
         self._patiently(self._links[peer].await_release, deadline)
         self.lent.discard(peer)
 
@@ -211,8 +178,7 @@ class Exchange:
     def ask(self, peer: int, deadline: float) -> None:
         """Tells a rank that is ahead which call this member is in, and gives it time to compare before the deadline.
 
-        Raises:
-            PacelineError: the rank has compared; the error names both calls.
+        If the rank has compared, this raises its error, which names both calls.
         """
         compared = threading.Event()
         self._mesh.fault.on_failure(compared.set)
@@ -265,11 +231,7 @@ class Exchange:
         return None
 
     def compare(self, peer: int, frame: Frame) -> None:
-        """Compares the call that a frame names with this member's call of the same number, if it has made it.
-
-        Raises:
-            Disagreement: the calls differ.
-        """
+        """Compares the call that a frame names with this member's of that number, if made; raises Disagreement."""
         if not frame.signature:
             return
         operation, mine = self._call

@@ -36,16 +36,7 @@ from paceline.errors import OperationTimeout
 
 @dataclass(slots=True, eq=False)
 class ArrayMessage:
-    """A message, complete or still arriving.
-
-    Attributes:
-        source: the sender's rank.
-        tag: the message's tag.
-        dtype: the array's dtype.
-        shape: the array's shape.
-        missing: bytes that have not arrived.
-        payloads: the bytes that have arrived, in order.
-    """
+    """A message, complete or still arriving: `missing` bytes are to come, the others are in `payloads`, in order."""
 
     source: int
     tag: int
@@ -68,12 +59,7 @@ class ArrayMessage:
 
 
 def to_frames(x: Array, tag: int, generation: int, number: int) -> Iterator[Frame]:
-    """Yields the frames of a message; their payloads are views of `x` if its layout allows.
-
-    Raises:
-        UnsupportedOp: the dtype cannot be sent.
-        LimitExceeded: the array is too large, or has too many dimensions.
-    """
+    """Yields the frames of a message; payloads are views of `x` if its layout allows (errors: `Signature.encode`)."""
     signature = Signature("send", f"tag={tag}", native(x.dtype), x.shape).encode()
     data = as_bytes(as_flat(x))
     for part, at in enumerate(range(0, max(1, len(data)), SEGMENT_BYTES)):
@@ -93,8 +79,7 @@ class Assembler:
     def add(self, frame: Frame) -> ArrayMessage | None:
         """Takes the next frame; returns the message if the frame completes one, else None.
 
-        Raises:
-            ValueError: no correct sender sends this frame now; the text says what is wrong.
+        A ValueError says why no correct sender sends this frame now.
         """
         if frame.part == 0:
             if frame.operation != self._number + 1:

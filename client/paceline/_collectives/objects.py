@@ -54,12 +54,9 @@ def encode_object(o: object) -> bytes:
 
 
 def decode_object(data: bytes | memoryview) -> Any:
-    """Decodes an object from bytes that came from the network; its arrays are writable and own their memory.
+    """Decodes bytes from the network, or raises ValueError; the object's arrays are writable and own their memory.
 
     It allocates at most about 16 times `len(data)` (for a list of tiny dicts), whatever lengths the bytes announce.
-
-    Raises:
-        ValueError: the bytes are not the encoding of an object.
     """
     reader = _Reader(memoryview(data).cast("B"))
     with np.errstate(all="ignore"):  # comparing keys may overflow a float16

@@ -71,15 +71,8 @@ class ChunkLayout(NamedTuple):
 class Move(NamedTuple):
     """One frame of a program. Length 0 is an empty frame, which still shows that both ranks agree.
 
-    Attributes:
-        do: send, or the action on the received elements.
-        peer: rank at the other end.
-        part: number of the frame among those to (or from) this peer.
-        n: number of elements.
-        own: area of this rank's own value, which is sent or combined with the received one.
-        own_lo: first element in that area.
-        to: area for the received or combined value.
-        to_lo: first element in that area.
+    It sends the elements in area `own` from `own_lo` on, or combines them with the received ones as `do` says, and puts
+    the result in area `to` from `to_lo` on. `part` counts the frames to, or from, this peer.
     """
 
     do: Do
@@ -95,12 +88,9 @@ class Move(NamedTuple):
 class Program(NamedTuple):
     """All moves of one rank in order.
 
-    Attributes:
-        moves: the moves.
-        keep: (first in the argument, first in the result, elements) of each part that is copied from the argument.
-        scratch: number of elements of scratch memory.
-        lend: True if a rank overwrites elements that it has sent only after all receivers have read them. Then a link
-            in the same memory may lend the elements instead of copying them.
+    `keep` has (first in the argument, first in the result, elements) of each part that is copied from the argument.
+    `scratch` is the number of elements of scratch memory. With `lend` a rank overwrites elements that it has sent only
+    after all receivers have read them, so a link in the same memory may lend the elements instead of copying them.
     """
 
     moves: tuple[Move, ...]
@@ -133,14 +123,9 @@ def compile_rows(
     pass_on: bool = True,
     lend: bool = True,
 ) -> Program:
-    """Turns rows into a program.
+    """Turns one rank's rows into a program with `segment` elements per segment.
 
-    Args:
-        rows: one rank's rows.
-        layout: the places of its chunks.
-        segment: elements per segment, at least 1.
-        pass_on: a rank may send a segment as soon as it has it; if False, only after all receives of earlier steps.
-        lend: as in `Program`.
+    With `pass_on` a rank may send a segment as soon as it has it; else only after all receives of earlier steps.
     """
     memory = _ChunkMemory(rows, layout, segment)
     receives: list[Move] = []

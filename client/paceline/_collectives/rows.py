@@ -44,14 +44,7 @@ class SumRule(IntEnum):
 class Row(NamedTuple):
     """One step of one rank with one or two peers. If a side is None, nothing is sent or received.
 
-    Attributes:
-        step: number of the step, from 0.
-        send_to: rank to send to.
-        send_chunk: chunk to send.
-        recv_from: rank to receive from.
-        recv_chunk: chunk to receive.
-        action: the action on the received chunk.
-        span: number of chunks, starting at `send_chunk` and at `recv_chunk`.
+    `span` chunks go each way, starting at `send_chunk` and at `recv_chunk`. `action` is for the received ones.
     """
 
     step: int

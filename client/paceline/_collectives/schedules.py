@@ -471,7 +471,6 @@ SCHEDULES: Mapping[str, Mapping[str, Schedule]] = {
         "star": Schedule(star_barrier, _one, pass_on=False, lend=False),
     },
 }
-"""All schedules, by collective and name. `choose.py` chooses between them."""
 
 ROOTED = frozenset({"reduce", "broadcast", "scatter", "gather"})
 """Collectives whose rows depend on a root."""

@@ -52,12 +52,7 @@ Chooser: TypeAlias = Callable[..., Choice]
 
 
 class Task(NamedTuple, Generic[T]):
-    """A collective, ready to run.
-
-    Attributes:
-        signature: the signature that part 0 carries.
-        body: runs the collective, once.
-    """
+    """A collective, ready to run: `body` runs it, once, and part 0 carries the signature."""
 
     signature: bytes
     body: Callable[[CollectiveCall], T]
@@ -111,21 +106,11 @@ def reducing_task(
     leaves: int = 0,
     nodes: _Nodes | None = None,
 ) -> Task[Array]:
-    """Makes the task of `Group.all_reduce` or `Group.reduce_scatter`; ranks must also agree on `detail`.
+    """Makes the task of `Group.all_reduce` or `Group.reduce_scatter`, whose arguments most of these are.
 
-    Args:
-        engine: runs the program.
-        collective: which of the two.
-        x: this rank's array; with `terms`, the last of them.
-        op: as for the group's methods.
-        out: likewise.
-        choose: picks the schedule.
-        order: as for the group's methods.
-        detail: a part of the signature.
-        divisor: as for the group's methods.
-        terms: the sums of this rank's nodes (`sum_tree`), contiguous, each like `x`; empty for `x` alone.
-        leaves: V, the leaves of the whole tree; 0 for one from each rank.
-        nodes: for each rank the nodes that it has; None for the maximal subtrees of its range.
+    Ranks must also agree on `detail`, a part of the signature. `terms` are the sums of this rank's nodes (`sum_tree`),
+    contiguous, the last of them `x`; empty for `x` alone. `leaves` is V, the leaves of the whole tree; 0 for one from
+    each rank. `nodes` has for each rank the nodes that it has; None for the maximal subtrees of its range.
     """
     op = name_of_op(op)  # a key must be hashable; `reduction` refuses an invalid op
     if divisor is not None:
@@ -149,11 +134,7 @@ def reducing_task(
 def check_terms(
     terms: Sequence[Array], rank: int, world: int, leaves: int, nodes: _Nodes | None = None
 ) -> tuple[Array, ...]:
-    """Returns the terms of `Group.all_reduce_tree`, if they are what a rank may give.
-
-    Raises:
-        UnsupportedOp, SizeMismatch: see there.
-    """
+    """Returns the terms of `Group.all_reduce_tree` if a rank may give them; raises the errors named there."""
     if leaves < world:
         raise UnsupportedOp(f"{leaves} leaves for {world} ranks: each needs at least one, so take more microbatches")
     if nodes is None:
@@ -207,11 +188,7 @@ def _plan(engine: Engine, key: _Key, x: Array) -> _ReductionPlan:
 
 
 def _part(x: Array, rank: int, world: int) -> tuple[int, ...]:
-    """Returns the shape of one of W equal parts of axis 0.
-
-    Raises:
-        SizeMismatch: axis 0 has no W equal parts.
-    """
+    """Returns the shape of one of W equal parts of axis 0; raises SizeMismatch if it has none."""
     if world == 1:
         return x.shape
     if x.ndim == 0 or x.shape[0] % world:

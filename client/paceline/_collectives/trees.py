@@ -27,11 +27,9 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 class Fusion:
-    """The arrays of a tree, copied into a few vectors.
+    """The arrays of a tree, copied into one vector for each dtype, in the order of the dtypes' names.
 
-    Attributes:
-        vectors: one for each dtype, in the order of the dtypes' names, shape [elements of that dtype].
-        digest: 8 hexadecimal digits of all paths, dtypes and shapes, for ranks to compare.
+    `digest`, 8 hexadecimal digits, is of all paths, dtypes and shapes, for ranks to compare.
     """
 
     def __init__(self, tree: Any) -> None:

@@ -31,15 +31,7 @@ class FailedAttempts:
         self._causes: list[tuple[str, frozenset[_Worker]]] = []
 
     def begin(self, what: str, members: Iterable[Peer]) -> int:
-        """Begins an attempt; returns its number in the row, from 1.
-
-        Args:
-            what: what is tried, such as "step 12".
-            members: the members that take part.
-
-        Raises:
-            StepVoid: it has failed too often; the text has every cause.
-        """
+        """Begins an attempt at `what`, such as "step 12"; returns its number, from 1. StepVoid after too many."""
         self._look_at(what)
         present = {_worker(peer) for peer in members}
         self._causes = [(text, culprits) for text, culprits in self._causes if culprits <= present]
@@ -49,13 +41,7 @@ class FailedAttempts:
         return self._attempts + 1
 
     def add(self, what: str, cause: BaseException | None, members: Iterable[Peer]) -> None:
-        """Records that an attempt has failed.
-
-        Args:
-            what: as given to `begin`.
-            cause: why; a PacelineError says which ranks are to blame.
-            members: the members of its generation.
-        """
+        """Records that an attempt has failed; a PacelineError says which of the members are to blame."""
         self._look_at(what)
         blamed = cause.ranks if isinstance(cause, PacelineError) else ()
         culprits = frozenset(_worker(peer) for peer in members if peer.rank in blamed)
@@ -103,18 +89,7 @@ class FinishedBlocks:
         self._here = self._furthest = 0
 
     def compare(self, group: Group, asked: int) -> int:
-        """Learns how many blocks the furthest member has finished, at the beginning of a generation. A collective.
-
-        Args:
-            group: the members.
-            asked: the step that this member asks all to skip; 0 for none.
-
-        Returns:
-            The step that any member asks all to skip; 0 for none.
-
-        Raises:
-            PacelineError: the generation has failed.
-        """
+        """Learns how far the furthest member is; returns the step that any asks to skip, else 0. A collective."""
         here = np.array([self._here, asked], np.int64)
         self._furthest, skipped = group.all_reduce(here, op="max", label="blocks").tolist()
         return int(skipped)

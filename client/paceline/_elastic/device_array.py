@@ -31,11 +31,7 @@ def on_host(array: Any) -> Any:
 
 
 def memory_of(value: Any) -> NDArray[Any]:
-    """Returns a NumPy view of the memory of a framework's array in host memory.
-
-    Raises:
-        UnsupportedOp: it cannot be read as an array.
-    """
+    """Returns a NumPy view of the memory of a framework's array in host memory."""
     if str(getattr(value, "dtype", "")).endswith(".bfloat16"):  # NumPy's comes from `ml_dtypes`, unknown to frameworks
         import ml_dtypes  # here, because few jobs need it and it costs start-up time
 
@@ -49,15 +45,7 @@ def memory_of(value: Any) -> NDArray[Any]:
 
 
 class DeviceArray:
-    """An array of a framework on a device.
-
-    Args:
-        array: the framework's array, as torch has them; shared, not copied.
-
-    Attributes:
-        shape, dtype, size, nbytes: as of NumPy's arrays.
-        address: address of the memory on the device, which tells it from others.
-    """
+    """An array of a framework on a device; shared, not copied. Its `address` tells the memory from others."""
 
     def __init__(self, array: Any) -> None:
         self._array = array.detach()
@@ -69,13 +57,7 @@ class DeviceArray:
         self.address = int(array.data_ptr())
 
     def parcel(self, first: int, count: int, stride: int = 1) -> NDArray[Any]:
-        """Returns a copy of every `stride`-th of some elements, in C order.
-
-        Args:
-            first: number of the first one.
-            count: number of elements from there on; fewer at the end of the array.
-            stride: as above.
-        """
+        """Returns a copy of every `stride`-th of `count` elements, fewer at the end of the array, in C order."""
         part = self._array.reshape(-1)[first : first + count : stride]
         return memory_of(self._pinned(part.numel()).copy_(part))
 
@@ -115,11 +97,7 @@ class DeviceArray:
 
 
 class DeviceBytes:
-    """The bytes of a `DeviceArray`, in C order.
-
-    Attributes:
-        size: their number.
-    """
+    """The bytes of a `DeviceArray`, in C order."""
 
     def __init__(self, array: DeviceArray) -> None:
         self._array = array

@@ -26,12 +26,7 @@ _WINDOW_BYTES = 1 << 12
 
 
 def partial_digest(arrays: Sequence[Any], step: int) -> int:
-    """Returns the CRC-32 of a window of one array. The next step takes the next array, the next round the next window.
-
-    Args:
-        arrays: the state, alike on every member.
-        step: number of the step.
-    """
+    """Returns the CRC-32 of a window of one array: of the next array at each step, of the next window at each round."""
     if not arrays:
         return 0
     turn, which = divmod(step, len(arrays))
@@ -54,12 +49,7 @@ def digests_of(state: TrainState) -> dict[str, int]:
 
 
 def where_they_differ(names: Sequence[str], digests: NDArray[np.uint32]) -> str:
-    """Describes which arrays and parts are not the same on all members.
-
-    Args:
-        names: the names of `digests_of`.
-        digests: digests of all members, shape [W, number of names].
-    """
+    """Describes which arrays and parts are not the same on all members. Shape of `digests`: [W, number of names]."""
     odd = [name for name, differs in zip(names, (digests != digests[0]).any(axis=0), strict=True) if differs]
     if not odd:  # the word covers the state, and whether the update ran
         return "optimizer.step() ran in the previous step on only some of them"
@@ -70,15 +60,8 @@ def where_they_differ(names: Sequence[str], digests: NDArray[np.uint32]) -> str:
 def find_minority(group: Group, state: TrainState, step: int, digest: int) -> tuple[list[int], str]:
     """Finds the ranks that do not hold what most members hold, and a sentence on where they differ. A collective.
 
-    Args:
-        group: all members, some of which differ.
-        state: this member's state.
-        step: number of the next step; some members may have another one.
-        digest: digest of this member's state.
-
     Raises:
         DivergenceError: without a majority no member can tell which state is right.
-        PacelineError: the generation has failed.
     """
     found: Any = group.all_gather(np.array([step << 32 | digest], np.uint64))
     digests = digests_of(state)
@@ -96,11 +79,7 @@ def find_minority(group: Group, state: TrainState, step: int, digest: int) -> tu
 
 
 def crc_of(tree: Any) -> int:
-    """Returns the CRC-32 of nested values.
-
-    Raises:
-        UnsupportedOp: a value cannot be saved in a checkpoint.
-    """
+    """Returns the CRC-32 of nested values."""
     skeleton, arrays = split(tree)
     crc = zlib.crc32(json.dumps(skeleton, sort_keys=True).encode())
     for name, array in sorted(arrays.items()):
@@ -109,13 +88,7 @@ def crc_of(tree: Any) -> int:
 
 
 def difference(mine: bytes, theirs: bytes, donor: Peer) -> PacelineError:
-    """Returns the error for a worker that trains something else than the line; the error names the first difference.
-
-    Args:
-        mine: this worker's manifest.
-        theirs: the line's manifest.
-        donor: the member that gave the line's manifest.
-    """
+    """Returns the error for a worker that trains something else than the line; the error names the first difference."""
     try:
         here, there = json.loads(mine), json.loads(theirs)
         found = next(_settings(here["settings"], there["settings"]), None)

@@ -18,11 +18,7 @@ Tree = Any
 
 
 def view(value: Any) -> Any:
-    """Returns a NumPy view of the memory of an array of any framework; a `DeviceArray` if it lies on a device.
-
-    Raises:
-        UnsupportedOp: it cannot be read as an array.
-    """
+    """Returns a NumPy view of the memory of an array of any framework; a `DeviceArray` if it lies on a device."""
     data = getattr(value, "data", value)
     if isinstance(value, np.ndarray):
         return value
@@ -60,10 +56,8 @@ def is_foreign(value: Any) -> bool:
 def to_arrays(tree: Tree, frameworks: list[str], into: Tree = None) -> Tree:
     """Returns a copy of nested values with NumPy arrays in place of a framework's.
 
-    Args:
-        tree: the nested values.
-        frameworks: a list that gets for each array the name of its framework, "" for NumPy.
-        into: an earlier copy, whose memory is reused where it fits.
+    `frameworks` gets for each array the name of its framework, "" for NumPy. `into` is an earlier copy, whose memory is
+    reused where it fits.
     """
     if is_foreign(tree):
         frameworks.append(type(tree).__module__.partition(".")[0])
@@ -118,12 +112,7 @@ def to_plain(tree: Tree) -> Tree:
 def taken(plain: Tree, here: Tree) -> Tree:
     """Writes what `to_plain` returned into existing arrays, dicts and lists where they fit.
 
-    Args:
-        plain: the values, which are neither changed nor kept.
-        here: the object that gets these values.
-
-    Returns:
-        `here`, or a new object to put in its place.
+    Returns `here`, or a new object to put in its place. `plain` is neither changed nor kept.
     """
     if isinstance(plain, dict):
         name = next(iter(plain)) if len(plain) == 1 else None
@@ -157,11 +146,7 @@ def _fits(here: Any, values: NDArray[Any]) -> bool:
 
 
 def _made(framework: str, array: NDArray[Any]) -> Any:
-    """Makes a framework's array over the same memory.
-
-    Raises:
-        UnsupportedOp: the framework is not loaded in this process.
-    """
+    """Makes a framework's array over the same memory."""
     module = sys.modules.get(framework)
     make: Callable[[NDArray[Any]], Any] | None = getattr(module, "from_numpy", None)
     if make is None:
@@ -172,11 +157,7 @@ def _made(framework: str, array: NDArray[Any]) -> Any:
 
 
 def seed_frameworks(*numbers: int) -> None:
-    """Seeds the generators that torch draws from by default (dropout, `torch.rand`), those of devices in use too.
-
-    Args:
-        numbers: whole numbers from 0; later random numbers depend only on them.
-    """
+    """Seeds the generators that torch draws from by default (dropout, `torch.rand`), those of devices in use too."""
     torch = sys.modules.get("torch")
     generator = getattr(torch, "default_generator", None)
     if generator is None:

@@ -56,12 +56,7 @@ BETWEEN_STEPS = (
 
 @contextmanager
 def acting_alone(fault: Fault, what: str) -> Iterator[None]:
-    """Inside the block, calls that do not match are due to what this member does, and the error says that.
-
-    Args:
-        fault: of the generation.
-        what: "rank 1 (host, pid 7) ...", with the line of code.
-    """
+    """Inside the block, calls that do not match are due to what this member does, and the error says that."""
     fault.account = what
     try:
         yield
@@ -70,17 +65,10 @@ def acting_alone(fault: Fault, what: str) -> Iterator[None]:
 
 
 class PendingStepWord:
-    """One member's step word while it is summed over the members: in a bucket of gradients, or in its own message.
+    """One member's step word while it is summed over the members.
 
-    Args:
-        group: the view.
-        values: the word.
-        step: number of its step.
-        with_gradients: True if it waits for a bucket of gradients; the same on all ranks. Otherwise it is sent at once,
-            while the step computes.
-
-    Raises:
-        PacelineError: the generation has failed.
+    With `with_gradients`, which is the same on all ranks, it waits for a bucket of gradients. Otherwise it is sent at
+    once, in a message of its own, while the step computes.
     """
 
     def __init__(self, group: Group, values: Sequence[float], step: int, *, with_gradients: bool) -> None:
@@ -104,7 +92,6 @@ class PendingStepWord:
 
         Raises:
             StepOrderError: the word should have gone with gradients that were dropped.
-            PacelineError: the generation has failed.
         """
         if self._work is not None:
             return self._work.wait().tolist()  # type: ignore[no-any-return]
@@ -133,11 +120,7 @@ class StepRunner(Protocol):
         """Notes that this step has changed the state."""
 
     def diverged(self, text: str) -> None:
-        """Discards this member's state, because it differs from the state of the majority.
-
-        Raises:
-            DivergenceError: this member has differed too often.
-        """
+        """Discards this member's state, which differs from the majority's; DivergenceError if it did too often."""
 
     def spoiled(self) -> None:
         """Discards this member's state, because an update was interrupted half way."""
@@ -148,9 +131,7 @@ class StepRunner(Protocol):
     def prepared(self, step: Any, small: Mapping[str, Any]) -> None:
         """Keeps the gradients of a `Step` that has failed here, because other members may have applied it.
 
-        Args:
-            step: the step.
-            small: small state as it was at the gate; it has been put back.
+        `small` is the small state as it was at the gate; it has been put back.
         """
 
 
@@ -189,16 +170,6 @@ class StepGate:
         A sharded state may only change once this is so on all members: otherwise some would have the new state and
         some the old one, and neither would be complete. So each member says in a second word that it has all its
         gradients; a member that does not see this word complete keeps them.
-
-        Args:
-            optimizer: what changes the state now; None at the end of the step.
-            updates: whether the step has an update.
-            skips: whether this member skips the step, if all others do.
-            keeps_copy: whether all updates can be undone.
-
-        Raises:
-            PacelineError: the generation has failed.
-            DivergenceError: members do not hold the same bits.
         """
         if self.is_open and not keeps_copy:  # it is too late to fail, since the first update cannot be undone
             return

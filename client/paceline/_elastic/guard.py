@@ -23,19 +23,8 @@ _MOST_DIVERGENCES = 3
 class StateGuard:
     """Guards one member's training state; a `step.StepRunner` and a `state.Gate`.
 
-    Args:
-        job_line: the part of the session that steps use.
-        state: what is trained.
-        member: what this member holds and may do next.
-        saver: keeps checkpoints.
-        recovery: takes the state from others, or finishes a step.
-        blocks: counts the blocks between the steps.
-        committed: called with the number of the last committed step.
-
     Attributes:
         step: the present attempt; None between two attempts.
-        receipts: makes and writes receipts; None for none.
-        awaits_closure: see `state.Gate`.
         asked: the step that this member has asked all to skip, with the words for it; 0 for none.
     """
 
@@ -64,11 +53,7 @@ class StateGuard:
         self._divergences = 0
 
     def begin(self) -> None:
-        """Checks the state when a step begins.
-
-        Raises:
-            StepOrderError: the state has changed since the step before.
-        """
+        """Checks when a step begins that the state has not changed since the step before."""
         self._check_state(self._watch.begin)
 
     def forget(self) -> None:
@@ -89,11 +74,7 @@ class StateGuard:
         self._state.keep_live_share()
 
     def about_to_change(self) -> None:
-        """Stops offering the state to others, because it is about to change.
-
-        Raises:
-            StepOrderError: the state has changed already.
-        """
+        """Checks that the state has not changed yet, and stops offering it to others, because it is about to change."""
         if self.step is not None and not self.step.keeps_copy:
             self._check_state(self._watch.before_update)
         self._job_line.offered.withdraw()

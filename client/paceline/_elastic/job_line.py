@@ -21,19 +21,7 @@ from paceline_protocol.messages import CatchUp, Dismissed, Finished, MemberList,
 
 
 class JobLine:
-    """The part of a session that the steps use.
-
-    Args:
-        connection: the session.
-        config: timeouts.
-
-    Attributes:
-        job: name of the job.
-        group: the session's group.
-        inbox: messages from the coordinator.
-        offered: the state that other members may fetch.
-        config: timeouts.
-    """
+    """The part of a session that the steps use."""
 
     def __init__(self, connection: MemberConnection, config: Config) -> None:
         self.job = connection.job
@@ -77,11 +65,7 @@ class JobLine:
         self.group.recorder.step(self.group.generation, step)
 
     def take(self, tag: Tag, donors: Sequence[Peer], own: Content) -> Content:
-        """Fetches a state that other members hold.
-
-        Raises:
-            LinkUnavailable: no member gave it.
-        """
+        """Fetches a state that other members hold."""
         counters = self.group.counters
         with counters.fetching_state():
             return self._connection.run(
@@ -89,11 +73,7 @@ class JobLine:
             )
 
     def take_shards(self, tag: Tag, holders: Sequence[Holder], plan: ReshardPlan) -> None:
-        """Fetches the shards that a plan needs of a state that other members hold in parts.
-
-        Raises:
-            LinkUnavailable: no member gave one of them.
-        """
+        """Fetches the shards that a plan needs of a state that other members hold in parts."""
         counters = self.group.counters
         with counters.fetching_state():
             self._connection.run(
@@ -101,10 +81,7 @@ class JobLine:
             )
 
     def try_to_reach(self, members: Sequence[Peer]) -> None:
-        """Starts to test whether this member and each of these can connect. `inbox` gets the `ReachResult`.
-
-        A test that already runs is given up.
-        """
+        """Tests whether this member and each of these can connect; ends an earlier test. `inbox` gets the result."""
 
         async def ask() -> None:
             if self._trying is not None:
@@ -116,11 +93,7 @@ class JobLine:
         self._connection.begin(ask)
 
     def manifest_of(self, donor: Peer) -> bytes:
-        """Fetches another member's manifest.
-
-        Raises:
-            PacelineError: the member did not give it.
-        """
+        """Fetches another member's manifest."""
         return self._connection.run(get_manifest(self.job, donor, *self._how))
 
 

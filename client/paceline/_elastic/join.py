@@ -133,11 +133,7 @@ def join(
 
 
 def rules_of(config: Config) -> Rules:
-    """Returns the rules by which this worker chooses among schedules.
-
-    Raises:
-        ValueError: the file that the config names is malformed.
-    """
+    """Returns the rules by which this worker chooses among schedules."""
     return load_rules(Path(config.tuning)) if config.tuning else RULES
 
 

@@ -41,7 +41,7 @@ class Content:
     """A state as bytes: a skeleton and a sequence of arrays; shards are kept separately.
 
     Args:
-        skeleton: the skeleton that `tree.split_shards` makes.
+        skeleton: made by `tree.split_shards`.
         arrays: by name, the arrays that every member has whole; referred to, not copied. Those on a device can be read,
             not written.
         shards: by name, this member's shards of sharded arrays.
@@ -66,12 +66,10 @@ class Content:
         more: Sequence[Mapping[str, Shard]] = (),
         on_device: Mapping[int, DeviceArray] | None = None,
     ) -> Content:
-        """Makes the content of nested values.
+        """Makes the content of nested values, with `Shard`s in place of sharded arrays.
 
-        Args:
-            tree: the values; `Shard`s in place of sharded arrays.
-            more: other shards of the same arrays, by name.
-            on_device: by the id of an array in the tree that only shows shape and dtype, the array in its place.
+        `more` are other shards of the same arrays. `on_device` gives, by the id of an array in the tree that only shows
+        shape and dtype, the array in its place.
         """
         skeleton, leaves = split_shards(tree)
         places = on_device or {}
@@ -84,11 +82,7 @@ class Content:
         return cls(skeleton, arrays, shards)
 
     def select(self, runs: Sequence[ElementRun], most_bytes: int) -> list[NDArray[Any]]:
-        """Returns views of some runs of the sharded arrays, shape [count] each.
-
-        Raises:
-            PacelineError: a run is not held here, or all runs have more than `most_bytes` together.
-        """
+        """Returns views of some runs of the sharded arrays, shape [count] each."""
         found = [self._find(run) for run in runs]
         if (size := sum(array.nbytes for array in found)) > most_bytes:
             raise PacelineError(f"{size} bytes were requested; at most {most_bytes} are sent at a time")
@@ -116,11 +110,7 @@ class Content:
         return b"".join(bytes(piece) for piece in self._pieces(chunk))
 
     def write(self, chunk: int, data: bytes) -> None:
-        """Replaces a chunk.
-
-        Raises:
-            SizeMismatch: the data has another length.
-        """
+        """Replaces a chunk."""
         start = 0
         for piece in self._pieces(chunk):
             if start + piece.size > len(data):
@@ -177,9 +167,7 @@ class Description:
     """The contents of a state without the bytes.
 
     Attributes:
-        skeleton: the skeleton that `tree.split_shards` made.
-        arrays: name, dtype and shape of each array, in order.
-        hashes: hashes of the chunks.
+        skeleton: made by `tree.split_shards`.
         spread: names of the sharded arrays; the coordinator says who holds which shard.
     """
 
@@ -209,16 +197,7 @@ class Description:
 
     @classmethod
     def from_json(cls, data: bytes, hashes: bytes, most_bytes: int) -> Description:
-        """Reads the description that another member sent; never evaluates it (I9).
-
-        Args:
-            data: the JSON.
-            hashes: hashes of the chunks.
-            most_bytes: the largest size that is accepted.
-
-        Raises:
-            ValueError: it is malformed, or describes more than `most_bytes`, or another number of chunks.
-        """
+        """Reads another member's description; never evaluates it (I9). ValueError if it is malformed or too big."""
         try:
             fields = json.loads(data)
             skeleton, arrays = fields["skeleton"], [_array_from(entry) for entry in fields["arrays"]]
@@ -241,13 +220,9 @@ class Description:
         return self.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]
 
     def allocate(self, own: Mapping[str, Any]) -> tuple[Content, list[int]]:
-        """Allocates the state, and fills in the chunks that this member has already.
+        """Allocates the state, and fills in the chunks that this member has already in `own`, its arrays by name.
 
-        Args:
-            own: this member's arrays by name; on a device or not. Read, not kept.
-
-        Returns:
-            The state, and the numbers of the chunks that it lacks.
+        Returns the state, and the numbers of the chunks that it lacks.
         """
         like = {name: np.empty(shape, dtype_named(dtype)) for name, dtype, shape in self.arrays}
         content = Content(self.skeleton, like, dict.fromkeys(self.spread, ()))
@@ -314,11 +289,7 @@ class OfferedState:
             self._tag = self._content = self._description = None
 
     def describe(self, tag: Tag) -> Description:
-        """Returns the description of the offered state; the first call computes the hashes.
-
-        Raises:
-            PacelineError: another state is offered, or none.
-        """
+        """Returns the description of the offered state, which must have this tag; the first call computes hashes."""
         content, epoch = self._get(tag)
         with self._lock:
             known = self._description if self._content is content else None
@@ -331,11 +302,7 @@ class OfferedState:
         return known
 
     def read(self, tag: Tag, chunk: int) -> bytes:
-        """Returns a chunk.
-
-        Raises:
-            PacelineError: another state is offered, or none, or there is no such chunk.
-        """
+        """Returns a chunk of the offered state, which must have this tag."""
         content, epoch = self._get(tag)
         if not 0 <= chunk < content.chunks:
             raise PacelineError(f"the state has {content.chunks} chunks; there is no chunk {chunk}")
@@ -344,11 +311,7 @@ class OfferedState:
         return data
 
     def pack(self, tag: Tag, runs: Sequence[tuple[str, int, int]], most_bytes: int) -> Parcel:
-        """Copies some runs of sharded arrays: each given by name, first element and count.
-
-        Raises:
-            PacelineError: another state is offered, or none, or a run is not held, or all have more than `most_bytes`.
-        """
+        """Copies some runs of sharded arrays: each given by name, first element and count."""
         content, epoch = self._get(tag)
         asked = [ElementRun(*run) for run in runs]
         parcel = Parcel(content.select(asked, most_bytes), checksum(asked))

@@ -27,16 +27,7 @@ from pacelinepb.v1 import peer_pb2, session_pb2
 
 
 class Parcel:
-    """Copies of some runs of a state.
-
-    Args:
-        runs: arrays, copied one after the other.
-        asked: checksum of the request (`reshard_plan.checksum`).
-
-    Attributes:
-        crc: CRC-32 of the request followed by the bytes.
-        data: the bytes.
-    """
+    """Copies of some runs of a state; `crc` is the CRC-32 of the request (`reshard_plan.checksum`) and their bytes."""
 
     def __init__(self, runs: Sequence[NDArray[Any]], asked: int = 0) -> None:
         self._memory = arena().empty(sum(run.nbytes for run in runs), np.uint8)
@@ -61,11 +52,6 @@ class Parcel:
 
 def borrow(lent: peer_pb2.LentMemory, size: int, giver: Peer) -> Attached:
     """Maps the memory of a parcel. Keep it mapped while more parcels may come in it, since mapping takes time.
-
-    Args:
-        lent: where the memory is.
-        size: bytes of the parcel.
-        giver: the member that lends it, as the coordinator knows it.
 
     Raises:
         OSError: this process may not open it.
@@ -94,17 +80,7 @@ def borrow(lent: peer_pb2.LentMemory, size: int, giver: Peer) -> Attached:
 
 
 def unpack(data: memoryview, crc: int, into: Sequence[NDArray[Any]], asked: int = 0) -> None:
-    """Copies the bytes of a parcel to where they belong.
-
-    Args:
-        data: the bytes.
-        crc: the checksum that came with them (`Parcel.crc`).
-        into: the arrays, contiguous, with the same number of bytes in all.
-        asked: checksum of the request.
-
-    Raises:
-        PacelineError: the checksum is wrong; do not use the arrays.
-    """
+    """Copies the bytes of a parcel to contiguous arrays of as many bytes; PacelineError if the checksum is wrong."""
     found, start = asked, 0
     for array in into:
         target = array.view(np.uint8)

@@ -46,20 +46,12 @@ _NOTHING = Holding((0, 1), {}, {})
 
 
 class StatePart(abc.ABC):
-    """One object of a training state.
-
-    Attributes:
-        kind: a word for what it is; the same on every member.
-    """
+    """One object of a training state; `kind` is a word for what it is, the same on every member."""
 
     kind: str
 
     def arrays(self, held: Holding = _NOTHING) -> dict[str, Leaf]:
-        """Returns large state: the live arrays by path, in the same order on every member.
-
-        Args:
-            held: this member's shards of sharded arrays.
-        """
+        """Returns large state: the live arrays by path, in the same order on every member."""
         del held
         return {}
 
@@ -77,11 +69,7 @@ class StatePart(abc.ABC):
 
     @abc.abstractmethod
     def load_rest(self, rest: Tree) -> None:
-        """Loads what another member's `rest` returned; the caller writes the arrays in place.
-
-        Raises:
-            SizeMismatch: the rest does not fit.
-        """
+        """Loads what another member's `rest` returned; the caller writes the arrays in place."""
 
     def kept(self, before: tuple[Tree, Tree] | None) -> tuple[Tree, Tree]:
         """Returns a copy of everything, for `back_to`; reuses the memory of an earlier copy where it fits."""
@@ -349,11 +337,7 @@ def opaque(thing: Any, kind: str) -> StatePart:
 
 
 def part_of(name: str, thing: Any) -> StatePart:
-    """Makes a part of an object, by its own method `as_part` if it has one.
-
-    Raises:
-        UnsupportedOp: the object cannot be given to another member; the text names it.
-    """
+    """Makes a part of an object, by its own method `as_part` if it has one."""
     own = getattr(thing, "as_part", None)
     part = own() if callable(own) else None
     if isinstance(part, StatePart):
@@ -409,12 +393,7 @@ def _names(rest: Tree) -> Tree:
 def write_in_place(here: Mapping[str, Leaf], there: Mapping[str, Any]) -> None:
     """Copies arrays in place into those of the same path, all or none; a shard takes its elements from a whole array.
 
-    Args:
-        here: the arrays or shards that are written.
-        there: the arrays or shards that are read; None leaves a sharded array as it is.
-
-    Raises:
-        SizeMismatch: paths or shapes differ; nothing was changed.
+    None in `there` leaves a sharded array as it is.
     """
     check_fit(here, there)
     for path, array in here.items():
@@ -429,11 +408,7 @@ def write_in_place(here: Mapping[str, Leaf], there: Mapping[str, Any]) -> None:
 
 
 def check_fit(here: Mapping[str, Leaf], there: Mapping[str, Any]) -> None:
-    """Checks that `write_in_place` would succeed.
-
-    Raises:
-        SizeMismatch: paths or shapes differ, or a dtype cannot be converted.
-    """
+    """Checks that `write_in_place` would succeed."""
     odd = [f"{path} is on one side only" for path in sorted(here.keys() ^ there.keys())]
     for path in sorted(here.keys() & there.keys()):
         mine, other = here[path], there[path]

@@ -66,14 +66,8 @@ async def take_state(
 ) -> Content:
     """Fetches a state that other members hold.
 
-    Args:
-        job: name of the job.
-        tag: tag of the state.
-        donors: the members that hold it.
-        own: this member's state, which is not changed: chunks that are equal are not requested.
-        patience: seconds that a member may be silent.
-        credentials: with which members authenticate each other.
-        received: is called with the size of each piece that has come, in bytes.
+    `own` is not changed: chunks that are equal are not requested. A member may be silent for `patience` seconds.
+    `received` is called with the size in bytes of each piece that has come.
 
     Raises:
         LinkUnavailable: no member gave it; the text has the answer of each.
@@ -100,11 +94,7 @@ async def take_state(
 
 
 async def get_manifest(job: str, donor: Peer, patience: float, credentials: Credentials) -> bytes:
-    """Fetches the manifest of a member; arguments as for `take_state`.
-
-    Raises:
-        PacelineError: the member did not give it.
-    """
+    """Fetches the manifest of a member."""
     async with credentials.member_channel(donor.address, options=CHANNEL_OPTIONS) as channel:
         request = peer_pb2.GetManifestRequest(job=job, to_member=donor.member_id)
         ask = partial(PeerServiceStub(channel).GetManifest, request, timeout=patience, wait_for_ready=True)
@@ -120,14 +110,8 @@ async def out_of_reach(
 ) -> list[str]:
     """Finds the members that this worker cannot connect to, or that cannot connect to it; a text for each says why.
 
-    A worker that cannot exchange messages with every member would break every view.
-
-    Args:
-        job: name of the job.
-        members: the members to test.
-        own: this worker and its address, to which each member tries to connect in turn.
-        patience: seconds for each member, and again for one that refuses for now.
-        credentials: with which members authenticate each other.
+    A worker that cannot exchange messages with every member would break every view. Each member has `patience` seconds,
+    and as many again if it refuses for now.
     """
     at_once = asyncio.Semaphore(_TESTS_AT_ONCE)
     unheard: list[str] = []
@@ -264,12 +248,7 @@ _MAX_REQUEST = 48 << 10
 
 
 class Holder(NamedTuple):
-    """A member and the shares of a state that it holds.
-
-    Attributes:
-        peer: the member.
-        shares: the shares that it has in full.
-    """
+    """A member and the shares of a state that it has in full."""
 
     peer: Peer
     shares: Sequence[Share]
@@ -285,16 +264,7 @@ async def take_shards(
     *,
     received: Callable[[int], None] = _ignore,
 ) -> None:
-    """Fetches the runs that a plan still needs.
-
-    Args:
-        job: name of the job.
-        tag: tag of the state.
-        holders: the members that hold shares of it.
-        plan: the plan to fill; it needs nothing afterwards.
-        patience: seconds that a holder may be silent.
-        credentials: with which members authenticate each other.
-        received: is called with the size of each parcel that has come, in bytes.
+    """Fetches the runs that a plan still needs, as `take_state` does; the plan needs nothing afterwards.
 
     Raises:
         LinkUnavailable: no member gave a run; the text says which, and the answer of each.
@@ -435,13 +405,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.5
 
 
 async def retry_while_refused(call: Callable[[], Awaitable[T]], patience: float) -> T:
-    """Returns the call's result, and repeats the call for up to `patience` seconds while the member refuses it for now.
-
-    A refused connection is raised at once.
-
-    Raises:
-        AioRpcError: the member still refused, or the call failed otherwise; anything else that the call raises.
-    """
+    """Returns the call's result; repeats the call for up to `patience` seconds while the member refuses it for now."""
     loop = asyncio.get_running_loop()
     end, pause = loop.time() + patience, _FIRST_PAUSE_S
     while True:

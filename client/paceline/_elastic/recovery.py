@@ -46,7 +46,7 @@ class _Kept(NamedTuple):
     Attributes:
         at_gate: small state at the gate.
         updated: True if the optimizer was called; False if the block ended without an update.
-        gradients: the gradients of the update.
+        gradients: those of the update.
     """
 
     at_gate: Mapping[str, Any]
@@ -57,14 +57,7 @@ class _Kept(NamedTuple):
 class StateRecovery:
     """Takes the state of a line from other members or a checkpoint, or finishes a step that others have applied.
 
-    Args:
-        job_line: the part of the session that steps use.
-        member: what this member holds and may do next.
-        state: the training state.
-        saver: finds checkpoints.
-
-    Attributes:
-        read_a_checkpoint: True if the state came from a checkpoint; the owner reads and clears it.
+    `read_a_checkpoint` says that the state came from a checkpoint; the owner reads and clears it.
     """
 
     def __init__(self, job_line: JobLine, member: MemberState, state: TrainState, saver: Saver) -> None:
@@ -106,8 +99,7 @@ class StateRecovery:
     def carry_out(self, order: Meet | Take | None) -> Meet | None:
         """Carries out orders of the state machine until it has none; returns what to tell the coordinator then.
 
-        Raises:
-            LinkUnavailable: no member gave the state in many tries, and others wait for this member.
+        Raises LinkUnavailable if no member gave the state in many tries, and others wait for this member.
         """
         if self._member.prepared is None:
             self._kept = None  # no member has applied that step, so it is undone here too
@@ -155,11 +147,7 @@ class StateRecovery:
             time.sleep(max(0.0, began + pause - now))
 
     def start_from_checkpoint(self, reason: str) -> tuple[int, Meet]:
-        """Goes back to the latest checkpoint, because the state is lost; returns its step and the meet to send.
-
-        Raises:
-            OrphanedError: there is no checkpoint.
-        """
+        """Goes back to the latest checkpoint, because the state is lost; returns its step and the meet to send."""
         found = self._saver.latest()
         if found == Tag(0, 0):
             raise OrphanedError(f"the training state is lost, and there is no checkpoint: {reason}")
@@ -169,21 +157,11 @@ class StateRecovery:
         return found.step, self._member.lost(found)
 
     def keep_gradients(self, at_gate: Mapping[str, Any], *, updated: bool) -> None:
-        """Keeps the gradients of a step that may have to be finished later.
-
-        Args:
-            at_gate: small state at the gate.
-            updated: True if the optimizer was called; False if the block ended without an update.
-        """
+        """Keeps the gradients of a step that may have to be finished later; see `_Kept`."""
         self._kept = _Kept(at_gate, updated, self._state.take_gradients())
 
     def _take(self, order: Take) -> None:
-        """Carries out an order; nothing has changed if it raises PacelineError.
-
-        Raises:
-            PacelineError: no member gave the state.
-            Exception: what the optimizer, or a part's own `load_state_dict`, raised.
-        """
+        """Carries out an order; nothing has changed if it raises PacelineError."""
         if order.finish:
             self._finish(order)
         elif self._state.is_sharded:
@@ -201,9 +179,7 @@ class StateRecovery:
     def _finish(self, order: Take) -> None:
         """Finishes a step that others have applied: runs the optimizer on the gradients that were kept.
 
-        Raises:
-            PacelineError: no member gave the rest; nothing has changed.
-            Exception: as `_take`; the state is discarded then.
+        Nothing has changed if it raises PacelineError; after any other error the state is discarded.
         """
         assert self._kept is not None
         kept, rest = self._kept, self._from_others(order)

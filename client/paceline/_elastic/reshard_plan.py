@@ -24,13 +24,7 @@ K = TypeVar("K")
 
 @dataclass(frozen=True, slots=True)
 class ElementRun:
-    """Consecutive elements of an array, in C order.
-
-    Attributes:
-        name: name of the array.
-        start: number of the first element.
-        count: number of elements, at least one.
-    """
+    """Consecutive elements of an array, in C order, from number `start` on; at least one."""
 
     name: str
     start: int
@@ -47,14 +41,9 @@ def checksum(runs: Sequence[ElementRun]) -> int:
 
 
 def fill(targets: Mapping[str, Shard], sources: Iterable[Mapping[str, Shard]]) -> list[ElementRun]:
-    """Copies into the targets the elements that the sources have.
+    """Copies into the targets the elements that the sources have; returns the runs that no source has.
 
-    Args:
-        targets: shards to fill, by name.
-        sources: shards of the same state, by name. The first one that has an element gives it.
-
-    Returns:
-        The runs that no source has.
+    All are shards of one state. The first source that has an element gives it.
     """
     missing = [ElementRun(name, shard.start, shard.values.size) for name, shard in targets.items() if shard.values.size]
     for held in sources:
@@ -80,17 +69,9 @@ def assign(
 ) -> dict[K, list[ElementRun]]:
     """Decides which holder gives which of the missing runs. If several have a run, the least loaded one gives it.
 
-    Args:
-        missing: the runs that are wanted.
-        held: for each holder the shares that it holds.
-        cut: how arrays are cut into a number of parts. It returns by name the position of the array's first element in
-            the flat array that is cut, and the number of elements in a part of that.
-
-    Returns:
-        For each holder its runs; each lies within one of its shares.
-
-    Raises:
-        LookupError: no holder has a run, which is the error's argument.
+    `held` has the shares of each holder; each run that is returned lies within one of them. `cut` says how arrays are
+    cut into a number of parts: by name, the position of the array's first element in the flat array that is cut, and
+    the number of elements in a part of that. Raises LookupError, with the run, if no holder has it.
     """
     having: dict[int, dict[int, list[K]]] = {}
     for holder, shares in held.items():
@@ -134,16 +115,11 @@ def _without(run: ElementRun, part: ElementRun) -> list[ElementRun]:
 class ReshardPlan:
     """A prepared change to another share: memory for it, filled in part from what this member holds already.
 
-    Args:
-        share: the share to change to.
+    Attributes:
         own: True if this member holds shares of the same state.
         targets: the memory, by the arrays' names.
         wanted: the runs that must come from other members.
         cut: how arrays are cut into parts, as `assign` takes it.
-        switch: makes the new share the live one.
-
-    Attributes:
-        share, own, wanted, cut, switch: as above.
     """
 
     def __init__(
@@ -170,12 +146,7 @@ class ReshardPlan:
     def load(self, folder: Path) -> Any:
         """Fills the whole plan from a checkpoint, which a world of any size may have written.
 
-        Returns:
-            The rest of the state: nested values, None in place of each sharded array.
-
-        Raises:
-            CheckpointDamaged: the bytes read are not the bytes written.
-            SizeMismatch: the checkpoint is of another model.
+        Returns the rest of the state: nested values, None in place of each sharded array.
         """
         tree = Reader(folder).state(self._targets)
         for name, part in tree["parts"].items():

@@ -33,11 +33,7 @@ _DEPTH = 3
 
 
 def check_complete(state: TrainState) -> None:
-    """Checks that the state has the models that its optimizers change, and the schedulers that change its optimizers.
-
-    Raises:
-        ValueError: a model or a scheduler is missing; the text names the optimizer and says what to write.
-    """
+    """Checks that the state has the models that its optimizers change, and the schedulers that change those."""
     held: set[int] = set()
     for _, part in state.objects.values():
         if (marks := part.holds()) is None:
@@ -72,12 +68,8 @@ def check_complete(state: TrainState) -> None:
 def no_other_optimizer(state: TrainState, updating: Callable[[], bool]) -> Iterator[None]:
     """Inside the block, refuses updates of the state's models by torch optimizers that are no part of the state.
 
-    Args:
-        state: what is trained.
-        updating: True while an optimizer of the state runs, which may call others.
-
-    Raises:
-        StepOrderError: raised by the other optimizer's `step`, before it changes anything.
+    The other optimizer's `step` raises before it changes anything. `updating` returns True while an optimizer of the
+    state runs, which may call others.
     """
     torch_has = sys.modules.get("torch.optim.optimizer")
     own = {id(part.gated()) for _, part in state.objects.values()}
@@ -108,11 +100,7 @@ def no_other_optimizer(state: TrainState, updating: Callable[[], bool]) -> Itera
 
 
 class StateWatch:
-    """Checks that the training state changes only inside a step, after the gate.
-
-    Args:
-        state: what is trained.
-    """
+    """Checks that the training state changes only inside a step, after the gate."""
 
     def __init__(self, state: TrainState) -> None:
         self._state = state
@@ -122,11 +110,7 @@ class StateWatch:
         """Checksums of the state at the beginning of this step, until its update."""
 
     def begin(self) -> None:
-        """Checks the state at the beginning of a step.
-
-        Raises:
-            StepOrderError: something has changed since the last step.
-        """
+        """Checks at the beginning of a step that nothing has changed since the last one."""
         after, self._after, self._before = self._after, None, None
         is_watched = self._state.step < _STEPS
         if not is_watched and after is None:
@@ -142,11 +126,7 @@ class StateWatch:
             self._before = arrays
 
     def before_update(self) -> None:
-        """Checks the state before the first update of a step, or at its end without one. Not for steps with a copy.
-
-        Raises:
-            StepOrderError: something has changed that the step could not restore.
-        """
+        """Checks before the first update of a step without a copy, or at its end, that it could undo all changes."""
         before, self._before = self._before, None
         if before is not None and (odd := _differ(before, _arrays_of(self._state))):
             raise StepOrderError(

@@ -54,10 +54,6 @@ def warning_of_frozen(state: TrainState, step: int) -> Iterator[None]:
 
     That is right for a run that resumes, and mostly wrong for a second stage of fine-tuning, which begins with the
     checkpoint of the first.
-
-    Args:
-        state: the state that the checkpoint is loaded into.
-        step: the checkpoint's step.
     """
     before = _trained(state)
     yield
@@ -86,18 +82,13 @@ class Saver:
     """The checkpoints of one member.
 
     Args:
-        directory: where checkpoints are kept; None for no checkpoints.
         every: steps between two checkpoints; None for one at the end only, or when all workers leave.
-        counters: counts what is written; None if nobody looks.
 
     Attributes:
         tag: tag of the state that was loaded, Tag(0, 0) for none.
         fingerprint: fingerprint of the checkpoint that was loaded: on local disks members may have different states of
             one tag, from different runs. Empty if none was loaded.
         keeps: True if there is a directory.
-
-    Raises:
-        ValueError: `every` is below 1, or came without a directory.
     """
 
     def __init__(
@@ -120,13 +111,7 @@ class Saver:
         self._missing: tuple[Tag, float] | None = None  # a tag that only others see, and since when
 
     def load(self, state: TrainState) -> None:
-        """Loads the latest checkpoint that is not damaged, if there is one.
-
-        Raises:
-            CheckpointDamaged: there are checkpoints, and all are damaged or cannot be read.
-            SizeMismatch: the checkpoint is of another model.
-            OSError: the directory cannot be listed.
-        """
+        """Loads the latest checkpoint that is not damaged, if there is one; CheckpointDamaged if all are damaged."""
         if self._directory is None:
             return
         found = checkpoint.load(self._directory)
@@ -156,12 +141,7 @@ class Saver:
         return Tag(0, 0)
 
     def intact(self) -> Tag:
-        """Returns `latest`, for a member that has no other state to begin with.
-
-        Raises:
-            CheckpointDamaged: there are checkpoints, and all are damaged or cannot be read; the text names each.
-            OSError: the directory cannot be listed.
-        """
+        """Returns `latest`, for a member without another state; CheckpointDamaged if there are only damaged ones."""
         found = self.latest()
         if found == Tag(0, 0) and self._left_out:
             raise none_intact(Path(self._directory or "."), self._left_out.values())
@@ -178,18 +158,12 @@ class Saver:
     def read(self, tag: Tag, plan: ReshardPlan, interrupted: Callable[[], bool] = lambda: False) -> Any:
         """Fills a plan from a checkpoint that other members can read; returns the rest of the state.
 
-        If this member does not see it, waits for it for up to `VISIBLE_S` since it first looked.
-
-        Args:
-            tag: the checkpoint's tag.
-            plan: the plan to fill.
-            interrupted: returns True when the wait should end, because there is something else to do.
+        If this member does not see it, waits for it for up to `VISIBLE_S` since it first looked, unless `interrupted`.
 
         Raises:
             CheckpointDamaged: the checkpoint is damaged or cannot be read, was removed meanwhile, or the wait was
                 interrupted; `latest` gives the one before.
             CheckpointFailed: neither it nor a later one is on this member's disk, and none appeared.
-            SizeMismatch: the checkpoint is of another model.
         """
         if self._directory is None:
             raise CheckpointFailed(f"{_elsewhere(tag, 'a directory that this worker was not given')}: {_SHARED}")
@@ -267,11 +241,7 @@ class Saver:
         self._thread = thread
 
     def keep_last(self, held: Tag | None, state: TrainState, group: Group) -> None:
-        """Saves like `keep` when all members leave, with no other try: if one is lost, each of the others writes.
-
-        Raises:
-            CheckpointFailed: a disk refused the write.
-        """
+        """Saves like `keep` when all members leave, with no other try: if one is lost, each of the others writes."""
         if not group.mesh.fault.failed:
             try:
                 self.keep(held, state, group)
@@ -292,7 +262,6 @@ class Saver:
 
         Raises:
             CheckpointFailed: a disk refused the write, here or at another member.
-            PacelineError: the generation has failed.
         """
         if self._directory is not None and held is not None and _is_lowest(group):
             self._write_now(held, state, _attempt(group))
@@ -317,11 +286,7 @@ class Saver:
             self._error = error
 
     def wait(self) -> None:
-        """Waits until the checkpoint that is being written is complete.
-
-        Raises:
-            OSError: it could not be written.
-        """
+        """Waits until the checkpoint that is being written is complete."""
         if self._thread is not None:
             self._thread.join()
         self._check()
@@ -388,11 +353,7 @@ class JointSaver(Saver):
     """The checkpoint that rank 0 counts, and when its write began; None elsewhere, and if it was there already."""
 
     def begin(self, held: Tag | None, state: TrainState, group: Group) -> None:
-        """See `Saver.begin`; a collective.
-
-        Raises:
-            PacelineError: the generation has failed.
-        """
+        """See `Saver.begin`; a collective."""
         if self._generation != group.generation:
             self.wait_until_copied()
             self._saver, self._begun = None, False
@@ -434,11 +395,7 @@ class JointSaver(Saver):
         """See `Saver.commit`: `begin` publishes what is committed."""
 
     def keep_last(self, held: Tag | None, state: TrainState, group: Group) -> None:
-        """See `Saver.keep_last`. If a member is lost, so is its shard, and the log says so.
-
-        Raises:
-            CheckpointFailed: the disk refused.
-        """
+        """See `Saver.keep_last`. If a member is lost, so is its shard, and the log says so."""
         try:
             self.keep(held, state, group)
         except CheckpointFailed:
@@ -451,12 +408,7 @@ class JointSaver(Saver):
             )
 
     def keep(self, held: Tag | None, state: TrainState, group: Group) -> None:
-        """See `Saver.keep`; a collective.
-
-        Raises:
-            CheckpointFailed: the disk refused.
-            PacelineError: the generation has failed.
-        """
+        """See `Saver.keep`; a collective."""
         if self._directory is None or held is None:
             return
         group.mesh.fault.check()

@@ -19,12 +19,7 @@ from paceline_protocol import Share
 
 
 class ShardedState:
-    """The part of a `TrainState` that FSDP shards.
-
-    Args:
-        parts: the parts of the state, by name.
-        things: the objects that the parts represent, by name.
-    """
+    """The part of a `TrainState` that FSDP shards; `things` are the objects that the parts represent."""
 
     def __init__(self, parts: Mapping[str, StatePart], things: Mapping[str, Any]) -> None:
         self._parts = parts
@@ -72,11 +67,7 @@ class ShardedState:
         return Share(*self.holding().share)
 
     def check(self) -> None:
-        """Checks that everything that is sharded can move to other ranks; not needed in a world of one.
-
-        Raises:
-            UnsupportedOp: a part cannot; the text says what to give instead.
-        """
+        """Checks that everything that is sharded can move to other ranks; not needed in a world of one."""
         ours = {id(piece) for model in self._models for _, piece in model.named_parameters()}
         is_sharded = self.node_size != 1
         gated: dict[int, str] = {}

@@ -41,8 +41,7 @@ _COSTLY_BYTES = 1 << 20
 class Gate(Protocol):
     """Guards large state: an optimizer asks it before a change.
 
-    Attributes:
-        awaits_closure: an optimizer has been called with a closure, and has not evaluated it yet.
+    `awaits_closure` says that an optimizer has been called with a closure, and has not evaluated it yet.
     """
 
     awaits_closure: bool

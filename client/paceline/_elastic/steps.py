@@ -51,14 +51,7 @@ def make_loop(
     receipts_every: int = EVERY,
     replay: Replay | None = None,
 ) -> TrainingLoop:
-    """Makes a member's loop; communicates nothing. With a `replay`, it begins where that says, and writes nothing.
-
-    Raises:
-        ValueError: an argument is out of range, or the training state lacks something.
-        UnsupportedOp: the state cannot be given to another member, or there are no receipts or checks of such a run.
-        StepOrderError: a step or a load of that state was interrupted half way.
-        CheckpointDamaged, SizeMismatch: the existing checkpoints are damaged, or of another model.
-    """
+    """Makes a member's loop; communicates nothing. With a `replay`, it begins where that says, and writes nothing."""
     if total < 1 or seed < 0:
         raise ValueError(f"total must be at least 1 and seed at least 0, not {total} and {seed}")
     if not state.is_whole:
@@ -122,11 +115,7 @@ def make_loop(
 
 
 def _check_microbatches(state: TrainState, group: Group) -> None:
-    """Checks that the microbatches of a step can be divided among all members.
-
-    Raises:
-        ValueError: there are fewer microbatches than members.
-    """
+    """Checks that the microbatches of a step can be divided among all members."""
     microbatches = 0 if state.sampler is None else state.sampler.microbatches
     if not microbatches:
         return
@@ -140,11 +129,7 @@ def _check_microbatches(state: TrainState, group: Group) -> None:
 
 
 def _check_receipts(state: TrainState) -> None:
-    """Checks that the steps can have receipts.
-
-    Raises:
-        UnsupportedOp: the state does not follow from its steps alone, or no member has it whole.
-    """
+    """Checks that the steps can have receipts: the state follows from its steps alone, and a member has it whole."""
     if state.sampler is None or not state.sampler.same_bits:
         raise UnsupportedOp(
             "receipts need steps whose result does not depend on the workers: give the training state a sampler with "
@@ -155,11 +140,7 @@ def _check_receipts(state: TrainState) -> None:
 
 
 class _ReplaySaver(Saver):
-    """Gives one checkpoint, and writes none.
-
-    Args:
-        folder: the checkpoint's folder; empty for none.
-    """
+    """Gives the checkpoint of one folder, if there is one, and writes none."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(None, None)

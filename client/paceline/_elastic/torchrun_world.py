@@ -53,16 +53,8 @@ def join_torchruns_world(join: Callable[..., Session], world: int, seconds: floa
     """Joins all workers of torchrun as one world of a fixed size, for `paceline.join()` in such a worker.
 
     Returns when all workers have joined and have links, so that any of them, rank 0 with its coordinator included, may
-    leave at once.
-
-    Args:
-        join: `paceline.join` with the arguments that do not come from torchrun.
-        world: number of workers, at least 2.
-        seconds: timeout for torchrun's store, and for all workers to join.
-
-    Raises:
-        InvalidWorldSize: torch, which finds the others, cannot be imported.
-        PacelineError: the world cannot be joined; the text says why.
+    leave at once. `join` is `paceline.join` with the arguments that do not come from torchrun. The timeout holds for
+    torchrun's store, and for all workers to join.
     """
     try:
         from torch.distributed.rendezvous import rendezvous
@@ -96,15 +88,7 @@ def join_rank_0(
     An address that refuses connections belongs to a rank 0 that has ended. Under torchrun's agent it will be replaced:
     the agent ends all ranks after one has failed, and starts them again. An address that does not answer proves
     nothing: its host may be off or slow. Dialling it could take the whole timeout, so the key is read and the address
-    is probed again instead.
-
-    Args:
-        join: `paceline.join` with all arguments but the coordinator's address.
-        store: torch's store, in which rank 0 gives the address.
-        rank: this process's rank.
-        seconds: how long to wait for a rank 0 that does not answer, or that torchrun starts again.
-        number: the world's number, from `next_world`.
-        cleanup: ends rank 0's coordinator.
+    is probed again instead, for so many seconds. `number` is the world's, from `next_world`.
     """
     join = functools.partial(join, coordinator_returns=False)
     key = _ADDRESS_KEY.format(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), number)

@@ -47,25 +47,12 @@ _UPDATED = 0x9E3779B9
 class TrainingLoop:
     """One member's way through the steps of a job.
 
-    Args:
-        job_line: the part of the session that steps use.
-        state: the training state.
-        total: number of the last step.
-        seed: seed of `Step.rng`.
-        manifest: what must be the same on all members, as canonical JSON.
-        saver: writes checkpoints.
-        member: what this member holds and may do next.
-
     Attributes:
-        done: True once the last step is committed.
         unfinished: True while it has steps to take: from the beginning of the loop until the job is done, or this
             member is dismissed.
-        raised: True if an error has ended the loop.
         broken_off: the line of the script that left the loop before its end; empty for none.
         last: number of the last step: `total`, unless a step has stopped the loop.
-        left: True once the loop over the steps is over.
-        at_end: called then, or at the end of the session if the script keeps the iterator.
-        guard: the guard of the training state.
+        at_end: called once the loop is over, or at the end of the session if the script keeps the iterator.
     """
 
     def __init__(
@@ -151,12 +138,7 @@ class TrainingLoop:
                 self._meeting_wait.poll()
 
     def begin(self) -> Step | None:
-        """Returns the next step, entered with its word; None if the generation failed before the step began.
-
-        Raises:
-            StepVoid: the step has failed too often.
-            StepOrderError: the state has changed since the step before.
-        """
+        """Returns the next step, entered with its word; None if the generation failed before the step began."""
         self._counters.step_begins()
         self.guard.begin()
         if self._job_line.inbox.draining and not self._member.leaving:
@@ -191,11 +173,7 @@ class TrainingLoop:
         return True
 
     def end(self, step: Step) -> None:
-        """Ends a step after its block, and begins a meeting if one is due.
-
-        Raises:
-            StepOrderError: the block was not entered; or a member did otherwise than the others.
-        """
+        """Ends a step after its block, and begins a meeting if one is due."""
         self._job_line.group.ban_collectives("")
         self.guard.step = None
         if not step.entered:
@@ -272,10 +250,7 @@ class TrainingLoop:
         """Ends the job at this step if the script has left the loop before its end, and all other members have too.
 
         Called at the end of the session, which shows that the script has left the loop even if it keeps the iterator.
-
-        Raises:
-            StepOrderError: others go on.
-            PacelineError: see `wait_until_ready`.
+        Raises StepOrderError if others go on.
         """
         step = self.guard.step
         if not self.unfinished or self.raised or (step is not None and step.raised):
@@ -454,11 +429,7 @@ class TrainingLoop:
         mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, None, operation, text))
 
     def _compare_blocks(self) -> bool:
-        """Compares finished blocks. Not called with newcomers: then no member was in a block (`closed`).
-
-        Raises:
-            StepVoid: this, or the step that follows, has failed too often.
-        """
+        """Compares finished blocks. Not called with newcomers: then no member was in a block (`closed`)."""
         if self._member.phase is not Phase.READY:
             return False
         self._failures.begin(f"step {self._state.step + 1}", self._job_line.group.mesh.peers)
@@ -549,11 +520,7 @@ class TrainingLoop:
         return flags
 
     def _failed(self, cause: BaseException | None, *, meet: bool = True) -> None:
-        """Handles a failed attempt: undoes it, and ends its generation (I1).
-
-        Raises:
-            StepOrderError: a member did otherwise than the others, and would do so again.
-        """
+        """Undoes a failed attempt, and ends its generation (I1). StepOrderError if the next one would fail alike."""
         with contextlib.suppress(PacelineError):
             self._job_line.group.flush()
         fault = self._job_line.group.mesh.fault

@@ -35,11 +35,6 @@ _AGAIN_S = 30.0
 class MeetingWait:
     """The wait of one member for the next generation.
 
-    Args:
-        job_line: the part of the session that steps use.
-        member: what this member holds and may do next.
-        send_meet: tells the coordinator that this member has stopped.
-
     Attributes:
         planned: True if a step asked for the meeting that this member waits for; nothing has failed then.
         went_on: True if such a meeting did not take place, so that it is still to be held.
@@ -86,11 +81,7 @@ class MeetingWait:
             self._come_in()
 
     def poll(self) -> None:
-        """Carries out what is due now.
-
-        Raises:
-            Dismissed: a candidate that brings no state wanted to leave.
-        """
+        """Carries out what is due now."""
         if self._member.phase is not Phase.MEETING:
             return
         now, inbox = time.monotonic(), self._job_line.inbox
@@ -147,9 +138,8 @@ class MeetingWait:
 def await_finish(job_line: JobLine) -> InboxMessage | None:
     """Waits until the coordinator knows that the job is done, so that it can tell late comers; gives up after a while.
 
-    Returns:
-        A message that says that the line has not ended: other members go on from an earlier state, because they did not
-        see this one committed. None if there is nothing more to do.
+    Returns a message that says that the line has not ended: other members go on from an earlier state, because they did
+    not see this one committed. None if there is nothing more to do.
     """
     deadline = time.monotonic() + job_line.config.failure_timeout
     while (left := deadline - time.monotonic()) > 0:
@@ -174,12 +164,7 @@ class ReachTests:
 
     Two hosts that cannot connect would break every generation that has both. So a candidate first proves that it
     reaches all members and that all reach it. It repeats the test, with longer and longer pauses, until it succeeds.
-
-    Args:
-        chance: shortens the pauses.
-
-    Attributes:
-        is_alone: True while no generation is known to run.
+    `is_alone` is True while no generation is known to run.
     """
 
     def __init__(self, chance: random.Random) -> None:

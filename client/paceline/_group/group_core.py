@@ -31,24 +31,11 @@ PIGGYBACK_SIZE = 26
 
 
 class Binding:
-    """The state of a group in one generation.
+    """The state of a group in one generation, with this member's links to the group's members.
 
-    Args:
-        mesh: this member's links to the group's members.
-        name: the group's name; "" for the whole view.
-        label: text on which its members must agree, for signatures.
-        recorder: remembers operations.
-        counters: counts what this member does.
-
-    Attributes:
-        mesh: as given.
-        name: as given.
-        first_rank: the lowest rank in the view among the members.
-        engine: runs collectives.
-        lane: keeps collectives in order.
-        stale: True once the group has moved on to another generation.
-        parts: how many parts have been made, by name.
-        carrier: the engine that carries gradients; None until it is opened, or if links carry them.
+    Members must agree on `label`, for signatures. `first_rank` is the lowest rank in the view among them. `parts` has
+    how many parts have been made, by name. `stale` is True once the group has moved on to another generation. `carrier`
+    is the engine that carries gradients; None until it is opened, or if links carry them.
     """
 
     def __init__(self, mesh: Mesh, name: str, label: str, recorder: FlightRecorder, counters: MemberCounters) -> None:
@@ -327,13 +314,9 @@ class GroupCore:
         return self._bound.mesh.empty(shape, np.dtype(dtype))
 
     def _enter(self, *, calls: bool = True) -> Binding:
-        """Checks at the start of every public call that the generation is not over.
+        """Checks at the start of every public call that the generation is not over; returns the binding to use.
 
-        Args:
-            calls: False for a call that sends nothing and so is never banned.
-
-        Returns:
-            The binding to use for the call; the group may move on meanwhile.
+        The group may move on meanwhile. A call that sends nothing passes `calls=False`, and so is never banned.
         """
         bound = self._bound
         if bound.stale:
@@ -404,8 +387,7 @@ class GroupCore:
 def labelled(label: str) -> str:
     """Returns a caller's label in the form that signatures contain.
 
-    Raises:
-        UnsupportedOp: the label is not 1 to 40 letters, digits, underscores and dashes.
+    Raises UnsupportedOp unless it is 1 to 40 letters, digits, underscores and dashes.
     """
     if label and not _LABEL.fullmatch(label):
         raise UnsupportedOp(f"a label is 1 to 40 letters, digits, underscores and dashes, not {label!r:.60}")

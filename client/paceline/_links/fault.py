@@ -26,16 +26,11 @@ MAX_TEXT = 2000
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """A failure that one member saw.
+    """A failure that one member saw; `reason` decides the type of the error, and `text` is a sentence with the facts.
 
-    Attributes:
-        reason: kind of failure; decides the type of the error.
-        accused: rank at the other end; None when the member reports itself.
-        operation: number of the collective in which the failure was seen, 0 for none.
-        text: one sentence with the facts.
-        relayed: True if a peer saw it and passed it on; the coordinator hears of it from that peer.
-        cause: the exception, if this member reports one of its own.
-        unopened: True for a lost link that could never be opened.
+    `accused` is the rank at the other end; None when the member reports itself, with `cause` if that is an exception of
+    its own. `operation` is the number of the collective, 0 for none. If it is `relayed`, a peer saw it and passed it
+    on, and the coordinator hears of it from that peer. `unopened` is True for a lost link that could never be opened.
     """
 
     reason: ErrorReason.ValueType
@@ -58,17 +53,9 @@ def error_of(verdict: Verdict) -> errors.PacelineError:
 class Fault:
     """The failure of one generation at one member. Thread-safe; every transition happens once.
 
-    Args:
-        generation: the generation.
-        rank: this member's rank.
-        verdict_timeout: seconds that `error` waits for the verdict, counted from the first suspicion.
-        me: how texts name this member; its rank if left out.
-
-    Attributes:
-        generation: as given.
-        failed: True from the first suspicion or the verdict on.
-        account: what this member does that others may not do, in words; empty for nothing. It is to blame then if
-            calls do not match.
+    `error` waits `verdict_timeout` seconds for the verdict, counted from the first suspicion. `failed` is True from the
+    first suspicion or the verdict on. Texts call this member `me`, or by its rank. `account` says in words what this
+    member does that others may not do; empty for nothing. It is to blame then if calls do not match.
     """
 
     def __init__(self, generation: int, rank: int, verdict_timeout: float, me: str = "") -> None:

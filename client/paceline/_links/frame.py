@@ -97,11 +97,7 @@ def checksum(payload: bytes | memoryview, before: int = 0) -> int:
 
 
 def encode(frame: Frame) -> bytes:
-    """Returns the frame as one bytes object. Copies the payload once.
-
-    Raises:
-        FrameError: the signature or the payload is too long.
-    """
+    """Returns the frame as one bytes object, with one copy of the payload; raises FrameError if it is too long."""
     words, size = len(frame.signature), len(frame.payload)
     if words > MAX_SIGNATURE_BYTES or size + words + _OVERHEAD > MAX_FRAME_BYTES:
         raise FrameError(f"a frame of {words} + {size} bytes is above the limit of {MAX_FRAME_BYTES}")

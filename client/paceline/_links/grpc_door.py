@@ -82,14 +82,7 @@ _DEFAULT = Config()
 class Door:
     """The PeerService of one worker. Everything runs on the loop that started it.
 
-    Args:
-        job: the job whose members may call.
-        credentials: how members authenticate each other; with TLS a caller needs a member's certificate.
-        config: says which kinds of links may be used.
-
-    Attributes:
-        kinds: the kinds of links that this worker has.
-        window: serves the training state.
+    With TLS a caller needs a member's certificate. `window` serves the training state.
     """
 
     def __init__(self, job: str, credentials: Credentials, config: Config = _DEFAULT) -> None:
@@ -115,14 +108,7 @@ class Door:
         self._requests.on_exhausted = hear
 
     async def start(self, host: str, port: int) -> int:
-        """Starts to listen.
-
-        Returns:
-            The port; a free one if `port` is 0.
-
-        Raises:
-            LinkUnavailable: the address cannot be bound.
-        """
+        """Starts to listen, at a free port if `port` is 0; returns the port, or raises LinkUnavailable."""
         bound = await self._open(host, port)
         if self._credentials.ca is None:  # else strangers get no further than the handshake
             self._guard = MemoryGuard(self._callers, {bound})
@@ -166,20 +152,10 @@ class Door:
         return bound
 
     async def move(self, host: str, port: int, bound: Callable[[], None]) -> int:
-        """Listens at another address and stops listening at the old one, which breaks the calls there.
+        """Listens at another address, whose port it returns, and no more at the old one, which breaks the calls there.
 
-        The mesh that is served, the tickets and the window stay as they are.
-
-        Args:
-            host: as for `start`.
-            port: as for `start`.
-            bound: called when the new address is bound, before any call breaks.
-
-        Returns:
-            The port, as `start` does.
-
-        Raises:
-            LinkUnavailable: the new address cannot be bound; nothing has changed.
+        The mesh that is served, the tickets and the window stay as they are. `bound` is called when the new address is
+        bound, before any call breaks. If it cannot be bound, this raises LinkUnavailable, and nothing has changed.
         """
         found = await self._open(host, port)
         if self._guard is not None:
@@ -310,12 +286,7 @@ class _Admission:
 
 
 class Intake:
-    """Receives the streams of the callers to whom the door has given tickets. Runs on the loop.
-
-    Args:
-        kinds: the kinds of links that this worker has.
-        callers: is told of the streams that had a ticket.
-    """
+    """Receives the streams of the callers to whom the door has given tickets. Runs on the loop."""
 
     def __init__(self, kinds: LinkKinds, callers: Callers) -> None:
         self._kinds = kinds

@@ -34,12 +34,7 @@ FRAME_COST = 1024
 
 
 class GrpcOutgoing(Outgoing):
-    """See `Outgoing`. It copies lent payloads, and has no marks.
-
-    Args:
-        stream: the outbox of the link's stream.
-        fault: how the generation ends.
-    """
+    """See `Outgoing`. It copies lent payloads, and has no marks."""
 
     kind = "grpc"
     frames = 0  # the stream keeps frames in order, and ends after the last one
@@ -83,12 +78,7 @@ class GrpcOutgoing(Outgoing):
 
 
 class GrpcIncoming(Incoming):
-    """See `Incoming`. The loop fills it, and one thread empties it.
-
-    Args:
-        loop: the loop of the links.
-        fault: how the generation ends.
-    """
+    """See `Incoming`. The loop fills it, and one thread empties it."""
 
     kind = "grpc"
 

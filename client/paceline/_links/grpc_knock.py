@@ -49,25 +49,14 @@ _CONNECT_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Knocker:
-    """The worker that knocks.
-
-    Attributes:
-        member_id: its id.
-        address: the address of its own door, "host:port".
-    """
+    """The worker that knocks, and the address of its own door, "host:port"."""
 
     member_id: str
     address: str
 
 
 class Knocks:
-    """The handler of Knock at one door.
-
-    Args:
-        job: the job whose members may knock.
-        member_id: returns this worker's member id, "" until it is known.
-        credentials: how members authenticate each other.
-    """
+    """The handler of Knock at one door; `member_id` returns this worker's member id, "" until it is known."""
 
     def __init__(self, job: str, member_id: Callable[[], str], credentials: Credentials) -> None:
         self._job = job
@@ -105,20 +94,10 @@ class Knocks:
 
 
 async def knock(channel: aio.Channel, job: str, to_member: str, own: Knocker, seconds: float) -> str:
-    """Knocks at a door, and retries while it cannot be reached.
+    """Knocks at a door, and retries while it cannot be reached, for at most `seconds`.
 
-    Args:
-        channel: to the door.
-        job: the job.
-        to_member: the member whose door it is.
-        own: the caller; if it has an address, the member knocks at that door in turn.
-        seconds: how long to wait for the answer.
-
-    Returns:
-        What keeps that member from the caller's door; empty if nothing does.
-
-    Raises:
-        AioRpcError: there is no answer, or the call is refused.
+    Returns the reason why that member cannot reach the caller's door, empty if it can: if `own` has an address, the
+    member knocks at that door in turn. Raises AioRpcError if there is no answer, or the call is refused.
     """
     method = PeerServiceStub(channel).Knock
     request = peer_pb2.KnockRequest(job=job, from_member=own.member_id, to_member=to_member, address=own.address)
@@ -141,13 +120,9 @@ async def knock(channel: aio.Channel, job: str, to_member: str, own: Knocker, se
 
 
 async def process_runs(address: str, credentials: Credentials) -> bool:
-    """Returns True if the process behind a door runs: it has taken a new connection.
+    """Returns True if the process behind a door, "host:port", runs: it has taken a new connection.
 
     The kernel alone cannot do that: gRPC waits for the door's first HTTP/2 frame, with TLS after the handshake.
-
-    Args:
-        address: of the door, "host:port".
-        credentials: how members authenticate each other.
     """
     options = [*call_options(_CONNECT_SECONDS), ("grpc.use_local_subchannel_pool", 1)]  # no connection from before
     async with credentials.member_channel(address, options) as channel:

@@ -76,18 +76,8 @@ class GrpcMesh(Mesh):
     A pair has two streams, one for each direction. So the two members need not agree on who dials, and each direction
     has a connection of its own.
 
-    Args:
-        job: name of the job.
-        generation: the generation.
-        version: the version of the protocol that its members speak.
-        rank: this member's rank.
-        peers: all members in rank order.
-        fault: how the generation ends.
-        thread: the loop that links run on.
-        patience: seconds to retry at a door that does not answer before its member counts as lost, unless its process
-            runs.
-        credentials: how members authenticate each other.
-        kinds: the kinds of links that this worker has.
+    Its members speak `version` of the protocol. It retries for `patience` seconds at a door that does not answer before
+    its member counts as lost, unless its process runs.
     """
 
     def __init__(
@@ -234,11 +224,7 @@ class GrpcMesh(Mesh):
     def peer_ended(self, rank: int, error: LinkEnded, *, evidence: bool = True) -> None:
         """Handles the end of a link to or from a rank: in order, the rank has left; otherwise it may be dead.
 
-        Args:
-            rank: the rank at the other end.
-            error: how the link ended.
-            evidence: False if the rank may have left in good order all the same: only an operation that needs it
-                reports it then.
+        Without `evidence` it may have left in good order all the same: only an operation that needs it reports it.
         """
         if self._closed or self._retired or self.fault.failed:
             return
@@ -375,21 +361,13 @@ async def dial(
     patience: float,
     credentials: Credentials,
 ) -> LinkEnded:
-    """Opens a link's outgoing half and its stream, and serves the stream until it ends.
+    """Opens a link's outgoing half and its stream, serves the stream until it ends, and returns how the link ended.
 
     A peer that is gone before the stream has opened is no failure by itself: it may have left in good order. Then the
     end is orderly, and an operation that needs the peer fails.
 
-    Args:
-        link: the link.
-        channel: to the peer.
-        hello: the request to send; this fills in the kinds that it offers.
-        openings: opens a half of the kind that the peer's door chooses.
-        patience: seconds to retry while the door does not answer; more, if the peer's process runs.
-        credentials: how members authenticate each other.
-
-    Returns:
-        How the link ended.
+    This fills in the kinds that `hello` offers. It retries for `patience` seconds while the door does not answer; for
+    longer, if the peer's process runs.
     """
     runs = partial(process_runs, link.peer.address, credentials)
     try:

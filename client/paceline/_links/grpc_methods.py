@@ -64,12 +64,8 @@ MAX_SHOWN = 80
 class Requests:
     """Reads the requests of one door, and makes its methods.
 
-    Args:
-        key: checks the callers' proofs; None to admit every caller.
-        callers: is told of the calls that are admitted.
-
-    Attributes:
-        on_exhausted: called if a method fails because this process has no memory, thread or descriptor left.
+    `key` checks the callers' proofs; None admits every caller. `callers` is told of the calls that are admitted.
+    `on_exhausted` is called if a method fails because this process has no memory, thread or descriptor left.
     """
 
     def __init__(self, key: DoorKey | None, callers: Callers) -> None:

@@ -38,7 +38,6 @@ class ServedParcel(Protocol):
     crc: int
     """CRC-32 of the bytes."""
     data: memoryview
-    """The bytes."""
 
     def lend(self, process: session_pb2.ProcessIdentity) -> peer_pb2.LentMemory | None:
         """Returns where that process finds the bytes; None if it cannot map them."""
@@ -73,14 +72,9 @@ class StateSource(Protocol):
 
 
 class StateWindow:
-    """The handlers of DescribeState, GetState, GetRuns and GetManifest.
+    """The handlers of DescribeState, GetState, GetRuns and GetManifest for the members of a job.
 
-    Args:
-        job: the job whose members may ask.
-
-    Attributes:
-        member_id: this worker's member id, "" until it is registered.
-        source: holds the state that is served; None while there is none.
+    `source` holds the state that is served, if there is one. `member_id` is "" until this worker is registered.
     """
 
     def __init__(self, job: str) -> None:

@@ -27,16 +27,9 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 class MemberLink(Link):
     """One member's end of a link.
 
-    Args:
-        peer: the member at the other end.
-        fault: how the generation ends.
-        loop: the loop of the links.
-
-    Attributes:
-        kind: the kind of the half that carries frames to the peer; empty until that is known.
-        stream: the outbox of the link's gRPC stream.
-        drained: set once the peer has received everything, or will receive nothing more.
-        asked: True once an operation has asked for this link; guarded by the mesh.
+    `kind` is that of the half that carries frames to the peer; empty until that is known. `drained` is set once the
+    peer has received everything, or will receive nothing more. `asked` is True once an operation has asked for this
+    link; guarded by the mesh.
     """
 
     def __init__(self, peer: Peer, fault: Fault, loop: asyncio.AbstractEventLoop) -> None:
@@ -166,11 +159,7 @@ class MemberLink(Link):
         self.stream.close(encode(Frame(kind, self._fault.generation, sent, 0, b"", b"")))
 
     def _outgoing(self, deadline: float) -> Outgoing:
-        """Returns the outgoing half, once it is known.
-
-        Raises:
-            LinkTimeout, LinkEnded, PacelineError: as `send`.
-        """
+        """Returns the outgoing half, once it is known; raises what `send` raises."""
         if self._out is None and not self._shut:
             self._await(self._opened, deadline, "the peer has not answered")
         out = self._out
@@ -179,11 +168,7 @@ class MemberLink(Link):
         return out
 
     def _incoming(self, deadline: float) -> Incoming:
-        """Returns the incoming half, once it is there.
-
-        Raises:
-            LinkTimeout, LinkEnded, PacelineError: as `recv`.
-        """
+        """Returns the incoming half, once it is there; raises what `recv` raises."""
         if self._in is None and not self._shut:
             self._await(self._arrived, deadline, "nothing came")
         half = self._in

@@ -28,12 +28,7 @@ class _Outside(Fault):
 
 
 class NoMesh(Mesh):
-    """A mesh without peers.
-
-    Args:
-        reason: why the member is in no view; the errors' text.
-        kinds: the kinds of links that the member will use once it is in a view.
-    """
+    """A mesh without peers. The text of its errors is the reason why the member is in no view."""
 
     def __init__(self, reason: str, kinds: LinkKinds | None = None) -> None:
         self.generation = 0

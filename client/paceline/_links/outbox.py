@@ -19,10 +19,7 @@ class Outbox:
     """Encoded frames on their way to a link's gRPC stream. One thread fills it, and the loop empties it.
 
     Every link has one for the frames that end it. Frames of operations go here only if the link's kind is "grpc".
-
-    Attributes:
-        closing: True once the last frame has been added.
-        sent_bytes: bytes added so far.
+    `closing` is True once the last frame has been added.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -41,11 +41,7 @@ _kinds: dict[str, type[Kind]] = {}
 
 
 def register(kind: type[Kind]) -> None:
-    """Registers a kind under its name, so that workers with that name in `Config.links` can use it.
-
-    Raises:
-        ValueError: another kind has this name or number.
-    """
+    """Registers a kind under its name in `Config.links`; raises ValueError if another has its name or number."""
     for other in _kinds.values():
         if kind.name == other.name or kind.number == other.number:
             raise ValueError(f"the kind {kind.name!r} (number {kind.number}) is taken by {other.__name__}")
@@ -67,9 +63,7 @@ register(GrpcKind)
 class LinkKinds:
     """The kinds of links that one worker has, the best first. Used on the loop, except for `empty`.
 
-    Args:
-        config: says which kinds may be used; gRPC always may.
-        credentials: how members authenticate each other.
+    The settings say which kinds may be used; gRPC always may.
     """
 
     def __init__(self, config: Config, credentials: Credentials) -> None:
@@ -82,11 +76,7 @@ class LinkKinds:
         return iter(self._kinds.values())
 
     def of(self, kind: type[K]) -> K:
-        """Returns the kind of this class.
-
-        Raises:
-            LookupError: this worker has no such kind.
-        """
+        """Returns the kind of this class; raises LookupError if this worker has none."""
         for own in self:
             if isinstance(own, kind):
                 return own
@@ -150,14 +140,7 @@ class LinkKinds:
 
 
 class Openings:
-    """Opens the halves that one member writes in one generation. Used on the loop.
-
-    Args:
-        kinds: the kinds that this worker has.
-        node: this member's node; empty if it shares no memory.
-        neighbours: see `Mesh.neighbours`.
-        fault: how the generation ends.
-    """
+    """Opens the halves that one member writes in one generation. Used on the loop."""
 
     def __init__(self, kinds: LinkKinds, node: str, neighbours: int, fault: Fault) -> None:
         self._kinds = kinds
@@ -178,16 +161,7 @@ class Openings:
         self._given_up.add((peer.rank, number))
 
     async def open(self, answer: peer_pb2.HelloResponse, peer: Peer, stream: Outbox) -> Outgoing:
-        """Opens a half of the kind that the peer's door has chosen.
-
-        Args:
-            answer: the door's answer.
-            peer: the member whose door it is.
-            stream: the outbox of the link's gRPC stream.
-
-        Raises:
-            LinkUnavailable: it cannot be opened.
-        """
+        """Opens a half of the kind that the peer's door has chosen; raises LinkUnavailable if it cannot."""
         kind = self._kinds.by_number(answer.chosen)
         if kind is None:
             raise LinkUnavailable(f"{peer} chose a kind of link that was not offered")

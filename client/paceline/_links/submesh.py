@@ -14,10 +14,7 @@ from paceline._links.base import Link, Mesh, Purpose
 class SubMesh(Mesh):
     """The mesh of a group. A rank is a place in the group; peers, and so errors, keep their rank in the view.
 
-    Args:
-        mesh: the mesh that does the work.
-        members: the group's members, as ranks of that mesh; this member is one of them.
-        name: the group's name, the same at all its members.
+    `members` are ranks of the other mesh, this member's among them. `name` is the same at all of them.
     """
 
     def __init__(self, mesh: Mesh, members: Sequence[int], name: str) -> None:

@@ -1,7 +1,7 @@
 """The machine of one attempt at a step with microbatches, on one rank. Pure: it calls no collective.
 
 `StepMicrobatches` reports which microbatch begins and ends, and wrappers report their passes, through the
-`MicrobatchTurn` that the group holds. `AttemptPhase` says what may happen next (docs/decisions/076).
+`MicrobatchTurn` that the group holds. `AttemptPhase` says what may happen next (docs/decisions/28).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _NEXT = {
     (AttemptPhase.COMPUTING, AttemptEvent.COMPUTE): AttemptPhase.COMPUTING,
     (AttemptPhase.COMPUTING, AttemptEvent.RAISE): AttemptPhase.FAILED,
     (AttemptPhase.COMPUTING, AttemptEvent.END): AttemptPhase.BETWEEN,
-    # The script may catch the error. What it computes after it does not count as whole, since sums may have it already.
+    # The script may catch the error. Sums may have this microbatch already, so none counts as whole from here on.
     (AttemptPhase.FAILED, AttemptEvent.COMPUTE): AttemptPhase.FAILED,
     (AttemptPhase.FAILED, AttemptEvent.RAISE): AttemptPhase.FAILED,
     (AttemptPhase.FAILED, AttemptEvent.END): AttemptPhase.VOID,
@@ -66,7 +66,7 @@ _NEXT = {
 
 
 class StepAttempt:
-    """What one rank does with the microbatches in one attempt at a step, and how far it is.
+    """One rank's way through the microbatches in one attempt at a step.
 
     Args:
         plan: what it does with them, unless the step is repaired.
@@ -74,14 +74,12 @@ class StepAttempt:
         digested: the microbatch whose gradients are digested, because other ranks compute it too.
 
     Attributes:
-        phase: see `AttemptPhase`.
         plan: what this rank does in the present loop over its microbatches.
         turn: the turn that runs; None between turns.
         between: the order that the group holds between turns.
         label: an object without contents that stands for the attempt.
         kept_label: that of the attempt in which wrappers got or kept the sums that this one begins with.
         kept: the nodes whose sums this rank has kept from an undone attempt.
-        digested: as given.
         digests: SHA-256 of the gradients of the digested microbatch, of each wrapper in turn; True: of the check.
         wrappers: those that have begun a backward pass, in this order.
         checked: whether this rank has computed the microbatch that it checks for another.
@@ -250,14 +248,8 @@ class StepAttempt:
 class MicrobatchTurn(SumOrder):
     """One turn of a rank at one microbatch; each turn is an object of its own.
 
-    Args:
-        attempt: the attempt.
-        number: the microbatch, v.
-        is_check: True if it is another rank's, and only computed to compare its gradients.
-
-    Attributes:
-        number: as above.
-        plan: what this rank does in the loop that the turn belongs to.
+    With `is_check` the microbatch is another rank's, and only computed to compare its gradients. `plan` is that of the
+    loop to which the turn belongs.
     """
 
     is_leaf = True

@@ -25,8 +25,7 @@ from paceline_protocol import Tag
 class KeptSums:
     """The sums of microbatches that one member brings to the next attempt at a step.
 
-    Attributes:
-        label: that of the attempt in which wrappers have got or kept these sums.
+    Its `label` is that of the attempt in which wrappers have got or kept these sums.
     """
 
     def __init__(self) -> None:

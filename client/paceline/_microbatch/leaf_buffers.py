@@ -18,10 +18,8 @@ class LeafBuffers:
 
     Each microbatch begins with the buffers that the step began with. After the step they are those of microbatch 0: all
     ranks take them from the rank that gives the sum with it. It has computed microbatch 0, in this attempt or in the
-    one that it kept the sum from. So the buffers are kept like the sum.
-
-    Attributes:
-        order: that of the last microbatch that has begun.
+    one that it kept the sum from. So the buffers are kept like the sum. `order` is that of the last microbatch that has
+    begun.
     """
 
     def __init__(self) -> None:

@@ -72,14 +72,7 @@ class Batches(Protocol):
 
 
 class MicrobatchedStep(Protocol):
-    """The step of a microbatch, as the microbatch sees it.
-
-    Attributes:
-        rank: this member's rank.
-        number: number of the step.
-        entered: True once its block has begun.
-        left: True once its block has ended.
-    """
+    """The step of a microbatch, as the microbatch sees it."""
 
     rank: int
     number: int

@@ -26,11 +26,9 @@ _REFUSES = -1
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What one rank does with the microbatches of a step.
+    """One rank's share of the microbatches of a step.
 
     Attributes:
-        leaves: V.
-        rank: the rank.
         numbers: the microbatches that it computes, from left to right; at least one.
         nodes: for each rank, the nodes whose sums it gives, from left to right. Together they are the whole tree.
         kept: the nodes that this rank has from an undone attempt.
@@ -52,27 +50,16 @@ class RankPlan:
 
 
 def even_plan(rank: int, world: int, leaves: int) -> RankPlan:
-    """Returns the plan of a rank for an undisturbed step.
-
-    Raises:
-        ValueError: there are fewer leaves than ranks.
-    """
+    """Returns the plan of a rank for an undisturbed step."""
     return plan_ranks(((),) * world, leaves)[rank]
 
 
 @lru_cache(maxsize=64)
 def plan_ranks(held: tuple[tuple[Node, ...], ...], leaves: int) -> tuple[RankPlan, ...]:
-    """Returns the plan of each rank.
+    """Returns the plan of each rank, from the nodes of which each rank has sums.
 
     Of nodes that overlap the greatest is kept, of equal ones that of the lowest rank. The missing ones are divided in
     one range for each rank, whose lengths differ by 1 at most.
-
-    Args:
-        held: for each rank, the nodes of which it has sums.
-        leaves: V.
-
-    Raises:
-        ValueError: there are fewer leaves than ranks.
     """
     world = len(held)
     if leaves < world:
@@ -121,14 +108,7 @@ def row_of_held(nodes: Iterable[Node] | None, leaves: int) -> NDArray[np.int64]:
 
 
 def held_of_row(row: NDArray[np.int64]) -> tuple[Node, ...] | None:
-    """Returns the nodes of a row, which another rank may have sent; None if it refuses any sums.
-
-    Args:
-        row: as from `row_of_held`, shape [V].
-
-    Raises:
-        ValueError: they are not disjoint nodes of the tree.
-    """
+    """Returns the nodes of a row of another rank's; None if it refuses any sums. ValueError if they are no nodes."""
     if (row == _REFUSES).all():
         return None
     nodes, end = [], 0

@@ -43,7 +43,6 @@ class Receipt:
     """The record of one finished step: one line of the file.
 
     Attributes:
-        step: number of the step.
         epoch, offset: where the sampler stands after the step.
         settings: what the step depends on, beside the state before it: seeds, sampler, script, machine.
         state: SHA-256 of the state after the step, in hexadecimal.
@@ -68,11 +67,7 @@ class Receipt:
 
     @classmethod
     def from_line(cls, line: str) -> Receipt:
-        """Reads a line.
-
-        Raises:
-            ReceiptDamaged: the line is not a receipt, or was changed.
-        """
+        """Reads a line; raises ReceiptDamaged if it is not a receipt, or was changed."""
         try:
             read = json.loads(line)
             told = read.pop("hash")
@@ -95,11 +90,7 @@ class Receipt:
 
 
 def checked_lines(found: object) -> tuple[str, ...]:
-    """Returns the receipts that another member or a checkpoint has sent, once they are checked.
-
-    Raises:
-        ReceiptDamaged: they are not receipts, or too many.
-    """
+    """Checks and returns the receipts that another member or a checkpoint has sent; ReceiptDamaged if they are not."""
     if not isinstance(found, list | tuple) or len(found) > KEPT:
         raise ReceiptDamaged(f"the receipts of the state are not a list of at most {KEPT}")
     for line in found:
@@ -120,10 +111,6 @@ def read_chain(path: Path) -> list[Receipt]:
     The lines may stand in any order, and more than once. If a run went on from a checkpoint with something changed, two
     receipts follow one: the chain goes on to the one that stands behind the other. A line that a crash has cut is left
     out. If a receipt is missing, the chain begins behind it: then its first receipt has a `previous`.
-
-    Raises:
-        ReceiptDamaged: a receipt was changed.
-        OSError: the file cannot be read.
     """
     found: dict[str, Receipt] = {}
     following: dict[str, Receipt] = {}
@@ -165,16 +152,7 @@ class ReceiptedState(Protocol):
 class ReceiptBook:
     """Makes one member's receipts, and writes them while it is rank 0.
 
-    Args:
-        path: the file; made with its folder if it does not exist.
-        settings: see `Receipt`.
-        total: number of the last step.
-        every: steps between two receipts.
-        checkpoint_every: steps between two checkpoints, None for none.
-        tell: tells the user that receipts cannot be written.
-
-    Raises:
-        ValueError: `every` is below 1.
+    It makes the file with its folder if it does not exist. `tell` tells the user that receipts cannot be written.
     """
 
     def __init__(

@@ -1,7 +1,4 @@
-"""Computes a step again in a script that `paceline replay` has started, and compares it with its receipt.
-
-The command says in a file what to compute (`ReplayOrder`), and reads the answer from another (`ReplayResult`).
-"""
+"""Computes a step again in a script that `paceline replay` has started, and compares it with its receipt."""
 
 from __future__ import annotations
 
@@ -79,12 +76,7 @@ class ReplayResult:
 def compare(receipt: Receipt, position: tuple[int, int], state: str, words: Mapping[str, str], what: str) -> str:
     """Compares what was found with a receipt; returns a sentence about what differs, empty if it holds.
 
-    Args:
-        receipt: the receipt.
-        position: epoch and offset of the sampler.
-        state: digest of the state, in hexadecimal.
-        words: what the step depends on here; see `Receipt.settings`.
-        what: what the state is, such as "the state after step 4".
+    `position` is the sampler's, as epoch and offset; `what` names the state, such as "the state after step 4".
     """
     if position != (receipt.epoch, receipt.offset):
         return (
@@ -101,12 +93,7 @@ def compare(receipt: Receipt, position: tuple[int, int], state: str, words: Mapp
 def compare_inputs(receipt: Receipt, words: Mapping[str, str]) -> str:
     """Compares what a step depends on with its receipt, before the step is computed.
 
-    Args:
-        receipt: the receipt.
-        words: what the step depends on here; see `Receipt.settings`.
-
-    Returns:
-        A sentence about what differs, beside the machine and the script; empty if nothing does.
+    Returns a sentence about what differs, beside the machine and the script; empty if nothing does.
     """
     differ = [text for name, text in _differences(receipt, words).items() if name not in _MAY_DIFFER]
     return f"the run of step {receipt.step} had other settings: {'; '.join(differ)}" if differ else ""
@@ -131,13 +118,7 @@ _StepT = TypeVar("_StepT", bound=_Applicable)
 class Replay:
     """Runs the steps of a script up to one step, and compares each with its receipt.
 
-    Args:
-        order: what to compute.
-
-    Attributes:
-        step: number of the last step.
-        checkpoint: folder of the checkpoint to begin with; empty for none.
-        words: what the steps depend on here; see `Receipt.settings`.
+    `words` say what the steps depend on here; see `Receipt.settings`.
     """
 
     def __init__(self, order: ReplayOrder) -> None:
@@ -155,11 +136,7 @@ class Replay:
         return cls(ReplayOrder.read(Path(path))) if path else None
 
     def follow(self, steps: Iterator[_StepT], state: ReceiptedState) -> Iterator[_StepT]:
-        """Yields steps until one does not hold, or all are done; then ends the script, so that it writes no results.
-
-        Raises:
-            Dismissed: the replay is over; the result is written.
-        """
+        """Yields steps until one does not hold, or all are done; then ends the script, so that it writes no results."""
         self._result.began = state.step
         try:
             if self._begins_right(state):

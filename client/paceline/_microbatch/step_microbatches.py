@@ -28,18 +28,9 @@ class StepMicrobatches:
     """The microbatches of one attempt at a step, on this rank.
 
     Args:
-        step: the step.
-        group: the view.
-        sampler: divides the batch.
-        seed: seed of the run.
         prepare: has the wrappers of the training state agree on their models; a collective at first use.
-        seed_frameworks: seeds the generators of frameworks.
         kept: the sums that this rank keeps from an undone attempt; None if no rank keeps any in this job.
         told: the exchange of what each rank has kept, as rows of `row_of_held`; None after a generation's first step.
-
-    Attributes:
-        step: as above.
-        samples: number of this rank's samples; 0 until `read` was called.
     """
 
     def __init__(

@@ -24,12 +24,9 @@ _TWICE = 1 << 42
 
 
 class ComputedTwice(NamedTuple):
-    """A microbatch that several ranks compute.
+    """A microbatch that several ranks compute: its owner, whose gradients count, and the checkers.
 
-    Attributes:
-        number: the microbatch.
-        owner: the rank whose gradients count.
-        checkers: the ranks that compute it too; the owner itself if it is alone.
+    An owner that is alone is the only checker.
     """
 
     number: int

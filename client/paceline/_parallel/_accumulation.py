@@ -70,11 +70,7 @@ class Accumulation:
         self.reset()
 
     def open(self) -> None:
-        """Prepares for a micro-batch.
-
-        Raises:
-            StepOrderError: gradients were written, or some of them cleared, outside of the wrapper.
-        """
+        """Prepares for a micro-batch."""
         self.drop_if_cleared()
         if (path := self.written_by_others(or_zeros=False)) is not None:
             raise StepOrderError(
@@ -123,9 +119,8 @@ class Accumulation:
     def written_by_others(self, *, or_zeros: bool) -> str | None:
         """Returns the path of a gradient that was written since `mark`; None if there is none.
 
-        Args:
-            or_zeros: whether a gradient of zeros counts. Some users clear gradients with zeros, but a rank may also
-                compute zeros where other ranks do not, so decisions that all ranks must share cannot depend on zeros.
+        With `or_zeros` a gradient of zeros counts. Some users clear gradients with zeros, but a rank may also compute
+        zeros where other ranks do not, so decisions that all ranks must share cannot depend on zeros.
         """
         for path, source in self._sources.items():
             written = source.grad is not None and source.writes != self._writes[path]
@@ -134,11 +129,7 @@ class Accumulation:
         return None
 
     def drop_if_cleared(self) -> None:
-        """Forgets the micro-batches, with their weights, if all of their gradients were cleared.
-
-        Raises:
-            StepOrderError: some gradients were cleared, others were not.
-        """
+        """Forgets the micro-batches, with their weights, if all of their gradients were cleared, not only some."""
         if not self.micro_batches:
             return
         cleared = [path for path, p in self._parameters.items() if p.clears != self._clears[path]]

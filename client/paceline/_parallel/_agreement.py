@@ -48,9 +48,8 @@ class ManifestEntry:
 class ModelManifest:
     """Everything about a model that must be the same on all ranks for their gradients to meet. Pure.
 
-    Attributes:
-        settings: the wrapper's settings, as pairs of name and value (text), in the same order on all ranks.
-        entries: parameters in order, then buffers.
+    The settings are the wrapper's, as pairs of name and text, in the same order on all ranks. The entries are the
+    parameters in order, then the buffers.
     """
 
     settings: tuple[tuple[str, str], ...]
@@ -60,11 +59,7 @@ class ModelManifest:
     def of(
         cls, parameters: Mapping[str, Parameter], buffers: Mapping[str, NDArray[Any]], **settings: object
     ) -> ModelManifest:
-        """Makes the manifest of a model; `str` of each setting must tell its value.
-
-        Raises:
-            UnsupportedOp: an array holds Python objects, which have no bytes to send.
-        """
+        """Makes the manifest of a model; `str` of each setting must tell its value."""
         arrays = [(path, p, "trained" if p.requires_grad else "frozen") for path, p in parameters.items()]
         listed: list[tuple[str, Parameter | NDArray[Any], str]] = [*arrays]
         listed += [(path, buffer, "buffer") for path, buffer in buffers.items()]
@@ -95,11 +90,8 @@ def first_difference(
 ) -> PacelineError:
     """Returns the error for two manifests that differ; it names the first difference.
 
-    Args:
-        mine: manifest of the reference.
-        theirs: manifest of the first of `ranks`.
-        ranks: all ranks that differ from the reference.
-        reference: the rank whose model the others must have.
+    `mine` is that of the reference, the rank whose model the others must have; `theirs` is that of the first of
+    `ranks`, which all differ from it.
     """
     who = f"rank {ranks[0]}" if len(ranks) == 1 else f"rank {ranks[0]} (ranks that differ: {list(ranks)})"
     usual = f"rank {reference}"
@@ -120,8 +112,7 @@ def first_difference(
 class NewcomerDiffers(PeerRaised):
     """Raised on the members of a job if a newcomer trains another model; the newcomer's own error names the difference.
 
-    Attributes:
-        newcomer: the first of the newcomers that differ.
+    `newcomer` is the first of the newcomers that differ.
     """
 
     def __init__(self, message: str, newcomer: Peer, *, ranks: tuple[int, ...]) -> None:
@@ -134,22 +125,16 @@ def agree(
 ) -> int:
     """Compares manifests, then gives rank 0's values to all, unless all hold them already (`Group.has_same_state`).
 
-    Args:
-        group: the ranks.
-        manifest: this rank's manifest.
-        arrays: this rank's parameters and buffers, in the manifest's order; written in place.
-        may_change: False if gradients have been computed from this rank's own values.
-        agreed_in: the last generation in which this rank has agreed on the same model; 0 for none.
-
-    Returns:
-        The fingerprint of the common values; 0 if nothing was compared.
+    The arrays are this rank's parameters and buffers, in the manifest's order; they are written in place. `may_change`
+    is False if gradients have been computed from this rank's own values. `agreed_in` is the last generation in which
+    this rank has agreed on the same model; 0 for none. Returns the fingerprint of the common values; 0 if nothing was
+    compared.
 
     Raises:
         SizeMismatch, SettingsMismatch, DivergenceError: manifests differ, or values still differ after rank 0 sent its
             own; raised on every rank, with the same text and the ranks that differ from rank 0.
         NewcomerDiffers: raised instead on the other ranks, if all ranks that differ have come since the others last
             agreed.
-        StepOrderError: values differ and may not change.
     """
     if group.size == 1:
         return 0

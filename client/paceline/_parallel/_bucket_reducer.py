@@ -6,9 +6,6 @@
   one rank meets the n-th of every other.
 - A parameter is complete once it has signalled as often as it ever did in one backward pass: a layer that runs twice
   signals twice. So the first pass only counts signals, and sends nothing early.
-
-`BucketReducer` observes the parameters, and keeps track of running collectives. Its `GradientTransport` handles memory
-and messages.
 """
 
 from __future__ import annotations
@@ -34,9 +31,7 @@ hand-over to the group's thread and back, 30 us and more on a busy machine, take
 class Readiness:
     """Decides which buckets may be sent, from signals that parameters have received gradients. Pure.
 
-    Args:
-        bucket_of: number of the bucket of each parameter.
-        static: True if every pass gives the same signals as the first, so that an unused parameter delays no bucket.
+    If it is `static`, every pass gives the same signals as the first, so that an unused parameter delays no bucket.
     """
 
     def __init__(self, bucket_of: Sequence[int], *, static: bool = False) -> None:
@@ -96,14 +91,10 @@ class BucketReducer:
 
     Args:
         parameters: all parameters by path; the frozen ones are left out.
-        transport: makes the buckets and sums them.
-        cap_bytes: most bytes of gradients in one bucket.
-        static: see `Readiness`.
         narrow: whether gradients may have 16 bits.
 
     Attributes:
-        parameters: the trained parameters, by path.
-        sources: the same, since backward writes the gradients that optimizers see.
+        sources: the same as `parameters`, since backward writes the gradients that optimizers see.
         stepwise: True if the caller marks where steps begin (`begin_step`) and may undo one. If False, each pass is
             final at once.
     """
@@ -213,9 +204,8 @@ class BucketReducer:
     def watching(self, *, weight: float, early: bool) -> Iterator[None]:
         """Observes the backward pass inside the block.
 
-        Args:
-            weight: this rank's weight, including that of earlier micro-batches.
-            early: whether buckets may be sent inside the block. False while gradients are only accumulated.
+        The weight includes that of earlier micro-batches. `early` is False while gradients are only accumulated: no
+        bucket is sent inside the block then.
         """
         self._recover()
         self._weight, self._failure, self._passing = weight, None, True
@@ -234,8 +224,7 @@ class BucketReducer:
     def ignoring(self, *, weight: float, early: bool) -> Iterator[None]:
         """Drops the gradients of the backward pass inside the block, which are written to separate arrays.
 
-        All buckets are sent at the end, since they contain no gradients of this rank. The arguments are those of
-        `watching`, and are ignored.
+        All buckets are sent at the end, since they contain no gradients of this rank.
         """
         self._failure, self._passing = None, True
         with ignoring_gradients(self.parameters.values()):
@@ -259,14 +248,11 @@ class BucketReducer:
     def finish(self, *, weight: float, replaces: bool = False) -> None:
         """Sends the remaining buckets, waits for all, and leaves the weighted means in the gradients.
 
-        Args:
-            weight: this rank's weight.
-            replaces: ignored here: backward writes the gradients that optimizers see, so they are in place already.
+        Backward writes the gradients that optimizers see, so `replaces` changes nothing here.
 
         Raises:
             StepOrderError: the weights of all ranks add up to 0; or no collective may be called now. A world of one
                 raises this too, because the same code may run with two members next.
-            PacelineError: a collective failed.
         """
         del replaces
         if self._transport.ban_reason:
@@ -330,9 +316,8 @@ class BucketReducer:
     def _send(self, numbers: Iterable[int], *, waiting: bool = False) -> None:
         """Sends buckets; with `waiting`, the caller has nothing else to do, so its thread reduces the last one.
 
-        Raises:
-            PacelineError: a collective failed. In a tree it is kept in `_failure` instead: the backward pass goes on,
-                so that the leaf is finished and can be kept.
+        If a collective fails in a tree, the error is kept in `_failure`: the backward pass goes on, so that the leaf is
+        finished and can be kept.
         """
         for number in numbers:
             bucket = self._buckets[number]

@@ -42,21 +42,12 @@ Empty = Callable[[int, Any], NDArray[Any]]
 def plan_buckets(
     parameters: Mapping[str, Parameter], cap_bytes: float, first_bytes: float = math.inf, *, narrow: bool = False
 ) -> list[list[str]]:
-    """Decides which parameters share a bucket.
+    """Decides which parameters share a bucket; returns their paths, buckets in the order in which they are sent.
 
     Backward runs from the last layer to the first, so parameters are taken in reverse. A bucket has one dtype and at
     most `cap_bytes` of gradients; a larger parameter gets a bucket of its own. The first bucket of a dtype is full at
-    `first_bytes`. Buckets are ordered by their last parameter, the one whose gradient completes them. Frozen
-    parameters are in no bucket.
-
-    Args:
-        parameters: the parameters by path, first layer first.
-        cap_bytes: most bytes of gradients in a bucket.
-        first_bytes: bytes of gradients that fill the first bucket of a dtype.
-        narrow: whether float16 and bfloat16 can be trained too.
-
-    Returns:
-        The paths in each bucket; buckets in the order in which they are sent.
+    `first_bytes`. Buckets are ordered by their last parameter, the one whose gradient completes them. Frozen parameters
+    are in no bucket.
 
     Raises:
         UnsupportedOp: a parameter to train is neither float32 nor float64, and `narrow` is False. (bfloat16 loses
@@ -98,19 +89,14 @@ class _Memory(NamedTuple):
 class Bucket:
     """The gradients of some parameters of one dtype, in NumPy arrays that are reused in each step.
 
-    The class is the `GradientBucket` of `HostTransport`.
-
     Args:
         parameters: the parameters by path, in the order in which they lie in the bucket.
         room: number of elements reserved for a piggyback.
-        empty: allocates the memory.
         feedback: see `Memory`.
         weight_at: number of elements in front of the weight; N if left out.
         apart: True if gradients are stored in a separate array; those in 16 bits always are.
 
     Attributes:
-        codec: compresses the gradients on the wire; None for no compression.
-        dtype: dtype of the gradients.
         flat: the array that `all_reduce` reduces in place.
         exact: number of elements at the end of `flat` that are not gradients and must not be compressed.
         memory: rounding errors of the bucket's compressed reductions.
@@ -217,10 +203,8 @@ class Bucket:
     def pack(self, weight: float, *, alone: bool = False) -> None:
         """Completes the flat array with this rank's weight; from here to `unpack` its gradients are read-only.
 
-        Args:
-            weight: the weight that the gradients are already multiplied by. A rank without a sample has weight 0 and no
-                gradients, and sends zeros, because 0 times the NaN of an empty mean would be NaN.
-            alone: True if there is no other rank, so that nothing will travel.
+        The gradients are already multiplied by the weight. A rank without a sample has weight 0 and no gradients, and
+        sends zeros, because 0 times the NaN of an empty mean would be NaN. A rank that is `alone` sends nothing.
         """
         self.flat[self._weight_at] = weight
         for i, (parameter, slot) in enumerate(zip(self._parameters, self._slots, strict=True)):
@@ -298,16 +282,10 @@ class Bucket:
         self.order, self.terms = EVEN, []
 
     def unpack(self, total: float, *, divided: bool = False) -> None:
-        """Divides the reduced sums, and gives each parameter that any rank used its mean gradient.
+        """Divides the reduced sums, unless they are `divided`, and gives used parameters their mean gradients.
 
         Every rank evaluates the same expression on the same bits (I5). A parameter that no rank used gets no gradient.
-
-        Args:
-            total: total weight of all ranks.
-            divided: whether the sums have been divided by the total already.
-
-        Raises:
-            StepOrderError: the weights of all ranks add up to 0. All ranks see the same total, so all raise.
+        If the weights of all ranks add up to 0, all see that total, so all raise StepOrderError.
         """
         for slot in self._slots:
             slot.flags.writeable = True

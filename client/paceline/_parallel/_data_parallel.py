@@ -1,8 +1,4 @@
-"""DistributedDataParallel for NumPy modules: every rank holds the whole model, and gradients are averaged.
-
-`DDP` is the front for users; like the front for torch modules, it holds a `ReplicatedModel` and a
-`GradientSynchronizer`.
-"""
+"""DistributedDataParallel for NumPy modules: every rank holds the whole model, and gradients are averaged."""
 
 from __future__ import annotations
 
@@ -222,15 +218,8 @@ class DDP:
 class ReplicatedModel:
     """A model that every rank holds whole: the `SynchronizedModel` of DDP, for NumPy and for torch modules.
 
-    Args:
-        module: the object with the parameters, and perhaps buffers.
-        group: the ranks.
-        bucket_mb, compression, error_feedback, static_graph: as for `DDP`.
-        trains_narrow: whether parameters in 16 bits are trained.
-
-    Attributes:
-        module: as above.
-        reducer: the reducer made at the last agreement; None before the first.
+    The module has parameters, and perhaps buffers; with `trains_narrow`, those in 16 bits are trained too. `reducer` is
+    the one made at the last agreement; None before the first. Other arguments are those of `DDP`.
     """
 
     def __init__(

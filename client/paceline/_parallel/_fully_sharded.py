@@ -1,7 +1,4 @@
-"""FullyShardedDataParallel for NumPy modules: ranks share the memory of one model, and train it as one.
-
-`FSDP` is the front for users; like the front for torch modules, it holds a `ShardedModel`, which does the work.
-"""
+"""FullyShardedDataParallel for NumPy modules: ranks share the memory of one model, and train it as one."""
 
 from __future__ import annotations
 

@@ -34,17 +34,10 @@ def _sides(parameter: Parameter) -> tuple[int, int]:
 
 
 class LowRankBucket(Bucket):
-    """A `Bucket` that sends a few directions of each matrix; gradients live in a separate array.
+    """A `Bucket` that sends `rank` directions of each matrix; gradients live in a separate array.
 
-    Args:
-        parameters: as for `Bucket`; at least one of them `shrinks`.
-        rank: r.
-        room: as for `Bucket`.
-        empty: as for `Bucket`.
-        feedback: as for `Bucket`.
-
-    Attributes:
-        compresses: False if this rank was alone at the last `pack`: nothing travels, so nothing is left out.
+    At least one of the parameters `shrinks`. `compresses` is False if this rank was alone at the last `pack`: nothing
+    travels, so nothing is left out.
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], rank: int, room: int, empty: Empty, feedback: bool) -> None:

@@ -1,8 +1,4 @@
-"""The state of an optimizer by path and name, for any sort of optimizer.
-
-The optimizers of `paceline.optim` implement `OptimizerState`. `standing_for` finds the object that implements it for an
-optimizer of another framework, and the core of a wrapped model.
-"""
+"""The state of an optimizer by path and name, for any sort of optimizer."""
 
 from __future__ import annotations
 
@@ -20,8 +16,7 @@ from paceline.errors import SizeMismatch
 class OptimizerState(abc.ABC):
     """An optimizer's settings, and for each trained parameter its arrays (of the parameter's shape) and other values.
 
-    Attributes:
-        is_new: True until a step is taken or state is loaded.
+    `is_new` is True until a step is taken or state is loaded.
     """
 
     is_new: bool
@@ -73,8 +68,7 @@ class OptimizerState(abc.ABC):
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Loads settings (the learning rate too) and state, into the arrays that are there.
 
-        Args:
-            saved: {"settings": {name: value}, "state": {path: {name: array or value}}}.
+        `saved` is {"settings": {name: value}, "state": {path: {name: array or value}}}.
 
         Raises:
             SizeMismatch: paths or names are missing or unexpected, or shapes differ; the error lists them all, and
@@ -116,11 +110,7 @@ def stands_in(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def standing_for(thing: Any) -> Any:
-    """Returns what stands for a model or an optimizer in this package; the object itself if nothing does.
-
-    Raises:
-        UnsupportedOp: it is an optimizer of a sharded model, and its state cannot be sharded.
-    """
+    """Returns what stands for a model or an optimizer in this package; the object itself if nothing does."""
     return next((found for find in _finders if (found := find(thing)) is not None), thing)
 
 

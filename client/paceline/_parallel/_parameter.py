@@ -246,11 +246,7 @@ def parameters_of(module: HasParameters) -> dict[str, Parameter]:
 
 
 def buffers_of(module: object) -> dict[str, NDArray[Any]]:
-    """Returns buffers by path; none for a module without `named_buffers`.
-
-    Raises:
-        UnsupportedOp: a buffer is not an array, so it could not be changed in place.
-    """
+    """Returns buffers by path; none for a module without `named_buffers`."""
     pairs = getattr(module, "named_buffers", None)
     found: dict[str, NDArray[Any]] = dict(pairs()) if pairs is not None else {}
     for path, buffer in found.items():

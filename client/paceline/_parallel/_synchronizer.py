@@ -90,10 +90,8 @@ class GradientReducer(Protocol):
     def finish(self, *, weight: float, replaces: bool = False) -> None:
         """Sends the remaining gradients, waits for all, and leaves the weighted means in the gradients.
 
-        Args:
-            weight: this rank's weight.
-            replaces: True if users have written the gradients themselves: these then replace the gradients that
-                optimizers see, instead of being added to them.
+        `replaces` says that users have written the gradients themselves: these then replace the gradients that
+        optimizers see, instead of being added to them.
         """
 
     def give_up(self) -> None:
@@ -115,9 +113,7 @@ class SynchronizedModel(Protocol):
     def agree(self, *, may_change: bool, agreed_in: int) -> GradientReducer:
         """Agrees with the other ranks on the model, and makes the reducer of its gradients; a collective.
 
-        Args:
-            may_change: False if gradients have been computed from this rank's own values.
-            agreed_in: the last generation in which this rank has agreed on the same model; 0 for none.
+        The arguments are those of `_agreement.agree`.
         """
 
     def keeps_reducer(self) -> bool:
@@ -131,9 +127,7 @@ class GradientSynchronizer:
     """Keeps the order of operations in a step, for any placement of parameters and any framework.
 
     Args:
-        model: the model.
-        group: the ranks.
-        accumulation: makes the accumulation for parameters and sources; see `Accumulation`.
+        accumulation: makes the accumulation for parameters and sources.
         agreed: called with the new reducer each time the ranks have agreed on the model.
         before_reduction: called on every rank before a pass that ends with a reduction; returns the rank whose buffers
             all ranks take after it.
@@ -170,8 +164,7 @@ class GradientSynchronizer:
     def prepare(self, *, may_change: bool = True) -> GradientReducer:
         """Agrees on the model and takes rank 0's values; see `paceline.DDP.prepare`.
 
-        Args:
-            may_change: False if gradients have been computed from this rank's own values.
+        `may_change` is False if gradients have been computed from this rank's own values.
         """
         moved = self.reducer is not None and self._generation != self._group.generation
         if self.reducer is not None and not moved and self.reducer.fits():
@@ -212,17 +205,10 @@ class GradientSynchronizer:
 
     @contextmanager
     def backward_pass(self, weight: float, *, reduces: bool | None = None) -> Iterator[float]:
-        """Surrounds a backward pass, and reduces its gradients at the end of the block.
+        """Surrounds a backward pass, and reduces its gradients at the end of the block; see `paceline.DDP.backward`.
 
-        Args:
-            weight: weight of this rank's gradients.
-            reduces: whether the pass ends with a reduction; by default it does outside of `no_sync`.
-
-        Yields:
-            The factor to multiply the pass's gradients by; with 0 they are dropped.
-
-        Raises:
-            ValueError, StepOrderError, PacelineError: see `paceline.DDP.backward`.
+        Yields the factor to multiply the pass's gradients by; with 0 they are dropped. By default (`reduces`) it ends
+        with a reduction outside of `no_sync`.
         """
         reducer = self.prepare(may_change=False)
         reduces = self._reduces if reduces is None else reduces
@@ -261,9 +247,7 @@ class GradientSynchronizer:
     def sync_gradients(self, weight: float | None = None, *, owed: bool = False) -> None:
         """Reduces pending gradients; does nothing if there are none. See `paceline.DDP.sync_gradients`.
 
-        Args:
-            weight: weight of the gradients of the module's own backward.
-            owed: whether other ranks may wait for this rank's gradients although none was written here.
+        `owed` says that other ranks may wait for this rank's gradients although none was written here.
         """
         reducer = self.prepare(may_change=False)
         accumulation = self.accumulation
@@ -292,10 +276,7 @@ class GradientSynchronizer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Lets backward passes inside the block accumulate on this rank only.
-
-        The next pass outside, or `sync_gradients`, reduces the sum of all micro-batches.
-        """
+        """Lets backward passes in the block accumulate here, until the next one outside, or `sync_gradients`."""
         before, self._reduces = self._reduces, False
         try:
             yield
@@ -307,10 +288,7 @@ class GradientSynchronizer:
     ) -> float:
         """Scales all gradients so that their norm is at most `max_norm`; see `paceline.DDP.clip_grad_norm`.
 
-        Args:
-            max_norm: as there.
-            norm_type: likewise.
-            powers: returns the powers of all whole gradients (`power_of`); None to take those of this rank's pieces.
+        `powers` returns the powers of all whole gradients (`power_of`); None to take those of this rank's pieces.
         """
         if not max_norm >= 0 or not norm_type > 0:
             raise ValueError(f"want max_norm >= 0 and norm_type > 0, not {max_norm!r} and {norm_type!r}")
@@ -389,22 +367,14 @@ class GradientSynchronizer:
 
 
 def rows_of(dy: NDArray[Any]) -> int:
-    """Returns B, from the gradient of the output, shape [B, ...].
-
-    Raises:
-        SizeMismatch: the gradient has no first axis.
-    """
+    """Returns B, from the gradient of the output, shape [B, ...]."""
     if np.ndim(dy) == 0:
         raise SizeMismatch("dy has no first axis to give the number of samples: pass weight=")
     return int(np.shape(dy)[0])
 
 
 def checked_weight(weight: float) -> float:
-    """Returns a user's weight as a float.
-
-    Raises:
-        ValueError: the weight is negative or not finite.
-    """
+    """Returns a user's weight as a float, if it is finite and not negative."""
     weight = float(weight)
     if not (weight >= 0 and math.isfinite(weight)):
         raise ValueError(f"a weight must be finite and not negative, not {weight!r}")
@@ -414,13 +384,10 @@ def checked_weight(weight: float) -> float:
 def total_norm(spread: Sequence[SpreadParameters], group: Group, p: float) -> float:
     """Returns the p-norm of all gradients as one vector, the same bits on every rank. A missing gradient counts as 0.
 
-    Sums and powers may differ in the last bit between CPUs and libraries, so all ranks take rank 0's result (I5).
-    Source: Pascanu et al., "On the difficulty of training recurrent neural networks", ICML 2013, section 3.2.
+    Sums and powers may differ in the last bit between CPUs and libraries, so all ranks take rank 0's result (I5). With
+    `math.inf` it is the largest absolute value. The parameters are in the same order on all ranks.
 
-    Args:
-        spread: the parameters of this rank, in the same order on all ranks.
-        group: all ranks.
-        p: above 0; `math.inf` for the largest absolute value.
+    Source: Pascanu et al., "On the difficulty of training recurrent neural networks", ICML 2013, section 3.2.
     """
     norm = 0.0
     for ranks, parameters in spread:

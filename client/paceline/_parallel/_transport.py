@@ -1,13 +1,8 @@
 """The transport of gradients: the interface that stores and moves them, and its implementations on the host.
 
-`BucketReducer` decides when a bucket leaves. A `GradientTransport` does everything that touches gradients or the
-network in a step: it makes buckets, and sums them over the ranks. Gradients on a device need a transport with buckets
-of its own, and code that reads parameters outside of a step must support the device too: `TorchParameter`, the
-comparison of members (`_agreement`), clipping.
-
-`HostTransport` has a `paceline.Group` move NumPy arrays over links. torch tensors on the CPU are seen as NumPy arrays
-over the same memory, so it serves both frameworks. `EngineTransport` has the same buckets, but the group's engine
-(Gloo) carries the gradients in them.
+Gradients on a device need a transport with buckets of its own, and code that reads parameters outside of a step must
+support the device too: `TorchParameter`, the comparison of members (`_agreement`), clipping. torch tensors on the CPU
+are seen as NumPy arrays over the same memory, so `HostTransport` serves both frameworks.
 """
 
 from __future__ import annotations
@@ -68,9 +63,7 @@ class GradientBucket(Protocol):
     def pack(self, weight: float, *, alone: bool) -> None:
         """Completes the message with this rank's weight; until `unpack` its gradients must not be written.
 
-        Args:
-            weight: the weight that the gradients are already multiplied by.
-            alone: True if there is no other rank, so that nothing will travel.
+        The gradients are already multiplied by the weight. A rank that is `alone` sends nothing.
         """
 
     def unpack(self, total: float, *, divided: bool) -> None:
@@ -108,11 +101,9 @@ class GradientTransport(Protocol):
         """The reason why it cannot sum in a tree; empty if it can."""
 
     def new_bucket(self, parameters: Mapping[str, Parameter], *, room: int) -> Any:
-        """Makes a `GradientBucket` for these parameters, all of one dtype.
+        """Makes a `GradientBucket` for these parameters, all of one dtype, in their order.
 
-        Args:
-            parameters: the parameters by path, in the order of their gradients in the bucket.
-            room: number of elements for a piggyback.
+        `room` is the number of elements for a piggyback.
         """
 
     def take_piggyback(self) -> Piggyback | None:
@@ -121,10 +112,8 @@ class GradientTransport(Protocol):
     def start(self, bucket: Any, *, divisor: Callable[[], float] | None, in_background: bool) -> Work[Any] | None:
         """Starts to sum a packed bucket over the ranks, in place. All ranks start their buckets in the same order.
 
-        Args:
-            bucket: a bucket that `new_bucket` made.
-            divisor: returns the number to divide the sums by; called once all buckets before are complete.
-            in_background: whether to return at once; if not, the sums are complete on return.
+        `divisor` returns the number to divide the sums by; called once all buckets before are complete. Unless
+        `in_background`, the sums are complete on return.
         """
 
     def complete(self, bucket: Any) -> None:
@@ -132,11 +121,7 @@ class GradientTransport(Protocol):
 
 
 class GroupTransport:
-    """The base class of a group's transports.
-
-    Args:
-        group: the ranks.
-    """
+    """The base class of a group's transports."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -160,7 +145,6 @@ class HostTransport(GroupTransport):
     """Keeps gradients in NumPy arrays, which a group moves.
 
     Args:
-        group: the ranks.
         codec: compresses gradients on the wire, but not weights and flags; None for no compression: even bfloat16 is
             then sent with all bits.
         low_rank: number of directions of each matrix that travel (`PowerSGD`); 0 for whole matrices.
@@ -221,9 +205,6 @@ class EngineTransport(HostTransport):
 
     The end of each bucket, which is not gradients (the weight, the flags, the step word), still travels over links, and
     before them. Nothing is compressed.
-
-    Args:
-        group: the ranks; its configuration names an engine.
     """
 
     def __init__(self, group: Group) -> None:

@@ -30,22 +30,14 @@ class Barriers:
         self._waiting: dict[int, tuple[pb.EnterBarrier, Outcome[None]]] = {}
 
     def check(self) -> None:
-        """Raises if the session has ended.
-
-        Raises:
-            PacelineError: the error that `fail` was given.
-        """
+        """Raises the error that `fail` was given, if the session has ended."""
         with self._lock:
             if self._ended is not None:
                 raise self._ended
 
     @contextmanager
     def turn(self, generation: int, name: str, timeout: float) -> Iterator[None]:
-        """Lets one thread at a time into a barrier of this name, since two would enter the same round.
-
-        Raises:
-            OperationTimeout: another thread was in it all the time.
-        """
+        """Lets one thread at a time into a barrier of this name, since two would enter the same round."""
         with self._lock:
             lock = self._turns.setdefault((generation, name), threading.Lock())
         if not lock.acquire(timeout=timeout):
@@ -58,11 +50,7 @@ class Barriers:
             lock.release()
 
     def enter(self, generation: int, name: str, timeout: float) -> pb.EnterBarrier:
-        """Prepares the arrival at the next round of a barrier.
-
-        Raises:
-            PacelineError: the session has ended.
-        """
+        """Prepares the arrival at the next round of a barrier."""
         with self._lock:
             if self._ended is not None:
                 raise self._ended
@@ -77,12 +65,7 @@ class Barriers:
         return entry
 
     def wait(self, entry: pb.EnterBarrier, timeout: float) -> None:
-        """Waits for the coordinator's answer.
-
-        Raises:
-            OperationTimeout: not all members arrived in time; the text lists who is missing.
-            PacelineError: the generation failed, or the session ended.
-        """
+        """Waits for the coordinator's answer; raises if not all members arrived in time, or the generation failed."""
         _, outcome = self._waiting[entry.call]
         try:
             done = outcome.wait(timeout + _SLACK)

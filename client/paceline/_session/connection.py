@@ -32,15 +32,10 @@ T = TypeVar("T")
 
 
 class CoordinatorChannel:
-    """The channel of one session to its coordinator; used on the loop.
+    """The channel of one session to its coordinator, or to several of which one leads; used on the loop.
 
-    Args:
-        addresses: the coordinator, or several of which one leads.
-        failure_timeout: seconds without an acknowledgement after which a connection ends.
-        credentials: how this worker and the coordinator authenticate each other.
-
-    Attributes:
-        newest: the present channel. Use `call` for unary calls, because the channel may be replaced during one.
+    A connection ends after `failure_timeout` seconds without an acknowledgement. `newest` is the present channel: use
+    `call` for unary calls, because the channel may be replaced during one.
     """
 
     def __init__(self, addresses: CoordinatorAddresses, failure_timeout: float, credentials: Credentials) -> None:
@@ -53,12 +48,8 @@ class CoordinatorChannel:
     async def renew(self, timeout: float, leader: str | None = None) -> None:
         """Replaces the channel by a new one, which looks up the coordinator's present address.
 
-        Args:
-            timeout: seconds for the look-up.
-            leader: what a standby has said; see `CoordinatorAddresses.turn`.
-
-        Raises:
-            OSError: the name does not resolve within `timeout` seconds.
+        `leader` is what a standby has said; see `CoordinatorAddresses.turn`. Raises OSError if the name does not
+        resolve within `timeout` seconds.
         """
         self._addresses.turn(leader)
         await look_up_within(self._addresses.current.host, timeout)
@@ -72,12 +63,7 @@ class CoordinatorChannel:
     async def call(self, make: Callable[[aio.Channel], Awaitable[T]]) -> T:
         """Makes a call that may be repeated, and repeats it if its channel is replaced during the call.
 
-        Args:
-            make: makes the call on the channel that it is given, and limits the remaining time itself.
-
-        Raises:
-            CancelledError: the caller no longer waits, or the session is over.
-            AioRpcError: as the call does.
+        `make` limits the remaining time itself. CancelledError also means that the session is over.
         """
         while True:
             channel = self.newest
@@ -97,12 +83,7 @@ _LEAST_S = 0.1
 
 
 class SessionStream:
-    """The stream of a session, which adds a check to each message sent and verifies that of each message received.
-
-    Args:
-        channel: to the coordinator.
-        metadata: the caller's token.
-    """
+    """The stream of a session, which adds a check to each message sent and verifies that of each message received."""
 
     def __init__(self, channel: aio.Channel, metadata: aio.Metadata) -> None:
         # No serialisers: the check is computed over the bytes as they were sent.
@@ -111,11 +92,7 @@ class SessionStream:
         self._read = self._written = 0
 
     async def write(self, request: pb.SessionRequest) -> None:
-        """Sends a message; called by one task at a time.
-
-        Raises:
-            AioRpcError, asyncio.InvalidStateError: the stream has ended.
-        """
+        """Sends a message, for one task at a time; AioRpcError or InvalidStateError if the stream has ended."""
         data = checks.with_check(request.SerializeToString(), self._written)
         self._written += 1
         await self._call.write(data)
@@ -123,9 +100,8 @@ class SessionStream:
     async def read(self) -> pb.SessionResponse | None:
         """Returns the next message; None at the end of the stream.
 
-        Raises:
-            AioRpcError: the stream was refused or broke. The status DATA_LOSS is this side's own: a message has changed
-                on the way.
+        Raises AioRpcError if the stream was refused or broke. The status DATA_LOSS is this side's own: a message has
+        changed on the way.
         """
         data: object = await self._call.read()
         if not isinstance(data, bytes):
@@ -158,15 +134,8 @@ async def open_stream(
 ) -> tuple[SessionStream, pb.SessionResponse]:
     """Opens a stream and introduces a member; returns the stream and the answer.
 
-    Args:
-        channel: the channel to the coordinator.
-        first: `register` or `resume`.
-        metadata: the caller's token.
-        timeout: seconds to wait for an answer; at least a tenth of a second.
-
-    Raises:
-        TimeoutError: the coordinator did not answer.
-        AioRpcError: the coordinator refused or cannot be reached, or its answer makes no sense.
+    Waits a tenth of a second at least. Raises TimeoutError without an answer, and AioRpcError if the coordinator
+    refused or cannot be reached, or its answer makes no sense.
     """
     stream = SessionStream(channel, metadata)
     answer = None
@@ -208,14 +177,8 @@ _LOOKS, _PAUSE_S = 2, 0.1
 async def check_tls(target: str, files: TlsFiles | None, timeout: float) -> None:
     """Finds out whether TLS is the reason that a coordinator does not answer.
 
-    Args:
-        target: its address, "host:port"; its certificate should name the host.
-        files: None for a connection without TLS.
-        timeout: seconds for the whole check.
-
-    Raises:
-        TlsFailed: no connection with these settings will succeed. Nothing is raised if nobody answers or the cause is
-            unclear.
+    The certificate should name the host of `target`, "host:port". Raises `TlsFailed` if no connection with these
+    settings will succeed, and nothing if nobody answers or the cause is unclear.
     """
     endpoint = parse_endpoint(target)
     fault: str | None = None

@@ -59,17 +59,7 @@ hand over what has arrived."""
 
 
 class ControlStream:
-    """One session with the coordinator.
-
-    Args:
-        addresses: the coordinator, or several of which one leads.
-        register: the request that introduces this worker.
-        config: timeouts.
-        listener: handles the coordinator's messages.
-        progress: returns the heartbeat to send.
-        credentials: how this worker and the coordinator authenticate each other.
-        coordinator_returns: see `paceline.join`.
-    """
+    """One session with the coordinator, or with several of which one leads; `progress` returns its heartbeats."""
 
     def __init__(
         self,
@@ -109,12 +99,9 @@ class ControlStream:
     async def open(self, timeout: float) -> None:
         """Registers, and tries again while nobody answers.
 
-        Raises:
-            CoordinatorUnreachable: nobody answered in time, the server at that address is no Paceline coordinator, or
-                it refuses the connection and this coordinator does not come back.
-            TlsFailed: no connection with these TLS settings will succeed.
-            LimitExceeded: the coordinator had no room for another worker, all that time.
-            PacelineError: the coordinator refused.
+        Raises `CoordinatorUnreachable` also if a server at that address is no Paceline coordinator, or if it refuses
+        the connection and this coordinator does not come back; `LimitExceeded` if it had no room for another worker,
+        all that time.
         """
         start = time.monotonic()
         attempt = 0
@@ -298,8 +285,7 @@ class ControlStream:
     async def _change_coordinator(self, deadline: float) -> None:
         """Goes to the coordinator that a standby has named, or else to the next one.
 
-        Raises:
-            OSError: its name does not resolve.
+        Raises OSError if its name does not resolve.
         """
         leader, self._leader = self._leader, None
         await self.channel.renew(deadline - time.monotonic(), leader)
@@ -461,10 +447,8 @@ class ControlStream:
     async def _with_new_address(self, request: pb.SessionRequest, deadline: float) -> pb.SessionRequest:
         """Returns the request that introduces this member: a new registration if its address has changed.
 
-        A session cannot move to a new address, because other members have the old address in their view.
-
-        Raises:
-            _Nowhere: peers cannot reach this worker at any address yet.
+        A session cannot move to a new address, because other members have the old address in their view. Raises
+        `_Nowhere` if peers cannot reach this worker at any address yet.
         """
         if not self._may_be_new:
             return request
@@ -490,16 +474,8 @@ class ControlStream:
 async def _next_message(call: SessionStream, silence: float | None) -> pb.SessionResponse | None:
     """Returns the next message of a stream; None at its end.
 
-    It looks twice before it believes that nothing has come: after a stall of this process the time is up before the
-    loop has taken in what has arrived meanwhile.
-
-    Args:
-        call: the stream.
-        silence: seconds that the coordinator may be silent; None: without limit.
-
-    Raises:
-        TimeoutError: it was silent for longer.
-        AioRpcError: as `SessionStream.read`.
+    It looks twice before it believes that nothing has come in `silence` seconds, and raises TimeoutError: after a stall
+    of this process the time is up before the loop has taken in what has arrived meanwhile.
     """
     if silence is None:
         return await call.read()
@@ -571,11 +547,7 @@ class ControlListener(Protocol):
     async def on_away(self, timeout: float) -> str:
         """Returns this member's new address, "host:port", before it is introduced again; empty if it is unchanged.
 
-        Args:
-            timeout: seconds to wait for a new address if the old one has gone.
-
-        Raises:
-            CoordinatorUnreachable, LinkUnavailable: there is no address yet.
+        Raises `CoordinatorUnreachable` or `LinkUnavailable` if there is no address after `timeout` seconds.
         """
 
     def on_asked(self, asked: pb.Asked) -> None:

@@ -18,16 +18,7 @@ _PATIENT = 1.0
 
 
 class FirstView:
-    """The wait of one member for its first view.
-
-    Args:
-        job: name of the job.
-        coordinators: the addresses of its coordinators.
-
-    Attributes:
-        reason: what is waited for.
-        answered: True once a coordinator has taken this worker.
-    """
+    """The wait of one member for its first view; `answered` is True once a coordinator has taken it."""
 
     def __init__(self, job: str, coordinators: CoordinatorAddresses) -> None:
         self.reason = f"no coordinator answers at {coordinators} yet"
@@ -43,16 +34,7 @@ class FirstView:
         return self._came.done()
 
     def wait(self, timeout: float, whole: float) -> None:
-        """Waits for the view.
-
-        Args:
-            timeout: seconds that are left.
-            whole: seconds from the beginning, for the error.
-
-        Raises:
-            OperationTimeout: no view formed in time; the text says what was missing.
-            BaseException: the error that `fail` was given.
-        """
+        """Waits for the view, at the end of `whole` seconds; raises `OperationTimeout`, or what `fail` was given."""
         if not self._came.wait(timeout):
             text = f"job {self._job!r} at {self._coordinators}: no view in {whole:.1f} s: {self.reason}"
             raise errors.OperationTimeout(text)

@@ -56,13 +56,7 @@ def flight_directory(environ: Mapping[str, str]) -> Path | None:
 
 
 def flight_head(described: Mapping[str, Any], pid: int, reason: str) -> dict[str, Any]:
-    """Returns what a record says of its member, beside the operations.
-
-    Args:
-        described: the member, as `FlightLog` gets it; keys that are not listed here are left out.
-        pid: its process.
-        reason: why the record was made.
-    """
+    """Returns what a record says of its member, beside the operations; only keys that are listed here."""
     return {
         "host": socket.gethostname(),
         **{name: described.get(name) for name in _FIELDS if name in described},
@@ -75,10 +69,8 @@ def flight_head(described: Mapping[str, Any], pid: int, reason: str) -> dict[str
 class FlightLog:
     """Writes the dumps of one session. Thread-safe; a forked child writes nothing.
 
-    Args:
-        recorder: what to dump.
-        describe: gives job, rank, size, generation, host, member_id and links; other keys are left out.
-        directory: where dumps go; None writes nothing and watches no signal.
+    `describe` gives job, rank, size, generation, host, member_id and links. With no `directory` nothing is written, and
+    no signal watched.
     """
 
     def __init__(
@@ -95,12 +87,8 @@ class FlightLog:
     def dump(self, reason: str, *, is_abort: bool = False) -> Path | None:
         """Writes the recorded operations, and logs the file's name. Raises nothing.
 
-        Args:
-            reason: why, for the reader.
-            is_abort: the generation has failed, so other members write their records too.
-
-        Returns:
-            The file; None if dumps are off, or if it could not be written. The first such failure is logged.
+        `is_abort` says that the generation has failed, so other members write their records too. Returns None if dumps
+        are off, or if the file could not be written; the first such failure is logged.
         """
         if self._directory is None or os.getpid() != self._pid:
             return None

@@ -30,17 +30,8 @@ _AWAY_S = 0.05
 class Generations:
     """The generations of one member.
 
-    Args:
-        job: name of the job.
-        config: timeouts.
-        thread: the loop.
-        credentials: how members authenticate each other.
-        kinds: the kinds of links that this worker has.
-
-    Attributes:
-        control: the stream; set once there is one.
-        mesh: the links that the group uses; None until `join` has made them.
-        coming: links of a view to which the group has not moved yet.
+    `control` is set once there is a stream. `mesh` has the links that the group uses, None until `join` has made them;
+    `coming`, those of a view to which the group has not moved yet.
     """
 
     control: ControlStream
@@ -125,12 +116,7 @@ class Generations:
                 mesh.fault.settle(Verdict(mesh.generation, stale, (mesh.rank,), 0, text))
 
     def broke(self, error: BaseException, view: ViewFormed | None = None) -> None:
-        """Tells the others that this member cannot go on; from any thread.
-
-        Args:
-            error: why.
-            view: the view, if this member has no links in it.
-        """
+        """Tells the others that this member cannot go on; from any thread. It has no links in `view`, if given."""
         for mesh in (self.coming, self.mesh):
             if mesh is not None:
                 mesh.fault.broke(error)

@@ -23,13 +23,9 @@ _EXITING = 4
 
 
 def process_identity(pid: int | None = None) -> pb.ProcessIdentity:
-    """Returns the identity of this process, or of another one on this host.
+    """Returns the identity of this process, or of another one that has this `pid` in the same pid namespace.
 
-    Args:
-        pid: process id in this process's pid namespace; None for this process.
-
-    Returns:
-        The identity; without a boot id and with start time 0 if the system has no /proc or the process has ended.
+    It has no boot id and start time 0 if the system has no /proc or the process has ended.
     """
     pid = os.getpid() if pid is None else pid
     return pb.ProcessIdentity(
@@ -133,11 +129,7 @@ def _fields(file: Path) -> Mapping[int, str] | None:
 
 
 class JoinRequest:
-    """A worker's request to its job: the bounds of the world, or an explicit rank.
-
-    Attributes:
-        rules: how the job's members choose among schedules.
-    """
+    """A worker's request to its job: the bounds of the world, or an explicit rank."""
 
     def __init__(self, job: str, min_workers: int, max_workers: int, rank: int | None, rules: Rules = RULES) -> None:
         self.job = job
@@ -147,12 +139,7 @@ class JoinRequest:
         self.rules = rules
 
     def register(self, address: str, failure_timeout: float) -> pb.Register:
-        """Returns the request that opens a session for this process.
-
-        Args:
-            address: where peers reach it.
-            failure_timeout: seconds of silence after which this worker wants a member to count as lost.
-        """
+        """Returns the request that opens a session for this process."""
         return pb.Register(
             job=self.job,
             protocol_version=OURS.oldest,

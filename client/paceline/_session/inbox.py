@@ -30,10 +30,8 @@ from paceline_protocol.messages import (
 class ViewLinked:
     """Says that a view has formed with this member, and that its links are there.
 
-    Attributes:
-        view: the coordinator's message.
-        mesh: the links to its members; None if the member list could no longer be fetched.
-        member_id: this worker's member id in the view; it may have a new one since.
+    `mesh` is None if the member list could no longer be fetched. `member_id` is this worker's in the view; it may have
+    a new one since.
     """
 
     view: ViewFormed
@@ -50,12 +48,7 @@ class LineMembers:
 
 @dataclass(frozen=True, slots=True)
 class ReachResult:
-    """The result of testing whether this worker and the members of a line can connect.
-
-    Attributes:
-        members: the members that were tested.
-        troubles: one text for each member that cannot connect to this worker, or the other way round, with the reason.
-    """
+    """The result of testing whether this worker and a line's members can connect, with a text for each that cannot."""
 
     members: Sequence[Peer]
     troubles: list[str]
@@ -84,11 +77,9 @@ InboxMessage: TypeAlias = (
 class MemberInbox:
     """The messages of one session.
 
-    Attributes:
-        summoned: generation in which this member is to ask for a meeting, 0 for none.
-        draining: why this member should leave; empty if it should not.
-        connected: False while the coordinator cannot be reached.
-        done: the job's last step once it is done; None until then.
+    `summoned` is the generation in which this member is to ask for a meeting, 0 for none. `draining` says why this
+    member should leave; empty if it should not. `connected` is False while the coordinator cannot be reached. `done` is
+    the job's last step once it is done.
     """
 
     def __init__(self) -> None:

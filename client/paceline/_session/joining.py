@@ -21,24 +21,14 @@ _log = logging.getLogger("paceline.session")
 
 
 class Joining:
-    """One member's way into its job.
-
-    Args:
-        member: the member, which has not joined yet.
-    """
+    """One member's way into its job."""
 
     def __init__(self, member: MemberConnection) -> None:
         self._member = member
         self._registering: asyncio.Task[Any] | None = None
 
     def join(self, timeout: float) -> MemberConnection:
-        """Connects, registers, and waits for the first view; returns the member.
-
-        Raises:
-            CoordinatorUnreachable: nobody answers.
-            OperationTimeout: no view formed in time; the text says what was missing.
-            PacelineError: the coordinator refused.
-        """
+        """Connects, registers, and waits for the first view; returns the member."""
         member, deadline = self._member, time.monotonic() + timeout
         member.thread.on_failure(member.on_broken)
         try:

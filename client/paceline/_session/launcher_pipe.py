@@ -22,18 +22,10 @@ _MAX_RECORD_BYTES = 4096
 
 
 def tell_launcher(kind: str, record: dict[str, Any], *, wait_s: float = 0.0) -> bool:
-    """Sends a record to the launcher of this process, if it has one.
+    """Sends a record, at most 4 KiB of JSON, to the launcher of this process; False if there is none, or no room.
 
-    Args:
-        kind: what the record is; "view", "loop", "waiting", "notice" and "error" belong to Paceline itself.
-        record: values that JSON can represent, at most 4 KiB.
-        wait_s: seconds to wait for room in the pipe.
-
-    Returns:
-        True if the record is on its way, False if there is no launcher or no room.
-
-    Raises:
-        ValueError: the record is too long.
+    Waits `wait_s` seconds for room in the pipe. The kinds "view", "loop", "waiting", "notice" and "error" belong to
+    Paceline itself.
     """
     fd = os.environ.get(LAUNCHER_FD)
     if fd is None or not _is_pipe(fd):
@@ -58,12 +50,8 @@ def tell_launcher(kind: str, record: dict[str, Any], *, wait_s: float = 0.0) -> 
 def notify_launcher(text: str, key: str = "") -> bool:
     """Sends the launcher a sentence that all workers of a job say alike, which it shows once.
 
-    Args:
-        text: the sentence, which is cut if it is too long for a record.
-        key: texts with the same key count as the same; the text itself if left out.
-
-    Returns:
-        True if the sentence is on its way, False if there is no launcher or no room.
+    Texts with the same `key` count as the same. Returns False if there is no launcher or no room. A sentence that is
+    too long for a record is cut.
     """
     most = len(text)
     while len(json.dumps(text[:most])) + len(json.dumps(key[:most])) > _MAX_RECORD_BYTES - 100:
@@ -74,11 +62,7 @@ def notify_launcher(text: str, key: str = "") -> bool:
 def tell_once(log: logging.Logger, text: str, *, key: str = "", level: int = logging.WARNING) -> None:
     """Says what all workers of a job say alike: the launcher shows it once; without a launcher it is logged here.
 
-    Args:
-        log: the caller's log.
-        text: a sentence.
-        key: see `notify_launcher`.
-        level: of the log, without a launcher. With one it is DEBUG, because the user has the sentence already.
+    With a launcher the level of the log is DEBUG, because the user has the sentence already.
     """
     log.log(logging.DEBUG if notify_launcher(text, key) else level, "%s", text, stacklevel=2)
 

@@ -26,10 +26,8 @@ _LEAVE_TIMEOUT = 5 * CLOSE_TIMEOUT
 def leave(member: MemberConnection, cause: str = "", *, exhausted: bool = False) -> None:
     """Leaves the job: first closes the links, so that peers get what was sent, then the session, then the door.
 
-    Args:
-        member: the member, however far it has come.
-        cause: its own error in words, for the others; empty for an orderly end.
-        exhausted: True if the process is out of memory, threads or descriptors.
+    `member` may not have come far. `cause` is its own error in words, empty for an orderly end. `exhausted` says that
+    the process is out of memory, threads or descriptors.
     """
     member.inbox.put(SessionOver(errors.SessionClosed("this member has left the job")))
     mesh = member.generations.mesh

@@ -1,7 +1,7 @@
-"""What one member says and hears about its line, on the event loop.
+"""One member's messages about its line, on the event loop.
 
-What the training thread says about a meeting and about the end is sent again after a reconnect, since messages are lost
-if the stream breaks. What the coordinator says goes into the `MemberInbox`.
+Messages of the training thread about a meeting and the end are sent again after a reconnect, since they are lost if the
+stream breaks. Messages of the coordinator go into the `MemberInbox`.
 """
 
 from __future__ import annotations
@@ -46,21 +46,12 @@ LineMessage = Running | Summons | CatchUp | Mismatch | Missing | Drain | Dismiss
 class LineClient:
     """Connects one member's training thread with the coordinator, for everything that concerns the line.
 
-    Args:
-        job: name of the job.
-        config: timeouts.
-        thread: the loop.
-        inbox: receives the coordinator's messages.
-        start: starts a coroutine on the loop that ends with the session.
-        stand_by: makes `join` return without a view; called with the reason.
+    `start` starts a coroutine on the loop that ends with the session. `stand_by` makes `join` return without a view; it
+    is called with the reason. `control` is set once there is a stream.
 
-    Attributes:
-        control: the stream; set once there is one.
-        members: the member lists of this session's views.
-        step: the last step whose word has completed in this generation, for heartbeats; 0 for none.
-        step_at: monotonic time at which it completed.
-        went_on: True if this member went on without a meeting, and does not yet know whether the others did.
-        on_first_commit: called on the training thread when a generation has committed its first step.
+    `step` is the last one whose word has completed in this generation, for heartbeats, and `step_at` the monotonic time
+    of that. `went_on` is True if this member went on without a meeting, and does not yet know whether the others did.
+    `on_first_commit` is called on the training thread when a generation has committed its first step.
     """
 
     control: ControlStream

@@ -58,27 +58,10 @@ T = TypeVar("T")
 class MemberConnection:
     """One member of one job. It listens to its control stream (`ControlListener`).
 
-    Args:
-        coordinators: the addresses of the job's coordinators.
-        wanted: the job, and the wanted place in it.
-        advertise: host or host:port at which peers reach this worker; None to find it.
-        config: timeouts.
-        thread: the loop.
-        credentials: how this worker, the coordinator and other members authenticate each other.
-        coordinator_returns: see `paceline.join`.
-
-    Attributes:
-        credentials: the same, with the key for proofs at members' doors.
-        first_view: the wait of `join` for a view.
-        group: the group; set once that is over, as is `store`.
-        store: the job's key-value store.
-        inbox: the coordinator's messages to the training thread.
-        line: sends the training thread's messages.
-        control: the stream; None until this worker registers.
-        generations: the links of its views, and what ends them.
-        flight: writes the flight record; None until `join` has returned.
-        tasks: what runs on the loop for this member; must have ended before its links are closed.
-        left: True once it leaves.
+    `advertise` is the host or host:port at which peers reach this worker; None to find it. `credentials` get the key
+    for proofs at members' doors. `group` and `store` are set once `first_view` is over, `control` when this worker
+    registers, `flight` when `join` has returned. `tasks` run on the loop for this member, and must have ended before
+    its links are closed. `left` is True once it leaves.
     """
 
     group: Group

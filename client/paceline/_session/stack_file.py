@@ -95,11 +95,7 @@ class JobMark:
         self._shown: tuple[int, Path] | None = None  # the process that has made the mark, and its path
 
     def show(self, key: DoorKey) -> None:
-        """Makes the mark, in place of that of an earlier secret; nothing if this process has no file. Raises nothing.
-
-        Args:
-            key: has the job's secret.
-        """
+        """Makes the mark, in place of that of an earlier secret, if this process has a file. Raises nothing."""
         self.remove()
         with self._lock, suppress(OSError):
             if _kept is not None and _kept[0] == os.getpid():
@@ -152,12 +148,8 @@ def _scratch() -> Iterator[int]:
 def stacks_by_signal(pid: int, key: DoorKey | None = None) -> str:
     """Has another process of this user, on this host, write its stacks, and returns them.
 
-    Args:
-        pid: its process id in this process's pid namespace.
-        key: has the secret of a job, of which the process must be a member; None for any job of this user.
-
-    Raises:
-        OSError: that is not possible; the text says why.
+    `pid` is the one in this process's pid namespace. The process must be a member of the job whose secret `key` has;
+    None for any job of this user. Raises OSError if that is not possible; the text says why.
     """
     if sys.platform != "linux":
         raise OSError(errno.ENOTSUP, "stacks by signal need Linux")
@@ -330,11 +322,7 @@ def _sweep() -> None:
 
 
 def _is_held(path: Path) -> bool:
-    """True if the process of a file lives.
-
-    Raises:
-        OSError: the file cannot be opened.
-    """
+    """True if the process of a file lives."""
     file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         return _holder(file) != 0

@@ -98,12 +98,6 @@ class CoordinatorStore(Store):
 
     Each write has a number, by which the coordinator recognises a repeat. There are `_WRITES` rows of numbers, each of
     which has one open write: so a repeat comes before the next number of its row.
-
-    Args:
-        thread: the loop.
-        channel: the channel to the coordinator; calls move to the newest one.
-        caller: identifies this worker.
-        call_timeout: seconds, the default timeout.
     """
 
     def __init__(self, thread: LoopThread, channel: CoordinatorChannel, caller: pb.Caller, call_timeout: float) -> None:

@@ -37,12 +37,7 @@ class MemberLists:
     async def fetch(
         self, channel: CoordinatorChannel, job: str, announced: MemberList | View, timeout: float
     ) -> list[Peer]:
-        """Returns the members in rank order. Fetches damaged pages again, and a list that is known already not at all.
-
-        Raises:
-            PacelineError: until the timeout the pages did not match the view's hash, or did not hold its members; or
-                the coordinator did not answer, or refused.
-        """
+        """Returns the members in rank order. Fetches damaged pages again, and a list that is known not at all."""
         assert isinstance(announced, MemberList), "a member is told of a list, not of a view"
         # The coordinator tells a candidate of the running view again whenever one of its members ends.
         if self._known and announced.sha256 == self._known_sha256:

@@ -26,13 +26,10 @@ _EACH_S = 0.5
 
 
 class Whereabouts:
-    """The address of one member; used on the loop.
+    """The address of one member, and the door that is opened there; used on the loop.
 
-    Args:
-        coordinators: the addresses of the job's coordinators.
-        advertise: host or host:port at which peers reach this worker; None to find it.
-        door: the door that is opened at the address.
-        sockets: the session's sockets, which are told the door's port.
+    `advertise` is the host or host:port at which peers reach this worker; None to find it. `sockets` are told the
+    door's port.
     """
 
     def __init__(self, coordinators: CoordinatorAddresses, advertise: str | None, door: Door, sockets: Sockets) -> None:
@@ -49,31 +46,19 @@ class Whereabouts:
         return self._address
 
     async def open_door(self, timeout: float, say: Callable[[str], None]) -> None:
-        """Finds the address and opens the door there; arguments and errors as for `reachable_endpoint`.
-
-        Raises:
-            LinkUnavailable: the address cannot be bound.
-        """
+        """Opens the door at the address that `reachable_endpoint` finds; raises `LinkUnavailable` if it cannot."""
         where = await self._find(self._advertise, timeout, say)
         port = await self._door.start(listening_host(where, self._advertise), where.port)
         self._moved_in(where, port)
 
     async def renew(self, timeout: float, leave: Callable[[str], None]) -> bool:
-        """Finds another address if the present one has gone, and opens the door there.
+        """Finds another address if the present one has gone, and opens the door there; returns whether it has changed.
 
-        An advertised address stays, since it may be another machine's; the door listens on all interfaces then.
+        An advertised address stays, since it may be another machine's; the door listens on all interfaces then. `leave`
+        is called with a sentence before links to the old address are broken; not called if there is no other address.
 
-        Args:
-            timeout: seconds to wait for an address.
-            leave: called with a sentence before links to the old address are broken; not called if there is no other
-                address.
-
-        Returns:
-            True if the address has changed.
-
-        Raises:
-            CoordinatorUnreachable: no address leads to the coordinator yet.
-            LinkUnavailable: the new address cannot be bound.
+        Raises `CoordinatorUnreachable` if no address leads to the coordinator yet, and `LinkUnavailable` if the new one
+        cannot be bound.
         """
         if self._advertise or is_here(self.address.host):
             return False
@@ -126,11 +111,7 @@ def is_here(host: str) -> bool:
 
 
 class Sockets:
-    """The sockets of one session; used on the loop.
-
-    Args:
-        start: starts a coroutine in the background; it is cancelled before `forget`.
-    """
+    """The sockets of one session; used on the loop. What `start` starts is cancelled before `forget`."""
 
     def __init__(self, start: Callable[[Coroutine[Any, Any, None]], None]) -> None:
         self._start = start

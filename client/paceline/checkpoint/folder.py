@@ -50,14 +50,9 @@ _HIDDEN = re.compile(r"\.writing-(g[0-9]{1,20}-s[0-9]{1,20})-[a-z0-9]{1,64}", re
 
 
 def write_file(path: Path, blocks: Iterable[memoryview]) -> None:
-    """Writes a new file.
+    """Writes a new file, whose name is durable once its folder is synced; raises OSError if the file exists.
 
-    Args:
-        path: path of the file; its name is durable once its folder is synced.
-        blocks: the contents; the next block is requested once the system has the one before.
-
-    Raises:
-        OSError: the disk refused, or the file exists.
+    It requests the next block once the system has the one before.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
@@ -103,13 +98,7 @@ _sync_file_range = _find_sync_file_range()
 
 
 class Manifest(NamedTuple):
-    """The description that a checkpoint holds of itself.
-
-    Attributes:
-        tag: the tag of the state.
-        parts: its files, in order.
-        skeleton: the state without its arrays (`tree`).
-    """
+    """The description that a checkpoint holds of itself; the skeleton is the state without its arrays (`tree`)."""
 
     tag: Tag
     parts: tuple[Part, ...]
@@ -122,11 +111,7 @@ def new_attempt() -> str:
 
 
 def hidden_folder(directory: Path, tag: Tag, attempt: str) -> Path:
-    """Returns the folder that an attempt writes.
-
-    Raises:
-        ValueError: the attempt's name is not 1 to 64 of a to z and 0 to 9.
-    """
+    """Returns the folder that an attempt writes; raises ValueError unless its name is 1 to 64 of a to z, 0 to 9."""
     name = f".writing-{tag}-{attempt}"
     if not _HIDDEN.fullmatch(name):
         raise ValueError(f"not the name of an attempt: {attempt!r:.80}")
@@ -146,22 +131,13 @@ def open_folder(directory: Path, tag: Tag, attempt: str) -> None:
 
 
 def publish(directory: Path, tag: Tag, attempt: str, parts: Sequence[Part], skeleton: Skeleton) -> Path:
-    """Makes a checkpoint of its parts, once all have been written; called by one process.
+    """Makes a checkpoint of the entries that `write_part` returned for all its parts, in order; called by one process.
 
-    Args:
-        directory: where checkpoints are kept.
-        tag: the tag of the state.
-        attempt: as for `open_folder`.
-        parts: what `write_part` returned, in order.
-        skeleton: the state without its arrays.
-
-    Returns:
-        Its folder, which is durable. If the tag exists already, that checkpoint stays: equal tags are equal states.
+    Returns its folder, which is durable. If the tag exists already, that checkpoint stays: equal tags are equal states.
 
     Raises:
         CheckpointFailed: the parts are not all of one state, some are not on this disk, or the manifest would be larger
             than `MAX_MANIFEST_BYTES`.
-        OSError: the disk refused.
     """
     try:
         index_of(parts)
@@ -201,11 +177,7 @@ def discard(directory: Path, tag: Tag, attempt: str) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads the manifest of a checkpoint, but not its files.
-
-    Raises:
-        CheckpointDamaged: the manifest is missing, damaged, no plain file, too large, or the system cannot read it.
-    """
+    """Reads the manifest of a checkpoint, but not its files; raises CheckpointDamaged for whatever is wrong with it."""
     path = folder / MANIFEST
     try:
         outer = json.loads(_read_plain(path, MAX_MANIFEST_BYTES))
@@ -228,11 +200,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_sizes(folder: Path, parts: Sequence[Part]) -> None:
-    """Checks for damage that a crash can cause, by the sizes of the files alone.
-
-    Raises:
-        CheckpointDamaged: a file is missing, cut, no plain file, or the system cannot find out.
-    """
+    """Checks for damage that a crash can cause, by the sizes of the files alone; raises CheckpointDamaged."""
     for part in parts:
         path = folder / part.name
         try:
@@ -293,12 +261,7 @@ def _size(path: Path) -> int | None:
 
 
 def _read_plain(path: Path, most: int) -> bytes:
-    """Reads a plain file.
-
-    Raises:
-        ValueError: it is no plain file, or has more than `most` bytes.
-        OSError: it cannot be read.
-    """
+    """Reads a plain file; raises ValueError if it is none, or has more than `most` bytes."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("it is not a regular file")

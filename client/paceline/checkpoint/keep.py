@@ -87,20 +87,8 @@ def save(directory: str | os.PathLike[str], state: Any, tag: tuple[int, int], *,
 def save_once(directory: str | os.PathLike[str], state: Any, tag: Tag, attempt: str, *, keep: int = 2) -> bool:
     """Saves like `save`, for processes that may share the directory: the first to use the name of an attempt writes.
 
-    The others return at once, perhaps before the checkpoint exists.
-
-    Args:
-        directory: as for `save`.
-        state: as for `save`.
-        tag: as for `save`.
-        keep: as for `save`.
-        attempt: a name that only processes with the same state use; 1 to 64 of a to z and 0 to 9.
-
-    Returns:
-        True if this process has written it.
-
-    Raises:
-        UnsupportedOp, OSError: as for `save`.
+    The others return False at once, perhaps before the checkpoint exists. Only processes with the same state use the
+    same name, 1 to 64 of a to z and 0 to 9.
     """
     content = split(state)
     path = Path(directory)
@@ -170,11 +158,7 @@ def none_intact(directory: Path, damages: Iterable[str]) -> CheckpointDamaged:
 
 
 def checked_tag(tag: tuple[int, int], keep: int) -> Tag:
-    """Returns the tag, once it is checked.
-
-    Raises:
-        ValueError: the tag has a negative number, or `keep` is below 1.
-    """
+    """Returns the tag; raises ValueError if it has a negative number, or `keep` is below 1."""
     tag = Tag(*tag)
     if keep < 1 or min(tag) < 0:
         raise ValueError(f"want keep >= 1 and a tag without negative numbers, not {keep} and {tuple(tag)}")

@@ -34,15 +34,7 @@ _TENSOR_TYPES = {
 
 
 class PieceEntry(NamedTuple):
-    """A piece without its values.
-
-    Attributes:
-        path: name of the array.
-        dtype: name of its dtype.
-        shape: shape of the whole array.
-        start: number of the first element, in C order.
-        elements: number of elements.
-    """
+    """A piece without its values: `elements` in C order from `start` on, of the array at `path`, whose shape it has."""
 
     path: str
     dtype: str
@@ -58,14 +50,10 @@ class PieceEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """What the manifest says about one file.
+    """The manifest's entry of one file, of `parts` files.
 
-    Attributes:
-        number: number of the part, from 0.
-        parts: number of all parts.
-        header: bytes before the first piece.
-        entries: the pieces, in the order of the file.
-        checksums: CRC-32 of each chunk of the file, the header's among them, in 8 hexadecimal digits each.
+    `header` is the number of bytes before the first piece; `entries` has the pieces in the order of the file.
+    `checksums` are the CRC-32 of each chunk of the file, the header's among them, in 8 hexadecimal digits each.
     """
 
     number: int
@@ -113,11 +101,7 @@ class Part:
 
     @classmethod
     def from_tree(cls, tree: Any) -> Part:
-        """Reads what `to_tree` returned, from a file or from another rank (I9).
-
-        Raises:
-            ValueError: it is malformed; the text says why.
-        """
+        """Reads what `to_tree` returned, from a file or another rank (I9); a ValueError says why it is malformed."""
         try:
             number, parts = (_whole(n, _MAX_PARTS) for n in tree["part"])
             entries = tuple(_entry_from(entry) for entry in tree["pieces"])
@@ -180,25 +164,14 @@ def _entry_from(entry: Any) -> PieceEntry:
 
 
 def _whole(value: Any, most: int = MAX_ARRAY_BYTES) -> int:
-    """Checks that a value is a whole number from 0 to `most`.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Checks that a value is a whole number from 0 to `most`; raises ValueError if not."""
     if type(value) is not int or not 0 <= value <= most:
         raise ValueError(f"not a number from 0 to {most}: {value!r:.80}")
     return value
 
 
 class Run(NamedTuple):
-    """Elements of an array that lie in one file. Runs sort by their first element.
-
-    Attributes:
-        start: number of the first element.
-        elements: number of elements.
-        part: number of the part.
-        offset: position of the first byte in the part's file.
-    """
+    """Elements of an array that lie in one file, from byte `offset` on. Runs sort by their first element, `start`."""
 
     start: int
     elements: int
@@ -207,13 +180,7 @@ class Run(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A saved array.
-
-    Attributes:
-        dtype: dtype of its elements.
-        shape: shape of the whole array.
-        runs: the runs that it consists of, in order; each element is in exactly one.
-    """
+    """A saved array: its runs in order, with each element in exactly one of them."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -226,13 +193,9 @@ class Stored(NamedTuple):
 
 
 def index_of(parts: Sequence[Part]) -> dict[str, Stored]:
-    """Returns the arrays by path.
+    """Returns the arrays by path, given all parts of a checkpoint in order.
 
-    Args:
-        parts: all parts of a checkpoint, in order.
-
-    Raises:
-        ValueError: a part is missing, two parts disagree on an array, or an element is in none or in two.
+    Raises ValueError if a part is missing, two parts disagree on an array, or an element is in none or in two.
     """
     numbers = [(part.number, part.parts) for part in parts]
     if not parts or numbers != [(n, len(parts)) for n in range(len(parts))]:

@@ -47,11 +47,8 @@ class Shard:
 class Piece(NamedTuple):
     """The part of one array that one rank writes.
 
-    Attributes:
-        path: name of the array.
-        shape: shape of the whole array.
-        start: number of the first element, in C order.
-        values: the elements, shape [n], contiguous, little-endian.
+    `shape` is that of the whole array, and `start` the number of the first element, in C order. `values` has shape [n],
+    contiguous, little-endian.
     """
 
     path: str
@@ -63,10 +60,7 @@ class Piece(NamedTuple):
 def pieces_of(arrays: Mapping[str, NDArray[Any] | Shard], rank: int, world: int) -> list[Piece]:
     """Returns the pieces that a rank writes, in the order of the file: wide elements first, so that all are aligned.
 
-    Args:
-        arrays: the arrays that this rank holds, by path. All ranks hold a plain array alike.
-        rank: this rank.
-        world: the number of ranks that save together.
+    All of the ranks that save together hold a plain array alike.
     """
     held: dict[tuple[int, int], list[tuple[str, Shard]]] = {}
     for path, array in sorted(arrays.items()):

@@ -20,21 +20,10 @@ from paceline.checkpoint.tree import join
 from paceline.errors import CheckpointDamaged, SizeMismatch
 
 _CHUNKS = 4
-"""Chunks that are read at once."""
 
 
 class Reader:
-    """Reads any part of a checkpoint.
-
-    Args:
-        folder: folder of the checkpoint.
-
-    Attributes:
-        folder: as above.
-        tag: tag of the state.
-        parts: its files.
-        arrays: position of each array, by path.
-        bytes_read: bytes read from the files so far.
+    """Reads any part of a checkpoint, and counts in `bytes_read` what it has read from the files.
 
     Raises:
         CheckpointDamaged: the manifest is damaged, or a file is missing, cut, no plain file, or cannot be read. The
@@ -53,15 +42,10 @@ class Reader:
         self._memory = np.empty(0, np.uint8)
 
     def state(self, wanted: Mapping[str, Shard] | None = None) -> Any:
-        """Returns the state as it was saved.
+        """Returns the state as it was saved; its arrays are new and writable.
 
-        Args:
-            wanted: by path, the shards that this rank needs of arrays that it does not need whole. Only the shapes of
-                their values matter.
-
-        Returns:
-            Nested values; in place of each wanted shard a `Shard` with the saved values, and all other arrays whole.
-            Arrays are new and writable.
+        `wanted` has by path the shards that this rank needs of arrays that it does not need whole. Only the shapes of
+        their values matter. The state has a `Shard` with the saved values in place of each.
 
         Raises:
             SizeMismatch: a wanted array does not exist, or has another shape.
@@ -91,13 +75,9 @@ class Reader:
             raise CheckpointDamaged(f"{self.folder} is damaged: {error}") from error
 
     def read(self, targets: Mapping[str, tuple[int, NDArray[Any]]]) -> None:
-        """Fills arrays with runs of the saved arrays.
+        """Fills arrays with runs of the saved arrays, and verifies them as `verify` does.
 
-        Args:
-            targets: by path, the number of the first element and a contiguous array of the same dtype.
-
-        Raises:
-            CheckpointDamaged: the bytes read are not the bytes written.
+        `targets` has by path the number of the first element and a contiguous array of the same dtype.
         """
         places: dict[int, list[tuple[int, NDArray[np.uint8]]]] = {}
         for path, (start, array) in targets.items():
@@ -126,11 +106,7 @@ class Reader:
             ) from None
 
     def verify(self) -> None:
-        """Reads and verifies all files.
-
-        Raises:
-            CheckpointDamaged: the bytes read are not the bytes written; the text names the file and the position.
-        """
+        """Reads and verifies all files; a CheckpointDamaged names the file and the position of bytes not written so."""
         for part in self.parts:
             for _ in self._blocks(part, [(0, part.chunks)]):
                 pass
@@ -158,9 +134,7 @@ class Reader:
     def _blocks(self, part: Part, spans: list[tuple[int, int]]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
         """Yields a few verified chunks at a time, with the position of the first byte; valid until the next iteration.
 
-        Args:
-            part: the part to read.
-            spans: first chunk, and the one after the last; ascending.
+        `spans` are ascending: first chunk, and the one after the last.
         """
         path = self.folder / part.name
         if not self._memory.size:

@@ -27,13 +27,9 @@ _MAX_DEPTH = 100
 
 
 def split(state: Any) -> tuple[Skeleton, dict[str, NDArray[Any]]]:
-    """Splits a state.
+    """Splits a state into its skeleton and its arrays by name: the path at which each stands, made unique.
 
-    Returns:
-        The skeleton, and the arrays by name: the path at which each stands, made unique.
-
-    Raises:
-        UnsupportedOp: a value cannot be saved; the text has its path.
+    Raises UnsupportedOp if a value cannot be saved; the text has its path.
     """
     skeleton, leaves = split_shards(state)
     arrays = {name: leaf for name, leaf in leaves.items() if not isinstance(leaf, Shard)}
@@ -47,24 +43,14 @@ def split(state: Any) -> tuple[Skeleton, dict[str, NDArray[Any]]]:
 def split_shards(state: Any) -> tuple[Skeleton, dict[str, Leaf]]:
     """Splits like `split`; a `Shard` may stand in place of an array. The skeleton is that of the whole state.
 
-    Raises:
-        UnsupportedOp: a value cannot be saved, or a shard has the path of another array too, so that ranks could not
-            tell them apart.
+    Raises UnsupportedOp also if a shard has the path of another array, so that ranks could not tell them apart.
     """
     leaves: dict[str, Leaf] = {}
     return _split(state, "", leaves, _MAX_DEPTH), leaves
 
 
 def join(skeleton: Skeleton, arrays: Mapping[str, Any]) -> Any:
-    """Joins a state again.
-
-    Args:
-        skeleton: as `split` or `split_shards` returned it.
-        arrays: by name, the values to put in place of the arrays.
-
-    Raises:
-        ValueError: the skeleton is malformed, or names an array that `arrays` lacks.
-    """
+    """Joins a state again; raises ValueError if the skeleton is malformed, or names an array that `arrays` lacks."""
     try:
         return _join(skeleton, arrays, _MAX_DEPTH)
     except (KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:

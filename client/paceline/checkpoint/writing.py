@@ -25,25 +25,13 @@ from paceline.errors import StepOrderError
 from paceline_protocol import Tag
 
 _BLOCK_BYTES = 4 * CHUNK_BYTES
-"""Bytes for one write."""
 
 
 def write_part(directory: Path, tag: Tag, attempt: str, number: int, parts: int, pieces: Sequence[Piece]) -> Part:
     """Writes one part into the folder that `open_folder` made; readers do not see it before `publish`.
 
-    Args:
-        directory: where checkpoints are kept.
-        tag: tag of the state.
-        attempt: as for `open_folder`.
-        number: number of the part, from 0.
-        parts: number of all parts.
-        pieces: in the order of the file. Their memory must not change until this returns.
-
-    Returns:
-        The entry that `publish` needs; the file is durable.
-
-    Raises:
-        OSError: the disk refused, or the folder does not exist.
+    Returns the entry that `publish` needs; the file is durable. The pieces are in the order of the file, and their
+    memory must not change until then.
     """
     entries = tuple(map(entry_of, pieces))
     header = header_of(entries, number, parts)
@@ -123,11 +111,7 @@ class PartWriter:
         self._error: Exception | None = None
 
     def begin(self, directory: Path, tag: Tag, attempt: str, number: int, parts: int, pieces: Sequence[Piece]) -> None:
-        """Starts to copy and write; arguments as for `write_part`.
-
-        Raises:
-            StepOrderError: nobody has called `wait` for the part before.
-        """
+        """Starts to copy and write as `write_part`; raises StepOrderError before `wait` for the part before."""
         if self._thread is not None:
             raise StepOrderError("a part of a checkpoint is still being written: wait() for it first")
         self._copied = Latch()
@@ -151,12 +135,7 @@ class PartWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> Part:
-        """Waits until the part is durable.
-
-        Raises:
-            OSError: it could not be written.
-            StepOrderError: nothing was begun, or `wait` was called before.
-        """
+        """Waits until the part is durable; raises OSError if it was not written, StepOrderError if none was begun."""
         if self._thread is None:
             raise StepOrderError("no part of a checkpoint is being written")
         self._thread.join()

@@ -8,11 +8,7 @@ from paceline.launch._own_coordinator import Served, own_addresses
 
 
 def endpoint(text: str, *, default_port: int = DEFAULT_PORT) -> Endpoint:
-    """Parses HOST or HOST:PORT.
-
-    Raises:
-        UsageError: the text is neither; the message says what is wrong.
-    """
+    """Parses HOST or HOST:PORT."""
     try:
         return parse_endpoint(text, default_port=default_port)
     except ValueError as error:
@@ -20,11 +16,7 @@ def endpoint(text: str, *, default_port: int = DEFAULT_PORT) -> Endpoint:
 
 
 def addresses_of(text: str) -> str:
-    """Returns the address of a coordinator, or of several with commas between them, with their ports.
-
-    Raises:
-        UsageError: an address is malformed.
-    """
+    """Returns the address of a coordinator, or of several with commas between them, with their ports."""
     try:
         return str(CoordinatorAddresses.parse(text, default_port=DEFAULT_PORT))
     except ValueError as error:
@@ -35,9 +27,6 @@ def coordinator_address(text: str | None) -> str:
     """Returns the coordinator that the operator named, else the one of this user's only `paceline run`.
 
     It turns localhost into 127.0.0.1 if this user serves a coordinator there, because tokens are stored by IP address.
-
-    Raises:
-        UsageError: the address is malformed; or none is named, and this user serves none or several.
     """
     if text is not None and "," in text:
         return addresses_of(text)

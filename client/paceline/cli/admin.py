@@ -67,16 +67,7 @@ def is_heard(status: MemberStatus, settings: JobSettings) -> bool:
 
 
 def list_jobs(coordinator: str, timeout: float) -> list[JobSummary]:
-    """Returns all jobs, sorted by name.
-
-    Args:
-        coordinator: its address, "host:port".
-        timeout: seconds to try for.
-
-    Raises:
-        CoordinatorUnreachable: nothing answers at the address, or no coordinator does.
-        NotAuthenticated, NotPermitted: the coordinator requires a token, or another one.
-    """
+    """Returns all jobs, sorted by name; tries for `timeout` seconds."""
     return list(list_all(coordinator, timeout).jobs)
 
 
@@ -86,16 +77,7 @@ def list_all(coordinator: str, timeout: float) -> ListJobsResponse:
 
 
 def coordinator_of(job: str, coordinator: str | None, timeout: float) -> str:
-    """Returns the coordinator that the operator named, else the one of this user's that has the job.
-
-    Args:
-        job: name of the job.
-        coordinator: the address, as the operator gave it; None if they did not.
-        timeout: seconds to try each coordinator for.
-
-    Raises:
-        UsageError: the address is malformed; or none is named, and of this user's coordinators not exactly one has it.
-    """
+    """Returns the coordinator that the operator named, else the one of this user's that has the job."""
     addresses = own_addresses()
     if coordinator is not None or len(addresses) < 2:
         return coordinator_address(coordinator)
@@ -113,31 +95,15 @@ def coordinator_of(job: str, coordinator: str | None, timeout: float) -> str:
 
 
 def get_job(coordinator: str, job: str, timeout: float) -> GetJobResponse:
-    """Returns one job with its members; arguments as for `list_jobs`.
-
-    Raises:
-        PacelineError: there is no such job.
-        CoordinatorUnreachable: nothing answers at the address, or no coordinator does.
-    """
+    """Returns one job with its members."""
     return _run(coordinator, timeout, partial(one_job, job), job)
 
 
 def drain(coordinator: str, job: str, members: Sequence[str], timeout: float) -> list[str]:
-    """Tells members to leave at their next step boundary.
+    """Tells members to leave at their next step boundary; returns the ids of those that were told.
 
-    Args:
-        coordinator: its address.
-        job: name of the job.
-        members: ranks in the current view, or member ids; empty for all.
-        timeout: seconds to try for.
-
-    Returns:
-        The ids of the members that were told.
-
-    Raises:
-        PacelineError: there is no such job or member.
-        LimitExceeded: the names do not fit into one request, which holds about 700 member ids.
-        CoordinatorUnreachable: nothing answers at the address, or no coordinator does.
+    `members` are ranks in the current view, or member ids; empty for all. Raises `LimitExceeded` if the names do not
+    fit into one request, which holds about 700 member ids.
     """
     return _run(coordinator, timeout, drain_call(job, members), job)
 
@@ -146,11 +112,8 @@ def drain(coordinator: str, job: str, members: Sequence[str], timeout: float) ->
 class Answered:
     """The answer of one member, or the reason why there is none.
 
-    Attributes:
-        member: the member; its rank is meaningful only if `in_view`.
-        data: its answer, which nobody has checked yet; empty if there is none.
-        trouble: why there is none.
-        asked_at, answered_at: seconds since 1970 on the coordinator's clock.
+    The member's rank is meaningful only if `in_view`. Nobody has checked its `data` yet. `asked_at` and `answered_at`
+    are seconds since 1970 on the coordinator's clock.
     """
 
     member: Member
@@ -165,17 +128,7 @@ class Answered:
 
 
 def list_events(coordinator: str, job: str, timeout: float) -> list[JobEvent]:
-    """Returns what has happened to a job, oldest first, as far as the coordinator remembers.
-
-    Args:
-        coordinator: its address.
-        job: name of the job.
-        timeout: seconds to try for.
-
-    Raises:
-        CoordinatorUnreachable: nothing answers at the address, or no coordinator does.
-        NotAuthenticated, NotPermitted: the coordinator requires a token, or another one.
-    """
+    """Returns what has happened to a job, oldest first, as far as the coordinator remembers."""
 
     async def call(channel: aio.Channel, left: float) -> list[JobEvent]:
         found: list[JobEvent] = []
@@ -200,23 +153,10 @@ def ask_members(
     pids: Sequence[int] = (),
     patience: float = 1.0,
 ) -> list[Answered]:
-    """Asks a job's members what they are doing.
+    """Asks a job's members what they are doing; returns their answers by rank, then those of members in no view.
 
-    Args:
-        coordinator: its address.
-        job: name of the job.
-        what: the question.
-        timeout: seconds to try to reach the coordinator for.
-        members: ranks in the current view, or member ids; empty for all.
-        pids: see `Asked.pids`.
-        patience: seconds to wait for each member.
-
-    Returns:
-        One answer for each member that was asked: by rank, then those in no view.
-
-    Raises:
-        PacelineError: there is no such job or member, or this user may not ask.
-        CoordinatorUnreachable: nothing answers at the address, or no coordinator does.
+    `members` are ranks in the current view, or member ids; empty for all. `Asked` says what `pids` are. The coordinator
+    has `timeout` seconds to answer, and each member `patience` seconds.
     """
     request = AskMembersRequest(job=job, what=what, members=members, pids=pids)
     request.patience.FromNanoseconds(round(patience * 1e9))
@@ -246,15 +186,7 @@ def _answered(answer: AskMembersResponse) -> Answered:
 
 
 def restart(coordinator: str, job: str, timeout: float) -> list[str]:
-    """Declares the members of a job's last generation dead; arguments as for `list_jobs`.
-
-    Returns:
-        The members that were declared dead, as text for people.
-
-    Raises:
-        PacelineError: there is no such job.
-        CoordinatorUnreachable: nothing answers at the address, or no coordinator does.
-    """
+    """Declares the members of a job's last generation dead; returns them as text for people."""
 
     async def call(channel: aio.Channel, left: float) -> list[str]:
         return list((await AdminServiceStub(channel).RestartJob(RestartJobRequest(job=job), timeout=left)).members)
@@ -263,12 +195,7 @@ def restart(coordinator: str, job: str, timeout: float) -> list[str]:
 
 
 def forget(coordinator: str, job: str, timeout: float) -> None:
-    """Removes a job that is over; arguments as for `list_jobs`.
-
-    Raises:
-        PacelineError: there is no such job, or it is not over.
-        CoordinatorUnreachable: nothing answers at the address, or no coordinator does.
-    """
+    """Removes a job that is over."""
 
     async def call(channel: aio.Channel, left: float) -> None:
         await AdminServiceStub(channel).ForgetJob(ForgetJobRequest(job=job), timeout=left)

@@ -23,12 +23,7 @@ _CLOCK_SKEW = timedelta(hours=1)
 
 
 class Authority:
-    """An authority and its key.
-
-    Attributes:
-        cert_pem: its certificate.
-        key_pem: its key.
-    """
+    """An authority and its key."""
 
     def __init__(self, cert: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
         self._cert = cert
@@ -38,13 +33,7 @@ class Authority:
 
     @classmethod
     def make(cls, name: str, days: int, now: datetime | None = None) -> Self:
-        """Makes a new authority.
-
-        Args:
-            name: a name for people to read.
-            days: how long the certificates that it issues will be valid; the authority itself is valid for longer.
-            now: the current time.
-        """
+        """Makes a new authority, which is valid for longer than certificates for so many days. `name` is for people."""
         now = now or datetime.now(UTC)
         key = ec.generate_private_key(ec.SECP256R1())
         subject = _subject(name)
@@ -58,11 +47,7 @@ class Authority:
 
     @classmethod
     def load(cls, cert_pem: bytes, key_pem: bytes) -> Self:
-        """Loads an authority that was made before.
-
-        Raises:
-            ValueError: the files cannot be read, are no authority, or the key belongs to another certificate.
-        """
+        """Loads an authority that was made before; raises ValueError if the two files are none."""
         try:
             cert = x509.load_pem_x509_certificate(cert_pem)
             key = serialization.load_pem_private_key(key_pem, None)
@@ -74,11 +59,7 @@ class Authority:
 
     @staticmethod
     def hosts_of(cert_pem: bytes) -> list[str]:
-        """Returns the host names and IP addresses in a certificate.
-
-        Raises:
-            ValueError: it is not a certificate, or has no names.
-        """
+        """Returns the host names and IP addresses in a certificate; raises ValueError if there are none."""
         try:
             cert = x509.load_pem_x509_certificate(cert_pem)
             held = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -89,20 +70,10 @@ class Authority:
     def issue(
         self, name: str, hosts: Sequence[str], until: datetime, *, calls: bool, now: datetime | None = None
     ) -> tuple[bytes, bytes]:
-        """Issues a certificate with a new key.
+        """Issues a certificate with a new key; returns both in PEM.
 
-        Args:
-            name: a name for people to read.
-            hosts: the host names and IP addresses in the certificate.
-            until: when it expires.
-            calls: the holder may also call others; otherwise it may only be called.
-            now: the current time.
-
-        Returns:
-            The certificate and its key, in PEM.
-
-        Raises:
-            ValueError: the authority expires earlier.
+        `name` is for people. With `calls` the holder may also call others; otherwise it may only be called. Raises
+        ValueError if the authority expires before `until`.
         """
         now = now or datetime.now(UTC)
         if until > self._cert.not_valid_after_utc:

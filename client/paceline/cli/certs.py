@@ -28,15 +28,8 @@ _KEY_MODE, _CERT_MODE = 0o600, 0o644
 def make_certificates(directory: Path, hosts: Sequence[str], days: int) -> None:
     """Makes the certificates, and prints how to use them.
 
-    Args:
-        directory: where to write them. An existing authority is kept; the other certificates are made anew, and the
-            coordinator's keeps the names that it had.
-        hosts: names and addresses of the coordinator, in addition to this host's and the loopback ones.
-        days: how long the certificates are valid.
-
-    Raises:
-        UsageError: `cryptography` is not installed, a name is malformed, or the authority cannot be used.
-        OSError: a file cannot be written.
+    An existing authority is kept; the other certificates are made anew, and the coordinator's keeps the names that it
+    had. It gets `hosts` in addition to this host's names and the loopback ones.
     """
     try:
         import_module("paceline.cli.authority")
@@ -68,8 +61,7 @@ def make_certificates(directory: Path, hosts: Sequence[str], days: int) -> None:
 def _authority(directory: Path, days: int) -> Authority:
     """Loads the authority of the directory, or makes one. Never overwrites a file of an authority.
 
-    Raises:
-        ValueError: one of its two files is missing, it cannot be used, or others may read its key.
+    Raises ValueError if one of its two files is missing, or they cannot be used, or others may read its key.
     """
     from paceline.cli.authority import Authority
 

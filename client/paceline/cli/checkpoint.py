@@ -20,18 +20,10 @@ _MOST_PARTS = 8
 
 
 def inspect_checkpoint(directory: Path, *, verify: bool, consolidate: Path | None, as_json: bool) -> None:
-    """Shows a checkpoint.
+    """Shows a checkpoint; of a folder of checkpoints the one with the greatest tag.
 
-    Args:
-        directory: a checkpoint's folder; or a folder of checkpoints, of which the one with the greatest tag is shown.
-        verify: read everything and compare checksums.
-        consolidate: where to save the checkpoint again, with all arrays whole in one file; needs memory for all.
-        as_json: print the result as one JSON object on the last line.
-
-    Raises:
-        UsageError: there is no checkpoint.
-        CheckpointDamaged: the files are not what was written.
-        OSError: a file cannot be read or written.
+    With `verify` everything is read and compared with its checksum. `consolidate` is where to save the checkpoint
+    again, with all arrays whole in one file; that needs memory for all.
     """
     reader = Reader(_folder(directory))
     if verify:

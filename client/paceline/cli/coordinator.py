@@ -31,13 +31,7 @@ def run_coordinator(
     http: str | None = None,
     advertise: str | None = None,
 ) -> None:
-    """Serves until SIGINT or SIGTERM, after which the exit code is 0.
-
-    Raises:
-        UsageError: the address is malformed, a number is out of range, certificates or tokens cannot be used, or other
-            hosts can reach the address without either and `insecure` is False.
-        OSError: the port is in use, or the state cannot be used.
-    """
+    """Serves until SIGINT or SIGTERM, after which the exit code is 0."""
     from paceline_server.security.tls import TlsUnusable
     from paceline_server.security.tokens import TokensUnusable
     from paceline_server.serving import serve

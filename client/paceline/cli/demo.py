@@ -41,12 +41,8 @@ _MICROBATCHES = 8
 def run_demo(workers: int, *, kill_at_step: int, as_json: bool, http: bool = False, same_bits: bool = False) -> int:
     """Trains on the digits with workers on this machine, kills and replaces one of them, and checks the result.
 
-    Args:
-        workers: how many workers to start.
-        kill_at_step: the step in which one is killed; 0 for none.
-        as_json: print the result as JSON on the last line of standard output.
-        http: serve a page too, and print its URL. On a terminal it is served until Enter or Ctrl-C.
-        same_bits: train in microbatches, then once more on one worker without a failure, and compare the digests.
+    `kill_at_step` is 0 for none. With `http` a page is served too, on a terminal until Enter or Ctrl-C. With
+    `same_bits` it trains in microbatches, then once more on one worker without a failure, and compares the digests.
 
     Returns:
         The exit code of the first worker that failed, if any. Else 0 if the demo has shown what it promises, 1 if not.

@@ -24,11 +24,7 @@ _AGAIN_S = 0.1
 
 
 def trouble_at(address: str, timeout: float = _TIMEOUT_S) -> str:
-    """Says why the server at the address does not serve; empty if it answers that it does.
-
-    Raises:
-        ValueError: the PACELINE_* variables for TLS cannot be used.
-    """
+    """Says why the server at the address does not serve; empty if it answers that it does."""
     with Credentials.tls_from_environment().probe_channel(address, call_options(timeout)) as channel:
         try:
             status = _status(HealthStub(channel), time.monotonic() + timeout)
@@ -40,11 +36,7 @@ def trouble_at(address: str, timeout: float = _TIMEOUT_S) -> str:
 
 
 def _status(server: HealthStub, until: float) -> HealthCheckResponse.ServingStatus.ValueType:
-    """Asks the server, and asks again if it is too busy to take the call.
-
-    Raises:
-        RpcError: there was no answer.
-    """
+    """Asks the server, and asks again if it is too busy to take the call; raises RpcError without an answer."""
     while True:
         try:
             return server.Check(HealthCheckRequest(), timeout=until - time.monotonic()).status

@@ -1,4 +1,4 @@
-"""Asks plug-ins about the scheduler that has started `paceline run`, and about notices of clouds (decision 074).
+"""Asks plug-ins about the scheduler that has started `paceline run`, and about notices of clouds (decision 22).
 
 Reasons to leave become sources (`DrainSource`): the end of the scheduler's time, and each notice.
 """
@@ -27,15 +27,7 @@ reason, and with the seconds that workers have."""
 
 
 def find_host(points: Iterable[EntryPoint] | None = None) -> Host | None:
-    """Returns the scheduler that has started this process; None if no plug-in knows it.
-
-    Args:
-        points: the plug-ins; None for those that are installed.
-
-    Raises:
-        UsageError: what the scheduler says cannot be understood; or a plug-in does not work. Without it, launchers of
-            one job would train apart.
-    """
+    """Returns the scheduler that has started this process; None if none of the plug-ins knows it."""
     points = entry_points(group="paceline.hosts") if points is None else points
     for point in sorted(points, key=lambda each: each.name):
         with errors_of(point):
@@ -50,11 +42,7 @@ def find_host(points: Iterable[EntryPoint] | None = None) -> Host | None:
 
 
 def find_notices(text: str | None) -> dict[str, Notice]:
-    """Returns the notices that --notice names, separated by commas.
-
-    Raises:
-        UsageError: no plug-in has one of that name, or the plug-in does not work.
-    """
+    """Returns the notices that --notice names, separated by commas."""
     points = {point.name: point for point in entry_points(group="paceline.notices")}
     names = [] if text is None else [name.strip() for name in text.split(",")]
     for name in names:
@@ -72,11 +60,7 @@ def reasons_to_leave(
 ) -> Sequence[DrainSource]:
     """Returns what may tell the workers to leave.
 
-    Args:
-        host: the scheduler.
-        drain_before: seconds before the end of its time at which workers leave; 0 for never.
-        notices: by the names that --notice gives.
-        say: shows a sentence.
+    They leave `drain_before` seconds before the end of the host's time, at the latest; 0 for never.
     """
     sources: list[DrainSource] = [functools.partial(_heed, name, each, say) for name, each in notices.items()]
     if host is not None and (at := drain_at(time.time(), host.ends_at, drain_before)) is not None:
@@ -89,11 +73,6 @@ def drain_at(now: float, ends_at: float | None, before: float) -> float | None:
 
     A job that has less than `before` left when it begins trains until the scheduler's SIGTERM: draining it at once
     would make it useless.
-
-    Args:
-        now: the time, in seconds since the epoch.
-        ends_at: when the job's time is over; None if it is unknown.
-        before: seconds before that at which to leave; 0 for never.
     """
     if ends_at is None or before <= 0 or ends_at - before <= now:
         return None

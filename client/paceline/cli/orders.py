@@ -15,20 +15,7 @@ from pacelinepb.v1.admin_pb2 import GetJobResponse, JobPhase, MemberStatus
 def drain_members(
     coordinator: str | None, job: str, members: Sequence[str], timeout: float, *, everyone: bool, as_json: bool
 ) -> None:
-    """Tells members to leave at the end of their step, and prints which ones were told.
-
-    Args:
-        coordinator: its address; None for the one of this user's only `paceline run`.
-        job: name of the job.
-        members: ranks in the current view, or member ids.
-        timeout: seconds to try for.
-        everyone: tell all members; `members` is empty then.
-        as_json: print the result as one JSON object on the last line.
-
-    Raises:
-        UsageError: neither or both of `members` and `everyone` are given; or an address error as for `restart_job`.
-        PacelineError: no coordinator answers, or it knows no such job or member.
-    """
+    """Tells members, or `everyone`, to leave at the end of their step, and prints which ones were told."""
     if everyone and members:
         raise UsageError("name members, or say --all, but not both")
     if not everyone and not members:
@@ -54,19 +41,7 @@ def drain_members(
 
 
 def restart_job(coordinator: str | None, job: str, timeout: float, *, force: bool, as_json: bool) -> None:
-    """Declares a job's last workers dead, and prints which ones.
-
-    Args:
-        coordinator: its address; None for the one of this user's only `paceline run`.
-        job: name of the job.
-        timeout: seconds to try for.
-        force: do so even if members are connected and train.
-        as_json: print the result as one JSON object on the last line.
-
-    Raises:
-        UsageError: the address is malformed; or none is named, and this user serves none or several.
-        PacelineError: members are alive, no coordinator answers, or it knows no such job.
-    """
+    """Declares a job's last workers dead, and prints which ones; with `force`, even if they are connected and train."""
     address = coordinator_of(job, coordinator, timeout)
     detail = get_job(address, job, timeout)
     alive = connected(detail)
@@ -90,18 +65,7 @@ def restart_job(coordinator: str | None, job: str, timeout: float, *, force: boo
 
 
 def forget_job(coordinator: str | None, job: str, timeout: float, *, as_json: bool) -> None:
-    """Removes a job that is over from the coordinator.
-
-    Args:
-        coordinator: its address; None for the one of this user's only `paceline run`.
-        job: name of the job.
-        timeout: seconds to try for.
-        as_json: print the result as one JSON object on the last line.
-
-    Raises:
-        UsageError: the address is malformed; or none is named, and this user serves none or several.
-        PacelineError: the job is not over, no coordinator answers, or it knows no such job.
-    """
+    """Removes a job that is over from the coordinator."""
     forget(coordinator_of(job, coordinator, timeout), job, timeout)
     _say(f"job {job!r} is forgotten: its keys, its generation number, and whether it was done", as_json)
     if as_json:

@@ -47,11 +47,8 @@ def job_picture(
 ) -> RenderableType:
     """Draws a job: what has been counted, its members, those that ended in the last minute, and its last events.
 
-    Args:
-        detail: the coordinator's answer.
-        trouble: a sentence for the top, such as that the answer is old.
-        events: most events to show.
-        members: most members to show, those that are well last; None for all.
+    `trouble` is a sentence for the top, such as that the answer is old. Of more than so many members, those that are
+    well are left out.
     """
     job, totals = detail.summary, detail.totals
     head = Text.assemble(
@@ -80,13 +77,7 @@ def job_picture(
 
 
 def state_of(status: MemberStatus, detail: GetJobResponse, straggler: str | None = None) -> tuple[str, str]:
-    """Says in words what a member does or waits for; returns that, and a style.
-
-    Args:
-        status: the member.
-        detail: the job, whose other members it may wait for.
-        straggler: how it holds the others up; None if it does not.
-    """
+    """Says in words what a member does or waits for, or how it holds others up (`straggler`); returns a style, too."""
     silent, progress = seconds(status.silent), status.progress
     notable = max(_NOTABLE_S, 2 * seconds(detail.settings.failure_timeout) / HEARTBEATS)
     if not status.attached or status.standing == "silent" or silent >= notable:

@@ -33,23 +33,7 @@ class ReplayPlan(NamedTuple):
 def replay_step(
     command: Sequence[str], *, step: int, directory: Path, receipts: Path | None, as_json: bool = False
 ) -> int:
-    """Computes a step again.
-
-    Args:
-        command: the script and its arguments, as for `run_workers`.
-        step: number of the step.
-        directory: a folder of checkpoints.
-        receipts: the file of receipts; None for `RECEIPTS` in the directory.
-        as_json: print the result as one JSON object on the last line, too.
-
-    Returns:
-        0 if all receipts hold, 1 if one does not, 3 if the script ends before the step, with whatever code.
-
-    Raises:
-        UsageError: there is no such step, receipt or checkpoint; or no such script.
-        CheckpointDamaged: the checkpoint's files are not what was written.
-        OSError: a file cannot be read.
-    """
+    """Computes a step again; returns 0 if all receipts hold, 1 if one does not, 3 if the script ends before it."""
     check_command(command)
     path = directory / RECEIPTS if receipts is None else receipts
     if not path.is_file():
@@ -92,16 +76,7 @@ def replay_step(
 
 
 def plan(chain: Sequence[Receipt], checkpoints: Sequence[int], step: int) -> ReplayPlan:
-    """Decides from which of the checkpoints to compute a step. Pure.
-
-    Args:
-        chain: all receipts, in order.
-        checkpoints: steps of the checkpoints that are before the step.
-        step: the step.
-
-    Raises:
-        UsageError: the step has no receipt.
-    """
+    """Decides from which of the checkpoints, which are all before the step, to compute it. Pure."""
     steps = [receipt.step for receipt in chain]
     if step not in steps:
         near = sorted(sorted(set(steps), key=lambda other: abs(other - step))[:2])

@@ -52,17 +52,11 @@ def run_workers(
     drain_before: float = 0.0,
     drained_code: int = 0,
 ) -> int:
-    """Runs workers and shows their lines on the terminal; with `spares` None it keeps one spare where that helps.
+    """Runs workers; returns the exit code. With `spares` None it keeps one spare where that helps.
 
     With `http` ("host:port"), the coordinator that it embeds serves a page there. Without a named coordinator,
     launchers of one `host` meet at that of the host. Workers leave when one of the `notices` says that the machine will
     be taken, and `drain_before` seconds before the end of the host's time; the exit code is `drained_code` then.
-
-    Returns:
-        The exit code, by the rule of `launcher.supervision.Supervision`.
-
-    Raises:
-        UsageError: the arguments are invalid.
     """
     check_command(command)
     meets = coordinator is None and host is not None and host.coordinator is not None
@@ -175,11 +169,7 @@ def launch(
 
 @contextlib.contextmanager
 def engine_for_workers(name: str | None) -> Iterator[None]:
-    """Sets the engine of workers that are started inside the block; None leaves it as it is.
-
-    Raises:
-        UsageError: there is no such engine, or its package is not installed.
-    """
+    """Sets the engine of workers that are started inside the block; None leaves it as it is."""
     if name is None:
         yield
         return

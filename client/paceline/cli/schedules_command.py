@@ -19,13 +19,8 @@ _NAMES = ", ".join(collective.replace("_", "-") for collective in SCHEDULES)
 class ScheduleOptions(NamedTuple):
     """The options for one collective; None for those that were not given.
 
-    Attributes:
-        workers: W.
-        size: as for `parse_size`.
-        rank: the rank whose rows to show.
-        schedule: the schedule to show instead of the chosen one.
-        hosts: on how many hosts the ranks are, in order and evenly; None for ranks of which nothing is known.
-        microbatches: V, for an all_reduce of those of a step.
+    `workers` is W, and `rank` the one whose rows to show. `hosts` is on how many hosts the ranks are, in order and
+    evenly; None for ranks of which nothing is known. `microbatches` is V, for an all_reduce of those of a step.
     """
 
     workers: int | None = None
@@ -37,19 +32,11 @@ class ScheduleOptions(NamedTuple):
 
 
 class SchedulePlan(NamedTuple):
-    """One rank's part in a collective.
+    """One rank's part in a collective; the root is rank 0.
 
-    Attributes:
-        collective: as methods of `Group` spell it.
-        world: W.
-        bytes: size of the whole array, see `measured_size`.
-        chosen: what the table of rules chooses.
-        schedule: the schedule that is shown.
-        chunks: number of chunks that the rows refer to.
-        rank: the rank.
-        rows: what the rank does; the root is rank 0.
-        nodes: the host of each rank, from 0; empty if they are not known.
-        subtrees: with microbatches, the subtrees whose sums each rank sends (`sum_tree`).
+    `bytes` is the size of the whole array, see `measured_size`. `chosen` is what the table of rules chooses, `schedule`
+    the one that is shown. The rows refer to so many `chunks`. `nodes` is the host of each rank, from 0; empty if they
+    are not known. `subtrees` are, with microbatches, those whose sums each rank sends (`sum_tree`).
     """
 
     collective: str
@@ -128,11 +115,7 @@ def _subtrees_of(rank: int, nodes: tuple[Node, ...]) -> str:
 
 
 def show_schedules(collective: str | None, asked: ScheduleOptions, *, as_json: bool) -> None:
-    """Shows the table of rules; or, for a collective, which schedule is chosen and one rank's rows of it.
-
-    Raises:
-        UsageError: there is no such collective, schedule or rank, or the size is invalid.
-    """
+    """Shows the table of rules; or, for a collective, which schedule is chosen and one rank's rows of it."""
     if collective is not None:
         plan = make_plan(collective, asked)
         print_json(plan.as_dict()) if as_json else print(plan.as_text())
@@ -147,11 +130,7 @@ def show_schedules(collective: str | None, asked: ScheduleOptions, *, as_json: b
 
 
 def make_plan(collective: str, asked: ScheduleOptions) -> SchedulePlan:
-    """Plans a collective, by default of 1 MiB among 4 ranks, seen from rank 0.
-
-    Raises:
-        UsageError: as for `show_schedules`.
-    """
+    """Plans a collective, by default of 1 MiB among 4 ranks, seen from rank 0."""
     name = collective.replace("-", "_")
     if name not in SCHEDULES:
         raise UsageError(f"there are no schedules of {collective!r}: choose one of {_NAMES}")

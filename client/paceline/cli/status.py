@@ -17,12 +17,7 @@ from pacelinepb.v1.admin_pb2 import JobSummary, ListJobsResponse
 
 
 def show_status(coordinator: str | None, job: str | None, timeout: float, *, as_json: bool) -> None:
-    """Shows all jobs, or one with its members.
-
-    Raises:
-        UsageError: the address is malformed; or none is named, and this user serves none or several.
-        PacelineError: no coordinator answers, or it knows no such job.
-    """
+    """Shows all jobs, or one with its members."""
     address = coordinator_address(coordinator) if job is None else coordinator_of(job, coordinator, timeout)
     listed = list_all(address, timeout) if job is None else ListJobsResponse()
     jobs = list(listed.jobs)

@@ -25,12 +25,7 @@ import paceline
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """One imported module.
-
-    Attributes:
-        module: its full name.
-        names: the names in `from MODULE import NAMES`; some may be submodules.
-    """
+    """One imported module, by its full name; some of its `names` may be submodules."""
 
     module: str
     names: tuple[str, ...] = ()
@@ -38,13 +33,7 @@ class Import:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A module that is read instead of being imported.
-
-    Attributes:
-        name: its full name; "__main__" for a script.
-        package: the package to which its relative imports refer; empty for none.
-        text: its source code.
-    """
+    """A module that is read instead of being imported; its relative imports refer to `package`."""
 
     name: str
     package: str
@@ -58,9 +47,7 @@ class _Acts(Exception):
 def find_imports(main: Source, find: Callable[[str], Source | None]) -> list[Import]:
     """Lists, in order, the installed packages that a program imports before it does anything else.
 
-    Args:
-        main: the script, or the module of `-m`.
-        find: returns the source of a module to read; None for one to import, or if there is none.
+    `find` returns the source of a module to read; None for one to import, or if there is none.
     """
     found: list[Import] = []
     seen = {main.name}
@@ -99,14 +86,8 @@ def warm_up(arguments: Sequence[str], needed: Callable[[], bool]) -> None:
     """Imports what a script or module will import; and, if that includes NumPy, the rest of Paceline and the engine.
 
     Paceline loads its parts on first use, and they load NumPy. A script that has not imported NumPy itself may first
-    set the variables that NumPy reads.
-
-    Args:
-        arguments: SCRIPT ARGS..., or -m MODULE ARGS...
-        needed: called before each import; once it returns True, the other imports are left to the script.
-
-    Raises:
-        BaseException: anything that an import raises.
+    set the variables that NumPy reads. `needed` is called before each import; once it returns True, the other imports
+    are left to the script. Raises whatever an import raises.
     """
     main = _main(arguments)
     if main is None:

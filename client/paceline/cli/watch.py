@@ -25,13 +25,7 @@ _ANSWER_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What was seen last.
-
-    Attributes:
-        jobs: all jobs.
-        detail: the job that is shown with its members; None to show all jobs.
-        trouble: why there is no newer sight; empty if there is none.
-    """
+    """What was seen last: all jobs, or the one in `detail` with its members; and why there is nothing newer."""
 
     jobs: tuple[JobSummary, ...] = ()
     detail: GetJobResponse | None = None
@@ -39,12 +33,7 @@ class Sight:
 
 
 def watch(coordinator: str | None, job: str | None) -> None:
-    """Draws all jobs, or one with its members, until Ctrl-C; a coordinator that is away is asked again.
-
-    Raises:
-        UsageError: standard output is no terminal; or an address error as for `coordinator_address`.
-        PacelineError: the coordinator does not permit it, or there can be no TLS with it.
-    """
+    """Draws all jobs, or one with its members, until Ctrl-C; a coordinator that is away is asked again."""
     console = Console()
     if not console.is_terminal:
         raise UsageError("--watch draws on a terminal: for a file or a program use --json")
@@ -73,11 +62,7 @@ def watch(coordinator: str | None, job: str | None) -> None:
 
 
 def look(connection: Connection, job: str | None) -> Sight:
-    """Asks for what to draw: the job that is named or the only one, with its members; otherwise all jobs.
-
-    Raises:
-        PacelineError: no coordinator answers, it refuses, or there is no such job.
-    """
+    """Asks for what to draw: the job that is named or the only one, with its members; otherwise all jobs."""
     if job is not None:
         return Sight(detail=connection.job(job, _ANSWER_S))
     jobs = tuple(connection.jobs(_ANSWER_S))

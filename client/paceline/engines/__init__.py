@@ -1,4 +1,4 @@
-"""What an engine of your own needs: another library (Gloo, MPI, NCCL, ...) that sums gradients over the members.
+"""The contract of an engine: another library (Gloo, MPI, NCCL, ...) that sums gradients over the members.
 
 An engine serves one group in one generation, and is thrown away with it. Links carry everything else: the step word,
 weights, errors, state. So an engine has little to do, but it must let go of the arrays when it is told to.

@@ -37,22 +37,14 @@ def missing_package(name: str) -> str:
 
 
 def load_engine(name: str) -> None:
-    """Imports the module of an engine: torch takes seconds, for which all other members would wait in a step.
-
-    Raises:
-        LinkUnavailable: a package is missing; the text says what to install.
-    """
+    """Imports the module of an engine: torch takes seconds, for which all other members would wait in a step."""
     if name != "links":
         with _what_it_needs(name):
             _maker(name)
 
 
 def make_engine(name: str) -> DataEngine:
-    """Makes an engine, which is not open yet.
-
-    Raises:
-        LinkUnavailable: as `load_engine`; or torch was built without its library, or there is no device.
-    """
+    """Makes an engine, which is not open yet."""
     with _what_it_needs(name):
         return _maker(name)()
 

@@ -1,4 +1,4 @@
-"""The conformance check of engines: the rules of `data_engine.py`, each as a check that a wrong engine fails.
+"""The conformance check of engines: the rules of `paceline.engines`, each as a check that a wrong engine fails.
 
 Use it through `paceline.testing.check_engine`. The ranks are threads of this process. Every wait is bounded, and calls
 that must not block run in a thread that can be abandoned.

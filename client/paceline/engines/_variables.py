@@ -49,9 +49,7 @@ def variables_of(engine: str) -> dict[str, str]:
 def set_variables(engine: str, environ: MutableMapping[str, str] | None = None) -> None:
     """Sets the variables for an engine's library that have another value, and says which of the user's it replaces.
 
-    Args:
-        engine: its name.
-        environ: the environment; None for this process's (as a default, `help` would print it, tokens and all).
+    None stands for this process's environment (as a default, `help` would print it, tokens and all).
     """
     environ = os.environ if environ is None else environ
     for name, value in variables_of(engine).items():

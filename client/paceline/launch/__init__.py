@@ -1,4 +1,4 @@
-"""What a scheduler needs to start workers: which run, in which environment, and what follows when one ends.
+"""Tools for a scheduler that starts workers: which run, in which environment, and what follows when one ends.
 
     supervision = launch.Supervision(10.0, launch.Terms(workers=4, minimum=2, elastic=True, restarts=3))
     with launch.own_coordinator() as served:
@@ -6,7 +6,7 @@
         worker = subprocess.Popen(["python", "train.py"], env=launch.worker_environment(os.environ, settings))
 
 A scheduler starts, signals and watches processes; `Supervision` tells it when. It may be a plug-in of `paceline run`
-instead: `Host` and `Notice` say how (decision 074).
+instead: `Host` and `Notice` say how (decision 22).
 """
 
 from paceline.launch._environment import WorkerSettings, worker_environment

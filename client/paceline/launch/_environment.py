@@ -29,11 +29,6 @@ def share_of_cores(index: int, workers: int, cores: Collection[int]) -> set[int]
 
     Otherwise the system would run a worker on the core of the one that has just woken it, where it waits for its turn;
     a small collective then takes several times longer.
-
-    Args:
-        index: number of the worker, from 0.
-        workers: how many workers share the cores.
-        cores: the cores to share.
     """
     if workers < 2 or workers > len(cores):
         return None

@@ -1,4 +1,4 @@
-"""What plug-ins tell `paceline run`: the scheduler that has started it, and the notices of a cloud (decision 074)."""
+"""Values that plug-ins return to `paceline run`: the scheduler that has started it, a cloud's notice (decision 22)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What a scheduler tells the launchers that it starts; what it leaves out has the usual default of `paceline run`.
+    """A scheduler, as its launchers see it. A field that is left out has the usual default of `paceline run`.
 
     An entry point in the group "paceline.hosts" names a function without arguments that returns one, or None if this
     process was not started by that scheduler. It raises `ValueError` if what the scheduler says cannot be understood.

@@ -38,11 +38,9 @@ _MAX_BYTES = 1024
 def published(address: str, token: str) -> Iterator[None]:
     """Stores the token where this user's other commands find it, for the duration of the block.
 
-    If that fails, training still runs, and a line on stderr says what will not work.
-
-    Args:
-        address: "IP:port" of loopback. Another process could resolve a name to another address.
-        token: the token that callers must show; empty if they take it from their environment.
+    If that fails, training still runs, and a line on stderr says what will not work. The address is "IP:port" of
+    loopback: another process could resolve a name to another address. The token is empty if callers take it from their
+    environment.
     """
     try:
         path = _folder() / address
@@ -81,11 +79,7 @@ def _folder() -> Path:
 
 
 def _publish(path: Path, token: str) -> int:
-    """Writes the file and locks it before it gets its name; returns the descriptor that holds the lock.
-
-    Raises:
-        OSError: the file cannot be written, or others can access the folder.
-    """
+    """Writes the file and locks it before it gets its name; returns the descriptor that holds the lock."""
     make_private(path.parent, "set TMPDIR to another directory")
     lock, temporary = tempfile.mkstemp(prefix=".", dir=path.parent)  # 0600
     try:
@@ -136,9 +130,8 @@ def _is_locked(file: int) -> bool:
 def own_credentials(address: str) -> Credentials:
     """Returns the credentials with which a command calls a coordinator.
 
-    Args:
-        address: the coordinator's address. If a command of this user serves there and has made a token, that token is
-            used: the one in the environment was not set when that command started, so it is for another coordinator.
+    If a command of this user serves there and has made a token, that token is used: the one in the environment was not
+    set when that command started, so it is for another coordinator.
 
     Raises:
         UsageError: the PACELINE_* variables cannot be used; the text says which.
@@ -167,8 +160,7 @@ def token_for(coordinator: str) -> str | None:
 def worker_credentials(token: str | None = None) -> Credentials:
     """Returns the credentials that a command shares with its workers; an error shows here once, not in every worker.
 
-    Args:
-        token: the token that the command made for them; None for the one in the environment, if any.
+    The token is the one that the command made for them; None for the one in the environment, if any.
 
     Raises:
         UsageError: the variables cannot be used, or workers cannot use them.
@@ -245,9 +237,6 @@ def embedded_coordinator(**settings: Any) -> Iterator[str]:
 
     The coordinator serves with a member's certificate, which must therefore contain the loopback address; those of
     `paceline certs` do.
-
-    Args:
-        settings: fields of `paceline_server.ServerSettings`.
 
     Raises:
         UsageError: the PACELINE_* variables for TLS and tokens cannot be used.

@@ -59,11 +59,7 @@ def drain_call(job: str, members: Sequence[str]) -> Callable[[aio.Channel, float
 
 
 class Connection:
-    """A connection for looking at a coordinator again and again, without tries of its own; a context manager.
-
-    Args:
-        coordinator: its address.
-    """
+    """A connection for looking at a coordinator again and again, without tries of its own; a context manager."""
 
     def __init__(self, coordinator: str) -> None:
         self._address = coordinator

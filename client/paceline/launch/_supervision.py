@@ -1,9 +1,4 @@
-"""Decides what to do when a worker ends: stop the others, restart it, or give it up. Pure: time is an argument.
-
-Exit         how a process ended, in words and as an exit code
-Restarts     which worker is restarted and when, and which is given up
-Supervision  when to stop workers, and the launcher's exit code
-"""
+"""Decides what to do when a worker ends: stop the others, restart it, or give it up. Pure: time is an argument."""
 
 from __future__ import annotations
 
@@ -111,14 +106,11 @@ class _Slot:
 
 
 class Restarts:
-    """Decides about restarts of one launcher's workers, each separately.
+    """Decides about restarts of one launcher's workers, each separately, `limit` times each.
 
     A failed worker is restarted as a new worker after a pause, which doubles from 0.1 s to 10 s, so that a lasting
     cause (a full disk, a port in use) does not cause a hundred restarts a second. The pause begins anew after a worker
     that ran for a minute.
-
-    Args:
-        limit: how often each worker is restarted at most.
     """
 
     def __init__(self, limit: int) -> None:

@@ -39,11 +39,7 @@ _HANDLES: Any = WeakIdKeyDictionary()
 
 
 def refuse_sync_batch_norm(module: Any) -> None:
-    """Refuses layers that would take the statistics of this rank's samples alone, without a word.
-
-    Raises:
-        UnsupportedOp: the module has a `SyncBatchNorm`.
-    """
+    """Refuses `SyncBatchNorm`, which would take the statistics of this rank's samples alone, without a word."""
     for path, layer in module.named_modules():
         if isinstance(layer, torch.nn.SyncBatchNorm):
             raise UnsupportedOp(
@@ -60,9 +56,6 @@ class TorchParameter(Parameter):
     Autograd computes each gradient into new memory. A hook multiplies the gradient by its weight and writes it to its
     home in the bucket, in one pass over values that are still in the cache. `Tensor.grad` becomes a view of that home,
     and autograd can reuse its memory for the next gradient.
-
-    Attributes:
-        tensor: the parameter.
     """
 
     __slots__ = ("__weakref__", "_autograd_observer", "_earlier", "_handles", "_node", "_slot", "_view", "tensor")
@@ -177,12 +170,7 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class TorchModule:
-    """A torch module as the core sees it: its parameters and buffers.
-
-    Args:
-        module: the module.
-        make: makes the core's object for a parameter.
-    """
+    """A torch module as the core sees it: parameters, for which `make` makes the core's objects, and buffers."""
 
     def __init__(self, module: Any, make: Callable[[Tensor], TorchParameter]) -> None:
         self._module = module
@@ -213,12 +201,8 @@ class TorchModule:
 class AutogradPass:
     """A backward pass that torch runs. The first hook of the pass makes this object.
 
-    Args:
-        context: context manager around the whole pass; yields the factor.
-        done: called when torch has finished the pass, before its `backward()` returns.
-
-    Attributes:
-        factor: the factor by which gradients are multiplied.
+    The context manager surrounds the whole pass, and yields the factor by which gradients are multiplied. `done` is
+    called when torch has finished the pass, before its `backward()` returns.
     """
 
     def __init__(self, context: AbstractContextManager[float], done: Callable[[], None]) -> None:
@@ -341,19 +325,14 @@ class Uneven:
 class AutogradDriver:
     """Drives the synchronizer of one DDP from autograd's hooks.
 
+    `factor` is the weight by which each new gradient is multiplied.
+
     Args:
         module: the torch module.
         group: the ranks.
         make: makes the core's object for a parameter.
         carried: makes the transport of gradients if an engine carries them.
         settings: as for `paceline.DDP`.
-
-    Attributes:
-        module: the module as the core sees it.
-        model: the model that is synchronised.
-        synchronizer: the model's synchronizer.
-        uneven: keeps ranks in step that run out of inputs at different times.
-        factor: the weight by which each new gradient is multiplied.
     """
 
     def __init__(

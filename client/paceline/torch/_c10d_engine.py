@@ -36,10 +36,7 @@ class C10dEngine(DataEngine, Generic[StoreT]):
     """Sums with a process group of c10d. See `DataEngine`.
 
     A subclass says how the group is built and aborted, and what a ticket is. c10d is never called while a lock of the
-    engine is held: it may wait for long, and `abort` must not.
-
-    Attributes:
-        title: the library's name in texts.
+    engine is held: it may wait for long, and `abort` must not. `title` is the library's name in texts.
     """
 
     title: str
@@ -63,11 +60,7 @@ class C10dEngine(DataEngine, Generic[StoreT]):
 
     @abc.abstractmethod
     def _build(self, store: StoreT, rank: int, host: str) -> Any:
-        """Returns a process group that is connected to all ranks; called in a thread of its own.
-
-        Raises:
-            Exception: it could not connect.
-        """
+        """Returns a process group that is connected to all ranks; called in a thread of its own."""
 
     @abc.abstractmethod
     def _ticket(self, x: Array | OnDevice) -> C10dTicket:
@@ -187,10 +180,8 @@ class C10dEngine(DataEngine, Generic[StoreT]):
 class C10dTicket(Ticket):
     """A sum that c10d is about to start, or has started. The engine knows it before c10d has the array.
 
-    An interrupt (Ctrl-C) may come at any instruction of `start`, also when c10d has the array already.
-
-    Attributes:
-        left: True once `start` has returned, has raised, or will not be called; the caller sets it.
+    An interrupt (Ctrl-C) may come at any instruction of `start`, also when c10d has the array already. The caller sets
+    `left` once `start` has returned, has raised, or will not be called.
     """
 
     def __init__(self) -> None:
@@ -215,12 +206,7 @@ def tensor_in(x: Array | OnDevice) -> Tensor:
 
 
 def in_time(outcome: Outcome[Any], deadline: float, what: str) -> Any:
-    """Returns an outcome.
-
-    Raises:
-        EngineTimeout: the deadline passed first.
-        EngineFailed: the outcome is an error.
-    """
+    """Returns an outcome; raises EngineTimeout if the deadline passes first, EngineFailed if it is an error."""
     if not outcome.wait(max(0.0, deadline - monotonic())):
         raise EngineTimeout(what)
     return outcome.result()

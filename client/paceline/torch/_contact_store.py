@@ -19,15 +19,10 @@ from paceline.engines import EngineFailed
 
 
 class ContactStore(dist.Store):  # type: ignore[misc]  # torch has no types here
-    """The contacts of one group in one generation.
+    """The contacts of one group in one generation; `mine` is this rank's.
 
-    Args:
-        rank: this rank.
-        tells_at_once: True if the first write is the whole contact, because the rank that writes may never read: NCCL's
-            rank 0 writes the unique id, and waits in NCCL for the others.
-
-    Attributes:
-        mine: this rank's contact.
+    With `tells_at_once` the first write is the whole contact, because the rank that writes may never read: NCCL's rank
+    0 writes the unique id, and waits in NCCL for the others.
     """
 
     def __init__(self, rank: int, *, tells_at_once: bool = False) -> None:
@@ -45,11 +40,7 @@ class ContactStore(dist.Store):  # type: ignore[misc]  # torch has no types here
         return {}
 
     def read_more(self, told: Mapping[str, Any]) -> None:
-        """Reads what another rank's `more` returned.
-
-        Raises:
-            ValueError, TypeError, KeyError: it cannot be read.
-        """
+        """Reads what another rank's `more` returned; ValueError, TypeError or KeyError if it cannot be read."""
 
     def meet(self, contacts: Sequence[bytes]) -> None:
         """Takes the contacts of all ranks."""

@@ -61,11 +61,8 @@ class DeviceEngine(C10dEngine[ContactStore]):
     """Sums on a device, with a library that torch was built with. See `DataEngine`.
 
     Libraries that are not `_KNOWN` meet in a store at rank 0, neither encrypted nor authenticated. One rank sums each
-    element and sends its bytes to the others. A sum that cannot be aborted ends by c10d's timeout.
-
-    Args:
-        name: the library's name in c10d.
-        device: where tensors lie; by default the current device of the type that the library is for.
+    element and sends its bytes to the others. A sum that cannot be aborted ends by c10d's timeout. Tensors lie by
+    default on the current device of the type that the library is for.
     """
 
     def __init__(self, name: str, device: Any = None) -> None:
@@ -139,10 +136,9 @@ class DeviceEngine(C10dEngine[ContactStore]):
         return _DeviceTicket(x, self._streams, self._aborted, self._lose_if_broken, shares)
 
     def _lose_if_broken(self) -> str:
-        """Ends the engine if its communicator has failed, which marks do not tell: its kernels wait for ever.
+        """Ends the engine if its communicator has failed, and returns what has failed; empty if nothing has.
 
-        Returns:
-            What has failed; empty if nothing has.
+        Marks do not tell of that: the communicator's kernels wait for ever.
         """
         get_error = getattr(self._group, "get_error", None)  # torch 2.11 has it
         try:
@@ -215,8 +211,6 @@ class _DeviceTicket(C10dTicket):
     """A sum under way on a device.
 
     Args:
-        x: the array.
-        streams: the device's streams.
         aborted: set when the engine is aborted.
         lose_if_broken: aborts the engine if its communicator has failed; returns why.
         shares: the number of ranks if each is to sum a share of the elements; 0 if `allreduce` will do.
@@ -314,11 +308,7 @@ class _DeviceTicket(C10dTicket):
 
 
 def _current(kind: str) -> Any:
-    """Returns the current device of a type.
-
-    Raises:
-        ImportError: there is none, or torch was built without it.
-    """
+    """Returns the current device of a type; ImportError if there is none, or torch was built without it."""
     module = getattr(torch, kind, None)
     if module is None or not module.is_available():
         raise ImportError(f"torch {torch.__version__} finds no device of type {kind!r}")
@@ -326,11 +316,7 @@ def _current(kind: str) -> Any:
 
 
 def _shared_store(contacts: ContactStore, rank: int, host: str) -> Any:
-    """Returns a store at rank 0, for libraries whose ranks set and read keys in several rounds.
-
-    Raises:
-        RuntimeError: it cannot be reached.
-    """
+    """Returns a store at rank 0, for libraries whose ranks set and read keys in several rounds."""
     limit = timedelta(seconds=CONNECT_SECONDS)
     if rank:
         host, port = json.loads(contacts.get(_ADDRESS))

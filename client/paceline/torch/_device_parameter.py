@@ -20,10 +20,8 @@ class DeviceParameter(TorchParameter):
     """A torch parameter on a device, or on the CPU.
 
     Its gradient and the gradient's home in a `TensorBucket` are tensors: `grad`, `_home` and `_hold` have tensors where
-    other parameters have arrays. The values are read as a copy if they lie on a device.
-
-    Attributes:
-        written: the stream in which autograd has written the gradient last; None if a bucket has waited for it since.
+    other parameters have arrays. The values are read as a copy if they lie on a device. `written` is the stream in
+    which autograd has written the gradient last; None if a bucket has waited for it since.
     """
 
     __slots__ = ("_streams", "written")

@@ -24,21 +24,13 @@ from paceline.errors import UnsupportedOp
 
 
 class Mark:
-    """A point in the work of a stream.
-
-    Attributes:
-        event: the event of CUDA or XPU that was recorded there.
-    """
+    """A point in the work of a stream, where an event of CUDA or XPU was recorded."""
 
     def __init__(self, event: Any) -> None:
         self.event = event
 
     def happened(self) -> bool:
-        """Returns True once all work in front of it is over.
-
-        Raises:
-            RuntimeError: the device has failed.
-        """
+        """Returns True once all work in front of it is over; RuntimeError if the device has failed."""
         return bool(self.event.query())
 
 
@@ -47,11 +39,7 @@ class DeviceStreams(abc.ABC):
 
     @abc.abstractmethod
     def mark(self, stream: Any = None) -> Mark | None:
-        """Marks a stream, by default the one in which the calling thread enqueues work now.
-
-        Returns:
-            The mark; None if work is done when it is called.
-        """
+        """Marks a stream, by default the calling thread's; returns None if work is done when it is called."""
 
     @abc.abstractmethod
     def current(self) -> Any:
@@ -86,11 +74,7 @@ class HostStreams(DeviceStreams):
 
 
 class CudaStreams(DeviceStreams):
-    """The streams of a device whose module in torch is like `torch.cuda`.
-
-    Args:
-        device: the device, with its number.
-    """
+    """The streams of a device, given with its number, whose module in torch is like `torch.cuda`."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
@@ -121,11 +105,7 @@ _streams: dict[Any, DeviceStreams] = {torch.device("cpu"): HostStreams()}
 
 
 def streams_of(device: Any) -> DeviceStreams:
-    """Returns the streams of a device.
-
-    Raises:
-        UnsupportedOp: torch has no streams there.
-    """
+    """Returns the streams of a device."""
     if device not in _streams:
         if device.type not in ("cuda", "xpu"):
             raise UnsupportedOp(f"Paceline does not train on {device}: the devices are cpu, cuda and xpu")

@@ -25,24 +25,15 @@ class SampleSource(Protocol):
     def fetch(self, task: Any, check: Callable[[], None]) -> Any:
         """Carries out one task of a plan.
 
-        Args:
-            task: the task.
-            check: called by the source between samples; raises if the task is not wanted any more.
+        `check` is called between samples; it raises if the task is not wanted any more.
         """
 
 
 class Fetcher:
     """Carries out a plan of tasks in order, ahead of time if there are worker processes.
 
-    The worker processes start here, and live until `close`.
-
-    Args:
-        source: fetches samples.
-        num_workers: number of worker processes; with 0 this process fetches on demand.
-        settings: further arguments of `torch.utils.data.DataLoader`.
-
-    Raises:
-        TypeError, ValueError: torch does not accept `settings` together with a plan.
+    The worker processes start here, and live until `close`; without any, this process fetches on demand. The settings
+    are further arguments of `torch.utils.data.DataLoader`, and its errors are raised.
     """
 
     def __init__(self, source: SampleSource, num_workers: int, settings: Mapping[str, Any]) -> None:
@@ -57,16 +48,13 @@ class Fetcher:
         self._begin(iter(()))
 
     def next(self, rank: int, tasks: Iterator[Any] | None = None) -> Any:
-        """Returns the result of the next task.
+        """Returns the result of the next task; with `tasks`, of another plan, endless, which begins now.
 
-        Args:
-            rank: this process's rank, for errors.
-            tasks: another plan, endless, which begins now: results of the plan before are dropped.
+        After any error, including Ctrl-C, worker processes are closed, because torch's queues may be half read. New
+        ones start with the next plan.
 
         Raises:
             DataWorkerLost: a worker process has died.
-            Exception: the source raised it. After any error, including Ctrl-C, worker processes are closed, because
-                torch's queues may be half read. New ones start with the next plan.
         """
         try:
             if tasks is not None:
@@ -110,11 +98,7 @@ class Fetcher:
 
 
 def sow(*numbers: int) -> None:
-    """Seeds the generators that transforms draw from: Python's, NumPy's and torch's on the CPU.
-
-    Args:
-        numbers: integers, 0 or above; later random numbers depend only on them.
-    """
+    """Seeds the generators that transforms draw from: Python's, NumPy's and torch's on the CPU."""
     words = np.random.SeedSequence(numbers).generate_state(3)
     random.seed(int(words[0]))
     np.random.seed(int(words[1]))
@@ -124,8 +108,7 @@ def sow(*numbers: int) -> None:
 class _TaskPlan:
     """The plan of tasks; takes the place of torch's batch sampler.
 
-    Attributes:
-        round: number of plans begun so far, one element; in shared memory if there are worker processes.
+    `round` is the number of plans begun so far, one element; in shared memory if there are worker processes.
     """
 
     def __init__(self, *, shared: bool) -> None:
@@ -146,12 +129,7 @@ class _TaskPlan:
 
 
 class _Fetching:
-    """The source of samples; takes the place of torch's dataset.
-
-    Args:
-        source: the caller's source.
-        round: see `_TaskPlan`.
-    """
+    """The source of samples; takes the place of torch's dataset, and shares `round` with the `_TaskPlan`."""
 
     def __init__(self, source: SampleSource, round: Any) -> None:
         self._source = source

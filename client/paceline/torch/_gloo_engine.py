@@ -106,11 +106,7 @@ def _gloo(store: _GlooStore, rank: int, size: int, host: str) -> Any:
 
 
 class _GlooTicket(C10dTicket):
-    """A sum under way in Gloo's thread.
-
-    Args:
-        x: the array; kept alive while Gloo uses it.
-    """
+    """A sum under way in Gloo's thread; it keeps the array alive while Gloo uses it."""
 
     def __init__(self, x: Array | OnDevice) -> None:
         super().__init__()
@@ -152,11 +148,7 @@ class _GlooTicket(C10dTicket):
 
 
 class _GlooStore(ContactStore):
-    """The contacts of Gloo, with the addresses at which contexts listen.
-
-    Attributes:
-        listeners: addresses at which this context may listen.
-    """
+    """The contacts of Gloo, with the addresses at which contexts listen; `listeners` are this context's."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)

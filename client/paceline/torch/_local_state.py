@@ -33,12 +33,7 @@ class InnerOptimizers:
     without it. Averaging the state too takes three times the bytes and was found to gain nothing. Source: Douillard et
     al., "DiLoCo", 2023.
 
-    Args:
-        optimizers: one optimizer or several, as the user gave them.
-        after_step: called after each step of the first optimizer.
-
-    Raises:
-        TypeError: one of them is not a `torch.optim.Optimizer`.
+    `after_step` is called after each step of the first optimizer.
     """
 
     def __init__(self, optimizers: Any, after_step: Callable[[], None]) -> None:
@@ -79,11 +74,7 @@ class InnerOptimizers:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Loads what `state_dict` returned.
-
-        Raises:
-            SizeMismatch: there are more optimizers or groups, or fewer.
-        """
+        """Loads what `state_dict` returned."""
         groups = saved["groups"]
         if [len(each) for each in groups] != [len(one.param_groups) for one in self._optimizers]:
             raise SizeMismatch("the saved inner optimizers were others: they had more groups of parameters, or fewer")
@@ -137,15 +128,10 @@ class OuterModel:
     """The global model: a module whose gradient is the distance of the local parameters from the global ones.
 
     So an outer step can use everything in data-parallel training: `paceline.DDP` synchronises pseudo-gradients
-    (weights, buckets, compression, agreement), and an optimizer of `paceline.optim` takes the step.
-    The global values are in host memory; tensors that are not trained stay where they are.
+    (weights, buckets, compression, agreement), and an optimizer of `paceline.optim` takes the step. The global values
+    are in host memory; tensors that are not trained stay where they are. Frozen parameters must stay frozen.
 
-    Args:
-        net: the module that is trained; frozen parameters must stay frozen.
-        differences: True if `backward` gives the global value minus the local one, False for the local value itself.
-
-    Raises:
-        UnsupportedOp: a parameter to train is neither float64, float32, bfloat16 nor float16.
+    Without `differences`, `backward` gives the local values themselves.
     """
 
     def __init__(self, net: Any, *, differences: bool) -> None:
@@ -185,14 +171,7 @@ class OuterModel:
         return self._net(x)
 
     def backward(self, dy: NDArray[Any]) -> None:
-        """Gives each parameter its pseudo-gradient: see `differences`. Reads the net's parameters and buffers.
-
-        Args:
-            dy: the factor of the pseudo-gradient, shape [1].
-
-        Raises:
-            UnsupportedOp: a parameter was frozen or unfrozen since this object was made.
-        """
+        """Gives each parameter its pseudo-gradient times `dy`, shape [1]. Reads the net's parameters and buffers."""
         self._fetch_buffers()
         factor = float(dy[0])
         for path, parameter in reversed(self._parameters.items()):
@@ -276,12 +255,8 @@ class Round(Protocol):
 class RoundPart(StatePart):
     """Local training as a part of a training state.
 
-    Args:
-        kind: the name of the method; the same on all members.
-        wrapper: the wrapper of the global model.
-        outer: the optimizer of the global model; its `step` is the gate.
-        inner: the inner optimizers; newcomers get their settings.
-        worker: this worker's round.
+    The gate is the outer optimizer's `step`. Newcomers get the settings of the inner optimizers. `kind` is the name of
+    the method, the same on all members.
     """
 
     def __init__(self, kind: str, wrapper: DDP, outer: Optimizer, inner: InnerOptimizers, worker: Round) -> None:

@@ -39,14 +39,7 @@ from paceline.torch._sharded_tensors import Adapter, Mirror, ModuleCall, mapped,
 
 
 class UnitRuns:
-    """A backward pass of the whole model, and the running units in it.
-
-    Args:
-        whole: the pass.
-
-    Attributes:
-        whole: as above.
-    """
+    """A backward pass of the whole model, and the running units in it."""
 
     def __init__(self, whole: AutogradPass) -> None:
         self.whole = whole
@@ -82,12 +75,7 @@ class UnitRuns:
 
 
 class UnitRun:
-    """One forward run of a unit, and the backward run that belongs to it.
-
-    Args:
-        enter: called when the backward run begins.
-        leave: called when it ends.
-    """
+    """One forward run of a unit, and its backward run, which calls `enter` when it begins and `leave` when it ends."""
 
     def __init__(self, enter: Callable[[], None], leave: Callable[[], None]) -> None:
         self._enter = enter
@@ -149,8 +137,7 @@ class _SavedTensor(NamedTuple):
 def saving(need: Callable[[Mirror], None]) -> Any:
     """Returns a context manager for a forward pass: autograd saves places in parameters instead of tensors inside it.
 
-    Args:
-        need: called in the backward pass with a parameter that has no memory; gathers it.
+    `need` is called in the backward pass with a parameter that has no memory; it gathers it.
     """
 
     def pack(tensor: Any) -> _SavedPlace | _SavedTensor:
@@ -179,16 +166,9 @@ def saving(need: Callable[[Mirror], None]) -> Any:
 class ShardedDriver:
     """Drives one sharded torch module from its calls and from autograd's hooks.
 
-    The gradients of micro-batches under `no_sync` add up, as in torch; the mean is taken over ranks.
-
-    Args:
-        module: the module as the core sees it.
-        group, strategy, intra_node_size, ahead: as for `paceline.FSDP`.
-        narrow: whether to compute with, and send, bfloat16.
-
-    Attributes:
-        module: as above.
-        sharded: the core; its `driver` is this object.
+    The gradients of micro-batches under `no_sync` add up, as in torch; the mean is taken over ranks. With `narrow` the
+    module computes with, and sends, bfloat16. Other arguments are those of `paceline.FSDP`. `sharded` is the core; its
+    `driver` is this object.
     """
 
     def __init__(

@@ -35,14 +35,7 @@ _PLAIN = (bool, int, float, str)
 
 
 class TorchOptimizer(OptimizerState):
-    """The adapter of a torch optimizer of pieces.
-
-    Args:
-        optimizer: an optimizer of `model.parameters()` of one `paceline.torch.FSDP`, or of some of them.
-
-    Raises:
-        UnsupportedOp: the optimizer's state cannot be separated by parameter, or does not begin with zeros.
-    """
+    """The adapter of a torch optimizer of pieces, whose state must begin with zeros, for each parameter by itself."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
@@ -216,7 +209,6 @@ def optimizer_of(thing: Any) -> TorchOptimizer | None:
     """Returns the adapter of a torch optimizer of pieces; None for anything else, or if its state need not be known.
 
     Raises:
-        UnsupportedOp: the optimizer trains a sharded model, and its state cannot be sharded.
         StepOrderError: the optimizer would train nothing, because it was made before the module was wrapped.
     """
     if not isinstance(thing, torch.optim.Optimizer):

@@ -1,8 +1,4 @@
-"""Adapts torch's modules, parameters and gradients to the sharded core; both use the same memory.
-
-`Mirror` is a module's parameter, `TorchPiece` this rank's piece of one, which torch's optimizers train. `Adapter` lists
-the parameters and buffers in a tree of modules by path.
-"""
+"""Adapts torch's modules, parameters and gradients to the sharded core; both use the same memory."""
 
 from __future__ import annotations
 
@@ -33,11 +29,7 @@ class GradientShard(torch.Tensor):  # type: ignore[misc]  # torch is not there w
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Calls `func` as if its arguments were plain tensors.
-
-        Raises:
-            UnsupportedOp: `func` is a norm.
-        """
+        """Calls `func` as if its arguments were plain tensors, unless it is a norm."""
         if func in _NORMS:
             raise UnsupportedOp(
                 "FSDP shards this gradient over the ranks, so the norm of this rank's shard is not that of the "
@@ -58,9 +50,6 @@ class Mirror(Parameter):
 
     Autograd accumulates into `tensor.grad` as always. `take_gradient` takes the gradient from there, so that gradients
     accumulate, wait and are sent like those of NumPy modules.
-
-    Attributes:
-        tensor: the `torch.nn.Parameter`.
     """
 
     __slots__ = ("_handle", "tensor")
@@ -114,8 +103,7 @@ class Mirror(Parameter):
 class TorchPiece(Parameter):
     """This rank's piece of a parameter, which torch's optimizers train.
 
-    Attributes:
-        tensor: a `torch.nn.Parameter` over the same elements; its gradient is the piece's.
+    `tensor` is a `torch.nn.Parameter` over the same elements; its gradient is the piece's.
     """
 
     __slots__ = ("tensor",)
@@ -158,15 +146,7 @@ class TorchPiece(Parameter):
 
 
 def mirror_of(tensor: Any, name: str) -> Mirror:
-    """Returns the mirror of a module's parameter; makes it at first use.
-
-    Args:
-        tensor: the parameter.
-        name: its path, for errors.
-
-    Raises:
-        UnsupportedOp: NumPy cannot use the tensor's memory.
-    """
+    """Returns the mirror of a module's parameter; makes it at first use. The name is for errors."""
     found = getattr(tensor, _MARK, None)
     if found is None:
         found = Mirror(tensor, name)
@@ -202,23 +182,14 @@ class ModuleCall(NamedTuple):
 
 
 class Wrapped(torch.nn.Module):  # type: ignore[misc]
-    """A wrapped module, as the modules around it see it.
-
-    Attributes:
-        module: the wrapped module.
-        sharded: the core that shards it.
-    """
+    """A wrapped module, as the modules around it see it, and the core that shards it."""
 
     module: Any
     sharded: ShardedModel
 
 
 class Adapter:
-    """A torch module as the core sees it: parameters and buffers by the paths that they have without wrappers.
-
-    Args:
-        module: the module.
-    """
+    """A torch module as the core sees it: parameters and buffers by the paths that they have without wrappers."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -242,14 +213,10 @@ class Adapter:
 
 
 def replaced(module: Any, kinds: tuple[type, ...], make: Callable[[Any], Any]) -> None:
-    """Replaces each module of some classes inside another one by a unit, inner ones first.
+    """Replaces each module of some classes inside another one by the unit that `make` makes of it, inner ones first.
 
-    A module that occurs in several places is replaced by the same unit in all. Modules inside a unit stay.
-
-    Args:
-        module: the outer module, which is not replaced.
-        kinds: the classes.
-        make: makes a unit of a module.
+    A module that occurs in several places is replaced by the same unit in all. Modules inside a unit stay, and so does
+    the outer module.
     """
     _replace(module, kinds, make, {})
 

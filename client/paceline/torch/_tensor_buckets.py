@@ -37,10 +37,6 @@ _NOT_ON_DEVICES = (
 class TensorBucket:
     """The gradients of some parameters of one dtype on one device; a `GradientBucket`.
 
-    Args:
-        parameters: the parameters by path, in the order in which they lie in the bucket.
-        room: number of elements reserved for a piggyback.
-
     Attributes:
         flat: the elements that travel. On a device bfloat16 travels as it is, as with torch's DDP. Others in 16 bits
             travel as float32, since float16 times the number of samples may overflow, and engines for the CPU do not
@@ -108,11 +104,7 @@ class TensorBucket:
         self._packed = self._streams.mark()
 
     def unpack(self, total: float, *, divided: bool) -> None:
-        """See `Bucket.unpack`; enqueued in the calling thread's stream.
-
-        Raises:
-            StepOrderError: the weights of all ranks add up to 0.
-        """
+        """See `Bucket.unpack`; enqueued in the calling thread's stream."""
         if not total > 0:
             raise StepOrderError("the weights of all ranks add up to 0, so there are no samples to average")
         with torch.no_grad():
@@ -172,11 +164,7 @@ class TensorBucket:
 
 
 class TensorTransport(GroupTransport):
-    """Keeps gradients in tensors, whose sums the group's engine carries; a `GradientTransport`.
-
-    Args:
-        group: the ranks; its configuration names an engine.
-    """
+    """Keeps gradients in tensors, whose sums the group's engine carries; a `GradientTransport`."""
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
@@ -197,11 +185,7 @@ class TensorTransport(GroupTransport):
     def start(
         self, bucket: TensorBucket, *, divisor: Callable[[], float] | None, in_background: bool
     ) -> Work[Any] | None:
-        """See `GradientTransport`.
-
-        Raises:
-            UnsupportedOp: the engine does not sum where the gradients lie.
-        """
+        """See `GradientTransport`."""
         engine = self._carrying.open_engine()
         assert engine is not None, "this transport is for groups with an engine"
         kind = bucket.flat.device.type

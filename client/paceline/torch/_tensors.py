@@ -38,15 +38,7 @@ _COMBINABLE = frozenset(
 
 
 def array_of(tensor: Tensor, name: str = "the tensor") -> NDArray[Any]:
-    """Returns an array over a tensor's memory, of the same shape and strides; it does not keep the autograd graph.
-
-    Args:
-        tensor: dense, on the CPU.
-        name: the tensor's name in error texts.
-
-    Raises:
-        UnsupportedOp: the tensor has no memory that NumPy can use.
-    """
+    """Returns an array over the memory of a dense tensor on the CPU, with its strides, without its autograd graph."""
     plain = tensor.detach()
     if plain.device.type != "cpu" or plain.layout != torch.strided:
         raise UnsupportedOp(f"{name} is a {plain.layout} tensor on {plain.device}: want a dense one on the CPU")
@@ -129,10 +121,8 @@ def values_of(tensor: Tensor, name: str = "the tensor") -> NDArray[Any]:
 def elements_of(tensor: Tensor) -> Array:
     """Returns a tensor's elements in C order, shape [N]: a view if the tensor is contiguous on the CPU, else a copy.
 
-    A tensor that `can_combine` rejects is returned as its bytes: shape [N * itemsize], uint8.
-
-    Raises:
-        UnsupportedOp: the tensor is sparse or quantized.
+    A tensor that `can_combine` rejects is returned as its bytes: shape [N * itemsize], uint8. Sparse and quantized
+    tensors are refused.
     """
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise UnsupportedOp(f"a tensor of layout {tensor.layout} cannot be sent: convert it to a dense one")
@@ -144,11 +134,9 @@ def elements_of(tensor: Tensor) -> Array:
 
 
 class ResultBuffer(NamedTuple):
-    """The memory to which an operation writes its result for a tensor.
+    """The memory, shape [N], to which an operation writes its result for a tensor.
 
-    Attributes:
-        array: the memory, shape [N].
-        copy_back: copies the result to the tensor; None if `array` is the tensor's own memory.
+    `copy_back` copies the result to the tensor; None if `array` is the tensor's own memory.
     """
 
     array: Array
@@ -156,11 +144,9 @@ class ResultBuffer(NamedTuple):
 
 
 def result_buffer(tensor: Tensor, *, filled: bool = False) -> ResultBuffer:
-    """Returns a buffer for a result that belongs in a tensor: the tensor's own memory if possible.
+    """Returns a buffer for a result that belongs in a dense tensor: the tensor's own memory if possible.
 
-    Args:
-        tensor: a dense tensor.
-        filled: whether to fill the buffer with the tensor's values first, for operations in place.
+    For operations in place, a `filled` buffer has the tensor's values.
     """
     plain = on_host(tensor) and not (tensor.is_conj() or tensor.is_neg())
     if plain and tensor.layout == torch.strided and tensor.is_contiguous():

@@ -1,7 +1,4 @@
-"""DistributedDataParallel for torch modules: every rank holds the whole model, and gradients are averaged.
-
-`DDP` is the front for users. Hooks of autograd drive the same core as in `paceline.DDP`; see `_autograd`.
-"""
+"""DistributedDataParallel for torch modules; hooks drive the same core as in `paceline.DDP` (`_autograd`)."""
 
 from __future__ import annotations
 

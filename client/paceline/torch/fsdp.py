@@ -1,7 +1,4 @@
-"""FullyShardedDataParallel for torch modules: ranks share the memory of one model, and train it as one.
-
-`FSDP` is the front for users. Hooks of autograd drive the same core as in `paceline.FSDP`; see `_sharded_autograd`.
-"""
+"""FullyShardedDataParallel for torch modules; hooks drive the same core as in `paceline.FSDP` (`_sharded_autograd`)."""
 
 from __future__ import annotations
 

@@ -278,7 +278,6 @@ class _MpiTicket(Ticket):
     """A sum that is not over, or is.
 
     Attributes:
-        x: the array.
         put: elements that MPI has been given.
         taken: elements whose sums are in the array.
         over: is set when nothing touches the array any more.
@@ -301,12 +300,7 @@ class _MpiTicket(Ticket):
 
 
 class _Pipe:
-    """The memory that MPI gets, and the pieces that are under way in it, the first one first.
-
-    Args:
-        comm: the communicator.
-        piece: bytes of a piece.
-    """
+    """The memory that MPI gets, and the pieces that are under way in it, the first one first."""
 
     def __init__(self, comm: Any, piece: int) -> None:
         self._comm = comm
@@ -340,11 +334,7 @@ class _Pipe:
             self._requests.append(self._comm.Iallreduce(self._in_place, piece))
 
     def arrived(self) -> bool:
-        """Whether the first piece is summed.
-
-        Raises:
-            MPI.Exception: it never will be.
-        """
+        """Whether the first piece is summed; MPI's exception if it never will be."""
         test = self._requests[0].Test
         return any(test() for _ in range(_POLLS))
 
@@ -365,11 +355,7 @@ def _world() -> str:
 
 
 def _read_contacts(contacts: Sequence[bytes], rank: int) -> tuple[list[int], str]:
-    """Returns the ranks in COMM_WORLD of all members, in the order of their ranks, and the key of this generation.
-
-    Raises:
-        ValueError: a contact cannot be read, or a member is not in this world; the text names it.
-    """
+    """Returns the ranks in COMM_WORLD of all members, in the order of their ranks, and the key of this generation."""
     told = []
     for contact in contacts:
         try:
@@ -386,11 +372,7 @@ def _read_contacts(contacts: Sequence[bytes], rank: int) -> tuple[list[int], str
 
 
 def _communicator(ranks: Sequence[int], key: str) -> Any:
-    """Makes a communicator of some ranks of COMM_WORLD, in this order; only these call it.
-
-    Raises:
-        MPI.Exception: it cannot be made.
-    """
+    """Makes a communicator of some ranks of COMM_WORLD, in this order; only these call it."""
     mpi = load_mpi()
     group = mpi.COMM_WORLD.Get_group().Incl(ranks)
     if has_ulfm():  # after a death COMM_WORLD makes none

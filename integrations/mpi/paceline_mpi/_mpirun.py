@@ -15,14 +15,10 @@ from paceline_mpi._run_rank import check_script
 def become_mpirun(
     command: Sequence[str], *, workers: int, minimum: int | None, coordinator: str | None, job: str
 ) -> NoReturn:
-    """Becomes mpirun; the entry point in "paceline.launchers".
+    """Becomes mpirun, with one rank for each worker; the entry point in "paceline.launchers".
 
-    Args:
-        command: SCRIPT ARGS..., or -m MODULE ARGS...
-        workers: number of ranks.
-        minimum: the number of ranks with which training goes on after a death; below `workers` it needs ULFM.
-        coordinator: its address; None for one at rank 0.
-        job: name of the job.
+    The command is SCRIPT ARGS..., or -m MODULE ARGS... Training goes on after a death with `minimum` ranks, which needs
+    ULFM below `workers`. Without a coordinator, rank 0 runs one.
 
     Raises:
         ValueError: the arguments are invalid, or there is no mpi4py or no mpirun.

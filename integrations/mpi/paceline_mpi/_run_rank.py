@@ -69,11 +69,7 @@ def _command(
 
 
 def _run_rank(command: Sequence[str], *, coordinator: str | None, job: str, minimum: int | None) -> int:
-    """Runs a script as one rank of COMM_WORLD, and returns its exit code.
-
-    Raises:
-        ValueError: the arguments are invalid, or mpi4py or MPI is not installed.
-    """
+    """Runs a script as one rank of COMM_WORLD, and returns its exit code."""
     check_script(command)
     try:
         mpi = load_mpi()
@@ -106,11 +102,7 @@ def _run_rank(command: Sequence[str], *, coordinator: str | None, job: str, mini
 
 
 def check_script(command: Sequence[str]) -> None:
-    """Checks that there is a script, so that not every rank says that there is none.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Checks that there is a script, so that not every rank says that there is none."""
     if command[0] != "-m" and not Path(command[0]).exists():
         raise ValueError(f"there is no script {command[0]}")
 
@@ -168,11 +160,7 @@ def _coordinator(world: Any, mpi: Any, address: str | None) -> Iterator[tuple[st
 
 
 def _tell(world: Any, mine: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns what rank 0 says, at all ranks; a collective of MPI's.
-
-    Raises:
-        ValueError: rank 0 has a problem.
-    """
+    """Returns what rank 0 says, at all ranks, or raises its problem there; a collective of MPI's."""
     message = np.zeros(_MOST_BYTES, np.uint8)
     if mine is not None:
         text = json.dumps(mine).encode()

@@ -1,4 +1,4 @@
-"""What ranks tell each other before they make a communicator: who is not in this world of MPI is refused by name."""
+"""Contacts of ranks before they make a communicator: a member of another world of MPI is refused by name."""
 
 from __future__ import annotations
 

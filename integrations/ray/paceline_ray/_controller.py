@@ -48,11 +48,7 @@ _ASK_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ActorEnd(Exit):
-    """The end of an actor, whose process has no exit code here.
-
-    Attributes:
-        words: how it ended, as a phrase that completes "rank 2 ...".
-    """
+    """The end of an actor, whose process has no exit code here; `words` complete "rank 2 ..."."""
 
     words: str = ""
 
@@ -63,11 +59,7 @@ class ActorEnd(Exit):
 
 
 def actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
-    """Returns what a worker takes, as options of a Ray actor.
-
-    Raises:
-        ValueError: an amount is below 0.
-    """
+    """Returns what a worker takes, as options of a Ray actor."""
     for name, amount in resources.items():
         if not amount >= 0:
             raise ValueError(f"resources[{name!r}] must be 0 or more, not {amount!r}")
@@ -129,12 +121,8 @@ def is_over(finished: Sequence[Finished], *, has_failed: bool) -> bool:
     """True if nobody trains any more, and actors that Ray has not placed yet are not needed.
 
     That is so when a worker has come to the end, or when all that trained were drained. If one was drained and another
-    has failed, training is not done: the actor that replaces it, or one that never had room, goes on.
-
-    Args:
-        finished: the good ends so far.
-        has_failed: a failure is left that nobody's good end has made up for, or an actor waits that replaces a failed
-            one.
+    has failed, training is not done: the actor that replaces it, or one that never had room, goes on. `has_failed` says
+    that a failure is left that nobody's good end has made up for, or that an actor waits that replaces a failed one.
     """
     return any(not worker.dismissed for worker in finished) or (bool(finished) and not has_failed)
 
@@ -156,7 +144,6 @@ class _Hosted:
 
     Attributes:
         index: the worker's slot.
-        actor: its handle.
         waited_for: what `ray.wait` looks at: its place, then its end; None while it waits for the others to be placed.
         place: where Ray has put it; None while Ray has no room.
         trains: `train` was called, and has not ended.

@@ -13,13 +13,7 @@ from paceline import Config, Credentials, Dismissed, PacelineError, Session, joi
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:
-    """Where Ray has placed a worker.
-
-    Attributes:
-        host: host name, as its session shows it.
-        pid: process id.
-        address: the node's IP address.
-    """
+    """Where Ray has placed a worker: its host as its session shows it, and the node's IP address."""
 
     host: str
     pid: int
@@ -84,10 +78,7 @@ class HostedWorker:
     def train(self, work: tuple[Callable[..., Any], tuple[Any, ...]], terms: JoinTerms, address: str) -> Finished:
         """Joins the job and calls the training function.
 
-        Args:
-            work: the training function, and its arguments behind the session.
-            terms: how to join.
-            address: where other nodes reach this one.
+        `work` is the function, and its arguments behind the session. `address` is where other nodes reach this one.
         """
         fn, args = work
         session: Session | None = None

@@ -24,12 +24,8 @@ _PAUSE_S = 0.1
 def coordinator_of_step(step: SlurmStep, job: str, say: Callable[[str], None]) -> Iterator[str]:
     """Yields the coordinator on the step's first node; task 0 serves it, and stays until no worker is left in the job.
 
-    It listens for other hosts if the step has several, else on loopback. All tasks need the same token or certificates,
-    because other users of the node reach loopback, too.
-
-    Raises:
-        ValueError: they have neither.
-        OSError: the port is in use.
+    It listens for other hosts if the step has several, else on loopback. All tasks need the same token or certificates
+    (ValueError if they have neither), because other users of the node reach loopback, too.
     """
     own = Credentials.from_environment()
     is_alone = len(step.hosts) == 1

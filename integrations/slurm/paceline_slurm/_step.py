@@ -23,9 +23,8 @@ _PART = r"(?:[^,\[\]]|\[[^\[\]]*\])+"
 def expand_hostlist(text: str) -> list[str]:
     """Returns the hosts of a list such as "n[1-3,07],login", in its order.
 
-    Args:
-        text: hosts separated by commas; a bracket holds numbers and ranges, whose leading zeros stay. A host may have
-            several brackets, and the last one counts fastest.
+    A bracket holds numbers and ranges, whose leading zeros stay. A host may have several brackets, and the last one
+    counts fastest.
 
     Raises:
         ValueError: the text is no such list, or has more than 65,536 hosts.
@@ -71,7 +70,6 @@ class SlurmStep:
         hosts: the nodes of the step, in Slurm's order.
         task: the number of this task (SLURM_PROCID).
         tasks: how many tasks, and so launchers, the step has.
-        cpus: processors that Slurm has given to this task.
         workers: workers for this launcher: one for each GPU of the task, else one for each processor of the task.
         port: where the step's coordinator listens on the first node.
         ends_at: when the job's time is over, in seconds since the epoch; None if Slurm does not tell (before 23.02).

@@ -1,6 +1,5 @@
 """Asks a cloud's metadata service whether this machine will be taken away, as `paceline run --notice` does.
 
-AWS, GCP and AZURE say where to ask, and which answers mean that the machine will be taken. `Metadata` asks.
 Sources: AWS "Spot Instance interruption notices" and IMDSv2; Google Cloud "Handle preemption" and "maintenance-event";
 Azure "Scheduled Events for Linux VMs".
 """
@@ -26,11 +25,7 @@ _AWS_TOKEN_S = 21_600
 
 
 def aws_notice(body: str, machine: str = "") -> str:
-    """Returns why the machine will be taken, by the answer of spot/instance-action; empty if it will not.
-
-    Raises:
-        ValueError: the answer is not what the service sends.
-    """
+    """Returns why the machine will be taken, by the answer of spot/instance-action; empty if it will not."""
     found = _object(body)
     action = found.get("action")
     if action not in ("terminate", "stop", "hibernate"):
@@ -49,12 +44,7 @@ def gcp_notice(body: str, machine: str = "") -> str:
 def azure_notice(body: str, machine: str) -> str:
     """Returns why the machine will be taken, by the answer of scheduledevents; empty if it will not.
 
-    Args:
-        body: the answer, which lists events of all machines of a scale set.
-        machine: the name of this machine.
-
-    Raises:
-        ValueError: the answer is not what the service sends.
+    The answer lists events of all machines of a scale set.
     """
     events = _object(body).get("Events")
     if not isinstance(events, list):
@@ -124,12 +114,7 @@ AZURE = Provider(
 
 
 class Metadata:
-    """The metadata service of this machine, which is asked whether the machine will be taken away.
-
-    Args:
-        provider: the cloud.
-        base: address of the service; None for the cloud's.
-    """
+    """The metadata service of this machine, which is asked whether the machine will be taken away."""
 
     def __init__(self, provider: Provider, base: str | None = None) -> None:
         self._provider = provider
@@ -140,11 +125,7 @@ class Metadata:
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def ask(self) -> str:
-        """Asks once; returns why the machine will be taken, else an empty string.
-
-        Raises:
-            ValueError: the service gives no usable answer.
-        """
+        """Asks once; returns why the machine will be taken, else an empty string; ValueError for no usable answer."""
         try:
             return self._ask()
         except (OSError, ValueError, http.client.HTTPException) as error:

@@ -1,4 +1,4 @@
-"""What torchrun calls: a rendezvous handler whose rounds are views of a job."""
+"""The rendezvous handler that torchrun calls: its rounds are views of a job."""
 
 from __future__ import annotations
 
@@ -29,11 +29,7 @@ _AGREE_S = 60.0
 
 
 class Handler(RendezvousHandler):  # type: ignore[misc]  # torch has no types here
-    """One agent's part in the rounds of its run.
-
-    Args:
-        terms: what torchrun's flags say.
-    """
+    """One agent's part in the rounds of its run."""
 
     def __init__(self, terms: Terms) -> None:
         self._terms = terms

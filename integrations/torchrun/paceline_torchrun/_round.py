@@ -32,15 +32,8 @@ _CLOSED = "closed"
 class Round:
     """A round as one of its agents sees it.
 
-    Attributes:
-        number: grows from round to round, also over restarts of the coordinator.
-        session: this agent's session, which is in the round's view.
-        store: the job's store, as torch's.
-
-    Args:
-        session: as above.
-        job: the run's agents as seen from outside.
-        most: most agents in a round.
+    `number` grows from round to round, also over restarts of the coordinator. The session is in the round's view; `job`
+    shows the run's agents from outside; `most` is the most agents in a round.
     """
 
     def __init__(self, session: Session, job: RunningJob, most: int) -> None:
@@ -69,9 +62,7 @@ class Round:
     def begins(self, last_call: float, timeout: float) -> bool:
         """Waits for more agents if there may be more; returns True if the round goes on with those that are there.
 
-        Args:
-            last_call: seconds to wait.
-            timeout: seconds for all agents to agree.
+        `last_call` are the seconds to wait, `timeout` those for all agents to agree.
         """
         if self._rank == 0 and not self._is_full and self._over.wait(last_call):
             return False
@@ -95,8 +86,7 @@ class Round:
     def close(self, why: str) -> None:
         """Closes the run for all agents of this round, and those that wait for its end, and leaves.
 
-        Args:
-            why: why this agent has failed, so that the others stop too; empty if its workers are done.
+        `why` says why this agent has failed, so that the others stop too; it is empty if its workers are done.
         """
         with contextlib.suppress(PacelineError):  # there is nobody left to tell
             self.session.store.set(_CLOSED, str(self.number).encode())
@@ -107,14 +97,7 @@ class Round:
     def part(self, seconds: float) -> bool:
         """Waits until the other agents have stopped their workers too, or are gone, and leaves.
 
-        Args:
-            seconds: how long to wait.
-
-        Returns:
-            True if one of them has closed the run.
-
-        Raises:
-            TimeoutError: an agent is still busy with its workers.
+        Returns True if one of them has closed the run; raises TimeoutError if an agent is still busy with its workers.
         """
         give_up = time.monotonic() + seconds
         try:

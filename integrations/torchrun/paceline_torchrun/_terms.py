@@ -1,4 +1,4 @@
-"""What torchrun's flags say of a run. Pure, but for the environment that it is given."""
+"""The meaning of torchrun's flags for a run. Pure, but for the environment that it is given."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ class Terms:
     Attributes:
         coordinator: address of the coordinator; of several, all addresses with commas between them.
         run_id: name of the run.
-        min_nodes: least number of agents in a round.
-        max_nodes: most agents in a round.
         address: where other hosts reach this one; None to detect it.
         join_timeout: seconds for the agents to meet.
         last_call: seconds for which a round of fewer than `max_nodes` waits for more.
@@ -34,11 +32,7 @@ class Terms:
 
 
 def read_terms(parameters: Any, environ: Mapping[str, str]) -> Terms:
-    """Reads torch's `RendezvousParameters`.
-
-    Raises:
-        ValueError: they name no coordinator, or something is out of range.
-    """
+    """Reads torch's `RendezvousParameters`; ValueError if they name no coordinator, or something is out of range."""
     coordinator = parameters.endpoint or environ.get("PACELINE_COORDINATOR")
     if not coordinator:
         raise ValueError(

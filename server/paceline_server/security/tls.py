@@ -43,11 +43,8 @@ class TlsUnusable(ValueError):
 class Certificates:
     """The certificates that the coordinator serves TLS with, in PEM.
 
-    Attributes:
-        cert: the coordinator's certificate.
-        key: the key of the certificate.
-        ca: the authority of the callers' certificates; None if callers need none.
-        until: when the coordinator's certificate expires, in seconds since 1970; None if that cannot be found.
+    `ca` is None if callers need no certificate. `until` is when the coordinator's expires, in seconds since 1970; None
+    if that cannot be found.
     """
 
     cert: bytes
@@ -89,11 +86,8 @@ class TlsPaths:
     def read(self, known: Certificates | None = None) -> Certificates:
         """Reads and checks the files; returns `known` itself if nothing has changed. Blocks: do not call it on a loop.
 
-        A certificate that has expired, or is not valid yet, is accepted with a warning: a clock may be wrong.
-
-        Raises:
-            TlsUnusable: a file cannot be read, is no certificate or key, others may read the key, or the two do not
-                belong together.
+        A certificate that has expired, or is not valid yet, is accepted with a warning: a clock may be wrong. Others
+        must not be able to read the key.
         """
         found = Certificates(_read(self.cert), _read_key(self.key), None if self.ca is None else _read(self.ca))
         if found == known:
@@ -195,15 +189,7 @@ FIRST_S = 10.0
 
 
 class CertificateKeeper:
-    """The certificates in force. If new files cannot be used, it logs an error and the last ones stay in force.
-
-    Args:
-        paths: the files.
-        held: their contents at the start.
-
-    Attributes:
-        held: their contents now.
-    """
+    """The certificates in force. If new files cannot be used, it logs an error and the last ones stay in force."""
 
     def __init__(self, paths: TlsPaths, held: Certificates) -> None:
         self._paths = paths
@@ -220,11 +206,7 @@ class CertificateKeeper:
 
     @classmethod
     async def open(cls, paths: TlsPaths) -> CertificateKeeper:
-        """Reads the files.
-
-        Raises:
-            TlsUnusable: the files cannot be used, or were not read within `FIRST_S`.
-        """
+        """Reads the files; raises `TlsUnusable` also if that takes longer than `FIRST_S`."""
         try:
             return cls(paths, await call_apart(paths.read, "paceline-first-certificates", FIRST_S))
         except TimeoutError:

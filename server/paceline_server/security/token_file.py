@@ -36,11 +36,7 @@ MAX_FILE_BYTES = 1 << 20
 
 
 def read_tokens(path: Path) -> Tokens:
-    """Reads the file.
-
-    Raises:
-        TokensUnusable: the file cannot be read, others may read it, or it is no file of tokens; the text names it.
-    """
+    """Reads the file; raises `TokensUnusable` also if others may read it."""
     try:
         data = read_private(path, MAX_FILE_BYTES + 1)
     except FileTooOpen as error:
@@ -58,12 +54,7 @@ def read_tokens(path: Path) -> Tokens:
 
 
 class TokenKeeper:
-    """The tokens in force now. Used on one loop.
-
-    Args:
-        tokens: the tokens at the start.
-        read: reads the tokens again; None if they never change.
-    """
+    """The tokens in force now, which `read` reads again; None if they never change. Used on one loop."""
 
     def __init__(self, tokens: Tokens, read: Callable[[], Tokens] | None = None) -> None:
         self._tokens = tokens
@@ -75,11 +66,7 @@ class TokenKeeper:
 
     @classmethod
     async def of_file(cls, path: Path) -> Self:
-        """Makes a keeper of the tokens of a file.
-
-        Raises:
-            TokensUnusable: as for `read_tokens`, or the file was not read within `FIRST_S`.
-        """
+        """Makes a keeper of the tokens of a file; raises `TokensUnusable` also if it is not read within `FIRST_S`."""
         try:
             first = await call_apart(lambda: read_tokens(path), _THREAD, FIRST_S)
         except TimeoutError:

@@ -49,10 +49,8 @@ class Role(enum.IntEnum):
 class Grant:
     """The jobs that a token is good for, and its role there.
 
-    Attributes:
-        jobs: only these jobs, and those of runs with these names; None for all jobs, and for calls about no job.
-        role: the highest role of the token in these jobs.
-        line: the first line of the token file that has the token; 0 if it is in no file.
+    `jobs` also stands for those of runs with these names; None for all jobs, and for calls about no job. `line` is the
+    first one of the token file that has the token; 0 if it is in no file.
     """
 
     jobs: frozenset[str] | None = None
@@ -64,11 +62,7 @@ class Grant:
         return self.jobs is None or job in self.jobs or run_of(job) in self.jobs
 
     def check_role(self, needed: Role) -> None:
-        """Lets a call through that needs this role.
-
-        Raises:
-            PermissionDenied: the token has a lesser role.
-        """
+        """Lets a call through that needs this role."""
         if self.role < needed:
             raise PermissionDenied(
                 f"the token has the role {self.role.name.lower()!r}, and this call needs {needed.name.lower()!r}: "
@@ -76,32 +70,20 @@ class Grant:
             )
 
     def check(self, job: str) -> None:
-        """Lets a call for the job through.
-
-        Raises:
-            PermissionDenied: the token is good for other jobs.
-        """
+        """Lets a call for the job through."""
         if not self.allows(job):
             raise PermissionDenied("the token is valid for another job: use one that is valid for this job")
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The tokens that are in force.
-
-    Attributes:
-        grants: what each token is good for, by the token's SHA-256 digest.
-    """
+    """The tokens that are in force: what each is good for, by its SHA-256 digest."""
 
     grants: Mapping[bytes, Grant]
 
     @classmethod
     def single(cls, token: str) -> Tokens:
-        """Makes tokens of a single one, good for all jobs.
-
-        Raises:
-            TokensUnusable: it cannot be a token.
-        """
+        """Makes tokens of a single one, good for all jobs."""
         _check(token, "the token")
         return cls({_digest(token): Grant()})
 
@@ -111,9 +93,6 @@ class Tokens:
 
         A token without a role has that of an operator, and one without a job is good for all jobs. `#` begins a comment
         line. A token on several lines is good for the jobs of all these lines, in one role.
-
-        Raises:
-            TokensUnusable: a line cannot be read, or no line holds a token.
         """
         jobs: dict[bytes, set[str] | None] = {}
         roles: dict[bytes, Role] = {}
@@ -147,14 +126,7 @@ class Tokens:
         )
 
     def grant(self, authorization: str | None) -> Grant:
-        """Returns what a caller may do.
-
-        Args:
-            authorization: the value of `authorization` in the call's metadata, "Bearer TOKEN"; None if there is none.
-
-        Raises:
-            Unauthenticated: there is no token, or an unknown one.
-        """
+        """Returns what a caller may do, from "Bearer TOKEN" or None; else raises `Unauthenticated`."""
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != _SCHEME or not token.strip():
             raise Unauthenticated("it wants a token: set PACELINE_TOKEN or PACELINE_TOKEN_FILE")

@@ -52,11 +52,7 @@ MOST_LISTED = 1_000
 
 
 class AdminHandlers(AdminServiceServicer):
-    """Handlers of pacelinepb.v1.AdminService.
-
-    Args:
-        dispatcher: the jobs.
-    """
+    """Handlers of pacelinepb.v1.AdminService."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher

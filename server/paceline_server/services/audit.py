@@ -49,11 +49,8 @@ _ACTIONS = frozenset(
 class Caller:
     """The caller of an operation, as far as it is known.
 
-    Attributes:
-        address: IP address and port.
-        certificate: the common name of the subject in its certificate; None without one.
-        token: its token in words; None if callers need none.
-        role: the role of its token; None without a valid one.
+    `certificate` is the common name of the subject in the caller's. `token` is in words, and None if callers need none;
+    `role` is None without a valid one.
     """
 
     address: str
@@ -64,13 +61,7 @@ class Caller:
 
 @dataclass(slots=True)
 class Action:
-    """A caller's request for an action; filled in as it is read.
-
-    Attributes:
-        job: the job's name; None while it is not known.
-        members: ranks and ids, as the caller named them; none for all.
-        question: what members are asked, empty for other calls.
-    """
+    """A caller's request for an action, filled in as it is read; with no `members` it is about all."""
 
     job: str | None = None
     members: Sequence[str] = ()
@@ -78,24 +69,14 @@ class Action:
 
 
 class Audit:
-    """Writes the lines.
-
-    Args:
-        tokens: the tokens in force; None if callers need none.
-    """
+    """Writes the lines."""
 
     def __init__(self, tokens: TokenKeeper | None) -> None:
         self._tokens = tokens
         self._remarks = Remarks(_PERIOD_S)
 
     async def caller(self, address: str, certificate: str | None, authorization: str | None) -> Caller:
-        """Says who calls, before the call is made: its token may be gone at the end.
-
-        Args:
-            address: as for `Caller`.
-            certificate: as for `Caller`.
-            authorization: as for `Tokens.grant`.
-        """
+        """Says who calls, before the call is made: its token may be gone at the end."""
         if self._tokens is None:
             return Caller(address, certificate)
         try:
@@ -107,12 +88,7 @@ class Audit:
 
     @contextmanager
     def of(self, call: str, caller: Caller) -> Iterator[Action]:
-        """Writes the line of a call at the end of the block, which may raise what the call ends with.
-
-        Args:
-            call: name of the method.
-            caller: who calls.
-        """
+        """Writes the line of a call at the end of the block, which may raise what the call ends with."""
         action = Action()
         try:
             yield action
@@ -144,11 +120,7 @@ class Audit:
 
 
 class AuditInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
-    """Has a line written about each call that needs an operator's role.
-
-    Args:
-        audit: writes the lines.
-    """
+    """Has a line written about each call that needs an operator's role."""
 
     def __init__(self, audit: Audit) -> None:
         self._audit = audit

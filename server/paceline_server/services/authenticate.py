@@ -75,12 +75,7 @@ _Next = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[Any
 
 
 class AuthenticationInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
-    """Lets a call through if its token is valid, is good for its job and has the role that the call needs.
-
-    Args:
-        tokens: the valid tokens.
-        vitals: counts refusals.
-    """
+    """Lets a call through if its token is valid, is good for its job and has the role that the call needs."""
 
     def __init__(self, tokens: TokenKeeper, vitals: Vitals) -> None:
         self._tokens = tokens

@@ -42,12 +42,7 @@ _TIMES = 3
 
 
 class OpenCalls:
-    """All open calls of a coordinator.
-
-    Args:
-        budget: the memory for open calls.
-        longest: bytes of the longest request of all methods.
-    """
+    """All open calls of a coordinator."""
 
     def __init__(self, budget: Budget, longest: int) -> None:
         self._budget = budget
@@ -55,15 +50,7 @@ class OpenCalls:
 
     @contextmanager
     def one(self, payer: str, lasts: bool = False) -> Iterator[OpenCall]:
-        """Counts a call for as long as it is open.
-
-        Args:
-            payer: the payer, in words.
-            lasts: True for a call that may stay open without limit.
-
-        Raises:
-            NoRoom: the payer has too many open calls.
-        """
+        """Counts a call while it is open; one that `lasts` may stay open without limit. Raises `NoRoom`."""
         call = OpenCall(self, payer)
         call.take(CALL_BYTES, self._spare if lasts else 0)
         try:
@@ -87,12 +74,7 @@ class OpenCalls:
 
 
 class OpenCall:
-    """A call that is open.
-
-    Attributes:
-        payer: the payer, in words.
-        held: bytes that are counted for it.
-    """
+    """A call that is open."""
 
     def __init__(self, calls: OpenCalls, payer: str) -> None:
         self._calls = calls
@@ -100,11 +82,7 @@ class OpenCall:
         self.held = 0
 
     def take(self, size: int, spare: int = 0) -> None:
-        """Counts more bytes, if the payer has room for them and for `spare` bytes besides.
-
-        Raises:
-            NoRoom: that is more than the payer may have.
-        """
+        """Counts more bytes; raises `NoRoom` if the payer has none for them and for `spare` bytes besides."""
         self._calls.take(self.payer, size, spare)
         self.held += size
 
@@ -114,11 +92,7 @@ class OpenCall:
         self.held = CALL_BYTES
 
     def take_message(self, size: int) -> None:
-        """Counts one message of a request, or an answer.
-
-        Raises:
-            NoRoom: the payer has no room for it.
-        """
+        """Counts one message of a request, or an answer."""
         self.take(_TIMES * size)
 
 
@@ -148,12 +122,8 @@ _MOST_PAYERS = 20_000
 class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
     """Paces all calls but probes, by payer. Messages of a session's stream are paced where they are read.
 
-    Args:
-        settings: the rates, the longest request, and the time for a request to come in.
-        calls: the open calls.
-        payer_of: gives the payer of a call, from its `authorization` and its peer.
-        vitals: counts refusals.
-        callers: is told of the calls that have a valid token, or need none.
+    `payer_of` gives the payer of a call, from its `authorization` and its peer. `callers` is told of the calls that
+    have a valid token, or need none.
     """
 
     def __init__(

@@ -21,9 +21,6 @@ class ConfirmingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  #
 
     A refusal of the caller's token rests on no state, so it is not confirmed: callers without a token must not make the
     leader write.
-
-    Args:
-        storage: the state.
     """
 
     def __init__(self, storage: Storage) -> None:

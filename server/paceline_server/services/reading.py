@@ -42,12 +42,7 @@ def forgiving(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 
 def check_readable(message: Any) -> Any:
-    """Returns the message.
-
-    Raises:
-        Damaged: it could not be parsed.
-        LimitMet: a field of it is too long.
-    """
+    """Returns the message; raises `Damaged` if it could not be parsed, `LimitMet` if a field of it is too long."""
     if message is _UNREADABLE:
         raise Damaged(_TEXT)
     if text := too_much(message):
@@ -59,11 +54,7 @@ _read_session_request = forgiving(pb.SessionRequest.FromString)
 
 
 class SessionMessages:
-    """The messages of a session's stream; each message has a checksum, in both directions.
-
-    Args:
-        context: the stream of bytes.
-    """
+    """The messages of a session's stream; each message has a checksum, in both directions."""
 
     def __init__(self, context: aio.ServicerContext[Any, Any]) -> None:
         self._context = context
@@ -71,12 +62,7 @@ class SessionMessages:
         self._read = self._written = 0
 
     async def read(self) -> Any:
-        """Reads the next message, or `EOF`.
-
-        Raises:
-            Damaged: the message could not be parsed, or its check is wrong.
-            LimitMet: a field of it is too long.
-        """
+        """Reads the next message, or `EOF`; raises `Damaged` if it could not be parsed, or its checksum is wrong."""
         data: Any = await self._context.read()
         if data is EOF:
             return EOF

@@ -34,9 +34,6 @@ class RefusalInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # no
 
     Anything else that a handler raises is a bug: it is logged with its stack, and the caller gets only INTERNAL.
     Handlers must be coroutine functions (unary, or streams that read and write through the context).
-
-    Args:
-        vitals: counts refusals.
     """
 
     def __init__(self, vitals: Vitals) -> None:

@@ -20,22 +20,14 @@ _Context = aio.ServicerContext[Any, Any]
 
 
 class SessionHandlers:
-    """Handlers of pacelinepb.v1.SessionService.
-
-    Args:
-        dispatcher: the jobs.
-    """
+    """Handlers of pacelinepb.v1.SessionService."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
         self._settings = dispatcher.settings
 
     def add_to(self, server: aio.Server) -> None:
-        """Registers the handlers.
-
-        This is done by hand because some handle bytes: the pages of GetView are serialised once for all members, and
-        each message of a session has a checksum.
-        """
+        """Registers the handlers by hand, since some handle bytes: pages serialised once, or with a checksum."""
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Session": grpc.stream_stream_rpc_method_handler(self.session, _as_it_is, _as_it_is),
             "GetView": grpc.unary_unary_rpc_method_handler(self.get_view, pb.GetViewRequest.FromString, _as_it_is),

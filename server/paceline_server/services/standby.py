@@ -16,11 +16,7 @@ _SESSION = "Session"
 
 
 class StandbyHandlers:
-    """Handlers of all our services.
-
-    Args:
-        refusal: makes the refusal of a call, with the leader of this moment.
-    """
+    """Handlers of all our services."""
 
     def __init__(self, refusal: Callable[[], NotLeader]) -> None:
         self._refusal = refusal

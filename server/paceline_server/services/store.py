@@ -25,9 +25,6 @@ class StoreHandlers:
     An answer tells only what is durable. The values themselves change as soon as a call arrives, so an answer that
     rests on them waits for what other calls have written before: otherwise a coordinator that is killed would take back
     what somebody has read.
-
-    Args:
-        dispatcher: the jobs.
     """
 
     def __init__(self, dispatcher: Dispatcher) -> None:
@@ -35,11 +32,7 @@ class StoreHandlers:
         self._settings = dispatcher.settings
 
     def add_to(self, server: aio.Server) -> None:
-        """Registers the handlers.
-
-        This is done by hand because `PacingInterceptor` merges a request that comes as several messages: each handler
-        takes one message.
-        """
+        """Registers the handlers by hand, since `PacingInterceptor` merges the messages of a request into one."""
         service = pb.DESCRIPTOR.services_by_name["StoreService"]
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             method.name: grpc.unary_unary_rpc_method_handler(

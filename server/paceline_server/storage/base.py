@@ -172,11 +172,7 @@ class Storage(Protocol):
     """Takes changes and keeps them. Used from one event loop."""
 
     async def load(self) -> list[StoredJob]:
-        """Opens the storage and returns all jobs.
-
-        Raises:
-            StateUnusable: the storage cannot be used.
-        """
+        """Opens the storage and returns all jobs, or raises `StateUnusable`."""
         ...
 
     def write(self, changes: Sequence[Change]) -> asyncio.Future[None]:
@@ -189,11 +185,7 @@ class Storage(Protocol):
         ...
 
     async def confirm(self) -> None:
-        """Returns once it is certain that this coordinator had the state for itself after the call had begun.
-
-        Raises:
-            NotLeader: another coordinator has it.
-        """
+        """Returns once this coordinator surely had the state after the call began; else raises `NotLeader`."""
         ...
 
     @property

@@ -28,15 +28,9 @@ _LONGEST_RELEASE = 64
 
 
 def check_writer(number: object, writer: object, newest: int) -> None:
-    """Checks that a state can be read, before anything else of it is.
+    """Checks that a state can be read, before anything else of it is; `writer` is the release that wrote it, or empty.
 
-    Args:
-        number: of its format, as it is stored.
-        writer: the release that wrote it, as it is stored; empty if it is not known.
-        newest: the greatest number that this release reads.
-
-    Raises:
-        ValueError: this release does not read it; the text says which format it has, and what to do.
+    Raises ValueError if this release does not read it: the text says which format it has, and what to do.
     """
     if not isinstance(number, int) or isinstance(number, bool) or not 0 < number <= MOST_VERSION:
         raise ValueError("its format is no number of ours")
@@ -51,11 +45,7 @@ def check_writer(number: object, writer: object, newest: int) -> None:
 
 
 def check_job(job: StoredJob) -> None:
-    """Checks the types of all that a job consists of, its numbers, and that its ranks are in its view.
-
-    Raises:
-        ValueError: something makes no sense; the text names it and the job.
-    """
+    """Checks the types of all that a job consists of, its numbers, and that its ranks are in its view."""
     try:
         _check(job, StoredJob, "record")
         _check_relations(job)

@@ -93,16 +93,9 @@ def _size(change: Change) -> int:
 class EtcdStorage:
     """The state for as long as one coordinator leads: one epoch.
 
-    Args:
-        keys: the shared store; its creator closes it.
-        prefix: what all keys begin with.
-        record: the leader's record that this coordinator has written.
-        revision: at which it was written.
-        on_deposed: called once, with a sentence, as soon as this coordinator knows that it leads no longer. No write is
-            answered before.
-
-    Attributes:
-        epoch: of this leader.
+    `keys` is closed by its creator. `record` is the leader's, as this coordinator wrote it at `revision`. `on_deposed`
+    is called once, with a sentence, as soon as this coordinator knows that it leads no longer; no write is answered
+    before.
     """
 
     def __init__(
@@ -135,11 +128,7 @@ class EtcdStorage:
             self._task.add_done_callback(self._has_ended)
 
     async def load(self) -> list[StoredJob]:
-        """Reads all jobs. They are of one moment only if `confirm` returns afterwards.
-
-        Raises:
-            StateUnusable: the store does not answer, or holds data of another program, or of a later release.
-        """
+        """Reads all jobs. They are of one moment only if `confirm` returns afterwards."""
         self.begin()
         key, ours = format_key(self._prefix), format_of_ours()
         try:
@@ -164,11 +153,7 @@ class EtcdStorage:
         return write.done
 
     async def confirm(self) -> None:
-        """Returns once a batch is stored that began after this call, so this coordinator led meanwhile.
-
-        Raises:
-            NotLeader: it leads no longer.
-        """
+        """Returns once a batch is stored that began after this call, so this coordinator led meanwhile."""
         await self.write(())
 
     @property
@@ -264,9 +249,7 @@ class EtcdStorage:
     async def _swap(self, batch: list[_Write]) -> None:
         """Stores a batch, and repeats it until it is known whether it is stored.
 
-        Raises:
-            KeysRefused: it cannot be stored.
-            _Deposed: this coordinator leads no longer.
+        Raises `KeysRefused` if it cannot be stored, and `_Deposed`.
         """
         touched: dict[str, None] = {}
         for write in batch:
@@ -295,11 +278,7 @@ class EtcdStorage:
         self._format = {}
 
     async def _repeat(self, call: Callable[[], object]) -> None:
-        """Makes a call until the store answers.
-
-        Raises:
-            _Deposed: it has not answered for so long that another coordinator may lead.
-        """
+        """Makes a call until the store answers; raises `_Deposed` once another coordinator may lead."""
         tries = 0
         loop = asyncio.get_running_loop()
         while True:

@@ -30,12 +30,8 @@ class TlsFiles(NamedTuple):
 class EtcdAddress:
     """Where the state is: etcd://HOST:PORT,HOST:PORT/PREFIX?ca=FILE&cert=FILE&key=FILE.
 
-    Attributes:
-        endpoints: the nodes of the cluster, host:port.
-        prefix: what all keys begin with. Coordinators with one prefix share one state.
-        ca: authority (PEM) of the nodes' certificates; None for connections without TLS.
-        cert: certificate (PEM) that we show to the nodes.
-        key: its key.
+    Coordinators with one prefix share one state. `ca` signs the nodes' certificates, and is None without TLS. We show
+    `cert` to the nodes.
     """
 
     endpoints: tuple[str, ...]
@@ -46,11 +42,7 @@ class EtcdAddress:
 
     @classmethod
     def parse(cls, state: str) -> EtcdAddress:
-        """Reads a value of `--state`.
-
-        Raises:
-            ValueError: the text says what is wrong, and repeats nothing that may be secret.
-        """
+        """Reads a value of `--state`; the text of the ValueError repeats nothing that may be secret."""
         form = "--state must be a file, or etcd://HOST:PORT,HOST:PORT/PREFIX"
         parts = urlsplit(state)
         if "@" in parts.netloc:
@@ -72,12 +64,7 @@ class EtcdAddress:
         return cls(endpoints, prefix, **files)
 
     def read_files(self) -> TlsFiles | None:
-        """Reads the files; returns None without TLS. Blocks.
-
-        Raises:
-            OSError: a file cannot be read.
-            ValueError: a file is empty, or others can read the key.
-        """
+        """Reads the files, which others must not be able to read; returns None without TLS. Blocks."""
         if self.ca is None:
             return None
         key = None if self.key is None else read_private(self.key, _MOST_BYTES)

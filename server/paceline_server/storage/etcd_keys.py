@@ -53,9 +53,6 @@ class EtcdKeys:
 
     The files of TLS are read again after each call without an answer. If one has changed, all connections are made
     anew, because the old certificate may have expired.
-
-    Args:
-        address: the cluster.
     """
 
     def __init__(self, address: EtcdAddress) -> None:

@@ -61,11 +61,7 @@ def format_of_ours() -> bytes:
 
 
 def check_format(value: bytes) -> None:
-    """Checks that this release reads a state whose key FORMAT has this value.
-
-    Raises:
-        ValueError: it does not, or the key is none of ours.
-    """
+    """Checks that this release reads a state whose key FORMAT has this value."""
     try:
         read = json.loads(value)
         number, writer = read["format"], read["release"]
@@ -120,15 +116,7 @@ def value_of(name: str, jobs: dict[str, StoredJob]) -> bytes | None:
 
 
 def jobs_of(items: Iterable[Item], prefix: str) -> dict[str, StoredJob]:
-    """Reads all jobs.
-
-    Args:
-        items: all keys of jobs.
-        prefix: what they begin with, up to the name of the job.
-
-    Raises:
-        ValueError: a value makes no sense.
-    """
+    """Reads all jobs; their keys begin with `prefix`, up to the name of the job."""
     jobs: dict[str, StoredJob] = {}
     for item in items:
         try:

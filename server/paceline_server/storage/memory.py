@@ -29,14 +29,7 @@ _REMOVALS = (KeyDeleted, AnswersDropped, StoreCleared)
 
 
 class MemoryStorage:
-    """Keeps jobs in a dict. Values are immutable and shared with the coordinator, so a key is not held twice.
-
-    Args:
-        jobs: the jobs at the start; None for none.
-
-    Attributes:
-        jobs: the jobs by name.
-    """
+    """Keeps jobs in a dict. Values are immutable and shared with the coordinator, so a key is not held twice."""
 
     def __init__(self, jobs: dict[str, StoredJob] | None = None) -> None:
         self.jobs: dict[str, StoredJob] = {} if jobs is None else jobs

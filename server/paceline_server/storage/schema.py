@@ -126,9 +126,8 @@ class NotAStateFile(Exception):
 def prepare(connection: sqlite3.Connection) -> None:
     """Locks the file for this connection, and creates the tables if there are none.
 
-    Raises:
-        NotAStateFile: the file holds something else.
-        sqlite3.Error: the file is no database, or another connection has it.
+    Raises `NotAStateFile` if the file holds something else, and sqlite3.Error if it is no database, or another
+    connection has it.
     """
     connection.execute("PRAGMA locking_mode=EXCLUSIVE")
     connection.execute("PRAGMA journal_mode=WAL")

@@ -31,22 +31,14 @@ class Item:
 
 
 class SharedKeys(Protocol):
-    """The store. All reads are linearizable."""
+    """The store. All reads are linearizable. Methods raise `KeysUnavailable` or `KeysRefused`."""
 
     async def get(self, key: bytes) -> Item | None:
-        """Returns a key; None if it is missing.
-
-        Raises:
-            KeysUnavailable, KeysRefused: as the classes say.
-        """
+        """Returns a key; None if it is missing."""
         ...
 
     async def read(self, prefix: bytes) -> list[Item]:
-        """Returns all keys that begin with `prefix`, sorted.
-
-        Raises:
-            KeysUnavailable, KeysRefused: as the classes say.
-        """
+        """Returns all keys that begin with `prefix`, sorted."""
         ...
 
     async def swap(
@@ -58,22 +50,13 @@ class SharedKeys(Protocol):
         emptied: Sequence[bytes] = (),
         held: bytes | None = None,
     ) -> int | Item | None:
-        """Sets `key` and makes the changes if `key` was last written at `revision`.
+        """Sets `key` and makes the changes if `key` was last written at `revision`, 0 if there must be none.
 
-        Args:
-            key: the guarded key.
-            revision: 0 if there must be no such key.
-            value: its next value.
-            changes: values of other keys; None deletes the key.
-            emptied: prefixes of which all keys are deleted; no key in `changes` begins with one.
-            held: the value that `key` must have besides: a store that was restored from a backup counts its revisions
-                anew, so that one revision may stand for two values. None: whatever it has.
+        A change to None deletes its key. All keys that begin with a prefix in `emptied` are deleted, too; none in
+        `changes` begins with one. With `held` the key must have that value besides: a store that was restored from a
+        backup counts its revisions anew, so that one revision may stand for two values.
 
-        Returns:
-            The revision of the change; or, if nothing was changed, the guarded key as it is, None if it is missing.
-
-        Raises:
-            KeysUnavailable, KeysRefused: as the classes say.
+        Returns the revision of the change; or, if nothing was changed, the guarded key as it is, None if it is missing.
         """
         ...
 
@@ -86,11 +69,8 @@ class SharedKeys(Protocol):
 class LeaderRecord:
     """The value of the guarded key: which coordinator leads.
 
-    Attributes:
-        epoch: grows by 1 with each takeover.
-        name: unique for each coordinator process.
-        address: where it is reached, host:port; empty once it has resigned.
-        batch: how many batches it has stored in this epoch.
+    `epoch` grows by 1 with each takeover. `name` is unique for each coordinator process. `address` is empty once it has
+    resigned. `batch` is how many batches it has stored in this epoch.
     """
 
     epoch: int
@@ -104,11 +84,7 @@ class LeaderRecord:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> LeaderRecord:
-        """Reads a record.
-
-        Raises:
-            ValueError: the bytes are no record, so the key belongs to another program.
-        """
+        """Reads a record; raises ValueError if the key belongs to another program."""
         try:
             read = json.loads(data)
             epoch, name, address, batch = read["epoch"], read["name"], read["address"], read["batch"]

@@ -39,11 +39,7 @@ class _Batch:
 
 
 class SqliteStorage:
-    """A state file.
-
-    Args:
-        path: the file; created if there is none. Its folder must exist.
-    """
+    """A state file, which is created if there is none, in a folder that exists."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -52,12 +48,7 @@ class SqliteStorage:
         self._thread: threading.Thread | None = None
 
     async def load(self) -> list[StoredJob]:
-        """Opens the file and returns all jobs.
-
-        Raises:
-            StateUnusable: the file cannot be opened, others may read it, it is damaged or no state file, or another
-                coordinator has it.
-        """
+        """Opens the file and returns all jobs."""
         loaded: Future[list[StoredJob]] = Future()
         loaded.set_running_or_notify_cancel()  # the caller may be cancelled; the thread goes on until `close`
         self._thread = threading.Thread(target=self._run, args=(loaded,), name="paceline-state", daemon=True)
@@ -141,10 +132,6 @@ def _keep_private(path: Path) -> None:
 
     This function opens no existing file: closing the file would release SQLite's locks, if this process has them
     (https://www.sqlite.org/howtocorrupt.html, 2.2).
-
-    Raises:
-        FileTooOpen: others may read the existing file, or a file that SQLite has left beside it.
-        OSError: the system refused.
     """
     with suppress(FileExistsError):
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))

@@ -20,15 +20,7 @@ _PROCESS = ("process_resident_memory_bytes", "process_open_fds", "process_max_fd
 
 
 class CoordinatorCollector:
-    """The collector that `generate_latest` asks at each scrape.
-
-    Args:
-        dispatcher: the jobs.
-        certificates: those that are served; None without TLS.
-        version: of Paceline.
-        started: when the coordinator started, in seconds since 1970.
-        usable_bytes: the memory that the process may use.
-    """
+    """The collector that `generate_latest` asks at each scrape; `started` is in seconds since 1970."""
 
     def __init__(
         self,

@@ -35,13 +35,7 @@ class _Shown(NamedTuple):
 
 
 class JobCollector:
-    """What `generate_latest` collects from; made for each scrape.
-
-    Args:
-        dispatcher: the jobs.
-        now: the time on the loop's clock.
-        shows: whether the caller may see a job of this name.
-    """
+    """What `generate_latest` collects from; made for each scrape, with the jobs that the caller may see."""
 
     def __init__(self, dispatcher: Dispatcher, now: float, shows: Callable[[str], bool]) -> None:
         self._dispatcher = dispatcher

@@ -126,15 +126,9 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Routes:
     """Handlers of all paths.
 
-    Args:
-        dispatcher: the jobs.
-        tokens: the tokens in force; None if callers need none.
-        certificates: the coordinator's; None without TLS.
-        names: the names, in lower case, by which a request may call this server, besides IP addresses; None for any.
-        streaming: is entered for as long as a request is answered with a stream.
-
-    Attributes:
-        broadcasts: the streams.
+    `tokens` is None if callers need none, and `certificates` without TLS. `names` are those, in lower case, by which a
+    request may call this server, besides IP addresses; None for any. `streaming` is entered for as long as a request is
+    answered with a stream.
     """
 
     def __init__(
@@ -211,11 +205,7 @@ class Routes:
         return response
 
     async def _turn(self, request: web.Request) -> None:
-        """Waits if the payer makes requests faster than it may.
-
-        Raises:
-            LimitMet: it would wait for too long.
-        """
+        """Waits if the payer makes requests faster than it may; refuses what would wait for too long."""
         who = self._payer(request)
         delay = self._pacers.delay(who, asyncio.get_running_loop().time(), PATIENCE_S)
         if delay:
@@ -243,11 +233,7 @@ class Routes:
             ) from None
 
     async def _grant(self, request: web.Request, role: Role = Role.READ) -> Grant:
-        """Returns what the caller may do.
-
-        Raises:
-            Unauthenticated, PermissionDenied: the caller has no token, or one that is not good enough.
-        """
+        """Returns what the caller may do."""
         if self._tokens is None:
             return Grant()
         try:
@@ -477,9 +463,6 @@ class _Readiness:
     """Whether the storage answers. It is asked at most once in `READY_FOR_S`, for all who want to know meanwhile.
 
     With etcd, to ask is to write. A storage that hangs is not asked again before it has answered.
-
-    Args:
-        keeper: writes to the storage.
     """
 
     def __init__(self, keeper: Keeper) -> None:

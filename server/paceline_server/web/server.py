@@ -67,15 +67,7 @@ _REMARK_S = 60.0
 
 
 class HttpServer:
-    """A server of the page, metrics and jobs.
-
-    Args:
-        address: where to listen, "host:port"; port 0 takes a free port.
-        dispatcher: the jobs.
-        tokens: the tokens in force; None if callers need none.
-        certificates: the coordinator's; None to serve without TLS.
-        names: see `Routes`.
-    """
+    """A server of the page, metrics and jobs; port 0 takes a free one, and `Routes` says what `names` are."""
 
     def __init__(
         self,
@@ -101,15 +93,7 @@ class HttpServer:
         self._connections: set[asyncio.Task[None]] = set()
 
     async def start(self) -> str:
-        """Listens.
-
-        Returns:
-            The URL of the page.
-
-        Raises:
-            PortInUse: another process listens there already.
-            OSError: listening failed for another reason.
-        """
+        """Listens; returns the URL of the page, or raises `PortInUse`."""
         host, _, port = self._address.rpartition(":")
         bound = int(port)
         targets = await targets_of(self._address, host.strip("[]"), bound)
@@ -201,18 +185,7 @@ class HttpServer:
 
 
 class _Connection(web.RequestHandler):
-    """A connection. What cannot be read as HTTP is answered and logged without any of it.
-
-    Args:
-        server: handles its requests.
-        task: serves it.
-        remarks: paces the log.
-
-    Attributes:
-        task: as given.
-        ended: is done when the connection has ended.
-        received: bytes that have come.
-    """
+    """A connection. What cannot be read as HTTP is answered and logged without any of it. `ended` is its end."""
 
     __slots__ = ("_remarks", "ended", "received", "task")
 

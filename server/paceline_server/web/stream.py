@@ -45,11 +45,7 @@ Build = Callable[[], Awaitable[dict[str, Any]]]
 
 
 class _Viewer:
-    """One who watches.
-
-    Args:
-        cut: ends the connection at once.
-    """
+    """One who watches."""
 
     def __init__(self, cut: Callable[[], None]) -> None:
         self.cut = cut
@@ -60,14 +56,8 @@ class _Viewer:
 class Broadcast:
     """Messages about one thing to all who watch it.
 
-    Args:
-        event: name of the event.
-        build: returns the whole message, as JSON has it.
-        running: returns how many broadcasts there are.
-
-    Attributes:
-        built: how often a message was built.
-        viewers: those who watch.
+    `build` returns the whole message, as JSON has it. `running` returns how many broadcasts there are. `built` is how
+    often a message was built.
     """
 
     def __init__(self, event: str, build: Build, running: Callable[[], int] = lambda: 1) -> None:
@@ -161,11 +151,7 @@ class Broadcast:
 
 
 class Broadcasts:
-    """All streams of a coordinator.
-
-    Attributes:
-        shares: of its places.
-    """
+    """All streams of a coordinator."""
 
     def __init__(self) -> None:
         self._all: dict[Hashable, Broadcast] = {}
@@ -174,14 +160,7 @@ class Broadcasts:
 
     @contextmanager
     def share(self, who: str) -> Iterator[None]:
-        """Counts a stream for as long as it is open.
-
-        Args:
-            who: its payer, in words.
-
-        Raises:
-            NoRoom: the payer has its share of the streams.
-        """
+        """Counts a stream for as long as it is open; raises `NoRoom` if the payer has its share of them."""
         shares = self.shares
         if not shares.take(who, 1):
             raise NoRoom(
@@ -198,16 +177,8 @@ class Broadcasts:
     ) -> web.StreamResponse:
         """Answers a request with a stream, until the viewer goes or must go.
 
-        Args:
-            request: the request.
-            key: viewers with the same key get the same messages.
-            event: name of the event.
-            build: returns the whole message.
-            check: raises if the viewer may not watch any more.
-
-        Raises:
-            Draining: the coordinator is stopping.
-            Refused: by `check` or `build`, before the stream has begun.
+        Viewers with the same key get the same messages. `build` returns the whole message. `check` raises if the viewer
+        may not watch any more; its refusal is raised only before the stream has begun.
         """
         if self._closed:
             raise Draining("the coordinator is stopping")

@@ -1,4 +1,4 @@
-"""What is trained in microbatches: models with what could differ between worlds: buffers, dropout, schedulers."""
+"""Models that are trained in microbatches. Their buffers, dropout and schedulers could differ between worlds."""
 
 from __future__ import annotations
 

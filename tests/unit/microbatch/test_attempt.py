@@ -97,7 +97,7 @@ EVENTS: dict[str, tuple[Event, dict[AttemptPhase, AttemptPhase]]] = {
         {ASKING: ASKING, BETWEEN: BETWEEN, VOID: VOID},
     ),
 }
-"""What each event is, and to which phase it leads from those that allow it."""
+"""Each event, and the phase to which it leads from those that allow it."""
 
 
 def shown(attempt: StepAttempt) -> dict[str, Any]:

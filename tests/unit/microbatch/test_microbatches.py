@@ -1,4 +1,4 @@
-"""Parts of a step: what they are made of, and the rules of going through them."""
+"""Microbatches of a step: how a batch is cut into them, and the rules of going through them."""
 
 from __future__ import annotations
 

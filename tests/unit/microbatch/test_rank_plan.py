@@ -13,7 +13,7 @@ from paceline._microbatch.sum_tree import Node, joined, leaves_of, maximal_subtr
 
 @st.composite
 def holdings(draw: st.DrawFn) -> tuple[tuple[tuple[Node, ...], ...], int]:
-    """What ranks may hold: any microbatches, summed up as far as the tree allows; several may hold the same."""
+    """Microbatches that ranks may hold: any, summed up as far as the tree allows; several may hold the same."""
     world = draw(st.integers(1, 9))
     microbatches = draw(st.integers(world, 40))
     numbers = st.sets(st.integers(0, microbatches - 1))

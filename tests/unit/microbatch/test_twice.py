@@ -1,4 +1,4 @@
-"""Parts that are computed twice: which, by whom, who is named, and that they leave no trace."""
+"""Microbatches that are computed twice: which, by whom, who is named, and that they leave no trace."""
 
 from __future__ import annotations
 

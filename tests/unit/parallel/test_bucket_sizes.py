@@ -66,7 +66,7 @@ def test_buckets_are_laid_out_anew_when_hosts_come_or_go() -> None:
 
 
 def test_hosts_do_not_decide_the_dtype_of_the_weight() -> None:
-    """With parts, the total weight has the same bits in every layout of the hosts, also for models of two dtypes."""
+    """With microbatches, the total weight has the same bits however hosts lie, also for models of two dtypes."""
     found = []
     for nodes in ("aa", "ab"):
         sizes = {"a": (30 << 20, "f4"), "b": (1 << 10, "f8"), "c": (1 << 19, "f4")}

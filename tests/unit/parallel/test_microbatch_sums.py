@@ -1,4 +1,4 @@
-"""Parts through DDP: weights, moments and buffers have the same bits in every world."""
+"""Microbatches with DDP: weights, moments and buffers have the same bits in every world."""
 
 from __future__ import annotations
 

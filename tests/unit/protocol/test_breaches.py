@@ -1,4 +1,4 @@
-"""Who is parted with over a breach of the protocol, and how many witnesses that takes (docs/decisions/06)."""
+"""Members that break the protocol are parted with, if there are enough witnesses (docs/decisions/06)."""
 
 from __future__ import annotations
 

@@ -43,12 +43,7 @@ class Watcher(Protocol):
 
 
 class ArenaSegment(Segment):
-    """A segment of an arena.
-
-    Attributes:
-        number: its number for peers; never used again in this process.
-        blocks: its free blocks.
-    """
+    """A segment of an arena. Peers know it by its number, which is never used again in this process."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)

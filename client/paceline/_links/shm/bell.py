@@ -29,23 +29,12 @@ _WAKE = 1 << 48
 
 
 def awake_for(neighbours: int) -> float:
-    """The longest time in seconds that a waiting thread spins before it sleeps.
-
-    Args:
-        neighbours: number of other members on this machine; all may run at the same time.
-    """
+    """Returns the longest spin in seconds of a waiting thread, with so many other members on its machine."""
     return _LOST if neighbours >= (os.cpu_count() or 1) else AWAKE
 
 
 class SpinPolicy:
-    """Decides whether a wait begins with spinning: it does while recent waits were shorter than the longest spin.
-
-    Args:
-        most: longest spin in seconds.
-
-    Attributes:
-        most: as given.
-    """
+    """Decides whether a wait begins with spinning: it does while recent waits were shorter than the longest spin."""
 
     def __init__(self, most: float) -> None:
         self.most = most
@@ -65,12 +54,7 @@ class SpinPolicy:
 class Bell:
     """Waits for the counts of one eventfd. One thread waits; `wake` and `close` come from any.
 
-    Args:
-        fd: the eventfd, not blocking. Owned from here on.
-        awake: longest spin in seconds (`awake_for`).
-
-    Attributes:
-        fd: the eventfd.
+    The eventfd does not block, and is owned from here on. `awake` is the longest spin in seconds (`awake_for`).
     """
 
     def __init__(self, fd: int, awake: float = AWAKE) -> None:
@@ -94,10 +78,9 @@ class Bell:
             self._poll.unregister(fd)
 
     def take(self, deadline: float) -> int:
-        """Takes the count since the last call. Waits for one until the deadline, `wake`, or the end of a time slice.
+        """Takes the count since the last call, waiting for one until the deadline, `wake`, or the end of a time slice.
 
-        Returns:
-            The count; 0 if nothing has been counted.
+        Returns 0 if nothing has been counted.
         """
         if self._closed:
             return 0

@@ -75,17 +75,8 @@ class PayloadPlace(IntEnum):
 class Descriptor(NamedTuple):
     """A slot's description of its frame. The writer can write anything there, so the reader checks each field (I9).
 
-    Attributes:
-        number: number of the frame in this direction, from 0.
-        kind: as in `Frame`.
-        part: as in `Frame`.
-        generation: as in `Frame`.
-        operation: as in `Frame`.
-        place: a `PayloadPlace`.
-        signature_bytes: length of the signature, which lies in the slot.
-        size: bytes of the payload.
-        segment: number of the arena's segment that holds the payload.
-        offset: where the payload begins, in the control segment or in the arena's segment.
+    `number` counts the frames of this direction, from 0. The signature lies in the slot. The payload of `size` bytes
+    begins at `offset`, in the control segment or in the arena's segment with the number `segment`, as `place` says.
     """
 
     number: int
@@ -103,12 +94,7 @@ class Descriptor(NamedTuple):
 class ControlMemory:
     """The named parts of a control segment. Only the writer has it mapped for writing.
 
-    Args:
-        memory: the segment, shape [CONTROL_BYTES].
-
-    Attributes:
-        told: shape [1]: how many frames were sent; a hint.
-        marks: shape [MARKS]: the ring of the writer's last marks.
+    `told`, shape [1], is how many frames were sent, a hint. `marks`, shape [MARKS], is the ring of the last marks.
     """
 
     def __init__(self, memory: memoryview) -> None:
@@ -168,9 +154,6 @@ def frame_bytes(neighbours: int) -> int:
     """Returns the bytes of the longest frame of a collective between members of a node: a power of two, at most 2 MiB.
 
     It depends only on the view, so that all members agree, and every link of a member has room for its frames.
-
-    Args:
-        neighbours: `Mesh.neighbours`.
     """
     most = min(STAGING_BYTES, _ALL_STAGING_BYTES // max(1, neighbours)) // _STAGED_FRAMES
     return max(_LEAST_FRAME_BYTES, 1 << (most.bit_length() - 1))

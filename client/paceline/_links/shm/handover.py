@@ -25,7 +25,6 @@ from paceline._links.shm.segment import Segment, SegmentError, attach, check_ava
 from paceline.errors import LinkUnavailable
 
 MAX_TICKET_BYTES = 64
-"""Longest ticket in bytes."""
 
 TICKET_LIFETIME = 10.0
 """Seconds for which a ticket is valid, and for which a connection may stay silent."""
@@ -66,14 +65,7 @@ class _Expected:
 class ShmHost:
     """The socket at which writers of this host hand over their control segments. Made and used on the loop.
 
-    Args:
-        loop: the loop.
-
-    Attributes:
-        name: the socket's name, for `connect`.
-
-    Raises:
-        LinkUnavailable: this system has no shared memory, or no descriptor is left for the socket.
+    Raises LinkUnavailable if this system has no shared memory, or no descriptor is left for the socket.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -107,12 +99,7 @@ class ShmHost:
     ) -> None:
         """Calls `on_half` once, on the loop, with the half that a writer sets up with this ticket within 10 s.
 
-        Args:
-            ticket: random bytes, at most `MAX_TICKET_BYTES`.
-            on_half: takes over the half; called before the writer hears that it is accepted.
-            fault: as for `ShmIncoming`.
-            peer: as for `ShmIncoming`.
-            neighbours: as for `ShmIncoming`.
+        It takes over the half before the writer hears that it is accepted.
         """
         assert 0 < len(ticket) <= MAX_TICKET_BYTES
         self.forget(ticket)
@@ -241,19 +228,9 @@ async def connect(
     timeout: float,
     neighbours: int = 1,
 ) -> ShmOutgoing:
-    """Sets up the half that writes to a peer.
+    """Sets up the half that writes to a peer, whose `ShmHost` has this name and expects this ticket.
 
-    Args:
-        name: the name of the peer's `ShmHost`.
-        ticket: the ticket that the peer expects.
-        fault: how the generation ends.
-        peer: the reader.
-        loop: the loop that this runs on.
-        timeout: seconds.
-        neighbours: as for `ShmOutgoing`.
-
-    Raises:
-        LinkUnavailable: the two cannot share memory; the text says why.
+    Raises LinkUnavailable if the two cannot share memory; the text says why.
     """
     check_available()
     made: list[int] = []

@@ -47,16 +47,8 @@ def _huge_page_bytes() -> int:
 def map_aligned(fd: int, size: int, *, writable: bool) -> memoryview:
     """Maps a file at an address where a huge page can begin: only there can one page table entry map a huge page.
 
-    Args:
-        fd: the file; not needed after the call.
-        size: bytes.
-        writable: False to map it read-only.
-
-    Returns:
-        The bytes. The mapping is removed with the last view of them.
-
-    Raises:
-        OSError: there is no address space left.
+    The mapping is removed with the last view of the bytes, and does not need `fd`. Raises OSError if there is no
+    address space left.
     """
     access = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
     step = _huge_page_bytes()
@@ -74,14 +66,8 @@ def map_aligned(fd: int, size: int, *, writable: bool) -> memoryview:
 def collapse(fd: int, address: int, begin: int, end: int) -> bool:
     """Puts huge pages behind a region that is still empty. Returns False if the kernel has none or gives none.
 
-    Args:
-        fd: the file.
-        address: where the file is mapped.
-        begin: where the region begins in the file, a multiple of the huge page's size.
-        end: where it ends, likewise a multiple.
-
-    Raises:
-        OSError: no memory is left.
+    `address` is where the file is mapped. The region's bounds in the file are multiples of the huge page's size. Raises
+    OSError if no memory is left.
     """
     for offset in range(begin, end, _huge_page_bytes()):
         os.posix_fallocate(fd, offset, mmap.PAGESIZE)  # the kernel collapses only a range that has a page

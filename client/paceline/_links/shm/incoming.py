@@ -50,15 +50,8 @@ _FRAMES, _MARKS = range(2)
 class ShmIncoming(Incoming):
     """Frames from one peer of this host. `handover.ShmHost` makes it.
 
-    Args:
-        fault: how the generation ends.
-        peer: the writer.
-        loop: the loop of the links; it notifies of arrivals (`on_readable`).
-        sock: from the writer, not blocking. Owned from here on.
-        control: the writer's control segment.
-        bell: eventfd that counts frames and marks. Owned from here on.
-        room: eventfd that counts released frames. Owned from here on.
-        neighbours: other members on this machine, which share its cores.
+    It owns socket and eventfds, which do not block: `bell` counts frames and marks, `room` counts released frames.
+    `neighbours` are other members on this machine, which share its cores.
     """
 
     kind = "shm"
@@ -324,10 +317,7 @@ def _nothing() -> None:
 class LentSegments:
     """The segments of its arena that a peer has handed over, mapped read-only. Used by the thread that reads.
 
-    Args:
-        fault: how the generation ends.
-        peer: the peer.
-        sock: from the peer, not blocking. Owned from here on.
+    It owns the socket from the peer, which does not block.
     """
 
     def __init__(self, fault: Fault, peer: Peer, sock: socket.socket) -> None:
@@ -392,13 +382,7 @@ class LentSegments:
 def receive_descriptors(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
     """Receives one message and its descriptors. A message longer than `size` is cut to `size` + 1 bytes.
 
-    Args:
-        sock: a socket that preserves message boundaries, not blocking.
-        size: expected bytes.
-        most: expected descriptors; any others are closed.
-
-    Raises:
-        OSError: as `recvmsg`.
+    The socket preserves message boundaries, and does not block. Descriptors beyond `most` are closed.
     """
     data, ancillary, _, _ = sock.recvmsg(size + 1, socket.CMSG_SPACE(4 * most), socket.MSG_CMSG_CLOEXEC)
     descriptors = array.array("i")

@@ -52,14 +52,9 @@ _STEP = 1 << 20
 class ShmOutgoing(Outgoing):
     """Frames to one peer of this host. `handover.connect` makes it.
 
-    Args:
-        fault: how the generation ends.
-        peer: the reader.
-        sock: to the reader, not blocking; carries descriptors of arenas' segments. Owned from here on.
-        segment: the control segment. Owned from here on.
-        bell: eventfd that counts frames and marks. Owned from here on.
-        room: eventfd that counts the frames that the reader has released. Owned from here on.
-        neighbours: other members on this machine, which share its memory and cores.
+    It owns segment, eventfds and socket, which carries descriptors of arenas' segments and does not block. `bell`
+    counts frames and marks, `room` the frames that the reader has released. `neighbours` are other members on this
+    machine, which share its memory and cores.
     """
 
     kind = "shm"
@@ -286,11 +281,7 @@ class ShmOutgoing(Outgoing):
 
 
 def breach(fault: Fault, peer: Peer, what: str) -> NoReturn:
-    """Ends the generation, because the peer broke the protocol.
-
-    Raises:
-        PacelineError: the generation's error.
-    """
+    """Ends the generation, because the peer broke the protocol, and raises its error."""
     text = f"{peer} broke the protocol: {what}"
     fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL, peer.rank, 0, text))
     raise fault.error()

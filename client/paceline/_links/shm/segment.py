@@ -46,17 +46,10 @@ class SegmentError(ValueError):
 
 
 class Segment:
-    """Shared memory of this process.
+    """Shared memory of this process, as writable bytes and as an array, shape [size], uint8.
 
-    Args:
-        size: bytes, a multiple of the page size.
-
-    Attributes:
-        size: bytes.
-        fd: the descriptor that others attach; -1 once closed.
-        memory: the bytes, writable.
-        array: the same bytes as an array, shape [size], uint8.
-        address: where the bytes begin in this process.
+    `size` is a multiple of the page size. Others attach `fd`, which is -1 once closed. `address` is where the bytes
+    begin in this process.
 
     Raises:
         LinkUnavailable: this system has no such memory.
@@ -85,10 +78,7 @@ class Segment:
     def back(self, end: int) -> None:
         """Allocates memory behind the first `end` bytes, because a write without it could end in SIGBUS.
 
-        A large segment gets huge pages where they fit.
-
-        Raises:
-            OSError: no memory is left.
+        A large segment gets huge pages where they fit. Raises OSError if no memory is left.
         """
         if end <= self._backed:
             return
@@ -111,9 +101,7 @@ class Segment:
 class Attached:
     """A peer's segment, mapped read-only in this process. All links that use the segment share this object.
 
-    Attributes:
-        size: bytes.
-        view: the bytes, read-only; its slices keep the mapping alive.
+    Slices of `view` keep the mapping alive.
     """
 
     def __init__(self, view: memoryview) -> None:
@@ -124,9 +112,7 @@ class Attached:
 def attach(fd: int, size: int) -> Attached:
     """Maps a peer's segment. The caller keeps the descriptor, which the mapping does not need.
 
-    Raises:
-        SegmentError: it is no valid segment of a peer; the text says why.
-        OSError: this process has no descriptor or no address space left.
+    Raises SegmentError if it is no valid segment of a peer; an OSError says that this process lacks room for it.
     """
     import fcntl
 
@@ -171,11 +157,7 @@ _NEEDED = ((os, "memfd_create"), (os, "eventfd"), (os, "posix_fallocate"), (sele
 
 
 def check_available() -> None:
-    """Checks that this system has the functions that shared memory needs.
-
-    Raises:
-        LinkUnavailable: a function is missing; the text names it.
-    """
+    """Checks that this system has what shared memory needs; a LinkUnavailable names the missing function."""
     missing = [name for module, name in _NEEDED if not hasattr(module, name)]
     if missing:
         raise LinkUnavailable(f"no shared memory with peers: this system, or its Python, has no {', '.join(missing)}")

@@ -25,10 +25,7 @@ class ShmKind(Kind):
     """See `Kind`. It needs no credentials: the kernel says which user's process is at the other end.
 
     Names of hosts play no role. The view says which members share memory (`Peer.node`), and the kernel confirms it when
-    the memory is handed over.
-
-    Attributes:
-        host: receives the peers' memory; None while this worker shares none.
+    the memory is handed over. `host` receives it; None while this worker shares none.
     """
 
     name = "shm"

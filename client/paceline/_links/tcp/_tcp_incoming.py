@@ -58,14 +58,7 @@ class _Lane:
 
 
 class TcpIncoming(Incoming):
-    """See `Incoming`.
-
-    Args:
-        streams: the connections, in the order of their index. Owned from here on.
-        loop: the loop that serves `on_readable`.
-        fault: how the generation ends.
-        peer: the member at the other end, for errors.
-    """
+    """See `Incoming`. It owns the connections, in the order of their index. The loop serves `on_readable`."""
 
     kind = "tcp"
 
@@ -286,11 +279,7 @@ class TcpIncoming(Incoming):
         return None
 
     def _wait(self, deadline: float) -> None:
-        """Sleeps until bytes may have come.
-
-        Raises:
-            LinkTimeout, PacelineError: see `Incoming.recv`.
-        """
+        """Sleeps until bytes may have come; raises LinkTimeout and PacelineError as `Incoming.recv` does."""
         self._fault.check()
         started = monotonic()
         left = deadline - started

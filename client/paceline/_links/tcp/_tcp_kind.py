@@ -60,11 +60,7 @@ _RECOVER = 1.0
 
 
 class TcpKind(Kind):
-    """See `Kind`.
-
-    Attributes:
-        host: accepts the peers' data sockets; None while this worker does not listen.
-    """
+    """See `Kind`. `host` accepts the peers' data sockets; None while this worker does not listen."""
 
     name = "tcp"
     number = peer_pb2.LINK_KIND_TCP
@@ -151,13 +147,8 @@ class _Expected:
 class TcpHost:
     """Listens for data sockets. Everything runs on the loop.
 
-    Args:
-        loop: the loop.
-        context: the context for TLS (`server_context`); None without TLS.
-        patience: see PATIENCE. A connection gets at most HELLO_SECONDS to show its ticket.
-
-    Attributes:
-        port: the port where it listens; 0 while it does not.
+    `context` is that of `server_context`, None without TLS. A connection gets at most HELLO_SECONDS of the patience to
+    show its ticket. `port` is 0 while this does not listen.
     """
 
     def __init__(
@@ -174,18 +165,7 @@ class TcpHost:
         self._recovery: asyncio.TimerHandle | None = None
 
     async def start(self, host: str, port: int = 0) -> int:
-        """Starts to listen.
-
-        Args:
-            host: name or IP address of the interface; "" for all.
-            port: the port; 0 for any free one.
-
-        Returns:
-            The port.
-
-        Raises:
-            LinkUnavailable: it cannot listen there.
-        """
+        """Starts to listen at an interface, "" for all, and a port, 0 for any; returns it or raises LinkUnavailable."""
         try:
             both = socket.has_dualstack_ipv6()
             family, address = await _resolve(self._loop, host or ("::" if both else "0.0.0.0"), port)  # noqa: S104
@@ -208,12 +188,7 @@ class TcpHost:
     ) -> None:
         """Admits `streams` connections with this ticket, once, within `patience` seconds.
 
-        Args:
-            ticket: TICKET_BYTES random bytes.
-            streams: number of connections, 1 to MAX_STREAMS.
-            on_half: takes over the half when all have come. Then the peer starts to send.
-            fault: how the generation ends.
-            peer: the member that connects, for errors.
+        `on_half` takes over the half when all have come. Then the peer starts to send.
         """
         if len(ticket) != TICKET_BYTES or not 1 <= streams <= MAX_STREAMS or ticket in self._expected:
             raise ValueError(f"a ticket of {len(ticket)} bytes for {streams} streams, or a ticket for the second time")
@@ -364,22 +339,11 @@ async def connect(
     context: ssl.SSLContext | None = None,
     server_name: str | None = None,
 ) -> TcpOutgoing:
-    """Connects all streams of a half to a `TcpHost`.
+    """Connects all streams of a half to a `TcpHost`, within `timeout` seconds in all.
 
-    Args:
-        host: name or IP address of the peer.
-        port: the port of its `TcpHost`.
-        ticket: the ticket that the peer expects.
-        streams: number of connections that the peer expects, 1 to MAX_STREAMS.
-        fault: how the generation ends.
-        peer: the peer's name, for errors.
-        loop: the running loop.
-        timeout: seconds for the whole call.
-        context: the context for TLS (`client_context`); None without TLS.
-        server_name: the name that the peer's certificate must contain; needed with TLS.
-
-    Raises:
-        LinkUnavailable: the half cannot be opened; the link uses another kind.
+    The peer expects the ticket and 1 to MAX_STREAMS connections. With TLS, `context` is that of `client_context`, and
+    the peer's certificate must contain `server_name`. Raises LinkUnavailable if the half cannot be opened; the link
+    then uses another kind.
     """
     if not 1 <= streams <= MAX_STREAMS or (context is not None and not server_name):
         raise ValueError(f"{streams} streams, with TLS for the name {server_name!r}")
@@ -459,8 +423,7 @@ async def _reach(loop: asyncio.AbstractEventLoop, host: str, port: int) -> socke
 def server_context(credentials: Credentials) -> ssl.SSLContext | None:
     """Returns `TcpHost`'s context, which asks callers for a certificate of the same authority; None without TLS.
 
-    Raises:
-        ValueError: a worker's credentials lack a certificate, or it cannot be used.
+    Raises ValueError if a worker's credentials lack a certificate, or it cannot be used.
     """
     files = credentials.files
     if files is None:
@@ -476,8 +439,7 @@ def server_context(credentials: Credentials) -> ssl.SSLContext | None:
 def client_context(credentials: Credentials) -> ssl.SSLContext | None:
     """Returns the context for `connect`, to be used with MEMBER_NAME as `server_name`; None without TLS.
 
-    Raises:
-        ValueError: a certificate cannot be used.
+    Raises ValueError if a certificate cannot be used.
     """
     files = credentials.files
     if files is None:

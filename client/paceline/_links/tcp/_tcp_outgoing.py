@@ -44,13 +44,7 @@ class _Late:
 
 
 class TcpOutgoing(Outgoing):
-    """See `Outgoing`.
-
-    Args:
-        streams: the connections, in the order of their index. Owned from here on.
-        fault: how the generation ends.
-        peer: the member at the other end, for errors.
-    """
+    """See `Outgoing`. It owns the connections, in the order of their index."""
 
     kind = "tcp"
 
@@ -197,11 +191,7 @@ class TcpOutgoing(Outgoing):
         )
 
     def _wait(self, done: Callable[[], bool], deadline: float) -> None:
-        """Waits until `done()` is true.
-
-        Raises:
-            LinkTimeout, LinkEnded, PacelineError: see `Outgoing`.
-        """
+        """Waits until `done()` is true; raises LinkTimeout, LinkEnded and PacelineError as `Outgoing` says."""
         with self._lock:
             while not done() and self._ended is None and not self._fault.failed:
                 left = deadline - monotonic()

@@ -36,15 +36,10 @@ _TCP_INFO = struct.Struct("=24xI28xI")
 
 
 class Stream:
-    """A connected socket. One thread uses it at a time.
+    """A connected socket with its handshake done (see `tune`). One thread uses it at a time.
 
-    Args:
-        sock: connected, with its handshake done; see `tune`.
-
-    Attributes:
-        fd: its descriptor.
-        turned: True if the caller must wait for the other direction before it retries a call that moved nothing,
-            because TLS has to exchange a message of its own first.
+    `turned` is True if the caller must wait for the other direction before it retries a call that moved nothing,
+    because TLS has to exchange a message of its own first.
     """
 
     turned = False
@@ -57,22 +52,14 @@ class Stream:
         protect(id(self), listening_port=sock.getsockname()[1], dialled=set())
 
     def write(self, buffers: Sequence[Buffer]) -> int:
-        """Writes as many bytes of the buffers as fit now. Returns how many.
-
-        Raises:
-            OSError: the connection is broken.
-        """
+        """Writes as many bytes of the buffers as fit now. Returns how many."""
         try:
             return self.sock.sendmsg(buffers)
         except BlockingIOError:
             return 0
 
     def read(self, into: memoryview) -> int:
-        """Reads the bytes that are there and fit. Returns how many, 0 at the end, -1 if none are there yet.
-
-        Raises:
-            OSError: the connection is broken.
-        """
+        """Reads the bytes that are there and fit. Returns how many, 0 at the end, -1 if none are there yet."""
         try:
             return self.sock.recv_into(into)
         except BlockingIOError:
@@ -261,10 +248,7 @@ def _tell(ready: asyncio.Future[None]) -> None:
 class SocketBell:
     """Rings when an armed socket can be read. Works on every loop that can watch sockets.
 
-    Args:
-        loop: the loop on which `ring` is called.
-        fds: the sockets; they are not armed at first.
-        ring: the function to call; must not block.
+    The loop calls `ring`, which must not block. The sockets are not armed at first.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, fds: Sequence[int], ring: Callable[[], None]) -> None:

@@ -28,13 +28,11 @@ ACCEPTED = b"\x01"
 _MAGIC = b"plTCP\x00\x02\n"  # name and version; the newline detects a path that converts line ends
 _HELLO = struct.Struct(f"<8s{TICKET_BYTES}sBB")
 HELLO_BYTES = _HELLO.size
-"""Length of a hello."""
 
 _MARK = 0xA7  # the first field of every header
 _HEAD = struct.Struct("<HHIIIQQ")
 _CHECKSUM = struct.Struct("<I")
 HEAD_BYTES = _HEAD.size + _CHECKSUM.size
-"""Length of a frame's header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +50,7 @@ def encode_hello(hello: Hello) -> bytes:
 
 
 def decode_hello(data: bytes) -> Hello:
-    """Returns the hello that `encode_hello` was given.
-
-    Raises:
-        FrameError: the bytes are no hello.
-    """
+    """Returns the hello that `encode_hello` was given; raises FrameError if the bytes are none."""
     if len(data) != HELLO_BYTES:
         raise FrameError(f"{len(data)} bytes are not a hello")
     magic, ticket, index, streams = _HELLO.unpack(data)
@@ -87,8 +81,7 @@ class Head:
 def encode_head(frame: Frame) -> bytes:
     """Returns the header and the signature of a DATA frame. Reads the payload once.
 
-    Raises:
-        FrameError: it is no DATA frame, or its signature or payload is too long.
+    Raises FrameError for another frame, or if its signature or payload is too long.
     """
     if frame.kind is not FrameKind.DATA:
         raise FrameError(f"a frame of kind {frame.kind.name} belongs on the gRPC side of a link")
@@ -126,10 +119,7 @@ def decode_head(data: memoryview) -> Head:
 def cut(size: int, streams: int, number: int) -> list[tuple[int, int, int]]:
     """Returns which part of a payload goes on which stream, as (stream, begin, end). The stream of the header is first.
 
-    Args:
-        size: bytes of the payload.
-        streams: number of streams.
-        number: number of the frame, from 0.
+    The payload of `size` bytes is that of frame `number`, from 0.
     """
     if streams == 1 or size <= MIN_PIECE:
         return [(number % streams, 0, size)]

@@ -30,11 +30,6 @@ class Gradients:
 
     Each gradient gets its place in one array, so that the module's write is the only copy. The memory exists from the
     unit's backward pass until its gradients are sent; under `no_sync` that is in a later pass.
-
-    Args:
-        parameters: the module's parameters, of one dtype.
-        layout: where they lie; for S and W see `FlatLayout`.
-        empty: allocates the memory.
     """
 
     def __init__(self, parameters: Sequence[Parameter], layout: FlatLayout, empty: Empty) -> None:
@@ -105,8 +100,6 @@ class Room:
     """The memory of a flat array under one placement.
 
     Attributes:
-        placement: the placement.
-        layout: where the parameters lie under it.
         shard: this rank's shard, shape [S]; in new memory only the padding is filled.
         full: the whole array, of which `shard` is a view; None if it is not kept.
         is_whole: True if all values in `full` are valid.
@@ -129,15 +122,13 @@ class Flat:
     """The parameters of a unit that have one dtype, in one flat array. S, W: see `FlatLayout`.
 
     Args:
-        parameters: the module's parameters by path, all of one dtype. Their values move into this object's memory.
-        placement: the placement of this rank's shard.
+        parameters: the module's parameters by path. Their values move into this object's memory.
         wire: dtype of values and gradients on the wire; None for their own. Shards keep their precision.
         empty: allocates memory that links can send without a copy.
         computes: whether the module computes with values in the dtype `wire`.
 
     Attributes:
-        parameters: the module's parameters.
-        pieces: this rank's pieces of them.
+        pieces: this rank's pieces of the parameters.
         shard: this rank's shard, shape [S], in full precision.
         gradients: gradients of this rank alone, before the reduction.
         is_whole: True if the parameters have values that can be used.
@@ -333,11 +324,7 @@ class Flat:
         return self.wire is not None and not self._is_narrowed
 
     def gathered_gradients(self, ranks: Group | None) -> list[NDArray[Any]] | None:
-        """Gathers the reduced gradients of whole parameters, zeros for those without; None if none has one.
-
-        Args:
-            ranks: the ranks that hold the other shards.
-        """
+        """Gathers the reduced gradients of whole parameters, zeros for those without; None if none has one."""
         gradients = [piece.grad for piece in self.pieces]
         if all(gradient is None for gradient in gradients):
             return None

@@ -41,13 +41,8 @@ class Holding:
 def holding(models: Sequence[ShardedModel], optimizers: Sequence[OptimizerState], *, to_write: bool = False) -> Holding:
     """Returns what this rank holds now; everything if nothing is cut yet and no optimizer has state.
 
-    Args:
-        models: the outermost wrappers.
-        optimizers: the optimizers of their pieces.
-        to_write: return only the arrays that this rank will keep, for the caller to fill.
-
-    Raises:
-        UnsupportedOp: units are cut differently, or an optimizer's array has another shape than its parameter.
+    The models are the outermost wrappers. With `to_write`, only arrays that this rank will keep, for the caller to
+    fill.
     """
     units = _units(models)
     cuts = {(unit.placement.shard, len(unit.placement.shards)) for _, unit in units if _is_cut(unit)}
@@ -77,18 +72,9 @@ def holding(models: Sequence[ShardedModel], optimizers: Sequence[OptimizerState]
 
 
 class ShardMove:
-    """A move of this rank to another share of the state.
+    """A move of this rank to another share of the state; `target` is memory for the caller to fill.
 
-    Args:
-        models: the outermost wrappers.
-        optimizers: all optimizers of their pieces.
-        share: the new share: the shard's index and the number of shards.
-
-    Attributes:
-        target: memory for the caller to fill.
-
-    Raises:
-        StepOrderError: called inside `unshard`.
+    The models are the outermost wrappers, with all optimizers of their pieces.
     """
 
     def __init__(
@@ -128,8 +114,7 @@ class ShardMove:
 def places_of(models: Sequence[ShardedModel], shards: int) -> dict[int, tuple[int, int]]:
     """Returns where each parameter lies if the state is cut into `shards` shards, by the piece's identity.
 
-    Returns:
-        The index of the parameter's first element in its flat array, and the number of elements in a shard of that.
+    The place is the index of its first element in its flat array, and the number of elements in a shard of that.
     """
     places: dict[int, tuple[int, int]] = {}
     for _, unit in _units(models):
@@ -237,12 +222,7 @@ def model_shards(model: HasParameters, group: Group | None = None) -> dict[str, 
 
 
 def optimizer_shards(optimizer: OptimizerState, model: Mapping[str, Leaf]) -> dict[str, Any]:
-    """Returns settings and state of an optimizer like its `state_dict`: live arrays, sharded as `model_shards` are.
-
-    Raises:
-        SizeMismatch: the optimizer belongs to another model.
-        UnsupportedOp: it is not an optimizer of this package, and no adapter stands for it.
-    """
+    """Returns settings and state of an optimizer like its `state_dict`: live arrays, sharded as `model_shards` are."""
     if not isinstance(optimizer, OptimizerState):
         raise UnsupportedOp(f"a {type(optimizer).__name__} cannot train the shards of a model that FSDP has wrapped")
     state: dict[str, dict[str, Any]] = {path: dict(numbers) for path, numbers in optimizer.numbers().items()}

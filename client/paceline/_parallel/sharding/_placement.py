@@ -60,17 +60,9 @@ class Placement:
 def place(strategy: ShardingStrategy, rank: int, members: Sequence[Peer], intra_node_size: int | None) -> Placement:
     """Returns what a rank holds under a strategy.
 
-    Args:
-        strategy: the strategy.
-        rank: the rank.
-        members: all members, in rank order; empty for a candidate, which holds everything.
-        intra_node_size: for HYBRID_SHARD: ranks n * size to (n + 1) * size - 1 are a node. If None, ranks that can
-            share memory are a node (`Peer.node`), or ranks of one host name if that is not known.
-
-    Raises:
-        InvalidWorldSize: the ranks do not make up nodes of one size.
-        ValueError: a size was given for a strategy that has no nodes.
-        TypeError: the size is not a whole number.
+    `members` are in rank order; none for a candidate, which holds everything. For HYBRID_SHARD, ranks n * size to (n +
+    1) * size - 1 are a node. Without a size, ranks that can share memory are a node (`Peer.node`), or ranks of one host
+    name if that is not known.
     """
     world = len(members)
     if strategy is not ShardingStrategy.HYBRID_SHARD and intra_node_size is not None:
@@ -112,10 +104,6 @@ def _as_they_share_memory(members: Sequence[Peer]) -> tuple[tuple[int, ...], ...
 
 class FlatLayout:
     """The places of a unit's parameters in its flat array.
-
-    Args:
-        shapes: shapes of the P parameters.
-        world: W.
 
     Attributes:
         size: N.

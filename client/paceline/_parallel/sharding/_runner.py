@@ -4,9 +4,6 @@ During a pass the running units are whole, and the next `ahead` units are whole 
 this rank has only its shard. Every rank issues the same collectives in the same order, because that order depends only
 on the order in which units run, not on anything that a single rank knows.
 
-`UnitOrder` learns in which order units run. `Scattering` reduces the gradients of one flat array to the ranks that keep
-them, `UnitReduction` those of a whole pass, with the total weight. `UnitRunner` puts them together.
-
 Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023, section 3.3.
 """
 
@@ -37,9 +34,6 @@ class UnitOrder:
     All ranks run the same program, so they see the same order. They make it their next guess only when all know that
     all have completed the pass (`commit`), so that a rank whose pass failed guesses the same as the others. If a guess
     is wrong, nothing is gathered ahead.
-
-    Args:
-        guess: numbers of the units, in the expected order of the first pass.
     """
 
     def __init__(self, guess: Sequence[int]) -> None:
@@ -78,15 +72,8 @@ class Scattering:
 
     With replicas this takes two collectives: a reduce_scatter inside the node, and an all_reduce of each shard over the
     nodes. The first begins at once. All ranks make `Scattering`s, and begin their second collectives, in one order.
-
-    Args:
-        unit: the unit; its gradients are taken from its parameters.
-        flat: one of its arrays.
-        divisor: returns the total weight while gradients are summed; None if it is known only at the end.
-
-    Attributes:
-        flat: as above.
-        used: for each parameter, whether it had a gradient on this rank.
+    `divisor` returns the total weight while gradients are summed; None if it is known only at the end. `used` says for
+    each parameter whether it had a gradient on this rank.
     """
 
     def __init__(self, unit: Unit, flat: Flat, divisor: Callable[[], float] | None = None) -> None:
@@ -129,12 +116,7 @@ class Scattering:
             self._begin_second()
 
     def finish(self, total: float, used: NDArray[np.bool_]) -> None:
-        """Waits for both collectives, divides by the total weight, and gives the pieces their gradients.
-
-        Args:
-            total: sum of the weights of all ranks, above 0.
-            used: for each parameter, whether any rank used it.
-        """
+        """Waits for both collectives, divides by the weight, and gives pieces that any rank used their gradients."""
         self.advance()
         if self._second is not None:
             self._second.wait()
@@ -165,9 +147,7 @@ MAX_SCATTERING = 2
 class UnitReduction:
     """The reduction of all gradients of one backward pass, and the total weight by which the sums are divided.
 
-    Args:
-        units: all units of the model, in the order in which remaining gradients are sent at the end.
-        group: all ranks.
+    The units are in the order in which remaining gradients are sent at the end.
     """
 
     def __init__(self, units: Sequence[Unit], group: Group) -> None:
@@ -265,16 +245,10 @@ class UnitReduction:
     def finish(self, weight: float, facts: Sequence[bool]) -> list[bool]:
         """Sends what is left, waits for all, and leaves the weighted means in the pieces.
 
-        Args:
-            weight: this rank's weight.
-            facts: statements on which the ranks agree; the same number on each.
-
-        Returns:
-            For each fact, whether it holds on all ranks.
+        Returns for each of the facts, as many on each rank, whether it holds on all ranks.
 
         Raises:
             StepOrderError: the weights of all ranks add up to 0, or a gradient came after its unit's were sent.
-            PacelineError: a collective failed.
         """
         for scattering in self._going:
             if (path := scattering.flat.path_with_gradient()) is not None:
@@ -338,11 +312,8 @@ _OTHER_UNITS = (
 class UnitRunner:
     """Runs the units of a model; the `GradientReducer` of FSDP.
 
-    Args:
-        units: the units in the order in which they run forward, as far as it is known.
-        paths: the path of every piece, by its identity.
-        group: all ranks.
-        ahead: number of units to gather before they run.
+    The units are in the order in which they run forward, as far as it is known; `ahead` of them are gathered before
+    they run. `paths` are those of all pieces, by identity.
     """
 
     def __init__(self, units: Sequence[Unit], paths: Mapping[int, str], group: Group, ahead: int) -> None:
@@ -375,12 +346,7 @@ class UnitRunner:
         return iter(self._all)
 
     def begin_pass(self, order: SumOrder) -> None:
-        """See `GradientReducer`.
-
-        Raises:
-            StepOrderError: as there; or other units ran forward than in this rank's first leaf.
-            UnsupportedOp: the bits would depend on the number of ranks.
-        """
+        """See `GradientReducer`. The same units must have run forward as in this rank's first leaf."""
         before, self._passed = self._passed, order
         if order.leaves:
             if self._ran != self._ran_first:
@@ -419,11 +385,7 @@ class UnitRunner:
 
     @contextmanager
     def running_forward(self, unit: Unit) -> Iterator[None]:
-        """Keeps a unit whole while it runs forward inside the block. A module's backward may run it again.
-
-        Raises:
-            StepOrderError: it did not run in this rank's first leaf of the step.
-        """
+        """Keeps a unit whole while it runs forward inside the block. A module's backward may run it again."""
         order = self._group.order
         if order.is_leaf and not self._backwards:
             number = self._number[id(unit)]
@@ -485,12 +447,7 @@ class UnitRunner:
 
     @contextmanager
     def watching(self, *, weight: float, early: bool) -> Iterator[None]:
-        """Surrounds a backward pass of the whole model.
-
-        Args:
-            weight: this rank's weight, including that of earlier micro-batches.
-            early: whether units send their gradients as soon as they are done.
-        """
+        """Surrounds a backward pass of the whole model; arguments as for `BucketReducer.watching`."""
         self._check_not_summoned()
         if early:
             self._reduction.announce(weight)
@@ -574,17 +531,12 @@ class UnitRunner:
     def finish(self, *, weight: float, replaces: bool = False) -> None:
         """Sends the remaining gradients, waits for all, and leaves the weighted means in the pieces.
 
-        A parameter that no rank used gets no gradient.
-
-        Args:
-            weight: this rank's weight.
-            replaces: True if users have written the gradients themselves: these then replace those of the pieces. A
-                piece whose gradient nobody wrote keeps what it has.
+        A parameter that no rank used gets no gradient. If users have written gradients themselves (`replaces`), these
+        replace those of the pieces. A piece whose gradient nobody wrote keeps what it has.
 
         Raises:
             StepOrderError: the weights of all ranks add up to 0, a gradient came after its unit's were sent, or the
                 call is inside `summoned`.
-            PacelineError: a collective failed.
         """
         self._check_not_summoned()
         before: list[tuple[Parameter, NDArray[Any] | None]] = []

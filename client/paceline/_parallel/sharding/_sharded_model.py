@@ -39,29 +39,19 @@ class ShardedModel:
 
     Args:
         module: the model or a part of it; where a wrapper inside owns a parameter, it lists the piece.
-        group: the ranks; the same for all units.
-        strategy: what is sharded.
-        intra_node_size: for HYBRID_SHARD, the number of ranks in a node; see `paceline.FSDP`.
+        group, strategy, intra_node_size, ahead: as for `paceline.FSDP`.
         wire: dtype of values and gradients on the wire; None for their own.
         computes: whether the module computes with values in the dtype `wire`.
-        ahead: number of units to gather before they run.
         accumulation, agreed: as for `GradientSynchronizer`.
         interrupted: called before any use of the gradients, to end a backward pass that its framework has silently
             given up.
 
     Attributes:
-        module: as above.
-        group: as above.
-        strategy: as above.
-        intra_node_size: as above.
         unit: the parameters that this wrapper owns.
         synchronizer: the synchronizer of the whole model, if this is the outermost wrapper.
         is_empty: True if there is nothing to shard or train, so that no outer wrapper finds this one by parameters.
         outermost: the outermost wrapper around this one, or itself.
         driver: the object that runs the passes of a framework with callbacks; None for NumPy modules.
-
-    Raises:
-        UnsupportedOp, InvalidWorldSize, ValueError: see `paceline.FSDP`.
     """
 
     def __init__(
@@ -193,11 +183,7 @@ class ShardedModel:
         return self.outermost.runner().running_backward(self.unit)
 
     def runner(self) -> UnitRunner:
-        """The runner of all units.
-
-        Raises:
-            StepOrderError: this is not the outermost wrapper, or nothing has run yet.
-        """
+        """The runner of all units, once something has run; only the outermost wrapper has it."""
         if self._runner is None:
             raise StepOrderError("this FSDP wraps a part of a model that another FSDP wraps as a whole: call that one")
         return self._runner
@@ -354,9 +340,8 @@ class ShardedModel:
     def will_load(self, *, values: bool) -> None:
         """Prepares for shards to be overwritten in place.
 
-        Args:
-            values: whether there are values for this rank. If the ranks have not agreed on initial values yet, this
-                rank's shards then keep these.
+        `values` says that there are values for this rank. If the ranks have not agreed on initial values yet, this
+        rank's shards then keep these.
         """
         self.expire()
         for unit in self.units():
@@ -397,11 +382,7 @@ class ShardedModel:
             raise StepOrderError("this FSDP wraps a part of a model that another FSDP wraps as a whole: call that one")
 
     def _follow(self) -> None:
-        """Takes this rank's place in the new view, if the group has moved to another one.
-
-        Raises:
-            InvalidWorldSize: the ranks of this view do not make up nodes of one size.
-        """
+        """Takes this rank's place in the new view, if the group has moved to another one."""
         if self._placed_in != self.group.generation:
             placement = place(self.strategy, self.group.rank, self.group.members, self.intra_node_size)
             self.unit.expire()

@@ -21,16 +21,9 @@ _Buffers = Mapping[str, NDArray[Any]]
 
 
 def full_state(units: Iterable[Unit], paths: _Paths, buffers: _Buffers, *, keep: bool) -> dict[str, NDArray[Any]]:
-    """Copies all values. A collective: one unit is whole at a time.
+    """Copies all values by path; a collective, in which one unit is whole at a time.
 
-    Args:
-        units: the units of the model.
-        paths: the paths of the pieces.
-        buffers: the buffers by path.
-        keep: whether this rank keeps the copies.
-
-    Returns:
-        The copies by path; empty if this rank does not keep them.
+    Returns an empty dict unless this rank is to `keep` the copies.
     """
     state: dict[str, NDArray[Any]] = {}
     for unit in units:
@@ -49,12 +42,7 @@ def load_full(
 ) -> None:
     """Loads what `full_state` returned, in any world: each rank takes its shard. Communicates nothing.
 
-    Args:
-        units: the units of the model.
-        paths: the paths of the pieces.
-        buffers: the buffers by path.
-        saved: the values to load.
-        before: called when `saved` is known to fit, before anything is changed.
+    `before` is called when `saved` is known to fit, before anything is changed.
 
     Raises:
         SizeMismatch: paths or shapes do not fit; the error lists all, and nothing was changed.
@@ -75,8 +63,7 @@ def load_full(
 def shard_state(units: Iterable[Unit], paths: _Paths, buffers: _Buffers) -> dict[str, dict[str, Any]]:
     """Copies the shards that this rank holds. Communicates nothing.
 
-    Returns:
-        By path {"values": the elements here, shape [n]; "start": index of the first; "shape": the whole's shape}.
+    Returns by path {"values": the elements here, shape [n]; "start": index of the first; "shape": the whole's shape}.
     """
     state = {path: _entry(values, start, shape) for path, values, start, shape in _shards(units, paths)}
     state = {path: state[path] for path in paths.values()}
@@ -115,16 +102,9 @@ def load_shards(
 def set_shards(
     units: Iterable[Unit], pieces: Iterable[Parameter], values: NDArray[Any], before: Callable[[], None]
 ) -> None:
-    """Replaces all elements that this rank holds, and drops gradients.
+    """Replaces all elements that this rank holds, one piece after the other, and drops gradients.
 
-    Args:
-        units: the units of the model.
-        pieces: all pieces of this rank.
-        values: the pieces' elements, one piece after the other.
-        before: called when the values are known to fit, before anything is changed.
-
-    Raises:
-        SizeMismatch: there are more or fewer elements; nothing was changed.
+    `before` is called when the values are known to fit, before anything is changed.
     """
     pieces = list(pieces)
     values, expected = values.reshape(-1), sum(piece.data.size for piece in pieces)

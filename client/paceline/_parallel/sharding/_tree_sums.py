@@ -22,11 +22,7 @@ from paceline.errors import UnsupportedOp
 
 
 class TreeSums:
-    """Arrays of adjacent nodes of the tree, added up as far as the tree allows: a binary counter.
-
-    Args:
-        leaves: V.
-    """
+    """Arrays of adjacent nodes of the tree, added up as far as the tree allows: a binary counter."""
 
     def __init__(self, leaves: int) -> None:
         self._leaves = leaves
@@ -58,15 +54,9 @@ class TreeScattering:
     the nodes. Ranks begin their collectives as those of `Scattering`.
 
     Args:
-        unit: the unit.
-        flat: one of its arrays.
         terms: this rank's whole gradients, shape [n S]: the sums of its maximal subtrees.
         used: for each parameter, whether it had a gradient in any of this rank's leaves.
-        leaves: V.
         divisor: returns the total weight while gradients are summed.
-
-    Attributes:
-        flat, used: as above.
     """
 
     def __init__(
@@ -145,11 +135,7 @@ class TreeScattering:
 
 
 def check_placement(units: Sequence[Unit], world: int) -> None:
-    """Checks that the sums of microbatches do not depend on the world under the placement of these units.
-
-    Raises:
-        UnsupportedOp: they do.
-    """
+    """Checks that the sums of microbatches do not depend on the world under the placement of these units."""
     for unit in units:
         if any(flat.rounds_on_the_way for flat in unit.flats):
             raise UnsupportedOp(

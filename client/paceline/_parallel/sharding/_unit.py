@@ -28,14 +28,10 @@ class Unit:
 
     Args:
         parameters: the parameters by path; each belongs to this unit alone.
-        placement: the placement of this rank.
-        wire: dtype in which they travel; None for their own.
-        empty: allocates memory that links can send without a copy.
-        computes: whether the module computes with values in the dtype `wire`.
+        wire, empty, computes: as for `Flat`.
 
     Attributes:
         flats: the arrays; most units have one.
-        placement: as above.
         shards: the ranks that hold one copy between them; None if this rank holds it alone. `assign_ranks` sets it.
         replicas: the ranks that hold the same shard; None if no other rank does.
         is_agreed: whether the ranks have agreed on initial values.
@@ -44,9 +40,6 @@ class Unit:
         runs: number of runs in the last forward pass.
         left: number of runs still to come in this backward pass, if each run forward has one.
         inside: number of runs in progress.
-
-    Raises:
-        UnsupportedOp: a parameter to train is neither float32 nor float64.
     """
 
     def __init__(
@@ -83,11 +76,7 @@ class Unit:
         self.is_agreed = self.has_ranks = True
 
     def move(self, placement: Placement) -> None:
-        """Moves to a new view, which has other ranks. If this rank has whole values, the ranks agree on them again.
-
-        Raises:
-            UnsupportedOp: this rank would hold another shard, whose values it does not have.
-        """
+        """Moves to a new view, which has other ranks. If this rank has whole values, the ranks agree on them again."""
         before = self.placement
         if (len(placement.shards), placement.shard) != (len(before.shards), before.shard):
             raise UnsupportedOp(
@@ -135,14 +124,7 @@ class Unit:
         )
 
     def align(self, paths: Mapping[int, str]) -> None:
-        """Freezes and unfreezes parameters and pieces alike, after the user did so to one of them.
-
-        Args:
-            paths: the paths of the pieces, by identity.
-
-        Raises:
-            UnsupportedOp: an unfrozen parameter is neither float32 nor float64.
-        """
+        """Freezes and unfreezes parameters and pieces alike, after the user did so to one of them."""
         for (p, piece), known in zip(self.pairs(), self._known, strict=True):
             now = known if p.requires_grad == piece.requires_grad == known else not known
             if now:
@@ -193,21 +175,13 @@ class Unit:
 
 
 def _check_trainable(path: str, parameter: Parameter) -> None:
-    """Checks that gradients can be summed and averaged in the parameter's dtype.
-
-    Raises:
-        UnsupportedOp: the dtype is neither float32 nor float64.
-    """
+    """Checks that gradients can be summed and averaged in the parameter's dtype."""
     if parameter.dtype not in (np.float32, np.float64):
         raise UnsupportedOp(f"parameter {path!r} is {parameter.dtype}; only float32 and float64 can be trained")
 
 
 def checked_wire(dtype: DTypeLike | None) -> np.dtype[Any] | None:
-    """Returns the dtype in which values travel.
-
-    Raises:
-        UnsupportedOp: the dtype cannot travel, or is not a float.
-    """
+    """Returns the dtype in which values travel."""
     if dtype is None:
         return None
     wire = np.dtype(dtype)
@@ -228,16 +202,7 @@ def join_units(
 ) -> None:
     """Agrees on the model, and gives their ranks to units that are new or in a new view. A collective.
 
-    Args:
-        units: all units of the model.
-        group: all ranks.
-        manifest: the model's manifest.
-        buffers: buffers that take rank 0's values.
-        may_change: False if gradients have been computed from this rank's own values.
-        agreed_in: the last generation in which this rank has agreed on the model; 0 for none.
-
-    Raises:
-        PacelineError: see `agree`.
+    The buffers take rank 0's values. See `agree` for the rest and the errors.
     """
     new = [unit for unit in units if not unit.is_agreed]
     flats = [flat for unit in new for flat in unit.flats]

@@ -66,15 +66,9 @@ class _Slice:
 def make_trace(
     records: Sequence[MemberRecord], events: Iterable[Happened] = (), clocks: Mapping[str, Clock] | None = None
 ) -> dict[str, Any]:
-    """Makes a trace.
+    """Makes a trace, the JSON object. `ts` is in microseconds after `otherData.zero`, `dur` in microseconds.
 
-    Args:
-        records: of members of one job.
-        events: what happened to the job.
-        clocks: how far each member's clock is ahead, by member id; a member that is missing is drawn by its own clock.
-
-    Returns:
-        The JSON object of the trace. `ts` is in microseconds after `otherData.zero`, `dur` in microseconds.
+    `clocks` has how far each member's clock is ahead, by member id; a member that is missing is drawn by its own clock.
     """
     return _Trace(records, sorted(events, key=lambda each: each.at), clocks or {}).made()
 

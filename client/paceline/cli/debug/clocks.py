@@ -15,11 +15,8 @@ from dataclasses import dataclass
 class Sighting:
     """The four times of one question, in seconds.
 
-    Attributes:
-        member_id: the member.
-        machine: the same for members with one clock; empty if that is not known.
-        asked, came: on the coordinator's clock.
-        read, sent: on the member's clock.
+    `machine` is the same for members with one clock; empty if that is not known. `asked` and `came` are on the
+    coordinator's clock, `read` and `sent` on the member's.
     """
 
     member_id: str
@@ -32,12 +29,7 @@ class Sighting:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """A clock, relative to the coordinator's.
-
-    Attributes:
-        ahead: seconds.
-        uncertainty: seconds by which it may be more or less; None if the clock was not measured.
-    """
+    """A clock, ahead of the coordinator's, give or take `uncertainty` seconds; None if it was not measured."""
 
     ahead: float = 0.0
     uncertainty: float | None = None

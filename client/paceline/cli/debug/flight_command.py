@@ -17,15 +17,8 @@ def show_flight(
 ) -> None:
     """Compares the flight records of a job's ranks, and prints what was found.
 
-    Args:
-        job: its name; None if a folder is named: then that of its newest dump.
-        coordinator: its address; None for the one of this user's only `paceline run`.
-        directory: a folder of dumps to read, in place of asking the members.
-        timeout: seconds to try to reach the coordinator for.
-        as_json: print the result as one JSON object on the last line.
-
-    Raises:
-        UsageError, PacelineError, OSError: as `gather_records`; or there is no record at all.
+    Without a `job` it is that of the newest dump in `directory`. The dumps there are read in place of asking the
+    members.
     """
     found = gather_records(job, coordinator, directory, timeout)
     if not found.records and not found.silent:

@@ -27,9 +27,8 @@ _MOST_THREADS, _MOST_FRAMES = 200, 200
 class Stack:
     """One thread's frames, the innermost first: "train.py:12 in step".
 
-    Attributes:
-        is_main: True for the thread in which the process began.
-        is_library: True if all its frames are Paceline's, grpc's or of the interpreter's thread machinery.
+    `is_main` is True for the thread in which the process began, and `is_library` if all its frames are Paceline's,
+    grpc's or of the interpreter's thread machinery.
     """
 
     frames: tuple[str, ...]
@@ -91,15 +90,11 @@ def shorten(stack: Stack) -> Stack:
 def fold(
     processes: Sequence[Process], *, everything: bool = False
 ) -> list[tuple[list[Process], list[tuple[Stack, int]], int]]:
-    """Puts processes together whose threads stand at the same places.
+    """Puts processes together whose threads stand at the same places, in the order in which they are to be shown.
 
-    Args:
-        processes: in the order in which they are to be shown.
-        everything: show Paceline's and grpc's own threads too, and all frames.
-
-    Returns:
-        For each group of processes: the processes; their stacks, the main thread's first, each with the number of
-        threads that have it; and how many threads are not shown.
+    With `everything` Paceline's and grpc's own threads are shown too, and all frames. Returns for each group of
+    processes: the processes; their stacks, the main thread's first, each with the number of threads that have it; and
+    how many threads are not shown.
     """
     groups: dict[tuple[tuple[Stack, int], ...], list[Process]] = {}
     hidden: dict[tuple[tuple[Stack, int], ...], int] = {}

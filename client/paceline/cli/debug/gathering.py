@@ -22,15 +22,11 @@ PATIENCE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Flight records of one job.
+    """Flight records of one job, of members that have answered, or left a dump.
 
-    Attributes:
-        job: its name; empty if no record tells.
-        source: where they come from, in words.
-        records: of members that have answered, or left a dump.
-        silent: why there is no record of a rank, by rank.
-        notes: sentences about what is not there or was left out.
-        answers: what the members have answered, by member id; empty for dumps.
+    `job` is empty if no record tells. `source` says in words where they come from. `silent` says why there is no record
+    of a rank, by rank. `notes` are sentences about what is not there or was left out. `answers` are by member id, and
+    empty for dumps.
     """
 
     job: str
@@ -42,13 +38,7 @@ class Gathered:
 
 
 def gather_records(job: str | None, coordinator: str | None, directory: Path | None, timeout: float) -> Gathered:
-    """Asks a job's members, or reads dumps if a folder is named, or if the job has no members any more.
-
-    Raises:
-        UsageError: neither a job nor a folder is named, or no coordinator is known and there are no dumps.
-        PacelineError: the coordinator does not answer, or refuses; or there are neither members nor dumps.
-        OSError: the folder cannot be read.
-    """
+    """Asks a job's members, or reads dumps if a folder is named, or if the job has no members any more."""
     if directory is not None:
         return _from_dumps(directory, job)
     if job is None:

@@ -31,16 +31,9 @@ GroupKey = tuple[str, int]
 class RecordedOperation:
     """One operation of one member. Times are seconds since 1970 on the member's clock, None for what has not happened.
 
-    Attributes:
-        number: in its group and generation; 0 for messages.
-        group: its group.
-        generation: its generation.
-        kind: "all_reduce", "send", ...
-        detail: its arguments: "op=sum".
-        array: dtype and shape, "float32[1024]"; empty if no array is sent, or if the sender decides.
-        bytes: of the array; None as above.
-        state: "issued", "running", "done" or "failed".
-        error: type and text; empty if it has not failed.
+    `number` is that in its group and generation; 0 for messages. `detail` has its arguments, "op=sum". `array` is dtype
+    and shape, "float32[1024]", and empty if no array is sent, or if the sender decides; then `bytes` is None. `state`
+    is "issued", "running", "done" or "failed".
     """
 
     number: int
@@ -78,16 +71,11 @@ class Entered:
 
 @dataclass(frozen=True, slots=True)
 class MemberRecord:
-    """The record of one member.
+    """The record of one member, made at `at`, in seconds since 1970 on its clock.
 
-    Attributes:
-        rank, size: None and 0 while it is in no view.
-        at: when the record was made, in seconds since 1970 on its clock.
-        reason: why it was made.
-        groups: ranks in the view of the members of its groups, by name.
-        read_at, sent_at: see `paceline._session.answers`; None for a dump.
-        left_out: operations that had no room in an answer.
-        links: kinds of links over which it has sent in this generation.
+    `rank` and `size` are None and 0 while it is in no view. `groups` are the ranks in the view of the members of its
+    groups, by name. `read_at` and `sent_at` are as in `paceline._session.answers`; None for a dump. `left_out`
+    operations had no room in an answer. `links` are the kinds over which it has sent in this generation.
     """
 
     job: str
@@ -113,11 +101,7 @@ class MemberRecord:
 
 
 def read_record(data: bytes) -> MemberRecord:
-    """Parses a flight record.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Parses a flight record; raises ValueError if it is none."""
     try:
         found = json.loads(data)
         return _record(found)
@@ -126,17 +110,9 @@ def read_record(data: bytes) -> MemberRecord:
 
 
 def newest_dumps(directory: Path, job: str | None) -> tuple[list[MemberRecord], list[str]]:
-    """Reads the dumps of a folder: the newest of each rank.
+    """Reads the newest dump of each rank in a folder: the records by rank, and a sentence about each unreadable file.
 
-    Args:
-        directory: where they are.
-        job: name of the job; None for the one that the folder's newest dump is about.
-
-    Returns:
-        The records by rank, and a sentence about each file that could not be read.
-
-    Raises:
-        OSError: the folder cannot be read.
+    Without a `job` it is the one that the folder's newest dump is about. Raises OSError if the folder cannot be read.
     """
     newest: dict[tuple[str, int | None], MemberRecord] = {}
     troubles = []

@@ -32,19 +32,7 @@ _NOT_CONNECTED = "is not connected"
 
 
 def show_stacks(job: str, coordinator: str | None, timeout: float, *, everything: bool, as_json: bool) -> None:
-    """Prints the stacks of all members, those that are the same once.
-
-    Args:
-        job: its name.
-        coordinator: its address; None for the one of this user's only `paceline run`.
-        timeout: seconds to try to reach the coordinator for.
-        everything: show the threads of Paceline and grpc too, and all frames.
-        as_json: print the result as one JSON object on the last line.
-
-    Raises:
-        UsageError: the address is malformed; or none is named, and this user serves none or several.
-        PacelineError: there is no such job, it has no members, or this user may not ask.
-    """
+    """Prints the stacks of all members, those that are the same once; with `everything` all threads and frames."""
     address = coordinator_of(job, coordinator, timeout)
     answers = ask_members(address, job, QUESTION_STACKS, timeout, patience=PATIENCE_S)
     if not answers:

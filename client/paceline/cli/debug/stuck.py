@@ -20,16 +20,11 @@ _MESSAGES = ("send", "recv")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was found.
+    """One thing that was found, in a sentence.
 
-    Attributes:
-        kind: "mismatch", "wait", "message", "no answer", "other generation", "moving" or "idle".
-        text: one sentence.
-        group: the group's name, "" for that of all members.
-        operation: the operation's number, 0 for none.
-        seconds: how long the longest wait has lasted.
-        waiting: seconds that each rank has waited, by rank.
-        missing: what each other rank does, in words, by rank.
+    `kind` is "mismatch", "wait", "message", "no answer", "other generation", "moving" or "idle". `group` is "" for that
+    of all members; `operation` is 0 for none. `seconds` is how long the longest wait has lasted, and `waiting` the same
+    by rank. `missing` says in words what each other rank does.
     """
 
     kind: str
@@ -57,10 +52,8 @@ class Finding:
 class Report:
     """A summary of the records of one job.
 
-    Attributes:
-        generation: the latest that a record is of; what is found is about this one.
-        size: its number of members.
-        findings: what was found, the most telling first; never empty.
+    `generation` is the latest that a record is of, and the one that all findings are about. They begin with the most
+    telling, and are never empty.
     """
 
     generation: int
@@ -83,12 +76,7 @@ def in_ranks(ranks: Iterable[int]) -> str:
 
 
 def find_stuck(records: Sequence[MemberRecord], silent: Mapping[int, str]) -> Report:
-    """Compares records.
-
-    Args:
-        records: of the members that have answered, or left a dump; one for each.
-        silent: why there is no record of a rank, by rank: "did not answer within 1.0 s".
-    """
+    """Compares records, one of each member; `silent` says why there is none, by rank."""
     generation = max((record.generation for record in records), default=0)
     here = {record.rank: record for record in records if record.generation == generation and record.rank is not None}
     size = max((record.size for record in here.values()), default=0)
@@ -114,14 +102,7 @@ def _of_others(records: Sequence[MemberRecord], generation: int) -> list[Finding
 
 
 class _View:
-    """The records of the members of one generation.
-
-    Args:
-        generation, size: of the view.
-        records: by rank.
-        silent: why there is none, by rank.
-        behind: in which other generation a rank is, in words, by rank.
-    """
+    """The records of one generation's members, by rank; `silent` and `behind` say why there is none."""
 
     def __init__(
         self,

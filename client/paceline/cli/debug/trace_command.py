@@ -19,19 +19,7 @@ from paceline.errors import PacelineError
 def write_trace(
     job: str | None, coordinator: str | None, directory: Path | None, timeout: float, out: Path, *, as_json: bool
 ) -> None:
-    """Gathers records and events, and writes the trace.
-
-    Args:
-        job: its name; None if a folder is named: then that of its newest dump.
-        coordinator: its address; None for the one of this user's only `paceline run`.
-        directory: a folder of dumps to read, in place of asking the members.
-        timeout: seconds to try to reach the coordinator for.
-        out: the file; one that is there is replaced.
-        as_json: print the result as one JSON object on the last line.
-
-    Raises:
-        UsageError, PacelineError, OSError: as `gather_records`; or there is no record; or the file cannot be written.
-    """
+    """Gathers records and events as `gather_records` does, and writes the trace; a file that is there is replaced."""
     found = gather_records(job, coordinator, directory, timeout)
     if not found.records:
         raise PacelineError("no flight record is there" + "".join(f"; {note}" for note in found.notes))

@@ -44,13 +44,7 @@ _REDRAW_S = 0.05
 
 
 def prefixed(label: str, line: bytes, colour: bool) -> str:
-    """Formats a worker's line for the terminal.
-
-    Args:
-        label: the rank, or "#index".
-        line: the line without its newline; bytes that are not UTF-8 are replaced.
-        colour: whether to show the prefix in the rank's colour.
-    """
+    """Formats a line of the worker that has this rank, or "#index". Bytes that are not UTF-8 are replaced."""
     text = _ORDERS.sub("", line.decode("utf-8", errors="replace"))
     if not colour:
         return f"[{label}] {text}\n"
@@ -63,13 +57,7 @@ class LogFiles:
     """Keeps one file per worker with all that it prints, unchanged; a worker's replacement continues its file.
 
     Lines of standard output and standard error are whole. A newline is added only where one of them goes on in the
-    middle of a line of the other.
-
-    Args:
-        folder: the folder, which is made if it does not exist; existing files are appended to.
-
-    Raises:
-        OSError: the folder cannot be made.
+    middle of a line of the other. The folder is made if it does not exist, and existing files are appended to.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -107,11 +95,8 @@ class Console:
     The calls come from the launcher's thread. But `say` may also be called from the thread of a source that tells the
     workers to leave, at the same time.
 
-    Args:
-        logs: log files that keep the lines too.
-        hidden: pairs of a worker's index and a stream, whose lines are kept but not shown.
-        out: where workers' standard output goes.
-        err: where workers' standard error and the launcher's own sentences go.
+    Lines of `hidden` pairs of a worker's index and a stream are kept in `logs` but not shown. Standard error and the
+    launcher's own sentences go to `err`.
     """
 
     def __init__(
@@ -208,11 +193,8 @@ class Console:
 class _Shown(NamedTuple):
     """One thing to show.
 
-    Attributes:
-        target: where.
-        text: a line, with its newline; for a state, its prefix.
-        whose: the worker and its stream; None for the launcher.
-        rows: the present state of a line, in so many rows; None for a line.
+    `text` is a line, with its newline; for a state, its prefix. `whose` is the worker and its stream; None for the
+    launcher. `rows` are those of the present state of a line; None for a line.
     """
 
     target: TextIO
@@ -224,8 +206,7 @@ class _Shown(NamedTuple):
 class _Screen:
     """Writes lines and states to two streams, which may be one terminal. Used by the console's thread alone.
 
-    Args:
-        moves: for each stream, whether it is a terminal whose cursor can be moved.
+    `moves` says for each stream whether it is a terminal whose cursor can be moved.
     """
 
     def __init__(self, moves: dict[TextIO, bool]) -> None:

@@ -37,7 +37,8 @@ _POLL_S = 0.05
 class Launcher:
     """Runs workers until all have ended, and restarts those that fail as far as the terms allow.
 
-    It must run on the main thread: signals arrive there, and workers die with the thread that started them.
+    It must run on the main thread: signals arrive there, and workers die with the thread that started them. A command
+    is SCRIPT ARGS..., -m MODULE ARGS..., or -- PROGRAM ARGS...
 
     Args:
         command: SCRIPT ARGS..., -m MODULE ARGS..., or -- PROGRAM ARGS...
@@ -91,13 +92,9 @@ class Launcher:
         self.workers: list[Worker] = []  # the latest in each slot
 
     def run(self) -> int:
-        """Starts the workers and waits until they have ended.
+        """Starts the workers and waits until they have ended; returns the exit code, by `Supervision`'s rule.
 
-        Returns:
-            The exit code, by `Supervision`'s rule.
-
-        Raises:
-            OSError: a worker cannot be started; the others have been killed.
+        On an OSError one cannot be started, and the others have been killed.
         """
         with self._selector, self._catch_signals(), compile_folder() as self._compiled:
             try:
@@ -116,11 +113,8 @@ class Launcher:
     def drain(self, why: str, seconds: float = DRAIN_S) -> None:
         """Ends the workers as on SIGTERM; any thread may call it at any time, and only the first call counts.
 
-        A SIGTERM after it is the same order: the scheduler says again what a source has said before.
-
-        Args:
-            why: completes "stopping 2 workers: ...".
-            seconds: how long the workers of an elastic job have to leave, until they are killed.
+        A SIGTERM after it is the same order: the scheduler says again what a source has said before. `why` completes
+        "stopping 2 workers: ...". The workers of an elastic job have `seconds` to leave, until they are killed.
         """
         with self._wakeup_lock:
             if not self._draining:

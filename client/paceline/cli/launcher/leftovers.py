@@ -30,11 +30,7 @@ _RECORD = re.compile(r".*\.pid([0-9]+)\.json(\.\w+\.tmp)?", re.ASCII)
 
 
 def remove_leftovers(now: float | None = None) -> None:
-    """Removes old files of processes that are gone. It follows no links, and leaves what it cannot remove.
-
-    Args:
-        now: seconds since 1970; the present time if left out.
-    """
+    """Removes old files of processes that are gone. It follows no links, and leaves what it cannot remove."""
     before = (time.time() if now is None else now) - OLD_S
     for name, is_in_use in (("flight", _has_process), ("coordinators", _is_locked), (_COMPILED, _is_locked)):
         with suppress(OSError):  # there is no such folder, or it is not this user's own
@@ -43,11 +39,7 @@ def remove_leftovers(now: float | None = None) -> None:
 
 @contextmanager
 def compile_folder() -> Iterator[Path | None]:
-    """Makes a folder for what a launcher's workers compile, and removes it at the end of the block.
-
-    Yields:
-        The folder; None if it cannot be made.
-    """
+    """Makes a folder for what a launcher's workers compile, if it can, and removes it at the end of the block."""
     try:
         parent = user_folder(_COMPILED)
         make_private(parent, "workers compile into torch's own folder")

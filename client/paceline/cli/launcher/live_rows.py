@@ -43,9 +43,7 @@ class LiveRows:
     def draw(self, columns: int, lines: int) -> str:
         """Returns what draws the rows, after they have been erased; the cursor is then below them.
 
-        Args:
-            columns: width of the terminal; longer rows are cut.
-            lines: its height; there are fewer rows than that.
+        Rows longer than the terminal's `columns` are cut, and there are fewer rows than its `lines`.
         """
         most = max(1, min(_MOST, lines - 2))
         rows = [

@@ -18,11 +18,7 @@ class Notices:
         """Returns the sentence to show for a worker's record; None if it is no notice, or is shown already.
 
         A worker says a thing once for each time that it happens. So it has happened again when a worker says it that
-        has said it before.
-
-        Args:
-            pid: the worker's process.
-            record: as `launcher_pipe.tell_once` sends it.
+        has said it before. The record is as `launcher_pipe.tell_once` sends it.
         """
         text, key = record.get("text"), record.get("key")
         if record.get("kind") != "notice" or not isinstance(text, str):

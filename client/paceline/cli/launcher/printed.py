@@ -22,10 +22,9 @@ _UP = b"\x1b[A"
 class Printed:
     """A part of what a worker printed.
 
-    Attributes:
-        text: what is to be seen; without its newline. The states of nested bars are one text of several lines.
-        ended: True for a line; False for the present state of a line that has not ended.
-        raw: the bytes as they came, for a log file; empty if an earlier or a later part has them.
+    `text` is what is to be seen, without its newline; the states of nested bars are one text of several lines. `ended`
+    is False for the present state of a line that has not ended. `raw` is the bytes as they came, for a log file; empty
+    if an earlier or a later part has them.
     """
 
     text: bytes
@@ -41,8 +40,7 @@ def present_state(line: bytes) -> bytes:
 class LineSplitter:
     """Splits a stream of bytes into lines; an incomplete line waits for its rest, but for its present state.
 
-    Args:
-        max_line_bytes: a line that grows beyond this is passed on as it stands.
+    A line that grows beyond `max_line_bytes` is passed on as it stands.
     """
 
     def __init__(self, max_line_bytes: int = _MAX_LINE_BYTES) -> None:
@@ -103,9 +101,8 @@ class LineSplitter:
 class Streams:
     """Which lines are kept, and which are shown.
 
-    Attributes:
-        kept: True if any lines should be kept; the log files then have all.
-        hidden: pairs of a worker's index and "stdout" or "stderr", whose lines are kept but not shown.
+    If any are `kept`, the log files have all. `hidden` has pairs of a worker's index and "stdout" or "stderr", whose
+    lines are kept but not shown.
     """
 
     kept: bool = False
@@ -113,11 +110,7 @@ class Streams:
 
 
 def read_streams(redirects: str | None, tee: str | None, workers: int) -> Streams:
-    """Parses -r and -t: 0 to 3 for all workers, or WORKER:0 to WORKER:3 with commas. -t shows what -r would hide.
-
-    Raises:
-        ValueError: one of them has neither form.
-    """
+    """Parses -r and -t: 0 to 3 for all workers, or WORKER:0 to WORKER:3 with commas. -t shows what -r would hide."""
     hidden, shown = _pairs("-r/--redirects", redirects, workers), _pairs("-t/--tee", tee, workers)
     return Streams(bool(hidden or shown), frozenset(hidden - shown))
 

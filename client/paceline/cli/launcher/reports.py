@@ -26,13 +26,7 @@ may be frozen, and the next one may have to take over."""
 
 
 class ExitReports:
-    """Tells a coordinator of ended processes without making the launcher wait; a context manager.
-
-    Args:
-        coordinator: its address.
-        job: name of the job.
-        credentials: the credentials for calls to the coordinator.
-    """
+    """Tells a coordinator of ended processes without making the launcher wait; a context manager."""
 
     def __init__(self, coordinator: str, job: str, credentials: Credentials) -> None:
         self._job = job

@@ -65,13 +65,8 @@ def _wait_warm(go: int, launcher: int, arguments: list[str]) -> None:
     """Does the script's imports, and returns when this spare becomes a worker.
 
     If an import fails, the process restarts as an ordinary worker once it is needed: then the script itself raises the
-    error, and no package is left half imported.
-
-    Args:
-        go: a descriptor; a worker's number and a newline make this process that worker, end of file means that the
-            launcher is gone.
-        launcher: the launcher's process id.
-        arguments: SCRIPT ARGS..., or -m MODULE ARGS...
+    error, and no package is left half imported. From the descriptor `go` come a worker's number and a newline, by which
+    this process becomes that worker, or the end of file if the launcher is gone.
     """
     import select
 

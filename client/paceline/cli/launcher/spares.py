@@ -12,12 +12,7 @@ _SPARE_FIRST_DELAY_S, _SPARE_LONGEST_DELAY_S = 1.0, 60.0
 
 
 def default_spares(command: Sequence[str], restarts: int) -> int:
-    """Returns the default number of spares: one if it is useful, else none.
-
-    Args:
-        command: SCRIPT ARGS..., -m MODULE ARGS..., or -- PROGRAM ARGS...
-        restarts: how often each worker is restarted at most.
-    """
+    """Returns the default number of spares: one if it is useful, else none."""
     return 0 if spares_error(command, restarts, 1) else 1
 
 
@@ -33,13 +28,10 @@ def spares_error(command: Sequence[str], restarts: int, spares: int) -> str:
 
 
 class SpareSchedule:
-    """Decides when a launcher starts spares.
+    """Decides when a launcher starts spares, of which it keeps at most `limit`.
 
     A spare that dies before it is needed is replaced after a pause, which doubles from 1 s to 60 s, because the cause
     (such as lack of memory) may kill the next one too. The pause is short again once a spare has become a worker.
-
-    Args:
-        limit: how many spares to keep at most.
     """
 
     def __init__(self, limit: int) -> None:
@@ -63,10 +55,5 @@ class SpareSchedule:
         return min(self._limit, restartable)
 
     def due_at(self, spares: int, restartable: int) -> float | None:
-        """Returns the time at which to start the next spare; None if there are enough.
-
-        Args:
-            spares: how many spares there are.
-            restartable: how many workers may be restarted.
-        """
+        """Returns when to start the next spare; None if there are enough for the workers that may be restarted."""
         return self._next_at if spares < self.wanted(restartable) else None

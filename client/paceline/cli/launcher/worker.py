@@ -29,21 +29,9 @@ class Worker:
 
     The kernel kills the child when the *thread* that started it ends (shim.py), not only when the process ends.
 
-    Attributes:
-        index: number among the workers of its launcher.
-        rank: its rank; None until a view that the worker reports gives it.
-        identity: how the coordinator identifies the process.
-        streams: its open pipes by name.
-
-    Args:
-        index: number among the workers of its launcher.
-        command: SCRIPT ARGS..., -m MODULE ARGS..., or -- PROGRAM ARGS...
-        environment: returns the worker's environment, given the descriptor of the worker's end of its news pipe.
-        cores: the cores that it may use; None for all.
-        spare: it does its imports and waits until `begin` makes it a worker. What it prints stays in its pipes.
-
-    Raises:
-        OSError: the process cannot be started.
+    `rank` is None until a view that the worker reports gives it. `environment` returns the worker's environment, given
+    the descriptor of the worker's end of its news pipe. With `cores` None it may use all. A `spare` does its imports
+    and waits until `begin` makes it a worker; what it prints stays in its pipes.
     """
 
     def __init__(
@@ -106,12 +94,7 @@ class Worker:
         return self._process.pid
 
     def begin(self, index: int, cores: Collection[int] | None) -> None:
-        """Makes a spare a worker, which runs the script as soon as its imports are done.
-
-        Args:
-            index: number among the workers of its launcher.
-            cores: the cores that it may use; None for all.
-        """
+        """Makes a spare a worker, which runs the script as soon as its imports are done."""
         assert self._go is not None
         self.index = index
         if cores is not None:

@@ -30,12 +30,7 @@ _default: weakref.ref[ProcessGroup] | None = None
 def create(opts: Any, pg_options: Any = None) -> ProcessGroup:
     """Creates a process group; torch calls this for each group that this process is a member of.
 
-    Args:
-        opts: torch's `_DistributedBackendOptions`.
-        pg_options: the user's `pg_options=`, which must be None.
-
-    Raises:
-        PacelineError: the job cannot be joined; the error says why.
+    `opts` are torch's `_DistributedBackendOptions`; the user's `pg_options` must be None.
     """
     if pg_options is not None:
         raise TypeError(f"the backend {NAME!r} has no pg_options: leave out {pg_options!r}")
@@ -94,15 +89,8 @@ def rendezvous(url: str, timeout: timedelta = timedelta(seconds=300), **_: Any) 
     """Joins the job that a URL names, and yields (store, rank, world size).
 
     `init_process_group` or the URL (`?rank=0&world_size=2`) gives the rank. Otherwise the coordinator assigns it, and
-    `world_size` alone, or PACELINE_MIN_WORKERS, gives the number of ranks to wait for.
-
-    Args:
-        url: paceline://HOST:PORT/JOB; a missing host or job is taken from the environment.
-        timeout: how long to wait for all ranks to join.
-
-    Raises:
-        ValueError: the URL is malformed.
-        PacelineError: the job cannot be joined; the text says why.
+    `world_size` alone, or PACELINE_MIN_WORKERS, gives the number of ranks to wait for. The URL is
+    paceline://HOST:PORT/JOB; a missing host or job is taken from the environment.
     """
     parts = urlparse(url)
     query = {name: int(values[-1]) for name, values in parse_qs(parts.query).items()}

@@ -34,10 +34,8 @@ _MEMBER_BYTES = 8
 class Handle(NamedTuple):
     """A member's address and name, as text "paceline://host:port/presence_port/member".
 
-    Attributes:
-        address: where the member's coordinator listens.
-        presence_port: the port at which the member answers with its name.
-        member: the member's name, which is random, so that no other process has it.
+    The member's coordinator listens at the address. At the presence port the member answers with its name, which is
+    random, so that no other process has it.
     """
 
     address: Endpoint
@@ -49,11 +47,7 @@ class Handle(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Handle:
-        """Parses a handle.
-
-        Raises:
-            ValueError: the text is not a handle.
-        """
+        """Parses a handle; ValueError if the text is none."""
         parts = text.removeprefix(_SCHEME).split("/")
         if text.startswith(_SCHEME) and len(parts) == 3 and len(parts[2]) == 2 * _MEMBER_BYTES and parts[2].isalnum():
             address, port = parse_endpoint(parts[0]), parts[1]
@@ -63,12 +57,7 @@ class Handle(NamedTuple):
 
 
 class Presence:
-    """Answers connections to this member's presence port with its name. Its methods run on the loop.
-
-    Attributes:
-        member: the name.
-        port: the port; 0 before `open`.
-    """
+    """Answers connections to this member's presence port with its name. Its methods run on the loop."""
 
     def __init__(self) -> None:
         self.member = secrets.token_hex(_MEMBER_BYTES)
@@ -77,14 +66,7 @@ class Presence:
         self._connections: set[asyncio.BaseTransport] = set()
 
     async def open(self, host: str) -> None:
-        """Starts to answer connections.
-
-        Args:
-            host: an IP address of this host; "::" for all its addresses, including IPv4.
-
-        Raises:
-            OSError: this process cannot listen there.
-        """
+        """Starts to answer connections at an IP address of this host; "::" for all its addresses, including IPv4."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.create_server((host, 0), family=family, dualstack_ipv6=host == "::")
         loop = asyncio.get_running_loop()
@@ -119,11 +101,7 @@ class _Answer(asyncio.Protocol):
 
 
 class PresenceWatcher:
-    """Finds members whose process has ended, and notices when one ends. Its methods run on the loop.
-
-    Args:
-        handles: handles of the members.
-    """
+    """Finds members whose process has ended, and notices when one ends. Its methods run on the loop."""
 
     def __init__(self, handles: Sequence[Handle]) -> None:
         self._handles = handles
@@ -169,9 +147,7 @@ class PresenceWatcher:
 async def _end_of(handle: Handle, there: asyncio.Future[None]) -> bool:
     """Waits until a member's process has ended, and returns True; False if that cannot be known (e.g. no route).
 
-    Args:
-        handle: handle of the member.
-        there: a future that completes when the member has sent its name.
+    `there` completes when the member has sent its name.
     """
     try:
         for _, target in await look_up(handle.address.host):

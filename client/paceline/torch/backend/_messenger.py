@@ -29,12 +29,9 @@ _SMALL = 8 << 10
 
 @never_traced
 class MessageWork(dist.Work):  # type: ignore[misc]  # torch has no types here
-    """A message that is being sent or received.
+    """A message that is sent or received by `act`, which returns the other side's rank.
 
-    Args:
-        act: sends or receives the message; returns the other side's rank.
-        queue: the queue that the message is in.
-        results: a list with the tensor that is sent or filled.
+    The results have the tensor that is sent or filled.
     """
 
     def __init__(self, act: Callable[[], int], queue: _MessageQueue, results: list[Any]) -> None:
@@ -63,12 +60,7 @@ class MessageWork(dist.Work):  # type: ignore[misc]  # torch has no types here
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Returns True when the message was received, or when the tensor that is sent may be changed.
 
-        Args:
-            timeout: how long to wait; the transfer continues after that. 0 for the group's timeout.
-
-        Raises:
-            OperationTimeout: the message was not transferred in that time.
-            PacelineError: the generation has failed.
+        The transfer continues after the timeout; 0 for the group's timeout.
         """
         within = seconds_of(timeout)
         if within is None:
@@ -131,11 +123,7 @@ class MessageWork(dist.Work):  # type: ignore[misc]  # torch has no types here
 
 
 class _MessageQueue:
-    """A queue of messages that must be sent, or received, in order.
-
-    Args:
-        route: where the messages go to or come from, for errors, e.g. "to rank 2".
-    """
+    """A queue of messages that must be sent, or received, in order. `route` is for errors, e.g. "to rank 2"."""
 
     def __init__(self, route: str) -> None:
         self.route = route
@@ -199,11 +187,7 @@ class _MessageQueue:
 
 
 class Messenger:
-    """Sends and receives the messages of a group.
-
-    Args:
-        group: carries the messages.
-    """
+    """Sends and receives the messages of a group."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -276,11 +260,7 @@ class Messenger:
 
 
 def only_tensor(tensors: Sequence[Any]) -> Any:
-    """Returns the tensor of a message.
-
-    Raises:
-        PacelineError: there are several, or none.
-    """
+    """Returns the tensor of a message, which has one."""
     if len(tensors) != 1:
         raise PacelineError(f"a message is one tensor, not {len(tensors)}: send them one by one")
     return tensors[0]

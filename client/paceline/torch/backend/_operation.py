@@ -73,10 +73,8 @@ class Promise:
     """A torch future for the result of an operation that may still run.
 
     C++ asks a work for its future after `wait` has returned, and immediately for the future's value. So `wait` too
-    completes the promise, unless another thread has done so.
-
-    Args:
-        value: returns the future's value, or raises its error; must not block.
+    completes the promise, unless another thread has done so. `value` returns the future's value, or raises its error;
+    it must not block.
     """
 
     def __init__(self, value: Callable[[], Any]) -> None:
@@ -155,11 +153,7 @@ class Operation(dist.Work):  # type: ignore[misc]  # torch has no types here
             self._finish()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Returns True when the results may be read.
-
-        Raises:
-            PacelineError: the operation failed; the error names the member that caused it, and says why.
-        """
+        """Returns True when the results may be read. An error names the member that caused it, and says why."""
         seconds = seconds_of(timeout)
         with raising_torch_errors():
             for handle in self._handles:
@@ -186,11 +180,7 @@ class Operation(dist.Work):  # type: ignore[misc]  # torch has no types here
         return next((as_torch_error(error) for handle in self._handles if (error := handle.exception())), None)
 
     def result(self) -> list[Any]:
-        """Waits, and returns the tensors that the operation fills.
-
-        Raises:
-            PacelineError: see `wait`.
-        """
+        """Waits, and returns the tensors that the operation fills."""
         self.wait()
         return self._results
 

@@ -192,12 +192,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no typ
     ) -> Operation:
         """Issues collectives in order: in the background if `opts` asks for it, else in the caller's thread.
 
-        Args:
-            title: name for the profiler.
-            opts: torch's options of the operation.
-            collectives: the collectives to run.
-            results: the tensors that they fill.
-            finishes: functions called when all collectives are done.
+        The profiler shows the title. `finishes` are called when all collectives are done.
         """
         self._messenger.start_pending()
         timeout = seconds_of(opts.timeout) or self._timeout

@@ -68,14 +68,10 @@ _GOODBYE_S = 2.0
 
 @never_traced
 class Reconfigurable(ProcessGroup):
-    """A process group without members until its first `reconfigure`.
+    """A process group without members until its first `reconfigure`; until then it reports this rank and size.
 
-    Args:
-        rank: the result of `rank()` until then.
-        size: the result of `size()` until then.
-        timeout: the timeout, in seconds, of operations that have none of their own.
-        meeting: an address that all members can reach. Other members reach this one at the address that this host uses
-            to connect there.
+    The timeout, in seconds, is that of operations that have none of their own. All members can reach the meeting's
+    address. Other members reach this one at the address that this host uses to connect there.
     """
 
     def __init__(self, rank: int, size: int, timeout: float, meeting: Endpoint) -> None:
@@ -299,11 +295,7 @@ class Reconfigurable(ProcessGroup):
 
 
 def meeting_point(store: c10d.Store) -> Endpoint:
-    """Returns an address that all members can reach: torch's store's or MASTER_ADDR; loopback only if both are.
-
-    Args:
-        store: torch's store, perhaps inside prefixes.
-    """
+    """Returns an address that all members can reach: torch's store's or MASTER_ADDR; loopback only if both are."""
     inner, known = unwrap_store(store), []
     if isinstance(inner, c10d.TCPStore):
         known.append(Endpoint(inner.host, inner.port))

@@ -52,7 +52,7 @@ MODELS: dict[str, Callable[[Callable[[Any], Any], Any, Any, Any], Any]] = {
     "a unit whose parameters are in units": lambda wrap, a, b, c: wrap(nn.Sequential(a, wrap(Wrapping(wrap(b))), c)),
     "a unit without parameters": lambda wrap, a, b, c: wrap(nn.Sequential(nn.Sequential(a, wrap(nn.ReLU())), b, c)),
 }
-"""What makes a model of three layers, given what wraps a module in a unit."""
+"""A function that makes a model of three layers, given another that wraps a module in a unit."""
 
 
 class Case(NamedTuple):

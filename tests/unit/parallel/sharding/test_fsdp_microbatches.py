@@ -1,4 +1,4 @@
-"""Parts through FSDP: every strategy has the bits of DDP and of one process in every world."""
+"""Microbatches with FSDP: every strategy has the bits of DDP and of one process in every world."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def wrapped(group: Group, dtype: Any, how: ShardingStrategy | str, node: int | N
 
 
 def in_microbatches(group: Group, sampler: ElasticSampler, compute: Any) -> None:
-    """What a step of `session.steps` does with its microbatches, without a coordinator."""
+    """The microbatches of a step of `session.steps`, without a coordinator."""
     for number in in_turn(group, sampler.microbatches):
         indices, weight = sampler.current_microbatch(number)
         group.set_gradient_weight(weight)
