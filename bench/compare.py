@@ -19,7 +19,8 @@ from rich.console import Console as RichConsole
 
 from conductor import BUDGET_S, LINKS, ContenderFailed, Measured, Recipe, measure, paceline_recipe, stage
 from jobs import MEMORIES, BenchRow, Job, make_row, plan
-from paceline.cli.output import UsageError, one_line_errors, print_json, say
+from paceline._base.terminal import UsageError, say
+from paceline.cli.output import one_line_errors, print_json
 from paceline.cli.sizes import size_text
 from peers import check_peer, peer_recipe
 from plot import check_plot, lines_of, plot

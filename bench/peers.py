@@ -26,8 +26,8 @@ from typing import Any
 from conductor import ONE_THREAD, SOCKET, Recipe, clean_environment, tied
 from contenders import Call, Lacking, RankSide, arrays_of, serve
 from jobs import ROOT
+from paceline._base.terminal import UsageError
 from paceline.cli.launcher import shim
-from paceline.cli.output import UsageError
 from paceline.launch._environment import allowed_cores, share_of_cores
 
 PEERS = ("gloo", "openmpi")

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from jobs import BenchRow
-from paceline.cli.output import UsageError
+from paceline._base.terminal import UsageError
 from paceline.cli.sizes import bus_factor, size_text
 
 Lines = Mapping[str, Mapping[str, list[tuple[int, float]]]]

@@ -55,10 +55,10 @@ ENVIRONMENT: Mapping[str, str] = {
     "PACELINE_WORLD_SIZE": "explicit number of workers",
     "PACELINE_ADVERTISE": "host or host:port at which peers reach this worker",
     "PACELINE_NOTICE": "clouds whose metadata services `paceline run` asks whether this machine will be taken: aws, "
-    "gcp, azure, separated by commas",
+    "gcp, azure, or the name of a plug-in, separated by commas",
     "PACELINE_NOTICE_URL": "address to ask in place of a cloud's metadata service; for tests",
-    "PACELINE_DRAIN_BEFORE": "seconds before the end of a Slurm job's time at which workers leave (default: 60); 0 for "
-    "never",
+    "PACELINE_DRAIN_BEFORE": "seconds before the end of the scheduler's job, such as Slurm's, at which workers leave "
+    "(default: 60); 0 for never",
     "PACELINE_SLURM_PORT": "port of the coordinator that the first task of `srun paceline run` serves (default: one of "
     "20000 to 29999 that follows from the numbers of job and step)",
     "PACELINE_TLS_CA": "file with the certificate of the authority that signs those of the coordinator and the "

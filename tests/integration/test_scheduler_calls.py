@@ -131,6 +131,16 @@ def test_a_coordinator_at_all_interfaces_has_no_address_to_be_found_at() -> None
         assert own_addresses() == []
 
 
+def test_without_a_token_of_its_own_it_needs_another_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="callers need a token or certificates"), own_coordinator(make_token=False):
+        pass
+    monkeypatch.setenv("PACELINE_TOKEN", "a-token-of-this-test")
+    with own_coordinator(make_token=False) as served:
+        monkeypatch.delenv("PACELINE_TOKEN")
+        with pytest.raises(NotAuthenticated):
+            paceline.join(served.address, job="digits", min_workers=1, config=QUICK)
+
+
 def test_variables_that_cannot_be_used_are_an_error_of_the_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_TOKEN", "")
     with pytest.raises(ValueError, match="PACELINE_TOKEN is set, but empty"), own_coordinator():

@@ -27,7 +27,7 @@ with paceline.join() as session:
 ATTACK = """
 import json, os, sys
 import grpc
-from paceline.cli.access import own_addresses, own_token
+from paceline.launch._own_coordinator import own_addresses, own_token
 from pacelinepb.v1 import admin_pb2, session_pb2
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
 from pacelinepb.v1.session_pb2_grpc import SessionServiceStub

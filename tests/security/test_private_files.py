@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from paceline._base.terminal import UsageError
 from paceline.cli.certs import make_certificates
-from paceline.cli.output import UsageError
 from paceline.credentials import Credentials
 from paceline_server.security.tls import TlsPaths, TlsUnusable
 from paceline_server.security.token_file import read_tokens

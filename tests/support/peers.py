@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.output import UsageError
+from paceline._base.terminal import UsageError
 from peers import PEERS, check_peer
 
 __all__ = ["descendants", "need_peers"]

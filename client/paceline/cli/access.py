@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 from paceline._base.addresses import DEFAULT_PORT, CoordinatorAddresses, Endpoint, parse_endpoint
-from paceline.cli.output import UsageError, say
-from paceline.launch._own_coordinator import Served as Served
-from paceline.launch._own_coordinator import embedded_coordinator as embedded_coordinator
-from paceline.launch._own_coordinator import own_addresses as own_addresses
-from paceline.launch._own_coordinator import own_coordinator as own_coordinator
-from paceline.launch._own_coordinator import own_credentials as own_credentials
-from paceline.launch._own_coordinator import own_token as own_token
-from paceline.launch._own_coordinator import worker_credentials as worker_credentials
+from paceline._base.terminal import UsageError, say
+from paceline.launch._own_coordinator import Served, own_addresses
 
 
 def endpoint(text: str, *, default_port: int = DEFAULT_PORT) -> Endpoint:

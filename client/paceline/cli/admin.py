@@ -11,12 +11,13 @@ from typing import TypeVar
 
 from paceline._base.addresses import CoordinatorAddresses
 from paceline._base.rpc import CHANNEL_OPTIONS, EOF, aio, error_from_status, grpc, leader_named_by
+from paceline._base.terminal import UsageError, say
 from paceline._base.waits import loop_thread
 from paceline._session.connection import check_tls
-from paceline.cli.access import coordinator_address, own_addresses, own_credentials
-from paceline.cli.output import UsageError, say
+from paceline.cli.access import coordinator_address
 from paceline.credentials import Credentials
 from paceline.errors import CoordinatorUnreachable, PacelineError
+from paceline.launch._own_coordinator import own_addresses, own_credentials
 from paceline.launch._running_job import AWAY, all_jobs, drain_call, one_job
 from pacelinepb.status_json import seconds
 from pacelinepb.v1.admin_pb2 import (

@@ -5,15 +5,19 @@ from __future__ import annotations
 from functools import cache
 from inspect import getdoc
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import typer.core
 import typer.main
 
-from paceline.cli.output import UsageError, one_line_errors
+from paceline._base.terminal import UsageError
+from paceline.cli.output import one_line_errors
 from paceline.cli.run_command import RUN_SETTINGS, run
 from pacelinepb import __version__
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 _ABOUT = (
     "Paceline trains a model on several processes or machines, and training goes on when some of them die, freeze, "
@@ -22,7 +26,7 @@ _ABOUT = (
 
 
 @cache
-def _plugged_in() -> dict[str, Any]:
+def _plugged_in() -> dict[str, EntryPoint]:
     from importlib.metadata import entry_points  # most commands need no plug-in
 
     return {entry.name: entry for entry in entry_points(group="paceline.commands")}
@@ -35,13 +39,37 @@ class _Commands(typer.core.TyperGroup):
     """
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [*super().list_commands(ctx), *_plugged_in()]
+        own = super().list_commands(ctx)
+        return [*own, *(name for name in _plugged_in() if name not in own)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         own = super().get_command(ctx, cmd_name)
         if own is not None or cmd_name not in _plugged_in():
             return own
-        return typer.main.get_command(_plugged_in()[cmd_name].load())
+        return _command_of(_plugged_in()[cmd_name])
+
+
+def _command_of(point: EntryPoint) -> Any:
+    """Returns a plug-in's command; if it cannot be loaded, one whose help and error say why."""
+    from rich.markup import escape
+
+    from paceline.cli.plug_ins import errors_of
+
+    try:
+        with errors_of(point):
+            command = point.load()
+            _reflow(command)
+            return typer.main.get_command(command)
+    except UsageError as error:
+        why = str(error)
+    broken = typer.Typer()
+
+    @broken.command(help=escape(why), context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+    def fail() -> None:
+        with one_line_errors():
+            raise UsageError(why)
+
+    return typer.main.get_command(broken)
 
 
 app = typer.Typer(
@@ -527,7 +555,7 @@ def inspect(
 def _reflow(commands: typer.Typer) -> None:
     """Joins the lines of each paragraph of the help texts: rich breaks lines where the terminal ends."""
     for command in commands.registered_commands:
-        text = getdoc(command.callback) or ""
+        text = command.help or getdoc(command.callback) or ""
         command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 

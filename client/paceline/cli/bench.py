@@ -9,15 +9,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, TextIO
 
+from paceline._base.terminal import UsageError
 from paceline._collectives.choose import RULES, Rule, Rules, dump_rules, only
 from paceline._collectives.schedules import SCHEDULES
-from paceline.cli.access import own_coordinator
 from paceline.cli.launcher import Worker, WorkerSettings
 from paceline.cli.launcher.console import Console
-from paceline.cli.output import UsageError, print_json
+from paceline.cli.output import print_json
 from paceline.cli.run import launch
 from paceline.cli.sizes import measured_size, parse_sizes, size_text
 from paceline.config import LINKS
+from paceline.launch._own_coordinator import own_coordinator
 
 COLLECTIVES = (*(name.replace("_", "-") for name in SCHEDULES if name != "barrier"), "send-recv", "barrier")
 """The collectives that can be measured, as the command line spells them. In send-recv each rank sends to the next."""

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.cli.output import UsageError
+from paceline._base.terminal import UsageError
 from paceline.credentials import MEMBER_NAME
 from pacelinepb import install_command
 from pacelinepb.private_files import read_private

@@ -10,9 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline import checkpoint
+from paceline._base.terminal import UsageError, printable
 from paceline.checkpoint.folder import MANIFEST
 from paceline.checkpoint.reading import Reader
-from paceline.cli.output import UsageError, print_json, printable
+from paceline.cli.output import print_json
 
 _MOST_PARTS = 8
 """Most parts that the table lists for one array; of more it shows only the number."""

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline._base.terminal import UsageError, say
 from paceline.cli.access import endpoint
-from paceline.cli.output import UsageError, say
 
 if TYPE_CHECKING:
     from paceline_server.settings import ServerSettings

@@ -14,12 +14,14 @@ from typing import Any
 
 from rich.console import Console as RichConsole
 
-from paceline.cli.access import Served, own_coordinator, say_where_the_page_is
+from paceline._base.terminal import UsageError, say
+from paceline.cli.access import say_where_the_page_is
 from paceline.cli.launcher import WorkerSettings
 from paceline.cli.launcher.console import Console
-from paceline.cli.output import UsageError, print_json, say
+from paceline.cli.output import print_json
 from paceline.cli.run import launch
 from paceline.demo.ledger import Ledger
+from paceline.launch._own_coordinator import Served, own_coordinator
 from pacelinepb import install_command
 
 GOOD_ACCURACY = 0.95

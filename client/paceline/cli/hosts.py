@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 
-from paceline.cli.output import UsageError, printable
+from paceline._base.terminal import UsageError, printable
+from paceline.cli.plug_ins import errors_of
 from paceline.launch import Host, Notice
 
 _RESERVE_S = 10.0
@@ -29,10 +30,12 @@ def find_host(points: Iterable[EntryPoint] | None = None) -> Host | None:
     """Returns the scheduler that has started this process; None if none of the plug-ins knows it."""
     points = entry_points(group="paceline.hosts") if points is None else points
     for point in sorted(points, key=lambda each: each.name):
-        try:
-            host: Host | None = point.load()()
-        except ValueError as error:
-            raise UsageError(str(error)) from None
+        with errors_of(point):
+            ask = point.load()
+            try:
+                host: Host | None = ask()
+            except ValueError as error:
+                raise UsageError(str(error)) from None
         if host is not None:
             return host
     return None
@@ -45,7 +48,11 @@ def find_notices(text: str | None) -> dict[str, Notice]:
     for name in names:
         if name not in points:
             raise UsageError(f"there is no provider {name!r} (--notice): the providers are {', '.join(sorted(points))}")
-    return {name: points[name].load()() for name in names}
+    found: dict[str, Notice] = {}
+    for name in names:
+        with errors_of(points[name]):
+            found[name] = points[name].load()()
+    return found
 
 
 def reasons_to_leave(

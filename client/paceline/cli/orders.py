@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from paceline._base.terminal import UsageError, say
 from paceline.cli.admin import coordinator_of, drain, forget, get_job, is_heard, label, restart
-from paceline.cli.output import UsageError, print_json, say
+from paceline.cli.output import print_json
 from paceline.errors import PacelineError
 from pacelinepb.v1.admin_pb2 import GetJobResponse, JobPhase, MemberStatus
 

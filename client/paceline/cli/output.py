@@ -12,9 +12,7 @@ from typing import Any
 
 import typer
 
-from paceline._base.terminal import UsageError as UsageError
-from paceline._base.terminal import printable as printable
-from paceline._base.terminal import say as say
+from paceline._base.terminal import UsageError, say
 from paceline.errors import PacelineError
 
 

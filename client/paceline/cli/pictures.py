@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli.output import printable
+from paceline._base.terminal import printable
 from pacelinepb.status_json import HEARTBEATS, phase_name, seconds, stragglers
 from pacelinepb.v1.admin_pb2 import GetJobResponse, GoneMember, JobEvent, JobSummary, JobTotals, MemberStatus
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline import checkpoint
+from paceline._base.terminal import UsageError, say
 from paceline._microbatch.receipts import Receipt, ReceiptDamaged, read_chain
 from paceline._microbatch.replay import VARIABLE, ReplayOrder, ReplayResult
 from paceline.checkpoint.reading import Reader
-from paceline.cli.output import UsageError, print_json, say
+from paceline.cli.output import print_json
 from paceline.cli.run import check_command, run_workers
 
 RECEIPTS = "receipts.jsonl"

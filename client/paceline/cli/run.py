@@ -11,15 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from paceline.cli.access import (
-    Served,
-    coordinator_address,
-    endpoint,
-    own_coordinator,
-    own_token,
-    say_where_the_page_is,
-    worker_credentials,
-)
+from paceline._base.terminal import UsageError, say
+from paceline.cli.access import coordinator_address, endpoint, say_where_the_page_is
 from paceline.cli.hosts import DrainSource, reasons_to_leave
 from paceline.cli.launcher import Launcher, Terms, WorkerSettings, worker_bounds
 from paceline.cli.launcher.console import Console, LogFiles
@@ -27,11 +20,12 @@ from paceline.cli.launcher.leftovers import remove_leftovers
 from paceline.cli.launcher.printed import read_streams
 from paceline.cli.launcher.reports import ExitReports
 from paceline.cli.launcher.spares import default_spares, spares_error
-from paceline.cli.output import UsageError, say
+from paceline.cli.plug_ins import errors_of
 from paceline.config import ENGINES, Config, plug_in_engines
 from paceline.engines._catalogue import missing_package
 from paceline.launch import Host, Notice
 from paceline.launch._environment import allowed_cores
+from paceline.launch._own_coordinator import Served, own_coordinator, own_token, worker_credentials
 
 _GRACE_S = 5.0
 """Seconds beyond `failure_timeout` within which a failed worker's peers notice the failure, raise, and end."""
@@ -198,13 +192,18 @@ def launcher_of(engine: str | None) -> Callable[..., object] | None:
     """Returns what starts the workers of an engine in place of `paceline run`; None if `paceline run` starts them.
 
     It is an entry point in the group "paceline.launchers" with the engine's name.
+
+    Raises:
+        UsageError: the plug-in does not work.
     """
     if engine is None or engine in ENGINES:
         return None
     from importlib.metadata import entry_points
 
-    found = entry_points(group="paceline.launchers", name=engine)
-    launch: Callable[..., object] | None = next(iter(found)).load() if found else None
+    launch: Callable[..., object] | None = None
+    for point in entry_points(group="paceline.launchers", name=engine):
+        with errors_of(point):
+            launch = point.load()
     return launch
 
 

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.cli.output import UsageError, one_line_errors, printable, say
+from paceline._base.terminal import UsageError, printable, say
+from paceline.cli.output import one_line_errors
 
 RUN_SETTINGS: dict[str, Any] = {
     "allow_interspersed_args": False,  # options after SCRIPT belong to the script
@@ -82,8 +83,8 @@ def run(
         typer.Option(
             envvar="PACELINE_NOTICE",
             metavar="CLOUDS",
-            help="Let the workers leave when the cloud says that it will take this spot machine: aws, gcp, azure; "
-            "several separated by commas.",
+            help="Let the workers leave when the cloud says that it will take this spot machine: aws, gcp, azure, "
+            "or a plug-in's name; several separated by commas.",
         ),
     ] = None,
     drain_before: Annotated[
@@ -91,7 +92,7 @@ def run(
         typer.Option(
             envvar="PACELINE_DRAIN_BEFORE",
             metavar="SECONDS",
-            help="Let the workers leave so long before the end of the Slurm job (SLURM_JOB_END_TIME); 0 for never.",
+            help="Let the workers leave so long before the end of the scheduler's job, such as Slurm's; 0 for never.",
         ),
     ] = _DRAIN_BEFORE_S,
     drained_code: Annotated[

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from paceline._base.sum_order import Node
+from paceline._base.terminal import UsageError
 from paceline._collectives.choose import RULES, Choice, choose, format_rules, only
 from paceline._collectives.rows import Row, SumRule, format_schedule
 from paceline._collectives.schedules import ROOTED, SCHEDULES, chunks_of, rows_of
 from paceline._microbatch.sum_tree import subtrees_by_rank
-from paceline.cli.output import UsageError, print_json
+from paceline.cli.output import print_json
 from paceline.cli.sizes import ELEMENT_BYTES, measured_size, parse_size, size_text
 
 _NAMES = ", ".join(collective.replace("_", "-") for collective in SCHEDULES)

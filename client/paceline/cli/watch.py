@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from rich.console import Console, RenderableType
 from rich.live import Live
 
+from paceline._base.terminal import UsageError
 from paceline.cli.access import coordinator_address
 from paceline.cli.admin import coordinator_of
-from paceline.cli.output import UsageError
 from paceline.cli.pictures import EVENTS, job_picture, jobs_picture
 from paceline.errors import CoordinatorUnreachable, OperationTimeout, PacelineError, TlsFailed
 from paceline.launch._running_job import Connection

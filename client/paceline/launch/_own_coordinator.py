@@ -195,7 +195,7 @@ class Served:
 
 
 @contextmanager
-def own_coordinator(*, listen: str = "127.0.0.1:0", **settings: Any) -> Iterator[Served]:
+def own_coordinator(*, listen: str = "127.0.0.1:0", make_token: bool = True, **settings: Any) -> Iterator[Served]:
     """Runs a coordinator in this process, for the workers that it starts; a context manager.
 
     Certificates and the token are those of this process's environment (PACELINE_TLS_*, PACELINE_TOKEN or _TOKEN_FILE).
@@ -205,16 +205,21 @@ def own_coordinator(*, listen: str = "127.0.0.1:0", **settings: Any) -> Iterator
     Args:
         listen: "host:port" to listen at; port 0 takes a free one. A host that stands for all interfaces ("0.0.0.0",
             "[::]") is not found by other commands: they have to name the coordinator.
+        make_token: False for a coordinator that processes join which cannot be told a token: certificates must do.
         settings: other fields of `paceline_server.ServerSettings`.
 
     Yields:
         Where it listens, and the token that was made.
 
     Raises:
-        ValueError: the variables for TLS and tokens cannot be used, or a setting is invalid.
+        ValueError: the variables for TLS and tokens cannot be used, or a setting is invalid; or no token is made, and
+            nothing else keeps strangers out.
         OSError: the port is in use.
     """
-    token = secrets.token_hex(32) if worker_credentials().token is None else None
+    own = worker_credentials()
+    if not make_token and own.token is None and own.cert is None:
+        raise ValueError("callers need a token or certificates: set PACELINE_TOKEN, or PACELINE_TLS_CA, _CERT and _KEY")
+    token = secrets.token_hex(32) if make_token and own.token is None else None
     if token is not None:
         settings["token"] = token
     pages: list[str] = []

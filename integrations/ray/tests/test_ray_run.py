@@ -20,8 +20,8 @@ import pytest
 import ray
 
 import paceline_ray
-from paceline.cli.access import own_addresses
 from paceline.config import Config
+from paceline.launch._own_coordinator import own_addresses
 from support.blocks import ROOT, blocks
 from support.ray_cluster import RayNodes
 from support.ray_training import CannotGoOn, RayRecords, fail, train

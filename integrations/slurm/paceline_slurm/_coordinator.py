@@ -24,10 +24,12 @@ _PAUSE_S = 0.1
 def coordinator_of_step(step: SlurmStep, job: str, say: Callable[[str], None]) -> Iterator[str]:
     """Yields the coordinator on the step's first node; task 0 serves it, and stays until no worker is left in the job.
 
-    It listens for other hosts, so all tasks need the same token or certificates: ValueError if they have neither.
+    It listens for other hosts if the step has several, else on loopback. All tasks need the same token or certificates
+    (ValueError if they have neither), because other users of the node reach loopback, too.
     """
     own = Credentials.from_environment()
-    address = f"{step.hosts[0]}:{step.port}"
+    is_alone = len(step.hosts) == 1
+    address = f"{'127.0.0.1' if is_alone else step.hosts[0]}:{step.port}"
     if own.token is None and own.cert is None:
         raise ValueError(
             f"the launchers of this step meet at {address}, and everyone who can reach that port could join and read "
@@ -38,7 +40,9 @@ def coordinator_of_step(step: SlurmStep, job: str, say: Callable[[str], None]) -
         return
     # This host's own name often resolves to another address here (127.0.1.1) than elsewhere.
     everywhere = "[::]" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104  # other nodes must reach it
-    with own_coordinator(listen=f"{everywhere}:{step.port}", settle_time=_SETTLE_S):
+    listen = address if is_alone else f"{everywhere}:{step.port}"
+    # Other tasks could not be told a token that is made here.
+    with own_coordinator(listen=listen, make_token=False, settle_time=_SETTLE_S):
         say(f"the coordinator of this step listens at {address}")
         yield address
         with RunningJob(address, job) as running:

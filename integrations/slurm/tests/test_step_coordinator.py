@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import paceline
 from paceline import CoordinatorUnreachable, PacelineError
 from paceline.launch import JobMember, JobStatus
+from paceline.launch._own_coordinator import own_addresses
 from paceline_slurm._coordinator import _stay, coordinator_of_step
 from paceline_slurm._step import SlurmStep
+from support.certificates import make_folder
 from support.ports import free_port
 
 STEP = SlurmStep(name="digits", hosts=("127.0.0.1",), task=0, tasks=2, cpus=1, workers=1, port=0)
@@ -105,14 +110,29 @@ def test_a_task_that_does_not_serve_gets_the_address_alone(monkeypatch: pytest.M
     assert said == []
 
 
-def test_the_first_task_serves_and_ends_without_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_task_of_one_node_serves_on_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_TOKEN", "a" * 64)
     port = free_port()
-    step = SlurmStep(name="digits", hosts=("127.0.0.1",), task=0, tasks=2, cpus=1, workers=1, port=port)
+    step = SlurmStep(name="digits", hosts=("n1",), task=0, tasks=2, cpus=1, workers=1, port=port)
     said: list[str] = []
     with coordinator_of_step(step, "digits", said.append) as address:
         assert address == f"127.0.0.1:{port}"
+        assert own_addresses() == [address], "paceline status finds it"
+        with pytest.raises(ConnectionRefusedError):  # it would answer if the coordinator listened everywhere
+            socket.create_connection(("127.0.0.2", port), timeout=5.0)
     assert said == [f"the coordinator of this step listens at 127.0.0.1:{port}"]
+
+
+def test_certificates_alone_admit_the_tasks_of_several_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("PACELINE_TOKEN", raising=False)
+    for name, value in make_folder(tmp_path / "certificates").environment.items():
+        monkeypatch.setenv(name, value)
+    port = free_port()
+    step = SlurmStep(name="digits", hosts=("localhost", "n2"), task=0, tasks=2, cpus=1, workers=1, port=port)
+    with coordinator_of_step(step, "digits", print) as address:
+        assert address == f"localhost:{port}"
+        with paceline.join(address, job="digits", min_workers=1) as session:
+            assert session.size == 1
 
 
 def test_without_a_secret_nobody_serves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import compare
 import peers
 from conductor import paceline_recipe
 from jobs import COLLECTIVES, Job, plan
-from paceline.cli.output import UsageError
+from paceline._base.terminal import UsageError
 from peers import check_peer, mpirun_command, peer_recipe
 
 app = typer.Typer()

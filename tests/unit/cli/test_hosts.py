@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from paceline._base.terminal import UsageError
 from paceline.cli import hosts
 from paceline.cli.hosts import drain_at, drain_seconds, find_host, find_notices, reasons_to_leave
-from paceline.cli.output import UsageError
 from paceline.launch import Host, Notice
 from support.blocks import ROOT, blocks
 from support.command import command
@@ -50,6 +50,16 @@ def test_the_first_host_that_has_started_this_process_answers() -> None:
 def test_what_a_host_cannot_read_is_an_error_of_the_user() -> None:
     with pytest.raises(UsageError, match="BATCH_SLOTS must be a number"):
         find_host(points("paceline.hosts", a="garbled"))
+
+
+def crashes() -> Host | None:
+    raise KeyError("BATCH_SLOTS")
+
+
+@pytest.mark.parametrize(("function", "words"), [("crashes", "KeyError: 'BATCH_SLOTS'"), ("gone", "has no attribute")])
+def test_a_host_that_does_not_work_is_named(function: str, words: str) -> None:
+    with pytest.raises(UsageError, match=rf"the plug-in 'a' \(.*:{function}\) does not work: .*{words}"):
+        find_host(points("paceline.hosts", a=function, b="batch"))
 
 
 def test_the_names_of_clouds() -> None:
@@ -122,17 +132,21 @@ print(*(os.environ["PACELINE_" + name] for name in ("JOB", "MIN_WORKERS", "MAX_W
 """
 
 
+def install(folder: Path, entry_points: str) -> None:
+    """Makes the package my-batch of what lies in the folder."""
+    installed = folder / "my_batch-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: my-batch\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text(entry_points)
+
+
 @pytest.fixture
 def plug_in(tmp_path: Path) -> Path:
     """The plug-in of docs/how-to/own-scheduler.md, as if it were installed."""
     page = blocks(ROOT / "docs/how-to/own-scheduler.md")
     names = next(block.code for block in page if "entry-points" in block.code)
     (tmp_path / "my_batch.py").write_text(next(block.code for block in page if block.title == "my_batch.py"))
-    installed = tmp_path / "my_batch-1.0.dist-info"
-    installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: my-batch\nVersion: 1.0\n")
-    words = names.replace('[project.entry-points."', "[").replace('"]', "]").replace('"', "")
-    (installed / "entry_points.txt").write_text(words)
+    install(tmp_path, names.replace('[project.entry-points."', "[").replace('"]', "]").replace('"', ""))
     (tmp_path / "echo.py").write_text(ECHO)
     return tmp_path
 
@@ -145,3 +159,44 @@ def test_a_plug_in_of_somebody_else_gives_the_defaults(plug_in: Path) -> None:
     with command("run", "-n", "1", "--job", "mine", str(plug_in / "echo.py"), **variables) as run:
         assert run.wait() == 0, run.stderr
     assert run.stdout == "[#0] mine 1 1\n"
+
+
+BROKEN = """
+[paceline.commands]
+moon = my_batch:app
+status = my_batch:app
+[paceline.hosts]
+batch = my_batch:host
+[paceline.notices]
+batch = my_batch:notice
+[paceline.engines]
+star = my_batch:Star
+[paceline.launchers]
+star = my_batch:launch
+"""
+
+
+def test_plug_ins_that_cannot_be_imported_are_named_where_they_are_used(tmp_path: Path) -> None:
+    (tmp_path / "my_batch.py").write_text("raise ModuleNotFoundError('install [/it]')")
+    (tmp_path / "echo.py").write_text(ECHO)
+    install(tmp_path, BROKEN)
+
+    def output_of(*arguments: str, code: int) -> str:
+        with command(*arguments, PYTHONPATH=str(tmp_path), COLUMNS="200") as ran:
+            assert ran.wait() == code, ran.stderr
+        assert "Traceback" not in ran.stderr
+        return ran.stdout if code == 0 else ran.stderr
+
+    listed = output_of("--help", code=0)
+    assert listed.count(" status ") == 1, "the command of Paceline's own is meant"
+    assert "the plug-in 'moon' (my_batch:app) does not work: ModuleNotFoundError: install [/it]" in listed
+    assert " coordinator " in listed
+    missing = "does not work: ModuleNotFoundError: install [/it]. Mend or uninstall the package my-batch"
+    for name, arguments in {
+        "moon": ("moon", "--any", "thing"),
+        "batch": ("run", str(tmp_path / "echo.py")),
+        "star": ("run", "--engine", "star", str(tmp_path / "echo.py")),
+    }.items():
+        said = output_of(*arguments, code=2)
+        assert said.startswith(f"paceline: the plug-in {name!r} (my_batch:"), said
+        assert missing in said

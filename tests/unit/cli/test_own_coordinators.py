@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from paceline._base.proofs import TokenSource
+from paceline._base.terminal import UsageError
 from paceline._session.flight import flight_directory
 from paceline.cli import admin
 from paceline.cli.access import coordinator_address
-from paceline.cli.output import UsageError
 from paceline.launch import _own_coordinator
 from paceline.launch._own_coordinator import own_addresses, own_credentials, own_token, published
 from pacelinepb.v1.admin_pb2 import JobSummary

@@ -12,11 +12,11 @@ import pytest
 
 import paceline
 from paceline import ElasticSampler, TrainState
+from paceline._base.terminal import UsageError
 from paceline._elastic.step import Step
 from paceline._microbatch.machine_bits import machine_words
 from paceline._microbatch.receipts import Receipt, ReceiptBook, ReceiptDamaged, due, read_chain
 from paceline._microbatch.replay import SCRIPT, Replay, ReplayOrder, ReplayResult, compare, compare_inputs
-from paceline.cli.output import UsageError
 from paceline.cli.replay_command import gap_before, plan
 from paceline.errors import Dismissed, SizeMismatch, UnsupportedOp
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from paceline._base.terminal import printable
 from paceline.cli.debug.gathering import gather_records
 from paceline.cli.debug.records import MemberRecord
 from paceline.cli.debug.stuck import find_stuck
-from paceline.cli.output import print_json, printable
+from paceline.cli.output import print_json
 from paceline.errors import PacelineError
 
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline._base.terminal import UsageError
 from paceline._session.flight import flight_directory
 from paceline.cli.admin import Answered, ask_members, coordinator_of, get_job
 from paceline.cli.debug.records import MemberRecord, newest_dumps, read_record
-from paceline.cli.output import UsageError
 from paceline.errors import PacelineError
 from pacelinepb.status_json import seconds
 from pacelinepb.v1.admin_pb2 import GetJobResponse, JobPhase

@@ -10,13 +10,14 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from paceline._base.terminal import printable
 from paceline._session.identity import process_identity
 from paceline._session.stack_file import stacks_by_signal
 from paceline.cli.admin import Answered, ask_members, coordinator_of, get_job
 from paceline.cli.debug.folding import Process, by_trouble, fold, read_stacks
 from paceline.cli.debug.gathering import without_members
 from paceline.cli.debug.stuck import in_ranks
-from paceline.cli.output import print_json, printable
+from paceline.cli.output import print_json
 from paceline.errors import PacelineError
 from pacelinepb import MOST_PIDS
 from pacelinepb.v1.session_pb2 import QUESTION_STACKS, ProcessIdentity

@@ -7,11 +7,12 @@ import os
 import secrets
 from pathlib import Path
 
+from paceline._base.terminal import printable
 from paceline.cli.admin import coordinator_of, list_events
 from paceline.cli.debug.chrome_trace import Happened, make_trace
 from paceline.cli.debug.clocks import Clock, Sighting, align
 from paceline.cli.debug.gathering import Gathered, gather_records
-from paceline.cli.output import print_json, printable
+from paceline.cli.output import print_json
 from paceline.errors import PacelineError
 
 

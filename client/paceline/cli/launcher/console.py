@@ -17,11 +17,11 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO
 
+from paceline._base.terminal import printable
 from paceline.cli.launcher.live_rows import LiveRows, plain
 from paceline.cli.launcher.notices import Notices
 from paceline.cli.launcher.printed import Printed
 from paceline.cli.launcher.worker import Worker
-from paceline.cli.output import printable
 from paceline.launch._supervision import Exit
 
 _COLOURS = (36, 33, 32, 35, 34, 31)  # cyan, yellow, green, magenta, blue, red: distinct on dark and on light

@@ -82,7 +82,7 @@ def _has_process(name: str, folder: int) -> bool:
 
 
 def _is_locked(name: str, folder: int) -> bool:
-    """True if the launcher that has published this address (`cli.access`), or made this folder, still runs."""
+    """True if the launcher that has published this address (`paceline.launch`), or made this folder, still runs."""
     file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
