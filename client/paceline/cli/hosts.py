@@ -106,8 +106,9 @@ def _heed(
             if why := notice.ask():
                 drain(printable(why), notice.leave_s)
                 return
-        except (OSError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001  a plug-in may raise anything; a machine that nobody watches is worse
             if not has_said:
                 has_said = True
-                say(f"--notice {name}: {printable(str(error))}; this launcher keeps asking")
+                words = str(error) if isinstance(error, OSError | ValueError) else repr(error)
+                say(f"--notice {name}: {printable(words)}; this launcher keeps asking")
         ended.wait(_ASK_S)

@@ -89,9 +89,14 @@ def test_only_a_time_that_ends_is_waited_for() -> None:
     assert not reasons_to_leave(Host("batch job"), 60.0, {}, print)
 
 
-def test_a_service_that_is_away_is_reported_once_and_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "shown"), [(OSError("no route"), "no route"), (KeyError("moon"), "KeyError('moon')")], ids=["away", "bug"]
+)
+def test_a_service_that_gives_no_answer_is_reported_once_and_asked_again(
+    error: Exception, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hosts, "_ASK_S", 0.0)
-    answers: list[str | Exception] = [OSError("no route"), ValueError("no JSON"), "", "it goes"]
+    answers: list[str | Exception] = [error, ValueError("no JSON"), "", "it goes"]
 
     def ask() -> str:
         answer = answers.pop(0)
@@ -103,7 +108,7 @@ def test_a_service_that_is_away_is_reported_once_and_asked_again(monkeypatch: py
     told: list[tuple[str, float]] = []
     (source,) = reasons_to_leave(None, 60.0, {"moon": Notice(ask, leave_s=7.0)}, said.append)
     source(lambda why, seconds: told.append((why, seconds)), threading.Event())
-    assert said == ["--notice moon: no route; this launcher keeps asking"]
+    assert said == [f"--notice moon: {shown}; this launcher keeps asking"]
     assert told == [("it goes", 7.0)]
 
 
