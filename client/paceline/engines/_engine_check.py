@@ -72,7 +72,7 @@ def rule_1_opening(make: MakeEngines) -> None:
         _at_once("open", lambda: engines[0].open(0, peers, _LONG))
         engines[0].contact(_soon())
         late = _Call(lambda: engines[0].await_ready(monotonic() + 0.05))
-        assert late.over.wait(_LONG), "await_ready blocked past its deadline"
+        assert late.ends_within(_LONG), "await_ready blocked past its deadline"
         assert isinstance(late.error, EngineTimeout), f"await_ready without the others gave {late.error!r}"
     with make(3) as engines:
         open_engines(engines)
@@ -110,7 +110,7 @@ def rule_3_deadlines(make: MakeEngines) -> None:
         mine, theirs = np.ones(1000, np.float32), np.ones(1000, np.float32)
         ticket = _started(engines[0], mine)
         late = _Call(lambda: ticket.wait(monotonic() + 0.05))
-        assert late.over.wait(_LONG), "wait blocked past its deadline"
+        assert late.ends_within(_LONG), "wait blocked past its deadline"
         assert isinstance(late.error, EngineTimeout), f"a wait whose deadline passed gave {late.error!r}"
         assert not ticket.done(), "a sum was done although another rank had not begun"
         assert not engines[0].drained(0.0), "drained said that nothing runs"
@@ -137,7 +137,7 @@ def rule_4_abort_in_the_middle(make: MakeEngines) -> None:
         waits = [_Call(lambda ticket=ticket: ticket.wait(_soon())) for ticket in tickets]  # type: ignore[misc]
         for rank, (engine, wait) in enumerate(zip(engines[:2], waits, strict=True)):
             engine.abort()
-            assert wait.over.wait(_PROMPT), f"rank {rank}: a wait was not ended within {_PROMPT} s"
+            assert wait.ends_within(_PROMPT), f"rank {rank}: a wait was not ended within {_PROMPT} s"
             assert isinstance(wait.error, EngineFailed), f"rank {rank}: a wait ended with {wait.error!r}"
         engines[2].abort()
 
@@ -151,7 +151,7 @@ def rule_4_abort_while_opening(make: MakeEngines) -> None:
         waiting = _Call(lambda: engines[0].await_ready(_soon()))
         sleep(0.02)  # lets the call block; if it does not block yet, the check is only weaker
         engines[0].abort()
-        assert waiting.over.wait(_PROMPT), f"await_ready was not ended within {_PROMPT} s"
+        assert waiting.ends_within(_PROMPT), f"await_ready was not ended within {_PROMPT} s"
         assert isinstance(waiting.error, EngineFailed), f"await_ready ended with {waiting.error!r}"
 
 
@@ -163,12 +163,12 @@ def rule_5_arrays(make: MakeEngines) -> None:
         ticket = _started(engines[0], mine)
         engines[0].abort()
         wait = _Call(lambda: ticket.wait(_soon()))
-        assert wait.over.wait(_LONG), "a wait was not ended by abort"
+        assert wait.ends_within(_LONG), "a wait was not ended by abort"
         assert ticket.done(), "wait raised before the sum was over"
         assert engines[0].drained(0.0), "wait raised before the engine had let go of the array"
         mine[:] = 7
         other = _Call(lambda: _started(engines[1], theirs).wait(monotonic() + 0.2))
-        other.over.wait(_LONG)
+        other.ends_within(_LONG)
         assert (mine == 7).all(), "an array was changed after the abort"
         engines[1].abort()
 
@@ -229,28 +229,31 @@ class _Call:
 
     def __init__(self, call: Callable[[], object]) -> None:
         self.error: BaseException | None = None
-        self.over = threading.Event()
         self._call = call
-        threading.Thread(target=self._run, name="check-engine", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="check-engine", daemon=True)
+        self._thread.start()
+
+    def ends_within(self, seconds: float) -> bool:
+        """Waits until the call has returned and its thread has ended: no rule may take it for a thread of an engine."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:
             self._call()
         except BaseException as error:  # noqa: BLE001  the check looks at it
             self.error = error
-        finally:
-            self.over.set()
 
 
 def _abort_one(engine: DataEngine, x: Array) -> None:
     ticket = _started(engine, x)
     waits = [_Call(lambda: ticket.wait(_soon())) for _ in range(2)]
     sleep(0.02)  # lets the calls block; if they do not block yet, the check is only weaker
-    assert not waits[0].over.is_set(), f"a sum ended without the other rank: {waits[0].error!r}"
+    assert not waits[0].ends_within(0.0), f"a sum ended without the other rank: {waits[0].error!r}"
     for _ in range(2):
         _at_once("abort", engine.abort)
     for wait in waits:
-        assert wait.over.wait(_PROMPT), f"a wait was not ended within {_PROMPT} s"
+        assert wait.ends_within(_PROMPT), f"a wait was not ended within {_PROMPT} s"
         assert isinstance(wait.error, EngineFailed), f"a wait ended with {wait.error!r}"
     _raises("all_reduce after abort", lambda: engine.all_reduce(x.copy()).wait(_soon()))
     _raises("wait after abort", lambda: ticket.wait(_soon()))
@@ -271,14 +274,14 @@ def _wait_for(tickets: Sequence[Ticket]) -> None:
 
 def _at_once(name: str, call: Callable[[], object]) -> None:
     done = _Call(call)
-    assert done.over.wait(_AT_ONCE), f"{name} blocked"
+    assert done.ends_within(_AT_ONCE), f"{name} blocked"
     if done.error is not None:
         raise done.error
 
 
 def _raises(name: str, call: Callable[[], object]) -> None:
     done = _Call(call)
-    assert done.over.wait(_AT_ONCE), f"{name} blocked"
+    assert done.ends_within(_AT_ONCE), f"{name} blocked"
     assert isinstance(done.error, EngineFailed), f"{name} gave {done.error!r}"
 
 
