@@ -53,6 +53,7 @@ class Exit:
     @property
     def how(self) -> str:
         """How the process ended, as a phrase that completes "rank 2 ..."."""
+        # The coordinator has words of its own for the same end (`ExitReported.how`): it knows nothing of steps.
         if self.returncode >= 0:
             early = " before the last step" if self.unfinished and not self.returncode else ""
             return f"ended with exit code {self.returncode}{early}"
@@ -71,7 +72,7 @@ def shell_code(returncode: int) -> int:
     return returncode if returncode >= 0 else 128 - returncode
 
 
-def in_order_of_blame(exits: Sequence[Exit]) -> list[Exit]:
+def likely_cause_first(exits: Sequence[Exit]) -> list[Exit]:
     """Sorts exits that were seen at the same moment, the likely cause first.
 
     A failing exit code within a few milliseconds of a kill is most likely a peer's error about that kill.
