@@ -6,6 +6,7 @@ reads: given these events, expect exactly these effects.
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass, field
 
 from paceline_protocol._refusals import Refused
@@ -97,13 +98,25 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class ExitReported:
-    """A launcher saw a process end."""
+    """A launcher saw a process end, or another worker of its host found it gone."""
 
     process: Process
     exit_code: int
     """Exit code, or the negated number of the signal that killed it."""
     found_gone: bool = False
     """True if no process saw it end, but another one on its host found that it no longer exists."""
+
+    @property
+    def how(self) -> str:
+        """Completes "rank 2 (host-b, pid 4711) ..."."""
+        if self.found_gone:
+            return "is gone, as a worker on its host reported"
+        if self.exit_code >= 0:
+            return f"exited with code {self.exit_code}"
+        try:
+            return f"was killed by {signal.Signals(-self.exit_code).name}"
+        except ValueError:
+            return f"was killed by signal {-self.exit_code}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,6 @@ from paceline_protocol._lineage import Lineage
 from paceline_protocol._policy import Decision
 from paceline_protocol._refusals import BadRequest, SessionEnded
 from paceline_protocol._values import Ending, Process, Progress, ProtocolSettings, Report, Seat, View
-from paceline_protocol._verdict import describe_exit
 from paceline_protocol.messages import BarrierFailed, Drain, Finished, ViewFormed
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
@@ -233,8 +232,7 @@ class Membership:
         return effects + self._lineage.reconsider(now)
 
     def _exit_reported(self, now: float, event: ExitReported) -> list[Effect]:
-        how = "is gone, as a worker on its host reported" if event.found_gone else describe_exit(event.exit_code)
-        ending = Ending(how, orderly=False)
+        ending = Ending(event.how, orderly=False)
         effects = self._departures.lose(now, [(session, ending) for session in self.find(event.process)])
         for seat in self._seats_of(event.process):
             known = self.state.endings.get(seat.rank)

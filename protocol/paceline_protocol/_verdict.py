@@ -15,7 +15,6 @@ others reach has only itself to blame.
 
 from __future__ import annotations
 
-import signal
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -110,16 +109,6 @@ def cover(edges: Set[frozenset[int]], age: Mapping[int, int], quiet: Set[int] = 
         blamed.add(worst)
         open_edges = [edge for edge in open_edges if worst not in edge]
     return frozenset(blamed)
-
-
-def describe_exit(exit_code: int) -> str:
-    """Completes "rank 2 (host-b, pid 4711) ..." for an exit code, or the negated number of a signal."""
-    if exit_code >= 0:
-        return f"exited with code {exit_code}"
-    try:
-        return f"was killed by {signal.Signals(-exit_code).name}"
-    except ValueError:
-        return f"was killed by signal {-exit_code}"
 
 
 def _directly(case: Case, reports: list[Report]) -> Verdict:

@@ -53,7 +53,6 @@ from paceline_protocol._refusals import (
     VersionMismatch,
 )
 from paceline_protocol._silence import Abandonment, Wakefulness
-from paceline_protocol._verdict import describe_exit
 
 __all__ = [
     "Abandonment",
@@ -102,7 +101,6 @@ __all__ = [
     "ViewStored",
     "Wakefulness",
     "Welcome",
-    "describe_exit",
     "was_this_member",
     "restore",
     "spares",

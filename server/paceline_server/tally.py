@@ -35,7 +35,6 @@ from paceline_protocol.coordinator import (
     StoreVerdict,
     StreamEnded,
     ViewStored,
-    describe_exit,
 )
 from pacelinepb import MOST_KINDS
 from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -106,7 +105,7 @@ class Gone:
     member_id: str
     session: Session
     how: str
-    """Completes "rank 2 (host-b, pid 4711) ..."."""
+    """Completes "rank 2 (host-b, pid 4711) ...". (The label `how` of the metric `paceline_members_lost` is `loss`.)"""
     found_gone: bool = False
     """True if its process is known to have ended, but nobody has told how."""
     loss: str = ""
@@ -401,7 +400,7 @@ class Tally:
         elif isinstance(event, LeftJob):
             how = f"raised {event.cause}"
         else:
-            how = ending.how if ending is not None else _how(event)
+            how = ending.how if ending is not None else _how_it_went(event)
         if len(self.gone) == MOST_GONE and self.gone[0].loss:
             self._count_loss(self.gone[0], self.gone[0].loss)
         found_gone = isinstance(event, ExitReported) and event.found_gone
@@ -441,7 +440,7 @@ class Tally:
         for gone in self.gone:
             news = gone.loss or (gone.found_gone and not event.found_gone)
             if news and gone.session.process.is_same(event.process):
-                gone.how, gone.found_gone = _how(event), event.found_gone
+                gone.how, gone.found_gone = event.how, event.found_gone
                 if gone.loss:
                     self._count_loss(gone, "exited")
                 text = f"{_label(gone.session)} {gone.how}"
@@ -550,11 +549,11 @@ def _loss(event: Event, ending: Ending | None) -> str:
     return "silent" if ending is not None and ending.how.startswith("was silent") else "evicted"
 
 
-def _how(event: Event) -> str:
-    """How a session that had no seat has ended."""
+def _how_it_went(event: Event) -> str:
+    """How a session has ended of which no ending is stored, because it had no seat in the last view."""
     match event:
-        case ExitReported(_, code, found_gone):
-            return "is gone, as a worker on its host reported" if found_gone else describe_exit(code)
+        case ExitReported():
+            return event.how
         case AddressRefused():
             return "died: nobody listens at its address"
         case Registered():

@@ -11,6 +11,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,11 +53,29 @@ def test_the_members_have_rank_host_and_process_and_can_be_drained() -> None:
         assert {(member.host, member.pid) for member in status.members} == {(socket.gethostname(), os.getpid())}
         assert status.reason
         ids = [member.member_id for member in status.members]
-        assert job.drain("1") == ids[1:]
+        assert job.drain("1") == job.drain(1) == ids[1:]
         assert job.drain(ids[0]) == ids[:1]
-        assert sorted(job.drain()) == sorted(ids)
+        assert sorted(job.drain_all()) == sorted(ids)
         with pytest.raises(PacelineError, match="has no member 7"):
             job.drain("7")
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda session: session.leave(), sessions))
+
+
+def test_a_drain_of_nobody_is_refused_because_the_request_would_mean_all() -> None:
+    with RunningJob(f"127.0.0.1:{free_port()}", "digits") as job, pytest.raises(ValueError, match=r"drain_all\(\)"):
+        job.drain(*[])
+
+
+def test_the_pages_function_drains_the_members_of_one_machine() -> None:
+    page = {block.title: block.code for block in blocks(ROOT / "docs/how-to/own-scheduler.md")}
+    names: dict[str, Any] = {}
+    exec(compile(page["drain_machine.py"], "drain_machine.py", "exec"), names)
+    with own_coordinator() as served, RunningJob(served.address, "digits", timeout=5.0) as job:
+        sessions = joined(served.address, served.token)
+        assert names["drain_machine"](job, "elsewhere") == []
+        ids = [member.member_id for member in job.status().members]
+        assert sorted(names["drain_machine"](job, socket.gethostname())) == sorted(ids)
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda session: session.leave(), sessions))
 

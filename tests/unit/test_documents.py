@@ -186,8 +186,12 @@ def test_the_design_can_be_read_in_a_quarter_of_an_hour() -> None:
 
 def test_a_death_leads_through_files_that_are_there_and_at_most_32_of_them() -> None:
     text = (ROOT / "docs/protocol.md").read_text().partition("## A death through the code")[2]
-    named = re.findall(r"[\w/]+\.py", text.partition("## The rules")[0])
+    death, _, text = text.partition("## The exit through the code")
+    named = re.findall(r"[\w/]+\.py", death)
     assert 0 < len(named) == len(set(named)) <= 32
-    folders = ("client/paceline", "server/paceline_server", "protocol/paceline_protocol")
-    there = [str(path) for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    told = re.findall(r"[\w/]+\.(?:py|js)", text.partition("## The rules")[0])
+    assert told
+    named += told
+    folders = ("client/paceline", "server/paceline_server", "protocol/paceline_protocol", "protos/pacelinepb")
+    there = [str(path) for folder in folders for path in (ROOT / folder).rglob("*.*")]
     assert not [name for name in named if not any(path.endswith(f"/{name}") for path in there)]

@@ -4,7 +4,8 @@ Each says with its step word that it has entered the step. The word travels with
 how the step ends. A member that makes an update says nothing more: it applies the step. One whose block ends without an
 update asks all others whether they skip the step too, in a collective of its own. Where they do it completes, and
 nobody has changed anything. Where one makes the update it calls something else, so the calls do not match, and the
-text says what the member that stands alone has done, and in which line.
+text says what the member that stands alone has done, and in which line. docs/decisions/15 lists all collectives of a
+step in order.
 """
 
 from __future__ import annotations

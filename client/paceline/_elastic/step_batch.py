@@ -84,8 +84,11 @@ class StepBatch:
 
     @property
     def kept_microbatches(self) -> tuple[int, ...]:
-        """Microbatches whose gradients this rank has kept from an undone attempt: they are not in `microbatches`."""
-        return () if self._micro is None else self._micro.kept
+        """Microbatches whose gradients this rank has kept from an undone attempt: they are not in `microbatches`.
+
+        Empty until this attempt has read `microbatches`. What other ranks have kept is in neither.
+        """
+        return () if self._micro is None else self._micro.kept_numbers
 
     @property
     def weight(self) -> float:

@@ -25,7 +25,8 @@ from paceline_protocol import Tag
 class KeptSums:
     """The sums of microbatches that one member brings to the next attempt at a step.
 
-    Its `label` is that of the attempt in which wrappers have got or kept these sums.
+    The sums themselves lie in the buckets of the wrappers. `label` stands for the attempt in which the wrappers got or
+    last kept these sums; sums with another label do not count.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,7 @@ class KeptSums:
         self._refuses = False
 
     def enter(self, base: Tag | None) -> None:
-        """Enters a generation, which begins from `base` if this member has held that since the last attempt."""
+        """Enters a generation. `base` is the state that it begins from; None if this member came as a newcomer."""
         self._due = True
         if base is None or base != self._base:
             self.drop()
@@ -64,14 +65,18 @@ class KeptSums:
         self._holders = tuple(attempt.wrappers)
 
     def keep(self, base: Tag | None, attempt: StepAttempt) -> None:
-        """Keeps what the wrappers hold of an attempt that is over, if it is certain that all hold the same."""
+        """Keeps what the wrappers hold of an attempt that is over, if it is certain that all hold the same.
+
+        The microbatch whose block raised is kept too if its gradients are in all sums. So what the script does behind
+        the backward pass in `with micro:` may never run for it.
+        """
         if attempt.phase is AttemptPhase.ASKING:  # it failed before this member used what it has
             return
         self._refuses = False
         known = all(any(holder is other for other in self._holders) for holder in attempt.wrappers)
         held = [holder.held_sums() for holder in self._holders]
         first = next(iter(held), None)
-        self.drop()
+        self.drop()  # but not `label`: sums from an earlier attempt that this one has not used yet still have it
         if first is None or base is None or not known or any(other != first for other in held):
             return
         label, nodes = first
@@ -86,7 +91,8 @@ class KeptSums:
         due, self._due = self._due, False
         if not due:
             return None
-        # Members of earlier releases have this label too.
+        # Release 0.1.0 gathers a row of shape [V] under this label, too. To tell more, add a collective of its own, in
+        # generations whose version has it (docs/development/protocol-changes.md).
         told: Work[Any] = group.all_gather(
             row_of_held(self.nodes(), leaves)[None], label=f"parts-{step}", async_op=True
         )

@@ -52,7 +52,7 @@ class StepMicrobatches:
         self._seed = seed
         self._prepare = prepare
         self._seed_frameworks = seed_frameworks
-        self._kept = kept
+        self._kept_sums = kept
         self._told = told
         self._compared = False
         """Whether ranks have compared what several have computed, or need not: the state changes next."""
@@ -93,7 +93,7 @@ class StepMicrobatches:
         )
 
     @property
-    def kept(self) -> tuple[int, ...]:
+    def kept_numbers(self) -> tuple[int, ...]:
         """The microbatches whose gradients this rank has kept from an undone attempt."""
         return tuple(number for node in self._attempt.kept for number in range(*node))
 
@@ -124,13 +124,13 @@ class StepMicrobatches:
         `usable` is False if an update may have changed the sums. `lacks` is True if a wrapper had none of the sums that
         this rank has told the others it kept.
         """
-        assert self._kept is not None
+        assert self._kept_sums is not None
         if lacks:
-            self._kept.refuse()
+            self._kept_sums.refuse()
         elif not usable or self._twice is not None:  # a microbatch that is computed twice is digested whole
-            self._kept.drop()
+            self._kept_sums.drop()
         else:
-            self._kept.keep(base, self._attempt)
+            self._kept_sums.keep(base, self._attempt)
 
     # Called by a microbatch -------------------------------------------------------------------------------------------
 
@@ -156,8 +156,8 @@ class StepMicrobatches:
         self._group.set_gradient_weight(1.0)
         # What is drawn after the microbatches does not depend on how many they were.
         self._seed_frameworks(self._seed, self.step.number)
-        if self._attempt.leave(turn, whole=whole) and self._kept is not None:
-            self._kept.microbatch_ended(self._attempt)
+        if self._attempt.leave(turn, whole=whole) and self._kept_sums is not None:
+            self._kept_sums.microbatch_ended(self._attempt)
 
     @property
     def _checks(self) -> bool:
@@ -166,11 +166,11 @@ class StepMicrobatches:
 
     def _divide(self, rows: Sequence[NDArray[np.int64]]) -> None:
         """Divides the microbatches that no rank has kept among all."""
-        assert self._kept is not None
+        assert self._kept_sums is not None
         held = [self._held_by(rank, row) for rank, row in enumerate(rows)]
         usable = tuple(() if None in held else nodes or () for nodes in held)
         plan = plan_ranks(usable, self._sampler.microbatches)[self._group.rank]
-        self._attempt.divide(plan, self._kept.label)
+        self._attempt.divide(plan, self._kept_sums.label)
         if any(usable):
             numbers = ", ".join(map(str, plan.numbers))
             _log.info("step %d is repaired: this rank computes microbatch %s", self.step.number, numbers)

@@ -27,7 +27,7 @@ reason, and with the seconds that workers have."""
 
 
 def find_host(points: Iterable[EntryPoint] | None = None) -> Host | None:
-    """Returns the scheduler that has started this process; None if none of the plug-ins knows it."""
+    """Returns what the first plug-in by name says that knows who has started this process; None if none does."""
     points = entry_points(group="paceline.hosts") if points is None else points
     for point in sorted(points, key=lambda each: each.name):
         with errors_of(point):
@@ -51,7 +51,11 @@ def find_notices(text: str | None) -> dict[str, Notice]:
     found: dict[str, Notice] = {}
     for name in names:
         with errors_of(points[name]):
-            found[name] = points[name].load()()
+            make = points[name].load()
+            try:
+                found[name] = make()
+            except ValueError as error:
+                raise UsageError(str(error)) from None
     return found
 
 

@@ -134,7 +134,7 @@ def launch(
         restarts: how often each worker is started again at most; with any, the job is elastic too.
         spares: how many processes wait with their imports done, to replace failed workers.
         alone: no other launcher starts workers for this job.
-        bind: bind each worker to its share of the cores, if there is one for each (`launcher.environment`).
+        bind: bind each worker to its share of the cores, if there is one for each (`share_of_cores`).
         sources: each may tell the workers to leave, once.
         drained_code: the exit code if workers were told to leave and have left in good order.
 
@@ -191,7 +191,7 @@ def engine_for_workers(name: str | None) -> Iterator[None]:
 def launcher_of(engine: str | None) -> Callable[..., object] | None:
     """Returns what starts the workers of an engine in place of `paceline run`; None if `paceline run` starts them.
 
-    It is an entry point in the group "paceline.launchers" with the engine's name.
+    It is an entry point in the group "paceline.engine_launchers" with the engine's name.
 
     Raises:
         UsageError: the plug-in does not work.
@@ -201,7 +201,7 @@ def launcher_of(engine: str | None) -> Callable[..., object] | None:
     from importlib.metadata import entry_points
 
     launch: Callable[..., object] | None = None
-    for point in entry_points(group="paceline.launchers", name=engine):
+    for point in entry_points(group="paceline.engine_launchers", name=engine):
         with errors_of(point):
             launch = point.load()
     return launch

@@ -98,9 +98,11 @@ def worker_environment(
     Args:
         base: the launcher's environment; the user's variables there stay, except those that describe the job.
         settings: the job.
-        launcher_fd: the worker's end of the pipe to `paceline run`; None for a launcher that reads none.
+        launcher_fd: the worker's end of the pipe to `paceline run`; None for a launcher that reads none. Leave it out:
+            what it carries is no public interface.
         index: number of the worker among those of its launcher, from 0.
         compiled: a folder for what torch compiles in this process; None for torch's own, which all processes share.
+            Leave it out, unless your scheduler removes the folder of each process that was killed.
     """
     # An explicit rank in the launcher's environment would be the same in every worker.
     environment = {name: value for name, value in base.items() if name not in (*_RANKS, *_BOUNDS, LAUNCHER_FD)}

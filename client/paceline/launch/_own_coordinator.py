@@ -206,10 +206,14 @@ def own_coordinator(*, listen: str = "127.0.0.1:0", make_token: bool = True, **s
         listen: "host:port" to listen at; port 0 takes a free one. A host that stands for all interfaces ("0.0.0.0",
             "[::]") is not found by other commands: they have to name the coordinator.
         make_token: False for a coordinator that processes join which cannot be told a token: certificates must do.
-        settings: other fields of `paceline_server.ServerSettings`.
+        settings: other fields of `paceline_server.ServerSettings`. The useful ones: `restart_after=120.0`, seconds
+            after which members of the last generation that nobody has seen end are taken for dead, if others wait;
+            `settle_time`, seconds without an arrival after which a job starts with fewer workers than its maximum;
+            `http="127.0.0.1:0"`, where to serve the page.
 
     Yields:
-        Where it listens, and the token that was made.
+        Where it listens, and the token that was made. The token is good for all jobs, in every role: a worker that has
+        it may drain others, too.
 
     Raises:
         ValueError: the variables for TLS and tokens cannot be used, or a setting is invalid; or no token is made, and

@@ -43,7 +43,7 @@ async def one_job(name: str, channel: aio.Channel, left: float) -> GetJobRespons
 
 
 def drain_call(job: str, members: Sequence[str]) -> Callable[[aio.Channel, float], Awaitable[list[str]]]:
-    """Returns the call that tells members to leave; it returns the ids of those that were told.
+    """Returns the call that tells members to leave, all if none is named; it returns the ids of those that were told.
 
     Raises:
         LimitExceeded: the names do not fit into one request, which holds about 700 member ids.
@@ -170,21 +170,36 @@ class RunningJob:
         found = self._connection.job(self._name, self._timeout)
         return JobStatus(tuple(map(_member, found.members)), found.summary.reason)
 
-    def drain(self, *members: str) -> list[str]:
-        """Tells members to leave at the end of their step; they end with exit code 0, and the others go on.
+    def drain(self, *members: int | str) -> list[str]:
+        """Tells these members to leave at the end of their step; they end with exit code 0, and the others go on.
 
         Args:
-            members: ranks in the present view, or member ids; all members if none is named.
+            members: at least one: ranks in the present view, as numbers or text, or member ids.
+
+        Returns:
+            The ids of the members that were told.
+
+        Raises:
+            ValueError: no member is named; `drain_all` is for all of them.
+            CoordinatorUnreachable, OperationTimeout: no coordinator answers.
+            LimitExceeded: the names do not fit into one request, which holds about 700 member ids.
+            PacelineError: there is no such job or member, or this user may not drain it.
+        """
+        if not members:  # the request would mean all
+            raise ValueError("drain() needs a rank or a member id; drain_all() drains all members")
+        return self._connection.call(self._timeout, drain_call(self._name, tuple(map(str, members))))
+
+    def drain_all(self) -> list[str]:
+        """Tells all members to leave at the end of their step, which ends the job's training.
 
         Returns:
             The ids of the members that were told.
 
         Raises:
             CoordinatorUnreachable, OperationTimeout: no coordinator answers.
-            LimitExceeded: the names do not fit into one request, which holds about 700 member ids.
-            PacelineError: there is no such job or member, or this user may not drain it.
+            PacelineError: there is no such job, or this user may not drain it.
         """
-        return self._connection.call(self._timeout, drain_call(self._name, members))
+        return self._connection.call(self._timeout, drain_call(self._name, ()))
 
 
 def _member(status: MemberStatus) -> JobMember:

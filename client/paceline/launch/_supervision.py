@@ -30,16 +30,18 @@ SAME_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """The end of one worker.
+    """The end of one worker. Without a return code, as when its machine is gone, derive a class whose `how` says that.
 
     Attributes:
         label: the worker as the user knows it: "rank 2", or "worker #2" if it never had a rank.
         pid: its process id.
         returncode: its exit code, or the negated number of the signal that killed it.
-        follows: it failed because another member failed, and said so.
+        follows: it failed because another member failed, and said so. Leave it out: workers say so through the pipe
+            of `paceline run`.
         slot: its number among the launcher's workers, from 0; its replacements have the same.
         joined: it had been in a view.
-        unfinished: it had steps of `session.steps` to take, and was not told to leave.
+        unfinished: it had steps of `session.steps` to take, and was not told to leave. Leave it out, for the same
+            reason.
     """
 
     label: str
@@ -53,6 +55,7 @@ class Exit:
     @property
     def how(self) -> str:
         """How the process ended, as a phrase that completes "rank 2 ..."."""
+        # The coordinator has words of its own for the same end (`ExitReported.how`): it knows nothing of steps.
         if self.returncode >= 0:
             early = " before the last step" if self.unfinished and not self.returncode else ""
             return f"ended with exit code {self.returncode}{early}"
@@ -71,7 +74,7 @@ def shell_code(returncode: int) -> int:
     return returncode if returncode >= 0 else 128 - returncode
 
 
-def in_order_of_blame(exits: Sequence[Exit]) -> list[Exit]:
+def likely_cause_first(exits: Sequence[Exit]) -> list[Exit]:
     """Sorts exits that were seen at the same moment, the likely cause first.
 
     A failing exit code within a few milliseconds of a kill is most likely a peer's error about that kill.
@@ -282,6 +285,9 @@ class Supervision:
 
     def ended(self, end: Exit, now: float) -> str:
         """Decides what to do about a worker that has ended.
+
+        A worker that was drained ends with 0, and so counts as present, as one that has done its part does. If you
+        drain workers for good, and the job should stop below its minimum, count those that run and call `stop`.
 
         Returns:
             One sentence about the decision; empty if the job is of fixed size, or there is nothing to do.

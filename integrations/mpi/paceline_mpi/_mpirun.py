@@ -15,7 +15,7 @@ from paceline_mpi._run_rank import check_script
 def become_mpirun(
     command: Sequence[str], *, workers: int, minimum: int | None, coordinator: str | None, job: str
 ) -> NoReturn:
-    """Becomes mpirun, with one rank for each worker; the entry point in "paceline.launchers".
+    """Becomes mpirun, with one rank for each worker; the entry point in "paceline.engine_launchers".
 
     The command is SCRIPT ARGS..., or -m MODULE ARGS... Training goes on after a death with `minimum` ranks, which needs
     ULFM below `workers`. Without a coordinator, rank 0 runs one.

@@ -346,7 +346,7 @@ class _Controller:
         told: set[tuple[str, int]] = set()
         with suppress(PacelineError):  # nobody has joined, or the coordinator is away: then they are killed
             members = self._look.status().members
-            self._look.drain()
+            self._look.drain_all()
             told = {(member.host, member.pid) for member in members}
         for hosted in list(self._hosted.values()):
             if not hosted.trains:  # it has done nothing, and its end means nothing

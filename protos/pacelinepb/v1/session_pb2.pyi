@@ -1650,7 +1650,7 @@ Global___GetViewResponse: _TypeAlias = GetViewResponse  # noqa: Y015
 
 @_typing.final
 class ReportExitRequest(_message.Message):
-    """A launcher saw a process end."""
+    """A launcher saw a process end, or a worker of its host found it gone."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

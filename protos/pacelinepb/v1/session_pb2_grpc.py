@@ -79,8 +79,8 @@ class SessionServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReportExit(self, request, context):
-        """A launcher reports that a process which it started has ended (it saw the exit by waitpid). That is certain, so the
-        coordinator evicts the member at once.
+        """A launcher reports that a process which it started has ended (it saw the exit by waitpid), or a worker reports one of
+        its host that it has found gone (`Missing`). Either is certain, so the coordinator evicts the member at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -43,8 +43,8 @@ class SessionServiceStub:
     worker that has the list of the generation before gets only the changes.
     """
     ReportExit: _grpc.UnaryUnaryMultiCallable[_session_pb2.ReportExitRequest, _session_pb2.ReportExitResponse]
-    """A launcher reports that a process which it started has ended (it saw the exit by waitpid). That is certain, so the
-    coordinator evicts the member at once.
+    """A launcher reports that a process which it started has ended (it saw the exit by waitpid), or a worker reports one of
+    its host that it has found gone (`Missing`). Either is certain, so the coordinator evicts the member at once.
     """
     AnswerAsk: _grpc.StreamUnaryMultiCallable[_session_pb2.AnswerAskRequest, _session_pb2.AnswerAskResponse]
     """A member's answer to `asked`. The call lasts until the answer was passed on. A long request comes as several messages,
@@ -66,8 +66,8 @@ class SessionServiceAsyncStub(SessionServiceStub):
     worker that has the list of the generation before gets only the changes.
     """
     ReportExit: _aio.UnaryUnaryMultiCallable[_session_pb2.ReportExitRequest, _session_pb2.ReportExitResponse]  # type: ignore[assignment]
-    """A launcher reports that a process which it started has ended (it saw the exit by waitpid). That is certain, so the
-    coordinator evicts the member at once.
+    """A launcher reports that a process which it started has ended (it saw the exit by waitpid), or a worker reports one of
+    its host that it has found gone (`Missing`). Either is certain, so the coordinator evicts the member at once.
     """
     AnswerAsk: _aio.StreamUnaryMultiCallable[_session_pb2.AnswerAskRequest, _session_pb2.AnswerAskResponse]  # type: ignore[assignment]
     """A member's answer to `asked`. The call lasts until the answer was passed on. A long request comes as several messages,
@@ -104,8 +104,8 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _session_pb2.ReportExitRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_session_pb2.ReportExitResponse, _abc.Awaitable[_session_pb2.ReportExitResponse]]:
-        """A launcher reports that a process which it started has ended (it saw the exit by waitpid). That is certain, so the
-        coordinator evicts the member at once.
+        """A launcher reports that a process which it started has ended (it saw the exit by waitpid), or a worker reports one of
+        its host that it has found gone (`Missing`). Either is certain, so the coordinator evicts the member at once.
         """
 
     @_abc_1.abstractmethod

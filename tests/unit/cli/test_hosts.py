@@ -69,6 +69,12 @@ def test_the_names_of_clouds() -> None:
         find_notices("aws,ibm")
 
 
+def test_what_a_notice_cannot_read_is_an_error_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "entry_points", lambda group: points(group, moon="garbled"))
+    with pytest.raises(UsageError, match=r"^BATCH_SLOTS must be a number"):
+        find_notices("moon")
+
+
 def test_a_notice_drains_the_workers_and_cannot_touch_the_terminal() -> None:
     told: list[tuple[str, float]] = []
     (source,) = reasons_to_leave(None, 60.0, {"moon": Notice(lambda: "it\x1bgoes", leave_s=7.0)}, print)
@@ -166,6 +172,13 @@ def test_a_plug_in_of_somebody_else_gives_the_defaults(plug_in: Path) -> None:
     assert run.stdout == "[#0] mine 1 1\n"
 
 
+def test_the_pages_plug_in_names_the_variable_that_it_cannot_read(plug_in: Path) -> None:
+    with command("run", str(plug_in / "echo.py"), PYTHONPATH=str(plug_in), BATCH_JOB="moon") as run:
+        assert run.wait() == 2
+    assert "BATCH_SLOTS must be a number, not ''" in run.stderr
+    assert "does not work" not in run.stderr
+
+
 BROKEN = """
 [paceline.commands]
 moon = my_batch:app
@@ -176,7 +189,7 @@ batch = my_batch:host
 batch = my_batch:notice
 [paceline.engines]
 star = my_batch:Star
-[paceline.launchers]
+[paceline.engine_launchers]
 star = my_batch:launch
 """
 

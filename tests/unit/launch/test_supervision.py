@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from paceline.launch._supervision import KILL_AFTER_S, Exit, Supervision, Terms, in_order_of_blame, shell_code
+from paceline.launch._supervision import KILL_AFTER_S, Exit, Supervision, Terms, likely_cause_first, shell_code
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_an_end_in_words_and_as_a_code(returncode: int, words: str, code: int) -
 
 def test_a_kill_is_blamed_before_the_errors_that_it_causes() -> None:
     ends = [Exit("rank 0", 1, 0), Exit("rank 1", 2, 1), Exit("rank 2", 3, -9)]
-    assert [end.label for end in in_order_of_blame(ends)] == ["rank 2", "rank 1", "rank 0"]
+    assert [end.label for end in likely_cause_first(ends)] == ["rank 2", "rank 1", "rank 0"]
 
 
 def test_all_is_well() -> None:

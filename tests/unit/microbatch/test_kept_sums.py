@@ -61,7 +61,7 @@ def test_whole_microbatches_are_kept() -> None:
 def test_sums_behind_the_gate_are_not_kept(opened: bool) -> None:
     """The update may have changed them, and a copy of the state undoes only the state."""
     kept, wrapper = KeptSums(), Wrapper((4, 6))
-    micro: Any = SimpleNamespace(_attempt=attempt(kept, [wrapper], 2), _kept=kept, _twice=None)
+    micro: Any = SimpleNamespace(_attempt=attempt(kept, [wrapper], 2), _kept_sums=kept, _twice=None)
     micro.keep = partial(StepMicrobatches.keep, micro)
     step: Any = SimpleNamespace(gate=SimpleNamespace(is_open=opened), spoiled=False, _lacks_sums=False, _micro=micro)
     Step.keep_sums(step, BASE)
@@ -70,7 +70,7 @@ def test_sums_behind_the_gate_are_not_kept(opened: bool) -> None:
 
 def test_sums_are_refused_behind_a_wrapper_that_lacked_some() -> None:
     kept, wrapper = KeptSums(), Wrapper((4, 6))
-    micro: Any = SimpleNamespace(_attempt=attempt(kept, [wrapper], 2), _kept=kept, _twice=None)
+    micro: Any = SimpleNamespace(_attempt=attempt(kept, [wrapper], 2), _kept_sums=kept, _twice=None)
     StepMicrobatches.keep(micro, BASE, usable=True, lacks=True)
     assert kept.nodes() is None
 
@@ -78,7 +78,8 @@ def test_sums_are_refused_behind_a_wrapper_that_lacked_some() -> None:
 def test_sums_are_not_kept_if_a_microbatch_is_computed_twice() -> None:
     """Its digest is that of whole gradients, so all of them are computed again."""
     kept, wrapper = KeptSums(), Wrapper((4, 6))
-    micro: Any = SimpleNamespace(_attempt=attempt(kept, [wrapper], 2), _kept=kept, _twice=computed_twice(0, 3, 2, 8, 3))
+    twice = computed_twice(0, 3, 2, 8, 3)
+    micro: Any = SimpleNamespace(_attempt=attempt(kept, [wrapper], 2), _kept_sums=kept, _twice=twice)
     StepMicrobatches.keep(micro, BASE, usable=True, lacks=False)
     assert kept.nodes() == ()
 

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline_protocol import OURS, JobSettings, Process, Progress, Report, Seat, View
-from paceline_protocol._verdict import Case, cover, describe_exit, has_second_witness, judge
+from paceline_protocol._verdict import Case, cover, has_second_witness, judge
+from paceline_protocol.coordinator import ExitReported
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 LOST = ErrorReason.ERROR_REASON_PEER_LOST
@@ -177,7 +178,7 @@ def test_a_timeout_in_which_all_have_entered_blames_the_accused() -> None:
     ],
 )
 def test_exits_in_words(code: int, how: str) -> None:
-    assert describe_exit(code) == how
+    assert ExitReported(Process("host", 1), code).how == how
 
 
 EDGES = st.sets(

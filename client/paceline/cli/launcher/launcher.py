@@ -21,7 +21,7 @@ from paceline.cli.launcher.printed import Printed
 from paceline.cli.launcher.spares import SpareSchedule
 from paceline.cli.launcher.worker import NEWS, Worker
 from paceline.launch._environment import WorkerSettings, allowed_cores, share_of_cores, worker_environment
-from paceline.launch._supervision import DRAIN_S, Exit, Supervision, Terms, in_order_of_blame
+from paceline.launch._supervision import DRAIN_S, Exit, Supervision, Terms, likely_cause_first
 from pacelinepb.v1.session_pb2 import ProcessIdentity
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -258,7 +258,7 @@ class Launcher:
                 for stream in list(worker.streams):  # its last news may name the member over which it failed
                     self._read(worker, stream)
                 ends[worker.end()] = worker
-        for end in in_order_of_blame(list(ends)):
+        for end in likely_cause_first(list(ends)):
             expected = end.returncode == 0 or self._supervision.stopping
             told = self._say_what_is_done(end)
             self._console.ended(ends[end], end, expected or told)

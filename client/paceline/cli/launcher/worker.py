@@ -179,6 +179,7 @@ class Worker:
             return None
         if found.si_code != os.CLD_EXITED or found.si_status != 0:
             self.signal(signal.SIGKILL)
+        # `found` also tells of a core dump, but only the code is reported, and Popen has to reap its child itself.
         return self._process.wait()
 
     def end(self) -> Exit:
