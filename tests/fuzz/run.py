@@ -10,12 +10,14 @@ than most targets need.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import resource
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from time import monotonic
 
 HERE = Path(__file__).resolve().parent
 MEMORY = 1 << 30
@@ -72,6 +74,20 @@ def _fuzz_each(targets: Sequence[str], seconds: int, corpus: Path, findings: Pat
     return status
 
 
+def _watched(run: Callable[[bytes], None]) -> Callable[[bytes], None]:
+    """Lets a run that hangs print where its threads are, before libFuzzer ends it."""
+    armed = 0.0
+
+    def watched(data: bytes) -> None:
+        nonlocal armed
+        if monotonic() - armed > 1.0:
+            armed = monotonic()
+            faulthandler.dump_traceback_later(8.0, file=sys.stdout)
+        run(data)
+
+    return watched
+
+
 def _fuzz(target: str, seconds: int, corpus: Path, findings: Path) -> None:
     import atheris
 
@@ -94,7 +110,7 @@ def _fuzz(target: str, seconds: int, corpus: Path, findings: Path) -> None:
         "-verbosity=1",
         str(corpus),
     ]
-    atheris.Setup(arguments, TARGETS[target])
+    atheris.Setup(arguments, _watched(TARGETS[target]))
     atheris.Fuzz()  # ends the process
 
 
