@@ -1,1 +1,1 @@
-"""What the rest of the library stands on: addresses, calls, waits, arrays, work; nothing here knows of groups."""
+"""The foundation of the library: addresses, calls, waits, arrays, work. Nothing here knows of groups."""

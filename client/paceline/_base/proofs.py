@@ -1,4 +1,4 @@
-"""What a caller proves itself with: a token to the coordinator, and the job's secret to another member.
+"""Proofs of who a caller is: a token to the coordinator, and the job's secret to another member.
 
 **The token** is a text, or a file that is read again at most once a second. If the file cannot be read or is empty for
 a moment, because it is being changed, the last token stays in use and an error is logged. The coordinator treats its

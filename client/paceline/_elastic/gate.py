@@ -109,7 +109,7 @@ class PendingStepWord:
 
 
 class StepRunner(Protocol):
-    """What a step needs from the loop that runs it."""
+    """The loop that runs a step, as far as the step needs it."""
 
     def word_completed(self, step: int) -> None:
         """Notes that every member has entered this step, so that the step before is committed."""

@@ -1,4 +1,4 @@
-"""What the steps need from a session: messages to and from the coordinator, and access to other members' state."""
+"""A session as far as steps need it: messages to and from the coordinator, and access to other members' state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank computes in a step: its samples, their weight, and its random numbers."""
+"""A rank's share of a step: its samples, their weight, and its random numbers."""
 
 from __future__ import annotations
 
