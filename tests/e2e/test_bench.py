@@ -13,6 +13,7 @@ import pytest
 from paceline._collectives.choose import choose, load_rules
 from paceline._collectives.schedules import SCHEDULES
 from paceline.cli.bench import COLLECTIVES
+from paceline.cli.sizes import bus_factor
 from support.command import command, wait_until_gone
 from support.peers import descendants
 
@@ -54,7 +55,8 @@ def test_every_collective_has_a_row() -> None:
         assert (row["link"], row["world_size"]) == ("grpc", 3)
         parted = row["collective"] in ("reduce_scatter", "scatter", "all_gather", "gather", "all_to_all")
         assert row["bytes"] in ([0] if row["collective"] == "barrier" else [12, 1032] if parted else [4, 1024])
-        assert (row["busbw_GBps"] > 0) is (row["bytes"] >= 1024)
+        rate = row["bytes"] / row["median_us"] / 1e3 * bus_factor(row["collective"], 3)
+        assert row["busbw_GBps"] == pytest.approx(rate, rel=0.05, abs=1e-4)
 
 
 @pytest.mark.parametrize(
