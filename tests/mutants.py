@@ -4,7 +4,8 @@ Each `Mutant` replaces one piece of text, which must occur exactly once in its f
 then. A mutant that no test notices survives, and the script lists it and exits with status 1. The tree that the script
 runs from is only read.
 
-Where a line of the table is gone from the code, `tests/unit/test_mutants.py` fails: change the table with the code.
+Where a line of the table is gone from the code, `tests/unit/repository/test_mutants.py` fails: change the table with
+the code.
 """
 
 from __future__ import annotations
@@ -353,7 +354,7 @@ MUTANTS = (
         "client/paceline/_base/proofs.py",
         'return "this call was made before" if again else ""',
         'return ""',
-        ("unit/test_door_key.py",),
+        ("unit/base/test_door_key.py",),
     ),
     Mutant(
         "calls with a stream of answers prove nothing",
@@ -1000,7 +1001,7 @@ MUTANTS = (
         "client/paceline/_base/addresses.py",
         "None if None in said or not said else False",
         "False",
-        ("unit/test_address.py",),
+        ("unit/base/test_addresses.py",),
     ),
     Mutant(
         "workers of torchrun train alone, each for itself",
@@ -1036,14 +1037,14 @@ MUTANTS = (
         "client/paceline/_base/processes.py",
         "            os.write(descriptor, _DONE)\n",
         "",
-        ("unit/test_once.py",),
+        ("unit/elastic/test_once.py",),
     ),
     Mutant(
         "a block that raised counts as done",
         "client/paceline/_base/processes.py",
         "        yield first\n        if first:\n            os.write(descriptor, _DONE)\n",
         '        os.write(descriptor, _DONE if first else b"")\n        yield first\n        if first:\n',
-        ("unit/test_once.py",),
+        ("unit/elastic/test_once.py",),
     ),
 )
 

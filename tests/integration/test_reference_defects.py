@@ -2,22 +2,22 @@
 
 Numbers are those of the reference's list of weaknesses. Other tests hold:
 
-1   issue order, `Work`: unit/test_group_order; frames of a generation that is over: integration/test_grpc_door.
-3   a frame that is wrong in any way ends the generation: unit/test_group_failure.
-4   a failure at every single frame is the same error on every rank: unit/test_group_failure; over gRPC with the
+1   issue order, `Work`: unit/group/test_order; frames of a generation that is over: integration/test_grpc_door.
+3   a frame that is wrong in any way ends the generation: unit/group/test_failure.
+4   a failure at every single frame is the same error on every rank: unit/group/test_failure; over gRPC with the
     coordinator's verdict: integration/test_failures.
 6   of processes, by SIGKILL and SIGSTOP, and while nobody communicates: integration/test_failures.
 7   gradients that accumulate, errors in a pass, updates after a prefetch, frozen, unused and tied parameters, buffers:
     unit/parallel/sharding.
-8   unit/test_group_mistakes, test_reference_vectors, unit/parallel/sharding/test_fsdp_misuse.
+8   unit/group/test_mistakes, test_reference_vectors, unit/parallel/sharding/test_fsdp_misuse.
 5, 6, 11 to 15, 23: test_reference_costs.
-10  every dtype and op against NumPy, in every order: unit/test_collective_values, unit/test_reduction_bits.
+10  every dtype and op against NumPy, in every order: unit/collectives/test_values, test_reduction_bits.
 13  overlap and segments: unit/collectives/test_program.
 16  clipping, spread gradients and state: unit/parallel/sharding/test_fsdp_values; integration/test_fsdp_memory.
 17  nodes: unit/parallel/sharding/test_layout_order_strategy.
 20  strangers, wrong tickets, garbage, what is too long: integration/test_grpc_door, unit/links/test_frame; two that
     claim one rank: integration/test_coordinator_sessions.
-21  arrays of the other byte order, alone: unit/test_group_messages, unit/test_collective_values.
+21  arrays of the other byte order, alone: unit/group/test_messages, unit/collectives/test_values.
 22  state in and out of FSDP: unit/parallel/sharding/test_fsdp_state.
 24  what README.md says is run: integration/test_readme.
 """

@@ -238,5 +238,5 @@ def test_all_of_the_references_tests_are_here() -> None:
     assert len(names) == len(set(names))
     found = {name for each in names for name in re.findall(r"\w+::\w+", each)}
     counts = Counter(name.partition("::")[0] for name in found)
-    # Also world_without_ranks; three of arithmetic in unit/collectives/test_schedules, one in unit/test_group_mistakes.
+    # Also world_without_ranks; three of arithmetic in unit/collectives/test_schedules, one in unit/group/test_mistakes.
     assert counts == {"backend": 10, "ring": 5, "collective": 17, "fsdp": 21}

@@ -22,7 +22,7 @@ from paceline.testing import local_groups, next_generation, run_groups
 from paceline_protocol import OURS, JobSettings, Process, Seat, View
 from pacelinepb import install_command
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 SECRET = "c0ffee-is-a-secret"
 

@@ -1,4 +1,4 @@
-"""Divisors, infinities, places for results, and trees; values are in `test_collective_values`."""
+"""Divisors, infinities, places for results, and trees; values are in `unit/collectives/test_values`."""
 
 from collections.abc import Callable
 from typing import Any

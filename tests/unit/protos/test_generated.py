@@ -11,7 +11,7 @@ import pytest
 
 import pacelinepb
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.filterwarnings("ignore")  # of the generator

@@ -135,7 +135,7 @@ def test_packages_of_the_coordinator_are_tied_one_way() -> None:
 
 
 def test_the_library_imports_neither_tests_nor_benchmarks() -> None:
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     outside = {file.stem for folder in ("bench", "tests") for file in (root / folder).iterdir()} | {"bench", "tests"}
     for package in ("paceline", "paceline_server"):
         for name, file in files_of(package).items():

@@ -18,7 +18,7 @@ from pacelinepb.bounds import MOST, too_much
 from pacelinepb.v1 import admin_pb2, peer_pb2, session_pb2, store_pb2
 from support.bounds import BOUNDS, ELSEWHERE, FILES, fields_of, methods
 
-ROOT = Path(__file__).resolve().parents[2] / "protos"
+ROOT = Path(__file__).resolve().parents[3] / "protos"
 
 
 @cache

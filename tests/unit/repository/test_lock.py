@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LIBRARY = SETTINGS["project"]["dependencies"] + SETTINGS["project"]["optional-dependencies"]["http"]
 LOCKS = {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FILES = sorted((ROOT / "integrations").glob("*/paceline_*/**/*.py"))
 PRIVATE = ("paceline.cli", "paceline_server", "paceline_protocol", "pacelinepb")
 

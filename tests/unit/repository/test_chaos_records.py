@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-_PATH = Path(__file__).parents[2] / "deploy" / "records.py"
+_PATH = Path(__file__).parents[3] / "deploy" / "records.py"
 _spec = importlib.util.spec_from_file_location("deploy_records", _PATH)
 assert _spec is not None
 assert _spec.loader is not None

@@ -70,7 +70,7 @@ def test_importing_the_package_loads_neither_grpc_nor_the_command_line() -> None
     assert done.stdout.strip() == "[]"
 
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 _MODULES = ("checkpoint", "compression", "engines", "launch", "nn", "optim", "testing", "torch")
 FOR_USERS = ("paceline", *(f"paceline.{name}" for name in _MODULES))
