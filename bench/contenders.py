@@ -1,4 +1,4 @@
-"""What a rank of any implementation does for the benchmark, and Paceline's own ranks.
+"""The benchmark's interface to a rank of any implementation, and Paceline's own ranks.
 
     python contenders.py SOCKET NAME MEMORY [THREADS]
 

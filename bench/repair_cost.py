@@ -42,7 +42,7 @@ class Worker:
             self.told.append(json.loads(line))
 
     def of(self, kind: str, step: int) -> list[dict[str, Any]]:
-        """What it told of a step."""
+        """The report of one step."""
         return [event for event in list(self.told) if event["event"] == kind and event["step"] == step]
 
 

@@ -31,7 +31,7 @@ gRPC, which works wherever members can reach each other's doors."""
 _known_links = list(LINKS)
 
 ENGINES = ("links", "gloo", "nccl", "xccl", "ucc")
-"""What can carry the gradients of DDP without a plug-in: Paceline's own links, or a library of torch's."""
+"""The engines that need no plug-in. An engine carries the gradients of DDP: Paceline's links, or a backend of torch."""
 
 
 def plug_in_engines() -> Mapping[str, EntryPoint]:

@@ -1,4 +1,4 @@
-"""What happens to a job (events), and how the coordinator responds (effects).
+"""The events of a job, and the effects by which the coordinator responds.
 
 Events are the inputs of `Membership.handle`, effects its outputs: orders to the shell. Both are plain values, so a test
 reads: given these events, expect exactly these effects.

@@ -1,4 +1,4 @@
-"""What the coordinator remembers of a job: its sessions, its last view and how far it got."""
+"""The coordinator's record of a job: its sessions, its last view and its last step."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ class Lineage:
         return effects + self._announcer.announce(now, self.decision.reason, self._who_wait(), newcomers)
 
     def _cross_off(self, now: float, session: Session, before: Meet | None) -> list[Effect] | None:
-        """What follows if only one member less is waited for; None if the policy must be asked again."""
+        """The decision if only one member less is waited for; None if the policy must be asked again."""
         awaited = self._awaited
         if awaited is None or now >= self._stragglers.due_at:
             return None

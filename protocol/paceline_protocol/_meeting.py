@@ -46,7 +46,7 @@ _NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What the members of a generation that is over must do.
+    """The orders to the members of a generation that is over.
 
     `members` is empty while no view can form, and `newcomers` are the ranks among them that do not hold the base.
     `laggards` must take the base before anything else happens, from `donors`, who hold it or shares of it. `targets` is
@@ -319,7 +319,7 @@ def _whole_base(
 
 
 class _Brought:
-    """What workers have said that they hold, by state: each may name another one, and all are looked at once."""
+    """The reports of what workers hold, by state: each may name another one, and all are looked at once."""
 
     def __init__(self, sessions: Sequence[Session]) -> None:
         self._holders: dict[tuple[Tag | None, bytes], list[Session]] = {}
@@ -383,7 +383,7 @@ def _bring(state: JobState, present: Sequence[Session]) -> list[Session]:
 
 
 def _lacks(sessions: Sequence[Session], tag: Tag | None) -> Lack:
-    """What none of these holds of a state; a checkpoint that one of them can read has all of it."""
+    """The shares of a state that none of these members holds; a checkpoint that one of them can read has all of it."""
     shares: list[Share] = []
     for session in sessions:
         met = _met(session)

@@ -27,7 +27,7 @@ from paceline_protocol._values import WHOLE, Meet, Share, Tag, share_of
 
 
 class Phase(enum.Enum):
-    """What a member is doing."""
+    """The phases of a member."""
 
     MEETING = "meeting"
     """It waits for the coordinator: for the next view, or what to do until then."""
@@ -69,7 +69,7 @@ class Take:
 
 
 class MemberState:
-    """What one member holds and is doing.
+    """The state of one member.
 
     It starts with the tag `held`: Tag(0, 0) for a state it has built itself, or that of a checkpoint, of which it holds
     nothing yet if it is only `stored`. Later, `held` is None if no usable state is held. `node_size` members hold one

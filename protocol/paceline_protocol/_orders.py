@@ -1,4 +1,4 @@
-"""What members are told between two generations: orders, donors of a state, and the sentence of the decision."""
+"""The messages to members between two generations: orders, donors of a state, and the sentence of the decision."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Orders:
             session.told_to_meet, session.catching_up, session.promised = None, False, None
 
     def give(self, now: float, decision: Decision) -> list[Effect]:
-        """What to tell members and candidates, now that the policy has decided."""
+        """The messages to members and candidates, now that the policy has decided."""
         view = self._state.view
         self._donors = None
         if view is None or self._state.finished is not None:

@@ -1,4 +1,4 @@
-"""What the protocol refuses, and why. The coordinator turns each into a gRPC status, and has refusals of its own."""
+"""The refusals of the protocol. The coordinator turns each into a gRPC status, and has refusals of its own."""
 
 from __future__ import annotations
 

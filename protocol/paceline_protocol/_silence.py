@@ -1,4 +1,4 @@
-"""Who is silent, who does not stop, who has gone: everything that the coordinator concludes from time alone.
+"""Finds members that are silent, do not stop, or have gone: all that the coordinator concludes from time alone.
 
 `Leases` evict members that say nothing, `Stragglers` those whose session is alive and that do not stop. `Abandonment`
 lets an operator say in advance when a job without any connected member may begin anew. `Wakefulness` finds out whether

@@ -28,7 +28,7 @@ STEP_WORD_SIZE = _FLAGS + 2 * _DIGITS
 
 
 class StepFlag(enum.IntFlag):
-    """What a member asks of all members."""
+    """A request of one member to all members."""
 
     JOIN = 1
     """Newcomers are ready: meet after this step."""

@@ -128,7 +128,7 @@ class Lack(NamedTuple):
 
 
 def lacking(shares: Iterable[Share]) -> Lack:
-    """What is missing of the cut of which fewest parts are missing.
+    """The missing parts of the cut that lacks the fewest.
 
     The parts are counted and not listed, because members say how many there are.
     """
@@ -143,7 +143,7 @@ def lacking(shares: Iterable[Share]) -> Lack:
 
 @dataclass(frozen=True, slots=True)
 class Meet:
-    """What a member tells the coordinator when it has stopped between steps, or is ready to enter its first view."""
+    """The report of a member that has stopped between steps, or is ready to enter its first view."""
 
     generation: int
     """The generation that it has stopped in, 0 for a candidate."""
@@ -201,7 +201,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What a member has counted since it joined, as of its last heartbeat. Nothing is decided by it."""
+    """The counters of a member since it joined, as of its last heartbeat. Nothing is decided by it."""
 
     committed: int = 0
     undone: int = 0
@@ -225,7 +225,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a member saw go wrong in its generation."""
+    """A member's report of a failure in its generation."""
 
     reporter: int
     reason: ErrorReason.ValueType

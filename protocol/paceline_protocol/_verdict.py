@@ -1,4 +1,4 @@
-"""Who is to blame for the end of a generation.
+"""Finds the members that are to blame for the end of a generation.
 
 `judge` weighs the evidence, and `Evidence` gathers it until it is time to judge. Kinds of evidence are weighed in the
 order of cause and effect: a member that raised an error closes its links, so "the link ended" says little once "it

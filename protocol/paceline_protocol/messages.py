@@ -136,7 +136,7 @@ class Drain:
     """The receiver must leave at its next step boundary."""
 
     reason: str
-    """Who asked for it, for people."""
+    """The person or tool that asked for it, to be shown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a token is made of, and how a file of tokens is read. Both the coordinator and the workers use it.
+"""The form of tokens and of token files. Both the coordinator and the workers use it.
 
 A line is `TOKEN`, then what the coordinator needs to know of it: its role and its job. Empty lines and those that begin
 with `#` are left out. Lines may end as on Windows (CRLF). No error repeats any part of a line.

@@ -21,7 +21,7 @@ which was open while it stood by, and opens it again."""
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a standby does: it `tries` to take over now, or decides again at `due`; `why` is for people."""
+    """A standby's decision: it `tries` to take over now, or decides again at `due`; `why` is for people."""
 
     tries: bool
     due: float
@@ -29,7 +29,7 @@ class Decision:
 
 
 class Election:
-    """What one standby knows.
+    """The knowledge of one standby.
 
     `record` was last written at `revision`; None and 0 if there is none. `highest` is the highest epoch that was seen;
     the record may have a lower one if etcd was restored from a backup.

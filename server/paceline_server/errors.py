@@ -95,7 +95,7 @@ class Draining(Refused):
 
 
 class TimedOut(Refused):
-    """What the caller waited for did not come in time; the text lists what is missing."""
+    """The caller's wait timed out; the text lists what is missing."""
 
     reason = ErrorReason.ERROR_REASON_TIMEOUT
 

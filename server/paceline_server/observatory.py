@@ -1,4 +1,4 @@
-"""What is remembered of all jobs for those who watch: a tally of each, and the last events.
+"""Keeps a tally of each job, and the last events, for the page, metrics and commands.
 
 The dispatcher tells the observatory what happens. If counting fails, that is logged, and the job goes on: what watches
 a job must not end it.

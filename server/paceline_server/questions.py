@@ -31,7 +31,7 @@ NOT_CONNECTED = "is not connected"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What has come of asking one member: its data, or why there is none. Times are seconds on the loop's clock."""
+    """A member's answer: its data, or the reason why there is none. Times are seconds on the loop's clock."""
 
     member_id: str
     data: bytes | None

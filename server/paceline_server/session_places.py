@@ -1,4 +1,4 @@
-"""Who holds the places of a coordinator's sessions.
+"""Gives out the places of a coordinator's sessions.
 
 A session holds a place from its registration to its end, also while it has no stream. A payer of sessions is the jobs
 of the caller's token, or else the session's job alone, with the job of its launchers in both cases. It may hold at most

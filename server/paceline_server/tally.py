@@ -42,7 +42,7 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 Use = Literal["committed", "undone", "reforming", "waiting"]
 
 USES: tuple[Use, ...] = ("committed", "undone", "reforming", "waiting")
-"""What a second of a job was: training that counts, training that was undone, on the way to the next generation, or
+"""The kinds of seconds of a job: training that counts, training that was undone, on the way to the next generation, or
 waiting for workers."""
 
 CHANGE_REASONS = ("began", "lost", "joined", "drained", "mismatch", "raised", "skipped", "timeout", "other")
@@ -134,7 +134,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class _Member:
-    """What is known of a member while its session lasts."""
+    """The tally's record of a member while its session lasts."""
 
     session: Session
     since: float
@@ -147,7 +147,7 @@ class _Member:
 
 
 class Tally:
-    """What has been counted of one job, whose state is looked at and not changed.
+    """Counts the events and seconds of one job, whose state it reads and does not change.
 
     Seconds in `waited` and `state_time` are those of all members together. `samples` are those of committed steps.
     Hosts with disks of their own have one each of `checkpoint_failures`. `generations` are counted by `CHANGE_REASONS`.

@@ -41,7 +41,7 @@ _TRIES, _PATIENCES = 3, 10
 
 
 class _Kept(NamedTuple):
-    """What a member needs to finish a step that others may have applied.
+    """The data that a member needs to finish a step that others may have applied.
 
     Attributes:
         at_gate: small state at the gate.

@@ -60,7 +60,7 @@ class Gate(Protocol):
 
 
 class TrainState:
-    """What training changes: model, optimizer, sampler, and whatever else goes with them.
+    """The state that training changes: model, optimizer, sampler, and values of the user.
 
         sampler = paceline.ElasticSampler(n, global_batch=256)
         state = paceline.TrainState(model=model, optimizer=optimizer, sampler=sampler)

@@ -212,7 +212,7 @@ def rule_6_threads(pair: LinkPair) -> None:
 
 
 def rule_7_lend(pair: LinkPair) -> None:
-    """What was lent stays as it was until `await_release` or `recall` has returned; failing ends the wait in 100 ms."""
+    """A lent array stays as it was until `await_release` or `recall` has returned; failing ends the wait in 100 ms."""
     for size, make in itertools.product((100, 1 << 18), (pair.empty, _anywhere)):
         buffer = make(size)
         buffer[:] = b"b" * size

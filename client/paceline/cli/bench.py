@@ -24,7 +24,7 @@ COLLECTIVES = (*(name.replace("_", "-") for name in SCHEDULES if name != "barrie
 """The collectives that can be measured, as the command line spells them. In send-recv each rank sends to the next."""
 
 Job = tuple[str, int, list[str | None]]
-"""What to measure: a collective, the bytes of its whole array, and schedules; None is the one that Paceline chooses."""
+"""One measurement: the collective, the bytes of its array, and schedules; None for the one that Paceline chooses."""
 
 
 def run_bench(jobs: list[Job], links: list[str], world: int, tune_out: Path | None, as_json: bool, **how: Any) -> int:

@@ -1,4 +1,4 @@
-"""Loads plug-ins. One that does not work is an error of the user, who has installed it; the text names its package."""
+"""Loads plug-ins. If one does not work, the user gets an error that names its package."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _ANSWER_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What was seen last: all jobs, or the one in `detail` with its members; and why there is nothing newer."""
+    """The coordinator's last answer: all jobs, or one with its members (`detail`); and why there is no newer one."""
 
     jobs: tuple[JobSummary, ...] = ()
     detail: GetJobResponse | None = None

@@ -1,4 +1,4 @@
-"""What the workers of the demo have noted, and what follows from it: was each sample used once, how soon went it on."""
+"""Checks the notes of the demo's workers: whether each sample was used once, and how soon training went on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 Notes = Sequence[dict[str, Any]]
-"""What one worker has noted, in order (`train.py`). Times are of the monotonic clock, which all of them share."""
+"""The notes of one worker, in order (`train.py`). All workers share one monotonic clock."""
 
 
 class Recovery(NamedTuple):
@@ -41,7 +41,7 @@ class Ledger:
             if "applied" in note:
                 self.counts[note["step"]] = max(note["generation"], self.counts.get(note["step"], 0))
         self.ends = [note for note in self._all if "digest" in note]
-        """What each worker that was there to the end has noted there."""
+        """The last note of each worker that stayed to the end."""
 
     @classmethod
     def read(cls, folder: Path) -> Self:

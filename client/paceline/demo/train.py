@@ -2,7 +2,7 @@
 
 Each worker notes which samples it takes and which steps it has applied, in a file of its own; `paceline.demo.ledger`
 checks them afterwards. Every worker holds the whole model and takes its share of each global batch, so the run is the
-same for any number of workers, whoever dies or joins: but for rounding, or with `--microbatches` bit for bit.
+same for any number of workers, also when some die or join: but for rounding, or with `--microbatches` bit for bit.
 """
 
 from __future__ import annotations

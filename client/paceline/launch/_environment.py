@@ -43,7 +43,7 @@ def allowed_cores() -> set[int]:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """What all workers of one launcher are told of their job.
+    """The settings that all workers of one launcher get.
 
     Attributes:
         coordinator: its address, "host:port".

@@ -156,7 +156,7 @@ class Restarts:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a launcher does about failures.
+    """The rules by which a launcher acts on failures.
 
     Attributes:
         workers: how many workers it starts.

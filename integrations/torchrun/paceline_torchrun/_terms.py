@@ -12,7 +12,7 @@ _MAX_RUN_ID_BYTES = 100
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What one agent knows of its run before it meets the others.
+    """The settings of one agent's run before it meets the others.
 
     Attributes:
         coordinator: address of the coordinator; of several, all addresses with commas between them.

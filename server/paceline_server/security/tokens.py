@@ -35,7 +35,7 @@ class TokensUnusable(ValueError):
 
 
 class Role(enum.IntEnum):
-    """What a caller may do; each role includes those before it."""
+    """The rights of a caller; each role includes those before it."""
 
     READ = 0
     """Sees jobs and their members."""

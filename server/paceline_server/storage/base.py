@@ -95,7 +95,7 @@ class StoreCleared:
 
 @dataclass(frozen=True, slots=True)
 class AnswerKept:
-    """What a call was answered that has changed a key: if the call is repeated, it must not change the key again.
+    """The answer to a call that has changed a key: if the call is repeated, it must not change the key again.
 
     It replaces the member's earlier answer in the same slot.
     """

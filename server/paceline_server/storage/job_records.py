@@ -43,7 +43,7 @@ _FORMAT = 1
 """The number grows when an older coordinator would misread what is written."""
 
 JOBS = "jobs/"
-"""What the keys of jobs begin with, behind the prefix of the state."""
+"""The prefix of the keys of jobs, behind the prefix of the state."""
 
 _MOST_BYTES = 64 << 20
 """The longest value once it is no longer compressed."""
@@ -52,7 +52,7 @@ _KEY = "key/"
 _ANSWERS = "key/answers/"  # what empties a store empties this, too
 
 _DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, zlib.error)
-"""What reading a value raises if it is none of ours."""
+"""The errors of reading a value that Paceline has not written."""
 
 
 def format_of_ours() -> bytes:

@@ -35,7 +35,7 @@ class _Shown(NamedTuple):
 
 
 class JobCollector:
-    """What `generate_latest` collects from; made for each scrape, with the jobs that the caller may see."""
+    """The collector of one scrape, with the jobs that the caller may see."""
 
     def __init__(self, dispatcher: Dispatcher, now: float, shows: Callable[[str], bool]) -> None:
         self._dispatcher = dispatcher

@@ -317,7 +317,7 @@ class Routes:
     # What the page asks for -------------------------------------------------------------------------------------------
 
     async def _session(self, request: web.Request) -> web.Response:
-        """What this caller needs and may do; an unknown token counts as none."""
+        """Tells a caller whether it needs a token and what it may do; an unknown token counts as none."""
         may_drain = True
         try:
             await self._grant(request, Role.OPERATOR)

@@ -25,7 +25,7 @@ AWAKE = 200e-6
 """Longest spin in seconds of a thread that has a core of its own, or that waits for a mark."""
 
 _WAKE = 1 << 48
-"""What `wake` adds to the eventfd: more than any count, so that one descriptor can carry counts and wakes."""
+"""`wake` adds this to the eventfd: more than any count, so that one descriptor can carry counts and wakes."""
 
 
 def awake_for(neighbours: int) -> float:

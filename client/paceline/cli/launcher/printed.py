@@ -1,4 +1,4 @@
-"""What workers print, as lines and as present states of unfinished lines. Pure.
+"""The output of workers, as lines and as present states of unfinished lines. Pure.
 
 A progress bar writes a carriage return and the line anew, many times a second. What follows the last one is the
 *present state* of the line: a terminal shows it and replaces it, a file need not have it.
