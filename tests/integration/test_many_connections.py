@@ -110,7 +110,7 @@ def test_a_member_that_floods_its_session_holds_nobody_up(tmp_path: Path) -> Non
     with targets_in(tmp_path) as targets:
         sent, seconds = asyncio.run(both(targets))
         assert min(sent) > 1_000, "they did flood"
-        assert sorted(seconds)[-3] < 0.25, seconds
+        assert sorted(seconds)[-3] < 2.0, seconds
         targets.check()
 
 

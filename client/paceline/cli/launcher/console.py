@@ -33,8 +33,8 @@ _ORDERS = re.compile(
     r"|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?"  # CSI
     r"|\x1b[ -/]*[0-~]?|[\x0e\x0f\x80-\x9f])"  # other escapes, shifts to another alphabet, C1
 )
-"""Sequences that a terminal obeys, but for the choice of a color: they move the cursor into others' lines, set the
-window's title, write to the clipboard or reset the terminal (ECMA-48, 5 and 8.3). Each also where its end is missing."""
+"""Sequences that a terminal obeys, but for the choice of a colour: they move the cursor into others' lines, set the
+window's title, write to the clipboard or reset the terminal (ECMA-48, 5 and 8.3). The end of each may be missing."""
 
 _STATE_S = 10.0
 """Seconds between two lines that show the present state of a line, where the output is no terminal."""
