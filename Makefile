@@ -32,9 +32,9 @@ test-peers test-torch test-torch-exhaustive bench-peers: .venv-peers/.installed
 test-ray: .venv-ray/.installed
 test-newest test-newest-exhaustive: newest
 bench: .venv/.installed  ## by hand, where nothing else runs: measure times, and check the figures that must hold
-	$(BIN)/pytest -m 'not peers and not torch' -s bench
+	$(BIN)/pytest -m "not needs(what='peers') and not needs(what='torch')" -s bench
 bench-peers:  ## by hand: compare with Gloo and Open MPI (needs openmpi-bin), and check the figures that must hold
-	REQUIRE_PEERS=1 .venv-peers/bin/pytest -m peers -s bench/test_peer_*.py
+	REQUIRE=peers .venv-peers/bin/pytest -m "needs(what='peers')" -s bench/test_peer_*.py
 mutants: .venv/.installed  ## plant one-line bugs in a copy, and check that the tests notice each
 	$(BIN)/python tests/mutants.py
 fuzz: .venv/.installed  ## fuzz one decoder: make fuzz TARGET=frame SECONDS=600

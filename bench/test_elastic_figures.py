@@ -46,7 +46,7 @@ def test_a_kill_and_a_newcomer_at_w4_with_10_mb_of_state(tmp_path: Path) -> None
     _report("newcomer: from connecting to its first committed step", joins, 0.5, 1.5)
 
 
-@pytest.mark.peers
+@pytest.mark.needs(what="peers")
 def test_a_kill_where_gloo_carries_gradients(tmp_path: Path) -> None:
     """Kills one of four workers that train a torch model over Gloo, and adds a new one, 6 times in one job."""
     need_peers()

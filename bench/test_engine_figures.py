@@ -11,7 +11,7 @@ from support.peers import need_peers
 from support.ports import free_port
 from torch_steps import measured_steps
 
-pytestmark = [pytest.mark.peers, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.needs(what="peers"), pytest.mark.timeout(300)]
 
 NOISE = 0.03 if QUIET else 0.15
 """How much the same figure differs between two runs."""

@@ -18,7 +18,7 @@ import pytest
 from integration.test_tcp_streams import best_rate
 from support.netns import Host, Network, network
 
-pytestmark = [pytest.mark.root, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.needs(what="root"), pytest.mark.timeout(120)]
 
 _LINE = 125e6
 """Bytes per second of 1 Gbit/s."""

@@ -18,7 +18,7 @@ import pytest
 from figures import NOISE, QUIET, at_least, at_most
 from support.peers import need_peers
 
-pytestmark = [pytest.mark.peers, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.needs(what="peers"), pytest.mark.timeout(1800)]
 
 COMPARE = Path(__file__).with_name("compare.py")
 

@@ -22,7 +22,7 @@ from support.host_coordinator import coordinator_on
 from support.netns import Host, network
 from support.peers import need_peers
 
-pytestmark = [pytest.mark.peers, pytest.mark.root, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.needs(what="peers"), pytest.mark.needs(what="root"), pytest.mark.timeout(600)]
 
 BENCH = Path(__file__).parent
 

@@ -10,7 +10,7 @@ import pytest
 from figures import QUIET
 from support.mpi import PRELUDE, mpirun
 
-pytestmark = [pytest.mark.peers, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.needs(what="peers"), pytest.mark.timeout(300)]
 
 SIZES = (1, 4, 16, 64)
 """MiB."""

@@ -21,7 +21,7 @@ import pytest
 from figures import QUIET
 from support.processes import Worker
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.timeout(600)]
 
 MEMBERS, ROUNDS, DEATHS = 4, 30, 5
 PLACES = {"first": 0, "middle": 1, "last": 3}

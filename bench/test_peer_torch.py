@@ -16,7 +16,7 @@ from figures import QUIET, at_least
 from support.peers import need_peers
 from support.torch_ranks import torch_ranks
 
-pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.needs(what="peers"), pytest.mark.timeout(900)]
 
 ROUNDS = 15
 

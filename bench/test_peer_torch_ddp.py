@@ -10,7 +10,7 @@ from figures import QUIET
 from support.peers import need_peers
 from torch_steps import Times, measured_steps
 
-pytestmark = [pytest.mark.peers, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.needs(what="peers"), pytest.mark.timeout(300)]
 
 MOST_OVER_NO_COMMUNICATION = 0.08
 """The most that communication may add, as a fraction of the step without it."""

@@ -1,13 +1,12 @@
 """Runs one stage of the tests, as `make test-slow` does: python tests/stages.py slow. Without a name it lists them all.
 
 Each of pytest's processes takes seconds to load all files, so a stage for one mark is given only the files that name it
-(`support/every_test.py` checks that a file names these marks itself).
+(`support/every_test.py` checks that a file names these itself).
 """
 
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -31,11 +30,11 @@ class Stage(NamedTuple):
         about: what it runs, in words.
         marks: pytest's expression for its tests.
         per_core: processes for each core; 0 for one test after the other.
-        named: only files that name this mark; all if empty.
+        named: only files that name this mark or need; all if empty.
         folders: where its tests are; those of PyTorch's folders are only run if they are named here.
         apart: run the tests marked `alone` one by one, after the others.
         venv: the environment.
-        requires: the variables REQUIRE_... that turn a skip into a failure.
+        requires: a need whose absence is a failure, not a skip (`support/needs.py`).
     """
 
     about: str
@@ -48,73 +47,81 @@ class Stage(NamedTuple):
     requires: str = ""
 
 
-_ROOT = "root and not exhaustive and not containers and not slurm and not etcd"
+def _needs(what: str) -> str:
+    return f"needs(what='{what}')"
+
+
+_ROOT = f"{_needs('root')} and not exhaustive"
 
 STAGES = {
     "fast": Stage(
         "all that need neither root nor containers nor torch (the last part of make test)",
-        "not exhaustive and not torch and not ray and not slow and not root and not containers and not browser "
-        "and not etcd",
+        "not needs and not slow and not exhaustive",
         per_core=2,  # they wait half of the time
         apart=True,
     ),
     "slow": Stage(
         "the slow ones",
-        "slow and not ray and not exhaustive and not root and not containers and not peers and not browser",
+        "slow and not needs and not exhaustive",
         per_core=3,
         named="slow",
         apart=True,
     ),
     "exhaustive": Stage(
         "by hand: in full what .ci/run samples: all arguments, many more schedules",
-        "exhaustive and not torch and not root",
+        f"exhaustive and not {_needs('torch')} and not {_needs('root')}",
         per_core=2,
     ),
     "root-together": Stage("those that need root and can run side by side", f"{_ROOT} and not alone", 2, "root"),
     "root-alone": Stage("the others that need root", f"{_ROOT} and alone", named="root"),
     "slurm": Stage(
-        "training under a real Slurm (root; needs slurmctld, slurmd, slurm-client and munge)", "slurm", 2, "slurm"
+        "training under a real Slurm (root; needs slurmctld, slurmd, slurm-client and munge)",
+        _needs("slurm"),
+        per_core=2,
+        named="slurm",
     ),
-    "containers": Stage("those that need a Docker engine", "containers", named="containers"),
+    "containers": Stage("those that need a Docker engine", _needs("containers"), named="containers"),
     "browser": Stage(
-        "the page in headless Chromium, and the alerts (promtool)", "browser and not exhaustive", named="browser"
+        "the page in headless Chromium, and the alerts (promtool)",
+        f"{_needs('browser')} and not exhaustive",
+        named="browser",
     ),
     "etcd": Stage(
         "several coordinators, with a real etcd (etcd-server, etcd-client)",
-        "etcd and not exhaustive",
+        f"{_needs('etcd')} and not exhaustive",
         per_core=2,
         folders=("tests/etcd", "tests/upgrade"),
-        requires="REQUIRE_ETCD",
+        requires="etcd",
     ),
     "peers": Stage(
         "the engine mpi under mpirun, and whether Gloo and Open MPI can be measured (needs openmpi-bin)",
-        "peers and not exhaustive",
+        f"{_needs('peers')} and not exhaustive",
         named="peers",
         venv=".venv-peers",
-        requires="REQUIRE_PEERS",
+        requires="peers",
     ),
     "ray": Stage(
         "workers on Ray: a cluster of three raylets on this machine",
-        "ray",
+        _needs("ray"),
         named="ray",
         venv=".venv-ray",
-        requires="REQUIRE_RAY",
+        requires="ray",
     ),
     "torch": Stage(
         "those that need PyTorch, and PyTorch's own suite",
-        "torch and not exhaustive",
+        f"{_needs('torch')} and not exhaustive",
         per_core=1.5,
         folders=PYTORCH,
         apart=True,
         venv=".venv-peers",
-        requires="REQUIRE_TORCH",
+        requires="torch",
     ),
     "torch-exhaustive": Stage(
         "by hand: exhaustive ones for PyTorch, and PyTorch's own suite with 2, 3 and 4 ranks",
-        "exhaustive and torch",
+        f"exhaustive and {_needs('torch')}",
         folders=PYTORCH,
         venv=".venv-peers",
-        requires="REQUIRE_TORCH",
+        requires="torch",
     ),
     "newest": Stage(
         "whether the newest PyTorch of the registry works too",
@@ -122,14 +129,14 @@ STAGES = {
         per_core=1.5,
         folders=PYTORCH,
         venv=str(NEWEST),
-        requires="REQUIRE_TORCH",
+        requires="torch",
     ),
     "newest-exhaustive": Stage(
         "by hand: torch-exhaustive with the newest PyTorch",
-        "exhaustive and torch",
+        f"exhaustive and {_needs('torch')}",
         folders=PYTORCH,
         venv=str(NEWEST),
-        requires="REQUIRE_TORCH",
+        requires="torch",
     ),
 }
 
@@ -159,7 +166,8 @@ def _naming(mark: str, folders: tuple[str, ...]) -> list[str]:
     for folder in folders or ("tests", "integrations"):
         for file in sorted((ROOT / folder).rglob("test_*.py")):
             path = str(file.relative_to(ROOT))
-            if (folders or not path.startswith(PYTORCH)) and re.search(rf"mark\.{mark}\b", file.read_text()):
+            text = file.read_text()
+            if (folders or not path.startswith(PYTORCH)) and (f"mark.{mark}" in text or f'(what="{mark}")' in text):
                 found.append(path)
     return found
 
@@ -171,7 +179,8 @@ def main() -> int:
         return 0
     os.chdir(ROOT)
     stage = STAGES[sys.argv[1]]
-    environment = dict(os.environ) | ({stage.requires: "1"} if stage.requires else {})
+    required = filter(None, (os.environ.get("REQUIRE"), stage.requires))
+    environment = dict(os.environ) | {"REQUIRE": ",".join(required)}
     if stage.venv == str(NEWEST):  # another clone may have installed its code there: ours comes first
         plug_ins = sorted(map(str, (ROOT / "integrations").glob("*")))
         environment["PYTHONPATH"] = os.pathsep.join([*(str(ROOT / name) for name in _PACKAGES), *plug_ins])

@@ -69,7 +69,7 @@ def test_a_rank_that_is_killed_ends_the_comparison() -> None:
 
 
 @pytest.mark.parametrize("impl", PEERS)
-@pytest.mark.peers
+@pytest.mark.needs(what="peers")
 def test_other_implementations_have_rows_of_their_own(impl: str) -> None:
     need_peers()
     rows = told("all", "--sizes", "1KiB", "-n", "3", "--links", "grpc", "--vs", impl)["rows"]
@@ -81,7 +81,7 @@ def test_other_implementations_have_rows_of_their_own(impl: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["in", "out"])
-@pytest.mark.peers
+@pytest.mark.needs(what="peers")
 def test_sums_in_place_and_into_another_array(place: str) -> None:
     """Results are checked in each."""
     need_peers()
@@ -92,7 +92,7 @@ def test_sums_in_place_and_into_another_array(place: str) -> None:
     assert said.get("notes", []) == missing
 
 
-@pytest.mark.peers
+@pytest.mark.needs(what="peers")
 def test_all_of_them_in_one_run_and_a_picture(tmp_path: Path) -> None:
     need_peers()
     file = tmp_path / "bandwidth.png"

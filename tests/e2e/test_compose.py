@@ -22,7 +22,7 @@ import pytest
 import paceline
 from support.docker import BUILD, build, build_etcd, compose_command, engine
 
-pytestmark = [pytest.mark.containers, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.needs(what="containers"), pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 BASE, LIBRARY, IMAGE, ETCD = "python:3.11-slim", "paceline-test-library", "paceline-test", "paceline-test-etcd"

@@ -16,7 +16,7 @@ from support import manifests
 from support.certificates import LOOPBACK, make_folder
 from support.docker import build, engine
 
-pytestmark = [pytest.mark.containers, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.needs(what="containers"), pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 IMAGE = "paceline-test"

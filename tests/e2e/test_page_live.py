@@ -13,7 +13,7 @@ from support.browser import browser
 from support.command import Command, command
 from support.coordinator import run
 
-pytestmark = pytest.mark.browser
+pytestmark = pytest.mark.needs(what="browser")
 
 TOKEN = "an-operators-token-of-some-length"
 

@@ -16,7 +16,7 @@ import pytest
 from support.elastic.cluster import Cluster, Trainer, cluster
 from support.netns import Network, network
 
-pytestmark = pytest.mark.root
+pytestmark = pytest.mark.needs(what="root")
 
 _FAILURE_TIMEOUT = 2.0
 _SOON = 3.0

@@ -19,7 +19,7 @@ from support.elastic.cluster import Cluster, cluster
 from support.netns import Network, network
 from support.tapnet import Cable, tap_network
 
-pytestmark = [pytest.mark.alone, pytest.mark.root]
+pytestmark = [pytest.mark.alone, pytest.mark.needs(what="root")]
 
 _HOSTS, _EACH = 4, 2
 _WORLD = _HOSTS * _EACH

@@ -10,7 +10,7 @@ import pytest
 from support.elastic.cluster import Cluster, Trainer, cluster
 from support.netns import network
 
-pytestmark = pytest.mark.root
+pytestmark = pytest.mark.needs(what="root")
 
 _FAILURE_TIMEOUT = 2.0
 _SETTINGS = {"least": 2, "failure_timeout": _FAILURE_TIMEOUT, "pace": 0.03, "witness": False}

@@ -10,7 +10,7 @@ import pytest
 from support.elastic.cluster import cluster
 from support.netns import network
 
-pytestmark = pytest.mark.root
+pytestmark = pytest.mark.needs(what="root")
 
 _FAILURE_TIMEOUT = 2.0
 

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from paceline.testing import coordinator
+from support.needs import missing
 from support.processes import workers
 
-pytestmark = [pytest.mark.root, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.needs(what="root"), pytest.mark.timeout(120)]
 
 WAITS = ("futex", "poll")
 """Waiting for a lock, or for a peer's bytes, is a call or none, as it comes."""
@@ -109,7 +110,4 @@ def _median(steps: list[Counter[str]], name: str) -> float:
 def _require_strace() -> None:
     if shutil.which("strace") is not None and os.geteuid() == 0:
         return
-    text = "tracing a process needs root and strace"
-    if os.environ.get("REQUIRE_ROOT") == "1":
-        pytest.fail(text)
-    pytest.skip(f"{text} (REQUIRE_ROOT=1 makes this a failure)")
+    missing("root", "tracing a process needs root and strace")

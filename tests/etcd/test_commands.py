@@ -14,7 +14,7 @@ import pytest
 from support.etcd import cluster, needs_etcd
 from support.failover import coordinators
 
-pytestmark = [pytest.mark.etcd, needs_etcd, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.needs(what="etcd"), needs_etcd, pytest.mark.timeout(120)]
 
 
 def paceline(*words: str) -> subprocess.CompletedProcess[str]:

@@ -12,7 +12,7 @@ from support.etcd import cluster, needs_etcd
 from support.failover import Coordinators, coordinators, resumed_at, training
 from support.processes import Worker
 
-pytestmark = [pytest.mark.etcd, needs_etcd, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.needs(what="etcd"), needs_etcd, pytest.mark.timeout(120)]
 
 MOST_S = 10.0
 """Seconds for sessions to be resumed: far more than it takes (bench/failover.py), for a machine that is busy."""

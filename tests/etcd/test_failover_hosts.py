@@ -14,7 +14,7 @@ from support.failover import TRAINING, Place, place, resumed_at
 from support.netns import Host
 from support.processes import Worker
 
-pytestmark = [pytest.mark.etcd, pytest.mark.root, needs_etcd, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.needs(what="etcd"), needs_etcd, pytest.mark.timeout(120)]
 
 MOST_S = 10.0
 """Seconds for a takeover on a busy machine; it takes less than 2 s (bench/failover.py)."""

@@ -10,8 +10,7 @@ from support.elastic.soak import soak_failover
 from support.etcd import needs_etcd
 
 
-@pytest.mark.etcd
-@pytest.mark.root
+@pytest.mark.needs(what="etcd")
 @needs_etcd
 @pytest.mark.timeout(180)
 def test_three_rounds(tmp_path: Path) -> None:

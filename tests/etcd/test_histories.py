@@ -15,7 +15,7 @@ from support.histories import check, overlapping
 from support.processes import Worker
 from support.store_clients import store_clients
 
-pytestmark = [pytest.mark.etcd, needs_etcd, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.needs(what="etcd"), needs_etcd, pytest.mark.timeout(180)]
 
 
 def test_histories_of_the_store_are_linearizable(tmp_path: Path) -> None:

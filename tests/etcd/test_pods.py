@@ -28,7 +28,7 @@ from support.command import Command, command
 from support.etcd import needs_etcd
 from support.pods import Node
 
-pytestmark = [pytest.mark.etcd, needs_etcd, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.needs(what="etcd"), needs_etcd, pytest.mark.timeout(180)]
 
 FOUND = manifests.load(Path(__file__).parents[2] / "deploy" / "kubernetes-etcd")
 TEMPLATES = {

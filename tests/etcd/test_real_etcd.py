@@ -19,7 +19,7 @@ from support.coordinator import run
 from support.etcd import Cluster, cluster, needs_etcd
 from support.views import view
 
-pytestmark = [pytest.mark.etcd, needs_etcd]
+pytestmark = [pytest.mark.needs(what="etcd"), needs_etcd]
 
 
 def keys_of(etcd: Cluster) -> EtcdKeys:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fuzz.targets import TARGETS
+from support.needs import missing
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -23,10 +23,7 @@ LEAST_RUNS = 60
 def test_nothing_is_found(tmp_path: Path) -> None:
     """One process fuzzes all targets in turn: to instrument the code takes longer than to fuzz."""
     if importlib.util.find_spec("atheris") is None:
-        text = "atheris is not installed: pip install --group fuzz"
-        if os.environ.get("REQUIRE_FUZZING") == "1":
-            pytest.fail(text)
-        pytest.skip(f"{text} (REQUIRE_FUZZING=1 makes this a failure)")
+        missing("fuzzing", "atheris is not installed: pip install --group fuzz")
     targets = list(TARGETS)
     script, findings, corpus = Path(__file__).with_name("run.py"), tmp_path / "findings", tmp_path / "corpus"
     options = ["--seconds", str(SECONDS), "--findings", str(findings), "--corpus", str(corpus)]

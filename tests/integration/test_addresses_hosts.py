@@ -14,7 +14,7 @@ import pytest
 from support.netns import Host, network
 from support.processes import Worker
 
-pytestmark = pytest.mark.root
+pytestmark = pytest.mark.needs(what="root")
 
 MEET = """
 try:

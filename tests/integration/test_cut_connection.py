@@ -10,7 +10,7 @@ from support.host_coordinator import coordinator_on
 from support.netns import Host, network
 from support.processes import Worker
 
-pytestmark = [pytest.mark.alone, pytest.mark.root]
+pytestmark = [pytest.mark.alone, pytest.mark.needs(what="root")]
 
 CODE = """
 sys.argv = ["", "SIZE"]

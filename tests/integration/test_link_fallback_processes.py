@@ -156,7 +156,7 @@ def test_the_variable_at_one_side_counts_for_both() -> None:
         check_met(started, "grpc", 1)
 
 
-@pytest.mark.root
+@pytest.mark.needs(what="root")
 @pytest.mark.parametrize("same", [False, True], ids=["by the view", "by the kernel"])
 def test_other_users_share_no_memory(same: bool) -> None:
     """They are on different nodes; and if they were not, the kernel would tell them apart."""
@@ -173,7 +173,7 @@ def test_other_users_share_no_memory(same: bool) -> None:
         check_met(started, "tcp", 1 if same else 2)
 
 
-@pytest.mark.root
+@pytest.mark.needs(what="root")
 @pytest.mark.parametrize("same", [False, True], ids=["by the view", "by the kernel"])
 def test_other_network_namespaces_share_no_memory(same: bool) -> None:
     code = MEET.format(same=same, user=False)

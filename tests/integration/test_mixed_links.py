@@ -178,7 +178,7 @@ with paceline.join() as session:
 """
 
 
-@pytest.mark.root
+@pytest.mark.needs(what="root")
 def test_what_crosses_the_network_between_two_hosts_crosses_it_once() -> None:
     """Each host sends 2(H-1)/H of the array, one array here, where a ring of four ranks would send 1.5 or more."""
     mib = 64

@@ -130,7 +130,7 @@ def test_panels_have_numbers_and_places_of_their_own() -> None:
     assert max(x for x, _ in taken) < 24  # Grafana's grid
 
 
-@pytest.mark.browser
+@pytest.mark.needs(what="browser")
 @pytest.mark.parametrize(
     "what",
     [
@@ -146,7 +146,7 @@ def test_prometheus_takes_the_alerts_and_they_fire_when_they_should(what: str) -
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.browser
+@pytest.mark.needs(what="browser")
 def test_prometheus_takes_the_configuration_for_kubernetes(tmp_path: Path) -> None:
     """But for how it finds pods, which Debian's Prometheus does not know; its files are those of a pod."""
     config = yaml.safe_load((MONITORING / "prometheus-kubernetes.yaml").read_text())
@@ -165,7 +165,7 @@ def test_prometheus_takes_the_configuration_for_kubernetes(tmp_path: Path) -> No
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.browser
+@pytest.mark.needs(what="browser")
 def test_prometheus_takes_the_metrics(metrics: str) -> None:
     done = subprocess.run(
         [program("promtool"), "check", "metrics"], input=metrics, capture_output=True, text=True, timeout=30

@@ -9,7 +9,7 @@ from support.browser import Page, browser
 from support.coordinator import run
 from support.page_server import HeldAnswer, add_event, add_gone, add_member, new_job, page_server
 
-pytestmark = pytest.mark.browser
+pytestmark = pytest.mark.needs(what="browser")
 
 HOSTILE = "<script>window.hurt = 1</script><img src=x onerror='window.hurt = 1'>"
 

@@ -13,7 +13,7 @@ import pytest
 from support.netns import Host, Network
 from support.tapnet import Cable, tap_network
 
-pytestmark = [pytest.mark.alone, pytest.mark.root, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.alone, pytest.mark.needs(what="root"), pytest.mark.timeout(120)]
 
 _WINDOW = 512 << 10
 """Bytes that a kernel may have on its way on one connection."""

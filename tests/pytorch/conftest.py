@@ -1,6 +1,6 @@
-"""Where torch is not installed, nothing here is collected (REQUIRE_TORCH=1: an error); nor is what torch lacks.
+"""Without torch nothing here is collected, nor are tests of what an older torch lacks (REQUIRE=torch: an error).
 
-Trainers are tried with the newest torch only: there REQUIRE_TORCH=1 asks for them too.
+Trainers are tried with the newest torch only: there REQUIRE=torch asks for them too.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from importlib.util import find_spec
 
 import pytest
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of ranks begin with this, whatever the main one is told
+from support.needs import is_required
 
-REQUIRED = os.environ.get("REQUIRE_TORCH") == "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of ranks begin with this, whatever the main one is told
 
 collect_ignore_glob: list[str] = []
 if find_spec("torch") is None:
-    if REQUIRED:
-        raise RuntimeError("REQUIRE_TORCH=1, and torch is not installed")
+    if is_required("torch"):
+        raise RuntimeError("REQUIRE=torch, and torch is not installed")
     collect_ignore_glob = ["test_*.py"]
 elif tuple(map(int, version("torch").split(".")[:2])) < (2, 15):
     collect_ignore_glob = ["test_reconfigure.py", "test_trainers.py", "test_true_backend.py"]
 elif find_spec("accelerate") is None or find_spec("transformers") is None:
-    if REQUIRED:
-        raise RuntimeError("REQUIRE_TORCH=1, and accelerate or transformers is not installed: make newest")
+    if is_required("torch"):
+        raise RuntimeError("REQUIRE=torch, and accelerate or transformers is not installed: make newest")
     collect_ignore_glob = ["test_trainers.py"]
 
 

@@ -14,7 +14,7 @@ import paceline
 from paceline.testing import coordinator
 from support.processes import workers
 
-pytestmark = pytest.mark.torch
+pytestmark = pytest.mark.needs(what="torch")
 
 FITTING = """
 import torch

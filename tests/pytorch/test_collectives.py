@@ -8,7 +8,7 @@ import pytest
 
 from support.torch_ranks import finish
 
-pytestmark = [pytest.mark.torch, pytest.mark.newest, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.newest, pytest.mark.timeout(180)]
 
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.exhaustive), 3])

@@ -17,7 +17,7 @@ from support.torch_models import made
 from support.torch_ranks import finish
 
 # Dynamo looks at such attributes, and hides the warning in a way that does not hold for threads.
-pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")]
+pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")]
 
 in_threads = pytest.mark.skipif(
     torch.__version__.startswith("2.11."),

@@ -12,7 +12,7 @@ from support.elastic.brake import Brake
 from support.elastic.cluster import cluster
 from support.elastic.faults import freeze, kill
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow]
+pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.slow]
 
 
 @pytest.mark.parametrize(

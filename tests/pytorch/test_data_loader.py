@@ -20,7 +20,7 @@ import paceline
 from paceline.errors import SizeMismatch, StepOrderError, UnsupportedOp
 from paceline.torch import ElasticDataLoader
 
-pytestmark = [pytest.mark.torch]
+pytestmark = [pytest.mark.needs(what="torch")]
 
 N, BATCH = 23, 6
 

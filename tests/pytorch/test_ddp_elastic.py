@@ -10,7 +10,7 @@ import pytest
 from support.elastic.cluster import cluster
 from support.elastic.faults import kill
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow]
+pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.slow]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import paceline.torch
 from paceline._group import Group
 from paceline.testing import run_ranks
 
-pytestmark = pytest.mark.torch
+pytestmark = pytest.mark.needs(what="torch")
 
 STEPS = 12
 OPTIMIZERS: dict[str, Any] = {

@@ -9,7 +9,7 @@ import pytest
 from paceline.testing import coordinator
 from support.processes import workers
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.slow, pytest.mark.alone]
 
 CODE = """
 import torch, paceline.torch

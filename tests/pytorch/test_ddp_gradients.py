@@ -17,7 +17,7 @@ from paceline._group import Group
 from paceline.errors import ConcurrentUse, PacelineError, StepOrderError, UnsupportedOp
 from paceline.testing import local_groups, run_ranks
 
-pytestmark = pytest.mark.torch
+pytestmark = pytest.mark.needs(what="torch")
 
 DDP = paceline.torch.DDP
 cross_entropy = torch.nn.functional.cross_entropy

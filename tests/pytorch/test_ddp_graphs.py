@@ -15,7 +15,7 @@ from paceline._group import Group
 from paceline.errors import StepOrderError
 from paceline.testing import local_groups, run_ranks
 
-pytestmark = pytest.mark.torch
+pytestmark = pytest.mark.needs(what="torch")
 
 DDP = paceline.torch.DDP
 cross_entropy = torch.nn.functional.cross_entropy

@@ -12,7 +12,7 @@ import paceline.torch
 from paceline._group import Group
 from paceline.testing import run_ranks
 
-pytestmark = pytest.mark.torch
+pytestmark = pytest.mark.needs(what="torch")
 
 cross_entropy = torch.nn.functional.cross_entropy
 X, T = samples()

@@ -45,7 +45,7 @@ from paceline.torch import _autograd, _device_engine, _device_parameter, _tensor
 from paceline.torch._device_streams import DeviceStreams, Mark
 from paceline.torch.ddp import DDP
 
-pytestmark = [pytest.mark.torch, pytest.mark.newest]
+pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.newest]
 
 
 class _Hub:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 else:
     torch = pytest.importorskip("torch")
 
-pytestmark = [pytest.mark.torch, pytest.mark.newest]
+pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.newest]
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from support.elastic.faults import kill
 from support.local_training.line import SEED, TRAINER, check
 from support.local_training.problem import Part, Reference, build, flat, inner_step, make_inner
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]  # each process takes seconds to import torch
+pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.timeout(180)]  # each process takes seconds to import torch
 
 DILOCO = {"lr": 0.7, "momentum": 0.9}
 

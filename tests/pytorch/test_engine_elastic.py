@@ -10,7 +10,7 @@ import pytest
 from support.elastic.cluster import Cluster, cluster
 from support.elastic.faults import freeze, kill
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow]
+pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.slow]
 
 
 def over_gloo(c: Cluster) -> None:

@@ -11,7 +11,7 @@ import pytest
 from paceline.testing import coordinator
 from support.processes import workers
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.slow, pytest.mark.alone]
 
 PROMPT = 0.1
 """Seconds from the verdict to the error (I7)."""

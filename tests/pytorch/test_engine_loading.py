@@ -10,7 +10,7 @@ import pytest
 
 from paceline.testing import coordinator
 
-pytestmark = [pytest.mark.torch, pytest.mark.newest]
+pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.newest]
 
 JOINING = """
 import sys

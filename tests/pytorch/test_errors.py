@@ -8,7 +8,7 @@ import pytest
 
 from support.torch_ranks import finish, torch_ranks
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.timeout(180)]
 
 LONG_SILENCE = {"PACELINE_FAILURE_TIMEOUT": "300"}
 """Whoever noticed a death by silence alone would raise no error while the test waits."""

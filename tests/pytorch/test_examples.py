@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
@@ -16,8 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from paceline import checkpoint
+from support.needs import missing
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.timeout(180)]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PACELINE_RUN = ["paceline", "run", "-n", "2"]
@@ -25,12 +25,10 @@ TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]  #
 
 
 def need(*names: str) -> None:
-    """Skips, or fails where REQUIRE_TORCH=1, if what an example needs is not there."""
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
-    if missing and os.environ.get("REQUIRE_TORCH") == "1":
-        pytest.fail(f"{missing} are not installed")
-    if missing:
-        pytest.skip(f"{missing} are not installed (make test-torch has them)")
+    """Skips the test if one of these packages is not installed; fails it where torch is required."""
+    absent = [name for name in names if importlib.util.find_spec(name) is None]
+    if absent:
+        missing("torch", f"{absent} are not installed (make test-torch has them)")
 
 
 def run(launcher: list[str], *script: str) -> str:

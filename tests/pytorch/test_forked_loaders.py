@@ -16,7 +16,7 @@ import pytest
 
 from paceline.testing import coordinator
 
-pytestmark = [pytest.mark.torch, pytest.mark.newest, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.newest, pytest.mark.slow, pytest.mark.timeout(300)]
 
 ROUNDS = 20
 

@@ -19,7 +19,7 @@ from paceline.testing import run_ranks
 from paceline.torch import FSDP
 from support.torch_models import Chain, Part, X, check_gradients, made
 
-pytestmark = pytest.mark.torch
+pytestmark = pytest.mark.needs(what="torch")
 
 HASTY = Config(step_timeout=5.0)
 each_strategy = pytest.mark.parametrize("name", strategies(2))

@@ -29,7 +29,7 @@ from support.resharding import form, reshard, together
 from support.torch_models import made
 from support.turns import by_turns
 
-pytestmark = pytest.mark.torch
+pytestmark = pytest.mark.needs(what="torch")
 
 N, BATCH = 30, 7
 SAMPLER = paceline.ElasticSampler(N, global_batch=BATCH)

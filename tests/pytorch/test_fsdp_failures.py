@@ -7,7 +7,7 @@ import pytest
 from paceline.testing import coordinator
 from support.processes import workers
 
-pytestmark = pytest.mark.torch
+pytestmark = pytest.mark.needs(what="torch")
 
 CODE = """
 import torch

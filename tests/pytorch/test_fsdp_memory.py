@@ -19,7 +19,7 @@ from paceline.testing import run_ranks
 from paceline.torch import FSDP
 from support.torch_models import data, loss_of, made, net, wrap
 
-pytestmark = pytest.mark.torch
+pytestmark = pytest.mark.needs(what="torch")
 
 WIDTH, LAYERS = 64, 6
 

@@ -20,7 +20,7 @@ from paceline.testing import run_ranks
 from paceline.torch import FSDP
 from support.torch_models import Chain, Part, X, assert_close, check_gradients, data, loss_of, made, net, wrap
 
-pytestmark = pytest.mark.torch
+pytestmark = pytest.mark.needs(what="torch")
 
 HASTY = Config(step_timeout=5.0)
 each_strategy = pytest.mark.parametrize("name", strategies(2))

@@ -18,7 +18,7 @@ from paceline.errors import InvalidRank, SizeMismatch, StepOrderError, Unsupport
 from paceline.testing import run_ranks
 from support.torch_models import assert_close, data, loss_of, net, rows_of, wrap
 
-pytestmark = pytest.mark.torch
+pytestmark = pytest.mark.needs(what="torch")
 
 X, T = data(12)
 

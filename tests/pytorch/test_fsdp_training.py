@@ -18,7 +18,7 @@ from paceline.torch import FSDP
 from support.torch_models import assert_close, data, loss_of, made, net, rows_of, train, wrap
 from support.turns import by_turns
 
-pytestmark = pytest.mark.torch
+pytestmark = pytest.mark.needs(what="torch")
 
 CASES = [(world, name) for world in (1, 2, 3, 4) for name in strategies(world)]
 each_strategy = pytest.mark.parametrize("name", strategies(2))

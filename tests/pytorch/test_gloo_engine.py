@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 else:
     dist = pytest.importorskip("torch.distributed")
 
-pytestmark = [pytest.mark.torch, pytest.mark.newest]
+pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.newest]
 
 
 def make() -> DataEngine:

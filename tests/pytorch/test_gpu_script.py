@@ -11,7 +11,7 @@ import pytest
 
 from support.ports import free_port
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow]
+pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.slow]
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "gpu" / "run.py"
 SAMPLED = ("kills", "abort")

@@ -23,7 +23,7 @@ from support.processes import Worker
 from support.python_process import fresh
 from support.torch_ranks import torch_ranks
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.timeout(180)]
 
 AT_ONCE_S = 20.0
 """Gloo needs no time. What was waited for here took as long as a goodbye that nobody answers, which is longer here."""

@@ -21,7 +21,7 @@ from paceline.testing import coordinator
 from support.processes import Worker, workers
 from support.torch_ranks import finish
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.timeout(180)]
 
 SUM = """
 def check(size):

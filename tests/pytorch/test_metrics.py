@@ -8,7 +8,7 @@ from paceline.testing import coordinator
 from support.blocks import ROOT, blocks
 from support.processes import workers
 
-pytestmark = pytest.mark.torch
+pytestmark = pytest.mark.needs(what="torch")
 
 PAGE = ROOT / "docs/how-to/torch-training-run.md"
 (SNIPPET,) = (block.code for block in blocks(PAGE) if "fragment" in block.flags)

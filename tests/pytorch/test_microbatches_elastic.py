@@ -9,7 +9,7 @@ import pytest
 from support.elastic.faults import kill
 from support.elastic.same_bits import BitsSoak, check_bits, come_and_go, find_the_one_that_flips, in_microbatches
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow]
+pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.slow]
 
 MODELS = ["cnn", "diloco", pytest.param("characters", marks=pytest.mark.exhaustive)]
 

@@ -19,7 +19,7 @@ from paceline.errors import StepOrderError, UnsupportedOp
 from paceline.testing import run_ranks
 from support.microbatches import microbatches as in_turn
 
-pytestmark = [pytest.mark.torch]
+pytestmark = [pytest.mark.needs(what="torch")]
 
 V, N, BATCH = 8, 90, 29
 

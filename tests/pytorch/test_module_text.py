@@ -8,7 +8,7 @@ from torch import nn
 from paceline.testing import run_ranks
 from paceline.torch import DDP, FSDP
 
-pytestmark = pytest.mark.torch
+pytestmark = pytest.mark.needs(what="torch")
 
 DDP_TEXT = """DDP(
   rank 1 of 2

@@ -13,7 +13,7 @@ import pytest
 import paceline
 from support.grpc_settings import SET, run_asked
 
-pytestmark = pytest.mark.torch
+pytestmark = pytest.mark.needs(what="torch")
 
 
 def test_every_name_is_there() -> None:

@@ -12,7 +12,7 @@ import paceline
 from paceline.testing import coordinator
 from support.processes import workers
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow]
+pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.slow]
 
 NET = """
 import torch

@@ -24,7 +24,7 @@ else:
 
 from paceline.torch._device_engine import DeviceEngine
 
-pytestmark = [pytest.mark.torch, pytest.mark.newest]
+pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.newest]
 
 calls: list[str] = []
 

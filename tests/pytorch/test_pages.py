@@ -15,7 +15,7 @@ from paceline import checkpoint
 from support.blocks import PAGES, ROOT, Terminal, as_program, blocks, scripts
 from support.ports import free_port
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.timeout(120)]
 
 (LOOP,) = (block.code for block in scripts(ROOT / "docs/tutorials/elastic-torch.md", torch=True))
 (REST,) = (block.code for block in scripts(ROOT / "docs/how-to/torch-training-run.md", torch=True))

@@ -31,7 +31,7 @@ from paceline.torch.backend._handles import Handle, Presence, PresenceWatcher
 from support.processes import Worker
 from support.python_process import Process, start_python
 
-pytestmark = [pytest.mark.torch, pytest.mark.newest, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.newest, pytest.mark.timeout(180)]
 
 SOON_S = 20.0
 """For an error to come; nothing that is not noticed ends before `TIMEOUT_S`. What it takes is measured elsewhere."""

@@ -16,7 +16,7 @@ import paceline
 import paceline.torch
 from paceline.errors import StepOrderError, UnsupportedOp
 
-pytestmark = pytest.mark.torch
+pytestmark = pytest.mark.needs(what="torch")
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from paceline.testing import coordinator
 from support.processes import workers
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow]
+pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.slow]
 
 CODE = """
 import torch

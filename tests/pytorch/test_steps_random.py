@@ -11,7 +11,7 @@ from unit.elastic.solo import ENVIRONMENT, fail
 
 import paceline
 
-pytestmark = pytest.mark.torch
+pytestmark = pytest.mark.needs(what="torch")
 
 
 @pytest.fixture(autouse=True)

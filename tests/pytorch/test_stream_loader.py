@@ -24,7 +24,7 @@ import paceline
 from paceline.errors import DataWorkerLost, StepOrderError, UnsupportedOp
 from paceline.torch import ElasticDataLoader, ElasticStreamLoader
 
-pytestmark = [pytest.mark.torch]
+pytestmark = [pytest.mark.needs(what="torch")]
 
 N, BATCH = 23, 6
 

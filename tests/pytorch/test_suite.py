@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.timeout(1500)]
 
 HERE = Path(__file__).parent
 PASSES = {int(world): names for world, names in json.loads((HERE / "gloo.json").read_text()).items()}

@@ -14,7 +14,7 @@ import paceline
 from paceline import checkpoint
 from paceline.checkpoint.tree import join, split
 
-pytestmark = pytest.mark.torch
+pytestmark = pytest.mark.needs(what="torch")
 
 
 @pytest.fixture

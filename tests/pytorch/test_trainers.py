@@ -11,7 +11,7 @@ import pytest
 
 from support.torch_ranks import finish
 
-pytestmark = [pytest.mark.torch, pytest.mark.newest, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.newest, pytest.mark.timeout(240)]
 
 ON_PACELINE = """
 os.environ["LOCAL_RANK"] = str(rank)  # as launchers do

@@ -9,7 +9,7 @@ import pytest
 from support.python_process import fresh
 from support.torch_ranks import finish
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.timeout(240)]
 
 MODEL = """
 import copy

@@ -6,7 +6,7 @@ import pytest
 
 from support.processes import Worker
 
-pytestmark = [pytest.mark.torch, pytest.mark.newest]
+pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.newest]
 
 CODE = """
 import torch, torch.distributed as dist

@@ -15,7 +15,7 @@ import paceline
 from paceline.testing import coordinator
 from support.processes import workers
 
-pytestmark = pytest.mark.torch
+pytestmark = pytest.mark.needs(what="torch")
 
 GAN = """
 import torch

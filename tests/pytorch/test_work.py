@@ -12,7 +12,7 @@ import torch
 from paceline.torch.backend import _messenger
 from paceline.torch.backend._operation import FutureThreads, Operation, Promise
 
-pytestmark = [pytest.mark.torch, pytest.mark.newest]
+pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.newest]
 
 
 class Handle:

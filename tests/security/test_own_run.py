@@ -145,7 +145,7 @@ def test_only_who_has_the_token_is_let_in(run: Run, tmp_path: Path) -> None:
     assert not any(token in str(said) for said in (run.command, status, joined, restart, drain))
 
 
-@pytest.mark.root
+@pytest.mark.needs(what="root")
 def test_another_user_is_refused(run: Run) -> None:
     if os.geteuid() != 0:
         pytest.skip("another user takes root")

@@ -197,7 +197,7 @@ def test_a_second_coordinator_does_not_take_the_first_ones_lock_off(tmp_path: Pa
     asyncio.run(main())
 
 
-@pytest.mark.root
+@pytest.mark.needs(what="root")
 def test_another_user_cannot_read_the_state(tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("another user takes root")

@@ -19,8 +19,9 @@ from contextlib import asynccontextmanager, suppress
 from itertools import count
 from typing import Any
 
-import pytest
 from aiohttp import ClientSession, ClientWebSocketResponse, WSMsgType
+
+from support.needs import missing
 
 __all__ = ["Browser", "Page", "browser", "program"]
 
@@ -41,16 +42,11 @@ new Promise((resolve) => {
 
 
 def program(*names: str) -> str:
-    """Returns the path of the first of some programs that is installed; skips the test if none is.
-
-    With REQUIRE_BROWSER=1 it fails the test instead.
-    """
+    """Returns the path of the first of some programs that is installed; skips or fails the test if none is."""
     for name in names:
         if found := shutil.which(name):
             return found
-    if os.environ.get("REQUIRE_BROWSER") == "1":
-        pytest.fail(f"none of {', '.join(names)} is installed")
-    pytest.skip(f"needs {names[0]} (REQUIRE_BROWSER=1 makes this a failure)")
+    return missing("browser", f"none of {', '.join(names)} is installed")
 
 
 class Refused(Exception):

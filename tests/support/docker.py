@@ -1,6 +1,6 @@
 """A Docker engine for tests: the one that is there, or one that is started for them where that is asked for.
 
-Nothing is installed or started behind anybody's back: without an engine tests skip. REQUIRE_CONTAINERS=1 says that this
+Nothing is installed or started behind anybody's back: without an engine tests skip. REQUIRE=containers says that this
 is a test machine: then an engine is brought up (root), and whatever keeps it from working is a failure.
 """
 
@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from support.needs import is_required, missing
 
 __all__ = ["BUILD", "build", "build_etcd", "compose_command", "engine"]
 
@@ -33,8 +35,8 @@ def engine() -> Iterator[None]:
     if _answers():
         yield
         return
-    if os.environ.get("REQUIRE_CONTAINERS") != "1":
-        pytest.skip("no Docker engine answers (REQUIRE_CONTAINERS=1 starts one on a test machine)")
+    if not is_required("containers"):
+        pytest.skip("no Docker engine answers (REQUIRE=containers starts one on a test machine)")
     state = Path(os.environ.get("PACELINE_LAB", tempfile.gettempdir())) / "paceline-docker"
     try:
         up = subprocess.run(
@@ -73,9 +75,7 @@ def build_etcd(image: str) -> None:
     """
     commands = [shutil.which(name) for name in ("etcd", "etcdctl")]
     if None in commands:
-        if os.environ.get("REQUIRE_CONTAINERS") == "1":
-            pytest.fail("etcd is not installed (etcd-server and etcd-client)")
-        pytest.skip("etcd is not installed (etcd-server and etcd-client)")
+        missing("containers", "etcd is not installed (etcd-server and etcd-client)")
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         (root / "var/lib/etcd").mkdir(parents=True)
@@ -99,9 +99,7 @@ def compose_command() -> list[str]:
         return ["docker", "compose"]
     if shutil.which("docker-compose"):
         return ["docker-compose"]
-    if os.environ.get("REQUIRE_CONTAINERS") == "1":
-        pytest.fail("neither `docker compose` nor docker-compose is installed")
-    pytest.skip("neither `docker compose` nor docker-compose is installed")
+    return missing("containers", "neither `docker compose` nor docker-compose is installed")
 
 
 def _answers() -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from support.certificates import CertificateFolder
+from support.needs import is_required
 from support.netns import Host
 from support.ports import free_port
 
@@ -22,11 +23,11 @@ __all__ = ["Cluster", "cluster", "needs_etcd"]
 _READY_S = 30.0
 
 _missing = shutil.which("etcd") is None or shutil.which("etcdctl") is None
-if _missing and os.environ.get("REQUIRE_ETCD"):
-    raise RuntimeError("REQUIRE_ETCD is set, but etcd is not installed (etcd-server and etcd-client)")
+if _missing and is_required("etcd"):
+    raise RuntimeError("REQUIRE=etcd, but etcd is not installed (etcd-server and etcd-client)")
 
 needs_etcd = pytest.mark.skipif(_missing, reason="etcd is not installed")
-"""Skips a test without etcd; with REQUIRE_ETCD=1 its absence is an error."""
+"""Skips a test without etcd; with REQUIRE=etcd its absence is an error."""
 
 
 class Cluster:

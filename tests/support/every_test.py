@@ -54,17 +54,13 @@ _SLOW_S = 240
 """The time limit of slow tests that name none: six of them may share two cores with a build."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_configure(config: pytest.Config) -> None:
     """A shell's background jobs ignore Ctrl-C, and hand that down to the processes that tests interrupt."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-_NAMED_IN_FILE = ("alone", "browser", "containers", "peers", "ray", "root", "slow", "slurm")
-"""Marks by which `stages.py` chooses files: tests that get one of them elsewhere would not be run."""
-
-
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Gives slow tests more time before they count as hung, and makes all but one in n of `sampled` ones exhaustive."""
     _check_marks(items)
@@ -88,9 +84,11 @@ def pytest_collection_finish() -> None:
 
 
 def _check_marks(items: list[pytest.Item]) -> None:
-    found = {
-        (item.path, name) for item in items for name in _NAMED_IN_FILE if item.get_closest_marker(name) is not None
-    }
-    for path, name in sorted(found):
-        if f"mark.{name}" not in path.read_text():
-            raise pytest.UsageError(f"{path}: its tests have the mark {name!r}: write pytest.mark.{name} in this file")
+    """Checks that files name the marks by which `stages.py` chooses files: others' tests would not be run."""
+    found = set()
+    for item in items:
+        found |= {(item.path, f"mark.{name}") for name in ("alone", "slow") if item.get_closest_marker(name)}
+        found |= {(item.path, f'needs(what="{mark.kwargs["what"]}")') for mark in item.iter_markers("needs")}
+    for path, words in sorted(found):
+        if words not in path.read_text():
+            raise pytest.UsageError(f"{path}: its tests have {words}, which this file must name itself")

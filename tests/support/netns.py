@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import pytest
+from support.needs import missing
 
 __all__ = ["Host", "Network", "network", "up"]
 
@@ -179,10 +179,7 @@ def up(made: Network) -> Iterator[Network]:
 def _require_root() -> None:
     if os.geteuid() == 0 and all(shutil.which(tool) is not None for tool in ("ip", "tc", "unshare")):
         return
-    text = "network namespaces need root, iproute2 and util-linux"
-    if os.environ.get("REQUIRE_ROOT") == "1":
-        pytest.fail(text)
-    pytest.skip(f"{text} (REQUIRE_ROOT=1 makes this a failure)")
+    missing("root", "network namespaces need root, iproute2 and util-linux")
 
 
 def _ip(*words: str) -> str:

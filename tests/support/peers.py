@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-
-import pytest
 
 from paceline._base.terminal import UsageError
 from peers import PEERS, check_peer
+from support.needs import missing
 
 __all__ = ["descendants", "need_peers"]
 
 
 def need_peers() -> None:
-    """Skips the test, or fails it where REQUIRE_PEERS=1, if an implementation to compare with is not there."""
+    """Skips the test if an implementation to compare with is not there; fails it where peers are required."""
     for impl in PEERS:
         try:
             check_peer(impl)
         except UsageError as reason:
-            if os.environ.get("REQUIRE_PEERS") == "1":
-                pytest.fail(str(reason))
-            pytest.skip(f"{reason} (make bench-peers has both; REQUIRE_PEERS=1 makes this a failure)")
+            missing("peers", f"{reason} (make bench-peers has both)")
 
 
 def descendants(pid: int) -> list[int]:

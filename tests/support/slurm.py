@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import pytest
-
+from support.needs import missing
 from support.netns import Host, Network, network
 
 __all__ = ["Cluster", "cluster"]
@@ -200,12 +199,9 @@ class Cluster:
 @contextmanager
 def cluster(nodes: int) -> Iterator[Cluster]:
     """A cluster of so many nodes for the block; skips the test, or fails it, where Slurm is missing."""
-    missing = [tool for tool in ("munged", "slurmctld", "slurmd", "srun") if shutil.which(tool) is None]
-    if missing:
-        text = f"{' and '.join(missing)} missing (apt-get install slurmctld slurmd slurm-client munge)"
-        if os.environ.get("REQUIRE_SLURM") == "1":
-            pytest.fail(text)
-        pytest.skip(f"{text} (REQUIRE_SLURM=1 makes this a failure)")
+    absent = [tool for tool in ("munged", "slurmctld", "slurmd", "srun") if shutil.which(tool) is None]
+    if absent:
+        missing("slurm", f"{' and '.join(absent)} missing (apt-get install slurmctld slurmd slurm-client munge)")
     with ExitStack() as stack:
         folder = Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-slurm-", ignore_cleanup_errors=True))

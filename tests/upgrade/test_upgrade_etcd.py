@@ -11,7 +11,7 @@ from support.etcd import cluster, needs_etcd
 from support.ports import free_port
 from support.releases import THIS, check_undisturbed, places, replace_workers, start_workers, unpacked
 
-pytestmark = [pytest.mark.etcd, needs_etcd, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.needs(what="etcd"), needs_etcd, pytest.mark.timeout(180)]
 
 
 def test_leader_standby_and_workers_one_by_one_up_and_down_and_up_again(tmp_path: Path) -> None:

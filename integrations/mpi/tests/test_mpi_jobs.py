@@ -14,7 +14,7 @@ from paceline.engines._engine_check import ENGINE_RULES
 from paceline.testing import coordinator
 from support.mpi import PRELUDE, MpiRun, mpirun
 
-pytestmark = [pytest.mark.peers, pytest.mark.slow]
+pytestmark = [pytest.mark.needs(what="peers"), pytest.mark.slow]
 
 PROMPT = 0.1
 """Seconds from the verdict to the error (I7)."""

@@ -1,4 +1,4 @@
-"""Where Ray is not installed, what needs it is not collected (REQUIRE_RAY=1: an error). Those tests share a cluster."""
+"""The tests on Ray share a cluster. Without Ray they are not collected (REQUIRE=ray: an error)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from support.needs import is_required
+
 if TYPE_CHECKING:
     from support.ray_cluster import RayNodes
 
 if find_spec("ray") is None:
-    if os.environ.get("REQUIRE_RAY") == "1":
-        raise RuntimeError("REQUIRE_RAY=1, and Ray is not installed")
+    if is_required("ray"):
+        raise RuntimeError("REQUIRE=ray, and Ray is not installed")
     collect_ignore = ["test_ray_run.py"]
 
 

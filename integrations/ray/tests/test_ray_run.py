@@ -26,7 +26,7 @@ from support.blocks import ROOT, blocks
 from support.ray_cluster import RayNodes
 from support.ray_training import CannotGoOn, RayRecords, fail, train
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.needs(what="ray"), pytest.mark.timeout(240)]
 
 
 @pytest.fixture(autouse=True)

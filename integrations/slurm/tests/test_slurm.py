@@ -21,7 +21,7 @@ import pytest
 from paceline_slurm._step import expand_hostlist
 from support.slurm import Cluster, cluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.root, pytest.mark.slow]
+pytestmark = [pytest.mark.needs(what="slurm"), pytest.mark.slow]
 
 SCRIPTS = Path(__file__).parents[3] / "deploy" / "slurm"
 

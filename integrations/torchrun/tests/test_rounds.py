@@ -23,7 +23,7 @@ from torch.distributed.elastic.utils import store as store_util
 from paceline.testing import coordinator
 from support.ports import free_port
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.timeout(60)]
 
 
 class Run:

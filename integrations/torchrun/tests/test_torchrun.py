@@ -17,7 +17,7 @@ from support.certificates import make_folder
 from support.command import Command, wait_until_gone
 from support.process_coordinator import coordinator_process
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.timeout(180)]
 
 BOTH = """
     import os

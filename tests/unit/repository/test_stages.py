@@ -19,7 +19,9 @@ def test_a_stage_has_marks_and_files_that_exist(name: str) -> None:
     known = {re.split(r"[:(]", mark)[0] for mark in SETTINGS["markers"]}
     for command in stages.commands(stages.STAGES[name]):
         expression, files = command[2], [word for word in command[3:] if "/" in word]
-        assert set(re.findall(r"\w+", expression)) - {"and", "not"} <= known
+        needs = set(re.findall(r"needs\(what='(\w+)'\)", expression))
+        assert needs <= set(re.findall(r"\w+", SETTINGS["markers"][4]))
+        assert set(re.findall(r"\w+", expression)) - {"and", "not", "what"} - needs <= known
         assert all((ROOT / file).exists() for file in files)
         assert files or not (stages.STAGES[name].named or stages.STAGES[name].folders)
 
@@ -33,8 +35,8 @@ def test_tests_marked_alone_run_after_the_others_and_one_by_one() -> None:
 
 
 def test_files_are_chosen_only_by_marks_that_they_must_name() -> None:
-    (words,) = re.findall(r"_NAMED_IN_FILE = \((.*)\)", (ROOT / "tests" / "support" / "every_test.py").read_text())
-    assert {stage.named for stage in stages.STAGES.values()} - {""} <= set(re.findall(r"\w+", words))
+    needs = set(re.findall(r"\w+", SETTINGS["markers"][4]))
+    assert {stage.named for stage in stages.STAGES.values()} - {""} <= {"alone", "slow"} | needs
 
 
 def test_a_file_of_pytorchs_tests_is_left_to_the_stages_that_name_its_folder() -> None:

@@ -201,7 +201,7 @@ def test_somebody_elses_directory_is_refused(
     assert f"belongs to uid {uid}, not {uid + 1}" in caplog.text
 
 
-@pytest.mark.root
+@pytest.mark.needs(what="root")
 def test_a_parent_that_somebody_put_where_all_may_write_is_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
