@@ -38,7 +38,7 @@ def dd(path: Path, size: int) -> float:
     return perf_counter() - start
 
 
-def test_writing_beside_dd(tmp_path: Path) -> None:
+def test_save_reaches_80_percent_of_the_rate_of_dd(tmp_path: Path) -> None:
     """Alternates with dd at 512 MiB; measures all of `save`: files, manifest, every sync and rename."""
     size = 512 * MIB
     saved, times = state(size), []
@@ -55,7 +55,7 @@ def test_writing_beside_dd(tmp_path: Path) -> None:
     assert share >= 0.8
 
 
-def test_training_stands_still_for_a_twentieth(tmp_path: Path) -> None:
+def test_training_stalls_for_at_most_a_twentieth_of_the_write(tmp_path: Path) -> None:
     """Each step computes for 0.15 s in one thread, then changes all 256 MiB of state after `wait_until_copied`."""
     arrays = state(256 * MIB)
     a = np.ones(1 << 15)
@@ -98,7 +98,7 @@ def test_training_stands_still_for_a_twentieth(tmp_path: Path) -> None:
     assert statistics.median(shares) <= 0.05
 
 
-def test_training_stands_still_for_a_twentieth_where_ranks_write_together() -> None:
+def test_a_sharded_write_stalls_training_for_at_most_a_twentieth() -> None:
     """W=2, 256 MiB each: measures all of `ShardedSaver` in the training thread, with folders, words and publishing."""
     code = """
 import tempfile, time

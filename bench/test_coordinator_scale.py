@@ -18,7 +18,7 @@ LIMITS = {
 
 
 @pytest.mark.timeout(180)
-def test_a_thousand_sessions() -> None:
+def test_a_thousand_sessions_stay_within_the_limits() -> None:
     runs, bare = [], []
     for _ in range(3):
         bare.append(bare_round(1_000))

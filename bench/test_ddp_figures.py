@@ -108,7 +108,7 @@ def show(times: Times) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_what_communication_adds_to_a_step(world: int) -> None:
+def test_communication_adds_little_to_a_ddp_step(world: int) -> None:
     """With at most one core per rank, links and reduction take their CPU time from the matrix products."""
     times = compared({"unwrapped": "model()", **ALONE, "DDP": "paceline.DDP(model(), group)"}, world=world)
     show(times)
@@ -117,21 +117,21 @@ def test_what_communication_adds_to_a_step(world: int) -> None:
 
 
 @pytest.mark.slow  # to look at
-def test_what_compression_costs_where_bytes_cost_little() -> None:
+def test_cost_of_compression_where_bandwidth_is_cheap() -> None:
     """On one machine encoding takes longer than sending; compare this cost with the gain on a network."""
     ways = {way: f"paceline.DDP(model(), group, compression={way!r})" for way in ("bf16", "int8")}
     show(compared({**ALONE, "DDP": "paceline.DDP(model(), group)", **ways}, rounds=12))
 
 
 @pytest.mark.slow  # to look at
-def test_sizes_of_buckets() -> None:
+def test_cost_of_a_step_by_bucket_size() -> None:
     """Smaller buckets leave earlier and overlap more, but each costs a message."""
     sizes = (1, 4, 8, 25, 50, 100)
     ways = {f"{size} MiB": f"paceline.DDP(model(), group, bucket_mb={size})" for size in sizes}
     show(compared({**ALONE, **ways}, rounds=10))
 
 
-def test_cost_of_issuing_and_waiting() -> None:
+def test_cost_of_issuing_and_waiting_for_an_asynchronous_call() -> None:
     """Compares an asynchronous call of 4 bytes, which the group's thread runs, with one in the caller's thread."""
     code = """
 with paceline.join() as session:

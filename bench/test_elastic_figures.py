@@ -22,7 +22,7 @@ HIDDEN = 43_000
 """Neurons: with Adam's two moments 10.3 MB of state in float64."""
 
 
-def test_a_kill_and_a_newcomer_at_w4_with_10_mb_of_state(tmp_path: Path) -> None:
+def test_recovery_and_joining_are_fast_at_w4_with_10_mb_of_state(tmp_path: Path) -> None:
     """Kills one of four workers and adds a new one, 20 times in one job; measures from SIGKILL to the next commit."""
     kills: list[float] = []
     joins: list[float] = []
@@ -47,7 +47,7 @@ def test_a_kill_and_a_newcomer_at_w4_with_10_mb_of_state(tmp_path: Path) -> None
 
 
 @pytest.mark.needs(what="peers")
-def test_a_kill_where_gloo_carries_gradients(tmp_path: Path) -> None:
+def test_recovery_from_a_kill_is_fast_over_gloo(tmp_path: Path) -> None:
     """Kills one of four workers that train a torch model over Gloo, and adds a new one, 6 times in one job."""
     need_peers()
     kills: list[float] = []
@@ -68,7 +68,7 @@ def test_a_kill_where_gloo_carries_gradients(tmp_path: Path) -> None:
     _report("SIGKILL to the next committed step, over Gloo", kills, 0.3, 1.0)
 
 
-def test_a_kill_where_two_replicas_are_spread_over_two_each(tmp_path: Path) -> None:
+def test_recovery_from_a_kill_is_fast_with_hybrid_shard(tmp_path: Path) -> None:
     """Kills one of four workers under HYBRID_SHARD and adds one, with which the spare comes in; 8 times in one job.
 
     Three survive and two of them continue. Both shards are at surviving members, so no shard moves.
@@ -94,7 +94,7 @@ def test_a_kill_where_two_replicas_are_spread_over_two_each(tmp_path: Path) -> N
     _report("HYBRID_SHARD 2 x 2, SIGKILL to the next committed step", kills, 1.0, 1.0)
 
 
-def test_a_freeze(tmp_path: Path) -> None:
+def test_recovery_from_a_freeze_is_fast(tmp_path: Path) -> None:
     """Freezes one of four workers with a failure_timeout of 1 s; measures from SIGSTOP to the next committed step."""
     freezes: list[float] = []
     with cluster(tmp_path, least=2, total=100_000, failure_timeout=1.0) as c:
@@ -112,7 +112,7 @@ def test_a_freeze(tmp_path: Path) -> None:
     _report("SIGSTOP to the next committed step, beyond failure_timeout", freezes, 0.5, 1.0)
 
 
-def test_without_a_fault_a_step_costs_what_it_costs_without_us() -> None:
+def test_an_elastic_step_without_faults_costs_little_more_than_a_plain_one() -> None:
     """W=2: alternates a step of `session.steps` and the same without it, which may differ by 1 % or 0.1 ms.
 
     The wall clock is noisy compared with the difference, so it must only not show a greater one. The CPU time of the

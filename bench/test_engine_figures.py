@@ -35,7 +35,7 @@ with paceline.join() as session:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_step_over_gloo_is_no_slower_than_torchs(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ddp_step_over_gloo_is_not_slower_than_torchs(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     need_peers()
     monkeypatch.setenv("TORCH_PORT", str(free_port()))
     times = measured_steps(world, CODE, ENGINE="gloo")

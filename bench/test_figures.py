@@ -34,7 +34,7 @@ def bench(*arguments: str) -> dict[int, dict[str, Any]]:
     return {row["bytes"]: row for row in rows}
 
 
-def test_grpc_ring() -> None:
+def test_latency_and_bandwidth_of_a_grpc_ring() -> None:
     rows = bench("all-reduce", "-n", "2", "--sizes", "1KiB,16MiB", "--links", "grpc")
     small, large = rows[1024]["median_us"], rows[16 << 20]["busbw_GBps"]
     print(f"\nW=2 over grpc: 1 KiB {small:.0f} us, 16 MiB {large:.2f} GB/s bus bandwidth")
@@ -42,7 +42,7 @@ def test_grpc_ring() -> None:
     assert large >= 0.5
 
 
-def test_local_links_pass_frames_by_reference() -> None:
+def test_a_local_all_reduce_takes_at_most_3_times_a_plain_sum() -> None:
     """Alternates between an all_reduce of 16 MiB over 4 threads and one thread's plain sum of the same arrays."""
     world, n = 4, 4 << 20
     inputs = [np.full(n, rank + 1, np.float32) for rank in range(world)]
@@ -76,7 +76,7 @@ def test_local_links_pass_frames_by_reference() -> None:
     assert ratio <= 3.0
 
 
-def test_import(tmp_path: Path) -> None:
+def test_import_takes_less_than_0_3_s(tmp_path: Path) -> None:
     """Measures an import with cached bytecode, as users have it; takes the minimum, as other load can only add time."""
     code = (
         "import time; start = time.perf_counter(); import paceline; light = time.perf_counter() - start;"
@@ -108,7 +108,7 @@ with paceline.join() as session:
 
 
 @pytest.mark.parametrize(("number", "bound"), [(signal.SIGKILL, 1.0), (signal.SIGSTOP, 4.0)], ids=["death", "freeze"])
-def test_news_of_a_failure(number: signal.Signals, bound: float) -> None:
+def test_other_ranks_learn_of_a_failure_in_time(number: signal.Signals, bound: float) -> None:
     """Measures from the signal to the typed error in the last of three others; failure_timeout is 3 s, the default."""
     took = []
     for _ in range(5 if number is signal.SIGKILL else 2):

@@ -58,7 +58,7 @@ with paceline.join() as session:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_step_beside_ddp(world: int) -> None:
+def test_an_fsdp_step_is_not_much_slower_than_a_ddp_step(world: int) -> None:
     """Uses the model of DDP's figures with a unit for each layer; all strategies take turns with DDP in one run."""
 
     def sharded(settings: str) -> str:

@@ -129,7 +129,7 @@ def _reduced(net: Network, kind: str, address: str, more: Sequence[str], variabl
 
 @pytest.mark.parametrize("how", ["in the clear", "with TLS"])
 @pytest.mark.parametrize(("kind", "least"), [("grpc", 0.85), ("tcp", 0.9)])
-def test_all_reduce_uses_the_line(kind: str, least: float, how: str, tmp_path: Path) -> None:
+def test_all_reduce_uses_most_of_the_line(kind: str, least: float, how: str, tmp_path: Path) -> None:
     with network(2) as net:
         for host in net.hosts:
             host.limit(1000)
@@ -154,7 +154,7 @@ def _secure(folder: Path, host: str) -> tuple[Sequence[str], dict[str, str]]:
 
 
 @pytest.mark.parametrize("streams", [1, 4])
-def test_tcp_halves_use_a_line_both_ways_at_once(streams: int) -> None:
+def test_tcp_streams_fill_a_line_both_ways_at_once(streams: int) -> None:
     with network(2) as net:
         for host in net.hosts:
             host.limit(1000)

@@ -32,7 +32,7 @@ SIZES = tuple(64 << 10 << 2 * power for power in range(6))
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
 
 
-def test_all_reduce_between_hosts(tmp_path: Path) -> None:
+def test_all_reduce_between_hosts_beats_gloo(tmp_path: Path) -> None:
     """W=2: requires at least 1.3 times Gloo's bus bandwidth at every size; Open MPI's figures are only printed."""
     need_peers()
     with network(2) as net, coordinator_on(net.hosts[0]) as address:

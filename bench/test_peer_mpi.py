@@ -62,7 +62,7 @@ engine.close(time.monotonic() + 10)
 """
 
 
-def test_a_sum_beside_plain_mpi4py(tmp_path: Path) -> None:
+def test_a_sum_by_the_engine_keeps_up_with_plain_mpi4py(tmp_path: Path) -> None:
     script = tmp_path / "measure.py"
     script.write_text(PRELUDE + CODE)
     with mpirun(2, [str(script)], tmp_path) as run:

@@ -144,7 +144,7 @@ def show(what: str, found: list[float]) -> float:
 
 
 @pytest.mark.parametrize("backend", ["paceline", "gloo"])
-def test_a_reconfiguration(backend: str) -> None:
+def test_a_reconfiguration_is_fast(backend: str) -> None:
     with line(backend) as members:
         show(f"{backend}: first reconfiguration", [members.reconfigure()])
         median = show(f"{backend}: later reconfigurations", [members.reconfigure() for _ in range(ROUNDS)])
@@ -152,7 +152,7 @@ def test_a_reconfiguration(backend: str) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_an_abort_ends_what_hangs(place: str) -> None:
+def test_an_abort_ends_hanging_calls_of_other_members_in_time(place: str) -> None:
     with line() as members:
         here: list[float] = []
         for _ in range(ROUNDS // 3):
@@ -170,7 +170,7 @@ def test_an_abort_ends_what_hangs(place: str) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_death_within_64_mib(place: str) -> None:
+def test_a_death_during_a_64_mib_all_reduce_is_reported_in_time(place: str) -> None:
     with line() as members:
         found: list[float] = []
         ended: list[float] = []

@@ -96,7 +96,7 @@ def told(what: str, times: dict[str, list[float]], ways: Sequence[str]) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_torch_s_ddp(world: int) -> None:
+def test_communication_over_paceline_adds_little_to_a_torch_ddp_step(world: int) -> None:
     """12.6 M parameters, at most one core per rank."""
     times = steps(world, "ddp", 128)
     told(f"torch's DDP, W={world}", times, ("alone", "paceline", "gloo"))
@@ -107,7 +107,7 @@ def test_torch_s_ddp(world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_fully_shard(world: int) -> None:
+def test_fully_shard_over_paceline_beats_gloo(world: int) -> None:
     times = steps(world, "fully_shard", 64)
     told(f"fully_shard, W={world}", times, ("paceline", "gloo"))
     rate = statistics.median(theirs / mine for theirs, mine in zip(times["gloo"], times["paceline"], strict=True))

@@ -37,7 +37,7 @@ def over(times: Times, way: str, beside: str, column: int) -> float:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_what_communication_adds_to_a_step(world: int) -> None:
+def test_communication_adds_little_to_a_paceline_torch_ddp_step(world: int) -> None:
     """With at most one core per rank, links and reduction take their CPU time from the matrix products."""
     need_peers()
     times = measured_steps(world, CODE)

@@ -19,7 +19,7 @@ HIDDEN = 43_000
 KILLS = 5
 
 
-def test_a_faster_link_recovers_as_soon(tmp_path: Path) -> None:
+def test_recovery_over_shm_and_tcp_is_as_fast_as_over_grpc(tmp_path: Path) -> None:
     """Compares shm and tcp with gRPC by the median time from a kill to the next committed step."""
     medians = {}
     for kind in ("grpc", "tcp", "shm"):

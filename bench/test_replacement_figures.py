@@ -47,7 +47,7 @@ def replaced_in(folder: Path, imports: str, spares: int) -> float:
 
 
 @pytest.mark.parametrize("imports", [name for name in ("numpy", "torch") if find_spec(name) is not None])
-def test_a_spare_stands_in_for_the_seconds_of_imports(imports: str, tmp_path: Path) -> None:
+def test_a_spare_replaces_a_worker_faster_than_a_new_process(imports: str, tmp_path: Path) -> None:
     took: dict[int, list[float]] = {0: [], 1: []}
     for number in range(TIMES):
         for spares, seconds in took.items():

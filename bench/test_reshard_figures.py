@@ -14,7 +14,7 @@ from support.reshard_line import job, line
 pytestmark = [pytest.mark.timeout(300), pytest.mark.alone]
 
 
-def test_one_of_four_is_drained() -> None:
+def test_draining_one_of_four_reshards_1_gb_within_2_s() -> None:
     """W=4 to W=3 with 1 GB, from the last commit to the next: notice, meeting, transfer, view and step word."""
     with coordinator() as address, job(address, 4) as started:
         for _, pipe in started:
@@ -31,7 +31,7 @@ def test_one_of_four_is_drained() -> None:
     assert took <= 2.0
 
 
-def test_three_of_four_take_what_they_lack() -> None:
+def test_three_of_four_fetch_their_missing_parts_within_2_s() -> None:
     """Measures the transfer alone: three members fetch what they lack of their new thirds, also from the fourth."""
     seconds = []
     with line(4) as (pipes, ports):
@@ -49,7 +49,7 @@ def test_three_of_four_take_what_they_lack() -> None:
     assert took <= 2.0
 
 
-def test_one_shard_is_moved() -> None:
+def test_a_shard_of_250_mb_is_fetched_within_0_6_s() -> None:
     """A newcomer fetches a dead member's shard of 250 MB from the only member that holds it."""
     seconds = []
     with line(4) as (pipes, ports):

@@ -63,14 +63,14 @@ def test_every_collective_has_a_row() -> None:
     ("collective", "schedules"),
     [("all-reduce", "ring,star"), pytest.param("barrier", "ring,dissemination", marks=pytest.mark.exhaustive)],
 )
-def test_schedules_have_a_row_each_over_each_kind_of_link(collective: str, schedules: str) -> None:
+def test_each_schedule_has_a_row_for_each_kind_of_link(collective: str, schedules: str) -> None:
     rows = told(collective, "--schedule", schedules, "--sizes", "1KiB", "-n", "2", "--links", "shm,grpc")["rows"]
     assert [(row["link"], row["schedule"]) for row in rows] == [
         (link, schedule) for link in ("shm", "grpc") for schedule in schedules.split(",")
     ]
 
 
-def test_a_table_of_the_fastest(tmp_path: Path) -> None:
+def test_tune_out_writes_rules_with_the_fastest_schedule(tmp_path: Path) -> None:
     file = tmp_path / "rules.json"
     said = told("reduce", "--tune-out", str(file), "--sizes", "8,1MiB", "-n", "2")
     assert {(row["schedule"], row["bytes"]) for row in said["rows"]} == {
@@ -83,7 +83,7 @@ def test_a_table_of_the_fastest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)])
 @pytest.mark.sampled(3)
-def test_no_rank_outlives_the_bench(number: signal.Signals, code: int) -> None:
+def test_a_signal_to_the_bench_ends_all_ranks(number: signal.Signals, code: int) -> None:
     with command("bench", "all-reduce", "--sizes", MANY_SIZES, "-n", "2", "--links", "grpc") as running:
         running.wait_for("4 B")  # all ranks are at work
         started = descendants(running.process.pid)
@@ -93,7 +93,7 @@ def test_no_rank_outlives_the_bench(number: signal.Signals, code: int) -> None:
     wait_until_gone(started, timeout=20)
 
 
-def test_a_rank_that_is_killed_ends_the_bench() -> None:
+def test_a_killed_rank_ends_the_bench() -> None:
     with command("bench", "all-reduce", "--sizes", MANY_SIZES, "-n", "2", "--links", "grpc") as running:
         running.wait_for("4 B")
         ranks = descendants(running.process.pid)
@@ -103,7 +103,7 @@ def test_a_rank_that_is_killed_ends_the_bench() -> None:
         assert "was killed by SIGKILL" in running.stderr
 
 
-def test_schedules_json() -> None:
+def test_the_schedules_command_prints_json() -> None:
     with command("schedules", "all-reduce", "-n", "4", "--size", "16MiB", "--rank", "3", "--json") as running:
         assert running.wait() == 0, str(running)
     found = json.loads(running.stdout.splitlines()[-1])

@@ -35,14 +35,14 @@ def told(*arguments: str) -> dict[str, Any]:
     return said
 
 
-def test_links_take_turns() -> None:
+def test_links_take_turns_at_each_size() -> None:
     rows = told("all-gather", "--sizes", "8,1KiB", "-n", "2", "--links", "local,grpc")["rows"]
     assert [(row["bytes"], row["link"]) for row in rows] == [(8, "local"), (8, "grpc"), (1024, "local"), (1024, "grpc")]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)])
 @pytest.mark.sampled(3)
-def test_no_contender_outlives_the_conductor(
+def test_a_signal_to_the_comparison_ends_all_processes(
     number: signal.Signals, code: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("t")  # a socket's path has 108 bytes at most
@@ -57,7 +57,7 @@ def test_no_contender_outlives_the_conductor(
     assert number == signal.SIGKILL or not list(folder.glob("paceline-bench-*"))
 
 
-def test_a_rank_that_is_killed_ends_the_comparison() -> None:
+def test_a_killed_rank_ends_the_comparison() -> None:
     with script(COMPARE, "all-reduce", "--sizes", MANY_SIZES, "-n", "2", "--links", "grpc") as running:
         running.wait_for("4 B")
         ranks = [pid for pid in descendants(running.process.pid) if not descendants(pid)]
@@ -70,7 +70,7 @@ def test_a_rank_that_is_killed_ends_the_comparison() -> None:
 
 @pytest.mark.parametrize("impl", PEERS)
 @pytest.mark.needs(what="peers")
-def test_other_implementations_have_rows_of_their_own(impl: str) -> None:
+def test_other_implementations_have_their_own_rows(impl: str) -> None:
     need_peers()
     rows = told("all", "--sizes", "1KiB", "-n", "3", "--links", "grpc", "--vs", impl)["rows"]
     assert [(row["collective"], row["impl"]) for row in rows] == [
@@ -82,7 +82,7 @@ def test_other_implementations_have_rows_of_their_own(impl: str) -> None:
 
 @pytest.mark.parametrize("place", ["in", "out"])
 @pytest.mark.needs(what="peers")
-def test_sums_in_place_and_into_another_array(place: str) -> None:
+def test_all_reduce_is_compared_in_place_and_out_of_place(place: str) -> None:
     """Results are checked in each."""
     need_peers()
     said = told("all-reduce", "--sizes", "1MiB", "--links", "shm", "--vs", "gloo,openmpi", "--place", place)
@@ -93,7 +93,7 @@ def test_sums_in_place_and_into_another_array(place: str) -> None:
 
 
 @pytest.mark.needs(what="peers")
-def test_all_of_them_in_one_run_and_a_picture(tmp_path: Path) -> None:
+def test_all_implementations_run_together_and_are_plotted(tmp_path: Path) -> None:
     need_peers()
     file = tmp_path / "bandwidth.png"
     options = ("-n", "2", "--links", "local,grpc", "--vs", "gloo,openmpi", "--plot", str(file))

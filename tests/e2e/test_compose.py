@@ -56,7 +56,7 @@ def image() -> Iterator[str]:
         yield IMAGE
 
 
-def test_the_library_adds_little_to_its_base(image: str) -> None:
+def test_the_library_adds_little_to_its_base_image(image: str) -> None:
     sizes = [int(run("docker", "image", "inspect", "-f", "{{.Size}}", name)) / 1e6 for name in (BASE, LIBRARY, image)]
     print(f"library {sizes[1] - sizes[0]:.0f} MB, what the examples need {sizes[2] - sizes[1]:.0f} MB")
     assert sizes[1] - sizes[0] <= MOST_MB
@@ -67,7 +67,7 @@ def test_the_library_adds_little_to_its_base(image: str) -> None:
     run("docker", "run", "--rm", "--entrypoint", "python3", LIBRARY, "-c", CAN_SERVE_HTTP)
 
 
-def test_the_image_runs_the_command_as_nobody_in_particular(image: str) -> None:
+def test_the_image_runs_paceline_as_an_unprivileged_user(image: str) -> None:
     assert re.match(r"\d+\.\d+", run("docker", "run", "--rm", image, "--version"))
     assert run("docker", "run", "--rm", "--entrypoint", "id", image, "-u").strip() == "10001"
     assert run("docker", "image", "inspect", "-f", "{{.Config.User}}", image).strip() == "10001"
@@ -77,7 +77,7 @@ def test_the_image_runs_the_command_as_nobody_in_particular(image: str) -> None:
     assert own == ""
 
 
-def test_the_list_of_what_is_in_the_image_has_all_that_was_locked(image: str) -> None:
+def test_the_sbom_lists_all_locked_packages(image: str) -> None:
     words = ("docker", "run", "--rm", "-i", "--network", "none", "--entrypoint", "python3", image, "-")
     with (ROOT / "deploy" / "sbom.py").open() as script:
         done = subprocess.run(words, stdin=script, capture_output=True, text=True, timeout=60.0, check=True)
@@ -91,7 +91,7 @@ def test_the_list_of_what_is_in_the_image_has_all_that_was_locked(image: str) ->
     assert any(purl.startswith("pkg:deb/debian/libc6@") for purl in there)
 
 
-def test_the_image_listens_for_others_only_with_a_token(image: str) -> None:
+def test_the_image_refuses_to_listen_publicly_without_a_token(image: str) -> None:
     done = subprocess.run(["docker", "run", "--rm", image], capture_output=True, text=True, timeout=60.0)
     assert done.returncode == 2
     assert done.stderr.startswith("paceline: everyone who can reach 0.0.0.0:7400 could join"), done.stderr
@@ -105,7 +105,7 @@ def test_the_image_listens_for_others_only_with_a_token(image: str) -> None:
         pytest.param(["run", "digits_elastic.py", "--epochs", "9999"], "healthy", id="a worker, which does not listen"),
     ],
 )
-def test_the_health_check_is_right_for_both(image: str, command: list[str], health: str) -> None:
+def test_the_health_check_is_right_for_coordinators_and_workers(image: str, command: list[str], health: str) -> None:
     often = ("--health-interval=0.5s", "--health-retries=2", "--health-start-period=1ms")
     container = run("docker", "run", "-d", "-e", "PACELINE_TOKEN", *often, image, *command).strip()
     try:
@@ -152,7 +152,7 @@ def test_four_workers_train_the_digits(image: str) -> None:
         run(*compose, "down", "-v", "--remove-orphans", "-t", "1")
 
 
-def test_training_goes_on_through_every_fault(image: str, tmp_path: Path) -> None:
+def test_training_continues_through_every_fault(image: str, tmp_path: Path) -> None:
     script = [
         sys.executable,
         str(ROOT / "deploy" / "chaos.py"),
@@ -181,7 +181,7 @@ def test_training_goes_on_through_every_fault(image: str, tmp_path: Path) -> Non
     assert found["coordinator"]["gap"] < SILENCE_S  # a coordinator that is away stops nothing
 
 
-def test_the_leader_of_two_coordinators_is_killed_and_training_goes_on(image: str, tmp_path: Path) -> None:
+def test_training_continues_after_the_leading_coordinator_is_killed(image: str, tmp_path: Path) -> None:
     """The overlay compose.etcd.yaml: the other coordinator leads, from the state in etcd, whose volume survives it."""
     build_etcd(ETCD)
     project, services = f"{PROJECT}-etcd", {"coordinator:7400": "coordinator", "coordinator-b:7400": "coordinator-b"}

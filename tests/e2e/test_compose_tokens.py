@@ -56,7 +56,7 @@ def coordinator(folder: Path) -> Iterator[str]:
         process.wait()
 
 
-def test_a_workers_token_is_good_for_being_a_worker_of_its_job(tmp_path: Path) -> None:
+def test_a_workers_token_allows_only_to_join_its_own_job(tmp_path: Path) -> None:
     worker = environment_of(services("compose.yaml")["worker"])["PACELINE_TOKEN"]
 
     async def join(address: str, job: str) -> str:
@@ -83,7 +83,7 @@ def test_a_workers_token_is_good_for_being_a_worker_of_its_job(tmp_path: Path) -
             assert "there is no job 'digits'" in operator.stderr
 
 
-def test_both_coordinators_are_started_alike() -> None:
+def test_both_coordinators_have_the_same_entrypoint_and_environment() -> None:
     one, other = services("compose.yaml")["coordinator"], services("compose.etcd.yaml")["coordinator-b"]
     assert one["entrypoint"] == other["entrypoint"]
     assert one["environment"] == other["environment"]

@@ -24,7 +24,7 @@ def address_of(coordinator: Command) -> str:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_it_says_where_and_for_whom_and_ends_quietly(signum: signal.Signals, tmp_path: Path) -> None:
+def test_a_coordinator_prints_its_address_and_ends_on_a_signal(signum: signal.Signals, tmp_path: Path) -> None:
     with command("coordinator", "--listen", "127.0.0.1:0", "--state", str(tmp_path / "state.db")) as coordinator:
         address = address_of(coordinator)
         coordinator.wait_for("only this machine can reach it")
@@ -35,7 +35,7 @@ def test_it_says_where_and_for_whom_and_ends_quietly(signum: signal.Signals, tmp
     assert (tmp_path / "state.db").exists()
 
 
-def test_without_loopback_it_does_not_claim_to_be_private() -> None:
+def test_a_coordinator_on_all_interfaces_does_not_claim_to_be_private() -> None:
     with command("coordinator", "--listen", "0.0.0.0:0", "--insecure") as coordinator:
         address_of(coordinator)
         coordinator.signal(signal.SIGTERM)
@@ -44,7 +44,7 @@ def test_without_loopback_it_does_not_claim_to_be_private() -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "node1"])
-def test_others_are_let_in_only_with_something_to_show(host: str) -> None:
+def test_listening_publicly_without_a_secret_is_refused(host: str) -> None:
     with command("coordinator", "--listen", f"{host}:7400") as coordinator:
         assert coordinator.wait() == 2
     assert coordinator.stderr.startswith(f"paceline: everyone who can reach {host}:7400 could join")
@@ -53,7 +53,7 @@ def test_others_are_let_in_only_with_something_to_show(host: str) -> None:
         assert advice in coordinator.stderr
 
 
-def test_a_port_in_use_is_one_clear_line() -> None:
+def test_a_port_in_use_prints_one_error_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with command("coordinator", "--listen", f"127.0.0.1:{port}") as coordinator:
@@ -62,7 +62,7 @@ def test_a_port_in_use_is_one_clear_line() -> None:
     assert coordinator.stderr.count("\n") == 1
 
 
-def test_a_state_file_that_cannot_be_used_is_one_clear_line(tmp_path: Path) -> None:
+def test_an_unusable_state_file_prints_one_error_line(tmp_path: Path) -> None:
     (tmp_path / "state.db").write_text("this is no database" * 100)
     with command("coordinator", "--listen", "127.0.0.1:0", "--state", str(tmp_path / "state.db")) as coordinator:
         assert coordinator.wait() == 1
@@ -86,7 +86,7 @@ def test_status_of_a_coordinator_without_jobs() -> None:
         assert status.stderr.count("\n") == 1
 
 
-def test_status_of_nobody_says_what_was_tried_and_for_how_long() -> None:
+def test_status_at_an_unreachable_address_prints_the_time_tried() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with command("status", "--coordinator", f"127.0.0.1:{port}", "--timeout", "0.5") as status:
@@ -95,7 +95,7 @@ def test_status_of_nobody_says_what_was_tried_and_for_how_long() -> None:
     assert status.stderr.count("\n") == 1
 
 
-def test_status_of_somebody_else() -> None:
+def test_status_at_a_web_server_prints_one_error_line() -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", "0"], stdout=subprocess.PIPE, text=True,
         stderr=subprocess.DEVNULL, env={"PYTHONUNBUFFERED": "1"},

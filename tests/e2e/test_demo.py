@@ -39,7 +39,7 @@ def demo(*arguments: str) -> tuple[dict[str, Any], str]:
 
 @pytest.mark.timeout(120)
 @pytest.mark.slow
-def test_a_worker_is_killed_and_replaced() -> None:
+def test_the_demo_kills_and_replaces_a_worker() -> None:
     result, shown = demo("--workers", "3")
     assert (result["world_size"], result["generations"]) == (3, 3)  # before the kill, without the killed, with the new
     killed, joined = result["recoveries"]
@@ -53,7 +53,7 @@ def test_a_worker_is_killed_and_replaced() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_a_single_worker_is_not_killed() -> None:
+def test_the_demo_does_not_kill_a_single_worker() -> None:
     result, shown = demo("--workers", "1")
     assert (result["world_size"], result["recoveries"]) == (1, [])
     assert "no worker will be killed" in shown
@@ -61,7 +61,7 @@ def test_a_single_worker_is_not_killed() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_one_worker_has_the_same_bits() -> None:
+def test_one_worker_and_three_reach_the_same_bits() -> None:
     with command("demo", "--json", "--same-bits", "--workers", "3") as running:
         assert running.wait(200) == 0, str(running)
     result = json.loads(running.stdout.splitlines()[-1])
@@ -75,7 +75,7 @@ def test_one_worker_has_the_same_bits() -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(240)
-def test_the_demo_is_the_same_run_whoever_dies() -> None:
+def test_a_killed_worker_does_not_change_the_steps_of_the_demo() -> None:
     alone, calm = demo("--workers", "1", "--kill-at-step", "0")
     assert (alone["generations"], alone["recoveries"]) == (1, [])
     assert "killed" not in calm
@@ -125,7 +125,7 @@ def test_ctrl_c_ends_the_demo_on_a_terminal(kill_at_step: str, words: bytes) -> 
     "key", [pytest.param("\n", id="enter"), pytest.param("\x03", id="ctrl-c", marks=pytest.mark.exhaustive)]
 )
 @pytest.mark.sampled(1)
-def test_the_page_of_the_demo_outlives_it_on_a_terminal(key: str) -> None:
+def test_the_demo_page_is_served_until_a_key_is_pressed(key: str) -> None:
     with terminal("demo", "-n", "2", "--kill-at-step", "0", "--http") as shown:
         shown.wait_for("the page is served until you press Enter or Ctrl-C", 100)
         # 80 columns: a line that is broken by the program, and not by the terminal, is no link.

@@ -30,7 +30,7 @@ def run(*command: str) -> str:
         pytest.param(["hybrid_shard", "2"], 2, marks=pytest.mark.slow),
     ],
 )
-def test_digits_under_a_strategy(arguments: list[str], parts: int) -> None:
+def test_digits_fsdp_trains_under_a_strategy(arguments: list[str], parts: int) -> None:
     paceline = [sys.executable, "-m", "paceline", "run", "-n", "4"]
     lines = run(*paceline, str(EXAMPLES / "digits_fsdp.py"), *arguments).splitlines()
     found = [re.search(r"rank (\d) of 4 trains (\d+) parameters, accuracy ([\d.]+)", line) for line in lines]
@@ -42,7 +42,7 @@ def test_digits_under_a_strategy(arguments: list[str], parts: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["digits_numpy.py", pytest.param("digits_fsdp.py", marks=pytest.mark.slow)])
-def test_alone(name: str) -> None:
+def test_an_example_trains_in_one_process(name: str) -> None:
     accuracy = re.search(r"accuracy ([\d.]+)(?: on .*)?$", run(sys.executable, str(EXAMPLES / name)).strip())
     assert accuracy is not None
     assert float(accuracy[1]) >= 0.95
@@ -53,7 +53,7 @@ def test_alone(name: str) -> None:
     "strategy",
     ["ddp", *(pytest.param(spread, marks=pytest.mark.exhaustive) for spread in ("full_shard", "hybrid_shard"))],
 )
-def test_digits_while_a_worker_dies_and_is_replaced(tmp_path: Path, strategy: str) -> None:
+def test_digits_elastic_trains_while_a_worker_is_replaced(tmp_path: Path, strategy: str) -> None:
     """Where others have all that it held, one step is redone; else all since a checkpoint, for a part is lost."""
     parts = strategy == "full_shard"
     # Two copies of the model: else nobody had the dead worker's part. And no checkpoint that could stand in for one.
@@ -87,7 +87,7 @@ def test_digits_while_a_worker_dies_and_is_replaced(tmp_path: Path, strategy: st
 
 
 @pytest.mark.slow
-def test_an_evaluation_in_which_a_worker_dies(tmp_path: Path) -> None:
+def test_an_evaluation_is_repeated_after_a_worker_dies(tmp_path: Path) -> None:
     """It is measured again by the workers that are left, each with a larger share."""
     script = (EXAMPLES / "digits_evaluation.py").read_text()
     where = "            accuracy = int(session.group"

@@ -25,13 +25,13 @@ KINDS = {"": "Deployment", "job": "Job", "jobset": "JobSet", "trainer": "Cluster
 
 
 @pytest.mark.parametrize("folder", KINDS)
-def test_nothing_is_wrong(folder: str) -> None:
+def test_the_manifests_have_no_problems(folder: str) -> None:
     found = manifests.load(FOLDER / folder)
     assert manifests.problems(found) == []
     assert [m["kind"] for m in found if manifests.template_of(m) is not None] == ["Deployment", KINDS[folder]]
 
 
-def test_all_files_are_in_a_kustomization() -> None:
+def test_kustomizations_list_all_files_and_the_current_version() -> None:
     applied = {FOLDER / folder for folder in KINDS}
     for file in FOLDER.rglob("kustomization.yaml"):
         kustomization = yaml.safe_load(file.read_text())
@@ -50,7 +50,7 @@ def test_all_files_are_in_a_kustomization() -> None:
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="there is no kubectl")
 @pytest.mark.parametrize("folder", [*KINDS, "../kubernetes-etcd"])
-def test_kubectl_makes_the_manifests_that_are_checked_here(folder: str) -> None:
+def test_kubectl_kustomize_builds_the_checked_manifests(folder: str) -> None:
     made = subprocess.run(["kubectl", "kustomize", FOLDER / folder], capture_output=True, text=True)
     assert made.returncode == 0, made.stderr[:500]
     found = {(m["kind"], m["metadata"]["name"]): m for m in manifests.load(FOLDER / folder)}
@@ -58,7 +58,7 @@ def test_kubectl_makes_the_manifests_that_are_checked_here(folder: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["deploy/kubernetes/kustomization.yaml", "docs/how-to/kubernetes.md"])
-def test_the_tokens_that_are_made_as_it_says_make_workers_only_of_the_jobs(text: str, tmp_path: Path) -> None:
+def test_documented_commands_make_a_worker_token_for_the_jobs(text: str, tmp_path: Path) -> None:
     said = (ROOT / text).read_text().splitlines()
     lines = [line.lstrip("# ") for line in said]
     shell = [line for line in lines if line.startswith(("(umask", "for job"))]
@@ -74,7 +74,7 @@ def test_the_tokens_that_are_made_as_it_says_make_workers_only_of_the_jobs(text:
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
 
 
-def test_the_token_of_train_jobs_is_good_before_their_names_are_known(tmp_path: Path) -> None:
+def test_the_documented_train_job_token_is_valid_for_any_job(tmp_path: Path) -> None:
     said = (ROOT / "docs/how-to/kubernetes.md").read_text()
     before, _, trainer = said.partition("## Kubeflow Trainer")
     trainer = trainer.partition("kubectl create -f deploy/kubernetes/trainer/trainjob.yaml")[0]
@@ -96,7 +96,7 @@ def _job_of(folder: str) -> str:
     return str(maker["metadata"]["name"])
 
 
-def test_a_worker_has_the_time_that_its_launcher_gives_it() -> None:
+def test_the_termination_grace_period_covers_the_drain_time() -> None:
     assert manifests._DRAIN_S == supervision.DRAIN_S
     held = int(_hook(MANIFESTS)["command"][-1].rpartition(" ")[2])
     assert held >= supervision.DRAIN_S + 2.0  # killed then, its processes end and its last lines come
@@ -113,7 +113,7 @@ def _spec_of_pods(folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("folder", ["job", "jobset", "trainer"])
-def test_all_kinds_of_workers_are_the_same_but_for_their_job(folder: str) -> None:
+def test_worker_pods_of_all_kinds_differ_only_in_their_job(folder: str) -> None:
     """As the Deployment's: what was found out about one holds for all, and is changed for all."""
     pod, known = _spec_of_pods(folder), copy.deepcopy(_pod(MANIFESTS, "worker"))
     own, base = pod["containers"][0], known["containers"][0]
@@ -132,7 +132,7 @@ def test_all_kinds_of_workers_are_the_same_but_for_their_job(folder: str) -> Non
     assert pod == known
 
 
-def test_a_train_job_runs_what_the_runtime_is_for() -> None:
+def test_the_train_job_matches_its_runtime() -> None:
     (runtime,) = [m for m in manifests.load(FOLDER / "trainer") if m["kind"] == "ClusterTrainingRuntime"]
     job = yaml.safe_load((FOLDER / "trainer" / "trainjob.yaml").read_text())
     assert manifests.schema_problems(job) == []
@@ -148,7 +148,7 @@ def test_a_train_job_runs_what_the_runtime_is_for() -> None:
     assert manifests.schema_problems(broken) == ["TrainJob.spec.trainer: 'nodes' was unexpected"]
 
 
-def test_shared_memory_is_of_a_size_and_within_the_limit() -> None:
+def test_the_shared_memory_volume_and_memory_limit_have_set_sizes() -> None:
     (shm,) = [volume for volume in _pod(MANIFESTS, "worker")["volumes"] if volume["name"] == "shm"]
     assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "512Mi"}
     (container,) = _pod(MANIFESTS, "worker")["containers"]
@@ -321,7 +321,7 @@ BROKEN_JOBS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 @pytest.mark.parametrize(("change", "text"), BROKEN_JOBS.values(), ids=BROKEN_JOBS)
 @pytest.mark.parametrize("folder", ["job", "jobset", "trainer"])
 @pytest.mark.sampled(3)
-def test_what_is_broken_in_a_job_is_found(folder: str, change: Callable[[dict[str, Any]], object], text: str) -> None:
+def test_a_broken_job_manifest_is_reported(folder: str, change: Callable[[dict[str, Any]], object], text: str) -> None:
     found = manifests.load(FOLDER / folder)
     for manifest in found:
         if (job := manifests.job_of(manifest)) is not None:
@@ -335,7 +335,7 @@ def test_what_is_broken_in_a_job_is_found(folder: str, change: Callable[[dict[st
 @pytest.mark.slow
 @pytest.mark.parametrize(("change", "text"), BROKEN.values(), ids=BROKEN)
 @pytest.mark.sampled(3)
-def test_what_is_broken_is_found(change: Change, text: str) -> None:
+def test_a_broken_manifest_is_reported(change: Change, text: str) -> None:
     broken = copy.deepcopy(MANIFESTS)
     change(broken)
     found = manifests.problems(broken)

@@ -30,11 +30,11 @@ def _container(found: list[dict[str, Any]], kind: str, name: str) -> dict[str, A
     return dict(container)
 
 
-def test_nothing_is_wrong() -> None:
+def test_the_manifests_have_no_problems() -> None:
     assert manifests.problems(MANIFESTS) == []
 
 
-def test_all_coordinators_and_workers_have_the_same_image() -> None:
+def test_coordinators_and_workers_have_the_same_image() -> None:
     kinds = (("StatefulSet", "paceline-coordinator"), ("Deployment", "paceline-worker"))
     images = {_container(MANIFESTS, *each)["image"] for each in kinds}
     assert images == {f"paceline:{paceline.__version__}"}
@@ -46,7 +46,7 @@ def test_all_coordinators_and_workers_have_the_same_image() -> None:
         assert "imagetools inspect quay.io/coreos/etcd:v" in (FOLDER / file).read_text()
 
 
-def test_all_files_are_in_the_kustomization() -> None:
+def test_the_kustomization_lists_all_files() -> None:
     kustomization = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
     files = {path.name for path in FOLDER.iterdir()} - {"kustomization.yaml"}
     assert files == {
@@ -55,7 +55,7 @@ def test_all_files_are_in_the_kustomization() -> None:
     } - {"../kubernetes"}
 
 
-def test_workers_know_the_coordinators_by_the_names_that_these_advertise() -> None:
+def test_workers_use_the_names_that_coordinators_advertise() -> None:
     stateful = _named(MANIFESTS, "StatefulSet", "paceline-coordinator")
     arguments = _container(MANIFESTS, "StatefulSet", "paceline-coordinator")["args"]
     advertised = arguments[arguments.index("--advertise") + 1]
@@ -133,14 +133,14 @@ BROKEN: dict[str, tuple[Change, str]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("change", "text"), BROKEN.values(), ids=BROKEN)
 @pytest.mark.sampled(3)
-def test_what_is_broken_is_found(change: Change, text: str) -> None:
+def test_a_broken_manifest_is_reported(change: Change, text: str) -> None:
     broken = copy.deepcopy(MANIFESTS)
     change(broken)
     found = manifests.problems(broken)
     assert any(text in problem for problem in found), found
 
 
-def test_compose_gives_workers_both_coordinators_and_keeps_etcd_from_them() -> None:
+def test_compose_workers_reach_both_coordinators_but_not_etcd() -> None:
     services = yaml.safe_load((DEPLOY / "compose.etcd.yaml").read_text())["services"]
     names = CoordinatorAddresses.parse(services["worker"]["environment"]["PACELINE_COORDINATOR"])
     assert [each.host for each in names] == [services[each]["hostname"] for each in ("coordinator", "coordinator-b")]

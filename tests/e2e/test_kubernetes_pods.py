@@ -100,7 +100,7 @@ def scraped(node: Node, port: int) -> str:
         return answer.read().decode()
 
 
-def test_pods_die_and_move_and_the_job_is_complete(tmp_path: Path) -> None:
+def test_the_job_completes_while_pods_die_and_move(tmp_path: Path) -> None:
     node = Node(tmp_path, ["paceline-coordinator:7400"])
     job = copy.deepcopy(JOB)
     job["spec"].update(completions=3, parallelism=3)

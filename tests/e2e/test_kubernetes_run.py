@@ -106,7 +106,7 @@ def remove(worker: str) -> float:
     return held
 
 
-def test_a_coordinator_and_workers_train_and_leave(network: str, tmp_path: Path) -> None:
+def test_containers_of_the_manifests_train_and_leave_in_order(network: str, tmp_path: Path) -> None:
     make_secrets(tmp_path)
     for path in (tmp_path, *tmp_path.glob("paceline-*")):
         path.chmod(0o755)

@@ -68,7 +68,7 @@ def test_a_worker_is_bound_to_its_cores_before_it_runs(script: Path, monkeypatch
         worker.dismiss()
 
 
-def test_arguments_environment_and_prefixes(script: Path) -> None:
+def test_a_script_gets_its_arguments_and_environment_and_line_prefixes(script: Path) -> None:
     code = write(
         script,
         """
@@ -88,7 +88,7 @@ def test_arguments_environment_and_prefixes(script: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_module(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_is_run_with_its_arguments(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(script, "import sys; print(__name__, sys.argv[1:])")
     monkeypatch.chdir(script.parent)
     with command("run", "-n", "1", *NOWHERE, "-m", "script", "one") as run:
@@ -97,7 +97,7 @@ def test_a_module(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_many_lines_none_lost_and_none_torn(script: Path) -> None:
+def test_no_output_line_is_lost_or_torn(script: Path) -> None:
     code = write(
         script,
         """
@@ -114,7 +114,7 @@ def test_many_lines_none_lost_and_none_torn(script: Path) -> None:
         assert [line[len(prefix) :] for line in run.stdout.splitlines() if line.startswith(prefix)] == expected
 
 
-def test_a_bar_lives_on_a_terminal_while_its_line_has_not_ended(script: Path) -> None:
+def test_a_progress_bar_without_a_line_end_is_shown_on_a_terminal(script: Path) -> None:
     code = write(
         script,
         """
@@ -147,7 +147,7 @@ def test_log_files_keep_every_line(script: Path, tmp_path: Path) -> None:
         assert lines[3].endswith("ended with exit code 3")
 
 
-def test_a_script_s_own_error_keeps_its_traceback_and_shows_no_frame_of_the_launcher(script: Path) -> None:
+def test_a_scripts_own_error_keeps_its_traceback_without_launcher_frames(script: Path) -> None:
     code = write(script, "def f():\n    raise ValueError('mine')\nf()\n")
     with command("run", "-n", "1", *NOWHERE, code) as run:
         assert run.wait() == 1
@@ -160,7 +160,7 @@ def test_a_script_s_own_error_keeps_its_traceback_and_shows_no_frame_of_the_laun
     assert "shim.py" not in run.stderr
 
 
-def test_a_paceline_error_shows_the_verdict_and_then_the_script_s_line(script: Path) -> None:
+def test_a_paceline_error_shows_its_message_and_the_script_line(script: Path) -> None:
     code = write(
         script,
         """
@@ -188,14 +188,14 @@ def test_a_paceline_error_shows_the_verdict_and_then_the_script_s_line(script: P
 @pytest.mark.parametrize(
     ("ending", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), signal.SIGKILL)", 137), ("os.abort()", 134)]
 )
-def test_the_exit_code_is_that_of_the_first_that_failed(script: Path, ending: str, code: int) -> None:
+def test_the_launcher_exits_with_the_failed_workers_exit_code(script: Path, ending: str, code: int) -> None:
     path = write(script, f"import os, signal, sys\n{ending}\n")
     with command("run", "-n", "1", *NOWHERE, path) as run:
         assert run.wait() == code
 
 
 @pytest.mark.slow
-def test_those_who_stay_after_a_failure_are_stopped(script: Path) -> None:
+def test_workers_still_running_after_a_failure_are_stopped(script: Path) -> None:
     path = write(
         script,
         """
@@ -223,7 +223,7 @@ def test_those_who_stay_after_a_failure_are_stopped(script: Path) -> None:
         pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
     ],
 )
-def test_a_signal_stops_all_and_leaves_nothing(script: Path, signum: signal.Signals, code: int) -> None:
+def test_a_signal_stops_all_workers(script: Path, signum: signal.Signals, code: int) -> None:
     path = write(script, WAITING)
     with command("run", "-n", "4", *NOWHERE, path) as run:
         run.wait_for("pids", 4)
@@ -234,7 +234,7 @@ def test_a_signal_stops_all_and_leaves_nothing(script: Path, signum: signal.Sign
 
 
 @pytest.mark.slow
-def test_a_second_signal_kills_those_that_do_not_listen(script: Path) -> None:
+def test_a_second_signal_kills_workers_that_ignore_the_first(script: Path) -> None:
     path = write(script, "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + textwrap.dedent(WAITING))
     with command("run", "-n", "2", "--min", "1", *NOWHERE, path) as run:
         run.wait_for("pids", 2)
@@ -246,7 +246,7 @@ def test_a_second_signal_kills_those_that_do_not_listen(script: Path) -> None:
     wait_until_gone(pids(run))
 
 
-def test_a_killed_launcher_takes_its_workers_with_it(script: Path) -> None:
+def test_killing_the_launcher_ends_its_workers(script: Path) -> None:
     path = write(script, "import os, signal\nprint('pids', os.getpid(), os.getpid())\nsignal.pause()\n")
     with command("run", "-n", "4", *NOWHERE, path) as run:
         run.wait_for("pids", 4)
@@ -256,7 +256,7 @@ def test_a_killed_launcher_takes_its_workers_with_it(script: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_launcher_that_is_killed_while_it_starts_leaves_no_worker(script: Path) -> None:
+def test_killing_a_starting_launcher_leaves_no_worker(script: Path) -> None:
     path = write(script, "import os, signal\nprint('pids', os.getpid(), os.getpid(), flush=True)\nsignal.pause()\n")
     with command("run", "-n", "8", *NOWHERE, path) as run:
         run.wait_for("pids", 1)  # the others are anywhere between fork and script
@@ -267,7 +267,7 @@ def test_a_launcher_that_is_killed_while_it_starts_leaves_no_worker(script: Path
 
 
 @pytest.mark.slow
-def test_a_paused_reader_holds_up_no_worker(script: Path) -> None:
+def test_a_paused_reader_does_not_block_a_worker(script: Path) -> None:
     path = write(
         script,
         """
@@ -294,7 +294,7 @@ def test_a_paused_reader_holds_up_no_worker(script: Path) -> None:
         process.communicate()
 
 
-def test_a_program_that_is_not_python(script: Path) -> None:
+def test_no_python_runs_another_program(script: Path) -> None:
     write(script, '#!/bin/sh\necho "number $PACELINE_LOCAL_RANK: $1"\nexit 3\n')
     script.chmod(0o755)
     with command("run", *NOWHERE, "--no-python", str(script), "one two") as run:
@@ -302,7 +302,7 @@ def test_a_program_that_is_not_python(script: Path) -> None:
     assert run.stdout == "[#0] number 0: one two\n"
 
 
-def test_redirected_lines_are_in_files_only(script: Path, tmp_path: Path) -> None:
+def test_redirected_lines_go_only_to_log_files(script: Path, tmp_path: Path) -> None:
     code = write(script, "import sys; print('out'); print('err', file=sys.stderr)")
     with command("run", "-n", "2", *NOWHERE, "--log-dir", str(tmp_path / "logs"), "-r", "3", "-t", "1:1", code) as run:
         assert run.wait() == 0, str(run)

@@ -24,7 +24,7 @@ NOWHERE = "127.0.0.1:1"
         ("run", "-n", "2", "--coordinator", NOWHERE, "SCRIPT"),
     ],
 )
-def test_a_reader_that_goes_is_no_error(arguments: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_closed_output_pipe_is_not_an_error(arguments: tuple[str, ...], tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("for n in range(50_000): print('line', n)\n")
     words = [str(script) if word == "SCRIPT" else word for word in arguments]
@@ -43,7 +43,7 @@ def test_a_reader_that_goes_is_no_error(arguments: tuple[str, ...], tmp_path: Pa
         assert ended.returncode == 141, "as if SIGPIPE had ended it"
 
 
-def test_it_says_for_how_long_it_will_try() -> None:
+def test_status_prints_how_long_connecting_will_be_tried() -> None:
     with command("status", "--coordinator", NOWHERE, "--timeout", "5") as ended:
         assert ended.wait() == 1
     told, last = ended.stderr.splitlines()
@@ -51,7 +51,7 @@ def test_it_says_for_how_long_it_will_try() -> None:
     assert last.startswith(f"paceline: no coordinator answers at {NOWHERE} (tried for ")
 
 
-def test_a_launcher_says_for_how_long_its_workers_will_try(tmp_path: Path) -> None:
+def test_a_launcher_prints_once_how_long_its_workers_will_try(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import paceline; paceline.join(timeout=6.0)\n")
     with command("run", "-n", "2", "--coordinator", NOWHERE, "--job", "digits", str(script)) as run:

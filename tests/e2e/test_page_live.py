@@ -58,7 +58,7 @@ def found(running: Command, pattern: str, words: str) -> str:
 
 
 @pytest.mark.timeout(120)
-def test_a_kill_a_newcomer_and_a_drain_are_seen(train: str) -> None:
+def test_the_page_shows_a_kill_a_newcomer_and_a_drain(train: str) -> None:
     rows = "[...document.querySelectorAll('#workers tbody tr')]"
     trains = f"{rows}.filter((row) => row.cells[5].textContent === 'training').length === 3"
 

@@ -90,17 +90,17 @@ def check(python: Path, warnings: str = "error") -> None:
 
 
 @pytest.mark.parametrize("version", [version for version in VERSIONS if version != THIS])
-def test_another_python_of_the_classifiers(version: str) -> None:
+def test_paceline_works_with_other_supported_pythons(version: str) -> None:
     check(environment(f"python-{version}", python_of(version), NEEDED))
 
 
-def test_the_oldest_dependencies() -> None:
+def test_paceline_works_with_the_oldest_dependencies() -> None:
     """Those that pyproject.toml names, each at its floor; what they need in turn is the newest that they allow."""
     oldest = [re.sub(r">=([\w.]+).*", r"==\1", need) for need in NEEDED]
     assert all("==" in need for need in oldest), oldest
     check(environment(f"python-{THIS}-oldest", Path(sys.executable), oldest), "default")  # theirs are not ours
 
 
-def test_the_classifiers_begin_with_the_least_python() -> None:
+def test_the_classifiers_start_with_the_minimum_python() -> None:
     assert PROJECT["requires-python"] == f">={VERSIONS[0]}"
     assert [f"3.{minor}" for minor in range(11, 11 + len(VERSIONS))] == VERSIONS

@@ -93,7 +93,7 @@ def run_replay(folder: Path, step: int, *options: str) -> tuple[int, str, str]:
     return code, run.stderr, run.stdout
 
 
-def test_one_worker_computes_what_three_computed(folder: Path) -> None:
+def test_one_worker_replays_the_steps_of_three(folder: Path) -> None:
     code, said = replay(folder, 24)
     assert (code, "step 24 holds: computed again from the checkpoint of step 16, 4 receipts" in said) == (0, True), said
     code, said = replay(folder, 15)
@@ -101,7 +101,7 @@ def test_one_worker_computes_what_three_computed(folder: Path) -> None:
     assert replay(folder, 14)[0] == 2
 
 
-def test_a_change_of_one_weight_is_found(folder: Path) -> None:
+def test_a_changed_weight_in_a_checkpoint_is_detected(folder: Path) -> None:
     (tag,) = [tag for tag in checkpoint.tags(folder / "runs") if tag.step == 16]
     found = checkpoint.load(folder / "runs", tag)
     assert found is not None
@@ -114,7 +114,7 @@ def test_a_change_of_one_weight_is_found(folder: Path) -> None:
     assert f"the checkpoint {found.folder} has the digest " in said, said
 
 
-def test_a_change_of_one_weight_in_a_step_is_found(folder: Path) -> None:
+def test_a_changed_weight_in_a_step_is_detected(folder: Path) -> None:
     spoiled = "optimizer.step()\n            model.weight.data[0, 0] += 1e-6 * (step.number == 20)"
     changed = SCRIPT.replace("optimizer.step()", spoiled)
     (folder / "train.py").write_text(changed)
@@ -124,14 +124,14 @@ def test_a_change_of_one_weight_in_a_step_is_found(folder: Path) -> None:
     assert "the script is " in said
 
 
-def test_another_seed_is_named(folder: Path) -> None:
+def test_a_different_seed_is_reported(folder: Path) -> None:
     (folder / "train.py").write_text(SCRIPT.replace("SEED = 0", "SEED = 1"))
     code, said = replay(folder, 24)
     assert code == 1
     assert "seed is 1 here but 0 there" in said, said
 
 
-def test_a_changed_receipt_is_named(folder: Path) -> None:
+def test_a_changed_receipt_is_reported(folder: Path) -> None:
     path = folder / "runs" / "receipts.jsonl"
     path.write_text(path.read_text().replace('"step":18,', '"step":17,'))
     code, said = replay(folder, 24)
@@ -140,7 +140,7 @@ def test_a_changed_receipt_is_named(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["raise SystemExit(0)", "raise SystemExit(2)", "raise ValueError"])
-def test_a_script_that_does_not_reach_the_step_is_told_so(folder: Path, end: str) -> None:
+def test_a_script_that_ends_before_the_step_is_reported(folder: Path, end: str) -> None:
     (folder / "train.py").write_text(end)
     code, said, result = replay_with_json(folder, 24)
     assert code == 3
@@ -149,7 +149,7 @@ def test_a_script_that_does_not_reach_the_step_is_told_so(folder: Path, end: str
     assert "the script has ended before step 24" in result["error"]
 
 
-def test_a_step_behind_a_gap_is_computed_again(folder: Path) -> None:
+def test_a_step_after_a_gap_in_the_receipts_can_be_replayed(folder: Path) -> None:
     path = folder / "runs" / "receipts.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if '"step":9,' not in line))

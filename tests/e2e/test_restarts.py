@@ -128,7 +128,7 @@ def test_a_worker_that_fails_twice_is_started_three_times(folder: str, tmp_path:
 
 
 @pytest.mark.slow
-def test_restarts_are_used_up(folder: str) -> None:
+def test_the_launcher_fails_when_restarts_are_used_up(folder: str) -> None:
     with command("run", "-n", "1", "--restarts", "1", *NOWHERE, write(folder, FAILING), folder, "9") as run:
         assert run.wait() == 3, str(run)
     assert len(pids(run)) == 2
@@ -137,7 +137,7 @@ def test_restarts_are_used_up(folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_at_once_each_time_is_given_up(folder: str) -> None:
+def test_a_worker_that_repeatedly_dies_at_once_is_given_up(folder: str) -> None:
     script = Path(write(folder, '#!/bin/sh\necho "pid $$"\nexit 3\n'))  # Python may take 5 s to start
     script.chmod(0o755)
     with command("run", "-n", "1", "--restarts", "9", *NOWHERE, "--no-python", str(script)) as run:
@@ -150,7 +150,7 @@ def test_a_worker_that_dies_at_once_each_time_is_given_up(folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_others_go_on_without_one_that_is_lost(folder: str) -> None:
+def test_the_others_finish_the_job_without_a_lost_worker(folder: str) -> None:
     with command("run", "-n", "3", "--min", "1", *NOWHERE, write(folder, SURVIVED), folder) as run:
         assert run.wait() == 0, str(run)
     lost, through = run.stderr.splitlines()
@@ -161,14 +161,14 @@ def test_the_others_go_on_without_one_that_is_lost(folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_of_fixed_size_fails_as_before(folder: str) -> None:
+def test_a_job_of_fixed_size_fails_when_a_worker_is_killed(folder: str) -> None:
     with command("run", "-n", "3", *NOWHERE, write(folder, SURVIVED), folder) as run:
         assert run.wait() == 137, str(run)
     assert re.fullmatch(r"paceline: worker #\d \(pid \d+\) was killed by SIGKILL\n", run.stderr)
 
 
 @pytest.mark.slow
-def test_those_who_can_never_be_enough_are_stopped(folder: str) -> None:
+def test_workers_are_stopped_when_too_few_can_ever_remain(folder: str) -> None:
     code = """
         import os, signal, sys, time
         fails, stays = f"{sys.argv[1]}/fails", f"{sys.argv[1]}/stays"
@@ -195,7 +195,7 @@ def test_those_who_can_never_be_enough_are_stopped(folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_an_interrupt_starts_nobody_again(folder: str) -> None:
+def test_no_worker_is_restarted_after_sigterm(folder: str) -> None:
     code = "import os, signal; print('pid', os.getpid()); signal.pause()"
     with command("run", "-n", "2", "--restarts", "5", *NOWHERE, write(folder, code)) as run:
         run.wait_for("pid ", 2)
@@ -206,7 +206,7 @@ def test_an_interrupt_starts_nobody_again(folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_an_interrupt_between_a_failure_and_its_restart_ends_the_launcher(folder: str) -> None:
+def test_ctrl_c_while_a_restart_is_pending_ends_the_launcher(folder: str) -> None:
     # Each worker tells of a view before it fails, so it is not given up, and pauses grow long enough to come between.
     code = """
         import os, signal, sys
@@ -245,7 +245,7 @@ def test_workers_of_an_elastic_job_have_time_to_leave(folder: str) -> None:
     assert run.stderr == "paceline: stopping 2 workers\n"
 
 
-def test_a_killed_member_and_those_who_fail_over_it_meet_again(folder: str) -> None:
+def test_a_killed_member_and_its_failed_peer_meet_again(folder: str) -> None:
     with command("run", "-n", "2", "--restarts", "2", write(folder, AGAIN)) as run:
         run.wait_for("in generation 1", 2)
         found = re.search(r"in generation 1 rank 1 pid (\d+)", run.stdout)
@@ -267,7 +267,7 @@ DIES = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
-def test_a_job_of_fixed_size_goes_on_with_the_replacement(folder: str, world: int) -> None:
+def test_a_job_of_fixed_size_continues_with_replacements(folder: str, world: int) -> None:
     """What a user of torchrun tries first: all but one are killed, and no --min is given."""
     script = write(folder, "import contextlib, sys\n" + ELASTIC + DIES)
     with command("run", "-n", str(world), "--restarts", str(world), script, folder) as run:
@@ -295,7 +295,7 @@ KILLED = f"""
 """
 
 
-def test_a_storm_of_kills(folder: str) -> None:
+def test_a_storm_of_kills_loses_and_repeats_no_step(folder: str) -> None:
     """Whenever two train together, one of them is dead 20 steps later: faster than new processes would make up for."""
     script = write(folder, "import sys\n" + ELASTIC.replace("total=60", "total=1_000_000") + KILLED)
     with command("run", "-n", "3", "--min", "1", "--restarts", "9", script, folder) as run:
@@ -322,7 +322,7 @@ COMPILING = """
 """
 
 
-def test_a_worker_finds_nothing_that_a_killed_one_was_compiling(tmp_path: Path) -> None:
+def test_a_restarted_worker_gets_a_fresh_compile_cache(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(COMPILING))
     with command("run", "-n", "1", "--restarts", "2", *NOWHERE, str(script), TMPDIR=str(tmp_path)) as run:
@@ -345,7 +345,7 @@ with paceline.join() as session:
 """
 
 
-def test_a_worker_that_ends_with_0_in_the_middle_of_its_steps_ends_the_rest(folder: str) -> None:
+def test_a_worker_that_exits_with_0_before_the_last_step_ends_the_job(folder: str) -> None:
     with command("run", "-n", "2", "--min", "2", write(folder, LEAVES_EARLY)) as run:
         assert run.wait(60.0) == 1, str(run)
     early = "ended with exit code 0 before the last step; the job needs 2 workers and cannot get them any more"
@@ -375,7 +375,7 @@ os.mkdir(done)
 """
 
 
-def test_a_worker_that_comes_after_the_last_step_and_asks_for_its_rank_burns_no_restarts(folder: str) -> None:
+def test_a_worker_that_reads_its_rank_after_the_last_step_exits_cleanly(folder: str) -> None:
     with command("run", "-n", "2", "--min", "1", "--restarts", "2", write(folder, COMES_LATE), folder) as run:
         assert run.wait(60.0) == 0, str(run)
     assert re.search(r"is done \(step \d+\)", run.stderr), str(run)

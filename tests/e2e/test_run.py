@@ -62,7 +62,7 @@ def address_of(coordinator: Command) -> str:
     return found[1]
 
 
-def test_workers_meet_at_an_embedded_coordinator_and_lines_carry_ranks(summing: str) -> None:
+def test_workers_meet_at_an_embedded_coordinator_with_rank_prefixes(summing: str) -> None:
     with command("run", "-n", "3", summing, "--lr", "0.1") as run:
         assert run.wait() == 0, str(run)
     assert sorted(run.stdout.splitlines()) == [f"[{r}] rank {r} of 3 sum 6 --lr 0.1" for r in range(3)]
@@ -70,7 +70,7 @@ def test_workers_meet_at_an_embedded_coordinator_and_lines_carry_ranks(summing: 
 
 
 @pytest.mark.slow
-def test_two_shells_meet_in_one_job(summing: str) -> None:
+def test_two_launchers_meet_in_one_job(summing: str) -> None:
     with command("coordinator", "--listen", "127.0.0.1:0") as coordinator:
         where = ("--coordinator", address_of(coordinator), "--job", "digits")
         with (
@@ -85,7 +85,7 @@ def test_two_shells_meet_in_one_job(summing: str) -> None:
         assert "Traceback" not in coordinator.stderr
 
 
-def test_a_killed_worker_is_named_by_the_launcher_and_by_every_other_worker(loop: str) -> None:
+def test_a_killed_worker_is_named_by_the_launcher_and_all_workers(loop: str) -> None:
     # If its silence were what the others notice, they would not end within the time that is waited for here.
     with command("run", "-n", "3", loop, PACELINE_FAILURE_TIMEOUT="300") as run:
         run.wait_for("in the loop", 3)
@@ -106,7 +106,7 @@ def test_a_killed_worker_is_named_by_the_launcher_and_by_every_other_worker(loop
     assert "Traceback" not in run.stderr
 
 
-def test_a_worker_that_raises_is_named_too(tmp_path: Path) -> None:
+def test_a_worker_that_exits_with_an_error_is_named(tmp_path: Path) -> None:
     script = tmp_path / "raise.py"
     script.write_text(LOOP.replace("    while True:", "    if session.rank == 1: sys.exit(5)\n    while True:", 1))
     script.write_text("import sys\n" + script.read_text())
@@ -117,7 +117,7 @@ def test_a_worker_that_raises_is_named_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_ctrl_c_leaves_no_orphan_and_no_stack_trace(loop: str, signum: signal.Signals, code: int) -> None:
+def test_sigint_and_sigterm_leave_no_orphan_and_no_stack_trace(loop: str, signum: signal.Signals, code: int) -> None:
     with command("run", "-n", "3", loop) as run:
         run.wait_for("in the loop", 3)
         run.signal(signum)
@@ -126,7 +126,7 @@ def test_ctrl_c_leaves_no_orphan_and_no_stack_trace(loop: str, signum: signal.Si
     assert run.complaints == "paceline: stopping 3 workers\n"
 
 
-def test_ctrl_c_reaches_all_before_any_is_missed(loop: str, tmp_path: Path) -> None:
+def test_ctrl_c_causes_no_complaint_about_a_worker_that_ended_first(loop: str, tmp_path: Path) -> None:
     """A launcher that has to wait for a core between two signals: no worker complains of one that went before it."""
     slow = "import os, time\nkillpg = os.killpg\nos.killpg = lambda *args: (killpg(*args), time.sleep(0.2))\n"
     (tmp_path / "sitecustomize.py").write_text(slow)
@@ -138,7 +138,7 @@ def test_ctrl_c_reaches_all_before_any_is_missed(loop: str, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_workers_wait_for_others(summing: str) -> None:
+def test_ctrl_c_ends_a_launcher_whose_worker_waits_for_others(summing: str) -> None:
     with (
         command("coordinator", "--listen", "127.0.0.1:0") as coordinator,
         command("run", "-n", "1", "--min", "2", "--coordinator", address_of(coordinator), summing) as run,
@@ -157,7 +157,7 @@ def test_ctrl_c_while_workers_wait_for_others(summing: str) -> None:
         assert run.complaints == "paceline: stopping 1 worker\n"
 
 
-def test_a_killed_launcher_takes_its_workers_with_it(loop: str) -> None:
+def test_killing_the_launcher_ends_its_joined_workers(loop: str) -> None:
     with command("run", "-n", "3", loop) as run:
         run.wait_for("in the loop", 3)
         run.signal(signal.SIGKILL)

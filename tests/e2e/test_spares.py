@@ -68,7 +68,7 @@ def kill(pid: int) -> None:
 
 
 @pytest.mark.parametrize("module", [False, True])
-def test_a_spare_becomes_a_worker_like_any_other(tmp_path: Path, module: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spare_replaces_a_killed_worker(tmp_path: Path, module: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(tmp_path, TELLING)
     monkeypatch.chdir(tmp_path)
     what = ("-m", "script") if module else (str(job.script),)
@@ -93,7 +93,7 @@ def test_a_spare_becomes_a_worker_like_any_other(tmp_path: Path, module: bool, m
         assert first["path"][0] == str(tmp_path)
 
 
-def test_no_spares_if_none_are_wanted(tmp_path: Path) -> None:
+def test_no_spare_is_started_with_spares_0(tmp_path: Path) -> None:
     job = Job(tmp_path, WAITING)
     with command(*RUN, "--spares", "0", str(job.script), **job.environment) as run:
         for number in range(2):
@@ -104,7 +104,7 @@ def test_no_spares_if_none_are_wanted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_spares_end_with_their_launcher(tmp_path: Path, signum: signal.Signals) -> None:
+def test_spares_end_when_their_launcher_ends(tmp_path: Path, signum: signal.Signals) -> None:
     job = Job(tmp_path, WAITING)
     with command(*RUN, "-n", "2", "--spares", "2", str(job.script), **job.environment) as run:
         run.wait_for("here ", 2)
@@ -115,7 +115,7 @@ def test_spares_end_with_their_launcher(tmp_path: Path, signum: signal.Signals) 
     assert run.stderr == ("" if signum == signal.SIGKILL else "paceline: stopping 2 workers\n")
 
 
-def test_a_job_that_is_done_leaves_no_spare(tmp_path: Path) -> None:
+def test_a_finished_job_leaves_no_spare(tmp_path: Path) -> None:
     job = Job(tmp_path, "import installed, time, os\nwhile len(os.listdir(os.environ['MARKS'])) < 2: time.sleep(0.01)")
     with command(*RUN, str(job.script), **job.environment) as run:
         assert run.wait() == 0, str(run)
@@ -124,7 +124,7 @@ def test_a_job_that_is_done_leaves_no_spare(tmp_path: Path) -> None:
     wait_until_gone(list(job.imported))
 
 
-def test_a_spare_that_dies_is_replaced_without_a_word(tmp_path: Path) -> None:
+def test_a_dead_spare_is_replaced_silently(tmp_path: Path) -> None:
     job = Job(tmp_path, WAITING)
     with command(*RUN, str(job.script), **job.environment) as run:
         run.wait_for("here ")
@@ -137,7 +137,7 @@ def test_a_spare_that_dies_is_replaced_without_a_word(tmp_path: Path) -> None:
         assert pids(run)[1] == second
 
 
-def test_spares_that_die_each_time_are_replaced_more_and_more_slowly(tmp_path: Path) -> None:
+def test_repeatedly_dying_spares_are_replaced_with_growing_pauses(tmp_path: Path) -> None:
     dying = """
         if not first:
             os.makedirs(f"{folder}/{os.getpid()}")
@@ -153,7 +153,7 @@ def test_spares_that_die_each_time_are_replaced_more_and_more_slowly(tmp_path: P
         assert run.stderr == ""
 
 
-def test_an_import_that_fails_is_the_script_s_to_meet(tmp_path: Path) -> None:
+def test_an_import_error_in_a_spare_is_raised_again_in_the_script(tmp_path: Path) -> None:
     job = Job(
         tmp_path,
         WAITING,
@@ -179,7 +179,7 @@ def test_an_import_that_fails_is_the_script_s_to_meet(tmp_path: Path) -> None:
     assert run.stderr.splitlines()[-1] == last
 
 
-def test_a_spare_whose_imports_are_not_done_is_taken_all_the_same(tmp_path: Path) -> None:
+def test_a_spare_that_is_still_importing_replaces_a_worker(tmp_path: Path) -> None:
     job = Job(
         tmp_path,
         WAITING,
@@ -201,7 +201,7 @@ def test_a_spare_whose_imports_are_not_done_is_taken_all_the_same(tmp_path: Path
         assert pids(run)[1] == spare
 
 
-def test_the_script_is_run_as_it_is_when_it_is_needed(tmp_path: Path) -> None:
+def test_a_spare_runs_the_current_version_of_the_script(tmp_path: Path) -> None:
     job = Job(tmp_path, WAITING)
     with command(*RUN, str(job.script), **job.environment) as run:
         run.wait_for("here ")
@@ -221,7 +221,7 @@ def test_the_script_is_run_as_it_is_when_it_is_needed(tmp_path: Path) -> None:
         (("--restarts", "1", "--spares", "1", "--no-python"), "does not go with --no-python"),
     ],
 )
-def test_what_cannot_be(arguments: tuple[str, ...], words: str) -> None:
+def test_invalid_spares_options_are_refused(arguments: tuple[str, ...], words: str) -> None:
     with command("run", *arguments, sys.executable) as run:
         assert run.wait() == 2, str(run)
     assert words in run.stderr

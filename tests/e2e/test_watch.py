@@ -42,7 +42,7 @@ with paceline.join() as session:
 """
 
 
-def test_a_frozen_worker_is_silent_and_a_killed_one_stays_listed(tmp_path: Path) -> None:
+def test_watch_shows_a_frozen_worker_as_silent_and_lists_a_killed_one(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(ELASTIC)
     with command("run", "-n", "3", "--min", "1", "--job", "digits", str(script), PACELINE_FAILURE_TIMEOUT="9") as run:
@@ -66,7 +66,7 @@ def test_a_frozen_worker_is_silent_and_a_killed_one_stays_listed(tmp_path: Path)
         assert run.wait() == 130
 
 
-def test_a_coordinator_that_is_away_is_asked_again() -> None:
+def test_watch_keeps_asking_an_absent_coordinator() -> None:
     port = str(free_port())
     address = f"127.0.0.1:{port}"
     with terminal("status", "--watch", "--coordinator", address) as shown:
@@ -81,7 +81,7 @@ def test_a_coordinator_that_is_away_is_asked_again() -> None:
         assert "Traceback" not in shown.text
 
 
-def test_it_needs_a_terminal() -> None:
+def test_watch_needs_a_terminal() -> None:
     with command("status", "--watch", "--coordinator", "127.0.0.1:1") as ended:
         assert ended.wait() == 2
     assert ended.stderr == "paceline: --watch draws on a terminal: for a file or a program use --json\n"

@@ -17,13 +17,13 @@ def _told(*events: tuple[str, int, int]) -> Any:
     return SimpleNamespace(trainers=[trainer])
 
 
-def test_a_committed_step_that_is_done_again_is_seen() -> None:
+def test_a_repeated_committed_step_is_detected() -> None:
     check_commits(_told(("attempt", 1, 4), ("attempt", 1, 5), ("committed", 0, 4), ("attempt", 2, 5)))
     with pytest.raises(AssertionError, match="step 4 was committed in generation 1"):
         check_commits(_told(("attempt", 1, 4), ("attempt", 1, 5), ("committed", 0, 4), ("attempt", 2, 4)))
 
 
-def test_two_lost_steps_of_one_generation_are_seen() -> None:
+def test_two_lost_steps_of_one_generation_are_detected() -> None:
     assert list(undone_generations(_told(("undone", 1, 5), ("undone", 2, 5)))) == [1, 2]
     with pytest.raises(AssertionError, match=r"the steps \[5, 6\] of generation 1"):
         undone_generations(_told(("undone", 1, 5), ("undone", 1, 6)))

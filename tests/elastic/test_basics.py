@@ -11,7 +11,7 @@ from support.elastic.cluster import cluster
 from support.elastic.faults import kill
 
 
-def test_a_member_dies_in_mid_all_reduce_and_the_others_go_on(tmp_path: Path) -> None:
+def test_survivors_train_on_after_a_kill_in_an_all_reduce(tmp_path: Path) -> None:
     with cluster(tmp_path, least=2, most=3, total=6) as c:
         c.start(3, [kill(at="mid_all_reduce", rank=1, step=3)])
         assert sorted(c.wait().values()) == [-9, 0, 0], str(c)
@@ -19,7 +19,7 @@ def test_a_member_dies_in_mid_all_reduce_and_the_others_go_on(tmp_path: Path) ->
         assert sum(c.redone().values()) <= 1, str(c)
 
 
-def test_one_comes_and_another_is_drained_and_nothing_is_redone(tmp_path: Path) -> None:
+def test_a_join_and_a_drain_redo_no_step(tmp_path: Path) -> None:
     with cluster(tmp_path, total=60, pace=0.03) as c:
         (old,) = c.start(1)
         c.wait_for_step(2)
@@ -33,7 +33,7 @@ def test_one_comes_and_another_is_drained_and_nothing_is_redone(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_the_coordinator_dies_and_the_job_is_done_all_the_same(tmp_path: Path) -> None:
+def test_a_job_finishes_after_its_coordinator_is_killed_and_restarted(tmp_path: Path) -> None:
     with cluster(tmp_path, total=60, pace=0.03) as c:
         c.start(2)
         c.wait_for_step(5)

@@ -14,7 +14,7 @@ from support.elastic.faults import abort, kill
 pytestmark = pytest.mark.slow
 
 
-def test_one_to_four_to_two_to_four(tmp_path: Path) -> None:
+def test_the_world_grows_to_four_shrinks_to_two_and_grows_again(tmp_path: Path) -> None:
     with cluster(tmp_path, total=150, pace=0.04) as c:
         c.start(1)
         c.wait_for_step(3)
@@ -31,7 +31,7 @@ def test_one_to_four_to_two_to_four(tmp_path: Path) -> None:
         assert not c.redone(), f"nobody failed, so nothing is redone\n{c}"
 
 
-def test_one_that_nobody_gives_the_state_leaves_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_newcomer_that_cannot_fetch_the_state_leaves(tmp_path: Path) -> None:
     with cluster(tmp_path, total=60, pace=0.04, failure_timeout=0.5) as c:
         c.start(2)
         c.wait_for_step(3)
@@ -45,7 +45,7 @@ def test_one_that_nobody_gives_the_state_leaves_and_the_others_go_on(tmp_path: P
         assert sum(c.redone().values()) <= 1, f"the step that began when it was to come\n{c}"
 
 
-def test_every_member_is_replaced(tmp_path: Path) -> None:
+def test_every_member_of_a_sharded_job_can_be_replaced(tmp_path: Path) -> None:
     """Each holds a part of the state that nobody else has."""
     with cluster(tmp_path, total=150, pace=0.03, wrapper="full_shard") as c:
         first = c.start(3)
@@ -60,7 +60,7 @@ def test_every_member_is_replaced(tmp_path: Path) -> None:
         assert not c.redone(), str(c)
 
 
-def test_who_waits_for_a_seat_leaves_at_once(tmp_path: Path) -> None:
+def test_a_drained_spare_leaves_at_once(tmp_path: Path) -> None:
     """All are taken: it would wait until the job is done."""
     with cluster(tmp_path, least=2, most=2, total=300, pace=0.03) as c:
         members = c.start(2)
@@ -80,7 +80,7 @@ def test_who_waits_for_a_seat_leaves_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrapper", ["ddp", "hybrid_shard"])
 @pytest.mark.sampled(2)
-def test_a_drain_of_all_keeps_the_state(wrapper: str, tmp_path: Path) -> None:
+def test_a_drain_of_all_members_saves_the_state(wrapper: str, tmp_path: Path) -> None:
     where = str(tmp_path / "checkpoints")
     with cluster(tmp_path, least=2, total=60, pace=0.04, checkpoint_dir=where, wrapper=wrapper) as c:
         c.start(2)
@@ -96,7 +96,7 @@ def test_a_drain_of_all_keeps_the_state(wrapper: str, tmp_path: Path) -> None:
         c.check(count=2)
 
 
-def test_the_last_of_those_who_leave_one_by_one_keeps_the_state(tmp_path: Path) -> None:
+def test_the_last_member_to_leave_writes_a_checkpoint(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     with cluster(tmp_path, least=2, total=500, pace=0.02, checkpoint_dir=str(runs)) as c:
         c.start(2)
@@ -111,7 +111,7 @@ def test_the_last_of_those_who_leave_one_by_one_keeps_the_state(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("wrapper", "world"), [("ddp", 3), ("hybrid_shard", 4)])
-def test_an_exception_of_one_rank_is_raised_there_and_named_elsewhere(wrapper: str, world: int, tmp_path: Path) -> None:
+def test_an_exception_on_one_rank_is_named_on_the_others(wrapper: str, world: int, tmp_path: Path) -> None:
     with cluster(tmp_path, most=world, total=8, wrapper=wrapper, barrier_in=4) as c:
         c.start(world, [abort(at="forward", rank=1, step=4)])
         codes = c.wait()
@@ -121,7 +121,7 @@ def test_an_exception_of_one_rank_is_raised_there_and_named_elsewhere(wrapper: s
         assert any("rank 1" in cause and "ValueError" in cause for cause in causes), str(c)
 
 
-def test_one_rank_leaves_alone_in_the_middle_of_its_loop(tmp_path: Path) -> None:
+def test_a_rank_may_leave_in_the_middle_of_its_loop(tmp_path: Path) -> None:
     with cluster(tmp_path, total=80, pace=0.03) as c:
         c.start(2)
         (other,) = c.start(1, leave_at=40)
@@ -131,7 +131,7 @@ def test_one_rank_leaves_alone_in_the_middle_of_its_loop(tmp_path: Path) -> None
         assert other.of("applied")
 
 
-def test_a_job_that_is_done_is_done_for_whoever_comes_later(tmp_path: Path) -> None:
+def test_a_late_worker_of_a_finished_job_is_dismissed(tmp_path: Path) -> None:
     with cluster(tmp_path, total=5) as c:
         c.start(2)
         assert set(c.wait().values()) == {0}, str(c)
@@ -147,7 +147,7 @@ def test_a_job_that_is_done_is_done_for_whoever_comes_later(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("wrapper", "world"), [("ddp", 3), pytest.param("hybrid_shard", 4, marks=pytest.mark.exhaustive)]
 )
-def test_evaluation_between_steps_is_run_again(wrapper: str, world: int, tmp_path: Path) -> None:
+def test_evaluation_between_steps_is_retried_after_a_kill(wrapper: str, world: int, tmp_path: Path) -> None:
     with cluster(tmp_path, total=120, pace=0.03, evaluate=True, wrapper=wrapper) as c:
         c.start(world)
         c.wait_for_step(5)
@@ -157,7 +157,7 @@ def test_evaluation_between_steps_is_run_again(wrapper: str, world: int, tmp_pat
         c.check(count=world)
 
 
-def test_evaluation_goes_on_where_one_member_applied_the_step_and_another_did_not(tmp_path: Path) -> None:
+def test_evaluation_survives_a_step_that_only_one_member_applied(tmp_path: Path) -> None:
     """Rank 1 dies when rank 2 has the sums of the step and rank 0 has not: 2 evaluates already, 0 takes its state."""
     with cluster(tmp_path, most=3, total=8, evaluate=True) as c:
         c.start(3, [kill(at="late_all_reduce", rank=1, step=3)])
@@ -169,7 +169,7 @@ def test_evaluation_goes_on_where_one_member_applied_the_step_and_another_did_no
     ("plan", "words"),
     [({"batch": 7}, "sampler global_batch is 7 here but 11"), ({"total": 9}, "total is 9 here but 40")],
 )
-def test_whoever_trains_something_else_is_refused(plan: dict[str, int], words: str, tmp_path: Path) -> None:
+def test_a_newcomer_with_another_plan_is_refused(plan: dict[str, int], words: str, tmp_path: Path) -> None:
     with cluster(tmp_path, total=40, pace=0.05) as c:
         c.start(2)
         c.wait_for_step(3)

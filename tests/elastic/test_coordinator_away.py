@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize(("wrapper", "world"), [("ddp", 3), ("hybrid_shard", 4)])
 @pytest.mark.sampled(2)
-def test_killed_and_back_on_its_state_file(wrapper: str, world: int, tmp_path: Path) -> None:
+def test_training_survives_a_coordinator_restart(wrapper: str, world: int, tmp_path: Path) -> None:
     with cluster(tmp_path, total=60, pace=0.04, wrapper=wrapper) as c:
         c.start(world)
         c.wait_for_step(5)
@@ -30,7 +30,7 @@ def test_killed_and_back_on_its_state_file(wrapper: str, world: int, tmp_path: P
 
 
 @pytest.mark.timeout(120)
-def test_away_for_ten_times_failure_timeout_while_all_go_on(tmp_path: Path) -> None:
+def test_training_continues_through_a_long_coordinator_outage(tmp_path: Path) -> None:
     with cluster(tmp_path, total=240, pace=0.05, failure_timeout=0.6) as c:
         c.start(2)
         c.wait_for_step(5)
@@ -46,7 +46,7 @@ def test_away_for_ten_times_failure_timeout_while_all_go_on(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("wrapper", [pytest.param("ddp", marks=pytest.mark.exhaustive), "hybrid_shard"])
-def test_every_stream_to_it_is_reset_at_once_and_nobody_is_evicted(wrapper: str, tmp_path: Path) -> None:
+def test_resetting_all_streams_to_the_coordinator_evicts_no_member(wrapper: str, tmp_path: Path) -> None:
     with (
         cluster(tmp_path, least=4, total=60, pace=0.05, failure_timeout=1.0, wrapper=wrapper) as c,
         relay(c.address) as between,
@@ -66,7 +66,7 @@ def test_every_stream_to_it_is_reset_at_once_and_nobody_is_evicted(wrapper: str,
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", pytest.param("hybrid_shard", marks=pytest.mark.exhaustive)])
-def test_bytes_that_change_on_the_way_to_it_end_nobody(wrapper: str, tmp_path: Path) -> None:
+def test_corrupted_bytes_to_the_coordinator_end_no_worker(wrapper: str, tmp_path: Path) -> None:
     with (
         cluster(tmp_path, least=4, total=200, pace=0.05, failure_timeout=2.0, wrapper=wrapper) as c,
         relay(c.address) as between,
@@ -85,7 +85,9 @@ def test_bytes_that_change_on_the_way_to_it_end_nobody(wrapper: str, tmp_path: P
 @pytest.mark.parametrize(
     ("wrapper", "world", "rest"), [pytest.param("ddp", 3, 2, marks=pytest.mark.exhaustive), ("hybrid_shard", 4, 2)]
 )
-def test_away_for_long_and_a_member_dies_meanwhile(wrapper: str, world: int, rest: int, tmp_path: Path) -> None:
+def test_survivors_train_on_after_a_kill_during_a_coordinator_outage(
+    wrapper: str, world: int, rest: int, tmp_path: Path
+) -> None:
     with cluster(tmp_path, total=60, pace=0.04, failure_timeout=1.0, wrapper=wrapper) as c:
         c.start(world)
         c.wait_for_step(5)
@@ -100,7 +102,7 @@ def test_away_for_long_and_a_member_dies_meanwhile(wrapper: str, world: int, res
 
 
 @pytest.mark.parametrize("wrapper", [pytest.param("ddp", marks=pytest.mark.exhaustive), "full_shard"])
-def test_its_state_file_is_lost(wrapper: str, tmp_path: Path) -> None:
+def test_training_survives_a_lost_state_file(wrapper: str, tmp_path: Path) -> None:
     with cluster(tmp_path, least=3, total=80, pace=0.05, wrapper=wrapper) as c:
         c.start(3)
         c.wait_for_step(8)
@@ -117,7 +119,7 @@ def test_its_state_file_is_lost(wrapper: str, tmp_path: Path) -> None:
         assert line[80] > line[8], "generations went on above those that members had seen"
 
 
-def test_its_state_file_is_restored_from_a_backup(tmp_path: Path) -> None:
+def test_training_survives_a_state_file_restored_from_a_backup(tmp_path: Path) -> None:
     """The backup is older than the generation that trains (docs/how-to/back-up-the-state.md)."""
     backup = tmp_path / "backup"
     backup.mkdir()
@@ -143,7 +145,7 @@ def test_its_state_file_is_restored_from_a_backup(tmp_path: Path) -> None:
         c.check(count=3)
 
 
-def test_a_newcomer_waits_for_it(tmp_path: Path) -> None:
+def test_a_newcomer_waits_for_the_coordinator(tmp_path: Path) -> None:
     with cluster(tmp_path, total=100, pace=0.04) as c:
         c.start(2)
         c.wait_for_step(5)

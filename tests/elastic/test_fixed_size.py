@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
     [(2, [1], False), (2, [1], True), (3, [0], False), (3, [1, 2], True), (4, [0, 1, 2], False), (4, [0, 1, 2], True)],
 )
 @pytest.mark.sampled(2)
-def test_replacements_come_in(world: int, dead: list[int], claimed: bool, tmp_path: Path) -> None:
+def test_replacements_join_for_killed_members(world: int, dead: list[int], claimed: bool, tmp_path: Path) -> None:
     with cluster(tmp_path, least=world, most=world, total=40, pace=0.03) as c:
         first = c.start(world, ranks=range(world) if claimed else None)
         c.wait_for_step(3)
@@ -29,7 +29,7 @@ def test_replacements_come_in(world: int, dead: list[int], claimed: bool, tmp_pa
         c.check(count=world)
 
 
-def test_one_after_the_other_is_replaced(tmp_path: Path) -> None:
+def test_a_member_killed_while_a_replacement_joins_is_replaced_too(tmp_path: Path) -> None:
     """The second dies while the first replacement still tries to reach it."""
     with cluster(tmp_path, least=3, most=3, total=40, pace=0.03) as c:
         first = c.start(3)

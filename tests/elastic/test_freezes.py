@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "shard_grad_op"])
-def test_a_short_freeze_costs_nothing(wrapper: str, tmp_path: Path) -> None:
+def test_a_short_freeze_redoes_no_step(wrapper: str, tmp_path: Path) -> None:
     with cluster(tmp_path, least=2, most=3, total=8, wrapper=wrapper) as c:
         c.start(3, [freeze(at="forward", seconds=0.8, rank=1, step=3)])
         assert set(c.wait().values()) == {0}, str(c)
@@ -30,9 +30,7 @@ def test_a_short_freeze_costs_nothing(wrapper: str, tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.sampled(3)
-def test_a_long_freeze_goes_on_without_the_member_which_comes_back(
-    phase: str, wrapper: str, world: int, tmp_path: Path
-) -> None:
+def test_a_member_rejoins_after_a_long_freeze(phase: str, wrapper: str, world: int, tmp_path: Path) -> None:
     """Where nobody else has its part of the state, it is waited for."""
     with cluster(tmp_path, least=2, most=world, total=30, pace=0.05, failure_timeout=1.0, wrapper=wrapper) as c:
         c.start(world, [freeze(at=phase, rank=1, step=3)])
@@ -47,7 +45,7 @@ def test_a_long_freeze_goes_on_without_the_member_which_comes_back(
 
 @pytest.mark.parametrize("wrapper", ["ddp", "full_shard"])
 @pytest.mark.sampled(2)
-def test_holding_the_interpreter_lock_costs_nothing(wrapper: str, tmp_path: Path) -> None:
+def test_holding_the_interpreter_lock_redoes_no_step(wrapper: str, tmp_path: Path) -> None:
     with cluster(tmp_path, least=2, most=3, total=8, failure_timeout=1.0, wrapper=wrapper) as c:
         c.start(3, [hold_gil(at="forward", seconds=4.0, rank=2, step=3)])
         assert set(c.wait().values()) == {0}, str(c)
@@ -56,7 +54,7 @@ def test_holding_the_interpreter_lock_costs_nothing(wrapper: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("phase", ["forward", "between_steps"])
-def test_a_member_that_hangs_in_its_own_code_is_left_behind_and_comes_back(phase: str, tmp_path: Path) -> None:
+def test_a_member_that_hangs_in_its_own_code_is_evicted_and_rejoins(phase: str, tmp_path: Path) -> None:
     """It heartbeats on: a timeout names it, and it has `failure_timeout` to stop."""
     awake = tmp_path / "awake"
     with cluster(tmp_path, most=3, total=30, pace=0.05, failure_timeout=1.0, step_timeout=4.0) as c:

@@ -19,7 +19,7 @@ ALL = ["no_shard", *SPREADING]
 
 @pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard"])
 @pytest.mark.sampled(2)
-def test_two_join_two(tmp_path: Path, strategy: str) -> None:
+def test_two_newcomers_join_two_members(tmp_path: Path, strategy: str) -> None:
     with cluster(tmp_path, least=2, most=4, total=30, wrapper=strategy, pace=0.05) as c:
         c.start(2)
         c.wait_for_step(2)
@@ -33,7 +33,7 @@ def test_two_join_two(tmp_path: Path, strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["no_shard", "shard_grad_op"])
 @pytest.mark.sampled(2)
-def test_two_of_four_are_drained(tmp_path: Path, strategy: str) -> None:
+def test_two_of_four_members_are_drained(tmp_path: Path, strategy: str) -> None:
     with cluster(tmp_path, least=2, most=4, total=60, wrapper=strategy, pace=0.05) as c:
         trainers = c.start(4)
         c.wait_for_step(3)
@@ -46,7 +46,7 @@ def test_two_of_four_are_drained(tmp_path: Path, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard"])
-def test_who_did_not_see_the_second_word_complete_finishes_the_step(tmp_path: Path, strategy: str) -> None:
+def test_a_member_that_missed_the_second_word_finishes_the_step(tmp_path: Path, strategy: str) -> None:
     through = tmp_path / "through"
     with cluster(tmp_path, least=2, total=6, wrapper=strategy, log=True) as c:
         c.start(2, [fail(at="second_word", until=through, rank=1, step=3)])
@@ -66,7 +66,7 @@ def test_who_did_not_see_the_second_word_complete_finishes_the_step(tmp_path: Pa
     ("at", "rank"), [("second_word", 0), ("second_word", 3), ("behind_gate", 1), ("behind_gate", 2)]
 )
 @pytest.mark.sampled(2)
-def test_one_of_four_is_killed_about_the_second_word(tmp_path: Path, at: str, rank: int) -> None:
+def test_survivors_train_on_after_a_kill_around_the_second_word(tmp_path: Path, at: str, rank: int) -> None:
     with cluster(tmp_path, least=2, most=4, total=6, wrapper="hybrid_shard") as c:
         c.start(4, [kill(at=at, rank=rank, step=3)])
         assert sorted(c.wait().values()) == [-9, 0, 0, 0], str(c)
@@ -74,7 +74,7 @@ def test_one_of_four_is_killed_about_the_second_word(tmp_path: Path, at: str, ra
         assert sum(c.redone().values()) <= 1, f"more than one step was redone\n{c}"
 
 
-def test_one_is_killed_when_it_has_its_first_share(tmp_path: Path) -> None:
+def test_survivors_train_on_after_a_kill_at_the_first_share(tmp_path: Path) -> None:
     """Before the first step everybody has all of the state, and who is left goes on."""
     with cluster(tmp_path, least=2, most=4, total=6, wrapper="hybrid_shard") as c:
         c.start(4, [kill(at="taking_share", once=tmp_path / "killed")])
@@ -82,7 +82,7 @@ def test_one_is_killed_when_it_has_its_first_share(tmp_path: Path) -> None:
         c.check(count=2)
 
 
-def test_one_is_killed_while_it_gives_its_share(tmp_path: Path) -> None:
+def test_survivors_train_on_after_a_kill_while_giving_a_share(tmp_path: Path) -> None:
     with cluster(tmp_path, least=2, most=6, total=60, wrapper="hybrid_shard", pace=0.05) as c:
         c.start(4, [kill(at="giving_share", once=tmp_path / "killed")])
         c.wait_for_step(3)
@@ -93,7 +93,7 @@ def test_one_is_killed_while_it_gives_its_share(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("strategy", "rest"), [("full_shard", 3), ("hybrid_shard", 2)])
 @pytest.mark.sampled(2)
-def test_a_newcomer_is_killed_when_it_has_its_share(tmp_path: Path, strategy: str, rest: int) -> None:
+def test_members_train_on_after_a_newcomer_with_a_share_is_killed(tmp_path: Path, strategy: str, rest: int) -> None:
     with cluster(tmp_path, least=2, most=4, total=30, wrapper=strategy, pace=0.05) as c:
         c.start(2)
         c.wait_for_step(3)
@@ -103,7 +103,7 @@ def test_a_newcomer_is_killed_when_it_has_its_share(tmp_path: Path, strategy: st
         assert not c.redone(), f"it was not yet in the line\n{c}"
 
 
-def test_one_leaves_while_another_is_killed(tmp_path: Path) -> None:
+def test_a_member_is_drained_while_another_is_killed(tmp_path: Path) -> None:
     with cluster(tmp_path, least=2, most=4, total=60, wrapper="hybrid_shard", pace=0.05) as c:
         c.start(4)
         c.wait_for_step(3)
@@ -114,7 +114,7 @@ def test_one_leaves_while_another_is_killed(tmp_path: Path) -> None:
         c.check(count=2)
 
 
-def test_a_drain_of_all_keeps_the_state_though_one_is_killed(tmp_path: Path) -> None:
+def test_a_drain_of_all_members_saves_the_state_despite_a_kill(tmp_path: Path) -> None:
     """The generation that is over can write nothing together; so there is one more."""
     where = str(tmp_path / "checkpoints")
     with cluster(tmp_path, least=2, most=4, total=60, wrapper="hybrid_shard", pace=0.05, checkpoint_dir=where) as c:
@@ -132,7 +132,7 @@ def test_a_drain_of_all_keeps_the_state_though_one_is_killed(tmp_path: Path) -> 
         c.check(count=2)
 
 
-def test_a_spare_comes_in_with_a_newcomer(tmp_path: Path) -> None:
+def test_a_spare_joins_together_with_a_newcomer(tmp_path: Path) -> None:
     with cluster(tmp_path, least=2, most=4, total=40, wrapper="hybrid_shard", pace=0.05) as c:
         c.start(4, [kill(at="mid_all_reduce", rank=1, step=3)])
         c.wait_until(lambda: any(e["size"] == 2 for t in c.trainers for e in t.of("view")), "two go on")
@@ -143,7 +143,7 @@ def test_a_spare_comes_in_with_a_newcomer(tmp_path: Path) -> None:
         c.check(count=4)
 
 
-def test_a_state_that_is_lost_is_read_from_the_last_checkpoint(tmp_path: Path) -> None:
+def test_a_lost_state_is_read_from_the_last_checkpoint(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     with cluster(tmp_path, least=2, most=3, total=60, pace=0.02, wrapper="full_shard", checkpoint_dir=str(runs),
                  checkpoint_every=50) as c:  # fmt: skip
@@ -156,7 +156,7 @@ def test_a_state_that_is_lost_is_read_from_the_last_checkpoint(tmp_path: Path) -
         assert "part 1 of 3" in lost, lost
 
 
-def test_without_a_checkpoint_a_lost_state_is_an_error(tmp_path: Path) -> None:
+def test_a_lost_state_without_a_checkpoint_raises_orphaned_error(tmp_path: Path) -> None:
     with cluster(tmp_path, least=1, most=2, total=9, wrapper="full_shard") as c:
         c.start(2, [kill(at="before_gate", rank=1, step=3)])
         codes = c.wait()

@@ -13,7 +13,7 @@ from support.elastic.cluster import cluster
 pytestmark = pytest.mark.slow
 
 
-def test_three_workers_and_nodes_of_two(tmp_path: Path) -> None:
+def test_a_third_worker_is_a_spare_until_its_node_is_complete(tmp_path: Path) -> None:
     with cluster(tmp_path, least=2, most=4, total=30, wrapper="hybrid_shard", pace=0.05) as c:
         trainers = c.start(3)
         c.wait_for_step(1)
@@ -27,7 +27,7 @@ def test_three_workers_and_nodes_of_two(tmp_path: Path) -> None:
         c.check(count=4)
 
 
-def test_a_world_that_is_fixed_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_fixed_world_not_divisible_by_the_node_size_is_refused(tmp_path: Path) -> None:
     with cluster(tmp_path, least=3, most=3, total=4, wrapper="hybrid_shard") as c:
         c.start(3)
         assert set(c.wait().values()) == {3}

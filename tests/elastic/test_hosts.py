@@ -59,7 +59,7 @@ def _trains_after(c: Cluster, trainer: Trainer, generation: int, since: float) -
 
 
 @pytest.mark.parametrize("seconds", [pytest.param(1, marks=pytest.mark.exhaustive), 12])
-def test_a_host_is_cut_off_and_comes_back(seconds: int, tmp_path: Path) -> None:
+def test_a_partitioned_host_rejoins(seconds: int, tmp_path: Path) -> None:
     with _four_hosts(tmp_path, total=300 + 30 * seconds) as (net, c):
         *others, lost = c.trainers
         generation = _generation(others[0])
@@ -78,7 +78,7 @@ def test_a_host_is_cut_off_and_comes_back(seconds: int, tmp_path: Path) -> None:
         assert sum(c.redone().values()) <= 1, str(c)
 
 
-def test_a_pair_is_cut_and_only_one_of_the_two_goes(tmp_path: Path) -> None:
+def test_a_partition_between_two_hosts_evicts_only_one(tmp_path: Path) -> None:
     with _four_hosts(tmp_path, total=420) as (net, c):
         first, second = (_of_rank(c, rank) for rank in (0, 1))  # neighbours in whatever way sums are made
         rest = [trainer for trainer in c.trainers if trainer not in (first, second)]
@@ -102,7 +102,7 @@ def test_a_pair_is_cut_and_only_one_of_the_two_goes(tmp_path: Path) -> None:
         assert flaps <= 3, f"{flaps} steps undone in 5 s\n{c}"
 
 
-def test_the_coordinators_host_is_cut_off_and_comes_back(tmp_path: Path) -> None:
+def test_training_continues_while_the_coordinator_host_is_cut_off(tmp_path: Path) -> None:
     with _four_hosts(tmp_path) as (net, c):
         generation = _generation(c.trainers[0])
         net.cut(net.hosts[0])
@@ -117,7 +117,7 @@ def test_the_coordinators_host_is_cut_off_and_comes_back(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("cable", [pytest.param("stays", marks=pytest.mark.exhaustive), "goes too"])
-def test_a_host_dies_with_all_that_runs_there(cable: str, tmp_path: Path) -> None:
+def test_survivors_train_on_after_a_host_dies(cable: str, tmp_path: Path) -> None:
     with _four_hosts(tmp_path, total=150) as (net, c):
         lost = c.trainers[1]
         (second,) = c.start(1, host=lost.host)

@@ -47,7 +47,7 @@ def _pace(c: Cluster) -> float:
     return float(1 / statistics.median(gaps))
 
 
-def test_a_line_of_1_gbit(tmp_path: Path) -> None:
+def test_training_over_links_of_1_gbit(tmp_path: Path) -> None:
     """With 1.6 MB of gradients a step: 8 ranks in a ring send 2.8 MB each, every second one over a line: 22 ms."""
     total = 40
     with network(_HOSTS) as net:
@@ -65,7 +65,7 @@ def test_a_line_of_1_gbit(tmp_path: Path) -> None:
     [(Cable(loss=0.01), 10), (Cable(delay=0.02), 8), (Cable(delay=0.02, rate=125e6, loss=0.01), 3)],
     ids=["lossy", "far", "both"],
 )
-def test_a_line_that_loses_or_delays(cable: Cable, least: float, tmp_path: Path) -> None:
+def test_training_over_links_with_loss_or_delay(cable: Cable, least: float, tmp_path: Path) -> None:
     """A step takes a few one-way delays, and now and then a retransmission (200 ms at least)."""
     with tap_network([cable] * _HOSTS) as net, _trained(tmp_path, net, 40) as c:
         c.check(count=_WORLD)

@@ -43,7 +43,7 @@ def _until_all_train(c: Cluster) -> None:
 @pytest.mark.parametrize(
     "seconds", [pytest.param(0.0, marks=pytest.mark.exhaustive), 5.0], ids=["at once", "after it was taken for lost"]
 )
-def test_a_host_gets_another_address(seconds: float, tmp_path: Path) -> None:
+def test_a_host_rejoins_with_another_address(seconds: float, tmp_path: Path) -> None:
     """It is a member again at the new one, and the others lose a generation when it goes and one when it comes."""
     with network(4) as net, cluster(tmp_path, host=net.hosts[0], total=500, **_SETTINGS) as c:
         for host in net.hosts[1:]:
@@ -69,7 +69,7 @@ def test_a_host_gets_another_address(seconds: float, tmp_path: Path) -> None:
         assert sum(c.redone().values()) <= 2, str(c)
 
 
-def test_a_newcomer_that_nobody_reaches_is_not_let_in_and_told_why(tmp_path: Path) -> None:
+def test_an_unreachable_newcomer_is_refused_with_the_reason(tmp_path: Path) -> None:
     """It reaches all members; what it advertises is an address where packets are lost. Nobody is disturbed."""
     with network(4) as net, cluster(tmp_path, host=net.hosts[0], total=250, **_SETTINGS) as c:
         for host in net.hosts[1:3]:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.needs(what="root")
 _FAILURE_TIMEOUT = 2.0
 
 
-def test_the_name_of_a_dead_host_holds_nobody_up(tmp_path: Path) -> None:
+def test_name_lookups_of_a_dead_host_do_not_delay_survivors(tmp_path: Path) -> None:
     """One host of four dies with its name; the others go on as soon as if they had known each other by addresses."""
     with network(5) as net:
         names, servers = tmp_path / "hosts", tmp_path / "resolv.conf"

@@ -16,7 +16,7 @@ _FAILURE_TIMEOUT = 2.0
 
 
 @pytest.mark.parametrize(("order", "dies"), [("0101", 0), ("0110", 1)])
-def test_a_host_dies_with_a_copy_of_the_state(order: str, dies: int, tmp_path: Path) -> None:
+def test_the_other_host_trains_on_with_its_copy_of_the_state(order: str, dies: int, tmp_path: Path) -> None:
     """Two workers on each of two hosts, which come in this order. There is no checkpoint: the other host has it all."""
     plan = {"least": 2, "most": 4, "total": 150, "pace": 0.03, "wrapper": "hybrid_shard", "witness": False}
     with network(3) as net, cluster(tmp_path, host=net.hosts[0], failure_timeout=_FAILURE_TIMEOUT, **plan) as c:

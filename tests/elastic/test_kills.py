@@ -28,7 +28,9 @@ killed by turns: each phase has both, once with one bucket and once with many.""
     ("wrapper", "bucket_mb", "phase", "rank"), [(*case, number % 2 * 2) for number, case in enumerate(CASES)]
 )
 @pytest.mark.sampled(3)
-def test_one_of_four_is_killed(wrapper: str, bucket_mb: float, phase: str, rank: int, tmp_path: Path) -> None:
+def test_survivors_train_on_after_one_of_four_is_killed(
+    wrapper: str, bucket_mb: float, phase: str, rank: int, tmp_path: Path
+) -> None:
     """With one bucket of gradients, with one for each parameter, and with two replicas, each spread over two."""
     with cluster(tmp_path, least=2, most=4, total=6, wrapper=wrapper, bucket_mb=bucket_mb) as c:
         c.start(4, [kill(at=phase, rank=rank, step=3)])
@@ -46,7 +48,7 @@ def test_one_of_four_is_killed(wrapper: str, bucket_mb: float, phase: str, rank:
     ],
 )
 @pytest.mark.sampled(2)
-def test_one_is_killed_whose_part_nobody_else_has(wrapper: str, phase: str, tmp_path: Path) -> None:
+def test_survivors_resume_from_a_checkpoint_after_a_shard_is_lost(wrapper: str, phase: str, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     with cluster(tmp_path, least=2, most=3, total=60, pace=0.02, wrapper=wrapper, checkpoint_dir=str(runs),
                  checkpoint_every=2) as c:  # fmt: skip

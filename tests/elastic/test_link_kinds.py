@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 @pytest.mark.parametrize(("wrapper", "world", "kind"), [("ddp", 3, "grpc"), ("hybrid_shard", 4, "tcp")])
-def test_one_is_killed_in_the_middle(wrapper: str, world: int, kind: str, tmp_path: Path) -> None:
+def test_survivors_train_on_after_a_kill_in_an_all_reduce(wrapper: str, world: int, kind: str, tmp_path: Path) -> None:
     with cluster(tmp_path, least=2, most=world, total=6, wrapper=wrapper) as c:
         c.environment["PACELINE_LINKS"] = kind
         c.start(world, [kill(at="mid_all_reduce", rank=1, step=3)])
@@ -25,7 +25,7 @@ def test_one_is_killed_in_the_middle(wrapper: str, world: int, kind: str, tmp_pa
 @pytest.mark.parametrize(
     ("wrapper", "kind"), [("ddp", "tcp"), pytest.param("full_shard", "grpc", marks=pytest.mark.exhaustive)]
 )
-def test_a_long_freeze_in_the_middle(wrapper: str, kind: str, tmp_path: Path) -> None:
+def test_a_member_rejoins_after_a_long_freeze(wrapper: str, kind: str, tmp_path: Path) -> None:
     with cluster(tmp_path, least=2, most=3, total=60, pace=0.05, failure_timeout=1.0, wrapper=wrapper) as c:
         c.environment["PACELINE_LINKS"] = kind
         c.start(3, [freeze(at="mid_all_reduce", rank=1, step=3)])
@@ -40,7 +40,7 @@ def test_a_long_freeze_in_the_middle(wrapper: str, kind: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize(("wrapper", "kind"), [("ddp", "grpc"), ("hybrid_shard", "tcp")])
 @pytest.mark.sampled(2)
-def test_a_bit_that_changes_on_the_way_costs_a_step_and_nothing_else(wrapper: str, kind: str, tmp_path: Path) -> None:
+def test_a_flipped_bit_on_a_link_is_detected_and_training_recovers(wrapper: str, kind: str, tmp_path: Path) -> None:
     """The link breaks; the member that is taken for cut off comes back, and the end is that of an undisturbed run."""
     world = 3 if wrapper == "ddp" else 4
     with cluster(tmp_path, least=2, most=world, total=60, pace=0.05, wrapper=wrapper) as c:

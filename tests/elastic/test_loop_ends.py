@@ -80,7 +80,7 @@ WAYS = [(f"break-all/{how}", 5, "ddp") for how in ("wrapped", "kept", "exit")]
 
 
 @pytest.mark.parametrize(("mode", "step", "wrapper"), [*ENDS, *WAYS])
-def test_a_loop_that_ends_early_on_all_writes_its_last_checkpoint(
+def test_a_loop_that_ends_early_on_all_ranks_writes_a_checkpoint(
     mode: str, step: int, wrapper: str, tmp_path: Path
 ) -> None:
     told, late = outcomes(mode, tmp_path, wrapper)
@@ -98,7 +98,7 @@ def test_a_loop_that_ends_early_on_all_writes_its_last_checkpoint(
         ("break/kept", "ddp", "in an unknown line"),
     ],
 )
-def test_a_break_on_one_rank_is_an_error_that_names_it_on_all(
+def test_a_break_on_one_rank_raises_step_order_error_on_all(
     mode: str, wrapper: str, place: str, tmp_path: Path
 ) -> None:
     told, _ = outcomes(mode, tmp_path, wrapper)

@@ -62,7 +62,7 @@ with paceline.join() as session:
 """
 
 
-def test_a_member_whose_bits_differ_from_the_majority_takes_those_of_the_others() -> None:
+def test_a_diverged_member_takes_the_state_of_the_majority() -> None:
     told = outcomes("ddp", f"CORRUPT = (5, 12)\n{CORRUPTING}", least=3, world=3)
     assert [each["event"] for each in told] == ["done"] * 3, told
     assert [each["step"] for each in told] == [30] * 3
@@ -70,7 +70,7 @@ def test_a_member_whose_bits_differ_from_the_majority_takes_those_of_the_others(
     assert all(int(str(each["views"])) >= 3 for each in told), "each time a generation is over"
 
 
-def test_a_member_that_differs_again_and_again_leaves_and_the_others_go_on() -> None:
+def test_a_repeatedly_diverging_member_raises_divergence_error() -> None:
     told = outcomes("ddp", f"CORRUPT = (5, 12, 18)\n{CORRUPTING}", least=2, world=3)
     by_event = {str(each["event"]): each for each in told}
     assert by_event["diverged"]["odd"], told
@@ -79,7 +79,7 @@ def test_a_member_that_differs_again_and_again_leaves_and_the_others_go_on() -> 
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_steps_again_after_an_error_between_them(wrapper: str) -> None:
+def test_steps_may_be_entered_again_after_an_error_between_them(wrapper: str) -> None:
     code = """
 with paceline.join() as session:
     wrapped, optimizer, state = build(session)
@@ -105,7 +105,7 @@ with paceline.join() as session:
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_more_steps_than_a_job_that_is_done_had(wrapper: str) -> None:
+def test_more_steps_after_a_finished_job_raise_step_order_error(wrapper: str) -> None:
     code = """
 with paceline.join() as session:
     wrapped, optimizer, state = build(session)
@@ -125,7 +125,7 @@ with paceline.join() as session:
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.sampled(2)
-def test_leaving_inside_a_step(wrapper: str) -> None:
+def test_leave_in_the_loop_closes_the_session_and_loses_its_shard(wrapper: str) -> None:
     code = """
 session = paceline.join()
 wrapped, optimizer, state = build(session)
@@ -158,7 +158,7 @@ except paceline.OrphanedError as error:
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_block_between_steps_that_always_fails(wrapper: str) -> None:
+def test_a_block_between_steps_that_always_fails_raises_step_void(wrapper: str) -> None:
     code = """
 with paceline.join() as session:
     wrapped, optimizer, state = build(session)
@@ -178,7 +178,7 @@ with paceline.join() as session:
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_notice_to_leave_waits_for_a_replacement_only_with_a_part_that_nobody_else_has(wrapper: str) -> None:
+def test_sigterm_waits_for_a_replacement_only_if_a_shard_would_be_lost(wrapper: str) -> None:
     code = """
 import signal
 with paceline.join() as session:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
     ],
 )
 @pytest.mark.sampled(2)
-def test_a_newcomer_is_killed(wrapper: str, phase: str, tmp_path: Path) -> None:
+def test_members_train_on_after_a_newcomer_is_killed(wrapper: str, phase: str, tmp_path: Path) -> None:
     with cluster(tmp_path, total=30, pace=0.05, wrapper=wrapper) as c:
         c.start(2)
         c.wait_for_step(3)
@@ -35,7 +35,7 @@ def test_a_newcomer_is_killed(wrapper: str, phase: str, tmp_path: Path) -> None:
         assert sum(c.redone().values()) <= 2, str(c)
 
 
-def test_a_donor_is_killed_while_it_gives(tmp_path: Path) -> None:
+def test_training_survives_a_donor_killed_while_giving_the_state(tmp_path: Path) -> None:
     with cluster(tmp_path, total=30, pace=0.05) as c:
         c.start(2, [kill(at="giving", once=tmp_path / "killed")])  # whichever of them the newcomer asks
         c.wait_for_step(2)
@@ -46,7 +46,7 @@ def test_a_donor_is_killed_while_it_gives(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("wrapper", "second"), [("ddp", 1), ("hybrid_shard", 2)])
-def test_a_member_is_killed_in_the_meeting(wrapper: str, second: int, tmp_path: Path) -> None:
+def test_training_survives_a_member_killed_in_a_meeting(wrapper: str, second: int, tmp_path: Path) -> None:
     with cluster(tmp_path, least=2, most=4, total=8, wrapper=wrapper) as c:
         c.start(4, [kill(at="behind_gate", rank=3, step=3), kill(at="meeting", rank=second)])
         codes = c.wait()
@@ -57,7 +57,7 @@ def test_a_member_is_killed_in_the_meeting(wrapper: str, second: int, tmp_path: 
 @pytest.mark.parametrize(("wrapper", "world"), [("ddp", 3), ("hybrid_shard", 4)])
 @pytest.mark.parametrize("phase", ["closing", "behind_gate"])
 @pytest.mark.sampled(2)
-def test_a_member_is_killed_at_the_last_step(phase: str, wrapper: str, world: int, tmp_path: Path) -> None:
+def test_a_job_finishes_after_a_kill_at_its_last_step(phase: str, wrapper: str, world: int, tmp_path: Path) -> None:
     with cluster(tmp_path, most=world, total=6, wrapper=wrapper) as c:
         c.start(world, [kill(at=phase, rank=1, step=6 if phase == "behind_gate" else None)])
         codes = c.wait()
@@ -75,7 +75,7 @@ def test_the_job_is_not_done_before_its_last_checkpoint_is_durable(tmp_path: Pat
         assert [tag.step for tag in checkpoint.tags(runs)] == [6], str(c)
 
 
-def test_two_disks_with_different_states_of_one_tag(tmp_path: Path) -> None:
+def test_workers_with_different_checkpoints_of_one_tag_agree_on_one(tmp_path: Path) -> None:
     """Each was written in a run of its own, with a coordinator that knew nothing of the other."""
     disks = [tmp_path / name for name in ("a", "b")]
     for seed, disk in enumerate(disks):
@@ -93,7 +93,7 @@ def test_two_disks_with_different_states_of_one_tag(tmp_path: Path) -> None:
         assert {e["step"] for t in started for e in t.of("applied")} == {5, 6, 7, 8}, str(c)
 
 
-def test_a_drain_of_all_keeps_the_state_though_its_writer_is_killed(tmp_path: Path) -> None:
+def test_a_drain_of_all_saves_the_state_despite_a_killed_writer(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     with cluster(tmp_path, most=3, total=500, checkpoint_dir=str(runs)) as c:
         c.start(3, [drain(at="forward", step=4), kill(at="keeping", rank=0, once=tmp_path / "once")])
@@ -104,7 +104,7 @@ def test_a_drain_of_all_keeps_the_state_though_its_writer_is_killed(tmp_path: Pa
 
 
 @pytest.mark.parametrize("victims", [2, 3])
-def test_several_at_once(victims: int, tmp_path: Path) -> None:
+def test_survivors_train_on_after_several_kills_at_once(victims: int, tmp_path: Path) -> None:
     with cluster(tmp_path, most=4, total=12, pace=0.03) as c:
         with c.slowly():
             c.start(4)
@@ -115,7 +115,7 @@ def test_several_at_once(victims: int, tmp_path: Path) -> None:
         assert sum(c.redone().values()) <= 1, str(c)
 
 
-def test_one_of_two_nodes_is_killed(tmp_path: Path) -> None:
+def test_one_of_two_nodes_trains_on_after_the_other_is_killed(tmp_path: Path) -> None:
     with cluster(tmp_path, least=2, most=4, total=12, pace=0.03, wrapper="hybrid_shard") as c:
         with c.slowly():
             c.start(4)
@@ -126,7 +126,7 @@ def test_one_of_two_nodes_is_killed(tmp_path: Path) -> None:
         assert sum(c.redone().values()) <= 1, str(c)
 
 
-def test_both_are_killed_who_have_one_part(tmp_path: Path) -> None:
+def test_survivors_resume_from_a_checkpoint_after_both_shard_copies_die(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     with cluster(tmp_path, least=2, most=4, total=60, pace=0.03, wrapper="hybrid_shard", checkpoint_dir=str(runs),
                  checkpoint_every=2) as c:  # fmt: skip
@@ -141,7 +141,7 @@ def test_both_are_killed_who_have_one_part(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrapper", ["ddp", "shard_grad_op", "hybrid_shard"])
 @pytest.mark.sampled(3)
-def test_all_are_killed_and_start_again_from_the_checkpoint(wrapper: str, tmp_path: Path) -> None:
+def test_new_workers_resume_from_a_checkpoint_after_all_are_killed(wrapper: str, tmp_path: Path) -> None:
     where = str(tmp_path / "checkpoints")
     with cluster(tmp_path, least=2, total=40, pace=0.02, wrapper=wrapper, checkpoint_dir=where,
                  checkpoint_every=5) as c:  # fmt: skip
@@ -158,7 +158,7 @@ def test_all_are_killed_and_start_again_from_the_checkpoint(wrapper: str, tmp_pa
         c.check(count=2)
 
 
-def test_all_are_killed_and_there_is_no_checkpoint(tmp_path: Path) -> None:
+def test_new_workers_begin_at_step_1_without_a_checkpoint(tmp_path: Path) -> None:
     with cluster(tmp_path, least=2, total=10, pace=0.02) as c:
         with c.slowly():
             c.start(2)
@@ -173,7 +173,7 @@ def test_all_are_killed_and_there_is_no_checkpoint(tmp_path: Path) -> None:
             assert "no checkpoint was found: training began at step 1 again" in late.stderr, str(c)
 
 
-def test_all_are_killed_and_nobody_saw_it_but_their_host(tmp_path: Path) -> None:
+def test_new_workers_on_the_host_notice_that_all_members_are_dead(tmp_path: Path) -> None:
     where = str(tmp_path / "checkpoints")
     with cluster(tmp_path, least=2, total=40, pace=0.02, witness=False, checkpoint_dir=where, checkpoint_every=5) as c:
         with c.slowly():
@@ -187,7 +187,7 @@ def test_all_are_killed_and_nobody_saw_it_but_their_host(tmp_path: Path) -> None
         c.check(count=2)
 
 
-def test_a_silent_member_is_named_and_the_operator_can_go_on(tmp_path: Path) -> None:
+def test_a_silent_member_is_named_and_an_operator_restarts_the_job(tmp_path: Path) -> None:
     with cluster(tmp_path, least=1, total=10, pace=0.02, failure_timeout=0.6) as c:
         with c.slowly():
             (frozen,) = c.start(1)
@@ -216,7 +216,7 @@ def _kill_all(c: Cluster) -> None:
         trainer.process.wait(10)
 
 
-def test_five_deaths_in_five_attempts_at_one_step_end_nobody_else(tmp_path: Path) -> None:
+def test_five_deaths_in_one_step_end_no_survivor(tmp_path: Path) -> None:
     """Spot machines are reclaimed one after the other: that says nothing about the step."""
     with cluster(tmp_path, total=4, pace=0.5) as c:
         living = c.start(7)

@@ -52,7 +52,9 @@ except paceline.PacelineError as error:
         ((4, None, 5, None), "SizeMismatch", "differs from rank 0's: it has trained 'weight' float32 [5, 4]", 1),
     ],
 )
-def test_whoever_trains_does_not_end(plan: Any, kind: str, text: str, undone: int) -> None:
+def test_a_mismatched_newcomer_is_refused_and_the_member_trains_on(
+    plan: Any, kind: str, text: str, undone: int
+) -> None:
     environment = {"MIN_WORKERS": "1", "MAX_WORKERS": "2"}
     with (
         coordinator() as address,

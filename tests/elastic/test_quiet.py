@@ -60,7 +60,7 @@ WORDS_BYTES = 8 * (26 + 1)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_step_sends_what_its_gradients_need_and_not_a_byte_more(wrapper: str) -> None:
+def test_an_elastic_step_sends_only_gradients_and_words(wrapper: str) -> None:
     """The word rides with DDP's; where the state is spread, it and the second word at the gate go by themselves."""
     with (
         coordinator() as address,

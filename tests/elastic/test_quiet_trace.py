@@ -52,7 +52,7 @@ with paceline.join() as session:
 """
 
 
-def test_the_training_thread_makes_no_system_call_more(tmp_path: Path) -> None:
+def test_an_elastic_step_makes_no_extra_system_calls(tmp_path: Path) -> None:
     _require_strace()
     trace = tmp_path / "trace"
     with coordinator() as address, workers(2, CODE, COORDINATOR=address, MIN_WORKERS="2") as started:

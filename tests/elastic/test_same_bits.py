@@ -13,20 +13,20 @@ from support.elastic.same_bits import BitsSoak, check_bits, come_and_go, find_th
 pytestmark = pytest.mark.slow
 
 
-def test_workers_are_killed_join_and_leave(tmp_path: Path) -> None:
+def test_kills_joins_and_leaves_keep_the_bits(tmp_path: Path) -> None:
     come_and_go("mlp", tmp_path)
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("phase", ["in_word", "before_gate", "behind_gate"])
-def test_a_step_undone_is_taken_again_with_the_same_bits(phase: str, tmp_path: Path) -> None:
+def test_a_retried_step_has_the_same_bits(phase: str, tmp_path: Path) -> None:
     with in_microbatches(tmp_path, "mlp", most=3, total=8) as c:
         c.start(3, [kill(at=phase, rank=2, step=3)])
         assert sorted(c.wait().values()) == [-9, 0, 0], str(c)
         assert check_bits(c, tmp_path, "mlp") == 8
 
 
-def test_another_world_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+def test_another_world_resumes_from_a_checkpoint_with_the_same_bits(tmp_path: Path) -> None:
     runs = {"checkpoint_dir": str(tmp_path / "runs"), "checkpoint_every": 1}
     with in_microbatches(tmp_path, "mlp", total=12, **runs) as c:
         c.start(4, stop_at=5)
@@ -77,7 +77,7 @@ def test_a_worker_that_flips_a_bit_of_its_gradients_is_named(tmp_path: Path) -> 
     find_the_one_that_flips("mlp", tmp_path)
 
 
-def test_two_workers_that_differ_are_both_named(tmp_path: Path) -> None:
+def test_two_diverging_workers_are_both_named(tmp_path: Path) -> None:
     with in_microbatches(tmp_path, "mlp", least=2, most=2, total=8, check_every=3) as c:
         trainers = [*c.start(1, go=False), *c.start(1, go=False, flips_from=4)]
         for trainer in trainers:
@@ -88,7 +88,7 @@ def test_two_workers_that_differ_are_both_named(tmp_path: Path) -> None:
         assert max(event["step"] for trainer in trainers for event in trainer.of("applied")) == 5, str(c)
 
 
-def test_200_steps_with_checks_raise_no_alarm_and_keep_their_bits(tmp_path: Path) -> None:
+def test_200_checked_steps_report_no_divergence_and_keep_their_bits(tmp_path: Path) -> None:
     with in_microbatches(tmp_path, "mlp", most=3, total=200, check_every=1) as c:
         c.start(3, [kill(at="forward", rank=1, step=60)])
         assert sorted(c.wait(90).values()) == [-9, 0, 0], str(c)
@@ -97,5 +97,5 @@ def test_200_steps_with_checks_raise_no_alarm_and_keep_their_bits(tmp_path: Path
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(180)
-def test_half_a_minute_in_a_storm(tmp_path: Path) -> None:
+def test_a_30_second_soak_keeps_the_bits(tmp_path: Path) -> None:
     BitsSoak("mlp", 30, print).run(1, tmp_path)

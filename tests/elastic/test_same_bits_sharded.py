@@ -18,12 +18,12 @@ def saving(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-def test_workers_are_killed_join_and_leave(strategy: str, tmp_path: Path) -> None:
+def test_kills_joins_and_leaves_keep_the_bits(strategy: str, tmp_path: Path) -> None:
     """Where the dead one's shard is lost, the others go on from a checkpoint."""
     come_and_go(f"mlp/{strategy}", tmp_path, reference="mlp", total=26, **saving(tmp_path))
 
 
-def test_nodes_come_and_go(tmp_path: Path) -> None:
+def test_nodes_that_join_and_leave_keep_the_bits(tmp_path: Path) -> None:
     """The world has 4, 2, 4 and 2 members."""
     come_and_go(
         "mlp/hybrid_shard",
@@ -38,7 +38,7 @@ def test_nodes_come_and_go(tmp_path: Path) -> None:
     )
 
 
-def test_other_worlds_go_on_from_a_sharded_checkpoint(tmp_path: Path) -> None:
+def test_other_worlds_resume_from_a_sharded_checkpoint(tmp_path: Path) -> None:
     first = 0
     for world, stop_at in ((4, 4), (1, 8), (3, 0)):
         (tmp_path / f"{world}").mkdir()

@@ -75,7 +75,9 @@ def outcomes(mode: str, at: int, wrapper: str = "ddp", world: int = 2) -> list[d
         ("before", 4, "hybrid_shard", 4),  # the others wait in a group of two
     ],
 )
-def test_a_rank_that_skips_a_step_alone_is_named_on_all(mode: str, at: int, wrapper: str, world: int) -> None:
+def test_a_rank_that_leaves_out_a_step_alone_is_named_on_all_ranks(
+    mode: str, at: int, wrapper: str, world: int
+) -> None:
     for told in outcomes(mode, at, wrapper, world):
         assert told["event"] == "refused", told
         assert told["ranks"] == [1]
@@ -94,7 +96,7 @@ def test_a_rank_that_skips_a_step_alone_is_named_on_all(mode: str, at: int, wrap
         ("all", "full_shard", 4),
     ],
 )
-def test_a_step_is_skipped_on_all_and_counted(mode: str, wrapper: str, at: int) -> None:
+def test_a_skipped_step_is_skipped_and_counted_on_all_ranks(mode: str, wrapper: str, at: int) -> None:
     told = outcomes(mode, at, wrapper)
     assert [each["event"] for each in told] == ["done"] * 2, told
     for each in told:
@@ -107,7 +109,7 @@ def test_a_step_is_skipped_on_all_and_counted(mode: str, wrapper: str, at: int) 
     assert told[0]["weight"] == told[1]["weight"]
 
 
-def test_a_skip_that_comes_after_others_made_their_update_ends_all() -> None:
+def test_a_skip_after_an_update_raises_step_order_error_on_all_ranks() -> None:
     for told in outcomes("late", 4):
         assert told["event"] == "refused", told
         assert told["ranks"] == [1]
@@ -116,7 +118,7 @@ def test_a_skip_that_comes_after_others_made_their_update_ends_all() -> None:
         assert told["held"] == 4, "the update is not undone"
 
 
-def test_a_quiet_step_sends_no_more_than_its_bucket() -> None:
+def test_an_undisturbed_step_sends_only_its_bucket() -> None:
     code = (
         CODE.partition("    told = []")[0]
         + """

@@ -26,7 +26,7 @@ def train_until_two_are_there(c: Cluster, runs: Path) -> list[Tag]:
     return checkpoint.tags(runs)
 
 
-def test_a_damaged_one_is_left_out_by_all_if_one_finds_it(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_left_out_by_all_ranks(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     with cluster(tmp_path, least=2, total=60, wrapper="full_shard", pace=0.02, checkpoint_dir=str(runs),
                  checkpoint_every=2, log=True) as c:  # fmt: skip
@@ -43,7 +43,7 @@ def test_a_damaged_one_is_left_out_by_all_if_one_finds_it(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("wrapper", ["full_shard", "ddp"])
-def test_one_rank_alone_cannot_read_the_newest(wrapper: str, tmp_path: Path) -> None:
+def test_ranks_agree_on_a_checkpoint_if_one_cannot_read_the_newest(wrapper: str, tmp_path: Path) -> None:
     """For that rank it is a loop of symbolic links. All use the one before, or that rank takes the state of the other.
 
     Each rank of a sharded state reads its part, and all of the same checkpoint.
@@ -65,7 +65,7 @@ def test_one_rank_alone_cannot_read_the_newest(wrapper: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("files", ["arrays-*", "manifest.json"])
-def test_all_are_damaged(files: str, tmp_path: Path) -> None:
+def test_resuming_from_only_damaged_checkpoints_raises(files: str, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     with cluster(tmp_path, least=2, total=60, wrapper="full_shard", pace=0.02, checkpoint_dir=str(runs),
                  checkpoint_every=2) as c:  # fmt: skip
@@ -79,7 +79,7 @@ def test_all_are_damaged(files: str, tmp_path: Path) -> None:
         assert not any(trainer.of("attempt") for trainer in resumed), "nobody begins at step 0 as if there were none"
 
 
-def test_who_writes_elsewhere_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_writes_to_another_disk_is_named(tmp_path: Path) -> None:
     with cluster(tmp_path, least=2, total=4, wrapper="full_shard", checkpoint_every=2) as c:
         for name in "ab":
             c.start(1, checkpoint_dir=str(tmp_path / name))
@@ -92,7 +92,7 @@ def test_who_writes_elsewhere_is_named(tmp_path: Path) -> None:
             assert "must be on a disk that all ranks share" in error["text"]
 
 
-def test_who_reads_elsewhere_is_told(tmp_path: Path) -> None:
+def test_a_rank_that_reads_from_another_disk_raises_checkpoint_failed(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     with cluster(tmp_path, least=2, total=60, wrapper="full_shard", pace=0.02, checkpoint_dir=str(runs),
                  checkpoint_every=2) as c:  # fmt: skip
@@ -109,7 +109,7 @@ def test_who_reads_elsewhere_is_told(tmp_path: Path) -> None:
         assert sees.of("done")
 
 
-def test_one_that_is_seen_late_is_waited_for(tmp_path: Path) -> None:
+def test_a_checkpoint_that_appears_late_is_waited_for(tmp_path: Path) -> None:
     """As on a network file system, which shows what others have written when it asks again."""
     runs, late = tmp_path / "runs", tmp_path / "late"
     with cluster(tmp_path, least=2, total=60, wrapper="full_shard", pace=0.02, checkpoint_dir=str(runs),
@@ -128,7 +128,7 @@ def test_one_that_is_seen_late_is_waited_for(tmp_path: Path) -> None:
         assert "is lost with" not in log, "what is merely said interrupts no wait"
 
 
-def test_drained_by_notice_all_keep_what_they_have(tmp_path: Path) -> None:
+def test_draining_all_members_by_sigterm_saves_the_last_step(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     with cluster(tmp_path, least=2, total=500, wrapper="full_shard", pace=0.02, checkpoint_dir=str(runs)) as c:
         for trainer in c.start(2):

@@ -13,7 +13,7 @@ from support.elastic.faults import kill
 pytestmark = pytest.mark.slow
 
 
-def test_a_killed_worker_that_its_parent_does_not_reap_is_gone(tmp_path: Path) -> None:
+def test_an_unreaped_killed_worker_counts_as_gone(tmp_path: Path) -> None:
     """So it is in a container whose first process reaps nobody: `docker run IMAGE sleep infinity`."""
     where = tmp_path / "checkpoints"
     with cluster(tmp_path, total=40, pace=0.02, witness=False, checkpoint_dir=str(where), checkpoint_every=5) as c:
@@ -26,7 +26,7 @@ def test_a_killed_worker_that_its_parent_does_not_reap_is_gone(tmp_path: Path) -
         c.check(count=1)
 
 
-def test_a_silent_worker_that_ends_long_after_it_was_first_looked_for_is_waited_for_no_longer(tmp_path: Path) -> None:
+def test_a_frozen_worker_that_is_killed_later_is_no_longer_waited_for(tmp_path: Path) -> None:
     with cluster(tmp_path, total=12, pace=0.25, witness=False, failure_timeout=0.6) as c:
         (frozen,) = c.start(1)
         c.wait_for_step(2)

@@ -24,7 +24,7 @@ def paceline(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
 
 
-def test_status_asks_the_one_that_leads_and_says_which(tmp_path: Path) -> None:
+def test_status_reports_the_leader_and_its_epoch(tmp_path: Path) -> None:
     with cluster(tmp_path) as etcd, coordinators(etcd, tmp_path) as pair:
         for _ in range(2):
             leader = pair.leader()
@@ -40,7 +40,7 @@ def test_status_asks_the_one_that_leads_and_says_which(tmp_path: Path) -> None:
             pair.start_again(leader)
 
 
-def test_a_coordinator_says_what_is_wrong_with_its_etcd() -> None:
+def test_a_coordinator_explains_an_unusable_etcd() -> None:
     done = paceline("coordinator", "--listen", "127.0.0.1:0", "--state", "etcd://me:hunter2@127.0.0.1:1/p")
     assert done.returncode != 0
     assert "passwords are not supported" in done.stderr

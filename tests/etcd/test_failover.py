@@ -19,7 +19,9 @@ MOST_S = 10.0
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
-def test_training_goes_on_when_the_leader(number: signal.Signals, tmp_path: Path) -> None:
+def test_training_continues_after_the_leader_is_killed_frozen_or_stopped(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     """A worker that is killed in the same second is noticed, too."""
     with cluster(tmp_path) as etcd, coordinators(etcd, tmp_path) as pair:
         leader = pair.leader()
@@ -45,7 +47,7 @@ def test_training_goes_on_when_the_leader(number: signal.Signals, tmp_path: Path
                 assert all(step["world"] == 2 for step in steps)
 
 
-def test_training_goes_on_after_all_keys_of_etcd_were_deleted(tmp_path: Path) -> None:
+def test_training_continues_after_all_etcd_keys_are_deleted(tmp_path: Path) -> None:
     """Members join anew with the states that they hold: no step is lost, and generations do not fall.
 
     One that was a step behind takes the other's state, so it takes that step with it.

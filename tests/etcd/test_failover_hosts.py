@@ -64,7 +64,7 @@ def training(folder: Path) -> Iterator[Training]:
                 worker.close()
 
 
-def test_the_leader_is_cut_off_from_etcd_and_later_from_everybody(tmp_path: Path) -> None:
+def test_a_leader_cut_off_from_etcd_or_from_all_hosts_is_replaced(tmp_path: Path) -> None:
     with training(tmp_path) as made:
         struck = time.monotonic()
         made.net.cut_pair(made.first, made.etcd)
@@ -86,7 +86,7 @@ def test_the_leader_is_cut_off_from_etcd_and_later_from_everybody(tmp_path: Path
         made.steps(3)
 
 
-def test_coordinators_that_do_not_reach_each_other_change_nothing(tmp_path: Path) -> None:
+def test_a_partition_between_coordinators_causes_no_takeover(tmp_path: Path) -> None:
     with training(tmp_path) as made:
         made.net.cut_pair(made.first, made.second)
         began = time.monotonic()
@@ -94,7 +94,7 @@ def test_coordinators_that_do_not_reach_each_other_change_nothing(tmp_path: Path
         assert "leads in epoch 2" not in made.log(made.second)
 
 
-def test_workers_that_do_not_reach_the_leader_train_on_and_come_back(tmp_path: Path) -> None:
+def test_workers_cut_off_from_the_leader_train_on_and_reconnect(tmp_path: Path) -> None:
     with training(tmp_path) as made:
         made.net.cut_pair(made.first, made.there)
         began = time.monotonic()

@@ -13,5 +13,5 @@ from support.etcd import needs_etcd
 @pytest.mark.needs(what="etcd")
 @needs_etcd
 @pytest.mark.timeout(180)
-def test_three_rounds(tmp_path: Path) -> None:
+def test_failover_soak_for_three_rounds(tmp_path: Path) -> None:
     soak_failover(3, 3, tmp_path, print)

@@ -131,7 +131,7 @@ def check_that_workers_do_not_operate(words: list[str], variables: dict[str, str
         assert needs in done.stderr
 
 
-def test_the_pod_that_leads_is_killed_and_the_other_takes_over(tmp_path: Path) -> None:
+def test_the_standby_pod_takes_over_after_the_leader_is_killed(tmp_path: Path) -> None:
     node = Node(tmp_path, [*AT.values(), ETCD_AT, PEERS_AT, METRICS_AT])
     with ExitStack() as stack:
         stack.enter_context(etcd_pod(node))

@@ -34,7 +34,7 @@ async def leader(keys: EtcdKeys, epoch: int, why: list[str]) -> EtcdStorage:
     return EtcdStorage(keys, "p", record, revision, why.append)
 
 
-def test_swaps_and_pages(tmp_path: Path) -> None:
+def test_swaps_and_paged_reads(tmp_path: Path) -> None:
     async def main(etcd: Cluster) -> None:
         keys = keys_of(etcd)
         assert await keys.get(b"a") is None
@@ -57,7 +57,7 @@ def test_swaps_and_pages(tmp_path: Path) -> None:
         run(lambda: main(etcd))
 
 
-def test_a_deposed_leader_is_refused_and_nothing_of_it_is_stored(tmp_path: Path) -> None:
+def test_a_write_of_a_deposed_leader_is_refused_and_not_stored(tmp_path: Path) -> None:
     async def main(etcd: Cluster) -> None:
         keys, why = keys_of(etcd), list[str]()
         old = await leader(keys, 1, why)
@@ -79,7 +79,7 @@ def test_a_deposed_leader_is_refused_and_nothing_of_it_is_stored(tmp_path: Path)
         run(lambda: main(etcd))
 
 
-def test_a_leader_goes_on_when_a_node_dies_or_stands_still(tmp_path: Path) -> None:
+def test_a_leader_keeps_writing_when_a_node_dies_or_freezes(tmp_path: Path) -> None:
     async def main(etcd: Cluster) -> None:
         keys, why = keys_of(etcd), list[str]()
         storage = await leader(keys, 1, why)
@@ -103,7 +103,7 @@ def test_a_leader_goes_on_when_a_node_dies_or_stands_still(tmp_path: Path) -> No
         run(lambda: main(etcd))
 
 
-def test_etcd_with_certificates(tmp_path: Path) -> None:
+def test_etcd_requires_a_client_certificate(tmp_path: Path) -> None:
     async def main(etcd: Cluster) -> None:
         keys = keys_of(etcd)
         assert isinstance(await keys.swap(b"a", 0, b"1"), int)
@@ -117,7 +117,7 @@ def test_etcd_with_certificates(tmp_path: Path) -> None:
         run(lambda: main(etcd))
 
 
-def test_a_certificate_that_was_renewed_is_used_without_a_restart(tmp_path: Path) -> None:
+def test_a_renewed_certificate_is_used_without_a_restart(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "tls")
 
     async def main(etcd: Cluster) -> None:

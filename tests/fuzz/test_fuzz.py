@@ -20,7 +20,7 @@ LEAST_RUNS = 60
 """More than any target has seeds, and fewer than it makes on a machine that is ten times too busy: it did fuzz."""
 
 
-def test_nothing_is_found(tmp_path: Path) -> None:
+def test_fuzzing_all_targets_finds_nothing(tmp_path: Path) -> None:
     """One process fuzzes all targets in turn: to instrument the code takes longer than to fuzz."""
     if importlib.util.find_spec("atheris") is None:
         missing("fuzzing", "atheris is not installed: pip install --group fuzz")

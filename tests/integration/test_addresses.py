@@ -49,12 +49,12 @@ def test_members_meet_at_addresses_that_they_advertise() -> None:
         assert sorted(parse_endpoint(text).host for text in found) == ["127.0.0.1", "::1", "localhost"]
 
 
-def test_the_coordinators_name_is_as_good_as_its_address() -> None:
+def test_members_meet_when_given_the_coordinators_host_name() -> None:
     with coordinator() as address:
         _meet(f"localhost:{parse_endpoint(address).port}", None, None)
 
 
-def test_a_name_that_does_not_resolve_is_said_at_once_and_ends_join_when_its_time_is_over(
+def test_join_warns_at_once_and_times_out_on_an_unresolved_name(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     start, began = time.monotonic(), time.time()
@@ -69,7 +69,7 @@ def test_a_name_that_does_not_resolve_is_said_at_once_and_ends_join_when_its_tim
     assert said[0].created - began < 1.0
 
 
-def test_an_advertised_name_that_does_not_resolve_ends_join() -> None:
+def test_join_fails_if_the_advertised_name_does_not_resolve() -> None:
     with (
         coordinator() as address,
         pytest.raises(paceline.LinkUnavailable, match=r"'no-such-host\.invalid' \(`advertise`\), but the name"),
@@ -77,7 +77,7 @@ def test_an_advertised_name_that_does_not_resolve_ends_join() -> None:
         paceline.join(address, advertise="no-such-host.invalid", timeout=0.5)
 
 
-def test_what_cannot_be_a_name_is_refused_before_anything_is_asked() -> None:
+def test_an_invalid_host_name_raises_value_error() -> None:
     with pytest.raises(ValueError, match="is not a valid host name"):
         paceline.join("coordinator..example:7400")
     with coordinator() as address, pytest.raises(ValueError, match="is not a valid host name"):

@@ -95,7 +95,7 @@ def _met(workers: list[Worker]) -> set[str]:
     return {address.rpartition(":")[0] for address in told[0]["addresses"]}
 
 
-def test_of_several_interfaces_the_one_counts_that_leads_to_the_coordinator() -> None:
+def test_members_advertise_the_interface_that_reaches_the_coordinator() -> None:
     """The other one is the first by number, and has the default route."""
     with network(3) as net, _coordinator(net.hosts[0], f"{net.hosts[0].address}:7400"):
         a, b = net.hosts[1:]
@@ -107,7 +107,7 @@ def test_of_several_interfaces_the_one_counts_that_leads_to_the_coordinator() ->
 
 
 @pytest.mark.alone
-def test_of_several_addresses_of_the_coordinator_the_one_counts_that_answers(tmp_path: Path) -> None:
+def test_members_use_the_coordinator_address_that_answers(tmp_path: Path) -> None:
     """Its name has an address on another network too, where nobody listens. No DNS server is asked, or waited for."""
     with network(3) as net, _coordinator(net.hosts[0], f"{net.hosts[0].address}:7400"):
         names = tmp_path / "hosts"
@@ -123,7 +123,7 @@ def test_of_several_addresses_of_the_coordinator_the_one_counts_that_answers(tmp
         assert time.monotonic() - start < 8
 
 
-def test_hosts_whose_names_grpc_takes_for_schemes(tmp_path: Path) -> None:
+def test_host_names_that_look_like_grpc_schemes_work(tmp_path: Path) -> None:
     """The coordinator's, and one that a worker advertises."""
     with network(3) as net, _coordinator(net.hosts[0], f"{net.hosts[0].address}:7400"):
         names = tmp_path / "hosts"
@@ -136,7 +136,7 @@ def test_hosts_whose_names_grpc_takes_for_schemes(tmp_path: Path) -> None:
             assert _met(workers) == {"dns", b.address}
 
 
-def test_ipv6_between_hosts() -> None:
+def test_members_on_different_hosts_meet_over_ipv6() -> None:
     with network(3) as net, _coordinator(net.hosts[0], f"[{net.hosts[0].address6}]:7400"):
         a, b = net.hosts[1:]
         at = {"COORDINATOR": f"[{net.hosts[0].address6}]:7400"}
@@ -144,7 +144,7 @@ def test_ipv6_between_hosts() -> None:
             assert _met(workers) == {f"[{a.address6}]", f"[{b.address6}]"}
 
 
-def test_what_is_advertised_is_where_peers_knock(tmp_path: Path) -> None:
+def test_peers_connect_to_the_advertised_address(tmp_path: Path) -> None:
     """An IPv6 address in a job that meets over IPv4, an address with a port, and a name that appears a moment later."""
     with network(4) as net, _coordinator(net.hosts[0], f"{net.hosts[0].address}:7400"):
         names = tmp_path / "hosts"
@@ -164,7 +164,7 @@ def test_what_is_advertised_is_where_peers_knock(tmp_path: Path) -> None:
 
 
 @pytest.mark.alone
-def test_a_coordinator_whose_name_comes_later_is_waited_for_and_said(tmp_path: Path) -> None:
+def test_join_warns_and_waits_until_the_coordinators_name_resolves(tmp_path: Path) -> None:
     """As where containers start side by side: there is no such name before there is such a container."""
     with network(2) as net:
         there, here = net.hosts
@@ -182,7 +182,7 @@ def test_a_coordinator_whose_name_comes_later_is_waited_for_and_said(tmp_path: P
                 assert time.monotonic() - named < 3
 
 
-def test_a_coordinator_that_moves_to_another_address_is_found_there(tmp_path: Path) -> None:
+def test_a_member_reconnects_after_the_coordinator_changes_address(tmp_path: Path) -> None:
     """Its name follows it a moment later, as in any name service: nobody is to be taken for lost for that."""
     with network(3) as net:
         first, second, here = net.hosts
@@ -206,7 +206,7 @@ def test_a_coordinator_that_moves_to_another_address_is_found_there(tmp_path: Pa
     [pytest.param(None, marks=pytest.mark.exhaustive), "0123456789abcdef0123456789abcdef"],
     ids=["", "with a token"],
 )
-def test_a_coordinator_whose_name_was_gone_for_long_is_found_at_once(token: str | None, tmp_path: Path) -> None:
+def test_a_member_reconnects_quickly_after_a_long_name_outage(token: str | None, tmp_path: Path) -> None:
     """It comes back at another address. Whoever waits for an answer of its store gets it, and no channel is left."""
     with network(3) as net:
         first, second, here = net.hosts
@@ -238,7 +238,7 @@ def test_a_coordinator_whose_name_was_gone_for_long_is_found_at_once(token: str 
                 assert worker.wait() == 0, worker.stderr
 
 
-def test_a_worker_on_loopback_beside_one_on_another_host_is_refused_with_both_named() -> None:
+def test_loopback_and_remote_workers_in_one_job_raise_settings_mismatch() -> None:
     with network(2) as net, _coordinator(net.hosts[0], "0.0.0.0:7400"):
         here, there = net.hosts
         with _workers(

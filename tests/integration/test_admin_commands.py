@@ -47,7 +47,7 @@ def result(ended: Command) -> dict[str, Any]:
     return found
 
 
-def test_drain_says_who_was_told() -> None:
+def test_drain_prints_the_members_asked_to_leave() -> None:
     async def main() -> None:
         async with two_members() as (address, _, (first, second)):
             where = ("--coordinator", address)
@@ -87,7 +87,7 @@ def test_restart_of_a_running_job_is_refused_unless_forced() -> None:
     run(main)
 
 
-def test_a_job_is_forgotten_when_it_is_over() -> None:
+def test_forget_is_refused_until_all_workers_have_left() -> None:
     async def main() -> None:
         async with two_members() as (address, _, sessions):
             where = ("--coordinator", address)
@@ -104,7 +104,7 @@ def test_a_job_is_forgotten_when_it_is_over() -> None:
 
 
 @pytest.mark.parametrize("by", [("digits",), ("--job", "digits")])
-def test_status_shows_where_members_stand(by: tuple[str, ...]) -> None:
+def test_status_shows_the_standing_and_step_of_each_member(by: tuple[str, ...]) -> None:
     async def main() -> None:
         async with two_members() as (address, _, (first, second)):
             await first.heartbeat(operation=4, step=3)

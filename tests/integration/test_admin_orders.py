@@ -58,7 +58,7 @@ async def members_of(admin: Any) -> list[pb.MemberStatus]:
     return list((await admin.GetJob(pb.GetJobRequest(job="job"))).members)
 
 
-def test_a_drain_by_rank_by_id_and_of_all() -> None:
+def test_members_are_drained_by_rank_by_id_or_all_together() -> None:
     async def main() -> None:
         async with running() as channel:
             admin: Any = AdminServiceStub(channel)
@@ -80,7 +80,7 @@ def test_a_drain_by_rank_by_id_and_of_all() -> None:
         (pb.DrainMembersRequest(job="none"), "there is no job 'none'; paceline status lists"),
     ],
 )
-def test_a_drain_of_nobody_is_typed_and_says_what_to_do(request_: pb.DrainMembersRequest, words: str) -> None:
+def test_drain_of_an_unknown_member_or_job_is_not_found(request_: pb.DrainMembersRequest, words: str) -> None:
     async def main() -> None:
         async with running() as channel:
             await pair(channel)
@@ -92,7 +92,7 @@ def test_a_drain_of_nobody_is_typed_and_says_what_to_do(request_: pb.DrainMember
     run(main)
 
 
-def test_a_restart_lets_those_who_wait_begin() -> None:
+def test_restart_lets_a_waiting_worker_start_a_new_view() -> None:
     async def main() -> None:
         async with running() as channel:
             admin: Any = AdminServiceStub(channel)
@@ -108,7 +108,7 @@ def test_a_restart_lets_those_who_wait_begin() -> None:
     run(main)
 
 
-def test_restart_after_does_it_by_itself_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_restart_after_restarts_a_disconnected_job_and_logs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with running(restart_after=0.2) as channel:
             first, second = await line(channel)
@@ -124,7 +124,7 @@ def test_restart_after_does_it_by_itself_and_says_so(caplog: pytest.LogCaptureFi
     assert [record.getMessage() for record in caplog.records if text in record.getMessage()]
 
 
-def test_restart_after_touches_no_job_whose_member_is_here() -> None:
+def test_restart_after_keeps_a_job_with_a_connected_member() -> None:
     async def main() -> None:
         async with running(restart_after=0.05) as channel:
             admin: Any = AdminServiceStub(channel)
@@ -139,7 +139,7 @@ def test_restart_after_touches_no_job_whose_member_is_here() -> None:
     run(main)
 
 
-def test_status_says_where_each_member_stands() -> None:
+def test_status_gives_the_standing_of_each_member() -> None:
     async def main() -> None:
         async with running() as channel:
             admin: Any = AdminServiceStub(channel)
@@ -166,7 +166,7 @@ async def job_over(channel: aio.Channel, name: str) -> int:
     return generation
 
 
-def test_jobs_that_are_over_do_not_fill_the_coordinator_and_keep_their_numbers() -> None:
+def test_resting_jobs_free_their_place_and_keep_their_generation() -> None:
     async def main() -> None:
         storage = MemoryStorage()
         async with running(storage, max_jobs=2) as channel:
@@ -187,7 +187,7 @@ def test_jobs_that_are_over_do_not_fill_the_coordinator_and_keep_their_numbers()
     run(main)
 
 
-def test_of_jobs_that_are_never_taken_up_again_nothing_is_left() -> None:
+def test_nothing_is_kept_of_resting_jobs_without_keep_numbers() -> None:
     async def main() -> None:
         storage = MemoryStorage()
         async with running(storage, max_jobs=1, max_resting_jobs=1, keep_numbers=False) as channel:
@@ -200,7 +200,7 @@ def test_of_jobs_that_are_never_taken_up_again_nothing_is_left() -> None:
     run(main)
 
 
-def test_a_store_ends_with_its_job(tmp_path: Path) -> None:
+def test_the_store_is_deleted_with_its_job(tmp_path: Path) -> None:
     """In memory, on the disk, and at a restart; a job of that name that comes later finds none of its keys."""
 
     async def store(session: RawSession, channel: aio.Channel, value: bytes) -> None:
@@ -237,7 +237,7 @@ def test_a_store_ends_with_its_job(tmp_path: Path) -> None:
     run(main)
 
 
-def test_a_forgotten_job_begins_anew() -> None:
+def test_a_forgotten_job_starts_above_its_workers_generation_floor() -> None:
     async def main() -> None:
         storage = MemoryStorage()
         async with running(storage, max_jobs=1) as channel:
@@ -256,7 +256,7 @@ def test_a_forgotten_job_begins_anew() -> None:
     run(main)
 
 
-def test_a_job_that_is_not_over_is_not_forgotten() -> None:
+def test_forget_is_refused_while_a_job_has_members() -> None:
     async def main() -> None:
         async with running() as channel:
             admin: Any = AdminServiceStub(channel)
@@ -276,7 +276,7 @@ def test_a_job_that_is_not_over_is_not_forgotten() -> None:
     run(main)
 
 
-def test_a_job_that_is_done_says_so_when_nothing_else_is_left_of_it() -> None:
+def test_a_finished_job_is_still_reported_as_finished_later() -> None:
     async def main() -> None:
         storage = MemoryStorage()
         async with running(storage, max_jobs=1) as channel:

@@ -53,7 +53,7 @@ def by_rank(started: list[Worker]) -> list[Worker]:
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
-def test_a_worker_of_a_fixed_world_is_waited_for(tls: bool, tmp_path: Path) -> None:
+def test_a_worker_that_holds_the_gil_is_not_lost(tls: bool, tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "certificates")
     secrets = {name.removeprefix("PACELINE_"): path for name, path in folder.environment.items()} if tls else {}
     settings = folder.server() if tls else {}
@@ -65,7 +65,7 @@ def test_a_worker_of_a_fixed_world_is_waited_for(tls: bool, tmp_path: Path) -> N
         assert [worker.wait() for worker in started] == [0, 0], "".join(worker.stderr for worker in started)
 
 
-def test_a_stop_during_such_a_call_is_noticed() -> None:
+def test_a_worker_stopped_while_holding_the_gil_is_lost() -> None:
     code = WORKER.format(before="", seconds=30.0)
     with coordinator() as address, workers(2, code, COORDINATOR=address, **ENVIRONMENT) as started:
         waiting, holding = by_rank(started)
@@ -77,7 +77,7 @@ def test_a_stop_during_such_a_call_is_noticed() -> None:
         assert 0.0 < error["at"] - stopped < 20.0, "the call would last until then"
 
 
-def test_a_link_opens_when_the_peer_has_its_interpreter_again() -> None:
+def test_a_link_opens_after_the_peer_releases_the_gil() -> None:
     """The first caller at a door finds it busy, for longer than a caller waits for a door that does not answer."""
     before = """
 import asyncio
@@ -101,7 +101,7 @@ Door._hello = hello
             assert worker.expect_any()["event"] in ("holding", "sum")
 
 
-def test_under_a_launcher_too(tmp_path: Path) -> None:
+def test_a_launched_worker_that_holds_the_gil_is_not_lost(tmp_path: Path) -> None:
     code = WORKER.format(before="", seconds=5.0)
     emits = "import numpy as np\nimport paceline\n\ndef emit(event, **facts):\n    print(event, facts)\n"
     script = tmp_path / "script.py"

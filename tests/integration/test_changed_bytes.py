@@ -57,7 +57,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(("kind", "streams"), [("tcp", 1), ("tcp", 3), ("grpc", 1)])
-def test_a_changed_bit_breaks_the_link(kind: str, streams: int, call: str) -> None:
+def test_a_flipped_bit_breaks_the_link(kind: str, streams: int, call: str) -> None:
     with (
         coordinator() as address,
         workers(

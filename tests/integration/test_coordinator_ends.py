@@ -88,7 +88,7 @@ def process() -> Iterator[tuple[subprocess.Popen[str], str]]:
             started.kill()
 
 
-def test_members_go_on_and_leave_at_once_when_it_has_ended_for_good(caplog: pytest.LogCaptureFixture) -> None:
+def test_members_work_on_and_leave_at_once_after_a_final_shutdown(caplog: pytest.LogCaptureFixture) -> None:
     with coordinator(for_good=True) as address:
         sessions = join(address, 2)
     with pytest.raises(SessionClosed):
@@ -100,7 +100,7 @@ def test_members_go_on_and_leave_at_once_when_it_has_ended_for_good(caplog: pyte
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-def test_a_worker_that_waits_for_its_view_is_told_of_the_end(waits: threading.Event) -> None:
+def test_a_final_shutdown_fails_a_worker_waiting_for_its_view(waits: threading.Event) -> None:
     with ThreadPoolExecutor(1) as pool:
         with coordinator(for_good=True) as address:
             waiting = pool.submit(first_of_two, address)
@@ -109,7 +109,7 @@ def test_a_worker_that_waits_for_its_view_is_told_of_the_end(waits: threading.Ev
             waiting.result(SOON_S)
 
 
-def test_a_member_that_does_not_hear_holds_up_no_end() -> None:
+def test_a_member_that_does_not_read_does_not_delay_shutdown() -> None:
     async def main() -> float:
         server = Coordinator(ServerSettings(listen="127.0.0.1:0"))
         async with aio.insecure_channel(await server.start()) as channel:
@@ -124,7 +124,7 @@ def test_a_member_that_does_not_hear_holds_up_no_end() -> None:
     assert 0.2 <= run(main) < 1.0
 
 
-def test_one_that_was_killed_ends_the_wait_for_a_view(waits: threading.Event) -> None:
+def test_a_coordinator_kill_fails_a_worker_waiting_for_its_view(waits: threading.Event) -> None:
     with process() as (server, address), ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(first_of_two, address)
         assert waits.wait(10.0)
@@ -133,7 +133,7 @@ def test_one_that_was_killed_ends_the_wait_for_a_view(waits: threading.Event) ->
             waiting.result(SOON_S)
 
 
-def test_one_that_was_killed_is_not_waited_for_by_those_who_leave() -> None:
+def test_members_leave_at_once_after_a_coordinator_kill() -> None:
     with process() as (server, address):
         sessions = join(address, 2)
         server.send_signal(signal.SIGKILL)
@@ -142,7 +142,7 @@ def test_one_that_was_killed_is_not_waited_for_by_those_who_leave() -> None:
         within(SOON_S, lambda: [session.leave() for session in sessions])
 
 
-def test_nobody_waits_where_nobody_listens() -> None:
+def test_join_does_not_retry_when_the_coordinator_will_not_return() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -163,7 +163,7 @@ lasting.session = paceline.join(address, job="ends", rank=0, world_size=2)
 """
 
 
-def test_it_stops_in_order_when_the_process_ends_inside_its_block(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_coordinator_stops_cleanly_when_its_process_exits_in_the_block(caplog: pytest.LogCaptureFixture) -> None:
     worker = Worker(END, {})
     try:
         address = worker.expect("listens")["address"]

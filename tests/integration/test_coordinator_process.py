@@ -49,7 +49,7 @@ async def process(*arguments: str) -> AsyncIterator[tuple[asyncio.subprocess.Pro
         await started.communicate()
 
 
-def test_numbers_grow_across_restarts(tmp_path: Path) -> None:
+def test_generations_increase_across_restarts(tmp_path: Path) -> None:
     async def one_run(how_it_ends: signal.Signals) -> int:
         async with process("--state", str(tmp_path / "s.db")) as (server, address):
             async with aio.insecure_channel(address) as channel:
@@ -68,7 +68,7 @@ def test_numbers_grow_across_restarts(tmp_path: Path) -> None:
     run(main)
 
 
-def test_a_full_disk_is_told_and_gone_once_there_is_room(tmp_path: Path) -> None:
+def test_a_full_disk_makes_readyz_fail_until_space_is_free(tmp_path: Path) -> None:
     """Here the longest file is what is full, as in the test of checkpoints."""
 
     async def main() -> None:
@@ -110,7 +110,7 @@ def test_a_full_disk_is_told_and_gone_once_there_is_room(tmp_path: Path) -> None
     run(main)
 
 
-def test_sigterm_drains() -> None:
+def test_sigterm_drains_the_coordinator() -> None:
     async def main() -> None:
         async with process() as (server, address), aio.insecure_channel(address) as channel:
             session = await RawSession.register(channel)
@@ -132,7 +132,7 @@ def test_sigterm_drains() -> None:
     run(main)
 
 
-def test_a_coordinator_that_was_frozen_evicts_nobody() -> None:
+def test_a_coordinator_evicts_no_member_after_its_own_freeze() -> None:
     async def main() -> None:
         async with process() as (server, address), aio.insecure_channel(address) as channel:
             sessions = [await RawSession.register(channel, failure_timeout=2.0) for _ in range(2)]
@@ -150,7 +150,7 @@ def test_a_coordinator_that_was_frozen_evicts_nobody() -> None:
     run(main)
 
 
-def test_a_port_in_use_is_a_sentence_and_exit_code_1() -> None:
+def test_a_port_in_use_prints_one_error_and_exits_with_1() -> None:
     async def main() -> None:
         async with process() as (_, address):
             second = await asyncio.create_subprocess_exec(
@@ -165,7 +165,7 @@ def test_a_port_in_use_is_a_sentence_and_exit_code_1() -> None:
 
 
 @pytest.mark.parametrize("settle_time", ["0.01", "60"])
-def test_a_first_view_waits_for_more_workers_as_long_as_it_is_told(settle_time: str) -> None:
+def test_the_first_view_waits_settle_time_for_more_workers(settle_time: str) -> None:
     async def main() -> None:
         async with (
             process("--settle-time", settle_time) as (_, address),

@@ -64,7 +64,7 @@ def test_pages_of_another_generation_or_job_are_refused() -> None:
     run(main)
 
 
-def test_a_dead_member_is_named_to_the_others() -> None:
+def test_a_dead_member_is_named_in_the_verdict() -> None:
     async def main() -> None:
         async with running() as channel:
             first, second = await pair(channel)
@@ -79,7 +79,7 @@ def test_a_dead_member_is_named_to_the_others() -> None:
     run(main)
 
 
-def test_a_frozen_member_is_found_by_its_silence() -> None:
+def test_a_frozen_member_is_evicted_after_failure_timeout() -> None:
     async def main() -> None:
         async with running() as channel:
             first = await RawSession.register(channel, failure_timeout=0.3)
@@ -102,7 +102,7 @@ def test_a_frozen_member_is_found_by_its_silence() -> None:
     run(main)
 
 
-def test_a_process_that_still_listens_when_its_stream_ends_is_found_dead_when_it_does_not() -> None:
+def test_a_member_is_dead_once_its_stream_ends_and_its_port_refuses() -> None:
     """A busy machine closes the sockets of a dying process one by one; nobody waits for the end of its lease."""
 
     async def main() -> None:
@@ -127,7 +127,7 @@ def test_a_process_that_still_listens_when_its_stream_ends_is_found_dead_when_it
     run(main)
 
 
-def test_a_broken_stream_is_taken_up_again() -> None:
+def test_a_broken_stream_is_resumed() -> None:
     async def main() -> None:
         ended: asyncio.Queue[str] = asyncio.Queue()
 
@@ -161,7 +161,7 @@ def test_a_second_stream_takes_over_from_the_first() -> None:
     run(main)
 
 
-def test_a_wrong_token_takes_nothing_over() -> None:
+def test_resume_with_a_wrong_session_token_is_refused() -> None:
     async def main() -> None:
         async with running() as channel:
             first, second = await pair(channel)
@@ -175,7 +175,7 @@ def test_a_wrong_token_takes_nothing_over() -> None:
     run(main)
 
 
-def test_a_coordinator_that_has_lost_its_state_says_so() -> None:
+def test_resume_at_a_coordinator_without_state_ends_the_session() -> None:
     async def main() -> None:
         async with running() as channel:
             session = await RawSession.register(channel)
@@ -187,7 +187,7 @@ def test_a_coordinator_that_has_lost_its_state_says_so() -> None:
     run(main)
 
 
-def test_members_and_numbers_survive_a_restart() -> None:
+def test_members_and_generations_survive_a_restart() -> None:
     async def main() -> None:
         storage = MemoryStorage()
         async with running(storage) as channel:
@@ -206,7 +206,7 @@ def test_members_and_numbers_survive_a_restart() -> None:
     run(main)
 
 
-def test_the_secret_of_a_job_is_for_its_members_also_after_a_restart() -> None:
+def test_members_share_one_door_secret_across_a_restart() -> None:
     async def main() -> None:
         storage = MemoryStorage()
         async with running(storage) as channel:
@@ -221,7 +221,7 @@ def test_the_secret_of_a_job_is_for_its_members_also_after_a_restart() -> None:
     run(main)
 
 
-def test_the_secret_is_new_when_the_job_begins_anew() -> None:
+def test_the_door_secret_changes_when_the_job_starts_anew() -> None:
     async def main() -> None:
         async with running(MemoryStorage()) as channel:
             before = await pair(channel)
@@ -236,7 +236,7 @@ def test_the_secret_is_new_when_the_job_begins_anew() -> None:
     run(main)
 
 
-def test_the_secret_is_new_in_each_line() -> None:
+def test_the_door_secret_changes_in_each_line_of_generations() -> None:
     """For a candidate that has been there before, also if it was cut off when the line ended; and after a restart."""
 
     async def main() -> None:
@@ -259,7 +259,7 @@ def test_the_secret_is_new_in_each_line() -> None:
     run(main)
 
 
-def test_leaving_ends_the_stream_in_good_order() -> None:
+def test_leaving_with_an_error_sends_peer_raised_to_the_others() -> None:
     async def main() -> None:
         async with running() as channel:
             first, second = await pair(channel)
@@ -271,7 +271,7 @@ def test_leaving_ends_the_stream_in_good_order() -> None:
     run(main)
 
 
-def test_what_comes_after_leave_is_ignored() -> None:
+def test_messages_after_leave_are_ignored() -> None:
     async def main() -> None:
         async with running() as channel:
             session = await RawSession.register(channel)
@@ -283,7 +283,7 @@ def test_what_comes_after_leave_is_ignored() -> None:
     run(main)
 
 
-def test_a_launcher_reports_an_exit() -> None:
+def test_a_reported_exit_ends_the_session_and_names_the_member() -> None:
     async def main() -> None:
         async with running() as channel:
             first, second = await pair(channel)
@@ -298,7 +298,7 @@ def test_a_launcher_reports_an_exit() -> None:
     run(main)
 
 
-def test_what_is_known_of_a_job_at_rest_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_repeated_exit_reports_of_unknown_workers_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with running() as channel:
             first, second = await pair(channel)
@@ -312,7 +312,7 @@ def test_what_is_known_of_a_job_at_rest_is_logged_once(caplog: pytest.LogCapture
     assert sum("there is no worker" in record.getMessage() for record in caplog.records) == 1, caplog.text
 
 
-def test_a_barrier_that_times_out_lists_who_is_missing() -> None:
+def test_a_barrier_timeout_lists_the_missing_members() -> None:
     async def main() -> None:
         async with running() as channel:
             first, _ = await pair(channel)
@@ -332,7 +332,7 @@ def test_a_barrier_that_times_out_lists_who_is_missing() -> None:
     ("entry", "text"),
     [({"name": ""}, "1 to 256 bytes"), ({"name": "x" * 257}, "1 to 256 bytes"), ({"name": "b"}, "timeout above 0 s")],
 )
-def test_a_malformed_arrival_is_answered_and_costs_nothing_else(entry: dict[str, str], text: str) -> None:
+def test_a_malformed_enter_barrier_fails_only_that_barrier_call(entry: dict[str, str], text: str) -> None:
     async def main() -> None:
         async with running() as channel:
             first, _ = await pair(channel)
@@ -345,7 +345,7 @@ def test_a_malformed_arrival_is_answered_and_costs_nothing_else(entry: dict[str,
     run(main)
 
 
-def test_a_first_message_that_is_none() -> None:
+def test_a_first_message_other_than_register_is_refused() -> None:
     async def main() -> None:
         async with running() as channel:
             for event in ({"heartbeat": session_pb2.Heartbeat()}, {}):
@@ -384,7 +384,7 @@ def test_a_second_register_ends_the_stream() -> None:
         ({"generation_floor": 1 << 62}, "BAD_REQUEST", "generation_floor"),
     ],
 )
-def test_registrations_that_are_refused(fields: dict[str, object], reason: str, text: str) -> None:
+def test_invalid_registrations_are_refused(fields: dict[str, object], reason: str, text: str) -> None:
     async def main() -> None:
         async with running() as channel:
             await RawSession.register(channel)
@@ -395,7 +395,7 @@ def test_registrations_that_are_refused(fields: dict[str, object], reason: str, 
     run(main)
 
 
-def test_two_claims_to_one_rank() -> None:
+def test_a_second_claim_to_a_rank_is_refused() -> None:
     async def main() -> None:
         async with running() as channel:
             await RawSession.register(channel, rank=1, host="left")
@@ -424,7 +424,7 @@ def test_sessions_and_jobs_are_limited() -> None:
     run(main)
 
 
-def test_an_operator_sees_the_jobs() -> None:
+def test_list_jobs_and_get_job_describe_the_jobs() -> None:
     async def main() -> None:
         async with running() as channel:
             admin = AdminServiceStub(channel)
@@ -450,7 +450,7 @@ def test_an_operator_sees_the_jobs() -> None:
     run(main)
 
 
-def test_a_state_file_in_use_is_named(tmp_path: Path) -> None:
+def test_a_state_file_in_use_raises_state_unusable(tmp_path: Path) -> None:
     async def main() -> None:
         path = tmp_path / "state.db"
         async with running(state_path=path):

@@ -43,7 +43,7 @@ class Store:
         return bool(answer.existed)
 
 
-def test_what_one_sets_the_other_waits_for() -> None:
+def test_get_and_wait_return_once_another_member_sets_the_key() -> None:
     async def main() -> None:
         async with running() as channel:
             first, second = [Store(channel, await RawSession.register(channel)) for _ in range(2)]
@@ -61,7 +61,7 @@ def test_what_one_sets_the_other_waits_for() -> None:
     run(main)
 
 
-def test_calls_that_change_by_what_is_there_may_be_repeated() -> None:
+def test_add_and_compare_set_can_be_repeated_safely() -> None:
     async def main() -> None:
         async with running() as channel:
             store = Store(channel, await RawSession.register(channel))
@@ -79,7 +79,7 @@ def test_calls_that_change_by_what_is_there_may_be_repeated() -> None:
     run(main)
 
 
-def test_refusals() -> None:
+def test_invalid_store_calls_are_refused() -> None:
     async def main() -> None:
         async with running(max_value_bytes=8) as channel:
             session = await RawSession.register(channel)
@@ -107,7 +107,7 @@ def test_refusals() -> None:
     run(main)
 
 
-def test_the_end_of_a_session_ends_its_waits_and_its_writes() -> None:
+def test_leaving_ends_the_sessions_waiting_gets_and_refuses_its_sets() -> None:
     async def main() -> None:
         async with running() as channel:
             session = await RawSession.register(channel)
@@ -146,7 +146,7 @@ class HeldStorage(MemoryStorage):
             each.set_result(None)
 
 
-def test_no_answer_tells_what_a_restart_may_take_back() -> None:
+def test_no_call_is_answered_before_pending_writes_are_stored() -> None:
     """Neither what others have written, nor that this caller's own first try has been written."""
 
     async def main() -> None:
@@ -216,7 +216,7 @@ class FullStorage(MemoryStorage):
         self.waiting.clear()
 
 
-def test_a_write_that_could_not_be_stored_is_not_answered_until_it_is() -> None:
+def test_a_failed_write_can_be_repeated_and_is_applied_once() -> None:
     """A repeat tells nothing that a restart takes back, and changes nothing twice."""
 
     async def main() -> None:
@@ -245,7 +245,7 @@ def test_a_write_that_could_not_be_stored_is_not_answered_until_it_is() -> None:
     run(main)
 
 
-def test_a_repeat_does_not_hide_that_the_first_try_could_not_be_stored() -> None:
+def test_a_repeated_write_fails_when_the_first_try_is_not_stored() -> None:
     """The connection broke, so nobody heard of the first try, and the repeat came while it was being stored."""
 
     async def main() -> None:
@@ -273,7 +273,7 @@ def test_a_repeat_does_not_hide_that_the_first_try_could_not_be_stored() -> None
     run(main)
 
 
-def test_a_restart_keeps_the_answers_to_calls(tmp_path: Path) -> None:
+def test_answers_to_store_calls_survive_a_restart(tmp_path: Path) -> None:
     """A call that is repeated because its answer was lost has been made once, whatever others have written since."""
 
     async def main() -> None:
@@ -307,7 +307,7 @@ def test_a_restart_keeps_the_answers_to_calls(tmp_path: Path) -> None:
     run(main)
 
 
-def test_a_restart_keeps_the_store(tmp_path: Path) -> None:
+def test_the_store_survives_a_restart(tmp_path: Path) -> None:
     async def main() -> None:
         path = tmp_path / "state.db"
         async with running(state_path=path) as channel:

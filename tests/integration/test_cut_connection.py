@@ -41,7 +41,7 @@ def _drop_answers(host: Host, port: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1 << 10, 4 << 20])
-def test_a_connection_that_is_cut_alone_is_news_within_failure_timeout_and_a_second(size: int) -> None:
+def test_a_cut_data_connection_raises_peer_lost_soon_after_timeout(size: int) -> None:
     """What is small is with the kernel at once, and both only wait; of what is large something is still to be sent."""
     with network(2) as net, coordinator_on(net.hosts[0]) as address:
         variables = {

@@ -141,7 +141,7 @@ def kinds(server: Scripted) -> list[str | None]:
 
 
 @pytest.mark.parametrize("broken", [changed, lost])
-def test_a_message_of_the_coordinator_that_changed_or_was_lost(broken: Stream) -> None:
+def test_a_changed_or_lost_coordinator_message_resumes_the_stream(broken: Stream) -> None:
     server = Scripted(broken, good)
 
     async def follow(stream: ControlStream, heard: Heard) -> None:
@@ -152,7 +152,7 @@ def test_a_message_of_the_coordinator_that_changed_or_was_lost(broken: Stream) -
     assert kinds(server) == ["register", "resume"]
 
 
-def test_an_answer_to_register_that_makes_no_sense() -> None:
+def test_register_is_retried_after_a_garbled_answer() -> None:
     server = Scripted(garbage, refusing(BadRequest("what?")), good)
 
     async def follow(stream: ControlStream, heard: Heard) -> None:
@@ -163,7 +163,7 @@ def test_an_answer_to_register_that_makes_no_sense() -> None:
     assert kinds(server) == ["register"] * 3
 
 
-def test_a_mistake_of_the_user_is_refused_three_times() -> None:
+def test_register_fails_after_three_refusals() -> None:
     server = Scripted(*[refusing(BadRequest("the job's name is too long"))] * 3)
 
     async def follow(stream: ControlStream, _: Heard) -> None:
@@ -174,7 +174,7 @@ def test_a_mistake_of_the_user_is_refused_three_times() -> None:
     assert not server._streams
 
 
-def test_what_is_refused_once_is_said_again() -> None:
+def test_a_refused_message_or_resume_is_retried() -> None:
     server = Scripted(
         refusing(BadRequest("a meeting after generation 4"), first=False),
         refusing(SessionEnded("there is no job jbo")),
@@ -191,7 +191,7 @@ def test_what_is_refused_once_is_said_again() -> None:
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["what follows", "resume"])
-def test_what_is_refused_again_and_again_ends_the_session_with_the_first_refusal(first: bool) -> None:
+def test_repeated_refusals_end_the_session_with_the_first_one(first: bool) -> None:
     last = [refusing(SessionEnded(f"the session has ended ({n})"), first=first) for n in (2, 3)]
     server = Scripted(refusing(SessionEnded("the session has ended (1)"), first=False), *last)
 
@@ -208,7 +208,7 @@ def test_what_is_refused_again_and_again_ends_the_session_with_the_first_refusal
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_message_of_a_worker_at_the_wrong_place(place: int) -> None:
+def test_a_worker_message_out_of_sequence_is_refused_as_damaged(place: int) -> None:
     async def main() -> None:
         async with running() as channel:
             session = await RawSession.register(channel)
@@ -224,7 +224,7 @@ def test_a_message_of_a_worker_at_the_wrong_place(place: int) -> None:
 
 
 @pytest.mark.parametrize("at", [-6, -5, -1], ids=["key", "key's second byte", "check"])
-def test_a_change_in_the_check_of_the_first_message_does_not_switch_checks_off(at: int) -> None:
+def test_a_damaged_check_field_in_register_is_refused_as_damaged(at: int) -> None:
     class Damaging(RawSession):
         def _serialized(self, message: pb.SessionRequest) -> bytes:
             data = bytearray(super()._serialized(message))

@@ -43,9 +43,7 @@ def _is_closed(there: socket, seconds: float, on_frame: Callable[[int, int, byte
 
 
 @pytest.mark.parametrize("link", ["grpc", "tcp", "shm"])
-def test_a_connection_without_a_call_is_closed_and_an_idle_link_is_not(
-    link: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_idle_connection_is_closed_but_an_idle_link_stays_open(link: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_door, "IDLE_SECONDS", 0.3)
     with mixed_world([Place(links=(link, "grpc"))] * 2) as world, ExitStack() as stack:
         run_all(world.groups, lambda group: group.barrier())
@@ -61,7 +59,7 @@ def test_a_connection_without_a_call_is_closed_and_an_idle_link_is_not(
 
 
 @pytest.mark.parametrize("answers", [False, True])
-def test_calls_of_a_host_that_is_gone_end(answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_of_a_host_that_answers_no_pings_are_ended(answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has a call that lasts, and answers no ping; nothing else tells it from one that has nothing to say."""
     monkeypatch.setattr(grpc_door, "PING_SECONDS", 0.2)
     monkeypatch.setattr(grpc_door, "PONG_SECONDS", 1.5)
@@ -83,6 +81,6 @@ def test_calls_of_a_host_that_is_gone_end(answers: bool, monkeypatch: pytest.Mon
         assert len(pings) > 3 if answers else pings
 
 
-def test_a_door_waits_for_an_answer_as_long_as_a_member_may_be_silent() -> None:
+def test_the_doors_ping_timeout_is_at_least_failure_timeout() -> None:
     assert Door(JOB, IN_THE_CLEAR, Config(failure_timeout=100.0))._pong_seconds == 100.0
     assert Door(JOB, IN_THE_CLEAR)._pong_seconds == grpc_door.PONG_SECONDS

@@ -167,7 +167,7 @@ def resident() -> int:
         return int(file.read().split()[1]) * 4096
 
 
-def test_a_request_that_does_not_end_is_not_waited_for(short: None) -> None:
+def test_unfinished_requests_are_ended_after_a_time_limit(short: None) -> None:
     with grpc_world() as world, ExitStack() as stack:
         floods = [Flood(door_of(world), 2, MAX_FRAME_BYTES, method) for method in METHODS]
         for flood in floods:
@@ -181,7 +181,7 @@ def test_a_request_that_does_not_end_is_not_waited_for(short: None) -> None:
         assert not world.doors[1]._requests._reading
 
 
-def test_unfinished_requests_of_one_connection_hold_little(short: None) -> None:
+def test_unfinished_requests_of_one_connection_hold_little_memory(short: None) -> None:
     """100 requests of 4 MiB each, again and again: the door takes few of them in, and lets go of those."""
     with grpc_world() as world, ExitStack() as stack:
         before, sizes = resident(), []
@@ -196,7 +196,7 @@ def test_unfinished_requests_of_one_connection_hold_little(short: None) -> None:
         assert sizes[1] - sizes[0] < 24 << 20, f"it grows each time: {sizes}"
 
 
-def test_the_door_refuses_a_call_or_a_message_beyond_its_limit_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_excess_calls_and_oversized_messages_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """One call too many on a connection, and a message whose head says that it is longer than any."""
     monkeypatch.setattr(grpc_methods, "HURRIED_SECONDS", 600.0)
     with grpc_world() as world, ExitStack() as stack:
@@ -211,13 +211,13 @@ def test_the_door_refuses_a_call_or_a_message_beyond_its_limit_at_once(monkeypat
     assert grpc_door.MAX_MESSAGE_BYTES < 5 << 20, "whoever reaches the port can have it kept"
 
 
-def test_as_many_chunks_as_may_be_asked_for_fit_into_a_request() -> None:
+def test_a_get_state_request_with_the_most_chunks_fits_the_limit() -> None:
     chunks = [2**32 - 1] * MOST["GetStateRequest.chunks"]
     request = peer_pb2.GetStateRequest(job="j" * 128, to_member="m" * 64, chunks=chunks)
     assert request.ByteSize() < MAX_REQUEST_BYTES
 
 
-def test_requests_that_do_not_end_are_hurried_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_requests_are_ended_sooner_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """While there are as many as can be, a caller is told to try again; one beyond `MANY` hurries all of them."""
     monkeypatch.setattr(grpc_methods, "READ_SECONDS", 600.0)
     monkeypatch.setattr(grpc_methods, "HURRIED_SECONDS", 0.5)
@@ -236,7 +236,7 @@ def test_requests_that_do_not_end_are_hurried_when_there_are_many(monkeypatch: p
             flood.pump(SOON, lambda flood=flood: len(flood.ended) == 3)  # type: ignore[misc]
 
 
-def test_a_request_that_is_too_long_is_refused_by_name() -> None:
+def test_an_oversized_request_is_refused_with_reason_limit() -> None:
     with grpc_world() as world:
         for method in METHODS:
             request = hello() if method == "Hello" else getattr(peer_pb2, f"{method}Request")()
@@ -247,7 +247,7 @@ def test_a_request_that_is_too_long_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_a_call_has_one_request(count: int) -> None:
+def test_a_unary_call_with_no_or_two_requests_is_refused(count: int) -> None:
     async def talk(channel: aio.Channel) -> grpc.StatusCode:
         call = untyped(channel.stream_stream)(f"{SERVICE}Hello")()
         for _ in range(count):
@@ -261,7 +261,7 @@ def test_a_call_has_one_request(count: int) -> None:
 
 
 @pytest.mark.parametrize("long", ["guess", "x" * 64, "\n" * 64, "é" * 32, "\0\x1b[2J" * 12])
-def test_a_refusal_tells_nothing_and_keeps_its_kind(long: str) -> None:
+def test_a_refusal_is_short_printable_and_reveals_no_job_name(long: str) -> None:
     """Whatever was sent: it is repeated in few printable characters, and the job's name is not told."""
     with grpc_world() as world:
         world.doors[1].window.member_id = "member-1"
@@ -281,7 +281,7 @@ def test_a_refusal_tells_nothing_and_keeps_its_kind(long: str) -> None:
         assert "member-1" not in text
 
 
-def test_a_caller_who_means_somebody_else_does_not_wait() -> None:
+def test_hello_to_another_member_is_refused_without_waiting() -> None:
     with grpc_world() as world:
         world.doors[1].window.member_id = "member-1"
         start = time.monotonic()
@@ -290,7 +290,9 @@ def test_a_caller_who_means_somebody_else_does_not_wait() -> None:
 
 
 @pytest.mark.parametrize("limit", ["MAX_WAITING", "MAX_WAITING_EACH"])
-def test_those_who_wait_for_a_view_turn_nobody_of_this_one_away(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callers_waiting_for_a_later_view_do_not_block_current_ones(
+    limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(grpc_door, limit, 3)
     monkeypatch.setattr(grpc_door, "TICKET_LIFETIME", 0.5)
 
@@ -311,5 +313,5 @@ def test_those_who_wait_for_a_view_turn_nobody_of_this_one_away(limit: str, monk
 
 
 @pytest.mark.parametrize("made", [Door, GrpcMesh, ExitReports, take_state, get_manifest, out_of_reach])
-def test_nobody_dials_in_the_clear_by_forgetting(made: Any) -> None:
+def test_credentials_are_a_required_argument(made: Any) -> None:
     assert inspect.signature(made).parameters["credentials"].default is inspect.Parameter.empty

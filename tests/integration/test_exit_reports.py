@@ -23,7 +23,7 @@ class Leader(SessionServiceServicer):
         return pb.ReportExitResponse(known=True)
 
 
-def test_the_last_report_is_not_left_with_a_frozen_coordinator() -> None:
+def test_an_exit_report_reaches_the_leader_past_a_frozen_coordinator() -> None:
     leader = Leader()
 
     async def serve() -> tuple[aio.Server, int]:

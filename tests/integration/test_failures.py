@@ -42,7 +42,7 @@ def assert_all_name(errors: list[dict[str, Any]], kind: str, culprit: int) -> No
     assert f"rank {culprit}" in errors[0]["text"]
 
 
-def test_a_death_is_news_within_a_second() -> None:
+def test_a_killed_member_raises_peer_lost_within_a_second() -> None:
     code = BLOCKED.format(culprit="wait_for_go()")
     with coordinator() as address, workers(4, code, COORDINATOR=address, MIN_WORKERS="4") as started:
         ranks = by_rank(started)
@@ -53,7 +53,7 @@ def test_a_death_is_news_within_a_second() -> None:
         assert max(error["at"] for error in errors) - killed < 1.0
 
 
-def test_a_freeze_is_news_within_failure_timeout_and_a_second() -> None:
+def test_a_frozen_member_raises_peer_lost_soon_after_failure_timeout() -> None:
     code = BLOCKED.format(culprit="wait_for_go()")
     environment = {"MIN_WORKERS": "4", "FAILURE_TIMEOUT": "1.2"}
     with coordinator() as address, workers(4, code, COORDINATOR=address, **environment) as started:
@@ -75,7 +75,7 @@ SEND = """
 """
 
 
-def test_a_frame_of_no_known_kind_names_its_sender() -> None:
+def test_a_frame_of_unknown_kind_raises_peer_broke_protocol() -> None:
     """Its checksum is right, so it came as it was sent."""
     data = """encode(Frame(FrameKind.DATA, session.group.mesh.generation, 1, 0, b"", b""))
             data = data[:1] + bytes([127]) + data[2:-4]
@@ -85,7 +85,7 @@ def test_a_frame_of_no_known_kind_names_its_sender() -> None:
         assert_all_name(errors_of(by_rank(started), 2), "PeerBrokeProtocol", 2)
 
 
-def test_bytes_that_changed_on_the_way_accuse_a_link_and_no_sender() -> None:
+def test_corrupted_bytes_raise_peer_lost_for_the_link() -> None:
     code = BLOCKED.format(culprit=SEND.format(data="os.urandom(500)").strip())
     with coordinator() as address, workers(4, code, COORDINATOR=address, MIN_WORKERS="4") as started:
         errors = errors_of(by_rank(started), 2)
@@ -94,7 +94,7 @@ def test_bytes_that_changed_on_the_way_accuse_a_link_and_no_sender() -> None:
         assert set(errors[0]["ranks"]) <= {2, 3}
 
 
-def test_a_members_own_error_reaches_the_others() -> None:
+def test_a_members_exception_raises_peer_raised_at_the_others() -> None:
     code = BLOCKED.format(culprit='raise ValueError("no such batch")')
     with coordinator() as address, workers(4, code, COORDINATOR=address, MIN_WORKERS="4") as started:
         ranks = by_rank(started)
@@ -105,7 +105,7 @@ def test_a_members_own_error_reaches_the_others() -> None:
         assert "no such batch" in ranks[2].stderr
 
 
-def test_a_member_that_leaves_while_others_need_it_is_named() -> None:
+def test_a_member_that_leaves_during_a_collective_raises_peer_lost() -> None:
     code = BLOCKED.format(culprit="session.leave(); sys.exit(0)")
     with coordinator() as address, workers(4, code, COORDINATOR=address, MIN_WORKERS="4") as started:
         errors = errors_of(by_rank(started), 2)
@@ -113,7 +113,7 @@ def test_a_member_that_leaves_while_others_need_it_is_named() -> None:
         assert "left" in errors[0]["text"]
 
 
-def test_a_death_while_nobody_communicates_fails_the_next_call_at_once() -> None:
+def test_a_death_between_calls_fails_the_next_call_at_once() -> None:
     code = """
 with paceline.join() as session:
     session.barrier("all here")
@@ -154,7 +154,7 @@ with paceline.join() as session:
     ],
     ids=["dtype", "shape", "op", "root", "kind"],
 )
-def test_ranks_that_disagree_are_told_both_sides(mine: str, theirs: str, facts: list[str]) -> None:
+def test_a_collective_mismatch_names_both_calls(mine: str, theirs: str, facts: list[str]) -> None:
     code = f"""
 with paceline.join() as session:
     try:
@@ -174,7 +174,7 @@ with paceline.join() as session:
         assert fact in errors[0]["text"]
 
 
-def test_a_timeout_says_who_was_waited_for() -> None:
+def test_a_timeout_names_the_missing_rank() -> None:
     code = """
 with paceline.join() as session:
     emit("joined", rank=session.rank)
@@ -195,7 +195,7 @@ with paceline.join() as session:
         assert ranks[1].expect("error")["type"] == "OperationTimeout"
 
 
-def test_barriers_by_marks_tell_what_another_called() -> None:
+def test_barrier_mismatch_names_both_operations() -> None:
     """One rank calls something else that waits for nobody: the others' barrier ends with both names."""
     code = """
 with paceline.join() as session:

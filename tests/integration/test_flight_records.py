@@ -80,7 +80,7 @@ WAITING = """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the launcher looks into /proc")
-def test_sigusr2_to_the_launcher_shows_what_every_rank_is_in(tmp_path: Path) -> None:
+def test_sigusr2_to_the_launcher_dumps_every_ranks_operations(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(WAITING))
     with command("run", "-n", "2", str(script), PACELINE_FLIGHT_DIR=str(tmp_path / "flight")) as run:

@@ -58,7 +58,7 @@ with paceline.join() as session:
 """
 
 
-def test_a_forked_child_is_refused_and_does_not_hide_its_parents_death() -> None:
+def test_a_forked_child_cannot_use_the_session_or_hide_its_parents_death() -> None:
     with (
         coordinator() as address,
         workers(1, WATCHING, COORDINATOR=address, MIN_WORKERS="2") as (watcher,),
@@ -88,7 +88,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_children_of_a_worker_that_multiprocessing_forks_never_crash() -> None:
+def test_a_worker_can_run_forked_multiprocessing_pools() -> None:
     code = """
 import multiprocessing
 

@@ -72,7 +72,9 @@ with paceline.join() as session:
         pytest.param("raise KeyError('x')", "PeerRaised", marks=pytest.mark.slow),
     ],
 )
-def test_the_others_hear_of_it(where: str, strategy: str, node: int | None, end: str, error: str) -> None:
+def test_a_failed_rank_raises_at_the_others_and_frees_full_parameters(
+    where: str, strategy: str, node: int | None, end: str, error: str
+) -> None:
     code = CODE.replace("END", end).replace("STRATEGY", strategy).replace("NODE", str(node))
     with (
         coordinator() as address,

@@ -9,7 +9,7 @@ from support.equal_units import UNITS, facts
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
-def test_peak_of_parameter_memory_under_full_shard() -> None:
+def test_full_shard_bounds_the_peak_of_parameter_memory() -> None:
     """W=4, 12 equal units of 4 MiB: what tracemalloc sees in the middle of every unit's forward and backward pass.
 
     In the second step: the first has made what stays.
@@ -46,7 +46,7 @@ with paceline.join() as session:
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_optimizer_state_is_a_quarter(strategy: str) -> None:
+def test_each_of_four_ranks_holds_a_quarter_of_the_optimizer_state(strategy: str) -> None:
     code = f"""
 with paceline.join() as session:
     n = 100_003

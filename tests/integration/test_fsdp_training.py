@@ -32,7 +32,7 @@ WITH_SGD, WITH_ADAM = partial(SGD, lr=0.1, momentum=0.9), partial(Adam, lr=0.01)
     ids=["sgd-float64", "adam-float32", "sgd-float32", "adam-float64"],
 )
 @pytest.mark.sampled(3)
-def test_four_ranks_train_as_one_process_does(
+def test_four_ranks_reach_the_parameters_of_one_process(
     strategy: ShardingStrategy, node: int | None, dtype: str, optimizer: partial[SGD | Adam]
 ) -> None:
     sampler = ElasticSampler(N, 157, seed=3)

@@ -89,7 +89,7 @@ def joined(world: int, late: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[t
 
 
 @pytest.mark.parametrize("leavers", [[1], [1, 2]], ids=["one", "two at once"])
-def test_those_that_need_none_that_left_go_on(leavers: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_members_that_do_not_need_a_departed_peer_continue(leavers: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 would open a link to rank 1 with its view, and finds its door shut."""
     with joined(2 + len(leavers), 0, monkeypatch) as (members, gate), ThreadPoolExecutor() as pool:
         list(pool.map(lambda rank: members[rank].result(TIMEOUT).leave(), leavers))
@@ -104,7 +104,7 @@ def test_those_that_need_none_that_left_go_on(leavers: list[int], monkeypatch: p
         assert list(pool.map(total, stay)) == [2.0, 2.0]
 
 
-def test_those_that_need_one_that_left_are_told_which(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_members_that_need_a_departed_peer_raise_peer_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     with joined(3, 0, monkeypatch) as (members, gate), ThreadPoolExecutor() as pool:
         members[1].result(TIMEOUT).leave()
         gate.open()
@@ -120,7 +120,7 @@ def test_those_that_need_one_that_left_are_told_which(monkeypatch: pytest.Monkey
         assert "left the job while others needed it" in text
 
 
-def test_a_message_from_any_rank_is_waited_for_though_one_left_that_was_never_linked(
+def test_recv_from_any_rank_keeps_waiting_after_an_unlinked_peer_leaves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with joined(3, 0, monkeypatch) as (members, gate):
@@ -135,7 +135,7 @@ def test_a_message_from_any_rank_is_waited_for_though_one_left_that_was_never_li
             stays.group.recv(1, timeout=TIMEOUT)
 
 
-def test_a_view_later_than_failure_timeout_breaks_no_unused_link(
+def test_a_late_view_does_not_break_an_unused_link(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked, process_runs = threading.Event(), grpc_mesh.process_runs
@@ -187,7 +187,7 @@ def hold_up_the_stream(monkeypatch: pytest.MonkeyPatch) -> Gate:
 @pytest.mark.parametrize("kind", ["grpc", "tcp", "shm"])
 @pytest.mark.parametrize("asked", [False, True], ids=["not asked for", "asked for"])
 @pytest.mark.parametrize("half_shut", [False, True], ids=["door shut", "door closing"])
-def test_a_peer_that_leaves_between_the_hello_and_the_stream(
+def test_a_peer_may_leave_between_hello_and_the_stream_without_blame(
     kind: str, asked: bool, half_shut: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = hold_up_the_stream(monkeypatch)
@@ -210,7 +210,7 @@ async def shut(intake: Intake) -> None:
         await closing
 
 
-def test_a_link_ends_when_nothing_can_tell_whether_its_peer_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_fails_when_the_check_for_a_gone_peer_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = hold_up_the_stream(monkeypatch)
 
     async def no_descriptor(*_: Any) -> bool:
@@ -227,9 +227,7 @@ def test_a_link_ends_when_nothing_can_tell_whether_its_peer_is_gone(monkeypatch:
 
 
 @pytest.mark.parametrize("kind", ["grpc", "tcp", "shm"])
-def test_a_door_that_closes_on_a_busy_host_has_time_for_its_last_word(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_closing_door_waits_for_its_last_message_to_be_sent(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A link on which nothing was ever sent: its stream ends when the peer leaves."""
     serve, accepted = Intake.serve, defaultdict[Intake, Gate](Gate)
 

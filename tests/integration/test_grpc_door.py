@@ -87,7 +87,7 @@ async def deliver(channel: aio.Channel, ticket: bytes, *frames: bytes, half_clos
         ({"purpose": 77}, grpc.StatusCode.INVALID_ARGUMENT),
     ],
 )
-def test_who_does_not_belong_is_refused(changes: dict[str, Any], code: grpc.StatusCode) -> None:
+def test_an_invalid_hello_is_refused(changes: dict[str, Any], code: grpc.StatusCode) -> None:
     with grpc_world() as world:
         with pytest.raises(aio.AioRpcError) as caught:
             at_door_1(world, lambda channel: knock(channel, hello(**changes)))
@@ -95,13 +95,13 @@ def test_who_does_not_belong_is_refused(changes: dict[str, Any], code: grpc.Stat
     assert caught.value.code() is code
 
 
-def test_a_member_that_a_coordinator_of_the_last_release_has_told_of_the_view_is_let_in() -> None:
+def test_a_member_with_the_oldest_protocol_version_is_accepted() -> None:
     with grpc_world() as world:
         assert world.meshes[1].version == PROTOCOL_VERSION
         at_door_1(world, lambda channel: knock(channel, hello(protocol_version=OLDEST_PROTOCOL_VERSION)))
 
 
-def test_a_refusal_for_the_version_is_reported_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_refusal_keeps_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_versions, "FRAMES_VERSION", PROTOCOL_VERSION)
     with grpc_world() as world:
         world.meshes[0].version = OLDEST_PROTOCOL_VERSION
@@ -114,13 +114,13 @@ def test_a_refusal_for_the_version_is_reported_in_its_own_words(monkeypatch: pyt
     assert f"(the caller is {RELEASE})" in str(caught.value)
 
 
-def test_a_generation_that_is_over_is_refused_typed() -> None:
+def test_a_hello_for_an_old_generation_raises_stale_generation() -> None:
     with grpc_world(generation=5) as world, pytest.raises(aio.AioRpcError) as caught:
         at_door_1(world, lambda channel: knock(channel, hello(generation=4)))
     assert isinstance(error_from_status(caught.value, "hello"), errors.StaleGeneration)
 
 
-def test_frames_without_a_ticket_are_refused_and_a_ticket_is_good_once() -> None:
+def test_frames_need_a_ticket_and_a_ticket_works_only_once() -> None:
     frame = encode(Frame(FrameKind.DATA, 1, 1, 0, b"", b"x"))
     close = encode(Frame(FrameKind.CLOSE, 1, 0, 0, b"", b""))
 
@@ -138,7 +138,7 @@ def test_frames_without_a_ticket_are_refused_and_a_ticket_is_good_once() -> None
     assert codes == [grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.OK, grpc.StatusCode.UNAUTHENTICATED]
 
 
-def test_a_second_stream_of_a_link_is_refused_and_names_its_sender() -> None:
+def test_a_second_stream_of_a_link_raises_peer_broke_protocol() -> None:
     async def talk(channel: aio.Channel) -> list[grpc.StatusCode]:
         close = encode(Frame(FrameKind.CLOSE, 1, 0, 0, b"", b""))
         return [await deliver(channel, await knock(channel, hello()), close) for _ in range(2)]
@@ -150,7 +150,7 @@ def test_a_second_stream_of_a_link_is_refused_and_names_its_sender() -> None:
     assert caught.value.ranks == (0,)
 
 
-def test_a_frame_of_another_generation_is_refused_and_names_its_sender() -> None:
+def test_a_frame_of_another_generation_raises_peer_broke_protocol() -> None:
     async def talk(channel: aio.Channel) -> grpc.StatusCode:
         ticket = await knock(channel, hello())
         return await deliver(channel, ticket, encode(Frame(FrameKind.DATA, 2, 1, 0, b"", b"x")), half_close=False)
@@ -164,7 +164,7 @@ def test_a_frame_of_another_generation_is_refused_and_names_its_sender() -> None
 
 @pytest.mark.parametrize("last", [FrameKind.CLOSE, FrameKind.LEAVE])
 @pytest.mark.parametrize("kind", [FrameKind.DATA, FrameKind.CLOSE])
-def test_a_frame_after_the_last_is_refused_and_names_its_sender(kind: FrameKind, last: FrameKind) -> None:
+def test_a_frame_after_the_last_one_raises_peer_broke_protocol(kind: FrameKind, last: FrameKind) -> None:
     close = encode(Frame(last, 1, 0, 0, b"", b""))
 
     async def talk(channel: aio.Channel) -> grpc.StatusCode:
@@ -178,7 +178,7 @@ def test_a_frame_after_the_last_is_refused_and_names_its_sender(kind: FrameKind,
     assert caught.value.ranks == (0,)
 
 
-def test_a_group_s_name_is_measured_in_bytes() -> None:
+def test_the_group_name_limit_counts_bytes() -> None:
     with grpc_world() as world:
         assert len(at_door_1(world, lambda channel: knock(channel, hello(group="é" * 128)))) == 16
         with pytest.raises(aio.AioRpcError) as caught:
@@ -196,7 +196,7 @@ def test_a_group_s_name_is_measured_in_bytes() -> None:
     ],
     ids=["unreadable", "nobody", "another generation", "thousands"],
 )
-def test_an_abort_that_makes_no_sense_names_its_sender(payload: bytes) -> None:
+def test_an_invalid_abort_raises_peer_broke_protocol(payload: bytes) -> None:
     async def talk(channel: aio.Channel) -> None:
         await deliver(channel, await knock(channel, hello()), encode(Frame(FrameKind.ABORT, 1, 0, 0, b"", payload)))
 
@@ -207,7 +207,7 @@ def test_an_abort_that_makes_no_sense_names_its_sender(payload: bytes) -> None:
     assert caught.value.ranks == (0,)
 
 
-def test_the_longest_word_of_an_abort_is_read() -> None:
+def test_a_long_abort_message_is_truncated_and_delivered() -> None:
     with grpc_world() as world:
         text = "\N{WARNING SIGN}" * 5_000
         world.faults[0].suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, 0, 7, text))
@@ -216,7 +216,7 @@ def test_the_longest_word_of_an_abort_is_read() -> None:
     assert str(caught.value).count("\N{WARNING SIGN}") == 2_000
 
 
-def test_strangers_are_not_kept_waiting_for_a_generation_that_will_not_come() -> None:
+def test_a_foreign_job_is_refused_without_waiting_for_its_generation() -> None:
     with grpc_world() as world, pytest.raises(aio.AioRpcError) as caught:
         at_door_1(world, lambda channel: knock(channel, hello(job="another", generation=10**9)))
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
@@ -236,7 +236,7 @@ async def delivered(channel: aio.Channel, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 1, 10], ids=["tag", "kind", "another tag"])
-def test_a_whole_frame_that_makes_no_sense_names_its_sender(at: int) -> None:
+def test_an_invalid_frame_with_a_valid_checksum_raises_peer_broke_protocol(at: int) -> None:
     data = bytearray(WHOLE)
     data[at] = 9
     with grpc_world() as world:
@@ -257,7 +257,7 @@ def test_a_whole_frame_that_makes_no_sense_names_its_sender(at: int) -> None:
     ],
     ids=["empty", "random", "truncated", "one bit", "too long"],
 )
-def test_bytes_that_have_changed_break_the_link(data: bytes) -> None:
+def test_corrupted_bytes_raise_peer_lost(data: bytes) -> None:
     with grpc_world() as world:
         at_door_1(world, lambda channel: delivered(channel, data))
         with pytest.raises(errors.PeerLost, match=r"bytes from rank 0 .* have changed on the way") as caught:
@@ -266,7 +266,7 @@ def test_bytes_that_have_changed_break_the_link(data: bytes) -> None:
     assert caught.value.ranks == (0,)
 
 
-def test_what_is_far_too_long_for_a_frame_ends_the_link() -> None:
+def test_a_far_too_long_message_raises_peer_lost() -> None:
     """By grpc, which does not say why: the sender is named all the same."""
 
     async def talk(channel: aio.Channel) -> None:
@@ -279,7 +279,7 @@ def test_what_is_far_too_long_for_a_frame_ends_the_link() -> None:
     assert caught.value.ranks == (0,)
 
 
-def test_what_is_not_grpc_at_all_harms_nobody() -> None:
+def test_bytes_that_are_not_grpc_do_not_disturb_links() -> None:
     with grpc_world() as world:
         host, port = world.meshes[0].peers[1].address.split(":")
         with socket.create_connection((host, int(port))) as stranger:
@@ -292,7 +292,7 @@ def test_what_is_not_grpc_at_all_harms_nobody() -> None:
         assert back.recv(time.monotonic() + 5.0).payload == b"still here"
 
 
-def test_an_abort_travels_along_the_links() -> None:
+def test_an_abort_propagates_along_the_links() -> None:
     from paceline._links.fault import Suspicion
 
     with grpc_world(3) as world:

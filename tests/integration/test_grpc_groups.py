@@ -17,7 +17,7 @@ from support.grpc_pair import grpc_world
 from support.worlds import member_groups
 
 
-def test_many_parts_made_used_and_closed_leave_no_links_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_subgroups_leave_no_links_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """A receiver that only listens dials too, late perhaps: that must not bring back what the other side has closed."""
     monkeypatch.setattr(grpc_mesh, "MAX_EARLY_GROUPS", 8)
 
@@ -40,7 +40,7 @@ def test_many_parts_made_used_and_closed_leave_no_links_behind(monkeypatch: pyte
             assert wakers <= 4
 
 
-def test_what_a_peer_may_send_to_groups_that_are_not_made_here_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_for_subgroups_not_yet_made_here_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_mesh, "MAX_EARLY_GROUPS", 3)
     with grpc_world() as world:
         group = Group(world.meshes[0], Config(failure_timeout=0.6))
@@ -53,7 +53,7 @@ def test_what_a_peer_may_send_to_groups_that_are_not_made_here_is_bounded(monkey
         group.close(0.1)
 
 
-def test_a_part_closed_under_a_collective_is_this_members_own_doing() -> None:
+def test_closing_a_subgroup_during_a_collective_raises_peer_raised() -> None:
     with grpc_world() as world:
         groups = [Group(mesh, Config(failure_timeout=0.6)) for mesh in world.meshes]
         part = groups[0].subgroup([0, 1])

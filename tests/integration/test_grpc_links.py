@@ -38,7 +38,7 @@ def link_pair(kind: str, streams: int = 1) -> Iterator[LinkPair]:
 
 @pytest.mark.alone  # some rules say how soon
 @pytest.mark.parametrize(("kind", "streams"), [("grpc", 1), ("tcp", 1), ("tcp", 4), ("shm", 1)])
-def test_links_between_members_keep_the_rules(kind: str, streams: int) -> None:
+def test_links_of_each_kind_pass_the_link_checks(kind: str, streams: int) -> None:
     check_link(partial(link_pair, kind, streams))
     with link_pair(kind, streams) as pair:
         pair.a.send(Frame(FrameKind.DATA, pair.generation, 1, 0, b"", b"x"), monotonic() + 5)
@@ -48,7 +48,7 @@ def test_links_between_members_keep_the_rules(kind: str, streams: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["grpc", "tcp", "shm"])
-def test_nothing_is_sent_behind_the_last_word(kind: str) -> None:
+def test_send_after_half_close_raises_link_ended(kind: str) -> None:
     """Before the peer's answer too: it would be a frame more than was announced, and lost."""
     with link_pair(kind) as pair:
         frame = Frame(FrameKind.DATA, pair.generation, 1, 0, b"", b"x")
@@ -69,7 +69,7 @@ def test_nothing_is_sent_behind_the_last_word(kind: str) -> None:
 BROKE = ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL
 
 
-def test_a_lost_link_says_whether_it_was_ever_open() -> None:
+def test_a_lost_link_reports_whether_it_was_ever_open() -> None:
     with grpc_world() as world:
         link = world.meshes[0].link(1, Purpose.COLLECTIVE)
         link.send(Frame(FrameKind.DATA, 1, 1, 0, b"", b"x"), monotonic() + 5)
@@ -94,7 +94,7 @@ def first_suspicion(fault: Fault, do: Callable[[], object]) -> Suspicion:
     return fault.first
 
 
-def test_a_breach_is_passed_on_a_little_later_so_that_peers_can_see_it_themselves() -> None:
+def test_a_protocol_breach_is_relayed_after_a_short_delay() -> None:
     with grpc_world() as world:
         link = world.meshes[0].link(1, Purpose.COLLECTIVE)
         link.send(Frame(FrameKind.DATA, 1, 1, 0, b"", b"x"), monotonic() + 5)
@@ -105,7 +105,7 @@ def test_a_breach_is_passed_on_a_little_later_so_that_peers_can_see_it_themselve
         assert monotonic() - began >= 0.05
 
 
-def test_a_member_that_leaves_at_once_tells_of_a_breach_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leaving_member_relays_a_breach_before_it_closes(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[bool] = []
     send = GrpcMesh._send_last
 

@@ -14,12 +14,12 @@ from paceline.testing import coordinator
 from support.relay import relay
 
 
-def test_a_coordinator_that_is_far() -> None:
+def test_a_coordinator_with_high_latency_is_healthy() -> None:
     with coordinator() as address, relay(address, seconds=0.2) as far:
         assert not trouble_at(far.address)
 
 
-def test_a_worker_that_is_far_joins() -> None:
+def test_a_worker_joins_over_a_link_with_high_latency() -> None:
     with (
         coordinator() as address,
         relay(address, seconds=0.2) as far,
@@ -28,7 +28,7 @@ def test_a_worker_that_is_far_joins() -> None:
         assert session.group.all_reduce(np.ones(1)) == 1.0
 
 
-def test_where_none_is_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_of_a_refusing_address_prints_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:  # bound, so that nobody else gets it; and nobody listens
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"

@@ -56,7 +56,7 @@ NOISE = {
 
 
 @pytest.mark.parametrize("where", ["coordinator", "door"])
-def test_noise(where: str, targets: Targets) -> None:
+def test_noise_on_open_connections_is_survived(where: str, targets: Targets) -> None:
     """Of all kinds, each on 20 connections that are left open."""
     address = targets.coordinator if where == "coordinator" else targets.door
     with ExitStack() as stack:
@@ -68,7 +68,7 @@ def test_noise(where: str, targets: Targets) -> None:
 
 
 @pytest.mark.parametrize(("where", "method"), [("coordinator", GET_VIEW), ("door", HELLO)])
-def test_a_message_that_claims_a_gibibyte(where: str, method: str, targets: Targets) -> None:
+def test_a_message_that_claims_a_gibibyte_is_refused_by_its_header(where: str, method: str, targets: Targets) -> None:
     """It is refused by its head: nobody waits for it, or makes room."""
     before = targets.resident()
     with ExitStack() as stack:
@@ -87,7 +87,7 @@ def test_a_message_that_claims_a_gibibyte(where: str, method: str, targets: Targ
         targets.check()
 
 
-def test_a_watcher_of_health_that_never_reads_does_not_keep_it_from_stopping(targets: Targets) -> None:
+def test_a_health_watcher_that_never_reads_does_not_block_shutdown(targets: Targets) -> None:
     no_window = frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 0))
     ask = PREFACE + no_window + frame(HEADERS, END_HEADERS, 1, call_headers("/grpc.health.v1.Health/Watch"))
     with connect(targets.coordinator) as there:
@@ -98,7 +98,7 @@ def test_a_watcher_of_health_that_never_reads_does_not_keep_it_from_stopping(tar
         targets.check()
 
 
-def test_a_refusal_that_repeats_what_was_sent_keeps_its_type(targets: Targets) -> None:
+def test_a_refusal_that_quotes_a_long_request_keeps_its_code(targets: Targets) -> None:
     with grpc.insecure_channel(targets.coordinator) as channel:
         for name in ("x" * 64, "\u00fc" * 32):
             request = admin_pb2.DrainMembersRequest(job="target", members=[name] * 200)
@@ -112,7 +112,7 @@ MODULES = {"coordinator": (session_pb2, store_pb2, admin_pb2), "door": (peer_pb2
 
 
 @pytest.mark.parametrize("where", MODULES)
-def test_every_call_with_every_kind_of_nonsense(where: str, targets: Targets) -> None:
+def test_every_method_answers_or_refuses_malformed_requests(where: str, targets: Targets) -> None:
     """A typed refusal or an answer, in either case at once; the process goes on."""
     services = [each for module in MODULES[where] for each in module.DESCRIPTOR.services_by_name.values()]
     methods = [f"/{service.full_name}/{method.name}" for service in services for method in service.methods]

@@ -162,7 +162,7 @@ async def last(member: RawSession) -> session_pb2.ViewFormed:
 # Who is let in --------------------------------------------------------------------------------------------------------
 
 
-def test_without_tokens_only_this_machine_by_its_address_is_let_in() -> None:
+def test_without_tokens_only_local_host_headers_are_accepted() -> None:
     async def main() -> None:
         async with page() as p:
             assert await p.get("/api/jobs") == {"jobs": []}
@@ -177,7 +177,7 @@ def test_without_tokens_only_this_machine_by_its_address_is_let_in() -> None:
     run(main)
 
 
-def test_no_foreign_name_is_let_in_from_the_network_without_tokens() -> None:
+def test_without_tokens_a_foreign_host_header_is_refused() -> None:
     async def main() -> None:
         async with page(http="0.0.0.0:0") as p:
             await RawSession.register(p.channel, "digits", least=1, most=1)
@@ -191,7 +191,7 @@ def test_no_foreign_name_is_let_in_from_the_network_without_tokens() -> None:
     run(main)
 
 
-def test_roles_and_jobs_of_tokens_hold_here_too(tmp_path: Path) -> None:
+def test_http_respects_the_roles_and_jobs_of_tokens(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     file.touch(0o600)
     file.write_text(f"{ALL}\n{READS} role=read\n{ONE} one\n")
@@ -231,7 +231,7 @@ def test_roles_and_jobs_of_tokens_hold_here_too(tmp_path: Path) -> None:
     run(main)
 
 
-def test_drain_is_an_order_of_an_operator_from_this_page(tmp_path: Path) -> None:
+def test_drain_needs_an_operator_token_and_the_pages_origin(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     file.touch(0o600)
     file.write_text(f"{ALL}\n{READS} role=read\n{ONE} one\n")
@@ -279,7 +279,7 @@ def test_drain_is_an_order_of_an_operator_from_this_page(tmp_path: Path) -> None
     run(main)
 
 
-def test_errors_are_sentences_and_nothing_outside_of_the_page_is_served() -> None:
+def test_errors_have_messages_and_no_outside_file_is_served() -> None:
     async def main() -> None:
         async with page() as p:
             assert (await p.get("/api/jobs/nobody", 404))["error"].startswith("there is no job 'nobody'")
@@ -310,7 +310,7 @@ def test_a_stopping_coordinator_is_not_ready_and_ends_streams() -> None:
     run(main)
 
 
-def test_the_page_has_the_coordinators_certificate(tmp_path: Path) -> None:
+def test_the_page_uses_the_coordinators_certificate(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "tls")
 
     async def certificate(p: Page) -> bytes:
@@ -348,7 +348,7 @@ def test_the_page_has_the_coordinators_certificate(tmp_path: Path) -> None:
     run(main)
 
 
-def test_a_port_in_use_is_named() -> None:
+def test_an_http_port_in_use_is_named_in_the_error() -> None:
     async def main() -> None:
         async with page() as p:
             port = p.coordinator.http_url.split(":")[2].strip("/")
@@ -359,7 +359,7 @@ def test_a_port_in_use_is_named() -> None:
     run(main)
 
 
-def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_http_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(web_server, "MOST_CONNECTIONS", 3)
 
     async def main() -> None:
@@ -376,7 +376,7 @@ def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     run(main)
 
 
-def test_tls_handshakes_are_bounded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tls_handshakes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(web_server, "MOST_CONNECTIONS", 3)
     monkeypatch.setattr(web_server, "HANDSHAKE_S", 3_600.0)
     folder = make_folder(tmp_path / "tls")
@@ -403,7 +403,7 @@ def test_tls_handshakes_are_bounded_too(tmp_path: Path, monkeypatch: pytest.Monk
 # What is said ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_kill_a_join_and_a_drain_are_counted_and_leave_no_series() -> None:
+def test_kills_joins_and_drains_are_counted_without_stale_series() -> None:
     async def main() -> None:
         async with page() as p:
             line = Line(p.channel)
@@ -520,7 +520,7 @@ def test_a_kill_a_join_and_a_drain_are_counted_and_leave_no_series() -> None:
     run(main)
 
 
-def test_the_reference_names_all_metrics_and_no_others() -> None:
+def test_the_metrics_reference_names_exactly_the_exported_metrics() -> None:
     text = (Path(__file__).parents[2] / "docs/reference/metrics.md").read_text()
     table = text[text.index("| Metric |") : text.index("Goodput is the share")]
 
@@ -537,7 +537,7 @@ def test_the_reference_names_all_metrics_and_no_others() -> None:
     assert set(re.findall(r"(?:paceline|process)_[a-z_]+", table)) == run(main)
 
 
-def test_events_are_read_on_from_the_last_one() -> None:
+def test_events_are_listed_after_a_given_number() -> None:
     async def main() -> None:
         async with page() as p:
             line = Line(p.channel)
@@ -554,7 +554,7 @@ def test_events_are_read_on_from_the_last_one() -> None:
     run(main)
 
 
-def test_answers_are_built_one_at_a_time_for_all_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_requests_share_one_answer_built_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     inside = most = 0
 
     async def main() -> None:
@@ -596,7 +596,7 @@ def test_answers_are_built_one_at_a_time_for_all_who_wait(monkeypatch: pytest.Mo
     run(main)
 
 
-def test_a_coordinator_that_starts_again_gives_no_event_the_number_of_an_older_one() -> None:
+def test_event_numbers_increase_across_a_coordinator_restart() -> None:
     async def events(after: int) -> Any:
         async with page() as p:
             line = Line(p.channel)
@@ -673,7 +673,7 @@ def test_a_stream_is_built_once_for_all_viewers(monkeypatch: pytest.MonkeyPatch)
     run(main)
 
 
-def test_a_viewer_that_joins_later_need_not_wait_for_the_next_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_viewer_gets_the_first_message_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "INTERVAL_S", 3600.0)
     monkeypatch.setattr(stream, "_LONGEST_S", 3600.0)
 
@@ -718,14 +718,14 @@ def test_a_viewer_that_joins_as_the_last_one_leaves_is_served() -> None:
     run(main)
 
 
-def test_all_streams_together_take_a_hundredth_of_a_core() -> None:
+def test_the_stream_interval_grows_with_cost_and_number_of_streams() -> None:
     assert stream.pause(0.001, 1) == 0.5
     assert stream.pause(0.02, 1) == 2.0
     assert stream.pause(0.02, 4) == 8.0
     assert stream.pause(0.02, 100) == 10.0
 
 
-def test_a_stream_of_all_jobs_and_its_end() -> None:
+def test_streams_show_all_jobs_and_end_with_their_job() -> None:
     async def main() -> None:
         async with page() as p:
             await Line(p.channel, "a").begin(1)
@@ -746,7 +746,7 @@ def test_a_stream_of_all_jobs_and_its_end() -> None:
     run(main)
 
 
-def test_a_viewer_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_viewer_that_does_not_read_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "INTERVAL_S", 0.01)
     monkeypatch.setattr(stream, "SHARE", 1.0)
 
@@ -792,7 +792,7 @@ def test_viewers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     run(main)
 
 
-def test_a_thousand_members_are_one_series_each_and_ranks_are_bounded() -> None:
+def test_each_of_200_members_adds_one_metric_series() -> None:
     """Sizes, not times: those are measured by bench/http_scale.py."""
 
     async def main() -> None:

@@ -55,14 +55,14 @@ with paceline.join() as session:
         (("run", "--http", "--coordinator", "127.0.0.1:1", __file__), "start that with paceline coordinator --http"),
     ],
 )
-def test_what_is_refused(arguments: tuple[str, ...], words: str) -> None:
+def test_unsafe_or_invalid_http_options_are_refused(arguments: tuple[str, ...], words: str) -> None:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     assert words in result.stderr
 
 
 @pytest.mark.parametrize("name", ["aiohttp", "prometheus_client"])
-def test_a_missing_package_is_named_with_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_its_install_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda wanted: None if wanted == name else honest(wanted))
     for arguments in (("coordinator", "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0"), ("run", "--http", __file__)):
@@ -104,7 +104,7 @@ class Page:
                     yield json.loads(line[5:])
 
 
-def test_a_coordinator_prints_its_page_and_no_token() -> None:
+def test_a_coordinator_prints_its_page_url_without_the_token() -> None:
     with command("coordinator", "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", PACELINE_TOKEN=TOKEN) as serving:
         page = Page(serving)
         assert page.token is None
@@ -114,7 +114,7 @@ def test_a_coordinator_prints_its_page_and_no_token() -> None:
         assert TOKEN not in str(serving)
 
 
-def test_a_run_is_watched_and_drained_by_its_page(tmp_path: Path) -> None:
+def test_a_run_is_watched_and_drained_through_its_page(tmp_path: Path) -> None:
     script = tmp_path / "steps.py"
     script.write_text(STEPS)
     with command("run", "-n", "2", "--min", "1", "--http", str(script)) as training:

@@ -36,7 +36,7 @@ def on_all(sessions: list[paceline.Session], act: object) -> list[object]:
         return list(pool.map(act, sessions))  # type: ignore[arg-type]
 
 
-def test_the_coordinator_of_a_run_takes_a_failure_timeout_of_more_than_an_hour() -> None:
+def test_a_failure_timeout_above_an_hour_is_accepted() -> None:
     """Nobody could start it with another `max_silence`."""
     with coordinator() as address:
         leave(joined(address, 1, config=Config(failure_timeout=7_200.0, join_timeout=10.0)))
@@ -56,7 +56,7 @@ def test_members_meet_and_communicate() -> None:
         leave(sessions)
 
 
-def test_explicit_ranks() -> None:
+def test_members_get_their_explicit_ranks() -> None:
     with coordinator() as address, ThreadPoolExecutor(3) as pool:
         order = [2, 0, 1]
         sessions = list(
@@ -66,7 +66,7 @@ def test_explicit_ranks() -> None:
         leave(sessions)
 
 
-def test_two_claims_to_one_rank_name_both_hosts() -> None:
+def test_two_claims_to_one_rank_raise_settings_mismatch() -> None:
     with coordinator() as address, ThreadPoolExecutor(1) as pool:
         first = pool.submit(paceline.join, address, job="twice", rank=0, world_size=2, config=QUICK)
         wait_for_candidates(address, "twice", 1)
@@ -85,7 +85,7 @@ def test_two_claims_to_one_rank_name_both_hosts() -> None:
         ({"rank": 0, "world_size": 2}, {"rank": 1, "world_size": 3}, "world_size|workers"),
     ],
 )
-def test_members_that_disagree_are_told_the_setting(mine: dict[str, int], theirs: dict[str, int], setting: str) -> None:
+def test_a_settings_mismatch_names_the_setting(mine: dict[str, int], theirs: dict[str, int], setting: str) -> None:
     with coordinator() as address, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(paceline.join, address, job="disagree", timeout=30.0, config=QUICK, **mine)  # type: ignore[arg-type]
         wait_for_candidates(address, "disagree", 1)
@@ -111,7 +111,7 @@ def wait_for_candidates(address: str, job: str, count: int) -> None:
     raise AssertionError(f"{job} has no {count} candidates")
 
 
-def test_arguments_are_checked_before_anything_is_sent() -> None:
+def test_invalid_join_arguments_raise_before_connecting() -> None:
     nowhere = "127.0.0.1:1"
     with pytest.raises(paceline.InvalidRank):
         paceline.join(nowhere, rank=4, world_size=4)
@@ -135,7 +135,7 @@ def test_arguments_are_checked_before_anything_is_sent() -> None:
         paceline.join(min_workers=2)
 
 
-def test_an_address_that_does_not_answer_says_what_was_tried() -> None:
+def test_an_address_that_refuses_raises_coordinator_unreachable() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -146,14 +146,14 @@ def test_an_address_that_does_not_answer_says_what_was_tried() -> None:
     assert time.monotonic() - start < 10.0
 
 
-def test_a_port_for_peers_that_is_taken_is_named() -> None:
+def test_an_advertised_port_in_use_raises_link_unavailable() -> None:
     with coordinator() as address, socket.create_server(("127.0.0.1", 0)) as taken:
         where = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(paceline.LinkUnavailable, match="in use"):
             paceline.join(address, job="port", advertise=where, config=QUICK)
 
 
-def test_whoever_is_no_coordinator_is_found_out() -> None:
+def test_joining_at_a_web_server_raises_coordinator_unreachable() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(5.0)
 
@@ -174,7 +174,7 @@ def test_whoever_is_no_coordinator_is_found_out() -> None:
         web.join()
 
 
-def test_a_worker_that_is_mistaken_for_the_coordinator_says_so() -> None:
+def test_joining_at_a_workers_address_raises_coordinator_unreachable() -> None:
     with coordinator() as address:
         (session,) = joined(address, 1, job="mistaken")
         with pytest.raises(paceline.CoordinatorUnreachable, match="not a Paceline coordinator"):
@@ -182,12 +182,12 @@ def test_a_worker_that_is_mistaken_for_the_coordinator_says_so() -> None:
         session.leave()
 
 
-def test_a_job_that_stays_too_small_says_what_it_waits_for() -> None:
+def test_a_join_timeout_names_the_number_of_missing_workers() -> None:
     with coordinator() as address, pytest.raises(paceline.OperationTimeout, match="2 more workers"):
         paceline.join(address, job="small", min_workers=3, timeout=0.8, config=QUICK)
 
 
-def test_a_job_that_was_given_up_before_its_first_view_can_be_tried_again() -> None:
+def test_a_job_can_be_joined_again_after_a_join_timeout() -> None:
     with coordinator() as address:
         for timeout in (0.3, 1.2):  # the second outlasts every timer that the first may have left
             with pytest.raises(paceline.OperationTimeout, match="1 more worker"):
@@ -195,7 +195,7 @@ def test_a_job_that_was_given_up_before_its_first_view_can_be_tried_again() -> N
         leave(joined(address, 2, job="retry"))
 
 
-def test_without_anything_the_world_is_this_process() -> None:
+def test_join_without_arguments_makes_a_world_of_one() -> None:
     with paceline.join() as session:
         assert (session.rank, session.size) == (0, 1)
         assert session.group.all_reduce(np.arange(3)).tolist() == [0, 1, 2]
@@ -210,7 +210,7 @@ def test_without_anything_the_world_is_this_process() -> None:
         session.barrier("over")
 
 
-def test_a_barrier_that_times_out_lists_who_is_missing() -> None:
+def test_a_barrier_timeout_lists_the_missing_ranks() -> None:
     with coordinator() as address:
         sessions = joined(address, 3, job="late")
         with pytest.raises(paceline.OperationTimeout, match="rank 1") as caught:
@@ -220,7 +220,7 @@ def test_a_barrier_that_times_out_lists_who_is_missing() -> None:
         leave(sessions)
 
 
-def test_the_store_is_shared_and_waits() -> None:
+def test_members_share_the_store_and_can_wait_for_keys() -> None:
     with coordinator() as address, ThreadPoolExecutor(1) as pool:
         one, two = joined(address, 2, job="store")
         waiting = pool.submit(one.store.get, "key", timeout=10.0)
@@ -244,7 +244,7 @@ def test_the_store_is_shared_and_waits() -> None:
             store.set("key", b"from the grave")
 
 
-def test_a_job_goes_on_to_the_next_generation_when_all_have_left() -> None:
+def test_a_job_starts_its_next_generation_after_all_members_left() -> None:
     with coordinator() as address:
         for generation in (1, 2, 3):
             sessions = joined(address, 2, job="again")
@@ -252,7 +252,7 @@ def test_a_job_goes_on_to_the_next_generation_when_all_have_left() -> None:
             leave(sessions)
 
 
-def test_jobs_do_not_see_each_other() -> None:
+def test_jobs_are_isolated_from_each_other() -> None:
     with coordinator() as address:
         a, b = joined(address, 2, job="a"), joined(address, 3, job="b")
         a[0].store.set("k", b"a")
@@ -272,7 +272,7 @@ def of_torchrun(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_a_worker_of_torchrun_has_torchruns_rank(of_torchrun: pytest.MonkeyPatch) -> None:
+def test_a_torchrun_worker_takes_its_rank_from_torchrun(of_torchrun: pytest.MonkeyPatch) -> None:
     with coordinator() as address:
         with pytest.raises(OperationTimeout, match="waiting for rank 0 of 2"):
             paceline.join(address, timeout=0.5)
@@ -282,7 +282,7 @@ def test_a_worker_of_torchrun_has_torchruns_rank(of_torchrun: pytest.MonkeyPatch
                 assert (session.rank, session.size, session.all_start_again) == (1, 2, True)
 
 
-def test_a_worker_of_torchrun_with_bounds_is_in_an_elastic_job(of_torchrun: pytest.MonkeyPatch) -> None:
+def test_a_torchrun_worker_with_min_workers_joins_an_elastic_job(of_torchrun: pytest.MonkeyPatch) -> None:
     of_torchrun.setenv("PACELINE_MIN_WORKERS", "1")
     with coordinator() as address, paceline.join(address) as session:
         assert (session.rank, session.size, session.all_start_again) == (0, 1, False)

@@ -57,13 +57,13 @@ def _tried(
     return loop_thread().run(out_of_reach(JOB, peers, own, patience, credentials), 4 * LONG)
 
 
-def test_both_reach_each_other() -> None:
+def test_two_members_reach_each_other() -> None:
     with _door("a") as (_, here), _door("b") as (_, there):
         assert _tried([_peer(0, "b", there)], Knocker("a", here)) == []
 
 
 @pytest.mark.parametrize("shut", ["nobody listens", "it is another's"])
-def test_a_member_that_does_not_get_through_says_so(shut: str) -> None:
+def test_a_member_that_cannot_connect_back_is_reported(shut: str) -> None:
     with ExitStack() as stack:
         _, there = stack.enter_context(_door("b"))
         _, other = stack.enter_context(_door("c"))
@@ -76,7 +76,7 @@ def test_a_member_that_does_not_get_through_says_so(shut: str) -> None:
     assert advice == "tell peers another address (--advertise)"
 
 
-def test_a_member_that_does_not_answer_is_told_apart() -> None:
+def test_a_member_that_does_not_answer_is_reported() -> None:
     with _door("a") as (_, here):
         (trouble,) = _tried([_peer(2, "b", NOBODY)], Knocker("a", here), patience=PATIENCE)
     assert trouble.startswith(f"rank 2 (host-2, pid 7) at {NOBODY} does not answer: ")
@@ -84,7 +84,7 @@ def test_a_member_that_does_not_answer_is_told_apart() -> None:
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
-def test_a_process_runs_if_more_than_its_kernel_answers(tls: bool, tmp_path: Path) -> None:
+def test_process_runs_needs_an_answer_from_the_process_itself(tls: bool, tmp_path: Path) -> None:
     credentials = make_folder(tmp_path / "certificates").credentials if tls else IN_THE_CLEAR
     with _door("a", credentials) as (_, there), socket.create_server(("127.0.0.1", 0)) as stopped:
         assert loop_thread().run(process_runs(there, credentials))
@@ -93,13 +93,13 @@ def test_a_process_runs_if_more_than_its_kernel_answers(tls: bool, tmp_path: Pat
         assert not loop_thread().run(process_runs(NOBODY, credentials))
 
 
-def test_a_member_that_has_left_is_in_nobodys_way() -> None:
+def test_a_port_reused_by_another_member_is_no_trouble() -> None:
     """Its port may be another's by now; who is in the line is told anew."""
     with _door("a") as (_, here), _door("c") as (_, there):
         assert _tried([_peer(2, "b", there)], Knocker("a", here)) == []
 
 
-def test_a_certificate_that_the_member_does_not_take_is_found(tmp_path: Path) -> None:
+def test_a_certificate_rejected_by_the_member_is_reported(tmp_path: Path) -> None:
     """Its own is good at the member's door, but what its door shows is of another authority."""
     good, foreign = (make_folder(tmp_path / name) for name in ("good", "foreign"))
     with _door("a", foreign.credentials) as (_, here), _door("b", good.credentials) as (_, there):
@@ -119,7 +119,7 @@ def test_a_certificate_that_the_member_does_not_take_is_found(tmp_path: Path) ->
         (JOB, "b", "x" * 600 + ":1", grpc.StatusCode.INVALID_ARGUMENT),
     ],
 )
-def test_a_stranger_has_nobody_knock_anywhere(
+def test_a_strangers_knock_request_is_refused_without_dialing(
     job: str, to_member: str, address: str, code: grpc.StatusCode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a door would be a way to look for open ports behind a packet filter."""
@@ -143,7 +143,7 @@ def test_a_stranger_has_nobody_knock_anywhere(
     assert not dialled
 
 
-def test_only_so_many_doors_are_knocked_at_at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_knocks_in_turn_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """One more is told so, and has not been let through."""
     monkeypatch.setattr(grpc_knock, "MAX_AT_ONCE", 2)
 
@@ -160,7 +160,7 @@ def test_only_so_many_doors_are_knocked_at_at_one_time(monkeypatch: pytest.Monke
     assert len([text for text in told if isinstance(text, str) and text]) == 2
 
 
-def test_a_door_that_moves_keeps_what_it_has() -> None:
+def test_a_moved_door_answers_only_at_its_new_address() -> None:
     """Its window, and who lives there; the address before is given up."""
     thread = loop_thread()
     servers: list[int] = []
@@ -177,7 +177,7 @@ def test_a_door_that_moves_keeps_what_it_has() -> None:
         assert servers == [2], "nothing has broken off yet when it is told"
 
 
-def test_a_door_that_cannot_move_stays() -> None:
+def test_a_door_that_cannot_move_keeps_its_address() -> None:
     def bound() -> None:
         raise AssertionError("it is not")
 
@@ -187,7 +187,7 @@ def test_a_door_that_cannot_move_stays() -> None:
         assert _tried([_peer(0, "b", there)], Knocker("b", there)) == []
 
 
-def test_a_door_that_is_crowded_is_knocked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crowded_door_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = loop_thread().loop
     with _door("a") as (_, here), _door("b") as (door, there):
         door._knocks._under_way = grpc_knock.MAX_AT_ONCE
@@ -199,12 +199,12 @@ def test_a_door_that_is_crowded_is_knocked_at_again(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("left", "seconds"), [(None, 10.0), (100.0, 10.0), (3.0, 1.8), (0.3, 0.2), (0.0, 0.2)])
-def test_a_knock_in_turn_has_time_for_an_answer(left: float | None, seconds: float) -> None:
+def test_the_time_for_a_knock_in_turn_is_bounded(left: float | None, seconds: float) -> None:
     """However short the `failure_timeout` of whoever asked; and it is through before that is over, if it can be."""
     assert grpc_knock._seconds_in_turn(left) == pytest.approx(seconds)
 
 
-def test_a_door_that_answers_is_not_said_to_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_door_with_a_slow_knock_in_turn_is_not_reported_as_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its knock in turn takes longer than the caller waits."""
     monkeypatch.setattr(grpc_knock, "_WORDS_SECONDS", 5 * PATIENCE)
     monkeypatch.setattr(grpc_knock, "_LEAST_SECONDS", 30.0)

@@ -39,7 +39,7 @@ def join(address: str, size: int) -> list[paceline.Session]:
     ],
     ids=["recv", "all_reduce", "barrier", "store"],
 )
-def test_a_thread_that_is_blocked_wakes_when_its_session_is_left(call: object) -> None:
+def test_leave_wakes_a_thread_blocked_in_a_call(call: object) -> None:
     with coordinator() as address:
         a, b = join(address, 2)
         caught: list[BaseException] = []
@@ -63,7 +63,7 @@ def test_a_thread_that_is_blocked_wakes_when_its_session_is_left(call: object) -
 
 
 @pytest.mark.slow
-def test_what_was_sent_reaches_a_peer_that_is_slow_to_take_it() -> None:
+def test_leave_waits_until_a_slow_peer_has_received_the_data() -> None:
     sender = """
 with paceline.join() as session:
     emit("joined", rank=session.rank)
@@ -85,7 +85,7 @@ emit("left", rank=session.rank)
             worker.expect("left")
 
 
-def test_a_message_is_waited_for_from_the_others_when_one_that_was_never_called_has_left() -> None:
+def test_recv_from_any_rank_keeps_waiting_after_one_peer_left() -> None:
     with coordinator() as address:
         a, b, c = join(address, 3)
         c.group.send(np.array([2.0]), 0)  # over a link that only c has dialled
@@ -100,7 +100,7 @@ def test_a_message_is_waited_for_from_the_others_when_one_that_was_never_called_
 
 
 @pytest.mark.parametrize("where", ["session.barrier('b')", "session.store.get('k')", "session.group.recv(1)"])
-def test_ctrl_c_in_a_blocked_call_ends_the_worker_and_names_it_to_the_other(where: str) -> None:
+def test_ctrl_c_in_a_blocked_call_raises_peer_raised_at_the_other(where: str) -> None:
     code = f"""
 try:
     with paceline.join() as session:
@@ -157,7 +157,7 @@ def interrupt():                                    # as soon as join has come f
         assert worker.stderr == ""
 
 
-def test_any_other_uncaught_error_keeps_its_trace() -> None:
+def test_another_uncaught_error_keeps_its_traceback() -> None:
     code = "paceline.join()\nraise KeyError('mine')"
     with coordinator() as address, workers(1, code, COORDINATOR=address) as (worker,):
         assert worker.wait() == 1
@@ -166,7 +166,7 @@ def test_any_other_uncaught_error_keeps_its_trace() -> None:
         assert "KeyError: 'mine'" in worker.stderr
 
 
-def test_an_uncaught_error_of_paceline_shows_the_script_s_line_and_no_stack() -> None:
+def test_an_uncaught_paceline_error_shows_only_the_script_line() -> None:
     code = "s = paceline.join()\ns.group.send(np.ones(1), 7)"
     with coordinator() as address, workers(1, code, COORDINATOR=address) as (worker,):
         assert worker.wait() == 1
@@ -179,7 +179,7 @@ def test_an_uncaught_error_of_paceline_shows_the_script_s_line_and_no_stack() ->
         assert "Traceback" not in worker.stderr
 
 
-def test_the_last_checkpoint_of_a_member_that_leaves_is_told(tmp_path: Path) -> None:
+def test_the_last_checkpoint_of_a_leaving_member_is_an_event(tmp_path: Path) -> None:
     with coordinator() as address, grpc.insecure_channel(address) as channel:
         with paceline.join(address, job="leaving") as session:
             Training().run(session, 3, checkpoint_dir=tmp_path)  # written when all steps are done

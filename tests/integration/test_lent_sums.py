@@ -45,11 +45,11 @@ def check(world: int, prepare: str) -> None:
     ("world", "lent"), [(2, "True"), (2, "rank != 1"), (3, "True"), (3, "False"), (3, "rank != 1")]
 )
 @pytest.mark.sampled(2)
-def test_the_bits_are_those_of_rank_order(world: int, lent: str) -> None:
+def test_sums_of_lent_and_copied_arrays_follow_rank_order(world: int, lent: str) -> None:
     check(world, f"LENT = lambda rank: {lent}")
 
 
-def test_a_rank_that_can_hand_over_no_memory_copies() -> None:
+def test_a_rank_that_cannot_lend_memory_copies_its_array() -> None:
     """Staging holds six frames, as among many neighbours."""
     check(
         3,
@@ -102,7 +102,7 @@ with paceline.join() as session:
     [("shm", "True", 32), ("shm", "False", 24), ("shm", "rank", 32), ("tcp", "False", 32), ("grpc", "False", 24)],
 )
 @pytest.mark.sampled(2)
-def test_collectives_with_frames_of_all_lengths_share_a_link(links: str, lent: str, mib: int) -> None:
+def test_collectives_with_frames_of_all_lengths_can_share_a_link(links: str, lent: str, mib: int) -> None:
     code = f"LENT = lambda rank: {lent}; ELEMENTS = {mib << 18} + 3" + SEVERAL
     settings = {"MIN_WORKERS": "2", "LINKS": links}
     with coordinator() as address, workers(2, code, COORDINATOR=address, **settings) as started:

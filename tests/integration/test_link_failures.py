@@ -200,7 +200,9 @@ LIKE_OTHERS = {"in_place", "reduce", "gather", "scatter", "compressed"}
     ids=lambda value: getattr(value, "name", value),
 )
 @pytest.mark.sampled(3)
-def test_one_of_three_in_the_middle(kind: str, collective: str, act: signal.Signals, memory: str) -> None:
+def test_a_member_that_fails_mid_collective_is_named_in_time(
+    kind: str, collective: str, act: signal.Signals, memory: str
+) -> None:
     with coordinator() as address:
         code, environment = started(address, kind, collective, act, memory)
         with workers(WORLD, code, **environment) as processes:

@@ -63,19 +63,19 @@ def failing(real: Callable[..., Any], number: int, when: Callable[..., bool] = l
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EPERM, errno.ENOSYS])
-def test_without_shared_memory_links_are_tcp(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_fall_back_to_tcp_without_memfd(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "memfd_create", failing(os.memfd_create, number))
     with mixed_world([Place()] * 3) as world:
         check_works_over(world, "tcp")
 
 
-def test_no_memory_behind_a_control_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_fall_back_to_tcp_without_control_segment_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "posix_fallocate", failing(os.posix_fallocate, errno.ENOSPC))
     with mixed_world([Place()] * 2) as world:
         check_works_over(world, "tcp")
 
 
-def test_no_memory_for_an_array_is_ordinary_memory(
+def test_arrays_use_ordinary_memory_when_shared_memory_is_full(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Said once, and everything goes on, by copies."""
@@ -89,7 +89,7 @@ def test_no_memory_for_an_array_is_ordinary_memory(
     assert [r.getMessage()[:33] for r in caplog.records] == ["no shared memory for an array of "]
 
 
-def test_no_memory_for_a_frame_is_a_typed_error_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frame_without_shared_memory_raises_limit_exceeded(monkeypatch: pytest.MonkeyPatch) -> None:
     with mixed_world([Place()] * 3) as world:
         run_all(world.groups, lambda group: group.barrier())
         real = os.posix_fallocate
@@ -119,7 +119,7 @@ def silent_port() -> Iterator[int]:
         yield full.getsockname()[1]
 
 
-def test_a_port_for_data_that_a_firewall_drops(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_fall_back_to_grpc_when_the_data_port_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "OPEN_SECONDS", 0.2)
     with silent_port() as port:
 
@@ -132,7 +132,7 @@ def test_a_port_for_data_that_a_firewall_drops(monkeypatch: pytest.MonkeyPatch) 
             check_works_over(world, "grpc")
 
 
-def test_a_port_for_data_that_nobody_listens_at() -> None:
+def test_links_fall_back_to_grpc_when_the_data_port_refuses() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # and does not listen
 
@@ -145,7 +145,7 @@ def test_a_port_for_data_that_nobody_listens_at() -> None:
             check_works_over(world, "grpc")
 
 
-def test_a_socket_for_shared_memory_that_is_in_another_namespace() -> None:
+def test_links_fall_back_to_tcp_when_the_shm_socket_is_missing() -> None:
     """Each believes that it shares a node with the other; the kernel knows better."""
 
     def elsewhere(door: Door) -> None:
@@ -157,7 +157,7 @@ def test_a_socket_for_shared_memory_that_is_in_another_namespace() -> None:
         check_works_over(world, "tcp")
 
 
-def test_a_socket_for_shared_memory_that_is_another_users(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_fall_back_to_tcp_when_the_shm_socket_is_another_users(monkeypatch: pytest.MonkeyPatch) -> None:
     users = iter(range(100_000, 200_000))
     monkeypatch.setattr(handover, "_uid", lambda _: next(users))
     with mixed_world([Place()] * 2) as world:
@@ -175,12 +175,14 @@ def test_a_socket_for_shared_memory_that_is_another_users(monkeypatch: pytest.Mo
         (("grpc", "tcp", "shm"), ("shm",), "shm"),  # the order of the words does not matter
     ],
 )
-def test_what_one_side_may_not_use_neither_does(mine: tuple[str, ...], theirs: tuple[str, ...], kind: str) -> None:
+def test_a_kind_of_link_that_one_side_excludes_is_not_used(
+    mine: tuple[str, ...], theirs: tuple[str, ...], kind: str
+) -> None:
     with mixed_world([Place(links=mine), Place(links=theirs)]) as world:
         check_works_over(world, kind)
 
 
-def test_a_door_that_chooses_what_was_not_offered_breaks_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_door_that_chooses_an_unoffered_kind_breaks_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
     """And is not asked again for ever."""
 
     def choose(self: LinkKinds, hello: peer_pb2.HelloRequest, *_: object) -> peer_pb2.HelloResponse:
@@ -202,7 +204,7 @@ def test_a_door_that_chooses_what_was_not_offered_breaks_the_protocol(monkeypatc
 
 
 @pytest.mark.parametrize(("mine", "theirs"), [(1, 4), (4, 1), (MAX_STREAMS, 3)])
-def test_each_direction_has_as_many_streams_as_its_writer_wants(mine: int, theirs: int) -> None:
+def test_each_direction_has_the_stream_count_of_its_writer(mine: int, theirs: int) -> None:
     places = [Place(links=("tcp",), streams=streams) for streams in (mine, theirs)]
     with mixed_world(places) as world:
         check_works_over(world, "tcp")
@@ -228,7 +230,7 @@ def words_for_shm() -> list[bytes]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
-def test_strangers_without_a_ticket_change_nothing(kind: str) -> None:
+def test_strangers_without_a_ticket_do_not_disturb_collectives(kind: str) -> None:
     """They come while a collective runs, with open hands and with nonsense, again and again."""
     rounds = 6
     with mixed_world([Place(links=(kind,))] * 3) as world, ExitStack() as stack:

@@ -86,7 +86,7 @@ again while the attempt before still holds its own (with 8 one in 60 found too f
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(("messages", "numbers"), [(False, range(0, 30, 4)), (True, range(ENOUGH, 56, 4))])
 @pytest.mark.sampled(2)
-def test_descriptors_that_run_out_while_links_are_made(messages: bool, numbers: range) -> None:
+def test_too_few_descriptors_cause_a_fallback_or_a_typed_error(messages: bool, numbers: range) -> None:
     """Each number of free descriptors is a number of them too few somewhere else: it works, or the error is typed.
 
     With enough for gRPC an error says who has too few, and not that a peer is lost, for none is.
@@ -139,13 +139,13 @@ def check_met(started: list[Worker], kind: str, nodes: int) -> None:
 
 
 @pytest.mark.parametrize(("links", "kind"), [("shm,tcp,grpc", "shm"), ("tcp", "tcp"), ("grpc", "grpc"), ("shm", "shm")])
-def test_the_variable_says_what_may_be_used(links: str, kind: str) -> None:
+def test_paceline_links_selects_the_kinds_of_link(links: str, kind: str) -> None:
     code = MEET.format(same=False, user=False)
     with coordinator() as address, workers(2, code, COORDINATOR=address, MIN_WORKERS="2", LINKS=links) as started:
         check_met(started, kind, 1)
 
 
-def test_the_variable_at_one_side_counts_for_both() -> None:
+def test_paceline_links_at_one_side_limits_both_sides() -> None:
     code = MEET.format(same=False, user=False)
     with coordinator() as address, ExitStack() as stack:
         started = []
@@ -158,7 +158,7 @@ def test_the_variable_at_one_side_counts_for_both() -> None:
 
 @pytest.mark.needs(what="root")
 @pytest.mark.parametrize("same", [False, True], ids=["by the view", "by the kernel"])
-def test_other_users_share_no_memory(same: bool) -> None:
+def test_workers_of_different_users_share_no_memory(same: bool) -> None:
     """They are on different nodes; and if they were not, the kernel would tell them apart."""
     if os.geteuid() != 0:
         pytest.skip("another user takes root")
@@ -175,7 +175,7 @@ def test_other_users_share_no_memory(same: bool) -> None:
 
 @pytest.mark.needs(what="root")
 @pytest.mark.parametrize("same", [False, True], ids=["by the view", "by the kernel"])
-def test_other_network_namespaces_share_no_memory(same: bool) -> None:
+def test_workers_in_different_network_namespaces_share_no_memory(same: bool) -> None:
     code = MEET.format(same=same, user=False)
     with network(2) as net, coordinator_on(net.hosts[0]) as address, ExitStack() as stack:
         started = []

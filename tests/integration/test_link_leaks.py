@@ -166,7 +166,7 @@ class Members:
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 @pytest.mark.sampled(2)
-def test_hundreds_of_joins_and_losses_leave_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hundreds_of_joins_and_losses_leak_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After some rounds, in which the interpreter and grpc take what they keep, no less than after hundreds."""
     for module in (registry, handover, _tcp_kind):  # what links that were given up have left at the doors goes sooner
         monkeypatch.setattr(module, "TICKET_LIFETIME", 1.0)

@@ -20,7 +20,7 @@ from support.coordinator import run
 pytestmark = pytest.mark.alone
 
 
-def test_a_port_in_use_is_named() -> None:
+def test_a_port_in_use_raises_port_in_use() -> None:
     async def main() -> None:
         first = Coordinator(ServerSettings(listen="127.0.0.1:0"))
         address = await first.start()
@@ -33,7 +33,7 @@ def test_a_port_in_use_is_named() -> None:
     run(main)
 
 
-def test_a_port_that_is_taken_between_the_look_and_the_act(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_taken_after_the_check_raises_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where two launchers start at once: each may see the other's look."""
 
     async def main() -> None:
@@ -64,7 +64,7 @@ async def answers(address: str) -> bool:
     return True
 
 
-def test_a_name_is_listened_at_with_all_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_coordinator_listens_at_all_addresses_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """At one port, also where any will do; port 0 may be free at one of them and taken at another."""
     known = {"node": ["127.0.0.1", "127.0.0.2", "127.0.0.1"]}
     real = socket.getaddrinfo
@@ -88,7 +88,7 @@ def test_a_name_is_listened_at_with_all_its_addresses(monkeypatch: pytest.Monkey
     run(main)
 
 
-def test_a_stalled_resolver_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stalled_resolver_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """And holds nothing up meanwhile: neither the loop nor the end of it."""
     release = threading.Event()
 
@@ -118,6 +118,6 @@ def test_a_stalled_resolver_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "a..b", "x" * 64])
-def test_what_is_no_name_is_said(host: str) -> None:
+def test_an_unresolved_or_invalid_listen_name_raises_os_error(host: str) -> None:
     with pytest.raises(OSError, match=f"cannot listen on {host}:7400: "):
         run(Coordinator(ServerSettings(listen=f"{host}:7400")).start)

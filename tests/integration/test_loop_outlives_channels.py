@@ -57,6 +57,6 @@ print("alive")
 """
 
 
-def test_the_last_channel_is_freed_by_another_thread_while_the_loop_reads() -> None:
+def test_the_loop_survives_when_another_thread_frees_the_last_channel() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False, timeout=50)
     assert (done.returncode, done.stdout, done.stderr) == (0, "alive\n", "")

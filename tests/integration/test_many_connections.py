@@ -30,7 +30,7 @@ BEGINNINGS = {"silent": b"", "settled": PREFACE + frame(SETTINGS, 0, 0, b"")}
 
 
 @pytest.mark.parametrize("beginning", ["silent", pytest.param("settled", marks=pytest.mark.exhaustive)])
-def test_ten_thousand_connections_opened_and_left(beginning: str, tmp_path: Path) -> None:
+def test_ten_thousand_abandoned_connections_leave_no_files_or_memory(beginning: str, tmp_path: Path) -> None:
     with _files(1_024), targets_in(tmp_path) as targets, _files(CONNECTIONS + 2_000):
         soft, hard = resource.prlimit(targets.process.pid, resource.RLIMIT_NOFILE)
         assert soft == hard
@@ -53,7 +53,7 @@ def test_ten_thousand_connections_opened_and_left(beginning: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("beginning", [pytest.param("silent", marks=pytest.mark.exhaustive), "settled"])
-def test_more_connections_than_a_worker_may_have_files(beginning: str, tmp_path: Path) -> None:
+def test_a_door_recovers_from_more_connections_than_its_file_limit(beginning: str, tmp_path: Path) -> None:
     """Strangers' at its door, opened and left: they go, and the door lets in who comes then."""
     with _files(300), targets_in(tmp_path) as targets, _files(2_000), ExitStack() as stack:
         for _ in range(1_000):
@@ -65,7 +65,7 @@ def test_more_connections_than_a_worker_may_have_files(beginning: str, tmp_path:
         targets.check()
 
 
-def test_callers_that_dribble(tmp_path: Path) -> None:
+def test_slow_callers_do_not_delay_other_calls(tmp_path: Path) -> None:
     """A byte of a preface now and then, and calls whose message never ends: 500 of each, for five seconds."""
     call = open_call("/pacelinepb.v1.SessionService/GetView")
     with targets_in(tmp_path) as targets, ExitStack() as stack:
@@ -82,7 +82,7 @@ def test_callers_that_dribble(tmp_path: Path) -> None:
         targets.check()
 
 
-def test_a_member_that_floods_its_session_holds_nobody_up(tmp_path: Path) -> None:
+def test_members_that_flood_their_sessions_do_not_delay_other_calls(tmp_path: Path) -> None:
     async def flood(address: str, until: float) -> int:
         async with aio.insecure_channel(address) as channel:
             session = await RawSession.register(channel, "flood", least=1, most=1)

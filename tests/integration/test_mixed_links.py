@@ -45,7 +45,7 @@ def kind_between(a: Place, b: Place) -> str:
     return "tcp" if "tcp" in both else "grpc"
 
 
-def test_each_pair_has_the_best_kind_that_both_have(world: MixedWorld) -> None:
+def test_each_pair_uses_the_best_common_kind_of_link(world: MixedWorld) -> None:
     places = world.places
     run_all(world.groups, lambda group: group.all_to_all(np.arange(4)))
     for me, mesh in enumerate(world.meshes):
@@ -56,7 +56,7 @@ def test_each_pair_has_the_best_kind_that_both_have(world: MixedWorld) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", MESSAGES)
 @pytest.mark.parametrize(("collective", "schedule", "variant"), WAYS)
-def test_every_schedule_gives_what_numpy_gives(
+def test_every_schedule_matches_numpy(
     world: MixedWorld, collective: str, schedule: str, variant: str, size: str
 ) -> None:
     rng, rows = np.random.default_rng(1), MESSAGES[size]
@@ -88,7 +88,7 @@ def test_every_schedule_gives_what_numpy_gives(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES["barrier"])
-def test_barriers(world: MixedWorld, schedule: str) -> None:
+def test_a_barrier_waits_for_the_last_rank_under_every_schedule(world: MixedWorld, schedule: str) -> None:
     passed: list[int] = []
 
     def at(group: Group) -> int:
@@ -102,7 +102,7 @@ def test_barriers(world: MixedWorld, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("size", MESSAGES)
-def test_messages(world: MixedWorld, size: str) -> None:
+def test_messages_between_all_pairs_arrive(world: MixedWorld, size: str) -> None:
     rows = MESSAGES[size]
 
     def at(group: Group) -> list[tuple[float, int]]:
@@ -119,7 +119,7 @@ def test_messages(world: MixedWorld, size: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shm", "tcp", "grpc"])
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_all_may_send_first(kind: str, count: int) -> None:
+def test_all_ranks_may_send_before_they_receive(kind: str, count: int) -> None:
     """A circle of messages that are longer than links hold: whoever waits to send takes in what is sent to it."""
     rows = (16 << 20) // 4
 
@@ -133,7 +133,7 @@ def test_all_may_send_first(kind: str, count: int) -> None:
         assert run_all(world.groups, at) == [(rank - 1) % count for rank in range(count)]
 
 
-def test_the_rules_take_the_hierarchical_schedule_and_its_result_is_that_of_the_ring(world: MixedWorld) -> None:
+def test_the_rules_choose_the_hierarchical_schedule_with_equal_results(world: MixedWorld) -> None:
     """What the rules choose by themselves, at a size at which nodes count; the bits are alike on all ranks."""
     x = np.random.default_rng(3).standard_normal((4, 200_000)).astype(np.float32)
 
@@ -179,7 +179,7 @@ with paceline.join() as session:
 
 
 @pytest.mark.needs(what="root")
-def test_what_crosses_the_network_between_two_hosts_crosses_it_once() -> None:
+def test_each_array_crosses_the_network_between_two_hosts_once() -> None:
     """Each host sends 2(H-1)/H of the array, one array here, where a ring of four ranks would send 1.5 or more."""
     mib = 64
     with network(2) as net, ExitStack() as stack:

@@ -88,7 +88,7 @@ def series_of(metrics: str) -> dict[str, list[dict[str, str]]]:
     return found
 
 
-def test_alerts_and_dashboard_name_what_the_coordinator_offers(metrics: str) -> None:
+def test_alerts_and_dashboard_use_only_exported_metrics(metrics: str) -> None:
     offered = series_of(metrics)
     wrong = []
     for place, expression in expressions().items():
@@ -106,7 +106,7 @@ def test_alerts_and_dashboard_name_what_the_coordinator_offers(metrics: str) -> 
     assert not wrong, "\n".join(wrong)
 
 
-def test_labels_that_are_summed_over_or_shown_are_there(metrics: str) -> None:
+def test_labels_used_for_grouping_or_display_exist(metrics: str) -> None:
     labels = {label for series in series_of(metrics).values() for labels in series for label in labels}
     text = "\n".join(expressions().values()) + (MONITORING / "grafana.json").read_text()
     named = {
@@ -117,7 +117,7 @@ def test_labels_that_are_summed_over_or_shown_are_there(metrics: str) -> None:
     assert named | set(re.findall(r"\{\{(\w+)\}\}", text)) <= labels
 
 
-def test_panels_have_numbers_and_places_of_their_own() -> None:
+def test_panels_have_unique_ids_and_do_not_overlap() -> None:
     panels: list[dict[str, Any]] = json.loads((MONITORING / "grafana.json").read_text())["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     taken = [
@@ -139,7 +139,7 @@ def test_panels_have_numbers_and_places_of_their_own() -> None:
         "check config prometheus.yaml",
     ],
 )
-def test_prometheus_takes_the_alerts_and_they_fire_when_they_should(what: str) -> None:
+def test_promtool_accepts_the_rules_their_tests_and_the_config(what: str) -> None:
     done = subprocess.run(
         [program("promtool"), *what.split()], cwd=MONITORING, capture_output=True, text=True, timeout=30
     )
@@ -147,7 +147,7 @@ def test_prometheus_takes_the_alerts_and_they_fire_when_they_should(what: str) -
 
 
 @pytest.mark.needs(what="browser")
-def test_prometheus_takes_the_configuration_for_kubernetes(tmp_path: Path) -> None:
+def test_promtool_accepts_the_kubernetes_configuration(tmp_path: Path) -> None:
     """But for how it finds pods, which Debian's Prometheus does not know; its files are those of a pod."""
     config = yaml.safe_load((MONITORING / "prometheus-kubernetes.yaml").read_text())
     (scrape,) = config["scrape_configs"]
@@ -166,7 +166,7 @@ def test_prometheus_takes_the_configuration_for_kubernetes(tmp_path: Path) -> No
 
 
 @pytest.mark.needs(what="browser")
-def test_prometheus_takes_the_metrics(metrics: str) -> None:
+def test_promtool_accepts_the_metrics(metrics: str) -> None:
     done = subprocess.run(
         [program("promtool"), "check", "metrics"], input=metrics, capture_output=True, text=True, timeout=30
     )

@@ -153,7 +153,7 @@ def by_rank(started: list[Worker]) -> list[Worker]:
 @pytest.mark.slow
 @pytest.mark.parametrize("what", PLANTS)
 @pytest.mark.sampled(2)
-def test_a_worker_ends_with_its_own_error_and_the_others_go_on(what: str, tmp_path: Path) -> None:
+def test_a_worker_ends_with_its_own_error_and_the_others_continue(what: str, tmp_path: Path) -> None:
     plant, words = PLANTS[what]
     waits, rank = what not in IN_ITS_TURN, 0 if "checkpoints" in what else 2  # the lowest rank of a host writes them
     code = TRAIN.replace("{plant}", plant).replace("{waits}", str(waits)).replace("{rank}", str(rank))
@@ -184,7 +184,7 @@ def test_a_worker_ends_with_its_own_error_and_the_others_go_on(what: str, tmp_pa
             assert worker.wait() == 0
 
 
-def test_a_view_whose_links_cannot_be_made_goes_on_without_that_worker() -> None:
+def test_training_continues_without_a_worker_that_cannot_make_links() -> None:
     plant = "step == 3 and fail_once(grpc_mesh.GrpcMesh, '__init__', MemoryError('planted'))"
     leave = """if step.number == 4:
                     session.group.barrier()  # all are in this step
@@ -252,7 +252,7 @@ LIMITS = [250, 450, *(pytest.param(mb, marks=pytest.mark.exhaustive) for mb in (
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.parametrize("more_mb", LIMITS)
-def test_a_worker_with_too_little_memory_ends_and_says_why(more_mb: int) -> None:
+def test_a_worker_with_too_little_memory_exits_with_a_memory_error(more_mb: int) -> None:
     """An address space that is full somewhere on the way: in `join`, where links are made, or in a step."""
     environment = {"MIN_WORKERS": "2", "MAX_WORKERS": "3"}
     with (

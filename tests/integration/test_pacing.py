@@ -19,7 +19,7 @@ from support.coordinator import RawSession, duration, reason_of, refused, run, r
 pytestmark = pytest.mark.alone
 
 
-def test_a_session_is_read_at_its_rate() -> None:
+def test_session_messages_are_read_at_message_rate() -> None:
     async def main() -> None:
         async with running(message_rate=500.0, message_burst=50.0) as channel:
             session = await RawSession.register(channel, least=1, most=1)
@@ -36,7 +36,7 @@ def test_a_session_is_read_at_its_rate() -> None:
     run(main)
 
 
-def test_calls_of_an_address_are_served_at_their_rate_and_none_is_refused() -> None:
+def test_calls_of_one_address_are_paced_and_not_refused() -> None:
     async def main() -> None:
         async with running(call_rate=200.0, call_burst=20.0) as channel:
             stub = AdminServiceStub(channel)
@@ -55,7 +55,7 @@ async def paced(make: Callable[[], Any], code: str) -> None:
     assert 0.35 < time.monotonic() - began < 3.0
 
 
-def test_refusals_for_want_of_a_token_have_the_same_rate() -> None:
+def test_unauthenticated_refusals_are_paced() -> None:
     async def main() -> None:
         async with running(call_rate=200.0, call_burst=20.0, token="a-token-that-nobody-guesses") as channel:
             stub = AdminServiceStub(channel)
@@ -64,7 +64,7 @@ def test_refusals_for_want_of_a_token_have_the_same_rate() -> None:
     run(main)
 
 
-def test_sessions_that_are_opened_have_the_same_rate() -> None:
+def test_newly_opened_sessions_are_paced() -> None:
     async def main() -> None:
         async with running(call_rate=200.0, call_burst=20.0, first_message_time=0.05) as channel:
             await paced(lambda: RawSession(channel, "job").call, "DEADLINE_EXCEEDED")
@@ -72,7 +72,7 @@ def test_sessions_that_are_opened_have_the_same_rate() -> None:
     run(main)
 
 
-def test_probes_do_not_wait() -> None:
+def test_health_probes_are_not_paced() -> None:
     async def main() -> None:
         async with running(call_rate=1.0, call_burst=1.0) as channel:
             health: Any = health_pb2_grpc.HealthStub(channel)
@@ -84,7 +84,7 @@ def test_probes_do_not_wait() -> None:
     run(main)
 
 
-def test_a_stream_that_says_nothing_is_ended() -> None:
+def test_a_silent_stream_ends_after_first_message_time() -> None:
     async def main() -> None:
         async with running(first_message_time=0.2) as channel:
             session = RawSession(channel, "job")
@@ -94,7 +94,7 @@ def test_a_stream_that_says_nothing_is_ended() -> None:
     run(main)
 
 
-def test_a_request_that_stops_on_its_way_may_be_made_again() -> None:
+def test_an_incomplete_request_is_refused_as_unavailable() -> None:
     """A worker's host may have been away for so long."""
 
     async def main() -> None:
@@ -107,7 +107,7 @@ def test_a_request_that_stops_on_its_way_may_be_made_again() -> None:
     run(main)
 
 
-def test_one_job_does_not_take_the_places_of_all_others() -> None:
+def test_one_job_cannot_take_all_session_places() -> None:
     async def main() -> None:
         async with running(max_job_sessions=2, max_sessions=4) as channel:
             for _ in range(2):
@@ -120,7 +120,7 @@ def test_one_job_does_not_take_the_places_of_all_others() -> None:
 
 
 @pytest.mark.parametrize("proved", [True, False])
-def test_who_comes_back_as_a_new_member_needs_no_second_place(proved: bool) -> None:
+def test_a_returning_member_needs_its_old_token_to_reuse_its_place(proved: bool) -> None:
     """It may have moved before its old session is known to have ended. Without the old token nobody's session ends."""
 
     async def main() -> None:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from support.ports import Share
 
 
-def test_each_process_has_a_share_of_its_own() -> None:
+def test_each_process_has_its_own_share_of_ports() -> None:
     with ExitStack() as exits:
         shares = [Share() for _ in range(3)]
         for share in shares:
@@ -18,7 +18,7 @@ def test_each_process_has_a_share_of_its_own() -> None:
         assert len({share.first for share in shares}) == len({port // 250 for port in chosen}) == 3
 
 
-def test_ports_that_somebody_has_are_passed_over() -> None:
+def test_ports_in_use_are_skipped() -> None:
     share = Share()
     try:
         with socket.socket() as taken:

@@ -30,7 +30,7 @@ with paceline.join() as session:
 """
 
 
-def test_a_newcomer_is_told_what_to_do_without_and_the_first_workers_are_warned() -> None:
+def test_reading_rank_before_steps_warns_and_fails_for_a_newcomer() -> None:
     environment = {"MIN_WORKERS": "1", "MAX_WORKERS": "2"}
     with coordinator() as address, workers(1, CODE, COORDINATOR=address, **environment) as (first,):
         assert [first.expect("has")["number"] for _ in range(2)] == [0, 1]
@@ -61,7 +61,7 @@ with paceline.join() as session:
 """
 
 
-def test_a_worker_that_comes_after_the_last_step_ends_well_when_it_asks_for_its_rank() -> None:
+def test_a_worker_that_reads_its_rank_after_the_last_step_exits_with_0() -> None:
     environment = {"MIN_WORKERS": "1", "MAX_WORKERS": "2"}
     with coordinator() as address:
         with workers(1, OVER, COORDINATOR=address, ASKED="rank", **environment) as (first,):

@@ -75,7 +75,7 @@ FILLS: dict[str, Callable[[Group, float], object]] = {
 
 @pytest.mark.alone
 @pytest.mark.parametrize("call", FILLS)
-def test_5_a_timeout_holds_while_sending_to_a_live_peer_that_takes_nothing(call: str, link: str) -> None:
+def test_5_a_send_to_a_peer_that_does_not_receive_times_out(call: str, link: str) -> None:
     with world_over(link, 2) as groups:
         started = time.monotonic()
         with pytest.raises(OperationTimeout, match=r"[01]\.\d+ s") as caught:
@@ -87,7 +87,7 @@ def test_5_a_timeout_holds_while_sending_to_a_live_peer_that_takes_nothing(call:
 @pytest.mark.alone
 @pytest.mark.parametrize("timeout", [0.0, 0.05])
 @pytest.mark.parametrize("call", WAITS)
-def test_5_a_timeout_holds_and_is_told_with_its_fraction(call: str, timeout: float, link: str) -> None:
+def test_5_calls_time_out_on_time_and_report_fractional_seconds(call: str, timeout: float, link: str) -> None:
     with world_over(link, 2) as groups:
         started = time.monotonic()
         with pytest.raises(OperationTimeout) as caught:
@@ -99,7 +99,7 @@ def test_5_a_timeout_holds_and_is_told_with_its_fraction(call: str, timeout: flo
         assert caught.value.ranks == (() if call == "recv from any" else (1,))
 
 
-def test_5_a_call_that_need_not_wait_does_not_time_out(link: str) -> None:
+def test_5_a_call_that_need_not_wait_succeeds_with_timeout_zero(link: str) -> None:
     def rank(group: Group) -> Any:
         group.send(X, group.rank, timeout=0)
         found = group.recv(group.rank, timeout=0)[0].tolist()
@@ -110,7 +110,7 @@ def test_5_a_call_that_need_not_wait_does_not_time_out(link: str) -> None:
 
 
 @pytest.mark.parametrize("seconds", [-1, float("nan")])
-def test_5_a_negative_timeout_or_nan_is_refused_before_anything_is_sent(seconds: float, link: str) -> None:
+def test_5_a_negative_or_nan_timeout_raises_value_error(seconds: float, link: str) -> None:
     def rank(group: Group) -> float:
         for call in (
             *WAITS.values(),
@@ -125,7 +125,7 @@ def test_5_a_negative_timeout_or_nan_is_refused_before_anything_is_sent(seconds:
 
 
 @pytest.mark.alone
-def test_5_one_deadline_holds_for_a_whole_collective(link: str) -> None:
+def test_5_one_deadline_covers_all_receives_of_a_collective(link: str) -> None:
     """Not one for each receive: rank 1 comes late, rank 2 never."""
     late = threading.Event()
 
@@ -189,7 +189,7 @@ def test_6_a_blocked_call_raises_peer_lost_when_its_peer_dies(call: str, link: s
 
 @pytest.mark.alone
 @pytest.mark.parametrize("world", [2, 3])
-def test_11_a_small_call_over_loopback_waits_for_no_acknowledgement(world: int) -> None:
+def test_11_a_small_call_over_loopback_is_not_delayed_by_tcp_acks(world: int) -> None:
     x = np.ones(256, np.float32)
 
     def rank(group: Group) -> dict[str, float]:
@@ -246,7 +246,7 @@ def test_12_no_rank_sends_more_than_its_share_of_a_large_array(world: int, link:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES["broadcast"])
-def test_12_no_root_sends_to_all(schedule: str) -> None:
+def test_12_no_rank_sends_more_than_two_copies_in_a_broadcast(schedule: str) -> None:
     x = np.ones(7 * MIB // 8)
 
     def rank(group: Group) -> float:
@@ -334,7 +334,7 @@ def test_14_a_collective_does_not_wait_behind_a_receive_on_the_same_pair(link: s
     assert run_over(link, 2, rank) == [2, 2]
 
 
-def test_14_two_ranks_may_send_much_to_each_other_before_either_receives(link: str) -> None:
+def test_14_two_ranks_may_both_send_large_arrays_before_receiving(link: str) -> None:
     x = np.ones(24 * MIB, np.uint8)
 
     def rank(group: Group) -> int:
@@ -356,7 +356,7 @@ def test_14_two_ranks_may_send_much_to_each_other_before_either_receives(link: s
         ("hybrid_shard", 4, 2, (6, 3, 5)),
     ],
 )
-def test_15_a_unit_is_gathered_and_reduced_by_one_collective(
+def test_15_each_fsdp_unit_is_gathered_and_reduced_by_one_collective(
     strategy: str, world: int, node: int | None, number: Any, link: str
 ) -> None:
     """So many all_gather, reduce_scatter and all_reduce in a step; two of these are of weights and flags."""
@@ -378,7 +378,7 @@ def test_15_a_unit_is_gathered_and_reduced_by_one_collective(
 # 23. No log of operations, no counters.
 
 
-def test_23_the_flight_recorder_has_every_operation(link: str) -> None:
+def test_23_the_flight_recorder_records_every_operation(link: str) -> None:
     def rank(group: Group) -> None:
         part = group.subgroup([0, 1], name="data")
         group.all_reduce(np.ones((2, 3), np.float32), op="mean")
@@ -413,7 +413,7 @@ def test_23_the_flight_recorder_has_every_operation(link: str) -> None:
     run_over(link, 2, rank)
 
 
-def test_23_bytes_are_counted(link: str) -> None:
+def test_23_bytes_sent_are_counted(link: str) -> None:
     x = np.ones(MIB // 4, np.float32)
 
     def rank(group: Group) -> None:

@@ -2,14 +2,14 @@
 
 Numbers are those of the reference's list of weaknesses. Other tests hold:
 
-1   issue order, `Work`: unit/group/test_order; frames of a generation that is over: integration/test_grpc_door.
+1   issue order, `Work`: unit/group/test_async_operations; frames of an earlier generation: integration/test_grpc_door.
 3   a frame that is wrong in any way ends the generation: unit/group/test_failure.
 4   a failure at every single frame is the same error on every rank: unit/group/test_failure; over gRPC with the
     coordinator's verdict: integration/test_failures.
 6   of processes, by SIGKILL and SIGSTOP, and while nobody communicates: integration/test_failures.
 7   gradients that accumulate, errors in a pass, updates after a prefetch, frozen, unused and tied parameters, buffers:
     unit/parallel/sharding.
-8   unit/group/test_mistakes, test_reference_vectors, unit/parallel/sharding/test_fsdp_misuse.
+8   unit/group/test_invalid_arguments, test_reference_vectors, unit/parallel/sharding/test_fsdp_misuse.
 5, 6, 11 to 15, 23: test_reference_costs.
 10  every dtype and op against NumPy, in every order: unit/collectives/test_values, test_reduction_bits.
 13  overlap and segments: unit/collectives/test_program.
@@ -72,7 +72,7 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_1_collectives_of_one_size_in_flight_keep_their_data(world: int, link: str) -> None:
+def test_1_concurrent_collectives_of_one_size_keep_their_data(world: int, link: str) -> None:
     def rank(group: Group) -> None:
         for turn in range(10):
             gathers = [group.all_gather(np.full(5, 10 * i + group.rank + turn), async_op=True) for i in range(4)]
@@ -85,7 +85,7 @@ def test_1_collectives_of_one_size_in_flight_keep_their_data(world: int, link: s
     run_over(link, world, rank)
 
 
-def test_1_overlapping_groups_messages_and_barriers_share_no_stream(link: str) -> None:
+def test_1_overlapping_groups_messages_and_barriers_do_not_mix(link: str) -> None:
     """All at once, all of one size: the view, parts of it in threads of their own, messages in both directions."""
 
     def rank(group: Group) -> None:
@@ -117,7 +117,7 @@ def test_1_overlapping_groups_messages_and_barriers_share_no_stream(link: str) -
     run_over(link, 3, rank)
 
 
-def test_1_after_a_timeout_no_later_call_takes_the_late_message(link: str) -> None:
+def test_1_a_late_message_is_not_taken_by_a_call_after_a_timeout(link: str) -> None:
     """By the reference rank 0's second sum was 10 + 2: rank 1's late 10 of the first was taken for it."""
     with world_over(link, 2) as groups:
         with pytest.raises(OperationTimeout):
@@ -140,7 +140,7 @@ def test_1_a_late_frame_of_an_old_generation_is_dropped(schedule: str) -> None:
     assert [result.tolist() for result in run_groups(groups, lambda g: g.all_reduce(np.full(3, 2.0)))] == [[4] * 3] * 2
 
 
-def test_1_a_message_that_comes_after_its_recv_timed_out_is_received_by_its_tag(link: str) -> None:
+def test_1_a_message_after_a_recv_timeout_is_received_by_its_tag(link: str) -> None:
     def rank(group: Group) -> Any:
         if group.rank == 0:
             with pytest.raises(OperationTimeout):
@@ -229,7 +229,7 @@ def test_2_a_mismatch_names_the_odd_rank_on_every_rank(name: str, world: int) ->
     check_told(name, world, "local")
 
 
-def test_2_a_mismatch_is_found_while_links_are_still_dialled(link: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_2_a_mismatch_is_found_while_links_are_still_being_dialed(link: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither has sent anything, and what each has to say cannot go out at first."""
 
     async def late(*arguments: Any) -> Any:
@@ -256,7 +256,7 @@ def test_2_a_mismatch_of_counts_names_the_sender(link: str) -> None:
 # 3. After a wrong length or a timeout in the middle of a frame the stream was out of step, and stayed in use.
 
 
-def test_3_a_send_that_times_out_half_way_leaves_the_link_in_step(link: str) -> None:
+def test_3_a_link_stays_usable_after_a_partial_send_times_out(link: str) -> None:
     sent = threading.Event()
 
     def rank(group: Group) -> Any:
@@ -272,7 +272,7 @@ def test_3_a_send_that_times_out_half_way_leaves_the_link_in_step(link: str) -> 
     assert run_over(link, 2, rank) == [2, (5, 2)]
 
 
-def test_3_a_recv_that_times_out_half_way_leaves_the_link_in_step(link: str) -> None:
+def test_3_a_link_stays_usable_after_a_partial_recv_times_out(link: str) -> None:
     whole, go = np.arange(MIB, dtype=np.int32), threading.Event()  # 4 frames
 
     def hold(way: str, peer: int, frame: Frame) -> Frame:
@@ -296,7 +296,7 @@ def test_3_a_recv_that_times_out_half_way_leaves_the_link_in_step(link: str) -> 
 
 
 @pytest.mark.parametrize("cut", [lambda data: data[:-1], lambda data: data + b"\0", lambda data: b""])
-def test_3_a_frame_of_wrong_length_ends_the_generation(cut: Callable[[bytes], bytes], link: str) -> None:
+def test_3_a_frame_of_wrong_length_raises_peer_broke_protocol(cut: Callable[[bytes], bytes], link: str) -> None:
     def shorten(way: str, peer: int, frame: Frame) -> Frame:
         if way == "send" and len(frame.payload):
             frame.payload = cut(bytes(frame.payload))
@@ -315,7 +315,7 @@ def test_3_a_frame_of_wrong_length_ends_the_generation(cut: Callable[[bytes], by
 # 4. Failures were not collective: some ranks succeeded, some timed out; nothing was poisoned.
 
 
-def test_4_operations_in_flight_and_later_ones_raise_the_same_error(link: str) -> None:
+def test_4_pending_and_later_operations_raise_the_same_error(link: str) -> None:
     def fail(way: str, peer: int, frame: Frame) -> Frame:
         raise ZeroDivisionError("in the code of rank 1")
 
@@ -444,7 +444,7 @@ def test_21_links_work_over_ipv6() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["i2", "i8", "f4", "f8", "c16"])
-def test_21_ranks_of_either_byte_order_understand_each_other(dtype: str, link: str) -> None:
+def test_21_ranks_with_arrays_of_different_byte_order_agree(dtype: str, link: str) -> None:
     values = np.array([1, 2, 300, 40, 5, 6])
 
     def rank(group: Group) -> None:

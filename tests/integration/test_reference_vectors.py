@@ -52,7 +52,7 @@ def of_rank(values: Any, rank: int) -> Any:
 
 
 @having("call")
-def test_collective(vector: dict[str, Any], link: str) -> None:
+def test_collectives_match_the_vectors(vector: dict[str, Any], link: str) -> None:
     name, world, dtype = vector["call"], vector["world"], vector.get("dtype", "f4")
     members = vector.get("members", range(world))
     given = [array(of_rank(vector["given"], n), dtype) for n in range(len(members))]
@@ -87,7 +87,7 @@ def test_collective(vector: dict[str, Any], link: str) -> None:
 
 
 @having("messages")
-def test_messages(vector: dict[str, Any], link: str) -> None:
+def test_messages_match_the_vectors(vector: dict[str, Any], link: str) -> None:
     """Each is sent from one rank of the subgroup to another; those of a pair arrive in their order."""
     messages = [(source, to, array(x, vector.get("dtype", "f4"))) for source, to, x in vector["messages"]]
 
@@ -109,7 +109,7 @@ def test_messages(vector: dict[str, Any], link: str) -> None:
 
 
 @having("ranks")
-def test_subgroup(vector: dict[str, Any], link: str) -> None:
+def test_subgroups_match_the_vectors(vector: dict[str, Any], link: str) -> None:
     def rank(group: Group) -> None:
         expected = vector["ranks"][group.rank]
         if expected is None:
@@ -126,7 +126,7 @@ def test_subgroup(vector: dict[str, Any], link: str) -> None:
 
 
 @having("at")
-def test_subgroup_that_cannot_be(vector: dict[str, Any], link: str) -> None:
+def test_invalid_subgroups_raise_the_error_of_the_vector(vector: dict[str, Any], link: str) -> None:
     def rank(group: Group) -> None:
         if group.rank == vector["at"]:
             with refused(vector["error"]):
@@ -137,7 +137,7 @@ def test_subgroup_that_cannot_be(vector: dict[str, Any], link: str) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES["barrier"])
 @having("barrier")
-def test_barrier(vector: dict[str, Any], schedule: str, link: str) -> None:
+def test_a_barrier_waits_for_the_last_member(vector: dict[str, Any], schedule: str, link: str) -> None:
     """Nobody leaves before the last one has come."""
     members = vector["barrier"]
     for last in members:
@@ -152,7 +152,7 @@ def test_barrier(vector: dict[str, Any], schedule: str, link: str) -> None:
                 call.result()
 
 
-def test_world_without_ranks() -> None:
+def test_join_with_world_size_zero_raises_invalid_world_size() -> None:
     """It is backend::invalid_world_size."""
     with pytest.raises(errors.InvalidWorldSize):
         paceline.join("127.0.0.1:1", rank=0, world_size=0)
@@ -210,7 +210,7 @@ def words(fsdp: FSDP) -> dict[str, Callable[..., Any]]:
 
 
 @having("fsdp")
-def test_fsdp(vector: dict[str, Any], link: str) -> None:
+def test_fsdp_matches_the_vectors(vector: dict[str, Any], link: str) -> None:
     """A step is a word, its argument by rank, and what comes of it: a value by rank, or an error and its text."""
 
     def rank(group: Group) -> None:
@@ -233,10 +233,11 @@ def test_fsdp(vector: dict[str, Any], link: str) -> None:
     run_over(link, vector["world"], rank)
 
 
-def test_all_of_the_references_tests_are_here() -> None:
+def test_the_vectors_include_all_unit_tests_of_the_reference() -> None:
     names = [vector["name"] for vector in VECTORS]
     assert len(names) == len(set(names))
     found = {name for each in names for name in re.findall(r"\w+::\w+", each)}
     counts = Counter(name.partition("::")[0] for name in found)
-    # Also world_without_ranks; three of arithmetic in unit/collectives/test_schedules, one in unit/group/test_mistakes.
+    # Also world_without_ranks; three of arithmetic are in unit/collectives/test_schedules, one is in
+    # unit/group/test_invalid_arguments.
     assert counts == {"backend": 10, "ring": 5, "collective": 17, "fsdp": 21}

@@ -45,7 +45,7 @@ def expect_all(started: list[Worker], event: str) -> list[dict[str, object]]:
     return [worker.expect(event) for worker in started]
 
 
-def test_the_ring_goes_on_while_the_coordinator_is_away_and_sessions_resume(tmp_path: Path) -> None:
+def test_collectives_work_during_an_outage_and_sessions_resume(tmp_path: Path) -> None:
     state = tmp_path / "state.db"
     with (
         coordinator_process(f"127.0.0.1:{free_port()}", state) as (first, address),
@@ -66,7 +66,7 @@ def test_the_ring_goes_on_while_the_coordinator_is_away_and_sessions_resume(tmp_
                 assert {event["generation"] for event in expect_all(later, "joined")} == {2}
 
 
-def test_a_session_resumes_though_look_ups_of_before_were_lost(tmp_path: Path) -> None:
+def test_a_session_resumes_after_failed_and_stalled_name_lookups(tmp_path: Path) -> None:
     code = """
     import errno, socket, threading
 
@@ -104,7 +104,7 @@ def test_a_session_resumes_though_look_ups_of_before_were_lost(tmp_path: Path) -
                 assert worker.wait() == 0
 
 
-def test_without_the_coordinator_calls_to_it_end_as_orphaned_and_the_ring_goes_on(tmp_path: Path) -> None:
+def test_coordinator_calls_raise_orphaned_error_but_collectives_work(tmp_path: Path) -> None:
     code = """
     with paceline.join() as session:
         emit("joined")
@@ -148,7 +148,7 @@ def _told_of_lost_state(tmp_path: Path, code: str) -> list[dict[str, object]]:
             return told
 
 
-def test_a_coordinator_that_lost_its_state_says_so_to_a_call_that_waits(tmp_path: Path) -> None:
+def test_a_waiting_call_raises_session_closed_when_state_is_lost(tmp_path: Path) -> None:
     code = """
     session = paceline.join()
     emit("joined")
@@ -168,7 +168,7 @@ def test_a_coordinator_that_lost_its_state_says_so_to_a_call_that_waits(tmp_path
     assert "state" in str(error["text"])
 
 
-def test_a_coordinator_that_lost_its_state_says_so_to_every_later_call(tmp_path: Path) -> None:
+def test_later_calls_raise_session_closed_when_state_is_lost(tmp_path: Path) -> None:
     code = """
     import threading
 

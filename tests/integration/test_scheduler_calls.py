@@ -43,7 +43,7 @@ def joined(address: str, token: str | None) -> list[paceline.Session]:
         return sorted(pool.map(join, range(2)), key=lambda session: session.rank)
 
 
-def test_the_members_have_rank_host_and_process_and_can_be_drained() -> None:
+def test_status_lists_the_members_and_drain_selects_them() -> None:
     with own_coordinator() as served, RunningJob(served.address, "digits", timeout=5.0) as job:
         with pytest.raises(PacelineError, match="there is no job 'digits'"):
             job.status()
@@ -62,12 +62,12 @@ def test_the_members_have_rank_host_and_process_and_can_be_drained() -> None:
             list(pool.map(lambda session: session.leave(), sessions))
 
 
-def test_a_drain_of_nobody_is_refused_because_the_request_would_mean_all() -> None:
+def test_drain_without_members_raises_value_error() -> None:
     with RunningJob(f"127.0.0.1:{free_port()}", "digits") as job, pytest.raises(ValueError, match=r"drain_all\(\)"):
         job.drain(*[])
 
 
-def test_the_pages_function_drains_the_members_of_one_machine() -> None:
+def test_the_documented_drain_machine_drains_members_of_one_host() -> None:
     page = {block.title: block.code for block in blocks(ROOT / "docs/how-to/own-scheduler.md")}
     names: dict[str, Any] = {}
     exec(compile(page["drain_machine.py"], "drain_machine.py", "exec"), names)
@@ -80,7 +80,7 @@ def test_the_pages_function_drains_the_members_of_one_machine() -> None:
             list(pool.map(lambda session: session.leave(), sessions))
 
 
-def test_members_of_a_view_that_is_over_are_there_until_they_leave() -> None:
+def test_members_of_a_void_view_are_listed_until_they_leave() -> None:
     with own_coordinator() as served, RunningJob(served.address, "digits", timeout=5.0) as job:
         first, second = joined(served.address, served.token)
         first.leave(RuntimeError("it has failed"))
@@ -90,7 +90,7 @@ def test_members_of_a_view_that_is_over_are_there_until_they_leave() -> None:
         assert job.status().members == ()
 
 
-def test_a_worker_that_waits_has_no_rank() -> None:
+def test_a_waiting_worker_has_no_rank() -> None:
     with own_coordinator() as served, RunningJob(served.address, "digits", timeout=5.0) as job:
         credentials = paceline.Credentials(token=served.token)
         with ThreadPoolExecutor(1) as pool:
@@ -112,7 +112,7 @@ def test_a_worker_that_waits_has_no_rank() -> None:
             assert isinstance(alone.exception(), PacelineError)
 
 
-def test_an_address_where_nobody_answers_is_told_as_such() -> None:
+def test_unreachable_coordinator_raises_coordinator_unreachable() -> None:
     with (
         RunningJob(f"127.0.0.1:{free_port()}", "digits", timeout=0.2) as job,
         pytest.raises(CoordinatorUnreachable),
@@ -120,7 +120,7 @@ def test_an_address_where_nobody_answers_is_told_as_such() -> None:
         job.status()
 
 
-def test_the_token_is_made_found_and_asked_for() -> None:
+def test_own_coordinator_makes_a_token_that_callers_need() -> None:
     with own_coordinator() as served:
         assert served.token is not None
         assert served.token not in repr(served)
@@ -132,7 +132,7 @@ def test_the_token_is_made_found_and_asked_for() -> None:
     assert token_for(served.address) is None
 
 
-def test_a_token_of_the_environment_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_token_from_the_environment_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PACELINE_TOKEN", "a-token-of-this-test")
     with own_coordinator() as served:
         assert served.token is None, "workers inherit it"
@@ -145,12 +145,12 @@ def test_a_token_of_the_environment_is_kept(monkeypatch: pytest.MonkeyPatch, tmp
     assert token_for("elsewhere:7400") == "a-token-in-a-file"
 
 
-def test_a_coordinator_at_all_interfaces_has_no_address_to_be_found_at() -> None:
+def test_a_coordinator_on_all_interfaces_has_no_own_address() -> None:
     with own_coordinator(listen="0.0.0.0:0"):
         assert own_addresses() == []
 
 
-def test_without_a_token_of_its_own_it_needs_another_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_coordinator_without_make_token_needs_another_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="callers need a token or certificates"), own_coordinator(make_token=False):
         pass
     monkeypatch.setenv("PACELINE_TOKEN", "a-token-of-this-test")
@@ -160,7 +160,7 @@ def test_without_a_token_of_its_own_it_needs_another_secret(monkeypatch: pytest.
             paceline.join(served.address, job="digits", min_workers=1, config=QUICK)
 
 
-def test_variables_that_cannot_be_used_are_an_error_of_the_value(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_token_variable_raises_value_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_TOKEN", "")
     with pytest.raises(ValueError, match="PACELINE_TOKEN is set, but empty"), own_coordinator():
         pass
@@ -168,7 +168,7 @@ def test_variables_that_cannot_be_used_are_an_error_of_the_value(monkeypatch: py
         token_for("elsewhere:7400")
 
 
-def test_sigterm_lets_the_workers_of_the_pages_scheduler_leave(tmp_path: Path) -> None:
+def test_sigterm_to_the_documented_scheduler_lets_workers_leave(tmp_path: Path) -> None:
     page = {block.title: block.code for block in blocks(ROOT / "docs/how-to/own-scheduler.md")}
     (tmp_path / "scheduler.py").write_text(page["scheduler.py"])
     endless = page["train.py"].replace("total=20", "total=100_000")

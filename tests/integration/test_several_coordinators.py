@@ -102,7 +102,7 @@ def test_a_standby_refuses_and_names_the_leader() -> None:
     run(main)
 
 
-def test_each_message_has_the_epoch_and_silence_has_an_end() -> None:
+def test_each_message_has_the_epoch_and_idle_streams_get_alive() -> None:
     async def main() -> None:
         async with several(1) as (leader,), aio.insecure_channel(leader.address) as channel:
             session = await RawSession.register(channel, least=1, most=1)
@@ -115,7 +115,7 @@ def test_each_message_has_the_epoch_and_silence_has_an_end() -> None:
     run(main)
 
 
-def test_a_leader_that_cannot_reach_the_store_is_followed_by_another_which_has_its_jobs() -> None:
+def test_a_leader_cut_off_from_the_store_is_replaced_with_its_jobs() -> None:
     async def main() -> None:
         async with (
             several() as (old, new),
@@ -139,7 +139,7 @@ def test_a_leader_that_cannot_reach_the_store_is_followed_by_another_which_has_i
     run(main)
 
 
-def test_a_leader_of_the_past_refuses_nothing_by_what_it_knows() -> None:
+def test_a_deposed_leader_answers_not_leader_for_unknown_sessions() -> None:
     """It does not know that the job, or the session, is there at the next leader."""
 
     async def main() -> None:
@@ -165,7 +165,7 @@ def test_a_leader_of_the_past_refuses_nothing_by_what_it_knows() -> None:
     run(main)
 
 
-def test_a_goodbye_that_cannot_be_stored_is_not_answered() -> None:
+def test_leave_is_not_confirmed_while_the_store_is_unreachable() -> None:
     async def main() -> None:
         async with several(1) as (leader,), aio.insecure_channel(leader.address) as channel:
             session = await RawSession.register(channel, least=1, most=1)
@@ -184,7 +184,7 @@ def test_a_goodbye_that_cannot_be_stored_is_not_answered() -> None:
     run(main)
 
 
-def test_a_leader_that_is_stopped_resigns(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stopped_leader_resigns(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with several() as (old, new):
             await old.coordinator.stop(grace=0.1)
@@ -195,7 +195,7 @@ def test_a_leader_that_is_stopped_resigns(caplog: pytest.LogCaptureFixture) -> N
     assert "the leader of epoch 1 has resigned" in caplog.text, "the other did not wait for it to be silent"
 
 
-def test_a_coordinator_that_could_not_read_the_state_leads_once_it_can(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_coordinator_leads_once_it_can_read_the_state(caplog: pytest.LogCaptureFixture) -> None:
     """Its port is free again: it had been bound before the state was read."""
 
     async def main() -> None:
@@ -217,7 +217,7 @@ def test_a_coordinator_that_could_not_read_the_state_leads_once_it_can(caplog: p
     assert "is in use" not in caplog.text
 
 
-def test_a_candidate_stays_at_the_leader_that_does_not_know_it() -> None:
+def test_a_candidate_registers_again_at_a_leader_without_its_session() -> None:
     """Candidates are not stored. It hears so three times, and introduces itself anew, without asking others between."""
 
     async def main() -> None:

@@ -38,7 +38,7 @@ with paceline.join() as session:
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.sampled(2)
-def test_memory_beyond_the_arrays_is_two_buckets_at_most(world: int) -> None:
+def test_shared_memory_beyond_the_arrays_is_at_most_two_buckets(world: int) -> None:
     """Arrays of 64 MiB that links cannot lend: all of it passes through staging."""
     with coordinator() as address, workers(world, CODE, COORDINATOR=address, MIN_WORKERS=str(world)) as started:
         found = [worker.expect("facts", timeout=60.0)["shared"] for worker in started]

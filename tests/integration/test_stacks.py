@@ -58,7 +58,7 @@ def by_rank(started: list[Worker]) -> dict[int, Worker]:
 ENVIRONMENT = {"JOB": "digits", "FAILURE_TIMEOUT": "60"}
 
 
-def test_workers_that_run_are_folded_and_not_disturbed() -> None:
+def test_equal_stacks_of_running_workers_are_shown_once() -> None:
     with coordinator() as address, workers(3, JOB, COORDINATOR=address, **ENVIRONMENT) as started:
         ranks = by_rank(started)
         for _ in range(2):
@@ -74,7 +74,7 @@ def test_workers_that_run_are_folded_and_not_disturbed() -> None:
         assert [worker.wait() for worker in started] == [0, 0, 0]
 
 
-def test_a_worker_that_holds_the_gil_and_one_that_is_stopped() -> None:
+def test_stacks_show_a_gil_holder_and_report_a_stopped_worker() -> None:
     with coordinator() as address, workers(3, JOB, COORDINATOR=address, HOLDS="1", **ENVIRONMENT) as started:
         ranks = by_rank(started)
         ranks[2].signal(signal.SIGSTOP)
@@ -89,7 +89,7 @@ def test_a_worker_that_holds_the_gil_and_one_that_is_stopped() -> None:
         assert [worker.wait() for worker in started] == [0, 0, 0], "the signal has disturbed nobody"
 
 
-def test_a_neighbour_signals_where_the_command_cannot(tmp_path: Path) -> None:
+def test_a_worker_on_the_same_host_signals_for_the_command(tmp_path: Path) -> None:
     """The command finds no files of workers, as on another host: it has another folder for temporary files."""
     with coordinator() as address, workers(3, JOB, COORDINATOR=address, HOLDS="1", **ENVIRONMENT) as started:
         by_rank(started)
@@ -104,9 +104,7 @@ def test_a_neighbour_signals_where_the_command_cannot(tmp_path: Path) -> None:
         assert [worker.wait() for worker in started] == [0, 0, 0]
 
 
-def test_without_a_folder_the_gil_hides_the_stacks_and_the_command_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stacks_of_a_gil_holder_need_a_folder_for_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / f"paceline-{os.geteuid()}").write_text("no folder can be made here")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with coordinator() as address, workers(3, JOB, COORDINATOR=address, HOLDS="1", **ENVIRONMENT) as started:

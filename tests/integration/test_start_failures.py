@@ -43,7 +43,7 @@ def wait_for_no_watcher() -> None:
         time.sleep(0.01)
 
 
-def test_certificates_that_cannot_be_used_leave_nothing_open(tmp_path: Path) -> None:
+def test_unusable_certificates_leave_the_storage_closed(tmp_path: Path) -> None:
     folder, storage = make_folder(tmp_path / "tls"), Storage()
     paths: Any = {**folder.server(), "tls_key": folder.path / "nowhere.key"}
 
@@ -57,7 +57,7 @@ def test_certificates_that_cannot_be_used_leave_nothing_open(tmp_path: Path) -> 
     assert storage.closed == 1
 
 
-def test_an_end_that_comes_while_it_starts_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_canceling_start_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, storage = make_folder(tmp_path / "tls"), Storage()
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -89,7 +89,7 @@ def test_an_end_that_comes_while_it_starts_leaves_nothing_open(tmp_path: Path, m
         again.bind(("127.0.0.1", int(address.rpartition(":")[2])))
 
 
-def test_whatever_a_look_at_certificates_raises_the_next_one_comes(
+def test_the_certificate_watcher_survives_any_exception(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tls, "LOOK_S", 0.01)

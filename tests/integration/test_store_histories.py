@@ -28,7 +28,7 @@ KeyValues.get = lambda values, key: values.old.get(key) or get(values, key)
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_histories_are_linearizable(tmp_path: Path) -> None:
+def test_store_histories_are_linearizable(tmp_path: Path) -> None:
     with (
         coordinator_process(tmp_path) as coordinator,
         relay(coordinator.address) as one,
@@ -57,7 +57,7 @@ def test_histories_are_linearizable(tmp_path: Path) -> None:
     assert overlapping(history) > 300
 
 
-def test_a_stale_read_is_noticed(tmp_path: Path) -> None:
+def test_the_checker_detects_a_stale_read(tmp_path: Path) -> None:
     with coordinator_process(tmp_path, _STALE) as coordinator, store_clients([coordinator.address] * 2) as clients:
         clients.go_on()
         coordinator.kill()

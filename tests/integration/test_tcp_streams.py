@@ -128,7 +128,7 @@ def _limit_windows(net: Network) -> None:
             subprocess.run(host.command(["sysctl", "-qw", setting]), check=True, capture_output=True)
 
 
-def test_four_streams_on_a_far_line_carry_three_times_as_much_as_one() -> None:
+def test_four_streams_triple_the_rate_of_one_at_high_latency() -> None:
     with tap_network([Cable(delay=0.02)] * 2) as net:
         _limit_windows(net)
         one, four = (best_rate(net, streams, 16 << 20, rounds=3, both=False) for streams in (1, 4))

@@ -81,7 +81,7 @@ def total(sessions: list[paceline.Session]) -> list[float]:
         return list(pool.map(reduce, sessions))
 
 
-def test_members_meet_and_communicate(good: CertificateFolder) -> None:
+def test_members_meet_and_communicate_over_tls(good: CertificateFolder) -> None:
     with coordinator(**good.server()) as address, members(address, 3, good.credentials) as sessions:
         assert total(sessions) == [6.0] * 3
         sessions[0].store.set("key", b"value")
@@ -89,7 +89,7 @@ def test_members_meet_and_communicate(good: CertificateFolder) -> None:
 
 
 @pytest.mark.parametrize("listen", ["localhost:0", "[::1]:0"])
-def test_a_coordinator_by_name_and_by_ipv6(good: CertificateFolder, listen: str) -> None:
+def test_join_over_tls_works_by_name_and_by_ipv6(good: CertificateFolder, listen: str) -> None:
     with coordinator(listen=listen, **good.server(mutual=False)) as address:
         assert address.startswith(listen[:-1])
         with join(address, good.credentials) as session:
@@ -100,7 +100,7 @@ def test_a_coordinator_by_name_and_by_ipv6(good: CertificateFolder, listen: str)
 @pytest.mark.parametrize(
     ("now", "words"), [(0.0, None), (2 * 86_400.0, "expired on "), (-2 * 86_400.0, "is not valid before ")]
 )
-def test_a_coordinator_says_that_its_certificate_is_out_of_its_time(
+def test_an_expired_or_future_server_certificate_logs_a_warning(
     good: CertificateFolder,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -132,7 +132,7 @@ def served(address: str, authority: Path) -> bytes:
         return there.getpeercert(binary_form=True) or b""
 
 
-def test_a_certificate_that_is_made_anew_needs_no_restart(
+def test_a_renewed_certificate_is_served_without_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """New connections get it, those that are there stay; a slip in the files leaves the last one in force."""
@@ -167,7 +167,7 @@ def test_a_certificate_that_is_made_anew_needs_no_restart(
             pass
 
 
-def test_certificate_files_that_hang(
+def test_hanging_certificate_files_delay_no_join_but_time_out_at_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A look that hangs holds nobody up; at the start it has an end, and names the files."""
@@ -187,7 +187,7 @@ def test_certificate_files_that_hang(
         assert time.monotonic() - began < SOON
 
 
-def test_health_wants_tls_too(
+def test_health_needs_the_certificate_authority(
     good: CertificateFolder, foreign: CertificateFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with coordinator(**good.server(mutual=False)) as address:
@@ -207,28 +207,28 @@ def fault(address: str, credentials: Credentials) -> str:
     return str(caught.value)
 
 
-def test_a_coordinator_of_another_authority(good: CertificateFolder, foreign: CertificateFolder) -> None:
+def test_a_certificate_of_another_authority_is_named(good: CertificateFolder, foreign: CertificateFolder) -> None:
     with coordinator(**foreign.server()) as address:
         assert "its certificate is from another authority than that of PACELINE_TLS_CA" in fault(
             address, good.credentials
         )
 
 
-def test_a_coordinator_whose_certificate_has_expired(tmp_path: Path) -> None:
+def test_an_expired_certificate_is_named(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "tls")
     renew(folder, "coordinator", days=-1.0)
     with coordinator(**folder.server(mutual=False)) as address:
         assert "its certificate has expired" in fault(address, folder.credentials)
 
 
-def test_a_coordinator_with_a_certificate_for_another_name(tmp_path: Path) -> None:
+def test_a_certificate_for_another_name_is_named(tmp_path: Path) -> None:
     elsewhere = make_folder(tmp_path / "elsewhere", hosts=["train.example", "10.0.0.1"])
     with coordinator(**elsewhere.server()) as address:
         said = fault(address, elsewhere.credentials)
     assert said.endswith("its certificate is not for 127.0.0.1")
 
 
-def test_a_coordinator_with_a_self_made_certificate(good: CertificateFolder, tmp_path: Path) -> None:
+def test_a_self_signed_coordinator_certificate_is_refused(good: CertificateFolder, tmp_path: Path) -> None:
     alone = make_folder(tmp_path / "alone", self_made=True)
     server = {"tls_cert": alone.path / "ca.pem", "tls_key": alone.path / "coordinator.key"}
     with pytest.raises(ValueError, match="are not a certificate and its key"), coordinator(**server):
@@ -237,19 +237,21 @@ def test_a_coordinator_with_a_self_made_certificate(good: CertificateFolder, tmp
         assert "another authority" in fault(address, good.credentials)
 
 
-def test_a_worker_in_the_clear_at_a_coordinator_with_tls(good: CertificateFolder) -> None:
+def test_a_worker_without_tls_reports_a_coordinator_with_tls(good: CertificateFolder) -> None:
     for mutual in (True, False):
         with coordinator(**good.server(mutual=mutual)) as address:
             said = fault(address, IN_THE_CLEAR)
             assert "it uses TLS, but this process does not: set PACELINE_TLS_CA" in said
 
 
-def test_a_worker_with_tls_at_a_coordinator_in_the_clear(good: CertificateFolder) -> None:
+def test_a_worker_with_tls_reports_a_coordinator_without_tls(good: CertificateFolder) -> None:
     with coordinator() as address:
         assert "it does not use TLS, but this process does: PACELINE_TLS_CA is set" in fault(address, good.credentials)
 
 
-def test_a_worker_whose_certificate_is_not_taken(good: CertificateFolder, foreign: CertificateFolder) -> None:
+def test_a_worker_reports_that_its_certificate_is_not_accepted(
+    good: CertificateFolder, foreign: CertificateFolder
+) -> None:
     settings = {**good.server(), "tls_ca": foreign.path / "ca.pem"}
     with coordinator(**settings) as address:
         assert "it does not accept our certificate (PACELINE_TLS_CERT)" in fault(address, good.credentials)
@@ -263,26 +265,24 @@ def test_a_worker_whose_certificate_is_not_taken(good: CertificateFolder, foreig
         ({"self_made": True}, "is from another authority than that of PACELINE_TLS_CA"),
     ],
 )
-def test_a_workers_own_certificate_is_checked_before_anything_else(
-    tmp_path: Path, wrong: dict[str, Any], words: str
-) -> None:
+def test_an_invalid_worker_certificate_raises_value_error(tmp_path: Path, wrong: dict[str, Any], words: str) -> None:
     credentials = make_folder(tmp_path / "tls", **wrong).credentials
     with pytest.raises(ValueError, match=rf"this worker's own certificate \(PACELINE_TLS_CERT\) {words}"):
         paceline.join("127.0.0.1:1", credentials=credentials)
 
 
-def test_a_coordinators_certificate_does_not_make_a_member(good: CertificateFolder) -> None:
+def test_a_coordinators_certificate_is_refused_for_a_worker(good: CertificateFolder) -> None:
     cert, key = ((good.path / f"coordinator.{end}").read_bytes() for end in ("pem", "key"))
     with pytest.raises(ValueError, match="own certificate"):
         Credentials(good.credentials.ca, cert, key).for_worker()
 
 
-def test_a_worker_without_a_certificate(good: CertificateFolder) -> None:
+def test_a_worker_without_a_certificate_raises_value_error(good: CertificateFolder) -> None:
     with pytest.raises(ValueError, match="connections from other members would not be encrypted"):
         paceline.join("127.0.0.1:1", credentials=good.authority_only)
 
 
-def test_a_coordinator_that_comes_later_with_a_wrong_certificate(
+def test_a_late_coordinator_with_a_foreign_certificate_fails_join(
     good: CertificateFolder, foreign: CertificateFolder
 ) -> None:
     address = f"127.0.0.1:{free_port()}"
@@ -293,7 +293,7 @@ def test_a_coordinator_that_comes_later_with_a_wrong_certificate(
             assert "another authority" in said.result()
 
 
-def test_nobody_at_all_is_still_waited_for(good: CertificateFolder) -> None:
+def test_an_absent_coordinator_is_unreachable_and_not_a_tls_failure(good: CertificateFolder) -> None:
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(paceline.CoordinatorUnreachable, match="no coordinator answers") as caught:
         paceline.join(address, credentials=good.credentials, timeout=0.5)
@@ -314,7 +314,7 @@ def knock(address: str, credentials: Credentials) -> aio.AioRpcError:
     return loop_thread().run(call())
 
 
-def test_a_members_door_is_shut_to_strangers(good: CertificateFolder, foreign: CertificateFolder) -> None:
+def test_a_members_door_refuses_handshakes_of_strangers(good: CertificateFolder, foreign: CertificateFolder) -> None:
     whole, other = good.credentials, foreign.credentials
     with coordinator(**good.server()) as address, members(address, 2, whole) as sessions:
         door = sessions[0].members[1].address
@@ -328,7 +328,9 @@ def test_a_members_door_is_shut_to_strangers(good: CertificateFolder, foreign: C
 
 
 @pytest.mark.parametrize("kind", ["foreign", "coordinator", "in the clear"])
-def test_an_impostors_door_is_not_entered(good: CertificateFolder, foreign: CertificateFolder, kind: str) -> None:
+def test_a_door_with_a_wrong_certificate_is_reported_as_unreachable(
+    good: CertificateFolder, foreign: CertificateFolder, kind: str
+) -> None:
     """Another authority's certificate, or one of the right authority for another role, or none."""
     cert, key = ((good.path / f"coordinator.{end}").read_bytes() for end in ("pem", "key"))
     whole = good.credentials
@@ -351,7 +353,7 @@ def test_an_impostors_door_is_not_entered(good: CertificateFolder, foreign: Cert
 
 
 @pytest.mark.slow
-def test_the_command_line(good: CertificateFolder, foreign: CertificateFolder) -> None:
+def test_run_and_status_use_tls_from_the_environment(good: CertificateFolder, foreign: CertificateFolder) -> None:
     """The launcher's embedded coordinator has what its workers have; status needs the authority alone."""
     hello = "import numpy, paceline\nwith paceline.join() as s: print(int(s.group.all_reduce(numpy.int64(1))))"
     script = good.path / "hello.py"
@@ -369,7 +371,7 @@ def test_the_command_line(good: CertificateFolder, foreign: CertificateFolder) -
 
 
 @pytest.mark.slow
-def test_a_newcomer_takes_the_state_over_tls(good: CertificateFolder, tmp_path: Path) -> None:
+def test_a_newcomer_receives_the_state_over_tls(good: CertificateFolder, tmp_path: Path) -> None:
     with cluster(tmp_path, least=2, most=3, total=2_000, pace=0.01, certificates=good) as job:
         job.start(2)
         job.wait_for_step(2)

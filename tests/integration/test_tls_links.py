@@ -52,7 +52,7 @@ def exchange(group: Group) -> None:
 
 
 @pytest.mark.parametrize("streams", [1, 3])
-def test_members_are_linked_by_tcp(good: CertificateFolder, streams: int) -> None:
+def test_members_with_tls_are_linked_by_tcp(good: CertificateFolder, streams: int) -> None:
     config = Config(links=("tcp",), tcp_streams=streams, failure_timeout=3.0, join_timeout=15.0)
     with coordinator(**good.server()) as address, ThreadPoolExecutor(3) as pool:
         sessions = list(
@@ -128,7 +128,7 @@ def tapped() -> Iterator[tuple[list[Tap], Callable[[Door], None]]]:
 
 
 @pytest.mark.parametrize("secure", [True, False])
-def test_a_wire_tap_reads_nothing_with_tls(good: CertificateFolder, secure: bool) -> None:
+def test_a_wiretap_reads_the_data_only_without_tls(good: CertificateFolder, secure: bool) -> None:
     credentials = good.credentials if secure else IN_THE_CLEAR
     with tapped() as (taps, tap):
         with mixed_world([Place(links=("tcp",), credentials=credentials)] * 2, prepare=tap) as world:
@@ -178,7 +178,7 @@ async def dial(port: int, ticket: bytes, credentials: Credentials) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_stranger_that_knows_a_ticket_gets_no_half(
+def test_a_stranger_with_a_ticket_gets_no_data_connection(
     good: CertificateFolder, foreign: CertificateFolder, name: str
 ) -> None:
     """And the ticket is still good for the member whose it is."""
@@ -193,7 +193,7 @@ def test_a_stranger_that_knows_a_ticket_gets_no_half(
         come.pop().close()
 
 
-def test_a_hello_in_the_clear_is_not_answered(good: CertificateFolder) -> None:
+def test_a_plaintext_hello_is_not_answered(good: CertificateFolder) -> None:
     ticket, come = secrets.token_bytes(TICKET_BYTES), list[TcpIncoming]()
     with listening(good.credentials) as host:
         on_loop(host.expect, ticket, 1, come.append, Fault(1, 1, 0.0), "the writer")
@@ -208,7 +208,7 @@ def test_a_hello_in_the_clear_is_not_answered(good: CertificateFolder) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_impostor_at_the_port_for_data_gets_no_frames(
+def test_an_impostor_at_the_data_port_gets_no_frames(
     good: CertificateFolder, foreign: CertificateFolder, name: str
 ) -> None:
     """Somebody else listens where the door says that data goes: frames go by gRPC, which knows whom it talks to."""

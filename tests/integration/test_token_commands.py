@@ -32,7 +32,7 @@ ALL, TWO = "the-token-for-all-0123456789", "the-token-for-two-0123456789"
         (("--tls-cert", "/no/such/cert", "--tls-key", "/no/key"), {}, "cannot read /no/such/cert"),
     ],
 )
-def test_a_coordinator_that_cannot_start_says_why(
+def test_a_coordinator_that_cannot_start_prints_one_error_line(
     arguments: tuple[str, ...],
     environ: dict[str, str],
     words: str,
@@ -59,14 +59,14 @@ def test_health_needs_no_token_file(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not trouble_at(address)
 
 
-def test_a_launcher_whose_own_coordinator_cannot_take_the_token_says_so() -> None:
+def test_a_launcher_with_an_invalid_token_prints_one_error_line() -> None:
     result = CliRunner().invoke(app, ["run", __file__], env={"PACELINE_TOKEN": "short"})
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert "the token has 5 characters, but needs at least 16" in result.stderr
 
 
 @pytest.mark.slow
-def test_the_command_line_shows_the_token_and_never_prints_it(tmp_path: Path) -> None:
+def test_commands_send_but_never_print_the_token(tmp_path: Path) -> None:
     script = tmp_path / "hello.py"
     script.write_text("import paceline\nwith paceline.join() as session: print(session.size)")
     printed = []

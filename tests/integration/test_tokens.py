@@ -78,7 +78,7 @@ def refusal(kind: type[paceline.PacelineError], address: str, token: str | None,
     return text
 
 
-def test_with_and_without_a_token(tokens: Path) -> None:
+def test_join_needs_a_known_token_for_its_job(tokens: Path) -> None:
     with coordinator(token_file=tokens) as address:
         for token in (ALL, ONE):
             with join(address, token) as session:
@@ -90,7 +90,7 @@ def test_with_and_without_a_token(tokens: Path) -> None:
         assert "valid for another job" in refusal(paceline.NotPermitted, address, TWO)
 
 
-def test_one_token_for_everybody() -> None:
+def test_a_coordinator_with_a_single_token_refuses_others() -> None:
     with coordinator(token=ALL) as address:
         refusal(paceline.NotAuthenticated, address, ONE)
         with join(address, ALL):
@@ -125,7 +125,7 @@ async def answer(
     return None
 
 
-def test_every_method_of_every_service_is_covered() -> None:
+def test_every_method_of_every_service_needs_a_token() -> None:
     async def main() -> None:
         async with running(token=ALL) as channel:
             for method in METHODS:
@@ -140,7 +140,7 @@ def test_every_method_of_every_service_is_covered() -> None:
     run(main)
 
 
-def test_a_refused_call_is_not_read() -> None:
+def test_an_unauthenticated_call_is_refused_before_its_request_arrives() -> None:
     """Its request is announced and never comes: the refusal does not wait for it."""
 
     def said(address: str, method: str) -> bytes:
@@ -158,7 +158,7 @@ def test_a_refused_call_is_not_read() -> None:
             assert b"grpc-status" in said(address, method)
 
 
-def test_a_first_message_of_another_kind_is_the_handlers_to_refuse(tokens: Path) -> None:
+def test_a_first_message_of_another_kind_is_a_bad_request(tokens: Path) -> None:
     async def main() -> None:
         async with running(token_file=tokens) as channel:
             for first in (session_pb2.SessionRequest(heartbeat=session_pb2.Heartbeat()), session_pb2.SessionRequest()):
@@ -170,7 +170,7 @@ def test_a_first_message_of_another_kind_is_the_handlers_to_refuse(tokens: Path)
     run(main)
 
 
-def test_a_token_file_that_hangs(tokens: Path, tmp_path: Path) -> None:
+def test_a_hanging_token_file_delays_calls_only_briefly(tokens: Path, tmp_path: Path) -> None:
     """Neither the coordinator's nor a worker's holds anybody up."""
     mine = tmp_path / "mine"
     mine.touch(0o600)
@@ -190,7 +190,7 @@ def test_a_token_file_that_hangs(tokens: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_processes_end_while_their_token_files_hang(tmp_path: Path) -> None:
+def test_processes_can_exit_while_their_token_files_hang(tmp_path: Path) -> None:
     theirs, mine = tmp_path / "tokens", tmp_path / "mine"
     theirs.touch(0o600)
     theirs.write_text(ALL)
@@ -227,7 +227,7 @@ def test_processes_end_while_their_token_files_hang(tmp_path: Path) -> None:
         assert "the token file has not been read for 0.1 s" in said
 
 
-def test_a_token_file_that_hangs_from_the_start(tmp_path: Path) -> None:
+def test_a_token_file_that_hangs_at_the_start_ends_the_process(tmp_path: Path) -> None:
     """It has an end, names the file, and does not keep the process from ending."""
     path = tmp_path / "tokens"
     os.mkfifo(path)
@@ -244,7 +244,7 @@ def test_a_token_file_that_hangs_from_the_start(tmp_path: Path) -> None:
     assert "Traceback" not in said
 
 
-def test_a_signal_ends_a_start_that_hangs(tmp_path: Path) -> None:
+def test_sigterm_ends_a_start_that_hangs(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     os.mkfifo(path)
     serve = ["-m", "paceline_server", "--listen", "127.0.0.1:0", "--token-file", str(path)]
@@ -304,7 +304,7 @@ def test_every_request_about_another_job_is_refused(tokens: Path) -> None:
     run(main)
 
 
-def test_what_each_role_may_do(tokens: Path) -> None:
+def test_each_role_may_call_only_its_methods(tokens: Path) -> None:
     """A worker's token has nobody leave and ends no line, and one that reads joins no job."""
     callers = {Role.READ: ALL, Role.WORKER: ONE, Role.OPERATOR: TWO}
     tokens.write_text("".join(f"{token} role={role.name.lower()}\n" for role, token in callers.items()))
@@ -324,7 +324,7 @@ def test_what_each_role_may_do(tokens: Path) -> None:
     run(main)
 
 
-def test_a_worker_drains_and_restarts_nobody(tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_token_may_not_drain_or_restart(tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And its token is good for the launchers of its job too."""
     monkeypatch.setenv("PACELINE_TOKEN", ONE)
     tokens.write_text(f"{ONE} role=worker one\n{TWO} role=operator one\n")
@@ -335,7 +335,7 @@ def test_a_worker_drains_and_restarts_nobody(tokens: Path, monkeypatch: pytest.M
         session.barrier("nobody has left", timeout=5.0)
 
 
-def test_a_probe_is_open_and_watching_and_reflection_are_not(tokens: Path) -> None:
+def test_health_check_is_open_but_watch_and_reflection_need_a_token(tokens: Path) -> None:
     async def services(channel: aio.Channel, token: str | None) -> int:
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
         asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
@@ -360,7 +360,7 @@ def test_a_probe_is_open_and_watching_and_reflection_are_not(tokens: Path) -> No
     run(main)
 
 
-def test_a_token_for_one_job_lists_that_job(tokens: Path) -> None:
+def test_a_token_for_one_job_lists_only_that_job(tokens: Path) -> None:
     def listed(address: str, token: str) -> list[str]:
         credentials = Credentials(token=token)
         jobs = loop_thread().run(admin._ask(address, 5.0, credentials, _list, ""))
@@ -377,7 +377,9 @@ def test_a_token_for_one_job_lists_that_job(tokens: Path) -> None:
         assert listed(address, ONE) == ["one"]
 
 
-def test_rotation(tokens: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tokens_can_be_rotated_without_a_restart(
+    tokens: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     mine = tmp_path / "mine"
     mine.touch(0o600)
     mine.write_text(ALL)
@@ -401,7 +403,7 @@ def test_rotation(tokens: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert not any(token in caplog.text for token in (ALL, new, ONE))
 
 
-def test_a_member_whose_token_is_out_of_force_is_refused_when_it_comes_back(tokens: Path) -> None:
+def test_a_new_call_with_a_revoked_token_is_refused(tokens: Path) -> None:
     with coordinator(token_file=tokens) as address:
         session = join(address, ALL)
         try:

@@ -41,7 +41,7 @@ with paceline.join(min_workers=1, max_workers=3) as session:
 """
 
 
-def test_a_job_in_which_a_worker_was_killed(tmp_path: Path) -> None:
+def test_trace_shows_a_killed_worker_and_both_generations(tmp_path: Path) -> None:
     out = tmp_path / "t.json"
     environment = {"JOB": "digits", "FAILURE_TIMEOUT": "5"}
     with coordinator() as address, workers(3, TRAIN, COORDINATOR=address, **environment) as started:
@@ -75,7 +75,7 @@ def test_a_job_in_which_a_worker_was_killed(tmp_path: Path) -> None:
     assert abs(clocks[0]["ahead_s"]) <= clocks[0]["uncertainty_s"], "it is the coordinator's, too"
 
 
-def test_a_link_that_others_have_laid_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_symlink_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: a file whose name others can foresee, in a folder in which they may write."""
     victim, out = tmp_path / "victim", tmp_path / "t.json"
     victim.write_text("precious")

@@ -29,7 +29,7 @@ _ALLOWED = {
 }
 
 
-def test_nothing_is_imported_that_acts() -> None:
+def test_the_protocol_imports_only_allowed_modules() -> None:
     assert paceline_protocol.__file__ is not None
     for path in sorted(Path(paceline_protocol.__file__).parent.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -26,7 +26,7 @@ def test_the_protocol_does_what_the_transcript_says(path: Path) -> None:
     assert played == text, f"UPDATE_TRANSCRIPTS=1 pytest {path.parent.parent} writes it anew"
 
 
-def test_what_nobody_understands_is_an_error() -> None:
+def test_an_unknown_story_line_raises_value_error() -> None:
     with pytest.raises(ValueError, match=r"line 2: .*host-z"):
         play("job: 1 to 1 workers, failure timeout 3 s\nt=0 host-z is killed\n")
     with pytest.raises(ValueError, match="nobody knows what this means"):

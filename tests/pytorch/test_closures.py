@@ -77,7 +77,7 @@ def fitting(name: str, session: Any) -> tuple[Any, paceline.TrainState]:
 
 @pytest.mark.parametrize("name", ["SGD", "Adam"])
 @pytest.mark.parametrize("as_keyword", [False, True])
-def test_an_optimizer_that_evaluates_once(name: str, as_keyword: bool, session: Any) -> None:
+def test_single_evaluation_optimizers_train_as_one_process(name: str, as_keyword: bool, session: Any) -> None:
     made, state = fitting(name, session)
     for step in session.steps(state, total=5):
         with step:
@@ -111,7 +111,7 @@ def test_a_failure_in_the_closure_undoes_the_step(name: str, session: Any) -> No
     check(made.weights(), name, 3)
 
 
-def test_lbfgs_needs_a_copy(session: Any) -> None:
+def test_lbfgs_without_keep_copy_raises_step_order_error(session: Any) -> None:
     made, state = fitting("LBFGS", session)
     before = made.weights()
     steps = session.steps(state, total=2)
@@ -158,7 +158,7 @@ class First(torch.optim.SGD):
         (First, r"changed in step 1 before optimizer\.step\(\)"),
     ],
 )
-def test_other_ways_to_treat_a_closure_are_refused(kind: Callable[..., Any], words: str, session: Any) -> None:
+def test_optimizers_that_misuse_the_closure_are_refused(kind: Callable[..., Any], words: str, session: Any) -> None:
     made = Fitting("SGD", lambda net: paceline.torch.DDP(net, session.group), lr=0.1)
     made.optimizer = kind(made.model.parameters(), lr=0.1)
     state = paceline.TrainState(model=made.model, optimizer=made.optimizer)
@@ -187,7 +187,7 @@ class Outer:
         self.inner.load_state_dict(saved)
 
 
-def test_an_optimizer_inside_another(session: Any) -> None:
+def test_a_wrapped_optimizer_evaluates_its_closure(session: Any) -> None:
     made, _ = fitting("Adam", session)
     made.optimizer = Outer(made.optimizer)
     for step in session.steps(paceline.TrainState(model=made.model, optimizer=made.optimizer), total=3):
@@ -219,7 +219,7 @@ with paceline.join() as session:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_two_ranks(name: str) -> None:
+def test_two_ranks_train_with_closures_as_one_process(name: str) -> None:
     code = f"NAME = {name!r}\n{WORKER}"
     with coordinator() as address, workers(2, code, COORDINATOR=address, MIN_WORKERS="2") as started:
         first, second = [worker.expect("trained", timeout=60.0)["weights"] for worker in started]

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.newest, pytest.mark.t
 
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
-def test_single_and_coalesced_forms(world: int) -> None:
+def test_single_tensor_and_coalesced_collectives(world: int) -> None:
     code = """
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 x = torch.arange(6.) + 100 * rank
@@ -77,7 +77,7 @@ assert same.tolist() == list(map(float, range(world)))
     finish(3, code)
 
 
-def test_dtypes_and_layouts() -> None:
+def test_collectives_of_all_dtypes_and_layouts() -> None:
     code = """
 for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
               torch.float32, torch.float64, torch.complex64):
@@ -117,7 +117,7 @@ assert sparse.to_dense()[:, 0].tolist() == [1., 1., 2., 0.]
     finish(2, code)
 
 
-def test_means_of_whole_numbers_are_truncated() -> None:
+def test_integer_averages_are_truncated() -> None:
     code = """
 x = torch.tensor([7, -7, 2**40 + 3]) * (rank + 1)                    # sums 21, -21 and 3 * 2**40 + 9
 mean = [10, -10, (3 * 2**40 + 9) // 2]
@@ -142,7 +142,7 @@ assert small.tolist() == [72, 100]
     finish(2, code)
 
 
-def test_a_tensor_is_as_it_was_when_a_collective_has_seen_it() -> None:
+def test_collectives_leave_tensor_storages_resizable() -> None:
     """FSDP1 and PowerSGD change the size of storages, which `Tensor.numpy` would fix for good."""
     code = """
 for dtype in (torch.float32, torch.bfloat16, torch.int64):
@@ -176,7 +176,7 @@ assert [t.tolist() for t in summed] == [[2., 2.], [2.]]
     finish(2, code)
 
 
-def test_what_asks_a_group_for_its_devices(tmp_path: Path) -> None:
+def test_state_dict_broadcast_and_async_save_of_fully_shard(tmp_path: Path) -> None:
     """State dicts that rank 0 alone has, and checkpoints that are written beside training."""
     code = f"""
 import torch.distributed.checkpoint as dcp
@@ -197,7 +197,7 @@ assert torch.equal(model.weight.full_tensor(), weight)
     finish(2, code)
 
 
-def test_messages() -> None:
+def test_send_and_receive_in_any_order() -> None:
     """More than fits on the way, posted in whichever order, on both sides at once; from any; to oneself."""
     code = """
 big = torch.full((30_000_000,), float(rank))
@@ -232,7 +232,7 @@ assert got[0] == other
     finish(2, code, timeout=120)
 
 
-def test_groups_and_threads() -> None:
+def test_collectives_of_subgroups_and_from_several_threads() -> None:
     """Groups of some ranks, by themselves and at once; and collectives of one group from several threads in turn."""
     code = """
 pairs = [dist.new_group([0, 1]), dist.new_group([1, 2]), dist.new_group([0, 2])]

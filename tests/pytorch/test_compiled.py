@@ -107,7 +107,7 @@ class Graphs:
 @in_threads
 @pytest.mark.parametrize("wrap", [ddp, fsdp])
 @pytest.mark.parametrize("backend", ["counting", "aot_eager"])
-def test_around_the_wrapper(wrap: Any, backend: str) -> None:
+def test_model_compile_compiles_the_wrapped_module(wrap: Any, backend: str) -> None:
     """The wrapper's own code is run as it is; what it wraps is compiled."""
     graphs = Graphs()
 
@@ -122,7 +122,7 @@ def test_around_the_wrapper(wrap: Any, backend: str) -> None:
 
 @in_threads
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_the_module_inside(backend: str) -> None:
+def test_ddp_wraps_a_compiled_module(backend: str) -> None:
     def train(group: Group) -> dict[str, Any]:
         model = DDP(torch.compile(net(), backend=backend, fullgraph=True), group)
         return trained(model, backward, slice(group.rank, None, 2))
@@ -131,7 +131,7 @@ def test_the_module_inside(backend: str) -> None:
 
 
 @in_threads
-def test_units_of_fsdp() -> None:
+def test_fsdp_wraps_compiled_units() -> None:
     def train(group: Group) -> dict[str, Any]:
         module = net()
         for layer in module.children():
@@ -143,7 +143,7 @@ def test_units_of_fsdp() -> None:
 
 @in_threads
 @pytest.mark.parametrize("wrap", [ddp, fsdp])
-def test_a_whole_step(wrap: Any) -> None:
+def test_a_compiled_training_step_matches_one_process(wrap: Any) -> None:
     """Forward, backward with its hooks and collectives, and a collective of the user's own."""
 
     def train(group: Group) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def test_a_whole_step(wrap: Any) -> None:
 
 
 @in_threads
-def test_a_wrapper_of_torch_compile_around_it() -> None:
+def test_torch_compile_wraps_ddp() -> None:
     def train(group: Group) -> dict[str, Any]:
         return trained(torch.compile(ddp(group), backend="eager"), backward, slice(group.rank, None, 2))
 
@@ -168,7 +168,7 @@ def test_a_wrapper_of_torch_compile_around_it() -> None:
 
 @pytest.mark.newest
 @pytest.mark.timeout(180)
-def test_torch_s_ddp() -> None:
+def test_compiled_distributed_data_parallel_uses_the_backend() -> None:
     """What is compiled is the model; C++ calls the backend in the middle of it, to broadcast a buffer."""
     code = """
 from torch import nn

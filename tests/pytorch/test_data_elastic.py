@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.slow]
         ("forward", {"stream_workers": 1}),
     ],
 )
-def test_one_of_three_is_killed_in_the_middle_of_an_epoch(phase: str, loader: dict[str, int], tmp_path: Path) -> None:
+def test_loaders_survive_a_kill_in_the_middle_of_an_epoch(phase: str, loader: dict[str, int], tmp_path: Path) -> None:
     with cluster(tmp_path, total=12, wrapper="torch", bucket_mb=1e-4, **loader) as c:
         c.start(3, [kill(phase, rank=1, step=8)])
         assert sorted(c.wait().values()) == [-signal.SIGKILL, 0, 0], str(c)
@@ -33,7 +33,7 @@ def test_one_of_three_is_killed_in_the_middle_of_an_epoch(phase: str, loader: di
 @pytest.mark.parametrize(
     "loader", [{"data_workers": 2}, pytest.param({"stream_workers": 1}, marks=pytest.mark.exhaustive)]
 )
-def test_one_freezes_one_joins_and_one_is_drained(loader: dict[str, int], tmp_path: Path) -> None:
+def test_loaders_survive_a_freeze_a_join_and_a_drain(loader: dict[str, int], tmp_path: Path) -> None:
     with cluster(tmp_path, least=2, total=60, pace=0.02, failure_timeout=2.0, wrapper="torch", **loader) as c:
         brake = Brake(tmp_path / "brake")
         (new,) = c.start(1, go=False)  # to load torch takes longer than all the steps
@@ -53,7 +53,7 @@ def test_one_freezes_one_joins_and_one_is_drained(loader: dict[str, int], tmp_pa
         c.check(count=2)
 
 
-def test_all_are_killed_and_others_read_on_from_the_checkpoint(tmp_path: Path) -> None:
+def test_new_workers_resume_the_data_from_a_checkpoint(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     with cluster(
         tmp_path, least=2, total=60, pace=0.02, wrapper="torch", stream_workers=1,

@@ -65,7 +65,7 @@ def indices(batch: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_each_epoch_in_session_steps_has_each_sample_once_in_an_order_of_its_own(workers: int) -> None:
+def test_each_epoch_reads_each_sample_once_in_a_new_order(workers: int) -> None:
     sampler = paceline.ElasticSampler(N, BATCH, seed=3)
     state = paceline.TrainState(sampler=sampler)
     used: list[list[int]] = []
@@ -81,7 +81,7 @@ def test_each_epoch_in_session_steps_has_each_sample_once_in_an_order_of_its_own
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_world_changes_and_steps_come_again(workers: int) -> None:
+def test_batches_follow_world_changes_and_undone_steps(workers: int) -> None:
     """As in a line: the position moves when a step counts, and a step that is undone comes again in another world."""
     sampler, used = paceline.ElasticSampler(N, BATCH), []
     with ExitStack() as stack:
@@ -99,7 +99,7 @@ def test_the_world_changes_and_steps_come_again(workers: int) -> None:
 
 
 @pytest.mark.parametrize("per_rank", [False, True])
-def test_what_is_ahead_is_what_comes(per_rank: bool) -> None:
+def test_sampler_ahead_predicts_the_next_shares(per_rank: bool) -> None:
     sampler = paceline.ElasticSampler(N, None if per_rank else BATCH, per_rank_batch=BATCH if per_rank else None)
     planned = sampler.ahead(1, 2)
     for _ in range(9):
@@ -131,7 +131,7 @@ def test_a_worker_fetches_ahead_and_stops_when_the_ranks_change() -> None:
         assert [log.get() for _ in range(BATCH)] == sampler.batch(0).tolist(), "the rest of the old plan is not read"
 
 
-def test_the_group_is_told_what_the_rank_counts() -> None:
+def test_loading_a_batch_reads_step_indices() -> None:
     """By reading `step.indices`: DDP weighs the rank's gradients by that."""
     step = at(paceline.ElasticSampler(N, BATCH))
     with ElasticDataLoader(Numbers()) as loader:
@@ -142,7 +142,7 @@ def test_the_group_is_told_what_the_rank_counts() -> None:
 
 @pytest.mark.parametrize("worlds", [[1] * 4, [3] * 4, [2, 3, 1, 2]])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_sample_is_transformed_alike_whoever_fetches_it(worlds: Sequence[int], workers: int) -> None:
+def test_random_transforms_do_not_depend_on_world_or_workers(worlds: Sequence[int], workers: int) -> None:
     sampler, found = paceline.ElasticSampler(N, BATCH, seed=8), {}
     with ElasticDataLoader(Numbers(), num_workers=workers) as loader:
         for world in worlds:
@@ -159,7 +159,7 @@ def test_a_sample_is_transformed_alike_whoever_fetches_it(worlds: Sequence[int],
         assert again[1:] != found[again[0]], "in the next epoch it is another"
 
 
-def test_the_training_process_keeps_its_own_random_numbers() -> None:
+def test_loading_leaves_the_random_state_of_training_unchanged() -> None:
     sampler = paceline.ElasticSampler(N, BATCH)
 
     def drawn() -> list[Any]:
@@ -188,7 +188,7 @@ class Broken(Numbers):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_the_dataset_raises_ends_the_loop_as_it_is(workers: int) -> None:
+def test_dataset_errors_are_raised_unchanged_and_end_the_workers(workers: int) -> None:
     sampler = paceline.ElasticSampler(N, BATCH)
     state = paceline.TrainState(sampler=sampler)
     counted = []
@@ -210,7 +210,7 @@ def test_what_the_dataset_raises_ends_the_loop_as_it_is(workers: int) -> None:
     assert not multiprocessing.active_children()
 
 
-def test_workers_end_with_the_block_with_close_and_with_the_loader() -> None:
+def test_workers_end_on_exit_close_and_garbage_collection() -> None:
     sampler = paceline.ElasticSampler(N, BATCH)
     with ElasticDataLoader(Numbers(), num_workers=2) as loader:
         assert len(multiprocessing.active_children()) == 2, "they start with the loader"
@@ -227,7 +227,7 @@ def test_workers_end_with_the_block_with_close_and_with_the_loader() -> None:
     assert not multiprocessing.active_children()
 
 
-def test_a_dataset_that_gives_many_at_once() -> None:
+def test_getitems_gives_the_same_samples_with_and_without_workers() -> None:
     class AtOnce(Numbers):
         def __getitems__(self, several: list[int]) -> Any:
             return [(index, torch.rand(())) for index in several]
@@ -240,7 +240,7 @@ def test_a_dataset_that_gives_many_at_once() -> None:
     assert found[0][0] == sampler.batch(0).tolist()
 
 
-def test_collate_fn_and_other_settings_are_torchs() -> None:
+def test_torch_settings_are_passed_on_or_refused() -> None:
     sampler = paceline.ElasticSampler(N, BATCH)
     with ElasticDataLoader(Numbers(), collate_fn=len) as loader:
         assert loader.batch(at(sampler)) == BATCH
@@ -251,7 +251,7 @@ def test_collate_fn_and_other_settings_are_torchs() -> None:
         ElasticDataLoader(Numbers(), batch_size=4)
 
 
-def test_misuse() -> None:
+def test_misuse_of_the_loader_is_refused() -> None:
     class Stream(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
             return iter(range(N))

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.slow]
         "behind_gate",
     ],
 )
-def test_one_of_three_is_killed(phase: str, tmp_path: Path) -> None:
+def test_two_of_three_workers_survive_a_kill(phase: str, tmp_path: Path) -> None:
     with cluster(tmp_path, total=12, wrapper="torch", bucket_mb=1e-4) as c:
         c.start(3, [kill(phase, rank=1, step=4)])
         assert sorted(c.wait().values()) == [-signal.SIGKILL, 0, 0], str(c)
@@ -30,7 +30,7 @@ def test_one_of_three_is_killed(phase: str, tmp_path: Path) -> None:
         c.check_samples(12)
 
 
-def test_one_joins_and_one_is_drained(tmp_path: Path) -> None:
+def test_a_join_and_a_drain_redo_no_step(tmp_path: Path) -> None:
     with cluster(tmp_path, total=120, pace=0.03, wrapper="torch") as c:
         (new,) = c.start(1, go=False)  # to load torch takes longer than all the steps
         first = c.start(2)
@@ -46,7 +46,7 @@ def test_one_joins_and_one_is_drained(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_all_leave_and_others_go_on_from_the_checkpoint(tmp_path: Path) -> None:
+def test_new_workers_resume_from_the_checkpoint_of_a_drain(tmp_path: Path) -> None:
     where = str(tmp_path / "checkpoints")
     with cluster(tmp_path, least=2, total=60, pace=0.04, checkpoint_dir=where, wrapper="torch") as c:
         c.start(2)

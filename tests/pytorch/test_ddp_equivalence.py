@@ -27,7 +27,7 @@ cross_entropy = torch.nn.functional.cross_entropy
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", list(OPTIMIZERS))
-def test_same_weights_as_one_process(world: int, kind: str) -> None:
+def test_any_world_trains_the_weights_of_one_process(world: int, kind: str) -> None:
     sampler = partial(paceline.ElasticSampler, N, 17, seed=3)  # batches of 17, 17 and 16
     expected = train_alone(mlp(), OPTIMIZERS[kind], sampler(), STEPS)
 
@@ -44,7 +44,7 @@ def test_same_weights_as_one_process(world: int, kind: str) -> None:
         assert_same_bits([expected, ranks[0]])
 
 
-def test_more_ranks_than_samples() -> None:
+def test_more_ranks_than_samples_train_as_one_process() -> None:
     sampler = partial(paceline.ElasticSampler, 7, 3, seed=1)  # batches of 3, 3 and 1 for 4 ranks
     expected = train_alone(mlp(), OPTIMIZERS["sgd"], sampler(), STEPS)
 
@@ -55,7 +55,7 @@ def test_more_ranks_than_samples() -> None:
         torch.testing.assert_close(ranks[0][path], values, rtol=1e-9, atol=1e-9)
 
 
-def test_equal_shares_need_no_weight() -> None:
+def test_plain_backward_averages_equal_shares() -> None:
     x, t = samples()
     whole = mlp()
     cross_entropy(whole(x[:48]), t[:48]).backward()
@@ -71,7 +71,7 @@ def test_equal_shares_need_no_weight() -> None:
     torch.testing.assert_close(ranks[0], gradients(whole))
 
 
-def test_a_rank_of_weight_zero_may_have_nan() -> None:
+def test_nan_gradients_of_weight_zero_are_ignored() -> None:
     x, t = samples()
 
     def run(group: Group) -> Any:
@@ -86,7 +86,7 @@ def test_a_rank_of_weight_zero_may_have_nan() -> None:
     assert_same_bits([gradients(alone), *ranks])
 
 
-def test_weights_that_are_none() -> None:
+def test_negative_or_nan_weights_raise_value_error() -> None:
     model = paceline.torch.DDP(mlp(), paceline.testing.local_groups(1)[0])
     x, t = samples()
     for weight in (-1.0, float("nan")):
@@ -96,7 +96,7 @@ def test_weights_that_are_none() -> None:
 
 
 @pytest.mark.parametrize("compression", ["bf16", "int8", "powersgd"])
-def test_compressed(compression: str) -> None:
+def test_compressed_training_stays_close_to_one_process(compression: str) -> None:
     sampler = partial(paceline.ElasticSampler, N, 25, seed=3)
     expected = train_alone(mlp(), OPTIMIZERS["sgd"], sampler(), STEPS)
 
@@ -110,7 +110,7 @@ def test_compressed(compression: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bits(dtype: Any) -> None:
+def test_sixteen_bit_models_train_like_one_process(dtype: Any) -> None:
     x, t = samples(dtype)
 
     def run(group: Group) -> Any:

@@ -50,7 +50,7 @@ with paceline.join() as session:
 
 
 @pytest.mark.parametrize("backward", ["loss.backward()", "model.backward(loss, 2.0)"])
-def test_a_peer_killed_in_backward(backward: str) -> None:
+def test_a_kill_in_backward_raises_peer_lost_on_survivors(backward: str) -> None:
     # Whoever noticed the death by silence alone would raise no error while the test waits.
     bounds = {"MIN_WORKERS": "3", "MAX_WORKERS": "3", "FAILURE_TIMEOUT": "300"}
     code = CODE.replace("{backward}", backward)

@@ -44,7 +44,7 @@ def test_gradients_stay_in_their_buckets(to_none: bool) -> None:
     check(run, whole(3))
 
 
-def test_passes_add_up() -> None:
+def test_gradients_accumulate_over_backward_passes() -> None:
     def run(group: Group) -> Any:
         model = DDP(mlp(), group)
         for batch in range(3):
@@ -70,7 +70,7 @@ def test_no_sync_accumulates_and_sends_nothing() -> None:
 
 
 @pytest.mark.parametrize("to_none", [True, False])
-def test_what_no_sync_left_is_cleared(to_none: bool) -> None:
+def test_zero_grad_clears_gradients_of_no_sync(to_none: bool) -> None:
     def run(group: Group) -> Any:
         model = DDP(mlp(), group)
         with model.no_sync():
@@ -82,7 +82,7 @@ def test_what_no_sync_left_is_cleared(to_none: bool) -> None:
     check(run, whole(1))
 
 
-def test_sync_gradients_reduces_what_no_sync_left() -> None:
+def test_sync_gradients_reduces_gradients_of_no_sync() -> None:
     def run(group: Group) -> Any:
         model = DDP(mlp(), group)
         with model.no_sync():
@@ -95,7 +95,7 @@ def test_sync_gradients_reduces_what_no_sync_left() -> None:
     check(run, whole(0, 1))
 
 
-def test_several_backward_passes_through_one_graph() -> None:
+def test_two_backward_passes_through_one_graph() -> None:
     def run(group: Group) -> Any:
         model = DDP(mlp(), group)
         loss = loss_of(model, group.rank)
@@ -117,7 +117,7 @@ def test_two_forward_passes_then_two_backward_passes() -> None:
     check(run, whole(0, 1))
 
 
-def test_gradients_that_do_not_accumulate_wake_nobody() -> None:
+def test_autograd_grad_sends_nothing() -> None:
     def run(group: Group) -> Any:
         model = DDP(mlp(), group)
         model.prepare()
@@ -132,7 +132,7 @@ def test_gradients_that_do_not_accumulate_wake_nobody() -> None:
     assert_same_bits(run_ranks(2, run))
 
 
-def test_another_thread_is_told_that_it_may_not() -> None:
+def test_backward_in_another_thread_raises_concurrent_use() -> None:
     both_are_there = threading.Barrier(2)  # else the generation ends while the other rank is in its first pass
 
     def run(group: Group) -> Any:
@@ -157,7 +157,7 @@ def test_another_thread_is_told_that_it_may_not() -> None:
     assert ConcurrentUse in run_ranks(2, run)
 
 
-def test_buffers_are_rank_0s() -> None:
+def test_buffers_of_rank_0_are_broadcast() -> None:
     def run(group: Group) -> Any:
         module = torch.nn.Sequential(torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 3)).double()
         model = DDP(module, group)
@@ -174,7 +174,7 @@ def test_buffers_are_rank_0s() -> None:
     torch.testing.assert_close(ranks[0]["0.running_mean"], norm.running_mean)
 
 
-def test_clipping() -> None:
+def test_clip_grad_norm_matches_torch() -> None:
     def run(group: Group) -> Any:
         model = DDP(mlp(), group)
         loss_of(model, group.rank).backward()
@@ -190,7 +190,7 @@ def test_clipping() -> None:
     torch.testing.assert_close(ranks[0], gradients(model), rtol=1e-4, atol=1e-6)
 
 
-def test_paths_are_those_of_the_bare_module() -> None:
+def test_parameter_paths_match_the_bare_module() -> None:
     module = mlp()
     model = DDP(module, local_groups(1)[0])
     assert [path for path, _ in model.named_parameters()] == [path for path, _ in module.named_parameters()]
@@ -200,7 +200,7 @@ def test_paths_are_those_of_the_bare_module() -> None:
     assert list(model.parameters()) == list(module.parameters())
 
 
-def test_what_cannot_be_trained() -> None:
+def test_unsupported_dtypes_devices_and_bucket_sizes_are_refused() -> None:
     group = local_groups(1)[0]
     with pytest.raises(UnsupportedOp, match="complex64; only float16, bfloat16"):
         DDP(torch.nn.Linear(2, 2, dtype=torch.complex64), group)(torch.ones(1, 2, dtype=torch.complex64))
@@ -210,7 +210,7 @@ def test_what_cannot_be_trained() -> None:
         DDP(mlp(), group, bucket_mb=0)
 
 
-def test_backward_pass_that_raises() -> None:
+def test_training_recovers_after_a_backward_pass_raises() -> None:
     """Of the user's own function: gradients are dropped at the next forward pass, and all begin anew."""
 
     class Raises(torch.autograd.Function):  # type: ignore[misc]
@@ -236,7 +236,7 @@ def test_backward_pass_that_raises() -> None:
         model.zero_grad()
 
 
-def test_a_stale_pass_is_not_gone_on_with() -> None:
+def test_a_backward_pass_after_a_failed_one_is_refused_once() -> None:
     class Raises(torch.autograd.Function):  # type: ignore[misc]
         @staticmethod
         def forward(ctx: Any, x: Any) -> Any:
@@ -256,7 +256,7 @@ def test_a_stale_pass_is_not_gone_on_with() -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_module_wrapped_again() -> None:
+def test_wrapping_a_module_again_detaches_the_old_wrapper() -> None:
     """The new wrapper has it; the old one hears nothing any more."""
 
     def run(group: Group) -> Any:
@@ -274,7 +274,7 @@ def test_module_wrapped_again() -> None:
     check(run, whole(0))
 
 
-def test_nothing_stays_of_a_wrapper_that_is_gone() -> None:
+def test_a_deleted_wrapper_is_collected_and_leaves_no_hooks() -> None:
     group = local_groups(1)[0]
     module = mlp()
     model = DDP(module, group)

@@ -33,7 +33,7 @@ class Branches(torch.nn.Module):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_parameters_that_are_not_used(static: bool) -> None:
+def test_only_parameters_unused_by_all_ranks_keep_no_gradient(static: bool) -> None:
     """One that only rank 0 uses gets its part everywhere; one that nobody uses keeps no gradient."""
     x, t = samples()
 
@@ -53,7 +53,7 @@ def test_parameters_that_are_not_used(static: bool) -> None:
         torch.testing.assert_close(found, gradients(model))
 
 
-def test_unlike_graphs_from_pass_to_pass() -> None:
+def test_graphs_may_differ_between_passes_and_ranks() -> None:
     x, t = samples()
     uses = [("a", "b"), ("abc", "c"), ("b", "bc"), ("c", "a")]
 
@@ -69,7 +69,7 @@ def test_unlike_graphs_from_pass_to_pass() -> None:
     check(run, gradients(model))
 
 
-def test_static_graph_that_changes() -> None:
+def test_a_changed_static_graph_raises_step_order_error() -> None:
     x, t = samples()
     model = DDP(Branches(), local_groups(1)[0], bucket_mb=1e-6, static_graph=True)
     cross_entropy(model(x, "a"), t).backward()
@@ -80,7 +80,7 @@ def test_static_graph_that_changes() -> None:
     assert model.module.layers["a"].weight.grad is not None
 
 
-def test_loss_that_depends_on_no_parameter() -> None:
+def test_a_detached_loss_contributes_zero_gradients() -> None:
     def run(group: Group) -> Any:
         model = DDP(mlp(), group)
         loss = loss_of(model)
@@ -129,7 +129,7 @@ class Frozen(torch.nn.Module):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("make", [Tied, Checkpointed, Frozen])
-def test_modules_of_many_kinds(make: Any) -> None:
+def test_tied_checkpointed_and_frozen_modules(make: Any) -> None:
     def run(group: Group) -> Any:
         model = DDP(built(make), group, bucket_mb=300 / 2**20)
         for batch in range(3):
@@ -152,7 +152,7 @@ def test_reentrant_checkpoints_are_refused() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_unfreezing() -> None:
+def test_an_unfrozen_layer_gets_gradients() -> None:
     def run(group: Group) -> Any:
         module = mlp()
         module[0].requires_grad_(False)

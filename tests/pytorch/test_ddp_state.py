@@ -59,7 +59,7 @@ class Training:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [kind for kind in OPTIMIZERS if kind != "nadam"])
-def test_a_newcomer_goes_on_where_the_donor_is(kind: str, dtype: Any) -> None:
+def test_a_loaded_state_trains_on_with_the_bits_of_the_donor(kind: str, dtype: Any) -> None:
     donor, newcomer = Training(kind, dtype).train(3), Training(kind, dtype, seed=9)
     donor.state.check_round_trip()
     newcomer.state.check_round_trip()
@@ -79,7 +79,7 @@ def test_a_newcomer_goes_on_where_the_donor_is(kind: str, dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", list(OPTIMIZERS))
-def test_a_step_is_undone(kind: str) -> None:
+def test_undo_restores_the_state_before_the_step(kind: str) -> None:
     """What happens before the gate: gradients, buffers, settings."""
     training = Training(kind).train(2)
     before = training.state.fingerprint()
@@ -100,14 +100,14 @@ def test_a_step_is_undone(kind: str) -> None:
     assert_same_bits([weights(training.model), weights(Training(kind).train(3).model)])
 
 
-def test_what_is_copied_in_each_step_is_small() -> None:
+def test_the_undo_copy_holds_only_buffers() -> None:
     """Neither parameters nor moments."""
     training = Training("adam").train()
     _, arrays = split(training.state.small())
     assert all("running" in path or "num_batches" in path for path in arrays), list(arrays)
 
 
-def test_alone_in_a_loop_with_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_worker_resumes_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("COORDINATOR", "JOB", "MIN_WORKERS", "MAX_WORKERS", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(f"PACELINE_{name}", raising=False)
 
@@ -141,7 +141,7 @@ class Gate:
         """See `paceline._elastic.state.Gate`."""
 
 
-def test_the_gate_is_where_the_optimizer_steps() -> None:
+def test_optimizer_step_opens_the_gate_once() -> None:
     training, gate = Training(), Gate()
     training.state.guard(gate)
     training.train(2)
@@ -154,7 +154,7 @@ def test_the_gate_is_where_the_optimizer_steps() -> None:
     assert gate.opened == 3
 
 
-def test_a_state_that_torch_itself_changes_is_refused() -> None:
+def test_a_state_that_torch_rounds_on_load_is_refused() -> None:
     """NAdam's own `load_state_dict` rounds a product to the parameters' dtype."""
     training = Training("nadam", torch.bfloat16).train(3)
     with pytest.raises(paceline.UnsupportedOp, match=r"differs.*mu_product"):

@@ -31,7 +31,7 @@ def batch(rank: int, number: int) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("counts", [(3, 1), (1, 3), (0, 2, 4), (2, 2), (0, 0)])
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_ranks_with_fewer_inputs(counts: tuple[int, ...], accumulate: bool) -> None:
+def test_join_averages_over_ranks_that_still_have_inputs(counts: tuple[int, ...], accumulate: bool) -> None:
     def run(group: Group) -> Any:
         model = paceline.torch.DDP(built(module, group.rank), group)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -64,7 +64,7 @@ def test_ranks_with_fewer_inputs(counts: tuple[int, ...], accumulate: bool) -> N
         torch.testing.assert_close(ranks[0][path], weights(alone)[path])
 
 
-def test_after_join_all_is_as_before() -> None:
+def test_ordinary_passes_work_after_join() -> None:
     def run(group: Group) -> Any:
         model = paceline.torch.DDP(built(module), group)
         with model.join():

@@ -247,7 +247,7 @@ def test_the_engine_keeps_the_rules(rule: Callable[[MakeEngines], None], early: 
     check_engine(partial(engines_of, FakeNcclEngine), [rule])
 
 
-def test_an_error_of_the_communicator_ends_a_sum_that_its_kernels_would_never_end() -> None:
+def test_a_communicator_error_ends_an_unfinished_sum() -> None:
     """NCCL tells such an error only to a call that asks for it; nobody has died, so no verdict comes."""
     with engines_of(FakeNcclEngine, 2) as engines:
         open_engines(engines)
@@ -264,7 +264,7 @@ def test_an_error_of_the_communicator_ends_a_sum_that_its_kernels_would_never_en
             engines[0].all_reduce(x)
 
 
-def test_the_watchdog_is_off_and_generations_leave_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_watchdog_is_off_and_opening_sets_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     with engines_of(FakeNcclEngine, 2) as engines, monkeypatch.context() as watched:
         for name in ("putenv", "unsetenv"):
             watched.setattr(os, name, lambda *_: pytest.fail("a thread may be reading the environment"))
@@ -305,12 +305,12 @@ print("done")
 """
 
 
-def test_threads_that_read_the_environment_live_through_many_generations() -> None:
+def test_reading_the_environment_is_safe_while_engines_are_built() -> None:
     done = subprocess.run([sys.executable, "-c", READING], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
-def test_a_group_that_closes_in_order_is_not_aborted() -> None:
+def test_an_orderly_close_does_not_abort_the_group() -> None:
     with engines_of(FakeNcclEngine, 2) as engines:
         open_engines(engines)
         groups = [engine._group for engine in engines]
@@ -319,7 +319,7 @@ def test_a_group_that_closes_in_order_is_not_aborted() -> None:
     assert [(group.shut, group.aborted) for group in groups] == [(1, 0), (1, 0)]
 
 
-def test_an_array_is_let_go_of_only_when_its_kernels_have_left() -> None:
+def test_an_array_is_released_only_after_its_kernels_end() -> None:
     with engines_of(FakeNcclEngine, 2) as engines:
         open_engines(engines)
         leave = threading.Event()
@@ -360,7 +360,7 @@ def test_an_engine_is_ready_only_when_all_ranks_are_connected(half_open: DataEng
         half_open.await_ready(monotonic() + 0.2)
 
 
-def test_nobody_waits_for_a_communicator_that_connects(half_open: DataEngine) -> None:
+def test_abort_does_not_wait_for_a_connecting_communicator(half_open: DataEngine) -> None:
     with pytest.raises(EngineTimeout):
         half_open.await_ready(monotonic() + 0.1)
     for _ in range(2):
@@ -371,7 +371,7 @@ def test_nobody_waits_for_a_communicator_that_connects(half_open: DataEngine) ->
         half_open.await_ready(monotonic() + 10)
 
 
-def test_an_abort_waits_for_none_that_is_under_way() -> None:
+def test_an_abort_does_not_wait_for_another_abort() -> None:
     leave, stuck, again = (threading.Event() for _ in range(3))
 
     def abort() -> None:
@@ -417,7 +417,7 @@ def test_an_interrupt_after_the_start_of_a_sum_does_not_free_its_array(
 
 
 @pytest.mark.parametrize("how", ["waits", "fails"])
-def test_a_group_that_does_not_close_in_order_is_aborted(how: str) -> None:
+def test_a_group_whose_shutdown_hangs_or_fails_is_aborted(how: str) -> None:
     with engines_of(FakeNcclEngine, 2) as engines:
         open_engines(engines)
         group, leave = engines[0]._group, threading.Event()
@@ -435,7 +435,7 @@ def test_a_group_that_does_not_close_in_order_is_aborted(how: str) -> None:
         assert leave.wait(10), "nobody has aborted the communicator"
 
 
-def test_the_next_generation_does_not_wait_for_the_communicator_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_generation_does_not_wait_for_the_old_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_device_engine, "_END_SECONDS", 30.0)
     with engines_of(FakeNcclEngine, 2) as engines:
         open_engines(engines)
@@ -503,7 +503,9 @@ def digest(state: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-def test_a_model_on_a_device_trains_as_over_links(dtype: str, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_training_matches_training_over_links(
+    dtype: str, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kind = getattr(torch, dtype)
     by_engine = run_groups(local_groups(2, config), partial(train, dtype=kind))
     assert len({digest(state) for state in by_engine}) == 1, "ranks hold different bits"
@@ -515,7 +517,9 @@ def test_a_model_on_a_device_trains_as_over_links(dtype: str, config: Config, mo
         torch.testing.assert_close(value, by_links[0][name], **close, msg=name)
 
 
-def test_microbatches_are_refused_with_a_way_out_that_helps(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_microbatches_with_an_engine_are_refused_with_a_workaround(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def compute(group: Any) -> None:
         attempt = StepAttempt(even_plan(0, 1, 4))
         turn, *_ = attempt.turns()
@@ -550,7 +554,7 @@ def test_sums_wait_for_the_last_write_of_each_bucket(config: Config) -> None:
         assert marks, "a sum began before its stream waited for the bucket's gradients"
 
 
-def test_bfloat16_travels_as_it_is_and_float16_as_float32(config: Config) -> None:
+def test_bfloat16_is_sent_unchanged_and_float16_as_float32(config: Config) -> None:
     """bfloat16 as float32 made a step of a GPT 1.8 times as long; float16 times the number of samples may overflow."""
     for dtype, travels in ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)):
         parameter = _device_parameter.DeviceParameter(torch.nn.Parameter(torch.ones(3, dtype=dtype)))
@@ -559,7 +563,7 @@ def test_bfloat16_travels_as_it_is_and_float16_as_float32(config: Config) -> Non
         assert bucket.tail.dtype == np.float32
 
 
-def test_the_host_waits_for_the_device_before_it_goes_on(config: Config) -> None:
+def test_the_optimizer_waits_for_the_sums_of_the_device(config: Config) -> None:
     FakeNccl.held.set()
     groups = local_groups(2, config)
     over = threading.Event()
@@ -583,7 +587,7 @@ def test_the_host_waits_for_the_device_before_it_goes_on(config: Config) -> None
     assert over.is_set()
 
 
-def test_a_verdict_ends_the_step_and_drops_what_the_device_has_left(config: Config) -> None:
+def test_a_verdict_ends_the_step_and_aborts_unfinished_sums(config: Config) -> None:
     groups = local_groups(2, config)
     struck = threading.Event()
 
@@ -637,7 +641,7 @@ def test_the_next_generation_has_a_new_communicator(config: Config) -> None:
     assert len(FakeNccl.hubs) == 2
 
 
-def test_backward_may_run_in_a_thread_of_its_own(config: Config) -> None:
+def test_backward_may_run_in_another_thread(config: Config) -> None:
     """On a device autograd calls hooks from the device's thread."""
 
     def rank(group: Any) -> None:
@@ -679,7 +683,7 @@ def test_an_engine_on_another_device_of_the_same_type_is_refused(config: Config)
         ("ucc", "torch that is built with USE_UCC=1"),
     ],
 )
-def test_a_device_that_is_not_there_is_named(name: str, build: str) -> None:
+def test_a_missing_device_is_named_with_the_build_to_install(name: str, build: str) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(LinkUnavailable, match=f"(finds no device of|has no ProcessGroup).*install {build}"):

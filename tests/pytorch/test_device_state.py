@@ -60,7 +60,7 @@ def same(first: Any, second: Any) -> bool:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_newcomer_gets_the_state_in_parcels(dtype: str, copied: list[int]) -> None:
+def test_state_is_copied_to_a_newcomer_in_chunks(dtype: str, copied: list[int]) -> None:
     model, _, ours = state(1, getattr(torch, dtype))
     other, scaler, theirs = state(2, getattr(torch, dtype))
     assert not same(model, other)
@@ -91,7 +91,7 @@ def test_a_digest_copies_one_window(copied: list[int]) -> None:
     assert on_device == [partial_digest(arrays, step) for step in range(40)]
 
 
-def test_an_undone_step_puts_small_state_back_and_copies_nothing_large(copied: list[int]) -> None:
+def test_undo_restores_buffers_without_copying_parameters(copied: list[int]) -> None:
     model, scaler, ours = state(3)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     copied.clear()
@@ -104,7 +104,7 @@ def test_an_undone_step_puts_small_state_back_and_copies_nothing_large(copied: l
     assert scaler.get_scale() == 8.0
 
 
-def test_bytes_of_a_part_that_begins_inside_an_element() -> None:
+def test_device_bytes_may_be_sliced_inside_an_element() -> None:
     tensor = torch.arange(100, dtype=torch.float64)
     found = DeviceBytes(DeviceArray(tensor))
     whole = tensor.numpy().view(np.uint8)
@@ -112,7 +112,7 @@ def test_bytes_of_a_part_that_begins_inside_an_element() -> None:
         assert found[low:high].tobytes() == whole[low:high].tobytes()
 
 
-def test_a_whole_copy_and_back_goes_by_parcels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_and_write_go_in_parcels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_array, "_PARCEL_BYTES", 64)
     tensor = torch.randn(7, 11)
     array = DeviceArray(tensor)
@@ -122,7 +122,7 @@ def test_a_whole_copy_and_back_goes_by_parcels(monkeypatch: pytest.MonkeyPatch) 
     assert tensor.numpy().tobytes() == (copy + 1).tobytes()
 
 
-def test_a_tensor_that_is_not_contiguous_is_written_whole() -> None:
+def test_a_channels_last_tensor_is_written_and_keeps_its_layout() -> None:
     tensor = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     values = np.random.default_rng(1).standard_normal((2, 3, 4, 5)).astype(np.float32)
     DeviceArray(tensor).write(values)
@@ -130,6 +130,6 @@ def test_a_tensor_that_is_not_contiguous_is_written_whole() -> None:
     assert tensor.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_two_digests_of_equal_states_are_equal(copied: list[int]) -> None:
+def test_equal_states_have_equal_digests_and_others_differ(copied: list[int]) -> None:
     assert digests_of(state()[2]) == digests_of(state()[2])
     assert digests_of(state(1)[2]) != digests_of(state(2)[2])

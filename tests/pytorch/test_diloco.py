@@ -31,7 +31,7 @@ def batches_of(rank: int, number: int, steps: int = 4) -> list[Any]:
 
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize(("lr", "momentum"), [(0.7, 0.9), (0.5, 0.0)])
-def test_ranks_are_as_one_process(world: int, lr: float, momentum: float) -> None:
+def test_ranks_match_the_reference_of_one_process(world: int, lr: float, momentum: float) -> None:
     weights = [0.5, 0.125, 2.0][:world]
 
     def rank(group: Any) -> Any:
@@ -54,7 +54,7 @@ def test_ranks_are_as_one_process(world: int, lr: float, momentum: float) -> Non
 
 
 @pytest.mark.parametrize(("compression", "share"), [("int8", 1 / 126), ("bf16", 1 / 127)])
-def test_few_bits_are_near_all_bits_and_alike_on_all_ranks(compression: str, share: float) -> None:
+def test_compressed_rounds_are_close_to_exact_and_equal_on_all_ranks(compression: str, share: float) -> None:
     def rank(group: Any, compression: str | None) -> tuple[Any, Any, float]:
         net = build(SEED, torch.float32)
         inner = make_inner(net)
@@ -97,7 +97,7 @@ class Door:
 
 
 @pytest.mark.parametrize("restore_inner", [True, False])
-def test_an_undone_round_leaves_no_trace(restore_inner: bool) -> None:
+def test_an_undone_round_is_restored(restore_inner: bool) -> None:
     """Not even in what rounding left over, the inner optimizer, a schedule or buffers."""
 
     def rank(group: Any, lost: bool) -> Any:
@@ -139,7 +139,7 @@ def test_an_undone_round_leaves_no_trace(restore_inner: bool) -> None:
     assert same == restore_inner, "what an undone round taught the inner optimizer"
 
 
-def test_state_goes_to_a_newcomer_and_back_from_a_checkpoint() -> None:
+def test_a_newcomer_loads_the_state() -> None:
     def trained(group: Any) -> Any:
         net = build(SEED)
         inner = make_inner(net)
@@ -230,7 +230,7 @@ def _clouds(count: int, seed: int) -> tuple[Any, Any]:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("phase", "world"), [("late_all_reduce", 4), ("in_update", 3)])
-def test_a_round_in_which_one_is_killed(phase: str, world: int, tmp_path: Path) -> None:
+def test_a_killed_worker_costs_at_most_one_round(phase: str, world: int, tmp_path: Path) -> None:
     """Rank 0 is the one: in the round, in the outer step, and when the round counts already."""
     with cluster(tmp_path, total=6, method="DiLoCo", trainer=TRAINER, inner_steps=3) as c:
         c.start(world, [kill(at=phase, rank=0, step=3)])
@@ -240,7 +240,7 @@ def test_a_round_in_which_one_is_killed(phase: str, world: int, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_workers_come_and_are_drained_and_one_is_killed(tmp_path: Path) -> None:
+def test_training_survives_joins_a_drain_and_a_kill(tmp_path: Path) -> None:
     with cluster(tmp_path, total=60, method="DiLoCo", trainer=TRAINER, inner_steps=3, pace=0.03) as c:
         first, second = c.start(2, wait_at=3)
         c.wait_for_step(3)
@@ -256,7 +256,7 @@ def test_workers_come_and_are_drained_and_one_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_from_a_checkpoint(tmp_path: Path) -> None:
+def test_new_workers_resume_from_a_checkpoint(tmp_path: Path) -> None:
     """A drain of all writes one; the inner optimizers begin anew."""
     where = str(tmp_path / "checkpoints")
     with cluster(tmp_path, least=2, total=30, method="DiLoCo", trainer=TRAINER, inner_steps=3, pace=0.03,

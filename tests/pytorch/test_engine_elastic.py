@@ -26,7 +26,7 @@ def over_gloo(c: Cluster) -> None:
         pytest.param("behind_gate", 3, marks=pytest.mark.exhaustive),
     ],
 )
-def test_one_is_killed(phase: str, world: int, tmp_path: Path) -> None:
+def test_survivors_train_on_after_a_kill(phase: str, world: int, tmp_path: Path) -> None:
     with cluster(tmp_path, total=12, wrapper="torch", bucket_mb=1e-4) as c:
         over_gloo(c)
         c.start(world, [kill(phase, rank=1, step=4)])
@@ -36,7 +36,7 @@ def test_one_is_killed(phase: str, world: int, tmp_path: Path) -> None:
         c.check_samples(12)
 
 
-def test_one_freezes_in_the_middle_and_comes_back(tmp_path: Path) -> None:
+def test_a_frozen_worker_rejoins(tmp_path: Path) -> None:
     with cluster(tmp_path, least=2, total=160, pace=0.05, wrapper="torch") as c:
         over_gloo(c)
         c.start(3, [freeze("in_engine", seconds=5.0, rank=1, step=3)])
@@ -48,7 +48,7 @@ def test_one_freezes_in_the_middle_and_comes_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_one_joins_and_one_is_drained(tmp_path: Path) -> None:
+def test_a_join_and_a_drain_redo_no_step(tmp_path: Path) -> None:
     with cluster(tmp_path, total=120, pace=0.03, wrapper="torch") as c:
         over_gloo(c)
         (new,) = c.start(1, go=False)  # to load torch takes longer than all the steps

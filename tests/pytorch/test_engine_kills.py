@@ -86,7 +86,7 @@ with paceline.join() as session:
         pytest.param(4, signal.SIGSTOP, marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_peer_is_lost_in_the_middle_of_64_mib(world: int, how: signal.Signals, monkeypatch: Any) -> None:
+def test_survivors_raise_peer_lost_at_once_and_train_on(world: int, how: signal.Signals, monkeypatch: Any) -> None:
     monkeypatch.setenv("HOW", str(int(how)))
     settings = {"MIN_WORKERS": "1", "MAX_WORKERS": str(world), "ENGINE": "gloo", "FAILURE_TIMEOUT": "2"}
     with coordinator(settle_time=20.0) as address, workers(world, TRAIN, COORDINATOR=address, **settings) as started:

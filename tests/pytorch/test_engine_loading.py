@@ -39,12 +39,12 @@ def printed(code: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
-def test_a_worker_has_it_when_it_has_joined() -> None:
+def test_join_imports_the_engine() -> None:
     with coordinator() as address:
         assert printed(JOINING, COORDINATOR=address, ENGINE="gloo") == "True"
         assert printed(JOINING, COORDINATOR=address, JOB="other") == "False"
 
 
-def test_a_spare_has_it_before_it_is_needed() -> None:
+def test_warm_up_of_a_spare_imports_the_engine() -> None:
     assert printed(WARMING, ENGINE="gloo") == "True"
     assert printed(WARMING) == "False"

@@ -53,7 +53,7 @@ except paceline.PeerLost as error:
 
 
 @pytest.mark.parametrize("where", ["start", "middle"])
-def test_a_peer_dies_in_the_backward_pass_of_torch_s_ddp(where: str) -> None:
+def test_a_death_in_the_backward_pass_of_torch_ddp_raises_peer_lost(where: str) -> None:
     with torch_ranks(3, DIES.format(where=where), **LONG_SILENCE) as started:
         for worker in started:
             worker.expect("backward", 60)
@@ -64,7 +64,7 @@ def test_a_peer_dies_in_the_backward_pass_of_torch_s_ddp(where: str) -> None:
 
 
 @pytest.mark.newest
-def test_a_failed_operation_is_never_a_success() -> None:
+def test_works_and_futures_of_a_failed_operation_raise() -> None:
     code = """
 t = torch.ones(1000)
 dist.all_reduce(t)
@@ -97,7 +97,7 @@ for work, future, after in zip(works, futures, chained):
             assert all("rank 1" in text and "died" in text for text in found), found
 
 
-def test_a_timeout_and_a_mismatch_name_who_is_to_blame() -> None:
+def test_timeouts_name_the_late_rank_and_mismatches_the_operation() -> None:
     code = """
 from datetime import timedelta
 late = dist.new_group([0, 1], timeout=timedelta(seconds=0.5))
@@ -125,7 +125,7 @@ except paceline.CollectiveMismatch as error:
             assert "all_reduce" in worker.expect("mismatch", 60)["text"]
 
 
-def test_a_wait_for_a_message_ends_in_time_and_the_message_comes_all_the_same() -> None:
+def test_a_receive_that_timed_out_still_gets_its_message() -> None:
     code = """
 from datetime import timedelta
 if rank == 0:
@@ -147,7 +147,7 @@ else:
         assert one.expect("came")["value"] == 1.0
 
 
-def test_a_monitored_barrier_names_all_that_are_missing_and_ends_nothing() -> None:
+def test_monitored_barrier_names_missing_ranks_and_the_group_stays_usable() -> None:
     code = """
 from datetime import timedelta
 if rank != 2:
@@ -161,7 +161,7 @@ dist.all_reduce(torch.ones(1))
     finish(3, code)
 
 
-def test_data_loaders_with_forked_workers_and_a_death_is_news_at_once() -> None:
+def test_forked_loader_workers_do_not_hide_the_death_of_a_rank() -> None:
     """Forked children have neither threads nor links, and take no part; nor do they keep a dead rank alive."""
     code = """
 from torch.utils.data import DataLoader, TensorDataset

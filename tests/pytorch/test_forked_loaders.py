@@ -80,14 +80,14 @@ def run(*command: str, **more: str) -> str:
     return done.stdout
 
 
-def test_beside_the_backend_under_torchrun(tmp_path: Path) -> None:
+def test_forked_loader_workers_with_the_backend_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(BACKEND)
     printed = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script))
     assert printed.count(f"all rounds: {8 * ROUNDS}") == 2, printed
 
 
-def test_in_the_elastic_loop(tmp_path: Path) -> None:
+def test_forked_loader_workers_in_session_steps(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(LOOP)
     with coordinator() as address, ThreadPoolExecutor(2) as pool:

@@ -40,7 +40,7 @@ class Secret:
 
 @each_strategy
 @pytest.mark.parametrize("form", ["dict", "dataclass", "object"])
-def test_whatever_goes_in_and_comes_out(name: str, form: str) -> None:
+def test_units_take_and_return_nested_values(name: str, form: str) -> None:
     class Nested(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -60,7 +60,7 @@ def test_whatever_goes_in_and_comes_out(name: str, form: str) -> None:
 
 
 @each_strategy
-def test_changes_in_place(name: str) -> None:
+def test_units_may_change_inputs_in_place(name: str) -> None:
     class Bending(Part):
         def forward(self, x: Any) -> Any:
             return self.linear(F.relu_(x.mul_(2)))
@@ -84,7 +84,7 @@ class Given:
     more: tuple[Any, ...] = ()
 
 
-def test_frozen_dataclasses_go_in() -> None:
+def test_units_take_frozen_dataclasses() -> None:
     class Taking(Part):
         def forward(self, given: Given) -> Any:  # type: ignore[override]
             return super().forward(given.x) * given.more[0]
@@ -101,7 +101,7 @@ def test_frozen_dataclasses_go_in() -> None:
 
 
 @each_strategy
-def test_evaluation_between_steps(name: str) -> None:
+def test_evaluation_between_steps_changes_no_gradient(name: str) -> None:
     def call(model: Any, x: Any, number: int) -> Any:
         model.eval()
         with torch.no_grad():
@@ -114,7 +114,7 @@ def test_evaluation_between_steps(name: str) -> None:
     check_gradients(Chain, name, call=call)
 
 
-def test_samples_of_the_pass_that_a_backward_pass_belongs_to() -> None:
+def test_backward_is_weighted_by_the_samples_of_its_own_forward_pass() -> None:
     """Not those of a later evaluation."""
 
     def rank(group: Group) -> Any:
@@ -133,7 +133,7 @@ def test_samples_of_the_pass_that_a_backward_pass_belongs_to() -> None:
         torch.testing.assert_close(torch.from_numpy(first[path] + second[path]), parameter.grad)
 
 
-def test_gradients_by_the_input() -> None:
+def test_input_gradients_are_not_scaled() -> None:
     """They are this rank's own, and scaled by nothing."""
 
     def rank(group: Group) -> Any:
@@ -152,7 +152,7 @@ def test_gradients_by_the_input() -> None:
 
 
 @pytest.mark.parametrize("strategy", ShardingStrategy)
-def test_an_optimizer_of_the_bare_module_says_that_it_trains_nothing(strategy: ShardingStrategy) -> None:
+def test_an_optimizer_made_before_wrapping_raises_step_order_error(strategy: ShardingStrategy) -> None:
     """One that was made before the module was wrapped; torch's would pass over parameters without gradients."""
 
     def rank(group: Group) -> None:

@@ -125,7 +125,7 @@ def check(ends: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize(("strategy", "node"), [*((strategy, None) for strategy in STRATEGIES), (HYBRID, 1)])
-def test_steps_of_a_world_of_one(strategy: Any, node: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_world_of_one_retries_failed_steps(strategy: Any, node: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With steps that fail before their update, and come again."""
     for name in ENVIRONMENT:
         monkeypatch.delenv(f"PACELINE_{name}", raising=False)
@@ -150,7 +150,7 @@ def test_steps_of_a_world_of_one(strategy: Any, node: int | None, monkeypatch: p
             np.testing.assert_allclose(values, plain(4)[path], rtol=1e-10, atol=1e-12)
 
 
-def test_a_training_state_takes_itself_over() -> None:
+def test_a_train_state_resumes_from_the_state_dict_of_another() -> None:
     """What a checkpoint keeps of a state: loaded by another one, that goes on alike."""
     states = []
     for seed in (0, 1):
@@ -168,7 +168,7 @@ def test_a_training_state_takes_itself_over() -> None:
         np.testing.assert_allclose(found[path], values, rtol=1e-10, atol=1e-12)
 
 
-def test_an_optimizer_that_cannot_be_spread() -> None:
+def test_nadam_is_refused_unless_parameters_are_not_sharded() -> None:
     with paceline.join() as session:
         model = FSDP(made(network), session.group)
         with pytest.raises(UnsupportedOp, match="does not begin with zeros"):
@@ -215,7 +215,7 @@ class Trainee:
         [(None,), ("bf16",)],
     ),
 )
-def test_any_world_goes_on_as_any_other(name: str, world: int, next_world: int, precision: str | None) -> None:
+def test_a_state_is_resharded_between_worlds(name: str, world: int, next_world: int, precision: str | None) -> None:
     """Some stay, in another order; some are new, built from other values."""
     if name == "hybrid2":
         world, next_world = 2 * (world // 2) or 2, 2 * (next_world // 2) or 2
@@ -253,7 +253,7 @@ def test_any_world_goes_on_as_any_other(name: str, world: int, next_world: int, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", pytest.param("SHARD_GRAD_OP", marks=pytest.mark.exhaustive)])
-def test_one_joins_two_and_another_is_drained(strategy: str) -> None:
+def test_a_worker_joins_two_and_another_is_drained(strategy: str) -> None:
     with (
         coordinator() as address,
         workers(3, code([2, 3, 2], strategy), COORDINATOR=address, MIN_WORKERS="2", MAX_WORKERS="3") as started,
@@ -275,7 +275,7 @@ def test_one_joins_two_and_another_is_drained(strategy: str) -> None:
 
 
 @pytest.mark.slow
-def test_one_is_killed_and_the_others_go_on() -> None:
+def test_survivors_train_on_after_a_kill() -> None:
     fault = "if (step.number, step.rank) == (4, 1): os.kill(os.getpid(), signal.SIGKILL)"
     with (
         coordinator(settle_time=20.0) as address,  # all begin together
@@ -289,7 +289,7 @@ def test_one_is_killed_and_the_others_go_on() -> None:
 
 
 @pytest.mark.exhaustive
-def test_nodes_go_on_without_one_of_their_members() -> None:
+def test_hybrid_shard_trains_on_after_a_node_loses_a_member() -> None:
     fault = "if (step.world, step.rank, count) == (4, 1, 2): os.kill(os.getpid(), signal.SIGKILL)"
     text = code([2, 4, 2], "HYBRID_SHARD", node=2, fault=fault)  # the first view may have two already
     with (
@@ -307,7 +307,7 @@ def test_nodes_go_on_without_one_of_their_members() -> None:
 
 
 @pytest.mark.slow
-def test_a_line_goes_on_from_its_checkpoint_in_another_world(tmp_path: Path) -> None:
+def test_another_world_resumes_from_the_checkpoint(tmp_path: Path) -> None:
     runs = str(tmp_path / "runs")
     with coordinator() as address:
         with workers(

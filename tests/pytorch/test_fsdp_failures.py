@@ -61,7 +61,9 @@ KILL, RAISE = "os.kill(os.getpid(), signal.SIGKILL)", "raise KeyError('x')"
         pytest.param("HYBRID_SHARD", 2, RAISE, "PeerRaised", marks=pytest.mark.exhaustive),
     ],
 )
-def test_the_others_hear_of_it(where: str, strategy: str, node: int | None, end: str, error: str) -> None:
+def test_survivors_raise_one_typed_error_and_free_memory(
+    where: str, strategy: str, node: int | None, end: str, error: str
+) -> None:
     code = CODE.replace("END", end).replace("STRATEGY", strategy).replace("NODE", str(node))
     with (
         coordinator() as address,

@@ -53,7 +53,7 @@ class Recomputed(nn.Module):
 @pytest.mark.parametrize("recompute", ["no", "inside", "around"])
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize(("name", "precision"), [("full", None), ("full", "bf16"), ("hybrid2", None), ("grad", None)])
-def test_units_are_freed(name: str, precision: str | None, ahead: int, recompute: str) -> None:
+def test_units_are_freed_after_each_pass(name: str, precision: str | None, ahead: int, recompute: str) -> None:
     """In elements: of layers that are whole at one time, seen from inside all of them in both passes."""
 
     def rank(group: Group) -> Any:
@@ -86,7 +86,7 @@ def test_units_are_freed(name: str, precision: str | None, ahead: int, recompute
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_nothing_refers_to_what_is_freed(recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_memory_is_bounded_and_all_of_it_is_freed(recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Most bytes of the group's memory that are referred to at one time, by whomever."""
     peak: dict[int, int] = {0: 0, 1: 0}
     live: dict[int, int] = {0: 0, 1: 0}
@@ -126,7 +126,7 @@ def test_nothing_refers_to_what_is_freed(recompute: bool, monkeypatch: pytest.Mo
     assert live == {0: 0, 1: 0}
 
 
-def test_values_that_are_not_here_read_as_nan() -> None:
+def test_parameters_read_as_nan_outside_unshard() -> None:
     def rank(group: Group) -> None:
         model = wrap(net(), group, "full")
         x, t = data(4)
@@ -142,7 +142,7 @@ def test_values_that_are_not_here_read_as_nan() -> None:
     run_ranks(2, rank)
 
 
-def test_in_place_changes_of_what_autograd_has_kept_are_found() -> None:
+def test_in_place_changes_of_saved_tensors_raise() -> None:
     class Spoiling(nn.Linear):
         def forward(self, x: Any) -> Any:
             y = torch.exp(super().forward(x))
@@ -158,7 +158,7 @@ def test_in_place_changes_of_what_autograd_has_kept_are_found() -> None:
     run_ranks(2, rank)
 
 
-def test_an_error_of_the_backward_pass_leaves_no_trace() -> None:
+def test_training_recovers_after_a_backward_pass_raises() -> None:
     """All ranks raise alike; the next step is as if it had not been."""
     x, t = data(6)
 
@@ -189,7 +189,7 @@ def test_an_error_of_the_backward_pass_leaves_no_trace() -> None:
         torch.testing.assert_close(torch.from_numpy(ranks[0][path] + ranks[1][path]), parameter.grad)
 
 
-def test_a_backward_pass_inside_unshard() -> None:
+def test_backward_inside_unshard_raises_step_order_error() -> None:
     def rank(group: Group) -> None:
         model = wrap(net(), group, "full")
         x, t = data(4)

@@ -27,7 +27,7 @@ each_strategy = pytest.mark.parametrize("name", strategies(2))
 
 
 @each_strategy
-def test_units_run_twice(name: str) -> None:
+def test_units_may_run_twice_in_a_pass(name: str) -> None:
     class Twice(Chain):
         def forward(self, x: Any) -> Any:
             return super().forward(super().forward(x)) + x
@@ -36,7 +36,7 @@ def test_units_run_twice(name: str) -> None:
 
 
 @each_strategy
-def test_units_side_by_side(name: str) -> None:
+def test_units_may_run_in_parallel_branches(name: str) -> None:
     """One input, several units of it; and a unit whose output is used by several."""
 
     class Branches(Chain):
@@ -90,7 +90,7 @@ def test_activation_checkpointing(make: Any, name: str, leaf: bool) -> None:
 
 
 @each_strategy
-def test_units_that_are_not_used_in_a_pass(name: str) -> None:
+def test_units_may_be_skipped_in_a_pass(name: str) -> None:
     """Another unit is left out each time, and one always is."""
 
     class Skipping(Chain):
@@ -111,7 +111,7 @@ def test_units_that_are_not_used_in_a_pass(name: str) -> None:
 
 
 @each_strategy
-def test_parameters_that_one_rank_does_not_use(name: str) -> None:
+def test_parameters_unused_on_one_rank_get_gradients(name: str) -> None:
     class Sometimes(Part):
         def forward(self, x: Any) -> Any:
             return torch.tanh(self.linear(x)) if x[0, 0] < 0 else torch.tanh(F.linear(x, self.linear.weight))
@@ -180,7 +180,7 @@ def test_tied_parameters_of_one_unit(name: str) -> None:
     assert_close(bare.state_dict(), made(Tied).state_dict())
 
 
-def test_what_is_tied_across_units_is_refused() -> None:
+def test_parameters_tied_across_units_are_refused() -> None:
     def rank(group: Group) -> None:
         first, second = Part(), Part()
         second.linear.weight = first.linear.weight
@@ -213,7 +213,7 @@ class Convolving(nn.Module):
 
 @each_strategy
 @pytest.mark.parametrize("make", [Attending, Convolving])
-def test_layers_of_other_kinds(make: Any, name: str) -> None:
+def test_attention_convolution_and_recurrent_layers(make: Any, name: str) -> None:
     if make is Convolving:  # sparse gradients arrive dense, as FSDP cuts them
         check_dense = copy.deepcopy(made(make).double())
         check_dense.embed.sparse = False
@@ -222,7 +222,7 @@ def test_layers_of_other_kinds(make: Any, name: str) -> None:
     check_gradients(make, name, kinds=(nn.TransformerEncoderLayer,))
 
 
-def test_sparse_gradients() -> None:
+def test_sparse_gradients_arrive_dense() -> None:
     def rank(group: Group) -> Any:
         model = FSDP(made(lambda: nn.Embedding(4, 3, sparse=True)), group)
         model(torch.tensor([group.rank, 3])).sum().backward()
@@ -232,7 +232,7 @@ def test_sparse_gradients() -> None:
     np.testing.assert_array_equal((first + second)[:, 0], [0.5, 0.5, 0, 1.0])
 
 
-def test_buffers_are_those_of_rank_0() -> None:
+def test_buffers_of_rank_0_are_broadcast() -> None:
     def rank(group: Group) -> Any:
         model = made(lambda: nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 2)).double())
         fsdp = FSDP(model, group)
@@ -245,7 +245,7 @@ def test_buffers_are_those_of_rank_0() -> None:
     assert int(state["0.num_batches_tracked"]) == 1
 
 
-def test_misuse() -> None:
+def test_misuse_of_the_wrapper_is_refused() -> None:
     def rank(group: Group) -> None:
         model = wrap(net(), group, "full")
         x, _ = data(2)
@@ -266,7 +266,7 @@ def test_misuse() -> None:
     run_ranks(1, rank)
 
 
-def test_a_difference_between_the_models_of_two_ranks() -> None:
+def test_models_that_differ_between_ranks_raise_size_mismatch() -> None:
     def rank(group: Group) -> None:
         model = FSDP(nn.Linear(3, 2 + group.rank), group)
         with pytest.raises(SizeMismatch, match=r"'weight' float32 \[3, 3\]"):
@@ -275,7 +275,7 @@ def test_a_difference_between_the_models_of_two_ranks() -> None:
     run_ranks(2, rank)
 
 
-def test_loss_is_computed_with_the_module_alone() -> None:
+def test_calling_the_bare_module_returns_nan() -> None:
     """What does not go through the wrapper finds no values, and says so by its result."""
 
     def rank(group: Group) -> None:

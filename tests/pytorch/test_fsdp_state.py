@@ -47,7 +47,7 @@ def uninterrupted(make: Any, steps: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("precision", [None, "bf16"])
-def test_whole_states(world: int, precision: str | None) -> None:
+def test_full_state_dicts_load_in_every_strategy_bit_for_bit(world: int, precision: str | None) -> None:
     """From each strategy to each other one, and to and from the bare module, bit for bit."""
 
     def rank(group: Group) -> Any:
@@ -69,7 +69,7 @@ def test_whole_states(world: int, precision: str | None) -> None:
             assert all(torch.equal(values, expected[path]) for path, values in state.items())
 
 
-def test_the_root_alone() -> None:
+def test_state_dict_with_root_is_returned_on_that_rank_only() -> None:
     def rank(group: Group) -> Any:
         model = wrap(net(), group, "full")
         with pytest.raises(InvalidRank):
@@ -81,7 +81,7 @@ def test_the_root_alone() -> None:
     assert_close(second, net().state_dict())
 
 
-def test_states_that_do_not_fit() -> None:
+def test_states_of_another_model_are_refused() -> None:
     def rank(group: Group) -> None:
         model = wrap(net(), group, "full")
         before = model.state_dict()
@@ -108,7 +108,9 @@ def test_states_that_do_not_fit() -> None:
         ((2, "grad"), (1, "none"), adamw),
     ],
 )
-def test_sharded_checkpoints(before: tuple[int, str], after: tuple[int, str], make: Any, tmp_path: Path) -> None:
+def test_sharded_checkpoints_load_in_another_world_and_strategy(
+    before: tuple[int, str], after: tuple[int, str], make: Any, tmp_path: Path
+) -> None:
     """Saved in one world and strategy, loaded in another: trained on, it is what one process gets in one go."""
 
     def first(group: Group) -> None:
@@ -133,7 +135,7 @@ def test_sharded_checkpoints(before: tuple[int, str], after: tuple[int, str], ma
         assert_close(state, expected)
 
 
-def test_the_state_of_an_optimizer_is_spread() -> None:
+def test_optimizer_state_is_sharded() -> None:
     def rank(group: Group) -> Any:
         model = wrap(net(), group, "full")
         optimizer = adamw(model)
@@ -160,7 +162,7 @@ def test_the_state_of_an_optimizer_is_spread() -> None:
         torch.optim.RAdam,
     ],
 )
-def test_what_is_there_before_the_first_step_changes_no_bit(make: Any) -> None:
+def test_optimizer_state_made_before_the_first_step_changes_no_bit(make: Any) -> None:
     def rank(group: Group) -> Any:
         states = []
         for known in (False, True):
@@ -188,7 +190,7 @@ def test_what_is_there_before_the_first_step_changes_no_bit(make: Any) -> None:
         (lambda p: torch.optim.SGD([*p, torch.nn.Parameter(torch.zeros(1))], lr=0.1), "and other parameters"),
     ],
 )
-def test_optimizers_whose_state_cannot_be_told_apart(make: Any, text: str) -> None:
+def test_optimizers_whose_state_cannot_be_sharded_are_refused(make: Any, text: str) -> None:
     def rank(group: Group) -> None:
         model = wrap(net(), group, "full")
         with pytest.raises(UnsupportedOp, match=text):
@@ -199,7 +201,7 @@ def test_optimizers_whose_state_cannot_be_told_apart(make: Any, text: str) -> No
 
 @pytest.mark.parametrize("name", strategies(2))
 @pytest.mark.parametrize("precision", [None, "bf16"])
-def test_what_is_changed_in_unshard_is_kept(name: str, precision: str | None) -> None:
+def test_changes_inside_unshard_are_kept(name: str, precision: str | None) -> None:
     def rank(group: Group) -> Any:
         model = wrap(net(0, torch.float32), group, name, mixed_precision=precision)
         model(X.float()[:1])
@@ -216,7 +218,7 @@ def test_what_is_changed_in_unshard_is_kept(name: str, precision: str | None) ->
         assert all(torch.equal(after[path], p) for path, p in before.items())
 
 
-def test_an_optimizer_that_was_made_too_early() -> None:
+def test_an_optimizer_made_before_wrapping_is_refused() -> None:
     def rank(group: Group) -> None:
         module = net()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -227,7 +229,7 @@ def test_an_optimizer_that_was_made_too_early() -> None:
     run_ranks(1, rank)
 
 
-def test_an_optimizer_of_another_model() -> None:
+def test_an_optimizer_of_another_model_is_refused() -> None:
     def rank(group: Group) -> None:
         model, bare = wrap(net(), group, "full"), torch.nn.Linear(2, 2)
         with pytest.raises(UnsupportedOp, match="cannot train the shards"):
@@ -236,7 +238,7 @@ def test_an_optimizer_of_another_model() -> None:
     run_ranks(1, rank)
 
 
-def test_a_scheduler_and_hooks_hear_of_no_step_that_was_none() -> None:
+def test_sharded_state_triggers_no_step_hook_or_scheduler_warning() -> None:
     def rank(group: Group) -> Any:
         model = wrap(net(), group, "full")
         optimizer = adamw(model)

@@ -47,7 +47,7 @@ def expected_gradients(x: Any, t: Any, factor: float = 1.0) -> dict[str, Any]:
     ("world", "name", "units", "kind"),
     by_turns(CASES, [("one", "adamw"), ("blocks", "sgd"), ("nested", "adamw"), ("one", "sgd"), ("nested", "sgd")]),
 )
-def test_same_as_one_process(world: int, name: str, units: str, kind: str) -> None:
+def test_any_world_and_strategy_trains_as_one_process(world: int, name: str, units: str, kind: str) -> None:
     """Each rank starts from weights of its own, and has a share of its own size; rank 0's weights must prevail."""
 
     def rank(group: Group) -> Any:
@@ -63,7 +63,7 @@ def test_same_as_one_process(world: int, name: str, units: str, kind: str) -> No
 
 
 @pytest.mark.parametrize("name", strategies(1))
-def test_a_world_of_one_has_the_bits_of_the_bare_module(name: str) -> None:
+def test_a_world_of_one_trains_the_bits_of_the_bare_module(name: str) -> None:
     def rank(group: Group) -> Any:
         model = wrap(net(0, torch.float32), group, name)
         train(model, np.arange(22))
@@ -122,7 +122,7 @@ def one_rank_that_counts_nothing(model: Any, x: Any, t: Any, rank: int) -> None:
         *((one_rank_that_counts_nothing, 2, name, 1.0) for name in strategies(2)),
     ],
 )
-def test_gradients_are_those_of_one_process(passes: Any, world: int, name: str, factor: float) -> None:
+def test_gradients_match_one_process(passes: Any, world: int, name: str, factor: float) -> None:
     x, t = data(24)
 
     def rank(group: Group) -> Any:
@@ -135,7 +135,7 @@ def test_gradients_are_those_of_one_process(passes: Any, world: int, name: str, 
         assert_close(found, expected_gradients(x, t, factor))
 
 
-def test_weights_that_add_up_to_nothing() -> None:
+def test_weights_that_sum_to_zero_raise_step_order_error() -> None:
     x, t = data(6)
 
     def rank(group: Group) -> Any:
@@ -150,7 +150,7 @@ def test_weights_that_add_up_to_nothing() -> None:
 
 
 @pytest.mark.parametrize(("world", "name", "p"), by_turns(CASES, [(2.0,), (float("inf"),), (1.5,)]))
-def test_clip_grad_norm(world: int, name: str, p: float) -> None:
+def test_clip_grad_norm_matches_torch(world: int, name: str, p: float) -> None:
     x, t = data(8)
     reference = net()
     loss_of(reference(x), t).backward()
@@ -169,7 +169,7 @@ def test_clip_grad_norm(world: int, name: str, p: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["full", "grad"])
-def test_clipping_as_in_the_fsdp_of_torch(name: str) -> None:
+def test_torch_clip_grad_norm_is_refused_and_the_method_clips(name: str) -> None:
     """The weights are those of one process that clips with torch's function, which is refused where it would be wrong.
 
     In a world of one too: whoever tries a script on one machine finds out there.
@@ -206,7 +206,7 @@ def test_clipping_as_in_the_fsdp_of_torch(name: str) -> None:
             assert_close(state, dict(reference.state_dict()) | {"calls": state["calls"]}, 1e-6)
 
 
-def test_clipping_with_torch_where_each_rank_has_all() -> None:
+def test_torch_clip_grad_norm_works_without_sharding() -> None:
     x, t = data(8)
     reference = net()
     loss_of(reference(x), t).backward()
@@ -223,7 +223,7 @@ def test_clipping_with_torch_where_each_rank_has_all() -> None:
         assert_close(found, {path: q.grad for path, q in reference.named_parameters()}, 1e-6)
 
 
-def test_norms_of_a_part_of_a_gradient() -> None:
+def test_norms_of_a_gradient_shard_are_refused() -> None:
     def rank(group: Group) -> None:
         model = wrap(net(), group, "full")
         x, t = data(4)
@@ -242,7 +242,7 @@ def test_norms_of_a_part_of_a_gradient() -> None:
 @pytest.mark.parametrize(
     ("world", "name", "units"), by_turns([case for case in CASES if case[0] in (1, 2, 4)], [("one",), ("nested",)])
 )
-def test_mixed_precision(world: int, name: str, units: str) -> None:
+def test_mixed_precision_trains_close_to_full_precision(world: int, name: str, units: str) -> None:
     """Close to all bits; the pieces, their gradients and the optimizer keep theirs; nothing of the masters is lost."""
 
     def rank(group: Group) -> Any:
@@ -279,7 +279,7 @@ def shares(world: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", strategies(2))
-def test_a_unit_that_keeps_all_bits_among_others(name: str) -> None:
+def test_a_full_precision_unit_inside_a_bf16_model(name: str) -> None:
     """Statistics of a batch are buffers, which are not narrowed."""
 
     def rank(group: Group) -> Any:
@@ -298,7 +298,7 @@ def test_a_unit_that_keeps_all_bits_among_others(name: str) -> None:
     assert all(torch.equal(first[path], second[path]) for path in first)
 
 
-def test_no_other_precision() -> None:
+def test_mixed_precision_other_than_bf16_is_refused() -> None:
     def rank(group: Group) -> None:
         with pytest.raises(UnsupportedOp, match="mixed_precision"):
             wrap(net(), group, "full", mixed_precision="fp16")

@@ -42,7 +42,7 @@ def test_gloo_keeps_the_rules(rule: Callable[[MakeEngines], None]) -> None:
     check_engine(partial(engines_of, make), [rule])
 
 
-def test_a_host_that_is_not_this_one_is_refused_by_name() -> None:
+def test_an_unusable_address_is_named_in_engine_failed() -> None:
     with engines_of(make, 1) as (engine,):
         engine.open(0, [Peer(0, "0", "far", "192.0.2.1:7400"), Peer(1, "1", "near", "127.0.0.1:7400")], 10.0)
         with pytest.raises(EngineFailed, match=r"Gloo could not connect at 192\.0\.2\.1"):
@@ -50,7 +50,7 @@ def test_a_host_that_is_not_this_one_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("contact", [b"", b"[]", b'{"keys": {"0/1": "zz"}, "listeners": []}', b'{"keys": 3}'])
-def test_a_contact_that_cannot_be_read_ends_the_opening(contact: bytes) -> None:
+def test_an_unreadable_contact_raises_engine_failed(contact: bytes) -> None:
     with engines_of(make, 1) as (engine,):
         engine.open(0, [Peer(rank, str(rank), "localhost", "127.0.0.1:1") for rank in range(2)], 10.0)
         engine.connect([engine.contact(monotonic() + 10), contact])
@@ -66,7 +66,7 @@ def test_without_all_sockets_the_engine_does_not_open(monkeypatch: pytest.Monkey
         open_engines(engines)
 
 
-def test_nothing_is_left_open() -> None:
+def test_closed_and_aborted_engines_leak_no_file_descriptors() -> None:
     def count() -> int:
         return len(os.listdir("/proc/self/fd"))
 
@@ -83,7 +83,7 @@ def test_nothing_is_left_open() -> None:
     assert count() <= before
 
 
-def test_aborted_sums_end_at_once_but_for_a_few_whose_error_gloo_loses() -> None:
+def test_aborted_sums_end_at_once_with_few_exceptions() -> None:
     late, count, patience = 0, 30, 0.5
     x = [np.ones(16, np.float32) for _ in range(2)]
     for number in range(count):
@@ -109,7 +109,7 @@ def sum_on(engine: DataEngine, x: Array) -> None:
             engine.all_reduce(x).wait(monotonic() + 10)
 
 
-def test_a_file_stays_locked(tmp_path: Path) -> None:
+def test_engines_do_not_release_file_locks_of_the_process(tmp_path: Path) -> None:
     path = tmp_path / "database"
     with path.open("w") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)
@@ -120,7 +120,7 @@ def test_a_file_stays_locked(tmp_path: Path) -> None:
     assert "BlockingIOError" in done.stderr, "closing a duplicate has ended this process's lock"
 
 
-def test_the_default_group_is_not_touched() -> None:
+def test_the_default_group_stays_uninitialized() -> None:
     with engines_of(make, 2) as engines:
         open_engines(engines)
         assert not dist.is_initialized()

@@ -39,7 +39,7 @@ def test_an_experiment_runs_on_the_cpu(experiment: str, tmp_path: Path) -> None:
         assert all(world["same bits"] for name, world in found.items() if name.startswith("W="))
 
 
-def test_an_experiment_that_takes_too_long_says_so_with_stacks_and_the_others_go_on(tmp_path: Path) -> None:
+def test_an_experiment_over_the_limit_is_reported_as_failed(tmp_path: Path) -> None:
     options = ["--device", "cpu", "--engine", "gloo", "--width", "64", "--pick", "digests", "sums", "--limit", "1.5"]
     command = [sys.executable, str(SCRIPT), *options, "--out", str(tmp_path), "--side-by-side", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)

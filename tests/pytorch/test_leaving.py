@@ -57,7 +57,7 @@ else:
 
 @pytest.mark.newest
 @pytest.mark.parametrize(("leaver", "end"), [(0, "dist.destroy_process_group()"), (0, "pass"), (1, "pass")])
-def test_ranks_go_on_without_one_that_has_left(leaver: int, end: str) -> None:
+def test_other_ranks_continue_after_one_leaves(leaver: int, end: str) -> None:
     """It leaves right after `init_process_group`, and its process ends; rank 0 has the coordinator."""
     with torch_ranks(3, LONG_GOODBYES + WITHOUT_ONE.format(leaver=leaver, end=end)) as started:
         assert started[leaver].wait(60.0) == 0
@@ -107,7 +107,7 @@ if rank != 2:
 
 
 @pytest.mark.parametrize("end", ["dist.destroy_process_group()", "pass"])
-def test_ranks_go_on_without_one_that_left_before_its_neighbour_had_a_link_to_it(end: str) -> None:
+def test_other_ranks_continue_after_one_leaves_before_it_is_linked(end: str) -> None:
     meeting = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     started = [Worker(LATE_LINK.format(end=end), {"RANK": str(rank), **meeting}) for rank in range(3)]
     try:
@@ -139,7 +139,7 @@ emit("left")
 """
 
 
-def test_a_goodbye_that_comes_after_rank_0_s_is_quiet() -> None:
+def test_leaving_after_rank_0_is_quiet() -> None:
     """Rank 1 is held up between its last word to its peers and that to the coordinator, until rank 0 has ended."""
     with torch_ranks(2, "import asyncio\n" + LONG_GOODBYES + LATE) as started:
         started[1].expect("leaves", 60.0)
@@ -159,7 +159,7 @@ dist.init_process_group("paceline")
 
 
 @pytest.mark.newest
-def test_a_run_that_destroys_no_group_ends_quietly() -> None:
+def test_exit_without_destroy_process_group_is_quiet() -> None:
     """torch._dynamo keeps the group until the interpreter is half gone, if it is loaded before all else."""
     meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with fresh():
@@ -191,7 +191,7 @@ def options(store: Any) -> Any:
 KEY = "paceline/coordinator/0/1"
 
 
-def test_an_error_names_an_address_at_which_nobody_listens_at_once(address: str) -> None:
+def test_a_refused_coordinator_address_raises_at_once(address: str) -> None:
     store = dist.HashStore()
     store.set(KEY, address)
     began = time.monotonic()
@@ -202,7 +202,7 @@ def test_an_error_names_an_address_at_which_nobody_listens_at_once(address: str)
     assert time.monotonic() - began < AT_ONCE_S, "it waited for the group's timeout, of 60 s"
 
 
-def test_an_address_of_a_life_before_is_replaced_by_rank_0_s(address: str) -> None:
+def test_a_stale_coordinator_address_is_read_again(address: str) -> None:
     class Store(dist.HashStore):  # type: ignore[misc]
         """Rank 0 writes where its coordinator is, after rank 1 has read what was there."""
 

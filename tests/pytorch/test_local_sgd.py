@@ -30,7 +30,7 @@ def batches_of(rank: int, number: int, steps: int) -> list[Any]:
     return [rng.integers(0, 45, 3 + rank).tolist() for _ in range(steps)]
 
 
-def test_alone_it_is_plain_training_bit_for_bit() -> None:
+def test_one_worker_trains_the_bits_of_plain_training() -> None:
     def with_buffers() -> tuple[Any, Any]:
         net = build(SEED, torch.float32)
         net.insert(1, torch.nn.BatchNorm1d(16))
@@ -56,7 +56,7 @@ def test_alone_it_is_plain_training_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize("weights", [[1.0, 1.0, 1.0], [0.5, 0.125, 2.0], [1.0, 0.0, 3.0]])
-def test_three_ranks_are_as_one_process(weights: list[float]) -> None:
+def test_three_ranks_match_the_reference_of_one_process(weights: list[float]) -> None:
     def rank(group: Any) -> Any:
         net = build(SEED if group.rank == 0 else 99)  # rank 0's values count
         inner = make_inner(net)
@@ -74,7 +74,7 @@ def test_three_ranks_are_as_one_process(weights: list[float]) -> None:
     check_against(run_ranks(3, rank), reference)
 
 
-def test_ranks_count_by_their_inner_steps() -> None:
+def test_ranks_are_weighted_by_their_inner_steps() -> None:
     def rank(group: Any) -> Any:
         net = build(SEED)
         inner = make_inner(net)
@@ -97,7 +97,7 @@ def check_against(found: Sequence[Any], reference: Reference) -> None:
     np.testing.assert_allclose(found[0], reference.parameters, rtol=1e-10, atol=1e-13)
 
 
-def test_two_inner_optimizers_a_tied_and_a_frozen_parameter_and_buffers() -> None:
+def test_two_inner_optimizers_with_tied_and_frozen_parameters() -> None:
     def rank(group: Any) -> Any:
         net = build(SEED, torch.float32)
         net.append(torch.nn.BatchNorm1d(3))
@@ -129,7 +129,7 @@ def test_two_inner_optimizers_a_tied_and_a_frozen_parameter_and_buffers() -> Non
 
 
 @pytest.mark.parametrize("compression", [None, "int8"])
-def test_parameters_of_sixteen_bits_have_a_mean_of_more(compression: str | None) -> None:
+def test_bfloat16_parameters_are_averaged_in_float32(compression: str | None) -> None:
     def rank(group: Any) -> Any:
         net = torch.nn.Linear(4, 1, bias=False).to(torch.bfloat16)
         torch.nn.init.ones_(net.weight)
@@ -150,7 +150,7 @@ def test_parameters_of_sixteen_bits_have_a_mean_of_more(compression: str | None)
         np.testing.assert_array_equal(net, 1)
 
 
-def test_misuse_is_said() -> None:
+def test_misuse_is_refused() -> None:
     def rank(group: Any) -> None:
         net = build(SEED + group.rank)
         inner = make_inner(net)
@@ -183,7 +183,7 @@ def test_misuse_is_said() -> None:
 
 
 @pytest.mark.parametrize(("samples", "steps", "sizes"), [(7, 3, [3, 2, 2]), (2, 3, [1, 1]), (1, 4, [1]), (8, 1, [8])])
-def test_batches_of_a_round(samples: int, steps: int, sizes: list[int]) -> None:
+def test_batches_splits_a_round_into_inner_steps(samples: int, steps: int, sizes: list[int]) -> None:
     found = list(LocalSGD.batches(np.arange(samples), steps))
     assert [len(batch) for batch in found] == sizes
     assert np.concatenate(found).tolist() == list(range(samples))
@@ -194,7 +194,7 @@ def test_batches_of_a_round(samples: int, steps: int, sizes: list[int]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["mid_round", pytest.param("behind_gate", marks=pytest.mark.exhaustive)])
-def test_a_round_in_which_one_is_killed_is_run_again(phase: str, tmp_path: Path) -> None:
+def test_a_killed_worker_costs_at_most_one_round(phase: str, tmp_path: Path) -> None:
     with cluster(tmp_path, total=6, method="LocalSGD", trainer=TRAINER, inner_steps=3) as c:
         c.start(3, [kill(at=phase, rank=1, step=3)])
         assert sorted(c.wait().values()) == [-9, 0, 0], str(c)
@@ -203,7 +203,7 @@ def test_a_round_in_which_one_is_killed_is_run_again(phase: str, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_survivors_break_off_a_round_that_is_lost(tmp_path: Path) -> None:
+def test_survivors_stop_a_lost_round_early(tmp_path: Path) -> None:
     with cluster(tmp_path, total=4, method="LocalSGD", trainer=TRAINER, inner_steps=4, pace=0.2) as c:
         c.start(3, [kill(at="mid_round", rank=1, step=2)])
         assert sorted(c.wait().values()) == [-9, 0, 0], str(c)
@@ -214,7 +214,7 @@ def test_survivors_break_off_a_round_that_is_lost(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_workers_come_and_are_drained(tmp_path: Path) -> None:
+def test_joins_and_a_drain_redo_no_round(tmp_path: Path) -> None:
     with cluster(tmp_path, total=40, method="LocalSGD", trainer=TRAINER, inner_steps=3, pace=0.03) as c:
         (first,) = c.start(1, wait_at=2)
         c.wait_for_step(2)
@@ -230,7 +230,7 @@ def test_workers_come_and_are_drained(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_int8_when_one_is_killed(tmp_path: Path) -> None:
+def test_int8_training_survives_a_kill(tmp_path: Path) -> None:
     with cluster(tmp_path, total=6, method="LocalSGD", trainer=TRAINER, inner_steps=3, compression="int8") as c:
         c.start(3, [kill(at="mid_round", rank=0, step=3)])
         assert sorted(c.wait().values()) == [-9, 0, 0], str(c)

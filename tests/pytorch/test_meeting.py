@@ -32,7 +32,7 @@ def check(size):
 
 
 @pytest.mark.newest
-def test_one_word_is_changed_and_nothing_imported() -> None:
+def test_init_process_group_finds_the_backend_without_an_import() -> None:
     code = """
 check(2)
 assert type(dist.group.WORLD).__module__ == "paceline.torch.backend._process_group" and dist.get_backend() == "paceline"
@@ -40,11 +40,11 @@ assert type(dist.group.WORLD).__module__ == "paceline.torch.backend._process_gro
     finish(2, SUM + code)
 
 
-def test_at_an_ipv6_address() -> None:
+def test_ranks_meet_at_an_ipv6_address() -> None:
     finish(2, SUM + "check(2)\n", MASTER_ADDR="::1")
 
 
-def test_again_and_again(tmp_path: Path) -> None:
+def test_ranks_meet_repeatedly_through_one_file(tmp_path: Path) -> None:
     """By a file that keeps what earlier groups wrote."""
     code = f"""
 dist.destroy_process_group()
@@ -73,7 +73,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.newest
-def test_a_second_life_under_torchrun(tmp_path: Path) -> None:
+def test_workers_restarted_by_torchrun_meet_again(tmp_path: Path) -> None:
     """torchrun's store outlives a restart, with the address of a coordinator that has died in it."""
     (tmp_path / "script.py").write_text(RESTARTED)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -134,14 +134,14 @@ class Meeting:
         return address
 
 
-def test_without_an_agent_what_is_dead_is_said_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_address_without_an_agent_raises_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     meeting = Meeting(monkeypatch, alive_at=50.0)
     with pytest.raises(CoordinatorUnreachable, match="rank 1 cannot join the coordinator of rank 0"):
         meeting.join()
     assert 1.0 <= meeting.now < 1.3
 
 
-def test_under_an_agent_rank_0_has_the_group_s_timeout(
+def test_under_an_agent_rank_1_waits_up_to_the_group_timeout(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """When a node joins, all start again, and rank 0 may take long to import and to listen."""
@@ -182,7 +182,7 @@ def silent_address() -> Iterator[str]:
         yield f"127.0.0.1:{mute.getsockname()[1]}"
 
 
-def test_a_real_address_that_is_silent_refused_or_answers() -> None:
+def test_only_an_unanswered_connection_counts_as_silent() -> None:
     with silent_address() as silent:
         assert torchrun_world._is_silent(silent)
     assert not torchrun_world._is_silent(silent)  # it is refused now
@@ -190,7 +190,7 @@ def test_a_real_address_that_is_silent_refused_or_answers() -> None:
         assert not torchrun_world._is_silent(address)
 
 
-def test_each_restart_has_an_address_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_restart_reads_another_store_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """So ranks that start again need not find out that the former one is dead."""
     keys = set()
     for count in ("0", "1"):
@@ -228,7 +228,7 @@ dist.destroy_process_group()
 """
 
 
-def test_all_start_again_under_an_agent_that_counts_no_restart() -> None:
+def test_ranks_restarted_without_a_restart_count_meet_again() -> None:
     """As when a node joins or leaves: the agent's store has the address of the life before, and rank 0 is slow."""
     with contextlib.ExitStack() as stack, agent_store() as place:
 
@@ -295,7 +295,7 @@ def under_torchrun(code: str) -> Iterator[list[Worker]]:
         yield started
 
 
-def test_rank_0_of_a_short_script_does_not_leave_before_all_are_in() -> None:
+def test_rank_0_of_a_short_script_waits_until_all_ranks_have_joined() -> None:
     """Its coordinator ends with it: rank 1 would be told so while it still makes its links, out of `join`."""
     with under_torchrun(SHORT.format(shown=True, steps=NO_STEPS)) as (first, second):
         second.expect("makes links", 60.0)
@@ -307,7 +307,7 @@ def test_rank_0_of_a_short_script_does_not_leave_before_all_are_in() -> None:
             assert worker.wait() == 0
 
 
-def test_no_warning_of_a_rank_that_is_asked_for_before_the_steps_under_torchrun() -> None:
+def test_reading_rank_before_the_steps_works_under_torchrun() -> None:
     """All start again there when one fails, so nobody is without one."""
     with under_torchrun(SHORT.format(shown=False, steps=TWO_STEPS)) as started:
         for worker in started:
@@ -351,7 +351,7 @@ emit("done")
 
 
 @pytest.mark.parametrize("given", ["ranks", "world_size", "environment"])
-def test_by_the_coordinator_s_url_which_is_the_store_too(given: str) -> None:
+def test_a_coordinator_url_is_also_the_store(given: str) -> None:
     with coordinator() as address:
         started = []
         try:
@@ -368,13 +368,13 @@ def test_by_the_coordinator_s_url_which_is_the_store_too(given: str) -> None:
                 worker.close()
 
 
-def test_at_the_coordinator_of_the_environment() -> None:
+def test_ranks_meet_at_the_coordinator_of_the_environment() -> None:
     """As under `paceline run`: torch's own store is the master's, and the members are the coordinator's."""
     with coordinator() as address:
         finish(2, SUM + "check(2)", PACELINE_COORDINATOR=address, PACELINE_JOB="mine")
 
 
-def test_what_cannot_be_is_said() -> None:
+def test_invalid_urls_raise_value_error() -> None:
     code = """
 import torch, torch.distributed as dist
 for url in ("paceline://127.0.0.1:1/job?size=3", "paceline://127.0.0.1:1/job?rank=0"):

@@ -77,7 +77,7 @@ FAILS = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_metric_over_all_workers(fails: bool) -> None:
+def test_a_metric_is_gathered_over_all_workers(fails: bool) -> None:
     code = "import paceline.torch\n" + WORKER.replace("        FAILS", FAILS if fails else "")
     with coordinator() as address, workers(2, code, COORDINATOR=address, MIN_WORKERS="2", MAX_WORKERS="2") as started:
         told = [worker.expect("scored", timeout=40.0) for worker in started]

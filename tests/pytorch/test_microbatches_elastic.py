@@ -15,7 +15,7 @@ MODELS = ["cnn", "diloco", pytest.param("characters", marks=pytest.mark.exhausti
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_workers_are_killed_join_and_leave(model: str, tmp_path: Path) -> None:
+def test_kills_joins_and_leaves_keep_the_bits(model: str, tmp_path: Path) -> None:
     come_and_go(model, tmp_path)
 
 
@@ -23,14 +23,14 @@ def test_a_worker_that_flips_a_bit_of_its_gradients_is_named(tmp_path: Path) -> 
     find_the_one_that_flips("cnn", tmp_path)
 
 
-def test_sharded_models_are_killed_join_and_leave(tmp_path: Path) -> None:
+def test_sharded_training_keeps_its_bits_through_kills_and_joins(tmp_path: Path) -> None:
     """Where the dead one's shard is lost, the others go on from a checkpoint."""
     saved = {"checkpoint_dir": str(tmp_path / "runs"), "checkpoint_every": 1}
     come_and_go("cnn/full_shard", tmp_path, total=26, **saved)
 
 
 @pytest.mark.exhaustive
-def test_sharded_nodes_come_and_go(tmp_path: Path) -> None:
+def test_hybrid_sharded_training_keeps_its_bits_as_nodes_change(tmp_path: Path) -> None:
     saved = {"checkpoint_dir": str(tmp_path / "runs"), "checkpoint_every": 1}
     nodes = {"begin": 4, "join": 1, "least": 2, "worlds": (2, 4)}
     come_and_go("cnn/hybrid_shard", tmp_path, reference="cnn/full_shard", total=26, **nodes, **saved)
@@ -39,11 +39,11 @@ def test_sharded_nodes_come_and_go(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("model", ["cnn", "characters"])
-def test_half_a_minute_in_a_storm(model: str, tmp_path: Path) -> None:
+def test_a_30_second_soak_keeps_the_bits(model: str, tmp_path: Path) -> None:
     BitsSoak(model, 30, print).run(1, tmp_path)
 
 
-def test_a_killed_rank_0_costs_its_microbatches_and_statistics_are_still_those_of_microbatch_0(tmp_path: Path) -> None:
+def test_only_microbatches_of_a_killed_rank_0_are_computed_again(tmp_path: Path) -> None:
     """Another rank computes microbatch 0 again, and all take its buffers; what the others have computed is kept."""
     with in_microbatches(tmp_path, "cnn", total=6, tells_microbatches=True, pace=0.2) as c:
         c.start(3, [kill(at="forward", rank=0, step=3)])
@@ -59,7 +59,7 @@ def test_a_killed_rank_0_costs_its_microbatches_and_statistics_are_still_those_o
         assert sorted(told) == list(range(8)), str(c)
 
 
-def test_statistics_of_a_kept_microbatch_0(tmp_path: Path) -> None:
+def test_statistics_of_a_kept_microbatch_0_keep_the_bits(tmp_path: Path) -> None:
     """Rank 0 keeps the sum with microbatch 0, and its buffers; the last rank dies in its last microbatch."""
     with in_microbatches(tmp_path, "cnn", total=6, pace=0.2) as c:
         c.start(3, [kill(at="early_sum", rank=2, step=3)])

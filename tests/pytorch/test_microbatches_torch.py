@@ -69,7 +69,7 @@ def train(group: Group, dtype: Any) -> str:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_every_world_has_the_bits_of_one_process(dtype: Any) -> None:
+def test_every_world_trains_the_bits_of_one_process(dtype: Any) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -98,7 +98,7 @@ class Run:
                     inside(step)
 
 
-def test_one_loss_of_two_wrappers() -> None:
+def test_two_wrappers_may_share_one_loss() -> None:
     """Their backward passes overlap: torch ends that which began first before the other. Rank 1 has one microbatch."""
 
     def train(group: Group) -> bytes:
@@ -123,7 +123,7 @@ def test_one_loss_of_two_wrappers() -> None:
     assert len(set(found)) == 1
 
 
-def test_dropout_follows_the_microbatch() -> None:
+def test_random_numbers_are_seeded_per_microbatch() -> None:
     run, drawn = Run(), []
 
     def inside(step: Any) -> None:
@@ -163,7 +163,7 @@ def test_a_loader_gives_the_samples_of_a_microbatch(workers: int) -> None:
     assert sorted(seen[:N]) == list(range(N))
 
 
-def test_a_loader_gives_no_share_of_a_step_with_microbatches() -> None:
+def test_a_loader_refuses_a_step_with_microbatches() -> None:
     dataset = torch.utils.data.TensorDataset(torch.arange(N))
     with (
         paceline.torch.ElasticDataLoader(dataset) as loader,
@@ -172,7 +172,7 @@ def test_a_loader_gives_no_share_of_a_step_with_microbatches() -> None:
         Run().steps(loader.batch)
 
 
-def test_what_is_refused() -> None:
+def test_misuse_of_microbatches_is_refused() -> None:
     def once(step: Any, run: Run, x: Any) -> None:
         with step.microbatches[0]:
             run.ddp(x).sum().backward()
@@ -258,7 +258,7 @@ class Rounds:
                 self.inner.zero_grad()
 
 
-def test_a_round_is_the_mean_of_replicas_that_begin_alike() -> None:
+def test_a_round_is_the_weighted_mean_of_its_replicas() -> None:
     run = Rounds()
     ends = []
 
@@ -274,7 +274,7 @@ def test_a_round_is_the_mean_of_replicas_that_begin_alike() -> None:
     assert not torch.equal(ends[0][0], ends[1][0])
 
 
-def test_a_replica_begins_without_gradients_that_another_has_left() -> None:
+def test_a_replica_begins_without_leftover_gradients() -> None:
     """A script may have an inner step for every second batch."""
 
     def end_of_part_2(clears: bool) -> Any:
@@ -299,7 +299,7 @@ def test_a_replica_begins_without_gradients_that_another_has_left() -> None:
     assert torch.equal(end_of_part_2(False), end_of_part_2(True))
 
 
-def test_what_is_refused_in_rounds() -> None:
+def test_misuse_of_microbatches_in_rounds_is_refused() -> None:
     def scheduled(step: Any) -> None:
         with step.microbatches[0] as micro:
             for _ in run.local.replica_batches(micro, 2):

@@ -24,6 +24,6 @@ FSDP_TEXT = """FSDP(
 )"""
 
 
-def test_a_line_above_the_tree_says_which_rank_this_is() -> None:
+def test_repr_shows_the_rank_above_the_module_tree() -> None:
     assert run_ranks(2, lambda group: repr(DDP(nn.Sequential(nn.Linear(2, 2)), group)))[1] == DDP_TEXT
     assert run_ranks(2, lambda group: repr(FSDP(nn.Sequential(nn.Linear(2, 2)), group)))[1] == FSDP_TEXT

@@ -16,7 +16,7 @@ from support.grpc_settings import SET, run_asked
 pytestmark = pytest.mark.needs(what="torch")
 
 
-def test_every_name_is_there() -> None:
+def test_every_public_name_exists() -> None:
     import paceline.torch as package
 
     assert set(package.__all__) == set(dir(package))
@@ -28,7 +28,7 @@ def test_every_name_is_there() -> None:
             assert hasattr(module, name), f"{info.name}.__all__ names {name}, which is not there"
 
 
-def test_torch_imports_no_more_of_paceline_than_it_must_and_paceline_no_torch() -> None:
+def test_torch_loads_little_of_paceline_and_paceline_no_torch() -> None:
     code = """
 import sys, torch
 import torch.distributed as dist
@@ -43,7 +43,7 @@ print([name for name in ("grpc", "paceline._group", "paceline.torch.backend") if
     assert done.stdout.strip() == "False"
 
 
-def test_python_that_was_started_in_the_folder_of_the_package_says_so() -> None:
+def test_importing_torch_inside_the_package_folder_explains_the_error() -> None:
     folder = Path(str(paceline.__file__)).parent
     done = subprocess.run(
         [sys.executable, "-c", "import torch"], cwd=folder, capture_output=True, text=True, check=False

@@ -75,7 +75,7 @@ def in_one_process() -> list[Any]:
     return list(training.weights())
 
 
-def test_a_replacement_that_has_built_a_layer_frozen() -> None:
+def test_a_replacement_trains_a_layer_that_was_built_frozen() -> None:
     environment = {"MIN_WORKERS": "2", "MAX_WORKERS": "2"}
     with coordinator() as address, workers(3, WORKER, COORDINATOR=address, **environment) as started:
         for worker in started:

@@ -57,7 +57,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 @pytest.mark.parametrize("size", [1, 7, 100_003])
-def test_all_ranks_have_the_same_bits_of_the_sum(size: int, engines: list[Any]) -> None:
+def test_all_ranks_get_the_same_bits_of_a_sum(size: int, engines: list[Any]) -> None:
     open_engines(engines)
     tensors = [torch.randn(size, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
     exact = torch.stack(tensors).double().sum(0)

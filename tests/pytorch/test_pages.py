@@ -44,7 +44,7 @@ def run(code: str, directory: Path, launcher: str | None = None) -> str:
     return re.sub(r"^\[\d\] ", "", done.stdout, flags=re.MULTILINE)
 
 
-def test_both_alone_and_the_checkpoint(tmp_path: Path) -> None:
+def test_loop_and_how_to_run_in_one_process(tmp_path: Path) -> None:
     """In one process, for it takes seconds to load torch."""
     same_objects = REST.partition("    for step in")[0]
     load = "    state.load_state_dict(paceline.checkpoint.load(runs).state)\n"
@@ -55,22 +55,22 @@ def test_both_alone_and_the_checkpoint(tmp_path: Path) -> None:
 SAY = "print(f'of {session.size}\\n', end='', flush=True)\n"  # one write: torchrun's workers share the stream
 
 
-def test_the_loop_under_paceline_run(tmp_path: Path) -> None:
+def test_loop_runs_under_paceline_run(tmp_path: Path) -> None:
     assert run(LOOP + SAY, tmp_path, "paceline run").split("\n") == ["of 2", "of 2", ""]
 
 
-def test_the_rest_under_paceline_run(tmp_path: Path) -> None:
+def test_how_to_runs_under_paceline_run(tmp_path: Path) -> None:
     check_the_rest(run(REST, tmp_path, "paceline run"), tmp_path)
 
 
-def test_both_under_torchrun(tmp_path: Path) -> None:
+def test_loop_and_how_to_run_under_torchrun(tmp_path: Path) -> None:
     """In one world of two, and not in two of one."""
     printed = run(LOOP + SAY + REST + SAY, tmp_path, "torchrun")
     assert printed.count("of 2") == 4, printed
     check_the_rest(printed, tmp_path)
 
 
-def test_under_torchrun_a_world_of_one_needs_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_world_of_one_under_torchrun_needs_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("TORCHELASTIC_RUN_ID", "run"), ("RANK", "0"), ("WORLD_SIZE", "1")):
         monkeypatch.setenv(name, value)
     with paceline.join() as session:
@@ -80,14 +80,14 @@ def test_under_torchrun_a_world_of_one_needs_no_store(monkeypatch: pytest.Monkey
         assert session.size == 1
 
 
-def test_other_scripts_alone_and_in_two_workers(tmp_path: Path) -> None:
+def test_other_scripts_run_alone_and_in_two_workers(tmp_path: Path) -> None:
     program = as_program(OTHERS)
     run(program, tmp_path)
     run(program, tmp_path, "paceline run")
 
 
 @pytest.mark.parametrize("page", TYPED, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_is_typed(page: Path, tmp_path: Path) -> None:
+def test_console_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
     """From the top of the page to its end, in one folder."""
     with Terminal(tmp_path, {"7400": str(free_port())}) as terminal:
         for block in blocks(page):

@@ -259,7 +259,7 @@ def gather(some: Sequence[Member], uuid: int) -> None:
     assert ask_all(some, "reconfigure", uuid=uuid, handles=handles) == [[rank, len(some)] for rank in range(len(some))]
 
 
-def test_a_list_gives_ranks_by_position_and_a_set_one_order_to_all() -> None:
+def test_ranks_follow_a_list_of_handles_and_agree_for_a_set() -> None:
     with members(3) as (a, b, c):
         gather([c, a, b], 1)
         assert ask_all([a, b, c], "backend") == [True] * 3
@@ -284,7 +284,7 @@ def test_a_group_splits_and_merges() -> None:
         assert ask_all([a, b, c, d], "all_reduce", value=1.0) == [4.0] * 4
 
 
-def test_fifty_generations_with_members_that_come_leave_and_die() -> None:
+def test_fifty_generations_with_joins_leaves_and_deaths() -> None:
     with members(3) as everybody:
         line = list(everybody)
         for uuid in range(50):
@@ -301,7 +301,7 @@ def test_fifty_generations_with_members_that_come_leave_and_die() -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_death_within_64_mib_is_one_typed_error_for_all_and_the_rest_go_on(victim: int) -> None:
+def test_a_death_in_an_all_reduce_raises_peer_lost_on_all_survivors(victim: int) -> None:
     """Rank 0 has the coordinator: its death is told by the links alone."""
     with members(3) as line:
         gather(line, 1)
@@ -320,7 +320,7 @@ def test_a_death_within_64_mib_is_one_typed_error_for_all_and_the_rest_go_on(vic
         assert ask_all(rest, "all_reduce", value=1.0) == [2.0] * 2
 
 
-def test_abort_ends_what_hangs_here_and_at_the_others() -> None:
+def test_abort_ends_hanging_collectives_on_all_members() -> None:
     with members(3) as (a, b, c):
         gather([a, b, c], 1)
         b.tell("all_reduce_until_it_fails", elements=4)
@@ -341,7 +341,7 @@ def test_abort_ends_what_hangs_here_and_at_the_others() -> None:
 
 
 @pytest.mark.parametrize("place", [0, 2])
-def test_a_frozen_member_is_left_behind_by_abort(place: int) -> None:
+def test_members_regroup_without_a_frozen_member_after_abort(place: int) -> None:
     """Its coordinator, if it is first, says no more than it does."""
     with members(3) as line:
         gather(line, 1)
@@ -385,7 +385,7 @@ def stranger(port: int, word: bytes) -> Iterator[None]:
             thread.join()
 
 
-def test_a_handle_whose_process_has_ended_is_named_at_once_also_if_another_has_its_address() -> None:
+def test_a_handle_of_a_dead_process_raises_peer_lost_at_once() -> None:
     """A child of it, as a loader of data has them, lives on."""
     with members(3) as (a, b, c), ExitStack() as cleanup:
         gather([a, b, c], 1)
@@ -410,7 +410,7 @@ def test_a_handle_whose_process_has_ended_is_named_at_once_also_if_another_has_i
 
 
 @pytest.mark.parametrize("place", [0, 2])
-def test_a_death_while_the_others_wait_for_it_to_come_is_told_at_once(place: int) -> None:
+def test_a_death_before_joining_raises_peer_lost_at_once(place: int) -> None:
     with members(3) as line:
         late = line[place]
         rest = [member for member in line if member is not late]
@@ -424,7 +424,7 @@ def test_a_death_while_the_others_wait_for_it_to_come_is_told_at_once(place: int
         gather(rest, 2)
 
 
-def test_abort_ends_a_reconfiguration_for_which_a_member_does_not_come() -> None:
+def test_abort_ends_a_reconfiguration_that_waits_for_a_member() -> None:
     with members(2) as (a, b):
         handles = [a.handle, b.handle]
         a.tell("abort_from_another_thread", then="reconfigure", uuid=1, handles=handles)
@@ -436,7 +436,7 @@ def test_abort_ends_a_reconfiguration_for_which_a_member_does_not_come() -> None
         gather([a, b], 2)
 
 
-def test_a_frozen_first_member_holds_up_neither_an_abort_nor_the_news_of_a_death() -> None:
+def test_a_frozen_first_member_delays_neither_abort_nor_peer_lost() -> None:
     """It would coordinate, so nobody can register."""
     with members(3) as (first, b, c):
         handles = [first.handle, b.handle, c.handle]
@@ -456,7 +456,7 @@ def test_a_frozen_first_member_holds_up_neither_an_abort_nor_the_news_of_a_death
         first.kill()
 
 
-def test_a_member_that_is_silent_and_then_dies_is_told_of() -> None:
+def test_the_death_of_a_frozen_member_raises_peer_lost() -> None:
     with members(2) as (a, b):
         b.worker.signal(signal.SIGSTOP)
         a.ask("say_when_it_registers")
@@ -467,7 +467,7 @@ def test_a_member_that_is_silent_and_then_dies_is_told_of() -> None:
         assert (told["type"], told["ranks"]) == ("PeerLost", [1]), told
 
 
-def test_a_group_that_nobody_destroys_ends_quietly() -> None:
+def test_exit_without_destroying_the_group_is_quiet() -> None:
     with members(3) as (a, b, _):
         gather([a, b], 1)
         for member in (a, b):
@@ -475,7 +475,7 @@ def test_a_group_that_nobody_destroys_ends_quietly() -> None:
         assert [member.worker.wait() for member in (a, b)] == [0, 0]
 
 
-def test_a_uuid_is_used_once_and_mistakes_are_said_before_anything_changes() -> None:
+def test_reused_uuids_and_invalid_handles_are_refused_without_effect() -> None:
     with members(2) as (a, b):
         gather([a, b], 1)
         handles = [a.handle, b.handle]
@@ -497,7 +497,7 @@ def test_a_uuid_is_used_once_and_mistakes_are_said_before_anything_changes() -> 
         gather([b, a], 2)
 
 
-def test_who_does_not_come_or_means_other_members_is_a_timeout() -> None:
+def test_missing_or_disagreeing_members_raise_operation_timeout() -> None:
     with members(3) as (a, b, c):
         a.tell("reconfigure", uuid=1, handles=[a.handle, b.handle], timeout=0.5)
         told = a.error()
@@ -518,7 +518,7 @@ def test_who_does_not_come_or_means_other_members_is_a_timeout() -> None:
         gather([a, b, c], 6)
 
 
-def test_groups_are_made_anew_on_each_generation_by_members_with_different_pasts() -> None:
+def test_subgroups_are_created_anew_in_each_generation() -> None:
     with members(3) as line:
         gather(line, 1)
         assert ask_all(line, "part", ranks=[0, 2]) == [[2.0, 4.0], None, [2.0, 4.0]]
@@ -530,7 +530,7 @@ def test_groups_are_made_anew_on_each_generation_by_members_with_different_pasts
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fully_shard"])
-def test_models_are_made_anew_on_each_generation(kind: str) -> None:
+def test_models_are_wrapped_and_trained_anew_in_each_generation(kind: str) -> None:
     """Three members, then two, then one, train to the same weights on the same rows, up to rounding."""
     with members(3) as line:
         found = []
@@ -544,7 +544,7 @@ def test_models_are_made_anew_on_each_generation(kind: str) -> None:
     assert found[2] == pytest.approx(found[0], rel=1e-4, abs=1e-6)
 
 
-def test_the_example_goes_on_when_members_are_killed(tmp_path: Path) -> None:
+def test_the_example_trains_on_after_members_are_killed(tmp_path: Path) -> None:
     """Rank 0, which coordinates, within a backward pass; then another after a step that the rest may not have taken."""
     script = (Path(__file__).parents[2] / "examples" / "torch_reconfigure.py").read_text()
     update = "            loss.backward()\n            optimizer.step()\n"
@@ -585,7 +585,7 @@ def test_the_example_goes_on_when_members_are_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::"])
-def test_a_presence_port_answers_by_the_addresses_that_it_has(host: str) -> None:
+def test_a_presence_port_answers_at_each_of_its_addresses(host: str) -> None:
     thread = loop_thread()
     presence = Presence()
     thread.run(presence.open(host))
@@ -619,7 +619,7 @@ def test_a_member_with_two_addresses_is_watched_at_one(monkeypatch: pytest.Monke
     thread.run(presence.close())
 
 
-def test_a_member_that_dies_before_it_has_said_its_name_has_gone() -> None:
+def test_a_member_that_dies_before_identifying_itself_counts_as_gone() -> None:
     thread = loop_thread()
     gone: queue.SimpleQueue[int] = queue.SimpleQueue()
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -650,9 +650,7 @@ def alone() -> Iterator[Any]:
     group.shutdown()
 
 
-def test_a_presence_port_that_does_not_open_leaves_no_coordinator_behind(
-    alone: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_presence_port_leaks_no_coordinator(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from paceline.torch.backend import _reconfigurable
 
     running: list[str] = []
@@ -679,7 +677,7 @@ def test_a_presence_port_that_does_not_open_leaves_no_coordinator_behind(
     assert len(running) == 1
 
 
-def test_members_are_left_once_by_two_threads(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_threads_close_the_group_once(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """`abort` in one, while `reconfigure` leaves them in the other."""
     from paceline.torch.backend import _reconfigurable
 
@@ -707,7 +705,9 @@ def test_members_are_left_once_by_two_threads(alone: Any, monkeypatch: pytest.Mo
     assert left == ["once"]
 
 
-def test_an_abort_at_the_end_of_a_reconfiguration_is_told_as_one(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abort_at_the_end_of_a_reconfiguration_raises_peer_raised(
+    alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All links are up, and `reconfigure` has just looked for aborts."""
     from paceline.torch.backend import _reconfigurable
 
@@ -725,7 +725,7 @@ def test_an_abort_at_the_end_of_a_reconfiguration_is_told_as_one(alone: Any, mon
         alone.reconfigure(options)
 
 
-def test_a_port_that_is_advertised_is_not_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_advertised_port_is_not_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """The members of one generation have it still, while those of the next are met."""
     from paceline.torch.backend import _reconfigurable
 
@@ -738,7 +738,7 @@ def test_a_port_that_is_advertised_is_not_bound(monkeypatch: pytest.MonkeyPatch)
         group.shutdown()
 
 
-def test_a_name_that_does_not_resolve_is_said_while_it_is_looked_up(
+def test_an_unresolvable_host_is_logged_and_raised(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from paceline.torch.backend._reconfigurable import Reconfigurable
@@ -760,7 +760,7 @@ class Elsewhere(dist.TCPStore):  # type: ignore[misc]
     host = "192.0.2.1"
 
 
-def test_members_meet_at_torch_s_store_unless_its_address_is_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_members_meet_at_the_torch_store_unless_its_address_is_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     from paceline.torch.backend._reconfigurable import meeting_point
 
     near, far = (kind("127.0.0.1", 0, is_master=True, wait_for_workers=False) for kind in (dist.TCPStore, Elsewhere))
@@ -774,7 +774,7 @@ def test_members_meet_at_torch_s_store_unless_its_address_is_loopback(monkeypatc
     assert [meeting_point(store).host for store in (near, dist.HashStore())] == ["192.0.2.2"] * 2
 
 
-def test_a_group_without_members_says_what_to_call() -> None:
+def test_a_collective_without_members_asks_for_reconfigure() -> None:
     with members(1) as (a,):
         a.tell("all_reduce", value=1.0)
         assert "has no members yet: call torch.distributed._reconfigure()" in a.error()["text"]

@@ -83,7 +83,7 @@ class Wrapped:
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
-def test_a_scheduler_that_is_missing(kind: str, session: Any) -> None:
+def test_a_missing_scheduler_is_refused(kind: str, session: Any) -> None:
     training = Training(session)
     scheduler = SCHEDULERS[kind](training.optimizer)
     with pytest.raises(ValueError, match=r"rate of optimizer \(AdamW\) has a scheduler .* scheduler=scheduler"):
@@ -94,14 +94,14 @@ def test_a_scheduler_that_is_missing(kind: str, session: Any) -> None:
         training.run(lambda step: (training.update(), scheduler.step()), total=training.applied + 2)  # type: ignore[func-returns-value]
 
 
-def test_a_model_that_is_missing(session: Any) -> None:
+def test_a_missing_model_is_refused(session: Any) -> None:
     training = Training(session)
     del training.parts["model"]
     with pytest.raises(ValueError, match=r"optimizer \(AdamW\) trains 6 parameters \(of 6\) .* of shape \[4, 3\]"):
         training.run()
 
 
-def test_a_part_of_the_model_that_is_missing(session: Any) -> None:
+def test_a_missing_part_of_the_model_is_refused(session: Any) -> None:
     training = Training(session)
     training.parts["model"] = training.net[0]
     with pytest.raises(ValueError, match=r"trains 4 parameters \(of 6\)"):
@@ -109,7 +109,7 @@ def test_a_part_of_the_model_that_is_missing(session: Any) -> None:
 
 
 @pytest.mark.parametrize("others", [{}, {"second": lambda net: torch.optim.SGD(net[0].parameters(), lr=0.1)}])
-def test_an_optimizer_that_is_missing(others: Any, session: Any) -> None:
+def test_a_missing_optimizer_is_refused_before_its_update(others: Any, session: Any) -> None:
     training = Training(session)
     del training.parts["optimizer"]
     training.parts |= {name: make(training.net) for name, make in others.items()}
@@ -121,14 +121,14 @@ def test_an_optimizer_that_is_missing(others: Any, session: Any) -> None:
         assert torch.equal(values, before[path]), "it was held back, and what forward changed is undone"
 
 
-def test_another_optimizer_between_the_steps(session: Any) -> None:
+def test_an_unregistered_optimizer_between_steps_is_refused(session: Any) -> None:
     training = Training(session)
     other = torch.optim.SGD(training.net.parameters(), lr=0.1)
     with pytest.raises(StepOrderError, match=r"\(SGD\) that is no part"):
         training.run(after=lambda step: other.step())
 
 
-def test_a_scheduler_that_is_stepped_outside_of_the_block(session: Any) -> None:
+def test_a_scheduler_step_outside_the_block_is_refused(session: Any) -> None:
     training = Training(session)
     training.parts["schedule"] = scheduler = lr_scheduler.StepLR(training.optimizer, 1)
     with pytest.raises(StepOrderError, match=r"^schedule changed between step 1 and the next one"):
@@ -146,19 +146,19 @@ def normalize(net: Any) -> None:
 
 
 @pytest.mark.parametrize(("change", "what"), [(shrink, r"model '2\.weight'"), (normalize, "model")])
-def test_a_model_that_is_changed_outside_of_the_block(change: Any, what: str, session: Any) -> None:
+def test_a_model_change_outside_the_block_is_refused(change: Any, what: str, session: Any) -> None:
     training = Training(session)
     with pytest.raises(StepOrderError, match=f"^{what} changed between step 1 and the next one"):
         training.run(after=lambda step: change(training.net))
 
 
-def test_a_model_that_is_changed_before_the_update(session: Any) -> None:
+def test_a_model_change_before_the_update_is_refused(session: Any) -> None:
     training = Training(session)
     with pytest.raises(StepOrderError, match=r"^model '2\.weight' changed in step 1 before optimizer\.step\(\)"):
         training.run(lambda step: (shrink(training.net), training.update()))  # type: ignore[func-returns-value]
 
 
-def test_what_is_legal(session: Any) -> None:
+def test_a_legal_training_script_is_accepted(session: Any) -> None:
     """Averages, accumulation, a rate set by hand, unfreezing, optimizers of other models, and a failure."""
     training = Training(session)
     net, model, optimizer = training.net, training.model, training.optimizer
@@ -219,7 +219,7 @@ class Steps:
         self.inner.load_state_dict(saved)
 
 
-def test_an_optimizer_inside_another(session: Any) -> None:
+def test_a_wrapped_optimizer_trains_and_its_hook_is_removed(session: Any) -> None:
     training, seen = Training(session), list[int]()
     training.optimizer = training.parts["optimizer"] = Steps(training.optimizer)
     hooks = sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks  # type: ignore[attr-defined]
@@ -231,7 +231,7 @@ def test_an_optimizer_inside_another(session: Any) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_a_model_that_is_spread(strategy: str, session: Any) -> None:
+def test_missing_parts_of_an_fsdp_training_state_are_refused(strategy: str, session: Any) -> None:
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
     model = paceline.torch.FSDP(net, session.group, paceline.ShardingStrategy[strategy])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

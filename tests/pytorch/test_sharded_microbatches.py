@@ -116,7 +116,7 @@ KINDS: dict[str, list[tuple[int, Any, int | None]]] = {
 
 
 @pytest.mark.parametrize("dtype", KINDS)
-def test_every_strategy_and_world_has_the_bits_of_one_process(dtype: str) -> None:
+def test_every_strategy_and_world_trains_the_same_bits(dtype: str) -> None:
     optimizer_of = momentum if dtype == "float64" else adamw
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -50,7 +50,7 @@ with paceline.join() as session:
 
 @pytest.mark.parametrize("kind", ["DDP", "FSDP"])
 @pytest.mark.parametrize("mode", ["skip", "before", "after"])
-def test_a_step_that_one_rank_leaves_out(mode: str, kind: str) -> None:
+def test_a_step_left_out_by_one_rank_is_skipped_or_refused_on_all(mode: str, kind: str) -> None:
     with coordinator() as address, workers(2, CODE, COORDINATOR=address, MIN_WORKERS="2", MODE=mode, KIND=kind) as both:
         for worker in both:
             told = worker.expect_any(60.0)

@@ -39,13 +39,13 @@ def masks(total: int, *, seed: int = 0, failing: int = 0, saved: Any = None, **s
     return drawn
 
 
-def test_a_step_that_comes_again_has_the_same_masks() -> None:
+def test_a_retried_step_draws_the_same_masks() -> None:
     expected = masks(4)
     assert len({tuple(mask) for mask in expected}) == 4
     assert masks(4, failing=2) == expected
 
 
-def test_masks_do_not_depend_on_what_was_drawn_before() -> None:
+def test_masks_do_not_depend_on_earlier_draws() -> None:
     expected = masks(2)
     torch.manual_seed(5)
     torch.rand(3)
@@ -53,14 +53,14 @@ def test_masks_do_not_depend_on_what_was_drawn_before() -> None:
     assert masks(2, seed=1) != expected
 
 
-def test_a_start_from_a_checkpoint_goes_on_with_the_masks_of_an_undisturbed_run() -> None:
+def test_a_resumed_run_draws_the_masks_of_an_undisturbed_run() -> None:
     state = paceline.TrainState(net=torch.nn.Linear(2, 2))
     state.step = 3
     torch.rand(7)
     assert masks(5, saved=state.state_dict()) == masks(5)[3:]
 
 
-def test_ranks_have_masks_of_their_own() -> None:
+def test_seed_step_and_rank_determine_the_random_numbers() -> None:
     from paceline._elastic.foreign import seed_frameworks
 
     drawn = set()

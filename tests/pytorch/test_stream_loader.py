@@ -103,7 +103,7 @@ def at(*place: int) -> Any:
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("n", [23, 24])
-def test_each_epoch_in_session_steps_has_each_sample_once(n: int, workers: int) -> None:
+def test_each_epoch_reads_each_sample_once(n: int, workers: int) -> None:
     stream, used, weights = Stream(n), list[list[int]](), []
     with ElasticStreamLoader(stream, BATCH, num_workers=workers) as loader, paceline.join() as session:
         state = paceline.TrainState(data=loader)
@@ -121,7 +121,7 @@ def test_each_epoch_in_session_steps_has_each_sample_once(n: int, workers: int) 
 @pytest.mark.parametrize("kind", [Stream, OfOneOrder])
 @pytest.mark.parametrize("n", [23, 24])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_the_world_changes_steps_come_again_and_members_are_new(workers: int, n: int, kind: Any) -> None:
+def test_batches_follow_world_changes_undone_steps_and_newcomers(workers: int, n: int, kind: Any) -> None:
     """As in a line: each generation begins at one position, which newcomers are given, and undone steps go back to."""
     used = list[int]()
     with ExitStack() as stack:
@@ -158,7 +158,7 @@ def test_the_world_changes_steps_come_again_and_members_are_new(workers: int, n:
     assert len(used) == min(6 * BATCH, n + 2 * BATCH)
 
 
-def test_the_state_of_the_dataset_travels_with_its_types() -> None:
+def test_dataset_state_keeps_its_types_in_a_round_trip() -> None:
     with ElasticStreamLoader(OfOneOrder(), BATCH) as loader, ElasticStreamLoader(OfOneOrder(), BATCH) as other:
         loader.batch(at())
         there = paceline.TrainState(data=other)
@@ -167,7 +167,7 @@ def test_the_state_of_the_dataset_travels_with_its_types() -> None:
         assert other.batch(at()).tolist() == list(range(BATCH, 2 * BATCH))
 
 
-def test_a_worker_reads_ahead_and_what_it_read_is_thrown_away_when_the_ranks_change() -> None:
+def test_samples_read_ahead_are_discarded_when_the_world_changes() -> None:
     read = multiprocessing.get_context("fork").SimpleQueue()
 
     class Told(Stream):
@@ -188,7 +188,7 @@ def test_a_worker_reads_ahead_and_what_it_read_is_thrown_away_when_the_ranks_cha
         assert loader.batch(at(0, 3, 2)).tolist() == order[18:19]
 
 
-def test_ranks_read_alike_though_a_shuffle_buffer_is_lost() -> None:
+def test_members_and_newcomers_read_alike_after_a_lost_shuffle_buffer() -> None:
     """A member that goes on and a newcomer begin a generation alike, though the dataset's state is not all of it."""
 
     class Buffered(Stream):
@@ -208,7 +208,7 @@ def test_ranks_read_alike_though_a_shuffle_buffer_is_lost() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_step_that_comes_again_sees_the_same_random_transforms(workers: int) -> None:
+def test_a_retried_step_sees_the_same_random_transforms(workers: int) -> None:
     class Noisy(Stream):
         def __iter__(self) -> Iterator[Any]:
             for sample in super().__iter__():
@@ -227,7 +227,7 @@ def test_a_step_that_comes_again_sees_the_same_random_transforms(workers: int) -
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_what_the_dataset_raises_ends_the_loop_and_it_can_go_on(workers: int) -> None:
+def test_a_dataset_error_undoes_the_step_and_reading_can_continue(workers: int) -> None:
     class Broken(Stream):
         def __iter__(self) -> Iterator[int]:
             for count, sample in enumerate(super().__iter__()):
@@ -271,7 +271,7 @@ class Ends(Dataset[int]):
         os._exit(3)
 
 
-def test_a_worker_process_that_dies_is_named() -> None:
+def test_a_dead_worker_process_raises_data_worker_lost() -> None:
     with ElasticStreamLoader(Killed(), BATCH, num_workers=1) as loader:
         (worker,) = multiprocessing.active_children()
         with pytest.raises(DataWorkerLost, match=f"rank 2 on .*: process {worker.pid}, .* killed by SIGKILL") as found:
@@ -334,7 +334,7 @@ def test_ctrl_c_ends_all_processes(tmp_path: Path) -> None:
     assert said.endswith("KeyboardInterrupt\n"), said
 
 
-def test_the_worker_ends_with_the_block_and_with_close() -> None:
+def test_the_worker_ends_on_exit_and_close() -> None:
     with ElasticStreamLoader(Stream(), BATCH, num_workers=1) as loader:
         assert len(multiprocessing.active_children()) == 1, "it starts with the loader"
         loader.batch(at())
@@ -345,7 +345,7 @@ def test_the_worker_ends_with_the_block_and_with_close() -> None:
     assert not multiprocessing.active_children()
 
 
-def test_collate_fn_and_other_settings() -> None:
+def test_settings_are_passed_on_or_refused() -> None:
     with ElasticStreamLoader(Stream(), BATCH, collate_fn=len) as loader:
         assert loader.batch(at(1, 4)) == 2
     for refused in ("generator", "batch_sampler", "persistent_workers"):
@@ -356,7 +356,7 @@ def test_collate_fn_and_other_settings() -> None:
             ElasticStreamLoader(Stream(), size, num_workers=workers, seed=seed)
 
 
-def test_misuse() -> None:
+def test_misuse_of_the_loader_is_refused() -> None:
     class Mute(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
             return iter(range(N))
@@ -387,7 +387,7 @@ def test_misuse() -> None:
         other.batch(at())
 
 
-def test_a_step_has_one_batch_of_a_part_of_its_state() -> None:
+def test_a_step_gets_one_batch_from_a_loader_in_its_state() -> None:
     loader, sampler = ElasticStreamLoader(Stream(), BATCH), paceline.ElasticSampler(N, BATCH)
     for parts, error in [
         ({"notes": {}}, "is no part of the training state"),
@@ -408,7 +408,7 @@ def test_a_step_has_one_batch_of_a_part_of_its_state() -> None:
     assert loader.state_dict()["batches"] == 1, "what is refused does not move it"
 
 
-def test_a_newcomer_with_another_batch_is_refused_by_name() -> None:
+def test_a_different_batch_size_is_named_as_the_difference() -> None:
     from paceline._elastic.differences import difference
     from paceline._links.base import Peer
 

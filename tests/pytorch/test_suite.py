@@ -34,7 +34,7 @@ newest, exhaustive = pytest.mark.newest, pytest.mark.exhaustive
         pytest.param(4, PASSES[4], id="4", marks=exhaustive),
     ],
 )
-def test_what_passes_on_gloo(world: int, names: list[str]) -> None:
+def test_torch_tests_that_pass_on_gloo_pass_on_paceline(world: int, names: list[str]) -> None:
     command = [sys.executable, str(HERE / "suite.py"), "paceline", str(world), *(f"^{name}$" for name in names)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -41,7 +41,7 @@ def tensors(there: dict[str, Any]) -> list[Any]:
     return [there["mean"], there["deep"]["half"], there["deep"]["list"][0], there["column"], there["trained"]]
 
 
-def test_a_newcomer_takes_them_in_place(tmp_path: Any) -> None:
+def test_tensors_are_loaded_in_place(tmp_path: Any) -> None:
     kept = values(0.0)
     donor, newcomer, here = (paceline.TrainState(ema=ema) for ema in (values(2.0), values(0.0), kept))
     donor.check_round_trip()
@@ -63,7 +63,7 @@ def test_a_newcomer_takes_them_in_place(tmp_path: Any) -> None:
     assert newcomer.fingerprint() == donor.fingerprint()
 
 
-def test_what_is_not_there_yet_comes_as_a_tensor() -> None:
+def test_missing_entries_are_loaded_as_tensors() -> None:
     donor, ema = paceline.TrainState(ema=values(2.0)), OrderedDict[str, Any](deep={}, mean=torch.zeros(1))
     paceline.TrainState(ema=ema).load_state_dict(donor.state_dict())
     assert all(isinstance(tensor, torch.Tensor) and (tensor == 2).all() for tensor in tensors(ema))
@@ -71,7 +71,7 @@ def test_what_is_not_there_yet_comes_as_a_tensor() -> None:
     assert ema["mean"].shape == (3, 2)
 
 
-def test_averaged_weights_of_a_step_that_is_undone(session: Any) -> None:
+def test_undo_restores_averaged_weights(session: Any) -> None:
     net = torch.nn.Linear(2, 1)
     torch.nn.init.ones_(net.weight)
     ema = {path: p.detach().clone() for path, p in net.named_parameters()}

@@ -74,7 +74,7 @@ accelerator.wait_for_everyone()
     finish(2, ON_PACELINE + code, 120)
 
 
-def test_the_trainer_trains_and_evaluates_as_one_process(tmp_path: Path) -> None:
+def test_transformers_trainer_trains_and_evaluates_as_one_process(tmp_path: Path) -> None:
     """A GPT of 1,000 weights, made here."""
     code = f"""
 import pytest
@@ -128,7 +128,7 @@ assert trainer.evaluate()["eval_loss"] == pytest.approx(loss_of(plain, range(12)
     finish(2, ON_PACELINE + code, 120, HF_HUB_OFFLINE="1")
 
 
-def test_the_example_with_a_model_of_transformers(tmp_path: Path) -> None:
+def test_the_hugging_face_example_trains_and_saves_a_model(tmp_path: Path) -> None:
     """examples/torch_huggingface.py as its first lines say to run it; its folder is a model of transformers."""
     from safetensors.torch import load_file
     from transformers import GPT2Config, GPT2LMHeadModel

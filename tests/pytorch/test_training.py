@@ -47,7 +47,7 @@ def same(found, expected):
         "gradient_as_bucket_view=True, find_unused_parameters=True",
     ],
 )
-def test_torch_s_ddp_equals_one_process(settings: str) -> None:
+def test_torch_ddp_equals_one_process(settings: str) -> None:
     code = f"""
 model = DistributedDataParallel(net, bucket_cap_mb=0.005, {settings})
 train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), x[mine], t[mine])
@@ -176,7 +176,7 @@ assert torch.equal((d + d).redistribute(mesh, [Replicate()]).to_local(), 2 * who
     finish(2, MODEL + code, 180)
 
 
-def test_zero_and_pipelines() -> None:
+def test_zero_redundancy_optimizer_and_pipelines() -> None:
     code = """
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe

@@ -57,7 +57,7 @@ emit("seen", sizes=[dist.get_world_size(), dist.group.WORLD.size()], name=dist.g
 """
 
 
-def test_what_a_true_backend_cannot_say() -> None:
+def test_a_subclass_of_torch_backend_cannot_report_its_state() -> None:
     worker = Worker(CODE, {})
     try:
         seen = worker.expect("seen", 60.0)

@@ -79,7 +79,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield joined
 
 
-def test_a_failure_between_the_updates(session: Any) -> None:
+def test_a_failure_between_two_updates_undoes_both(session: Any) -> None:
     gan = Gan(lambda net: paceline.torch.DDP(net, session.group))
     state = paceline.TrainState(draw=gan.draw, judge=gan.judge, drawing=gan.drawing, judging=gan.judging)
     attempts = 0
@@ -98,7 +98,7 @@ def test_a_failure_between_the_updates(session: Any) -> None:
     check(gan.weights(), 4)
 
 
-def test_without_a_copy_the_second_pass_says_what_to_do(session: Any) -> None:
+def test_a_second_update_without_keep_copy_raises_step_order_error(session: Any) -> None:
     gan = Gan(lambda net: paceline.torch.DDP(net, session.group))
     state = paceline.TrainState(draw=gan.draw, judge=gan.judge, drawing=gan.drawing, judging=gan.judging)
     steps = session.steps(state, total=4)
@@ -139,7 +139,7 @@ with paceline.join() as session:
 
 
 @pytest.mark.slow
-def test_one_of_three_is_killed_between_the_updates() -> None:
+def test_survivors_train_on_after_a_kill_between_two_updates() -> None:
     with (
         coordinator(settle_time=20.0) as address,  # all begin together
         workers(3, WORKER, COORDINATOR=address, MIN_WORKERS="2", MAX_WORKERS="3") as started,

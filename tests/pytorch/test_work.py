@@ -60,7 +60,7 @@ def operation(handle: Handle, threads: FutureThreads) -> Operation:
 
 @pytest.mark.parametrize("kind", [Handle, Unfinished])
 @pytest.mark.parametrize("asked", ["before", "after"])
-def test_a_future_has_its_value_when_wait_has_returned(kind: type[Handle], asked: str) -> None:
+def test_a_future_has_its_value_after_wait(kind: type[Handle], asked: str) -> None:
     threads, handle = FutureThreads(), kind()
     work = operation(handle, threads)
     heard: list[object] = []
@@ -77,7 +77,7 @@ def test_a_future_has_its_value_when_wait_has_returned(kind: type[Handle], asked
     assert len(heard) == (asked == "before")
 
 
-def test_a_callback_may_wait_for_the_work_it_is_called_by() -> None:
+def test_a_callback_may_wait_for_its_own_work() -> None:
     threads, handle = FutureThreads(), Unfinished()
     work = operation(handle, threads)
     after = work.get_future().then(lambda _: work.wait())
@@ -89,7 +89,7 @@ def test_a_callback_may_wait_for_the_work_it_is_called_by() -> None:
     threads.close()
 
 
-def test_wait_waits_for_a_value_that_another_thread_is_giving() -> None:
+def test_wait_until_complete_waits_for_a_value_of_another_thread() -> None:
     entered, go = threading.Event(), threading.Event()
 
     def value() -> int:
@@ -111,7 +111,7 @@ def test_wait_waits_for_a_value_that_another_thread_is_giving() -> None:
 
 
 @pytest.mark.parametrize("kind", ["message", "operation"])
-def test_a_future_is_done_though_another_thread_gives_it_its_value(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_future_is_done_while_another_thread_sets_its_value(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked for behind `wait`, while the thread that ran the work is inside of `set_result`."""
     giving, go = threading.Event(), threading.Event()
 

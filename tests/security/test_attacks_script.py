@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[2] / "bench" / "attacks.py"
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_all_attacks_are_made_and_the_other_job_goes_on() -> None:
+def test_all_attacks_run_and_the_other_job_continues() -> None:
     command = [sys.executable, str(SCRIPT), "--quick"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
     assert not done.returncode, done.stderr

@@ -54,7 +54,7 @@ async def end_of(call: Any) -> None:
         await call
 
 
-def test_calls_of_one_job_that_wait(tmp_path: Path) -> None:
+def test_waiting_calls_of_one_job_are_limited_and_freed(tmp_path: Path) -> None:
     """So many wait, and more are refused; all is free again when they have ended."""
     tokens = tmp_path / "tokens"
     tokens.touch(0o600)
@@ -85,7 +85,7 @@ def test_calls_of_one_job_that_wait(tmp_path: Path) -> None:
     run(main)
 
 
-def test_none_of_a_burst_of_values_is_refused() -> None:
+def test_a_burst_of_small_values_is_not_refused() -> None:
     async def main() -> None:
         async with running(memory_bytes=MEMORY) as channel:
             session = await RawSession.register(channel, least=1, most=1)
@@ -96,7 +96,7 @@ def test_none_of_a_burst_of_values_is_refused() -> None:
     run(main)
 
 
-def test_of_too_many_long_values_some_are_refused_and_the_others_are_set() -> None:
+def test_too_many_large_values_at_once_are_partly_refused() -> None:
     """They come at one time, so all are half way when there is no more room."""
 
     async def main() -> None:
@@ -110,7 +110,7 @@ def test_of_too_many_long_values_some_are_refused_and_the_others_are_set() -> No
     run(main)
 
 
-def test_more_wait_than_there_is_room_for() -> None:
+def test_refused_calls_are_retried_until_there_is_room() -> None:
     """Workers at one address: those who are refused try again, and the key that all wait for can be set."""
 
     async def main() -> None:
@@ -165,7 +165,7 @@ class SlowDisk(MemoryStorage):
             future.set_result(None)
 
 
-def test_a_value_counts_until_it_is_stored_though_its_caller_hangs_up() -> None:
+def test_a_value_counts_until_stored_even_if_its_caller_hangs_up() -> None:
     """Else a disk that is slow would have them all in memory."""
 
     async def main() -> int:
@@ -210,7 +210,7 @@ class Watched(Budget):
         assert self.used == 0
 
 
-def test_all_is_free_again_however_calls_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_budgets_are_freed_however_calls_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In good order, refused, cancelled, out of time, cut off at any point of a request."""
     budgets: list[Watched] = []
 

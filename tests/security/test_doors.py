@@ -124,7 +124,7 @@ def refused(error: aio.AioRpcError | None, words: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
-def test_member_ids_open_nothing(place: Place, method: Any) -> None:
+def test_member_ids_without_the_jobs_secret_are_refused(place: Place, method: Any) -> None:
     """Without the job's secret, with one of another job at the same coordinator, and with what was overheard."""
     words = "the caller does not prove that it belongs to this job"
     request, first = place.request(method), place.members[0].member_id
@@ -158,7 +158,7 @@ def test_a_method_name_that_is_not_utf_8_does_not_stop_the_server(place: Place, 
                 answered = head[3:5] == bytes([HEADERS, END_HEADERS | END_STREAM]) and head[8] == 3
 
 
-def test_a_secret_of_an_old_line_opens_nothing() -> None:
+def test_the_secret_of_an_earlier_line_is_refused() -> None:
     """The next line is of a member that had the same secret, as a candidate."""
     began = asyncio.Queue[str]()
 

@@ -63,7 +63,7 @@ def calls(address: str) -> None:
                 data = data[end:]
 
 
-def test_what_grpc_cannot_read_fills_no_log(
+def test_calls_that_grpc_cannot_read_do_not_fill_the_log(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Of each of these calls, some 30 to 100 bytes, it would log 1 to 16 KB."""

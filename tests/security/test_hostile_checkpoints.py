@@ -55,7 +55,7 @@ def falls_back(directory: Path, words: str) -> None:
     np.testing.assert_array_equal(loaded.state["w"], STATE["w"])
 
 
-def test_names_cannot_move_the_cursor(tmp_path: Path) -> None:
+def test_names_cannot_inject_terminal_escapes(tmp_path: Path) -> None:
     """ESC ] 0 ; would set the title, U+202E turn the line round, CR write over what was said."""
     name = "w\x1b]0;gone\x07\r\u202e\ud800"
     made = checkpoint.save(tmp_path / "a\x1b[2J", {name: np.zeros(1)}, GOOD)
@@ -70,7 +70,7 @@ def test_names_cannot_move_the_cursor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [MANIFEST, "arrays.safetensors"])
 @pytest.mark.timeout(20)
-def test_what_is_no_plain_file_is_not_opened(two: Path, name: str) -> None:
+def test_a_file_that_is_not_regular_is_not_opened(two: Path, name: str) -> None:
     """To open a FIFO waits for a writer, who never comes."""
     bad = two / str(Tag(*BAD))
     for make in (os.mkfifo, lambda path: os.symlink("/dev/zero", path), os.mkdir):
@@ -91,7 +91,7 @@ def test_the_size_of_a_manifest_is_bounded(two: Path, monkeypatch: pytest.Monkey
     assert [str(tag) for tag in checkpoint.tags(two)] == [str(Tag(*GOOD)), str(Tag(*BAD))]
 
 
-def test_a_file_that_was_made_longer_is_refused_by_its_size(two: Path) -> None:
+def test_an_enlarged_file_is_refused_by_its_size(two: Path) -> None:
     with (two / str(Tag(*BAD)) / "arrays.safetensors").open("r+b") as file:
         file.truncate(HUGE)
     falls_back(two, f"has {HUGE} bytes, not")
@@ -122,7 +122,7 @@ def little_memory() -> Any:
 
 
 @pytest.mark.usefixtures("little_memory")
-def test_more_than_the_memory_holds_is_damage(hole: Path) -> None:
+def test_an_array_larger_than_memory_raises_checkpoint_damaged(hole: Path) -> None:
     assert "68,719,476,736 bytes" in inspect(hole)  # which allocates nothing for it
     with pytest.raises(CheckpointDamaged, match="'w' has 68,719,476,736 bytes, more than the free memory"):
         checkpoint.load(hole, BAD)
@@ -132,7 +132,7 @@ def test_more_than_the_memory_holds_is_damage(hole: Path) -> None:
 
 
 @pytest.mark.usefixtures("little_memory")
-def test_all_ranks_try_the_one_before(hole: Path) -> None:
+def test_all_ranks_fall_back_to_the_checkpoint_before(hole: Path) -> None:
     def rank(group: Any) -> Any:
         loaded = checkpoint.load_sharded(hole, STATE, group)
         assert loaded is not None

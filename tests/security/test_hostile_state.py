@@ -61,7 +61,7 @@ def variants(record: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("kind", ["head", "view", "endings", "key/answers/m"])
-def test_a_record_that_makes_no_sense_is_refused_or_harms_no_other_job(kind: str) -> None:
+def test_an_invalid_record_is_refused_or_harms_no_other_job(kind: str) -> None:
     async def main() -> None:
         node = await honest_state()
         key = f"p/jobs/a/{kind}".encode()

@@ -100,7 +100,7 @@ def tokens(tmp_path: Path) -> Path:
     return file
 
 
-def test_half_a_request_gives_way_to_a_health_check() -> None:
+def test_an_unfinished_request_gives_way_to_a_health_check() -> None:
     """Of 256 strangers the oldest goes for one who comes; the others stay."""
 
     async def main() -> None:
@@ -140,7 +140,7 @@ def test_health_checks_pass_while_strangers_reconnect() -> None:
 
 
 @pytest.mark.parametrize("says", [b"", HALF, HALF_A_BODY], ids=["silent", "half a header", "half a body"])
-def test_a_caller_with_one_connection_keeps_it(says: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_caller_with_a_single_connection_is_not_cut_off(says: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scraper that stays connected loses its place only if nobody has more of them."""
     monkeypatch.setattr(web_server, "MOST_CONNECTIONS", 8)
 
@@ -178,7 +178,7 @@ def test_connections_with_unread_answers_give_way(monkeypatch: pytest.MonkeyPatc
     run(main)
 
 
-def test_a_connection_sends_so_much_in_its_life() -> None:
+def test_the_bytes_sent_on_one_connection_are_limited() -> None:
     """So what waits behind a request that is being answered takes little memory."""
     request = b"GET /api/%s HTTP/1.1\r\nHost: [::1]\r\nX-Long: " + b"x" * 8_000 + b"\r\n\r\n"
 
@@ -191,7 +191,7 @@ def test_a_connection_sends_so_much_in_its_life() -> None:
     run(main)
 
 
-def test_a_client_that_waits_for_each_answer_is_never_cut_off() -> None:
+def test_a_client_that_waits_for_answers_is_closed_with_notice() -> None:
     """Its connection ends with an answer that says so."""
     request = b"GET /api/session HTTP/1.1\r\nHost: [::1]\r\nX-Long: " + b"x" * 4_000 + b"\r\n\r\n"
 
@@ -210,7 +210,7 @@ def test_a_client_that_waits_for_each_answer_is_never_cut_off() -> None:
     run(main)
 
 
-def test_a_stream_that_has_ended_holds_a_place_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ended_stream_counts_as_a_connection_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(web_server, "MOST_CONNECTIONS", 2)
 
     async def main() -> None:
@@ -254,7 +254,7 @@ MALFORMED = {
 }
 
 
-def test_what_cannot_be_read_is_logged_once_and_never_shown(tokens: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_malformed_requests_are_logged_once_without_the_token(tokens: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Twenty of each kind, with a token in them, at the level of the log that shows most."""
     caplog.set_level(logging.DEBUG, logger="")
     for name in ("aiohttp.server", "aiohttp.access", "aiohttp.web", "aiohttp.internal", "asyncio"):
@@ -285,7 +285,7 @@ def test_what_cannot_be_read_is_logged_once_and_never_shown(tokens: Path, caplog
     assert set(lines.values()) == {1}, lines
 
 
-def test_requests_wait_for_their_payers_turn(tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_are_rate_limited_by_job_or_address(tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a token its job pays, without one the address; probes cost nothing, and another job notices nothing."""
     for name, value in (("REQUEST_RATE", 1e-3), ("REQUEST_BURST", 5), ("PATIENCE_S", 1e-3)):
         monkeypatch.setattr(routes, name, value)
@@ -337,7 +337,7 @@ class CountedStorage(MemoryStorage):
         return asyncio.ensure_future(answer())
 
 
-def test_readiness_checks_share_one_request_to_the_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readiness_checks_share_one_storage_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes, "READY_FOR_S", 3_600.0)
 
     async def main() -> None:
@@ -370,7 +370,7 @@ def test_readiness_checks_share_one_request_to_the_storage(monkeypatch: pytest.M
     run(main)
 
 
-def test_one_job_has_its_share_of_the_streams(tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_job_gets_at_most_half_of_the_streams(tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One job alone has half of them, and has to leave the others to others; so it is again after all have gone."""
     freed = asyncio.Event()
 

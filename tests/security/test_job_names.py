@@ -29,7 +29,7 @@ async def come_and_go(channel: aio.Channel, name: str) -> int:
 
 
 @pytest.mark.parametrize("disk", [True, False])
-def test_more_names_than_are_remembered(disk: bool, tmp_path: Path) -> None:
+def test_generations_increase_beyond_the_remembered_job_names(disk: bool, tmp_path: Path) -> None:
     """Also after a restart, and no number of a name is used twice (I3)."""
     memory = MemoryStorage()
     random_names = random.Random(1)
@@ -56,7 +56,7 @@ def test_more_names_than_are_remembered(disk: bool, tmp_path: Path) -> None:
     run(main)
 
 
-def test_a_number_that_is_claimed_stays_with_its_job() -> None:
+def test_a_claimed_generation_floor_affects_only_its_job() -> None:
     """Else all jobs would begin at a number above which there are none."""
 
     async def main() -> None:
@@ -70,7 +70,7 @@ def test_a_number_that_is_claimed_stays_with_its_job() -> None:
     run(main)
 
 
-def test_candidates_that_hang_up_leave_nothing() -> None:
+def test_candidates_that_leave_before_a_view_leave_nothing() -> None:
     async def main() -> None:
         storage = MemoryStorage()
         async with running(storage, **LIMITS) as channel:

@@ -43,14 +43,14 @@ def lent() -> tuple[Parcel, peer_pb2.LentMemory]:
     return made, memory
 
 
-def test_memory_is_the_givers(opened: list[str]) -> None:
+def test_memory_lent_by_the_giver_can_be_borrowed(opened: list[str]) -> None:
     made, memory = lent()
     found = borrow(memory, len(made.data), GIVER)
     assert found.view[memory.offset : memory.offset + len(made.data)] == made.data
     assert opened == ["/memfd:paceline (deleted)"]
 
 
-def test_another_processes_descriptors_are_not_touched(opened: list[str]) -> None:
+def test_memory_of_another_process_is_refused(opened: list[str]) -> None:
     """As root, or as the same user, it could be any process of this machine."""
     code = """
 import os
@@ -85,14 +85,14 @@ wait_for_go()
     ],
     ids=["another process has its pid", "who knows when it began", "unknown"],
 )
-def test_a_process_is_known_by_its_beginning(giver: Peer, opened: list[str]) -> None:
+def test_a_giver_must_match_the_process_start_time(giver: Peer, opened: list[str]) -> None:
     _, memory = lent()
     with pytest.raises(SegmentError):
         borrow(memory, 8, giver)
     assert opened == []
 
 
-def test_nothing_but_memory_of_ours_is_opened(tmp_path: Path, opened: list[str]) -> None:
+def test_only_paceline_shared_memory_is_opened(tmp_path: Path, opened: list[str]) -> None:
     """To open a FIFO wakes whoever waits at its other end; to open a device may do anything."""
     path = tmp_path / "memfd:paceline (deleted)"
     path.write_bytes(bytes(4096))

@@ -91,7 +91,7 @@ def house() -> Iterator[House]:
         yield House(stack)
 
 
-def test_only_connections_with_much_sent_and_no_proof_are_cut_off(house: House) -> None:
+def test_only_unproven_connections_that_sent_much_are_cut_off(house: House) -> None:
     """One in its handshake stays, however much the process takes, and so does a member whose calls have ended."""
     begins, calls, called = house.come(FREE_BYTES), house.come(0), house.come(0)
     house.callers.came(house.name(calls[0]))
@@ -108,9 +108,7 @@ def test_only_connections_with_much_sent_and_no_proof_are_cut_off(house: House) 
     assert all(works(pair) for pair in (begins, calls, called))
 
 
-def test_an_address_is_blocked_for_a_moment_and_its_connections_go_on(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_address_is_blocked_briefly_but_its_connections_stay(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     blocked = threading.Event()
 
     def blocks(fd: int, blocks: Collection[bytes]) -> None:
@@ -133,9 +131,7 @@ def test_an_address_is_blocked_for_a_moment_and_its_connections_go_on(
         assert not again.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
 
 
-def test_an_address_is_also_blocked_for_a_socket_that_listens_only_since(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_listener_opened_later_is_blocked_as_well(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     """A door that moves to another port opens a new one."""
     blocked = threading.Event()
 
@@ -154,7 +150,7 @@ def test_an_address_is_also_blocked_for_a_socket_that_listens_only_since(
         assert blocked.wait(PATIENCE)
 
 
-def test_a_descriptor_is_found_when_none_is_left(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_is_cut_off_with_no_descriptor_left(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     def none_left(_: str) -> list[str]:
         raise OSError(24, "Too many open files")
 
@@ -164,7 +160,7 @@ def test_a_descriptor_is_found_when_none_is_left(house: House, monkeypatch: pyte
         stranger[0].recv(1)
 
 
-def test_other_ports_and_other_files_are_left_alone(house: House) -> None:
+def test_connections_of_other_ports_are_left_alone(house: House) -> None:
     with ExitStack() as stack:
         other = stack.enter_context(socket.create_server((HERE, 0)))
         caller = stack.enter_context(socket.create_connection(other.getsockname(), PATIENCE))
@@ -176,7 +172,7 @@ def test_other_ports_and_other_files_are_left_alone(house: House) -> None:
         assert works((caller, ours))
 
 
-def test_a_socket_that_blocks_still_does_though_the_process_has_a_default_timeout() -> None:
+def test_inspection_keeps_a_blocking_socket_blocking() -> None:
     """Libraries in C have such sockets; to look at one with Python's would make it one that does not block."""
     with socket.create_server((HERE, 0)) as listener, socket.create_connection(listener.getsockname()) as caller:
         socket.setdefaulttimeout(PATIENCE)
@@ -187,7 +183,7 @@ def test_a_socket_that_blocks_still_does_though_the_process_has_a_default_timeou
         assert os.get_blocking(caller.fileno())
 
 
-def test_a_block_is_of_ipv4_addresses_and_of_ipv6_networks() -> None:
+def test_blocks_cover_ipv4_addresses_and_ipv6_networks() -> None:
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True))
         listener.settimeout(PATIENCE)
@@ -207,7 +203,7 @@ def test_a_block_is_of_ipv4_addresses_and_of_ipv6_networks() -> None:
             assert ours.getpeername()[0] == f"::ffff:{THERE}"
 
 
-def test_a_block_of_an_ipv6_address_is_of_its_network() -> None:
+def test_a_block_of_an_ipv6_address_covers_its_network() -> None:
     assert block_of("2001:db8::1") == block_of("2001:db8::2") != block_of("2001:db8:0:1::1")
     assert memory_guard._MOST_BLOCKED <= 60, "`block` takes no more"
 
@@ -243,7 +239,7 @@ async def serving(observer: Observer | None = None) -> AsyncIterator[tuple[Coord
         await coordinator.stop(grace=0.2)
 
 
-def test_a_member_s_session_is_not_cut_off_at_the_coordinator() -> None:
+def test_a_members_session_is_not_cut_off_at_the_coordinator() -> None:
     seen: list[str] = []
 
     async def main() -> None:
@@ -261,7 +257,7 @@ def test_a_member_s_session_is_not_cut_off_at_the_coordinator() -> None:
     run(main)
 
 
-def test_a_refused_stranger_is_cut_off() -> None:
+def test_a_refused_stranger_that_keeps_sending_is_cut_off() -> None:
     async def main() -> None:
         async with serving() as (_, port, _):
             await asyncio.to_thread(refused, port)

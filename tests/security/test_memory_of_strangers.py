@@ -108,7 +108,9 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize(("count", "number", "go_on"), ATTACKS.values(), ids=ATTACKS)
-def test_the_coordinator_stays_small_and_answers_members(count: int, number: int, go_on: bool, tmp_path: Path) -> None:
+def test_a_coordinator_under_attack_stays_small_and_answers_members(
+    count: int, number: int, go_on: bool, tmp_path: Path
+) -> None:
     tokens = tmp_path / "tokens"
     tokens.touch(0o600)
     tokens.write_text(TOKEN)
@@ -139,7 +141,7 @@ session.leave()
 
 
 @pytest.mark.parametrize("go_on", [False, True], ids=["once", "again and again"])
-def test_a_worker_stays_small_and_trains_on(go_on: bool, tmp_path: Path) -> None:
+def test_a_worker_under_attack_stays_small_and_keeps_training(go_on: bool, tmp_path: Path) -> None:
     over = tmp_path / "over"
     with coordinator() as address, ExitStack() as stack:
         where = {"PACELINE_COORDINATOR": address, "PACELINE_MIN_WORKERS": "2", "PACELINE_LINKS": "grpc"}
@@ -164,7 +166,7 @@ def test_a_worker_stays_small_and_trains_on(go_on: bool, tmp_path: Path) -> None
         assert sum(worker.stderr.count("cut off a connection from 127.0.0.1: ") for worker in workers) == 1
 
 
-def test_no_objects_are_made_of_too_much_metadata(caplog: pytest.LogCaptureFixture) -> None:
+def test_too_much_metadata_is_refused_before_parsing(caplog: pytest.LogCaptureFixture) -> None:
     """They would keep the loop busy for half a second for each call. The caller is not cut off: it sends too little."""
 
     async def main() -> None:

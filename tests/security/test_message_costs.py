@@ -102,7 +102,7 @@ MEETS = {
 
 
 @pytest.mark.parametrize("which", MEETS)
-def test_a_meeting_about_a_state_in_many_parts(which: str) -> None:
+def test_a_meet_message_with_many_state_parts_is_cheap(which: str) -> None:
     """64 shares of 65,536 parts each made the coordinator build 4 million parts: 30 s and 416 MiB for 430 bytes."""
 
     async def main(served: Served) -> None:
@@ -155,7 +155,7 @@ EVENTS = [field.name for field in pb.SessionRequest.DESCRIPTOR.oneofs_by_name["e
 
 
 @pytest.mark.parametrize("event", EVENTS)
-def test_the_longest_messages_of_a_session(event: str) -> None:
+def test_the_longest_session_messages_are_cheap_to_handle(event: str) -> None:
     async def main(served: Served) -> None:
         stream = await served.member(most=65_536)
         message = pb.SessionRequest()
@@ -185,7 +185,7 @@ SNAKE = {"GetView": "get_view", "ReportExit": "report_exit", "AnswerAsk": "answe
 
 @pytest.mark.parametrize("method", CALLS, ids=lambda method: method.name)
 @pytest.mark.parametrize("of_member", [True, False])
-def test_the_longest_requests(method: Any, of_member: bool) -> None:
+def test_the_longest_requests_are_cheap_to_handle(method: Any, of_member: bool) -> None:
     """Of a member that is known, as far as names go, and of one that is not."""
 
     async def main(served: Served) -> None:
@@ -238,7 +238,7 @@ class Neighbour:
         self.round += 1
 
 
-def test_too_much_in_a_message_of_a_session_ends_that_session() -> None:
+def test_an_oversized_field_in_a_session_message_affects_only_its_sender() -> None:
     async def main() -> None:
         async with running() as channel:
             good = await Neighbour.of(channel)
@@ -296,7 +296,7 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("which", NUMBERS)
-def test_a_number_that_is_too_great_ends_that_session(which: str) -> None:
+def test_a_too_large_number_ends_only_that_session(which: str) -> None:
     async def main() -> None:
         async with running() as channel:
             good = await Neighbour.of(channel)
@@ -310,7 +310,7 @@ def test_a_number_that_is_too_great_ends_that_session(which: str) -> None:
     run(main)
 
 
-def test_a_member_that_resumes_in_a_generation_that_none_can_follow() -> None:
+def test_resume_with_a_generation_out_of_range_is_refused() -> None:
     async def main() -> None:
         async with running() as channel:
             good = await Neighbour.of(channel)
@@ -329,7 +329,7 @@ def test_a_member_that_resumes_in_a_generation_that_none_can_follow() -> None:
     run(main)
 
 
-def test_jobs_are_listed_although_the_sum_of_their_counters_overflows() -> None:
+def test_list_jobs_caps_counters_whose_sum_overflows() -> None:
     async def main(served: Served) -> None:
         for _ in range(5):
             beat = pb.Heartbeat(samples=FAR, committed=FAR, undone=FAR, step=FAR, sent_bytes={"tcp": FAR})
@@ -352,7 +352,7 @@ async def _refusal(channel: aio.Channel, method: Any, request: Message) -> aio.A
     return caught.value
 
 
-def test_too_much_in_a_request_is_refused_by_name() -> None:
+def test_an_oversized_field_in_a_request_is_refused() -> None:
     async def main() -> None:
         async with running() as channel:
             good = await Neighbour.of(channel)
@@ -384,7 +384,7 @@ def _valid(message: Message, session: RawSession) -> dict[str, Any]:
     return {name: value for name, value in valid.items() if name in message.DESCRIPTOR.fields_by_name}
 
 
-def test_too_much_in_a_request_to_a_door_is_refused_by_name() -> None:
+def test_an_oversized_field_in_a_request_to_a_door_is_refused() -> None:
     doors = [method for method in methods() if method.containing_service.name == "PeerService"]
     with grpc_world() as world:
         world.doors[1].window.member_id = "member-1"
@@ -406,7 +406,7 @@ def test_too_much_in_a_request_to_a_door_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("chunks", [[0, 0], [1, 0]])
-def test_a_chunk_is_sent_once(chunks: list[int]) -> None:
+def test_get_state_refuses_repeated_or_unordered_chunks(chunks: list[int]) -> None:
     """Its number takes a byte, and the chunk a MiB."""
     with grpc_world() as world:
         window = world.doors[1].window

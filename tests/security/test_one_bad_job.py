@@ -66,7 +66,9 @@ class Watch:
         return slept
 
 
-def test_the_others_go_on(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_a_bug_in_one_job_does_not_stop_the_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     async def main() -> None:
         watch = Watch(monkeypatch)
         settings = ServerSettings(listen="127.0.0.1:0", state_path=tmp_path / "state.db")
@@ -128,7 +130,7 @@ def test_the_others_go_on(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCap
     run(main)
 
 
-def test_a_bug_at_the_start_is_one_jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_bug_in_one_job_does_not_stop_a_coordinator_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     real = Membership.handle
 
     def handle(membership: Membership, now: float, event: Event) -> Any:

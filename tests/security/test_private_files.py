@@ -50,7 +50,9 @@ def status(mode: int, owner: int, kind: int = stat.S_IFREG, links: int = 1) -> o
         (0o642, ANOTHER, ME, "chmod o-rwx "),
     ],
 )
-def test_who_may_read_what(mode: int, owner: int, user: int, mend: str | None) -> None:
+def test_the_allowed_modes_of_a_secret_file_depend_on_its_owner(
+    mode: int, owner: int, user: int, mend: str | None
+) -> None:
     if mend is None:
         check_private(Path("/run/the key"), status(mode, owner), user)
         return
@@ -58,12 +60,12 @@ def test_who_may_read_what(mode: int, owner: int, user: int, mend: str | None) -
         check_private(Path("/run/the key"), status(mode, owner), user)
 
 
-def test_what_nobody_else_can_open_has_no_mode() -> None:
+def test_the_mode_of_devices_and_unlinked_files_is_not_checked() -> None:
     check_private(Path("/dev/stdin"), status(0o666, ME, stat.S_IFCHR), ME)
     check_private(Path("/dev/fd/3"), status(0o777, ME, links=0), ME)
 
 
-def test_token_files_for_all_eyes_are_refused(tmp_path: Path) -> None:
+def test_world_readable_token_files_are_refused(tmp_path: Path) -> None:
     path, link = tmp_path / "token", tmp_path / "link"
     path.write_text(TOKEN)
     link.symlink_to(path)
@@ -79,7 +81,7 @@ def test_token_files_for_all_eyes_are_refused(tmp_path: Path) -> None:
     Credentials(token=link)
 
 
-def test_keys_for_all_eyes_are_refused(tmp_path: Path) -> None:
+def test_world_readable_keys_are_refused(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "tls")
     ours, theirs = folder.path / "coordinator.key", folder.path / "member.key"
     server = TlsPaths(folder.path / "coordinator.pem", ours)
@@ -93,7 +95,7 @@ def test_keys_for_all_eyes_are_refused(tmp_path: Path) -> None:
         Credentials.from_environment(folder.environment)
 
 
-def test_what_the_readme_says_is_private(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_documented_commands_create_private_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`paceline certs`, and a token made under `umask 077`, whatever the umask around them is."""
     folder, token = tmp_path / "tls", tmp_path / "token"
     before = os.umask(0)
@@ -129,9 +131,7 @@ def modes(folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("link", [False, True])
-def test_a_state_file_is_private_from_the_first_instant(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: bool
-) -> None:
+def test_a_state_file_is_private_when_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: bool) -> None:
     """Nobody who opens it when it has just been made can read on later."""
     path = tmp_path / "state.db"
     if link:
@@ -155,7 +155,7 @@ def test_a_state_file_is_private_from_the_first_instant(
     assert {name: mode for name, mode in found.items() if mode != 0o600} == {}
 
 
-def test_a_state_file_for_all_eyes_is_refused(tmp_path: Path) -> None:
+def test_a_world_readable_state_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "state.db"
     opened(path)
     for name in ("state.db", "state.db-wal"):
@@ -169,7 +169,7 @@ def test_a_state_file_for_all_eyes_is_refused(tmp_path: Path) -> None:
     opened(path)
 
 
-def test_kubernetes_opens_a_state_file_to_its_group_at_each_mount(tmp_path: Path) -> None:
+def test_a_group_accessible_state_file_is_made_private_again(tmp_path: Path) -> None:
     path = tmp_path / "state.db"
     opened(path)
     (tmp_path / "state.db-wal").touch()
@@ -178,7 +178,7 @@ def test_kubernetes_opens_a_state_file_to_its_group_at_each_mount(tmp_path: Path
     assert set(opened(path, lambda: modes(tmp_path)).values()) == {0o600}
 
 
-def test_a_second_coordinator_does_not_take_the_first_ones_lock_off(tmp_path: Path) -> None:
+def test_a_second_coordinator_does_not_release_the_lock_of_the_first(tmp_path: Path) -> None:
     """In one process, where to close a file takes off all locks on it."""
     path = tmp_path / "state.db"
     other = "import sqlite3, sys; sqlite3.connect(sys.argv[1], timeout=0).execute('BEGIN IMMEDIATE')"

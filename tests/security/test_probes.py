@@ -15,7 +15,7 @@ from support.coordinator import run, running
 
 
 @pytest.mark.parametrize("token", ["", "a-token-that-nobody-guesses"])
-def test_the_oldest_gives_way(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_unfinished_probe_gives_way(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "_PATIENCE_S", 3_600.0)
 
     async def main() -> None:
@@ -35,7 +35,7 @@ def test_the_oldest_gives_way(token: str, monkeypatch: pytest.MonkeyPatch) -> No
     run(main)
 
 
-def test_it_takes_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unfinished_probe_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "_PATIENCE_S", 0.05)
 
     async def main() -> None:
@@ -73,7 +73,7 @@ class Call:
         self.ended = code.name
 
 
-def test_a_connection_with_many_does_not_end_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_with_many_probes_does_not_end_others_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a flood, when thousands of calls reach the handler before the request of an honest one is read."""
     monkeypatch.setattr(probes, "_PATIENCE_S", 3_600.0)
 

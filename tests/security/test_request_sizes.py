@@ -48,7 +48,7 @@ async def refusal(
 
 @pytest.mark.parametrize("token", [None, "a-token-of-this-test-alone"])
 @pytest.mark.parametrize("compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip])
-def test_no_message_is_longer(token: str | None, compression: grpc.Compression) -> None:
+def test_an_oversized_message_is_refused_by_every_method(token: str | None, compression: grpc.Compression) -> None:
     """Not even one that is short on the wire."""
 
     async def main() -> None:
@@ -61,7 +61,7 @@ def test_no_message_is_longer(token: str | None, compression: grpc.Compression) 
     run(main)
 
 
-def test_no_request_is_longer() -> None:
+def test_an_oversized_request_is_refused_without_parsing() -> None:
     """It is refused at the message with which it is too long, and nothing of it was parsed: it is no message at all."""
 
     async def main() -> None:
@@ -75,7 +75,7 @@ def test_no_request_is_longer() -> None:
     run(main)
 
 
-def test_a_long_message_ends_a_session_that_is_open() -> None:
+def test_an_oversized_message_ends_an_open_session() -> None:
     async def main() -> None:
         async with running() as channel:
             session = await RawSession.register(channel, host="a", pid=1)
@@ -86,7 +86,7 @@ def test_a_long_message_ends_a_session_that_is_open() -> None:
     run(main)
 
 
-def test_thousands_of_empty_names() -> None:
+def test_a_drain_request_with_too_many_names_is_refused() -> None:
     """Half a million cost the coordinator 1.4 GiB and 2.8 s."""
 
     async def main() -> None:
@@ -102,7 +102,7 @@ def test_thousands_of_empty_names() -> None:
     run(main)
 
 
-def test_half_a_million_empty_pieces_of_a_value() -> None:
+def test_a_value_in_too_many_empty_pieces_is_refused() -> None:
     """They came as a MiB, and took 17 MiB for as long as the caller left its answer unread."""
 
     async def main() -> None:
@@ -119,7 +119,7 @@ def split(data: bytes) -> list[bytes]:
     return [data[at : at + MESSAGE_BYTES] for at in range(0, len(data), MESSAGE_BYTES)]
 
 
-def test_the_longest_requests_come_in() -> None:
+def test_the_longest_allowed_requests_are_accepted() -> None:
     async def main() -> None:
         async with running() as channel:
             session = await RawSession.register(channel, host="a", pid=1)
@@ -136,7 +136,7 @@ def test_the_longest_requests_come_in() -> None:
     run(main)
 
 
-def test_what_a_worker_sends_is_cut() -> None:
+def test_a_worker_splits_large_values_and_refuses_larger_ones() -> None:
     """With a token, which each call shows."""
 
     async def main() -> None:
@@ -171,7 +171,7 @@ def test_what_a_worker_sends_is_cut() -> None:
 
 
 @pytest.mark.parametrize("size", [10, 1 << 20])
-def test_a_refusal_is_heard_though_a_request_is_long(size: int, tmp_path: Path) -> None:
+def test_a_revoked_token_raises_not_authenticated_on_a_long_request(size: int, tmp_path: Path) -> None:
     """The token has been taken back: that ends the call at once, before all is sent."""
     tokens = tmp_path / "tokens"
     tokens.touch(0o600)

@@ -50,7 +50,7 @@ async def filled(channel: aio.Channel, token: str, *jobs: str, **fields: Any) ->
     return sessions
 
 
-def test_one_token_leaves_as_many_places_as_it_takes(tokens: Path) -> None:
+def test_one_token_takes_at_most_half_of_the_places(tokens: Path) -> None:
     """Its job, and the job of its launchers, each have a limit that is a half of all places."""
 
     async def main() -> None:
@@ -61,7 +61,7 @@ def test_one_token_leaves_as_many_places_as_it_takes(tokens: Path) -> None:
     run(main)
 
 
-def test_nor_after_a_restart_of_the_coordinator(tokens: Path) -> None:
+def test_restored_sessions_still_take_their_places_after_a_restart(tokens: Path) -> None:
     """It restores the sessions of members, and their token is not known then."""
 
     async def main() -> None:
@@ -103,16 +103,16 @@ async def hung_up(tokens: Path, max_silence: float, own: bool) -> None:
         await coordinator.stop(grace=0.2)
 
 
-def test_the_coordinators_own_address_keeps_no_place_for_a_member(tokens: Path) -> None:
+def test_the_coordinators_own_address_holds_no_place_for_a_member(tokens: Path) -> None:
     """Somebody listens there, but no member."""
     run(lambda: hung_up(tokens, 86_400.0, own=True))
 
 
-def test_a_live_address_keeps_a_place_for_the_time_that_the_operator_allows(tokens: Path) -> None:
+def test_a_listening_address_holds_a_place_for_the_allowed_time(tokens: Path) -> None:
     run(lambda: hung_up(tokens, 0.5, own=False))
 
 
-def test_a_member_may_not_ask_for_a_longer_time(tokens: Path) -> None:
+def test_a_failure_timeout_above_the_maximum_is_refused(tokens: Path) -> None:
     async def main() -> None:
         async with running(token_file=tokens) as channel:
             with pytest.raises(aio.AioRpcError) as caught:

@@ -71,7 +71,9 @@ def crowds() -> Iterator[list[Crowd]]:
 
 
 @pytest.mark.parametrize("come_again", [False, True], ids=["who stay", "who come again"])
-def test_a_new_member_s_links_are_tcp(come_again: bool, crowds: list[Crowd], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_members_get_tcp_links_despite_silent_strangers(
+    come_again: bool, crowds: list[Crowd], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Strangers may stay for 10 s here, and a member waits for 8: so the oldest of them have to give way."""
     monkeypatch.setattr(_tcp_kind, "HELLO_SECONDS", TICKET_LIFETIME)
     monkeypatch.setattr(registry, "OPEN_SECONDS", 0.8 * TICKET_LIFETIME)

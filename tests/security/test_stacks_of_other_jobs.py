@@ -59,7 +59,7 @@ def refusal(pid: int) -> tuple[int, bool, str]:
     return pid, False, text
 
 
-def test_an_operator_of_one_job_reads_no_stacks_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operator_of_one_job_cannot_read_stacks_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = {name: name.ljust(32, "x") for name in ("operator-a", "worker-a", "worker-b")}
     file = tmp_path / "tokens"
     file.write_text("".join(f"{token} role={name[:-2]} {name[-1]}\n" for name, token in tokens.items()))
@@ -77,7 +77,7 @@ def test_an_operator_of_one_job_reads_no_stacks_of_another(tmp_path: Path, monke
         assert [worker.wait() for worker in a + b] == [0, 0, 0]
 
 
-def test_a_job_of_the_same_name_at_another_coordinator_is_another_job() -> None:
+def test_stacks_of_a_same_named_job_elsewhere_are_refused() -> None:
     with (
         coordinator() as here,
         coordinator() as there,
@@ -91,7 +91,7 @@ def test_a_job_of_the_same_name_at_another_coordinator_is_another_job() -> None:
             worker.go()
 
 
-def test_a_process_that_has_left_for_another_job_is_no_member_any_more(own_folder: Path) -> None:
+def test_a_process_carries_only_the_mark_of_its_current_job(own_folder: Path) -> None:
     with (
         coordinator() as address,
         workers(1, MOVES, COORDINATOR=address) as moves,
@@ -117,7 +117,7 @@ def marks(folder: Path, pid: int) -> list[Path]:
     return [path for path in folder.glob(f"*.{pid}.*.*") if len(path.suffix) == 65]
 
 
-def test_a_mark_is_of_use_to_one_process_only(own_folder: Path) -> None:
+def test_a_mark_is_valid_for_one_process_only(own_folder: Path) -> None:
     """Neither a process that copies it for its own pid gets anything from it, nor one that gets a pid again."""
     with (
         coordinator() as address,
@@ -141,7 +141,7 @@ def test_a_mark_is_of_use_to_one_process_only(own_folder: Path) -> None:
             worker.go()
 
 
-def test_a_process_without_a_mark_is_not_signalled() -> None:
+def test_a_process_without_a_mark_is_not_signaled() -> None:
     """Children that a member has forked, and processes that have nothing to do with Paceline."""
     with coordinator() as address, workers(1, JOB, COORDINATOR=address, JOB="a", WORLD="1") as a:
         pids_of(a)

@@ -125,7 +125,7 @@ ATTACKS = {
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_probes_without_a_token(besieged: Siege) -> None:
+def test_a_flood_of_unfinished_probes_starves_no_other_caller(besieged: Siege) -> None:
     """Their requests never come: 13,500 of them took 90 MiB for ten seconds, and a stall when they ended together.
 
     Up to 3,000 of them still wait at grpc's server, which takes a millisecond of a processor for each, when the honest
@@ -138,7 +138,7 @@ def test_probes_without_a_token(besieged: Siege) -> None:
 
 
 @pytest.mark.slow
-def test_strangers_at_the_same_address(tmp_path: Path) -> None:
+def test_strangers_at_the_same_address_do_not_slow_a_job(tmp_path: Path) -> None:
     """The other job has a token for all jobs, and calls from where they do: they are refused, and it is not slowed."""
     tokens = tmp_path / "tokens"
     tokens.touch(0o600)
@@ -159,7 +159,7 @@ def besieged(tmp_path: Path) -> Iterator[Siege]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ATTACKS)
-def test_a_token_for_another_job(name: str, besieged: Siege) -> None:
+def test_attacks_with_another_jobs_token_do_not_starve_a_job(name: str, besieged: Siege) -> None:
     attack = ATTACKS[name]
 
     async def main() -> int:

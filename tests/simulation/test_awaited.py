@@ -58,14 +58,14 @@ def crossings(monkeypatch: pytest.MonkeyPatch, seeds: range, shapes: list[Shape]
 
 
 @pytest.mark.slow
-def test_the_decision_is_that_of_a_meeting_convened_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crossing_off_members_decides_like_a_new_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = crossings(monkeypatch, range(800_000, 800_030), SHAPES)
     assert min(seen["late"], seen["laggard"]) > 100, seen
     assert seen["again"] > 3, seen
 
 
 @pytest.mark.slow
-def test_the_comparison_finds_a_member_that_is_crossed_off_too_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crossing_off_a_member_too_soon_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def has_caught_up(*_: object) -> bool:
         return True
 

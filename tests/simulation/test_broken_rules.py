@@ -54,7 +54,7 @@ def found(within: int, shape: Shape = HARSH, *, first: int = 0) -> str:
     pytest.fail(f"{within} schedules did not find it")
 
 
-def test_all_who_meet_may_lead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_letting_every_member_of_a_meeting_lead_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Newcomers too, whose state may be another line's, or none."""
 
     def convene(state: JobState) -> _meeting.Meeting:
@@ -73,18 +73,18 @@ def test_all_who_meet_may_lead(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(1000, FEW, first=560).startswith(("I1", "I2", "two lines"))
 
 
-def test_any_member_of_the_generation_may_lead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_letting_every_member_of_the_generation_lead_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even one that did not get its base."""
     monkeypatch.setattr(_meeting, "_leads", lambda _view, session: _has_tag(session))
     assert found(500, first=25).startswith(("I1", "I2", "two lines"))
 
 
-def test_a_line_is_lost_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreported_loss_of_the_lineage_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_lineage, "what_is_lost", lambda _reached, _base: "")
     assert "nobody is told that a line is lost" in found(100)
 
 
-def test_states_are_compared_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparing_states_by_step_alone_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal steps of two generations are not equal states."""
 
     def formed(place: MemberState, view: MemberView) -> Meet | Take | None:
@@ -102,7 +102,7 @@ def test_states_are_compared_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(300, APART).startswith(("I1", "I2", "I5", "two lines"))
 
 
-def test_laggards_take_the_base_after_the_view_has_formed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forming_a_view_before_laggards_take_the_base_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then a donor's death leaves members that hold all that counts, and may not use it."""
 
     def convene(state: JobState) -> _meeting.Meeting:
@@ -124,7 +124,7 @@ def test_laggards_take_the_base_after_the_view_has_formed(monkeypatch: pytest.Mo
     assert found(12000).startswith("liveness")
 
 
-def test_a_view_is_entered_with_something_newer_than_its_base(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entering_a_view_with_a_newer_state_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def formed(place: MemberState, view: MemberView) -> Meet | Take | None:
         effect = honest(place, view)
         newer = place.held is not None and view.base is not None and place.held > view.base
@@ -138,7 +138,7 @@ def test_a_view_is_entered_with_something_newer_than_its_base(monkeypatch: pytes
     assert found(500, AWAY, first=165).startswith(("I1", "I5", "two lines", "mismatch", "liveness"))
 
 
-def test_a_view_is_pushed_before_it_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pushing_a_view_before_storing_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def keep(keeper: Keeper, job: Job, effect: Kept) -> None:
         honest(keeper, job, effect)
         if isinstance(effect, StoreView):
@@ -149,12 +149,12 @@ def test_a_view_is_pushed_before_it_is_stored(monkeypatch: pytest.MonkeyPatch) -
     assert "I3" in found(500)
 
 
-def test_a_view_speaks_what_one_of_its_members_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_view_of_a_version_unknown_to_a_member_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_lineage, "spoken_by", lambda programs: OURS)
     assert "versions" in found(20)
 
 
-def test_a_view_that_is_restored_speaks_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restoring_a_view_with_another_version_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def forgets(view: Any, door_secret: bytes) -> dict[str, Any]:
         return {name: value for name, value in honest(view, door_secret).items() if name != "versions"}
 
@@ -163,17 +163,17 @@ def test_a_view_that_is_restored_speaks_another_version(monkeypatch: pytest.Monk
     assert found(200, TWO).startswith(("I3", "versions"))
 
 
-def test_a_step_is_applied_that_not_all_gave_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_applying_a_step_without_all_contributions_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "is_complete", lambda contributed, world: contributed >= max(1, world - 1))
     assert found(100).startswith("I1")
 
 
-def test_an_interrupted_update_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keeping_an_interrupted_update_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MemberState, "spoiled", lambda place: None)
     assert found(500, first=55).startswith(("I5", "I6"))
 
 
-def test_a_newcomer_speaks_for_those_who_gave_it_the_base(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_letting_a_newcomer_speak_for_its_donors_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """They may never have heard of its generation, and have gone on in theirs."""
     monkeypatch.setattr(_meeting, "_may_speak", _always)
     assert found(300, AWAY, first=280).startswith(("I1", "two lines"))
@@ -193,7 +193,7 @@ SPREAD = Shape(members=(2, 4), faults=(3, 9), node_size=0)
 NODES = Shape(members=(3, 6), faults=(3, 9), node_size=2)
 
 
-def test_there_is_no_second_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaving_out_the_second_word_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then one has applied a step for which others do not have what it takes."""
     honest = Group.all_reduce
 
@@ -204,12 +204,12 @@ def test_there_is_no_second_word(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(3000, NODES, first=180).startswith(("I1", "I2", "I5", "two lines", "liveness"))
 
 
-def test_who_did_not_see_the_second_word_complete_undoes_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undoing_a_step_with_an_incomplete_second_word_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MemberState, "prepare", lambda place, step: None)
     assert found(1000, NODES, first=395).startswith(("I1", "I2", "two lines", "liveness"))
 
 
-def test_who_is_prepared_finishes_a_step_that_nobody_has_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finishing_a_prepared_step_of_another_generation_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its step is one of a generation that others are not prepared for."""
     honest = MemberState.catch_up
 
@@ -224,7 +224,7 @@ def test_who_is_prepared_finishes_a_step_that_nobody_has_applied(monkeypatch: py
     assert found(1000, NODES, first=310).startswith(("I1", "I5", "two lines"))
 
 
-def test_shares_are_dropped_as_soon_as_others_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropping_shares_before_all_have_taken_theirs_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before all have taken theirs."""
     honest = MemberState.took
 
@@ -236,7 +236,7 @@ def test_shares_are_dropped_as_soon_as_others_are_taken(monkeypatch: pytest.Monk
     assert found(3000, SPREAD).startswith(("I1", "I2", "I5", "liveness"))
 
 
-def test_who_leaves_goes_before_others_have_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dismissing_a_member_before_its_share_is_taken_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = _meeting._share_out
 
     def share_out(view: View, seating: _meeting.Meeting) -> _meeting.Meeting:
@@ -246,42 +246,42 @@ def test_who_leaves_goes_before_others_have_its_share(monkeypatch: pytest.Monkey
     assert found(3000, SPREAD, first=40).startswith(("I1", "I2", "liveness"))
 
 
-def test_a_view_forms_of_whatever_shares_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forming_a_view_without_all_shares_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_meeting, "_share_out", lambda view, seating: seating)
     assert found(100, SPREAD).startswith("I2")
 
 
-def test_a_tag_counts_of_which_a_part_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counting_a_tag_with_a_missing_part_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_meeting, "_lacks", lambda sessions, tag: Lack(1, 0, ()))
     breach = found(1000, SPREAD)
     assert breach.startswith(("I2", "liveness")) or "could not fetch the state" in breach
 
 
-def test_who_holds_a_part_goes_on_without_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_on_a_part_without_the_coordinator_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have been let go meanwhile, and goes with its part of what came after."""
     may = property(lambda place: place.phase is Phase.MEETING and place.holds_base)
     monkeypatch.setattr(MemberState, "may_go_on", may)
     assert found(4000, replace(SPREAD, away=True)).startswith(("I1", "I2", "I6"))
 
 
-def test_a_line_begins_anew_before_the_last_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restarting_a_lineage_before_all_have_left_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """They may not have heard that they may go, and go on."""
     monkeypatch.setattr(_meeting, "_going", lambda *_: [])
     assert found(500, replace(AWAY, members=(1, 2)), first=30).startswith(("I1", "I6", "two lines"))
 
 
-def test_a_state_is_given_up_while_somebody_silent_may_have_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_giving_up_a_state_held_by_a_silent_member_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_meeting._Absent, "may_have", lambda *_: None)
     assert found(500, SPREAD).startswith(("I1", "I2"))
 
 
-def test_the_updates_of_a_step_that_is_undone_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keeping_the_updates_of_an_undone_step_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a step with two, the first may have been made."""
     monkeypatch.setattr(State, "undo_updates", lambda state, small: None)
     assert found(400, TWICE).startswith("I6")
 
 
-def test_a_step_counts_whose_last_collective_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counting_a_step_with_a_failed_last_collective_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some members have made its second update then, and some have not."""
 
     def leave(step: Step, *raised: Any) -> bool:
@@ -293,7 +293,7 @@ def test_a_step_counts_whose_last_collective_has_failed(monkeypatch: pytest.Monk
     assert found(400, TWICE).startswith(("I5", "I6"))
 
 
-def test_seats_are_given_out_in_the_order_of_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seating_members_by_order_of_arrival_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then hosts that came turn and turn about hold each part on one host alone."""
     monkeypatch.setattr(_seating, "_host", lambda session: session.member_id)
     assert found(500, replace(NODES, members=(4, 6), hosts=2)).startswith("hosts")

@@ -42,7 +42,7 @@ def test_a_job_with_several_coordinators_finishes(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", SHAPES)
-def test_many_more(name: str) -> None:
+def test_many_more_schedules(name: str) -> None:
     shape, count = SHAPES[name]
     for seed in range(10_000_000, 10_000_000 + count // 4):
         run(seed, shape)
@@ -51,26 +51,26 @@ def test_many_more(name: str) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", SHAPES)
-def test_many_times_as_many(name: str) -> None:
+def test_many_more_schedules_exhaustively(name: str) -> None:
     shape, count = SHAPES[name]
     for seed in range(20_000_000, 20_000_000 + 3 * count):
         run(seed, shape)
 
 
-def test_without_faults_a_job_needs_no_operator_and_few_generations() -> None:
+def test_a_job_without_faults_needs_no_restart_and_few_generations() -> None:
     for seed in range(20):
         outcome = run(seed, replace(PAIR, faults=(0, 0)))
         assert outcome.generations <= 5
         assert outcome.restarts == 0
 
 
-def test_members_take_messages_of_a_lower_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accepting_messages_of_a_lower_epoch_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then a leader of the past tells them what was true before."""
     monkeypatch.setattr(ControlStream, "_is_current", lambda stream, message: True)
     assert found(400, UNFENCED, first=150)
 
 
-def test_a_leader_pushes_views_before_they_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pushing_a_view_before_storing_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def keep(keeper: Keeper, job: Job, effect: Kept) -> None:
         honest(keeper, job, effect)
         if isinstance(effect, StoreView):
@@ -81,7 +81,7 @@ def test_a_leader_pushes_views_before_they_are_stored(monkeypatch: pytest.Monkey
     assert "I3" in found(100, PAIR)
 
 
-def test_the_store_does_not_ask_who_leads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storing_without_checking_the_leader_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """A swap that always succeeds is a put: two leaders store one number twice."""
     honest = Node.swap
 

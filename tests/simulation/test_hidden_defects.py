@@ -37,7 +37,7 @@ from paceline_protocol.coordinator import JobState, ViewStored
 from paceline_server.keeper import Keeper
 
 
-def test_a_candidate_is_to_reach_members_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requiring_links_to_ended_members_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then a job of fixed size never gets its replacement in."""
     honest = line_client.LineClient._learn_members
 
@@ -49,12 +49,12 @@ def test_a_candidate_is_to_reach_members_that_have_ended(monkeypatch: pytest.Mon
     assert found(400, FIXED).startswith("liveness")
 
 
-def test_members_that_hang_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_hanging_members_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Stragglers, "overdue", lambda stragglers, now: ([], 0.0))
     assert found(400, STUCK).startswith("liveness")
 
 
-def test_most_members_hang_together_and_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_a_hanging_majority_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of them are never there to show that it is no long step."""
     honest = Stragglers.__init__
 
@@ -66,7 +66,7 @@ def test_most_members_hang_together_and_are_waited_for(monkeypatch: pytest.Monke
     assert found(400, STUCK_MOST, first=55).startswith("liveness")
 
 
-def test_the_line_is_finished_while_its_last_checkpoint_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finishing_before_the_last_checkpoint_is_written_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = TrainingLoop.close
 
     def close(line: TrainingLoop) -> None:
@@ -77,23 +77,23 @@ def test_the_line_is_finished_while_its_last_checkpoint_is_written(monkeypatch: 
     assert found(400, DISKS).startswith("durability")
 
 
-def test_attempts_count_whose_culprits_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counting_attempts_whose_culprits_have_left_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempts, "_worker", lambda peer: "some worker")
     assert "StepVoid" in found(400, RECLAIMED)
 
 
-def test_an_older_copy_of_the_coordinators_state_is_taken_for_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trusting_an_older_copy_of_the_coordinator_state_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_lineage.Lineage, "see_generation", lambda line, now, generation, failure_timeout: [])
     assert found(400, replace(FORGETFUL, faults=(3, 7)), first=65).startswith(("refused", "mismatch"))
 
 
-def test_tags_that_are_brought_do_not_raise_the_number_of_the_next_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ignoring_generations_of_brought_tags_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then two hosts make different checkpoints of one tag."""
     monkeypatch.setattr(_lineage, "max", lambda known, *tags: known, raising=False)
     assert found(400, LOST).startswith("I3")
 
 
-def test_a_member_that_refuses_a_view_tells_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusing_a_view_without_reporting_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the others wait for it until the step times out."""
     honest = TrainingLoop._end_generation
 
@@ -105,7 +105,7 @@ def test_a_member_that_refuses_a_view_tells_nobody(monkeypatch: pytest.MonkeyPat
     assert found(400, replace(AWAY, steps=(8, 14), step_timeout=600.0), first=140).startswith("liveness")
 
 
-def test_a_view_is_entered_that_came_for_the_former_member(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entering_a_view_meant_for_the_former_member_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = TrainingLoop._handle
 
     def read(line: TrainingLoop, message: InboxMessage) -> None:
@@ -117,7 +117,7 @@ def test_a_view_is_entered_that_came_for_the_former_member(monkeypatch: pytest.M
     assert found(400, replace(LATE, step_timeout=600.0), first=435).startswith("liveness")
 
 
-def test_a_generation_goes_on_after_the_next_has_formed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_continuing_a_generation_after_the_next_formed_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then a member that is in a step of it waits there for the others, or they finish the job beside the next."""
     honest = Generations.formed
 
@@ -130,7 +130,7 @@ def test_a_generation_goes_on_after_the_next_has_formed(monkeypatch: pytest.Monk
     assert found(400, replace(AWAY, steps=(8, 14), step_timeout=600.0), first=605).startswith(("liveness", "I6"))
 
 
-def test_a_view_that_was_not_stored_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_announcing_a_view_that_was_not_stored_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def written(keeper: Keeper, job: Any, generation: int, began: float, done: Any) -> None:
         done.exception()
         keeper._apply(job, ViewStored(generation))
@@ -139,17 +139,17 @@ def test_a_view_that_was_not_stored_is_announced(monkeypatch: pytest.MonkeyPatch
     assert found(400, DISKS).startswith("I3")
 
 
-def test_the_gate_opens_before_all_that_was_called_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opening_the_gate_before_all_operations_complete_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Group, "flush", lambda group: None)
     assert found(100, SMALL).startswith("I1")
 
 
-def test_nobody_writes_when_the_lowest_rank_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losing_the_checkpoint_when_the_lowest_rank_is_gone_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Saver, "_write_now", lambda saver, held, state, attempt: None)
     assert found(100, DISKS).startswith("durability")
 
 
-def test_a_worker_looks_for_a_process_of_another_container(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_looking_for_processes_of_another_container_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither whom the coordinator asks nor what the worker answers depends on the pid namespace."""
 
     def is_gone(other: Process) -> bool:
@@ -161,12 +161,12 @@ def test_a_worker_looks_for_a_process_of_another_container(monkeypatch: pytest.M
     assert found(400, replace(SEEN, away=True)).startswith(("I1", "I2", "two lines"))
 
 
-def test_a_worker_does_not_look_whether_others_of_its_container_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_not_looking_for_ended_processes_of_the_container_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(line_client, "is_gone", lambda _: False)
     assert "see that all members have ended" in found(400, SEEN, first=50)
 
 
-def test_another_process_with_its_pid_is_taken_for_one_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistaking_a_reused_pid_for_the_former_process_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = identity.is_gone
 
     def is_gone(other: Process) -> bool:
@@ -176,7 +176,7 @@ def test_another_process_with_its_pid_is_taken_for_one_that_is_gone(monkeypatch:
     assert "see that all members have ended" in found(400, SEEN, first=50)
 
 
-def test_an_unreaped_process_is_taken_for_a_running_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistaking_an_unreaped_process_for_a_running_one_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = identity.is_gone
 
     def is_gone(other: Process) -> bool:

@@ -23,7 +23,7 @@ from paceline._parallel import _buckets
 from paceline_protocol import Tag
 
 
-def test_sums_are_kept_of_another_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keeping_sums_of_another_state_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def enter(kept: KeptSums, base: Tag | None) -> None:
         kept._due = True
 
@@ -31,7 +31,7 @@ def test_sums_are_kept_of_another_state(monkeypatch: pytest.MonkeyPatch) -> None
     assert found(200, MICROBATCHES).startswith("I6")
 
 
-def test_a_newcomer_brings_what_it_has_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_letting_a_newcomer_reuse_kept_sums_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def enter(kept: KeptSums, base: Tag | None) -> None:
         honest(kept, kept._base if base is None else base)
 
@@ -40,7 +40,7 @@ def test_a_newcomer_brings_what_it_has_kept(monkeypatch: pytest.MonkeyPatch) -> 
     assert found(200, MICROBATCHES).startswith("I6")
 
 
-def test_a_microbatch_that_is_kept_is_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counting_a_kept_microbatch_twice_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = _buckets.Bucket.keep_nodes
 
     def keep_nodes(bucket: _buckets.Bucket, nodes: Any, *, spare: int) -> None:
@@ -52,7 +52,7 @@ def test_a_microbatch_that_is_kept_is_counted_twice(monkeypatch: pytest.MonkeyPa
     assert found(200, MICROBATCHES).startswith("I6")
 
 
-def test_sums_of_a_repair_are_added_up_rank_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adding_repaired_sums_rank_by_rank_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a quiet step that is the order of the tree."""
 
     def broken(*of: Any) -> TreeArithmetic:
@@ -65,12 +65,12 @@ def test_sums_of_a_repair_are_added_up_rank_by_rank(monkeypatch: pytest.MonkeyPa
     assert found(200, MICROBATCHES).startswith("I6")
 
 
-def test_microbatches_are_added_up_in_the_order_in_which_they_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adding_microbatches_in_computation_order_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_buckets, "closes", lambda left, right, leaves: left[1] == right[0])
     assert found(200, MICROBATCHES).startswith(("I6", "error"))
 
 
-def test_a_rank_gives_to_a_step_what_it_computes_from_half_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contributing_after_half_an_update_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def spoil(step: Step) -> None:
         if step.keeps_copy:
             step.half_updated = True
@@ -82,12 +82,12 @@ def test_a_rank_gives_to_a_step_what_it_computes_from_half_an_update(monkeypatch
     assert found(200, replace(MICROBATCHES, twice=True)).startswith("I6")
 
 
-def test_the_gate_of_real_groups_opens_before_all_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opening_the_gate_before_all_operations_complete_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LinkedGroup, "flush", lambda group: None)
     assert found(200, MICROBATCHES).startswith("I1")
 
 
-def test_a_groups_thread_runs_the_latest_operation_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_the_latest_operation_first_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = Lane._enqueue
 
     def enqueue(lane: Lane, operation: int, task: Any) -> Any:

@@ -60,5 +60,5 @@ def test_a_job_with_paced_decisions_finishes(monkeypatch: pytest.MonkeyPatch, pa
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_many_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_more_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
     assert postponed(monkeypatch, range(810_100, 810_140), 0.01) > 3_000

@@ -103,11 +103,11 @@ def test_a_job_with_faults_finishes(name: str) -> None:
         ("forgetful-spread", 70_000_592),
     ],
 )
-def test_a_schedule_that_once_broke(name: str, seed: int) -> None:
+def test_a_schedule_that_once_failed_finishes(name: str, seed: int) -> None:
     run(seed, SHAPES[name][0])
 
 
-def test_without_faults_a_job_needs_no_operator_and_few_generations() -> None:
+def test_a_job_without_faults_needs_no_restart_and_few_generations() -> None:
     for seed in range(50):
         outcome = run(seed, Shape(faults=(0, 0)))
         assert outcome.generations <= 2 + 3  # one to compare, one to train, and one for whoever came late
@@ -119,14 +119,14 @@ def test_a_seed_repeats_exactly() -> None:
     assert run(4712, MICROBATCHES) == run(4712, MICROBATCHES)
 
 
-def test_steps_are_repaired_in_these_schedules() -> None:
+def test_schedules_with_microbatches_repair_steps() -> None:
     assert sum(run(seed, MICROBATCHES).repairs for seed in range(10)) > 2
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", SHAPES)
-def test_many_more(name: str) -> None:
+def test_many_more_schedules(name: str) -> None:
     shape, count = SHAPES[name]
     for seed in range(10_000_000, 10_000_000 + count // 4):
         run(seed, shape)
@@ -135,7 +135,7 @@ def test_many_more(name: str) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", SHAPES)
-def test_many_times_as_many(name: str) -> None:
+def test_many_more_schedules_exhaustively(name: str) -> None:
     shape, count = SHAPES[name]
     for seed in range(20_000_000, 20_000_000 + 3 * count):
         run(seed, shape)

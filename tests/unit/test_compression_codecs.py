@@ -37,14 +37,14 @@ def block_max(x: NDArray[Any], block: int) -> NDArray[Any]:
 
 @given(ANY)
 @settings(deadline=None)
-def test_bf16_is_as_near_as_it_says(x: Floats) -> None:
+def test_bf16_error_is_within_its_bound(x: Floats) -> None:
     error = np.abs(through(Bf16(), x).astype(np.float64) - x)
     assert (error <= np.maximum(2.0**-8 * np.abs(x.astype(np.float64)), 2.0**-134)).all()
 
 
 @given(INT8, ANY)
 @settings(deadline=None)
-def test_int8_is_as_near_as_it_says(codec: Int8, x: Floats) -> None:
+def test_int8_error_is_within_its_bound(codec: Int8, x: Floats) -> None:
     largest = block_max(x, codec.block).astype(np.float64)
     error = np.abs(through(codec, x).astype(np.float64) - x)
     bound = np.where(largest < 2.0**-119, largest, largest / 254 * (1 + 2.0**-12))
@@ -52,7 +52,7 @@ def test_int8_is_as_near_as_it_says(codec: Int8, x: Floats) -> None:
 
 
 @pytest.mark.parametrize("codec", [Bf16(), Int8(), Int8(7)], ids=str)
-def test_numbers_that_stay_as_they_are(codec: Codec) -> None:
+def test_zeros_and_integers_in_the_int8_range_are_kept_exactly(codec: Codec) -> None:
     whole = np.arange(-127, 128, dtype=np.float32)
     zeros = np.zeros(20, np.float32)
     np.testing.assert_array_equal(through(codec, zeros), zeros)
@@ -61,7 +61,7 @@ def test_numbers_that_stay_as_they_are(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
-def test_a_block_with_what_is_not_finite_is_nan_and_the_others_are_not(odd: float) -> None:
+def test_a_non_finite_value_turns_only_its_int8_block_into_nan(odd: float) -> None:
     x = np.ones(12, np.float32)
     x[5] = odd
     found = through(Int8(4), x)
@@ -69,7 +69,7 @@ def test_a_block_with_what_is_not_finite_is_nan_and_the_others_are_not(odd: floa
     np.testing.assert_array_equal(found[[0, 1, 2, 3, 8, 9, 10, 11]], 1)
 
 
-def test_what_bf16_does_with_what_is_not_finite() -> None:
+def test_bf16_keeps_nan_infinities_and_signed_zero() -> None:
     found = through(Bf16(), np.array([np.nan, np.inf, -np.inf, 3.4e38, -0.0, 1.0], np.float32))
     np.testing.assert_array_equal(found, [np.nan, np.inf, -np.inf, np.inf, 0, 1])
     assert np.signbit(found[4])
@@ -77,7 +77,7 @@ def test_what_bf16_does_with_what_is_not_finite() -> None:
 
 @given(st.binary(min_size=0, max_size=200), st.integers(1, 40))
 @settings(deadline=None)
-def test_decoding_believes_any_bytes(data: bytes, block: int) -> None:
+def test_decoding_accepts_any_bytes(data: bytes, block: int) -> None:
     """What a peer sends has the right length, for the engine checks it, and nothing else is sure (I9)."""
     codec = Int8(block)
     n = max(n for n in range(len(data) + 1) if codec.nbytes(n) <= len(data))
@@ -86,12 +86,12 @@ def test_decoding_believes_any_bytes(data: bytes, block: int) -> None:
     Bf16().decode(np.frombuffer(data[: 2 * n], np.uint8), np.empty(n, np.float32))
 
 
-def test_bytes() -> None:
+def test_nbytes_of_each_codec() -> None:
     assert [Bf16().nbytes(n) for n in (0, 1, 7)] == [0, 2, 14]
     assert [Int8(4).nbytes(n) for n in (0, 1, 4, 5)] == [0, 5, 8, 13]
 
 
-def test_which_codec() -> None:
+def test_codec_of_finds_codecs_by_name_and_refuses_others() -> None:
     assert codec_of("bf16") == Bf16()
     assert codec_of("int8") == Int8(1024)
     assert codec_of(Int8(64)) == Int8(64)
@@ -116,7 +116,7 @@ class Named(Bf16):
         return str(getattr(self, "words"))  # noqa: B009
 
 
-def test_a_codec_of_the_users_own_must_fit_a_signature() -> None:
+def test_a_custom_codec_must_fit_a_signature() -> None:
     assert words_of(Named("top_k k=3")) == "top_k k=3"
     for odd in ("", "top k", "k=[3]", "a\nb", "x" * 41):
         with pytest.raises(UnsupportedOp, match="of a codec must be"):

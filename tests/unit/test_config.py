@@ -17,16 +17,16 @@ def test_the_environment_beats_the_defaults() -> None:
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "nan"])
-def test_a_variable_that_is_no_time_is_named(text: str) -> None:
+def test_an_invalid_timeout_variable_is_named(text: str) -> None:
     with pytest.raises(ValueError, match=r"(?i)failure_timeout"):
         Config.from_environment({"PACELINE_FAILURE_TIMEOUT": text})
 
 
-def test_every_field_is_in_the_table() -> None:
+def test_every_config_field_has_an_environment_variable() -> None:
     assert {f"PACELINE_{field.name.upper()}" for field in fields(Config)} <= set(ENVIRONMENT)
 
 
-def test_how_members_talk_to_each_other() -> None:
+def test_link_settings_are_read_from_the_environment() -> None:
     assert Config().links == ("shm", "tcp", "grpc")
     table = {"PACELINE_LINKS": "tcp, grpc", "PACELINE_TCP_STREAMS": "4", "PACELINE_TUNING": "table.json"}
     config = Config.from_environment(table)
@@ -42,6 +42,6 @@ def test_how_members_talk_to_each_other() -> None:
         ("PACELINE_TCP_STREAMS", "0", "tcp_streams must be 1 to 16, not 0"),
     ],
 )
-def test_what_cannot_be_a_link_is_said(name: str, text: str, says: str) -> None:
+def test_invalid_link_settings_are_refused_with_a_reason(name: str, text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         Config.from_environment({name: text})

@@ -29,14 +29,14 @@ def shown(credentials: Credentials) -> list[tuple[str, str]]:
     return list(asyncio.run(credentials.metadata()))
 
 
-def test_nothing_in_the_environment_is_nothing() -> None:
+def test_an_empty_environment_gives_no_credentials() -> None:
     found = Credentials.from_environment({})
     assert found == IN_THE_CLEAR
     assert found.files is None
     assert shown(found) == []
 
 
-def test_certificates_and_a_token(good: CertificateFolder) -> None:
+def test_certificates_and_a_token_are_read_from_the_environment(good: CertificateFolder) -> None:
     found = Credentials.from_environment({**good.environment, "PACELINE_TOKEN": TOKEN})
     assert found.files is not None
     assert found.for_worker() is found
@@ -52,13 +52,13 @@ def test_certificates_and_a_token(good: CertificateFolder) -> None:
         (["CERT", "KEY"], "PACELINE_TLS_CERT and PACELINE_TLS_KEY are set, but PACELINE_TLS_CA is not"),
     ],
 )
-def test_what_is_missing_is_named(good: CertificateFolder, names: list[str], words: str) -> None:
+def test_a_missing_tls_variable_is_named(good: CertificateFolder, names: list[str], words: str) -> None:
     environ = {f"PACELINE_TLS_{name}": good.environment[f"PACELINE_TLS_{name}"] for name in names}
     with pytest.raises(ValueError, match=words):
         Credentials.from_environment(environ)
 
 
-def test_an_authority_alone_is_for_the_command_line(good: CertificateFolder) -> None:
+def test_an_authority_alone_is_refused_for_workers(good: CertificateFolder) -> None:
     found = Credentials.from_environment({"PACELINE_TLS_CA": good.environment["PACELINE_TLS_CA"]})
     assert found == good.authority_only
     with pytest.raises(
@@ -67,7 +67,7 @@ def test_an_authority_alone_is_for_the_command_line(good: CertificateFolder) -> 
         found.for_worker()
 
 
-def test_a_file_that_cannot_be_read_is_named(good: CertificateFolder, tmp_path: Path) -> None:
+def test_an_unreadable_file_is_named(good: CertificateFolder, tmp_path: Path) -> None:
     nowhere = str(tmp_path / "nowhere.pem")
     with pytest.raises(ValueError, match=f"PACELINE_TLS_KEY: cannot read {nowhere}: No such file"):
         Credentials.from_environment({**good.environment, "PACELINE_TLS_KEY": nowhere})
@@ -83,7 +83,7 @@ def test_a_file_that_cannot_be_read_is_named(good: CertificateFolder, tmp_path: 
         ("KEY", "ca.pem", "they are not in PEM"),
     ],
 )
-def test_files_that_are_something_else(
+def test_a_tls_file_of_the_wrong_kind_is_refused(
     good: CertificateFolder, tmp_path: Path, name: str, file: str, words: str
 ) -> None:
     path = tmp_path / file
@@ -103,7 +103,7 @@ def test_files_that_are_something_else(
         ("[::1]:7400", "dns:///%5B::1%5D:7400"),
     ],
 )
-def test_no_host_is_taken_for_a_scheme(
+def test_a_host_name_is_never_parsed_as_a_uri_scheme(
     good: CertificateFolder, monkeypatch: pytest.MonkeyPatch, address: str, target: str
 ) -> None:
     dialled: list[str] = []
@@ -116,13 +116,13 @@ def test_no_host_is_taken_for_a_scheme(
     assert dialled == [target] * 6
 
 
-def test_two_tokens_are_one_too_many(tmp_path: Path) -> None:
+def test_a_token_and_a_token_file_together_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="PACELINE_TOKEN and PACELINE_TOKEN_FILE are both set"):
         Credentials.from_environment({"PACELINE_TOKEN": TOKEN, "PACELINE_TOKEN_FILE": str(tmp_path)})
 
 
 @pytest.mark.parametrize("nothing", ["", " ", "\n"])
-def test_what_is_set_and_empty_is_named(good: CertificateFolder, nothing: str) -> None:
+def test_a_variable_that_is_set_but_empty_is_named(good: CertificateFolder, nothing: str) -> None:
     for name in (*good.environment, "PACELINE_TOKEN", "PACELINE_TOKEN_FILE"):
         for others in ({}, good.environment):
             with pytest.raises(ValueError, match=f"{name} is set, but empty: unset it if"):
@@ -131,7 +131,7 @@ def test_what_is_set_and_empty_is_named(good: CertificateFolder, nothing: str) -
         Credentials.tls_from_environment({"PACELINE_TLS_CA": nothing})
 
 
-def test_tls_alone(good: CertificateFolder, tmp_path: Path) -> None:
+def test_tls_from_environment_ignores_tokens(good: CertificateFolder, tmp_path: Path) -> None:
     for token in ({"PACELINE_TOKEN_FILE": str(tmp_path / "nowhere")}, {"PACELINE_TOKEN": ""}):
         found = Credentials.tls_from_environment({**good.environment, **token})
         assert found == good.credentials
@@ -139,13 +139,13 @@ def test_tls_alone(good: CertificateFolder, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("token", ["two words of it", "ünïcode-ünïcode-ünïcode", "line\nbreak-line-break", ""])
-def test_what_cannot_be_a_token_is_not_repeated(token: str) -> None:
+def test_an_invalid_token_is_refused_and_not_repeated(token: str) -> None:
     with pytest.raises(ValueError, match=r"^the token (is empty|has a space|has characters other than)") as caught:
         Credentials(token=token)
     assert not token or token not in str(caught.value)
 
 
-def test_no_secret_shows(good: CertificateFolder, tmp_path: Path) -> None:
+def test_repr_shows_no_secret(good: CertificateFolder, tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.touch(0o600)
     path.write_text(TOKEN)
@@ -158,7 +158,7 @@ def test_no_secret_shows(good: CertificateFolder, tmp_path: Path) -> None:
     assert repr(whole) == "Credentials(tls='mutual', token=None)"
 
 
-def test_a_token_file_is_read_anew(
+def test_a_changed_token_file_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(_token_source, "LOOK_S", 0.0)
@@ -179,7 +179,7 @@ def test_a_token_file_is_read_anew(
     assert "the-next-token" not in caplog.text
 
 
-def test_a_token_file_is_looked_at_once_a_second(tmp_path: Path) -> None:
+def test_a_token_file_is_checked_at_most_once_a_second(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.touch(0o600)
     path.write_text(TOKEN)
@@ -188,7 +188,7 @@ def test_a_token_file_is_looked_at_once_a_second(tmp_path: Path) -> None:
     assert shown(credentials) == [("authorization", f"Bearer {TOKEN}")]
 
 
-def test_a_token_file_that_hangs_is_waited_for_once(
+def test_calls_wait_only_once_for_a_token_file_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(_token_source, "LOOK_S", 0.0)
@@ -218,7 +218,7 @@ def test_a_token_file_that_hangs_is_waited_for_once(
         assert time.monotonic() < end, "it is not looked at any more"
 
 
-def test_a_token_file_that_hangs_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_file_that_hangs_at_the_first_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_token_source, "FIRST_S", 0.1)
     path = tmp_path / "token"
     path.touch(0o600)
@@ -227,7 +227,7 @@ def test_a_token_file_that_hangs_from_the_start(tmp_path: Path, monkeypatch: pyt
         Credentials.from_environment({"PACELINE_TOKEN_FILE": str(path)})
 
 
-def test_unary_calls_show_the_token_on_top_of_their_own_metadata() -> None:
+def test_unary_calls_add_the_token_to_their_metadata() -> None:
     from paceline.credentials import _ShowsToken
 
     seen: list[Any] = []

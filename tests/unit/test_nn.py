@@ -34,7 +34,7 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(7)
 
 
-def test_network_against_finite_differences(rng: np.random.Generator) -> None:
+def test_network_gradients_match_finite_differences(rng: np.random.Generator) -> None:
     model = nn.Sequential(
         nn.Linear(4, 6, rng=rng, dtype=np.float64),
         nn.ReLU(),
@@ -54,7 +54,7 @@ def test_network_against_finite_differences(rng: np.random.Generator) -> None:
         np.testing.assert_allclose(parameter.grad, expected, rtol=1e-6, atol=1e-8, err_msg=path)
 
 
-def test_cross_entropy_against_finite_differences(rng: np.random.Generator) -> None:
+def test_cross_entropy_gradient_matches_finite_differences(rng: np.random.Generator) -> None:
     logits, labels = rng.standard_normal((5, 4)), rng.integers(0, 4, 5)
     _, dlogits = nn.softmax_cross_entropy(logits, labels)
     expected = numerical_gradient(lambda: nn.softmax_cross_entropy(logits, labels)[0], logits)
@@ -68,7 +68,7 @@ def test_cross_entropy_of_large_logits_is_finite() -> None:
 
 
 @pytest.mark.parametrize(("batch", "labels"), [(0, 0), (2, 3), (2, 1)])
-def test_cross_entropy_wants_one_label_for_each_sample(batch: int, labels: int) -> None:
+def test_cross_entropy_needs_one_label_for_each_sample(batch: int, labels: int) -> None:
     with pytest.raises(SizeMismatch, match="do not fit"):
         nn.softmax_cross_entropy(np.zeros((batch, 3)), np.zeros(labels, int))
 
@@ -85,7 +85,7 @@ def test_initial_weights_keep_the_variance(rng: np.random.Generator) -> None:
     assert np.maximum(y, 0).std(ddof=0) ** 2 + np.maximum(y, 0).mean() ** 2 == pytest.approx(1, rel=0.1)
 
 
-def test_paths_and_order(rng: np.random.Generator) -> None:
+def test_parameters_and_buffers_have_paths_in_module_order(rng: np.random.Generator) -> None:
     class Shift:
         def named_parameters(self) -> tuple[()]:
             return ()

@@ -79,7 +79,9 @@ def reference_adam(
         (Adam, reference_adam, {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.3}),
     ],
 )
-def test_formula(make: Callable[..., Optimizer], reference: Callable[..., Array], settings: Any, dtype: str) -> None:
+def test_steps_match_the_reference_formula(
+    make: Callable[..., Optimizer], reference: Callable[..., Array], settings: Any, dtype: str
+) -> None:
     module, start = bag(dtype), bag()
     optimizer = make(module, **settings)
     arrays = {path: p.data for path, p in module.named_parameters()}
@@ -100,7 +102,7 @@ def test_formula(make: Callable[..., Optimizer], reference: Callable[..., Array]
 
 
 @pytest.mark.parametrize("make", [lambda m: SGD(m, 0.1, momentum=0.9, weight_decay=0.1), lambda m: Adam(m, 0.1)])
-def test_without_gradient_or_frozen_nothing_moves(make: Callable[[Bag], Optimizer]) -> None:
+def test_parameters_that_are_frozen_or_lack_a_gradient_do_not_change(make: Callable[[Bag], Optimizer]) -> None:
     module = Bag(used=Parameter(np.ones(2)), unused=Parameter(np.ones(2)), frozen=Parameter(np.ones(2), False))
     optimizer = make(module)
     for p in module.parameters.values():
@@ -118,7 +120,7 @@ def test_without_gradient_or_frozen_nothing_moves(make: Callable[[Bag], Optimize
 
 
 @pytest.mark.parametrize("make", [lambda m: SGD(m, 0.1, momentum=0.9), lambda m: Adam(m, 0.1)])
-def test_saved_and_loaded_goes_on_alike(make: Callable[[Bag], Optimizer]) -> None:
+def test_a_loaded_optimizer_continues_as_the_saved_one(make: Callable[[Bag], Optimizer]) -> None:
     def steps(module: Bag, optimizer: Optimizer, count: int) -> None:
         for i in range(count):
             for p in module.parameters.values():
@@ -143,7 +145,7 @@ def test_saved_and_loaded_goes_on_alike(make: Callable[[Bag], Optimizer]) -> Non
     np.testing.assert_equal(a.state_dict(), b.state_dict())
 
 
-def test_state_that_does_not_fit_is_refused_whole() -> None:
+def test_state_that_does_not_fit_is_refused_and_nothing_is_loaded() -> None:
     module = Bag(a=Parameter(np.zeros(2)), b=Parameter(np.zeros(3)))
     optimizer = Adam(module)
     saved = optimizer.state_dict()
@@ -161,7 +163,7 @@ def test_state_that_does_not_fit_is_refused_whole() -> None:
     assert optimizer.lr == 1e-3
 
 
-def test_momentum_needs_its_state() -> None:
+def test_loading_state_without_momentum_is_refused_if_momentum_is_set() -> None:
     module = bag()
     with pytest.raises(SizeMismatch, match="w: 'momentum' is missing"):
         SGD(module, 0.1, momentum=0.9).load_state_dict(SGD(module, 0.1).state_dict())
@@ -177,7 +179,7 @@ def test_momentum_needs_its_state() -> None:
         lambda m: Adam(m, eps=-1e-8),
     ],
 )
-def test_bad_settings(make: Callable[[Bag], Optimizer]) -> None:
+def test_invalid_settings_raise_value_error(make: Callable[[Bag], Optimizer]) -> None:
     with pytest.raises(ValueError, match=r"must|needs"):
         make(bag())
 

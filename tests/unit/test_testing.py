@@ -9,11 +9,11 @@ from paceline._group import Group
 from paceline.testing import run_ranks
 
 
-def test_results_come_by_rank() -> None:
+def test_results_are_in_rank_order() -> None:
     assert run_ranks(3, lambda group: group.rank * 10) == [0, 10, 20]
 
 
-def test_the_cause_is_raised_and_not_the_others_news_of_it() -> None:
+def test_the_cause_is_raised_instead_of_its_consequences() -> None:
     def rank(group: Group) -> None:
         if group.rank == 1:
             raise KeyError("mine")
@@ -24,7 +24,7 @@ def test_the_cause_is_raised_and_not_the_others_news_of_it() -> None:
     assert info.value.__notes__ == ["raised by rank 1"]
 
 
-def test_ranks_that_hang_are_named_and_set_free() -> None:
+def test_ranks_that_hang_are_named_and_released() -> None:
     seen: list[int] = []
 
     def rank(group: Group) -> None:

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 OLD = "it speaks version 8 of the protocol, because rank "
 
 
-def test_one_by_one_up_and_down_and_up_again(tmp_path: Path) -> None:
+def test_rolling_upgrade_downgrade_and_upgrade(tmp_path: Path) -> None:
     last = unpacked(tmp_path)
     address = f"127.0.0.1:{free_port()}"
     with (
@@ -62,7 +62,7 @@ Dispatcher._perform = perform
 """
 
 
-def test_a_view_of_which_the_last_release_tells_the_other_half(tmp_path: Path) -> None:
+def test_training_survives_a_view_announced_by_both_releases(tmp_path: Path) -> None:
     """One member hears of it from a coordinator of this release, the other from one that tells no version."""
     last = unpacked(tmp_path)
     address = f"127.0.0.1:{free_port()}"

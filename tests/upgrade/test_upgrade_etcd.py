@@ -14,7 +14,7 @@ from support.releases import THIS, check_undisturbed, places, replace_workers, s
 pytestmark = [pytest.mark.needs(what="etcd"), needs_etcd, pytest.mark.timeout(180)]
 
 
-def test_leader_standby_and_workers_one_by_one_up_and_down_and_up_again(tmp_path: Path) -> None:
+def test_rolling_upgrade_downgrade_and_upgrade_with_a_standby(tmp_path: Path) -> None:
     last = unpacked(tmp_path)
     first = free_port(2)
     addresses = [f"127.0.0.1:{first}", f"127.0.0.1:{first + 1}"]

@@ -22,7 +22,7 @@ def world_of_4(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_mpi_engine, "load_mpi", lambda: mpi)
 
 
-def test_ranks_are_in_the_order_of_the_view_and_all_take_the_first_key() -> None:
+def test_contacts_give_ranks_in_view_order_and_the_first_key() -> None:
     contacts = [contact(3), contact(0), contact(2)]
     assert [_read_contacts(contacts, rank) for rank in range(3)] == [([3, 0, 2], "k3")] * 3
 
@@ -41,6 +41,6 @@ def test_ranks_are_in_the_order_of_the_view_and_all_take_the_first_key() -> None
         (b'{"world": "job/4"}', "a contact cannot be read"),
     ],
 )
-def test_others_are_refused(other: bytes, text: str) -> None:
+def test_contacts_that_are_invalid_or_of_another_world_are_refused(other: bytes, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         _read_contacts([contact(0), other], 0)

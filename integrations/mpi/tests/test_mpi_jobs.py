@@ -94,7 +94,7 @@ def run_rank(*arguments: object) -> list[str]:
 
 
 @ULFM
-def test_mpi_keeps_the_rules_of_engines(with_ulfm: bool, tmp_path: Path) -> None:
+def test_mpi_engine_keeps_the_engine_rules(with_ulfm: bool, tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:  # a short path, for sockets
         with mpirun(3, [str(Path(__file__).with_name("mpi_rules.py")), folder], tmp_path, with_ulfm=with_ulfm) as run:
             run.wait(120)
@@ -104,7 +104,7 @@ def test_mpi_keeps_the_rules_of_engines(with_ulfm: bool, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["rank 0", "given"])
-def test_training_gives_the_bits_of_links(given: bool, script: Path, tmp_path: Path) -> None:
+def test_training_over_mpi_gives_the_same_bits_as_over_links(given: bool, script: Path, tmp_path: Path) -> None:
     digests = set()
     for engine in ("links", "mpi"):
         with coordinator() as address:
@@ -148,7 +148,7 @@ def steps(run: MpiRun, rank: int) -> list[tuple[str, int, int]]:
         pytest.param(3, signal.SIGSTOP, True, marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_rank_is_lost_in_the_middle_of_64_mib(
+def test_survivors_raise_peer_lost_if_a_rank_is_lost_in_a_64_mib_sum(
     world: int, how: signal.Signals, given: bool, script: Path, tmp_path: Path
 ) -> None:
     settings = {"WIDTH": "4096", "HOW": str(int(how)), "failure_timeout": "2"}
@@ -173,7 +173,7 @@ def test_a_rank_is_lost_in_the_middle_of_64_mib(
         pytest.param(2, signal.SIGKILL, marks=pytest.mark.exhaustive),
     ],
 )
-def test_with_ulfm_survivors_go_on(world: int, how: signal.Signals, script: Path, tmp_path: Path) -> None:
+def test_survivors_continue_training_with_ulfm(world: int, how: signal.Signals, script: Path, tmp_path: Path) -> None:
     settings = {"WIDTH": "4096", "HOW": str(int(how)), "failure_timeout": "2"}
     with (
         coordinator(settle_time=20.0) as address,  # all begin together
@@ -191,7 +191,7 @@ def test_with_ulfm_survivors_go_on(world: int, how: signal.Signals, script: Path
 
 
 @pytest.mark.exhaustive
-def test_with_ulfm_a_frozen_rank_comes_back(script: Path, tmp_path: Path) -> None:
+def test_a_frozen_rank_rejoins_with_ulfm(script: Path, tmp_path: Path) -> None:
     settings = {"WIDTH": "300", "TOTAL": "150", "PACE": "0.1", "failure_timeout": "2"}
     with (
         coordinator(settle_time=20.0) as address,
@@ -209,7 +209,7 @@ def test_with_ulfm_a_frozen_rank_comes_back(script: Path, tmp_path: Path) -> Non
     assert {world for _, _, world in steps(run, 0)} == {2, 3}
 
 
-def test_an_error_of_the_script_is_shown_and_named(tmp_path: Path) -> None:
+def test_an_error_of_the_script_is_shown_and_others_name_its_rank(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(
         PRELUDE

@@ -27,19 +27,19 @@ def no_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_mpi4py")
-def test_without_mpi4py_the_engine_names_it() -> None:
+def test_the_engine_says_to_install_mpi4py_if_missing() -> None:
     with pytest.raises(LinkUnavailable, match=r"'mpi' cannot be used, because .*mpi4py.*: install mpi4py"):
         make_engine("mpi")
 
 
 @pytest.mark.usefixtures("no_mpi4py")
-def test_without_mpi4py_run_rank_names_it() -> None:
+def test_run_rank_says_to_install_mpi4py_if_missing() -> None:
     result = runner.invoke(app, ["run-rank", __file__])
     assert result.exit_code == 2
     assert "install mpi4py (pip install mpi4py), and an MPI library" in " ".join(result.stderr.split())
 
 
-def test_ranks_of_a_fixed_world_are_mpis() -> None:
+def test_a_fixed_world_takes_its_ranks_from_mpi() -> None:
     found = rank_environment("h:1", None, "digits", 2, (4, 4), ends=False)
     assert found == {
         "PACELINE_COORDINATOR": "h:1",
@@ -49,7 +49,7 @@ def test_ranks_of_a_fixed_world_are_mpis() -> None:
     }
 
 
-def test_with_fewer_members_views_give_the_ranks() -> None:
+def test_an_elastic_world_gets_worker_bounds_instead_of_ranks() -> None:
     found = rank_environment("h:1", "secret", "digits", 2, (2, 4), ends=True)
     assert found == {
         "PACELINE_COORDINATOR": "h:1",
@@ -96,14 +96,14 @@ def test_paceline_run_becomes_mpirun(became: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("option", [["--restarts", "1"], ["--log-dir", "logs"], ["--tee", "3"], ["--no-python"]])
-def test_what_mpirun_would_not_do_is_refused(option: list[str], became: list[Any]) -> None:
+def test_options_that_mpirun_does_not_support_are_refused(option: list[str], became: list[Any]) -> None:
     result = runner.invoke(app, ["run", "--engine", "mpi", *option, __file__])
     assert result.exit_code == 2
     assert f"{option[0]} does not go with --engine mpi" in result.stderr
     assert not became
 
 
-def test_without_mpi4py_it_says_so_once(became: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paceline_run_says_to_install_mpi4py_if_missing(became: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline_mpi._mpirun.find_spec", lambda name: None)
     result = runner.invoke(app, ["run", "--engine", "mpi", __file__])
     assert result.exit_code == 2
@@ -111,7 +111,7 @@ def test_without_mpi4py_it_says_so_once(became: list[Any], monkeypatch: pytest.M
     assert not became
 
 
-def test_without_mpirun_it_says_how_to_install_it(became: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paceline_run_says_to_install_mpirun_if_missing(became: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     result = runner.invoke(app, ["run", "--engine", "mpi", __file__])
     assert result.exit_code == 2

@@ -54,7 +54,9 @@ DRAINED, DONE = Finished(-1, 0, dismissed=True), Finished(0, 7, "value")
         ([DRAINED, DONE], True, True),
     ],
 )
-def test_a_drained_worker_does_not_finish_the_job(finished: list[Finished], has_failed: bool, over: bool) -> None:
+def test_the_end_of_a_run_depends_on_finished_and_failed_workers(
+    finished: list[Finished], has_failed: bool, over: bool
+) -> None:
     assert is_over(finished, has_failed=has_failed) is over
 
 
@@ -71,7 +73,7 @@ class FakeRay:
         return lambda: None
 
 
-def test_after_a_drain_the_replacement_of_a_worker_that_died_is_waited_for() -> None:
+def test_the_replacement_of_a_dead_worker_is_awaited_after_a_drain() -> None:
     supervision = Supervision(8.0, Terms(workers=2, minimum=1, elastic=True, restarts=1))
     terms = JoinTerms("10.0.0.7:7400", "default", 1, 2, Config())
     controller = _Controller(FakeRay(), (print, ()), terms, {}, supervision, None)  # type: ignore[arg-type]
@@ -87,7 +89,7 @@ def test_after_a_drain_the_replacement_of_a_worker_that_died_is_waited_for() -> 
     assert controller._unfinished(), "its replacement has no room yet"
 
 
-def test_the_end_of_an_actor_is_told_in_words() -> None:
+def test_the_end_of_an_actor_is_reported_in_words() -> None:
     supervision = Supervision(8.0, Terms(workers=2, minimum=1, elastic=True, restarts=1))
     supervision.began(1, 0.0)
     end = ActorEnd("rank 1 on 10.0.0.7", 4016, 1, slot=1, joined=True, words="died")

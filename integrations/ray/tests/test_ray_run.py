@@ -58,7 +58,9 @@ def gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
 
-def test_workers_and_nodes_die_and_come(nodes: RayNodes, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_training_continues_as_workers_and_nodes_die_and_join(
+    nodes: RayNodes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """I1, I5, I6: ray.kill, SIGKILL and the loss of a node; there is room for three of four workers."""
     folder = tmp_path / "told"
     folder.mkdir()
@@ -127,7 +129,9 @@ def test_an_error_of_the_function_is_raised_with_its_rank(nodes: RayNodes) -> No
     assert note.endswith("raised CannotGoOn: the user's code failed")
 
 
-def test_a_function_that_fails_at_once_is_given_up(nodes: RayNodes, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_function_that_always_fails_is_given_up_after_its_restarts(
+    nodes: RayNodes, caplog: pytest.LogCaptureFixture
+) -> None:
     def broken(session: object, name: str) -> None:
         raise SystemExit(f"no {name}")
 
@@ -177,7 +181,7 @@ def test_the_token_is_in_no_environment_argument_or_log(
     assert "of-this-test" not in caplog.text
 
 
-def test_what_cannot_work_is_refused(nodes: RayNodes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_bounds_and_a_ray_client_are_refused(nodes: RayNodes, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="min_workers must be 1 or more and max_workers no less, not 3 and 2"):
         paceline_ray.run(fail, min_workers=3, max_workers=2)
     with pytest.raises(ValueError, match="restarts must be 0 or more"):
@@ -187,7 +191,7 @@ def test_what_cannot_work_is_refused(nodes: RayNodes, monkeypatch: pytest.Monkey
         paceline_ray.run(fail, min_workers=1)
 
 
-def test_the_page_shows_what_happens(nodes: RayNodes, tmp_path: Path) -> None:
+def test_the_script_of_the_docs_page_prints_the_shown_output(nodes: RayNodes, tmp_path: Path) -> None:
     page = ROOT / "docs" / "how-to" / "ray.md"
     script, shown = (block.code for block in blocks(page)[:2])
     (tmp_path / "train_ray.py").write_text(script)

@@ -83,7 +83,7 @@ def submit(notes: Path, script: str, *, code: int, ends_at: int = 1000, **variab
         (143, 1026, {"SLURM_JOB_END_TIME": "1030"}, True),
     ],
 )
-def test_a_job_that_left_before_its_end_comes_back(
+def test_a_job_that_drained_before_its_time_limit_is_requeued(
     notes: Path, code: int, ends_at: int, variables: dict[str, str], requeued: bool
 ) -> None:
     outcome = submit(notes, "train.sbatch", code=code, ends_at=ends_at, **variables)
@@ -92,12 +92,12 @@ def test_a_job_that_left_before_its_end_comes_back(
 
 
 @pytest.mark.parametrize("script", ["train.sbatch", "workers.sbatch"])
-def test_srun_is_told_of_cores_only_if_the_job_has_asked_for_some(notes: Path, script: str) -> None:
+def test_srun_gets_cores_per_task_only_if_the_job_requests_them(notes: Path, script: str) -> None:
     assert submit(notes, script, code=0).cpus == "none", "with --exclusive srun gives a task all cores"
     assert submit(notes, script, code=0, SLURM_CPUS_PER_TASK="8").cpus == "8"
 
 
 @pytest.mark.parametrize("script", ["train.sbatch", "workers.sbatch"])
-def test_the_end_of_one_task_ends_no_other(notes: Path, script: str) -> None:
+def test_srun_options_keep_other_tasks_running_when_one_ends(notes: Path, script: str) -> None:
     words = submit(notes, script, code=0).srun.split()
     assert {"--wait=0", "--kill-on-bad-exit=0"} <= set(words)

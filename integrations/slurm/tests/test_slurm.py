@@ -131,7 +131,7 @@ def longest_gap(lines: list[Line], begin: float, end: float) -> float:
     return max(b - a for a, b in pairwise(times))
 
 
-def test_lists_of_hosts_are_read_as_scontrol_reads_them(slurm: Cluster) -> None:
+def test_host_lists_expand_as_scontrol_expands_them(slurm: Cluster) -> None:
     for text in (
         "n1", "n[1-3,7]", "n[01-12]", "n[8-11]", "a,b[2,4-5],c-[09-10]", "r[1-2]n[1-3]", "n[0-3],login", "n[3,1-2]",
         "rack[00-01]node[098-101]", "x[5]",
@@ -139,7 +139,7 @@ def test_lists_of_hosts_are_read_as_scontrol_reads_them(slurm: Cluster) -> None:
         assert expand_hostlist(text) == slurm.run("scontrol", "show", "hostnames", text).split(), text
 
 
-def test_a_node_dies_and_the_others_go_on(slurm: Cluster, training: Training) -> None:
+def test_training_continues_after_a_node_dies(slurm: Cluster, training: Training) -> None:
     job = slurm.submit(
         "--nodes=3", "--cpus-per-task=1", "--time=5", f"--output={training.folder}/%j.out",
         SCRIPTS / "train.sbatch", str(training.script), str(training.folder), "250",
@@ -199,9 +199,7 @@ def test_more_launchers_join_and_a_preempted_one_comes_back(slurm: Cluster, trai
     slurm.wait_until_idle()
 
 
-def test_a_job_leaves_before_its_time_ends_and_trains_on_when_it_is_requeued(
-    slurm: Cluster, training: Training
-) -> None:
+def test_a_job_drains_before_its_time_limit_and_resumes_when_requeued(slurm: Cluster, training: Training) -> None:
     job = slurm.submit(
         "--nodes=2", "--cpus-per-task=1", "--time=1", f"--output={training.folder}/%j.out",
         SCRIPTS / "train.sbatch", str(training.script), str(training.folder), "200",

@@ -32,14 +32,14 @@ STEP = {
         ("n[3,1-2]", ["n3", "n1", "n2"]),
     ],
 )
-def test_lists_of_hosts(text: str, hosts: list[str]) -> None:
+def test_host_lists_are_expanded(text: str, hosts: list[str]) -> None:
     assert expand_hostlist(text) == hosts
 
 
 @pytest.mark.parametrize(
     "text", ["", ",", "n[", "n[]", "n]", "n[a]", "n[3-1]", "n[1-99999999]", "a,,b", "n[1-1000]m[1-1000]", "n[1,]"]
 )
-def test_what_is_no_list_of_hosts(text: str) -> None:
+def test_invalid_host_lists_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="hosts"):
         expand_hostlist(text)
 
@@ -50,7 +50,7 @@ ranges = st.tuples(st.integers(0, 300), st.integers(0, 5), st.integers(1, 4))
 @given(
     st.lists(st.tuples(st.text("abcn-", min_size=1, max_size=4), st.lists(ranges, max_size=3)), min_size=1, max_size=4)
 )
-def test_a_list_that_was_folded_unfolds(parts: list[tuple[str, list[tuple[int, int, int]]]]) -> None:
+def test_a_folded_host_list_expands_to_its_hosts(parts: list[tuple[str, list[tuple[int, int, int]]]]) -> None:
     words, hosts = [], []
     for prefix, numbers in parts:
         items = []
@@ -63,7 +63,7 @@ def test_a_list_that_was_folded_unfolds(parts: list[tuple[str, list[tuple[int, i
 
 
 @given(st.text("n0129[]-,", max_size=20))
-def test_any_text_is_a_list_of_hosts_or_an_error(text: str) -> None:
+def test_any_text_expands_to_hosts_or_raises_value_error(text: str) -> None:
     try:
         hosts = expand_hostlist(text)
     except ValueError:
@@ -71,7 +71,7 @@ def test_any_text_is_a_list_of_hosts_or_an_error(text: str) -> None:
     assert all(host and not set(host) & set("[],") for host in hosts)
 
 
-def test_a_task_of_a_step() -> None:
+def test_slurm_step_reads_name_hosts_tasks_workers_and_port() -> None:
     step = slurm_step(STEP)
     assert step is not None
     assert (step.name, step.hosts[0], step.tasks, step.workers) == ("digits", "n09", 3, 8)
@@ -92,13 +92,13 @@ def test_a_task_of_a_step() -> None:
         ({"SLURM_STEP_NUM_TASKS": "6", "SLURM_GPUS_ON_NODE": "8"}, 4, 4),
     ],
 )
-def test_a_worker_for_each_gpu_else_for_each_processor(variables: dict[str, str], workers: int, cpus: int) -> None:
+def test_there_is_a_worker_per_gpu_or_else_per_processor(variables: dict[str, str], workers: int, cpus: int) -> None:
     step = slurm_step(STEP | variables)
     assert step is not None
     assert (step.workers, step.cpus) == (workers, cpus)
 
 
-def test_outside_of_a_step_nothing_is_read() -> None:
+def test_slurm_step_is_none_outside_of_a_step() -> None:
     batch = {name: value for name, value in STEP.items() if "STEP" not in name}
     assert slurm_step(batch) is None
     assert slurm_step({}) is None
@@ -111,7 +111,7 @@ def test_outside_of_a_step_nothing_is_read() -> None:
         ("SLURM_JOB_END_TIME", "soon"),
     ],
 )  # fmt: skip
-def test_the_error_names_the_variable(name: str, value: str) -> None:
+def test_an_invalid_variable_is_named(name: str, value: str) -> None:
     with pytest.raises(ValueError, match=name):
         slurm_step(STEP | {name: value})
 
@@ -124,7 +124,7 @@ def test_the_port_differs_between_steps_and_can_be_chosen() -> None:
     assert chosen.port == 7400
 
 
-def test_the_host_has_what_the_step_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_takes_its_settings_from_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host() is None
     for name, value in STEP.items() | {("SLURM_JOB_END_TIME", "1700000000")}:
         monkeypatch.setenv(name, value)

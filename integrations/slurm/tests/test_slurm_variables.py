@@ -69,7 +69,7 @@ def test_a_single_task_takes_workers_and_name_from_slurm(tmp_path: Path) -> None
     assert sorted(run.stdout.splitlines()) == ["[#0] digits 2 2", "[#1] digits 2 2"]
 
 
-def test_what_is_typed_wins(tmp_path: Path) -> None:
+def test_command_line_options_override_slurm(tmp_path: Path) -> None:
     with command("run", "-n", "1", "--min", "1", "--job", "mine", script(tmp_path, ECHO), **STEP) as run:
         assert run.wait() == 0
     assert run.stdout == "[#0] mine 1 1\n"
@@ -81,7 +81,7 @@ def test_several_tasks_need_a_token(tmp_path: Path) -> None:
     assert "export PACELINE_TOKEN=$(openssl rand -hex 32)" in " ".join(run.stderr.split())
 
 
-def test_each_of_two_tasks_knows_of_the_workers_of_both(tmp_path: Path) -> None:
+def test_each_of_two_tasks_counts_the_workers_of_both(tmp_path: Path) -> None:
     with coordinator() as address:
         variables = STEP | {"SLURM_STEP_NUM_TASKS": "2", "PACELINE_COORDINATOR": address}
         with command("run", script(tmp_path, ECHO), **variables) as run:

@@ -54,19 +54,19 @@ def stay(job: FakeJob) -> list[str]:
     return said
 
 
-def test_it_stays_until_no_worker_is_left() -> None:
+def test_the_coordinator_stays_until_no_worker_is_left() -> None:
     job = FakeJob(answer(2), answer(1), answer(0))
     assert stay(job) == ["this launcher serves the coordinator until no worker is left in the job (now 2)"]
     assert not job.left
 
 
-def test_a_slow_answer_does_not_end_it() -> None:
+def test_an_unanswered_status_request_does_not_end_the_coordinator() -> None:
     job = FakeJob(answer(2), CoordinatorUnreachable("no coordinator answers"), answer(1), answer(0))
     stay(job)
     assert not job.left
 
 
-def test_without_such_a_job_it_ends() -> None:
+def test_the_coordinator_ends_if_its_job_does_not_exist() -> None:
     job = FakeJob(PacelineError("there is no job 'digits'"), answer(1))
     assert stay(job) == []
     assert job.left == [answer(1)]
@@ -83,13 +83,13 @@ def signalled(at: float) -> Callable[[FakeJob], JobStatus]:
     return sent
 
 
-def test_two_sigterms_within_a_second_are_one_and_a_later_one_ends_it() -> None:
+def test_only_a_sigterm_more_than_a_second_later_ends_the_coordinator() -> None:
     job = FakeJob(signalled(100.0), signalled(100.5), answer(1), signalled(102.0), answer(1))
     stay(job)
     assert job.left == [answer(1)]
 
 
-def test_after_one_signal_it_ends_when_workers_would_be_killed() -> None:
+def test_after_a_signal_the_coordinator_ends_at_the_drain_deadline() -> None:
     def later(seconds: float) -> Callable[[FakeJob], JobStatus]:
         def sent(job: FakeJob) -> JobStatus:
             job.now += seconds
@@ -137,7 +137,7 @@ def test_certificates_alone_admit_the_tasks_of_several_nodes(monkeypatch: pytest
             assert session.size == 1
 
 
-def test_without_a_secret_nobody_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_coordinator_without_a_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PACELINE_TOKEN", raising=False)
     with pytest.raises(ValueError, match="write export PACELINE_TOKEN"), coordinator_of_step(STEP, "digits", print):
         pass

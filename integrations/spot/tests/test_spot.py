@@ -142,7 +142,7 @@ def test_workers_drain_when_the_cloud_takes_the_machine(cloud: str, why: str, se
 
 
 @pytest.mark.slow
-def test_the_first_sigterm_after_the_notice_is_the_same_order(service: Service, script: str) -> None:
+def test_a_first_sigterm_after_the_notice_does_not_kill_workers(service: Service, script: str) -> None:
     arguments = ("run", "-n", "2", "--min", "1", "--notice", "aws", "--drained-code", "75", script)
     with command(*arguments, PACELINE_NOTICE_URL=service.url, STEP_S="1.5") as run:
         run.wait_for("trains", 2)
@@ -167,7 +167,7 @@ def test_an_expired_token_is_fetched_again(service: Service, script: str) -> Non
 
 
 @pytest.mark.slow
-def test_a_service_that_is_not_there_is_reported_once(script: str) -> None:
+def test_an_unreachable_metadata_service_is_reported_once(script: str) -> None:
     with command(
         "run", "-n", "1", "--max", "2", "--notice", "gcp", script, PACELINE_NOTICE_URL="http://127.0.0.1:1"
     ) as run:

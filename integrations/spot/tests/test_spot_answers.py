@@ -10,13 +10,13 @@ import paceline_spot
 from paceline_spot._clouds import aws_notice, azure_notice, gcp_notice
 
 
-def test_aws_says_what_and_when() -> None:
+def test_an_aws_notice_names_the_action_and_the_time() -> None:
     body = json.dumps({"action": "terminate", "time": "2026-11-25T08:22:00Z"})
     assert aws_notice(body) == "AWS will terminate this spot instance at 2026-11-25T08:22:00Z"
 
 
 @pytest.mark.parametrize("body", ["", "[]", "{}", '{"action": "dance"}', "<html>", "[" * 5000])
-def test_other_answers_of_aws_are_no_notice(body: str) -> None:
+def test_invalid_aws_answers_raise_value_error(body: str) -> None:
     with pytest.raises(ValueError, match="it "):
         aws_notice(body)
 
@@ -26,7 +26,7 @@ def test_other_answers_of_aws_are_no_notice(body: str) -> None:
     [("TRUE\n", True), ("FALSE", False), ("NONE", False), ("TERMINATE_ON_HOST_MAINTENANCE", True),
      ("MIGRATE_ON_HOST_MAINTENANCE", False), ("", False)],
 )  # fmt: skip
-def test_google(body: str, taken: bool) -> None:
+def test_gcp_notice_recognizes_preemption_and_termination(body: str, taken: bool) -> None:
     assert bool(gcp_notice(body)) is taken
 
 
@@ -35,7 +35,7 @@ def event(kind: str, *machines: str) -> str:
     return json.dumps({"DocumentIncarnation": 1, "Events": events})
 
 
-def test_azure_lists_events_of_all_machines() -> None:
+def test_azure_notice_counts_only_preemption_of_this_machine() -> None:
     assert "08:22:00" in azure_notice(event("Preempt", "vmss_0", "vmss_1"), "vmss_1")
     assert azure_notice(event("Preempt", "vmss_0"), "vmss_1") == ""
     assert azure_notice(event("Reboot", "vmss_1"), "vmss_1") == ""
@@ -45,7 +45,7 @@ def test_azure_lists_events_of_all_machines() -> None:
 
 
 @pytest.mark.parametrize(("cloud", "seconds"), [("aws", 100.0), ("gcp", 25.0), ("azure", 25.0)])
-def test_workers_have_the_time_that_the_cloud_gives(
+def test_each_cloud_sets_the_time_that_workers_have_to_leave(
     monkeypatch: pytest.MonkeyPatch, cloud: str, seconds: float
 ) -> None:
     monkeypatch.setenv("PACELINE_NOTICE_URL", "http://127.0.0.1:1")

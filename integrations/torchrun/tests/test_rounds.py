@@ -86,7 +86,7 @@ def until_over(*handlers: RendezvousHandler) -> None:
         pause.wait(0.01)
 
 
-def test_round_has_ranks_a_store_and_a_place(run: Callable[..., Run]) -> None:
+def test_a_round_gives_ranks_a_store_and_a_master_address(run: Callable[..., Run]) -> None:
     agents = run(2)
     told = agents.meet(one := agents.agent(), two := agents.agent())
     assert [(each.rank, each.world_size) for each in told] == [(0, 2), (1, 2)]
@@ -107,7 +107,7 @@ def test_exit_barrier_of_torch_works_in_the_store(run: Callable[..., Run]) -> No
         store_util.barrier(told[0].store, 2, "alone", barrier_timeout=0.2)
 
 
-def test_next_round_waits_until_all_have_stopped_their_workers(run: Callable[..., Run]) -> None:
+def test_next_round_waits_until_all_agents_have_stopped_their_workers(run: Callable[..., Run]) -> None:
     """One agent has died, so the view is over, and each of the others would be enough for a round."""
     agents = run(1, 3, last_call_timeout="2")
     agents.meet(quick := agents.agent(), slow := agents.agent(), dead := agents.agent())
@@ -120,7 +120,7 @@ def test_next_round_waits_until_all_have_stopped_their_workers(run: Callable[...
     assert {early.result(20).rank, late.result(20).rank} == {0, 1}
 
 
-def test_agent_that_waits_ends_the_round(run: Callable[..., Run]) -> None:
+def test_a_newly_waiting_agent_ends_the_round(run: Callable[..., Run]) -> None:
     agents = run(1, 2)
     (alone,) = agents.meet(first := agents.agent())
     assert alone.world_size == 1
@@ -166,7 +166,7 @@ def test_agent_that_fails_for_good_closes_the_run_for_the_others(run: Callable[.
         after.result(20)
 
 
-def test_agent_whose_workers_are_done_leaves_the_others_alone(run: Callable[..., Run]) -> None:
+def test_agent_whose_workers_are_done_does_not_stop_other_agents(run: Callable[..., Run]) -> None:
     agents = run(2)
     agents.meet(first := agents.agent(), second := agents.agent())
     first.shutdown()
@@ -177,7 +177,7 @@ def test_agent_whose_workers_are_done_leaves_the_others_alone(run: Callable[...,
     assert not second.num_nodes_waiting()
 
 
-def test_agent_that_waited_for_a_run_that_is_closed_does_not_begin_it_anew(run: Callable[..., Run]) -> None:
+def test_agent_waiting_for_a_run_that_closes_does_not_start_it_again(run: Callable[..., Run]) -> None:
     agents = run(1)
     agents.meet(first := agents.agent())
     (late,) = agents.begin(agents.agent())
@@ -188,7 +188,7 @@ def test_agent_that_waited_for_a_run_that_is_closed_does_not_begin_it_anew(run: 
         late.result(20)
 
 
-def test_later_run_of_the_same_name_begins_anew(run: Callable[..., Run]) -> None:
+def test_a_later_run_of_the_same_name_starts_afresh(run: Callable[..., Run]) -> None:
     agents = run(1)
     agents.meet(first := agents.agent())
     first.shutdown()
@@ -197,7 +197,7 @@ def test_later_run_of_the_same_name_begins_anew(run: Callable[..., Run]) -> None
     assert not second.is_closed()
 
 
-def test_coordinator_that_is_away_is_passed_over() -> None:
+def test_an_unreachable_coordinator_is_skipped() -> None:
     """Of several, the first is dead; a newcomer is noticed all the same."""
     with coordinator() as place, contextlib.closing(Run(f"127.0.0.1:{free_port()},{place}", (1, 2))) as agents:
         agents.meet(first := agents.agent())
@@ -207,7 +207,7 @@ def test_coordinator_that_is_away_is_passed_over() -> None:
         assert late.result(20).world_size == 2
 
 
-def test_agents_that_do_not_come_are_named(run: Callable[..., Run]) -> None:
+def test_a_join_timeout_says_how_many_agents_are_missing(run: Callable[..., Run]) -> None:
     agents = run(2, join_timeout="0.5")
     with pytest.raises(RendezvousTimeoutError, match="waiting for 1 more worker"):
         agents.agent().next_rendezvous()
@@ -233,7 +233,7 @@ def test_agents_with_other_bounds_are_refused(run: Callable[..., Run]) -> None:
         ("h:x", "run", {}, "not an address of the form host:port"),
     ],
 )
-def test_what_cannot_be(endpoint: str, name: str, conf: dict[str, str], words: str) -> None:
+def test_invalid_rendezvous_parameters_are_refused(endpoint: str, name: str, conf: dict[str, str], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         get_rendezvous_handler(RendezvousParameters("paceline", endpoint, name, 1, 1, **conf))
 

@@ -97,14 +97,14 @@ def write(script: Path, code: str) -> Path:
 
 
 @pytest.mark.newest
-def test_one_node(place: str, script: Path) -> None:
+def test_workers_of_one_node_sum_with_torch_and_paceline(place: str, script: Path) -> None:
     with torchrun(place, write(script, BOTH), "--nproc-per-node", "4") as run:
         assert run.wait(120) == 0, str(run)
     assert sorted(run.stdout.splitlines()) == [f"rank {rank} of 4 sums 10 10" for rank in range(4)]
 
 
 @pytest.mark.newest
-def test_two_nodes_with_token_and_certificates(script: Path, tmp_path: Path) -> None:
+def test_two_nodes_sum_with_a_token_and_certificates(script: Path, tmp_path: Path) -> None:
     """The token is good for the run's job only."""
     certificates = make_folder(tmp_path / "certificates")
     tokens = tmp_path / "tokens"
@@ -122,7 +122,7 @@ def test_two_nodes_with_token_and_certificates(script: Path, tmp_path: Path) -> 
     assert sorted((one.stdout + two.stdout).splitlines()) == [f"rank {rank} of 4 sums 10 10" for rank in range(4)]
 
 
-def test_node_without_token_is_told_so(script: Path) -> None:
+def test_a_node_without_a_token_is_refused_with_a_hint(script: Path) -> None:
     with coordinator(token="0123456789abcdef0123456789abcdef") as place, torchrun(place, write(script, WAIT)) as run:
         assert run.wait(60) == 1
     assert "RendezvousConnectionError" in run.stderr
@@ -130,7 +130,7 @@ def test_node_without_token_is_told_so(script: Path) -> None:
 
 
 @pytest.mark.newest
-def test_all_workers_start_again_when_one_dies(place: str, script: Path) -> None:
+def test_all_workers_restart_when_one_dies(place: str, script: Path) -> None:
     flags = ("--nnodes", "2", "--nproc-per-node", "2", "--max-restarts", "1")
     write(script, LOOP)
     with torchrun(place, script, *flags) as one, torchrun(place, script, *flags) as two:
@@ -143,7 +143,7 @@ def test_all_workers_start_again_when_one_dies(place: str, script: Path) -> None
         wait_until_gone(first)
 
 
-def test_nodes_come_and_go(place: str, script: Path) -> None:
+def test_nodes_join_and_leave_without_counting_as_restarts(place: str, script: Path) -> None:
     """An agent is killed, and another told to end; neither counts as a restart."""
     flags = ("--nnodes", "1:3", "--rdzv-conf", "last_call_timeout=1")
     write(script, WAIT)
@@ -159,7 +159,7 @@ def test_nodes_come_and_go(place: str, script: Path) -> None:
             one.wait_for("rank 0 of 1 restart 0", 2, timeout=30)
 
 
-def test_coordinator_is_restarted_between_rounds(script: Path, tmp_path: Path) -> None:
+def test_rounds_survive_a_restart_of_the_coordinator(script: Path, tmp_path: Path) -> None:
     """Rounds outlive it: workers run on, and the next round gets a greater number."""
     flags = ("--nnodes", "2", "--max-restarts", "1")
     write(script, WAIT)

@@ -40,7 +40,7 @@ def recorder(clock: Clock) -> FlightRecorder:
     return FlightRecorder(4, clock, lambda: clock.now + 1_700_000_000.0 - 100.0)
 
 
-def test_an_operation_that_is_done(recorder: FlightRecorder, clock: Clock) -> None:
+def test_snapshot_of_a_finished_operation(recorder: FlightRecorder, clock: Clock) -> None:
     entry = recorder.issue("model", 7, SUM)
     clock.now += 0.25
     entry.begin()
@@ -69,7 +69,7 @@ def test_an_operation_that_is_done(recorder: FlightRecorder, clock: Clock) -> No
     ]
 
 
-def test_what_is_not_over_counts_until_now(recorder: FlightRecorder, clock: Clock) -> None:
+def test_times_of_unfinished_operations_run_until_now(recorder: FlightRecorder, clock: Clock) -> None:
     recorder.issue("", 1, SUM).begin()
     clock.now += 1.0
     recorder.issue("", 2, SUM)
@@ -80,7 +80,7 @@ def test_what_is_not_over_counts_until_now(recorder: FlightRecorder, clock: Cloc
     assert running["ended_at"] is issued["began_at"] is issued["ended_at"] is None
 
 
-def test_a_failure_keeps_type_and_text(recorder: FlightRecorder, clock: Clock) -> None:
+def test_a_failed_operation_keeps_the_type_and_text_of_its_error(recorder: FlightRecorder, clock: Clock) -> None:
     entry = recorder.issue("", 1, b"barrier")
     entry.begin()
     entry.end(PeerLost("rank 2 on node-b was lost"))
@@ -90,7 +90,7 @@ def test_a_failure_keeps_type_and_text(recorder: FlightRecorder, clock: Clock) -
     assert recorder.snapshot() == [found]
 
 
-def test_what_failed_in_line_never_began(recorder: FlightRecorder, clock: Clock) -> None:
+def test_an_operation_that_fails_before_it_begins_has_no_begin_time(recorder: FlightRecorder, clock: Clock) -> None:
     entry = recorder.issue("", 1, b"barrier")
     clock.now += 3.0
     entry.end(TimeoutError())
@@ -99,7 +99,7 @@ def test_what_failed_in_line_never_began(recorder: FlightRecorder, clock: Clock)
     assert found["began_at"] is found["took_s"] is None
 
 
-def test_a_failure_keeps_no_array_alive(recorder: FlightRecorder) -> None:
+def test_a_recorded_error_keeps_no_array_alive(recorder: FlightRecorder) -> None:
     class Held(np.ndarray[Any, Any]):
         pass
 
@@ -125,7 +125,7 @@ def test_a_long_or_broken_error_text_is_cut_or_left_out() -> None:
     assert error_text(Broken()) == "Broken"
 
 
-def test_the_oldest_are_forgotten(recorder: FlightRecorder) -> None:
+def test_the_oldest_operations_are_dropped_at_capacity(recorder: FlightRecorder) -> None:
     for number in range(1, 11):
         recorder.issue("", number, SUM)
     assert [entry["number"] for entry in recorder.snapshot()] == [7, 8, 9, 10]
@@ -133,7 +133,7 @@ def test_the_oldest_are_forgotten(recorder: FlightRecorder) -> None:
     assert recorder.find(0, "", 7) == SUM
 
 
-def test_find_knows_groups_apart_and_prefers_the_latest(recorder: FlightRecorder) -> None:
+def test_find_distinguishes_groups_and_generations(recorder: FlightRecorder) -> None:
     recorder.issue("", 1, b"barrier")
     recorder.issue("model", 1, SUM)
     assert tuple(recorder.find(0, name, 1) for name in ("", "model", "data")) == (b"barrier", SUM, None)
@@ -141,7 +141,7 @@ def test_find_knows_groups_apart_and_prefers_the_latest(recorder: FlightRecorder
     assert (recorder.find(0, "", 1), recorder.find(2, "", 1)) == (b"barrier", b"broadcast root=0")
 
 
-def test_a_recorder_remembers_something() -> None:
+def test_a_capacity_of_zero_raises_value_error() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         FlightRecorder(0)
 
@@ -158,13 +158,15 @@ def test_a_recorder_remembers_something() -> None:
         (b"\xffnonsense[", ("\\xffnonsense[", "", None, None, None)),
     ],
 )  # fmt: skip
-def test_signatures_are_taken_apart(recorder: FlightRecorder, signature: bytes, expected: tuple[object, ...]) -> None:
+def test_snapshot_splits_signatures_into_fields(
+    recorder: FlightRecorder, signature: bytes, expected: tuple[object, ...]
+) -> None:
     recorder.issue("", 1, signature)
     (found,) = json.loads(json.dumps(recorder.snapshot()))
     assert tuple(found[key] for key in ("operation", "detail", "dtype", "shape", "bytes")) == expected
 
 
-def test_a_snapshot_may_interrupt_the_recording_anywhere(recorder: FlightRecorder) -> None:
+def test_a_snapshot_may_interrupt_recording_at_any_instruction(recorder: FlightRecorder) -> None:
     """As a signal handler does: between any two instructions of the thread that records."""
     seen: list[list[str]] = []
     recording = {"issue", "__init__", "begin", "end"}
@@ -189,7 +191,7 @@ def test_a_snapshot_may_interrupt_the_recording_anywhere(recorder: FlightRecorde
     assert all(len(states) <= 4 and states[:-1] == ["done"] * len(states[:-1]) for states in seen)
 
 
-def test_threads_may_record_while_others_look() -> None:
+def test_threads_can_record_while_another_takes_snapshots() -> None:
     recorder, each, threads = FlightRecorder(50), 2000, 3
     over = threading.Event()
     errors: list[BaseException] = []
@@ -225,7 +227,7 @@ def test_threads_may_record_while_others_look() -> None:
         assert own == sorted(own)
 
 
-def test_steps_and_groups_are_remembered_the_latest_of_each(clock: Clock) -> None:
+def test_only_the_latest_steps_and_groups_are_kept(clock: Clock) -> None:
     recorder = FlightRecorder(4, clock, lambda: clock.now + 1_700_000_000.0 - 100.0)
     recorder.know_group("", (0, 1))
     for number in range(300):

@@ -27,7 +27,7 @@ from paceline.errors import CoordinatorUnreachable, LinkUnavailable
         ("[::1]", Endpoint("::1", 7400)),
     ],
 )
-def test_read(text: str, endpoint: Endpoint) -> None:
+def test_parse_endpoint_reads_host_and_port(text: str, endpoint: Endpoint) -> None:
     assert parse_endpoint(text, default_port=7400) == endpoint
     assert parse_endpoint(str(endpoint)) == endpoint
 
@@ -39,12 +39,12 @@ BRACKETS = ["[]:1", "[[a]]:1", "[a:1", "a]:1", "a[b]:1", "[a]b]:1"]
 @pytest.mark.parametrize(
     "text", ["", ":1", "host:", "host:x", "host:65536", "::1:80", "host:-1", "host", *BRACKETS, *NAMES]
 )
-def test_refuse(text: str) -> None:
+def test_parse_endpoint_refuses_invalid_text(text: str) -> None:
     with pytest.raises(ValueError, match="address"):
         parse_endpoint(text)
 
 
-def test_a_coordinator_on_loopback_keeps_the_worker_there() -> None:
+def test_a_coordinator_on_loopback_gives_a_loopback_worker_address() -> None:
     for host in ("localhost", "127.0.0.1", "127.0.0.2", "::1"):
         coordinator = Endpoint(host, 1)
         assert coordinator.is_loopback
@@ -54,11 +54,11 @@ def test_a_coordinator_on_loopback_keeps_the_worker_there() -> None:
 @pytest.mark.parametrize(
     ("host", "ip"), [("10.0.0.1", "10.0.0.1"), ("fd00:0::1", "fd00::1"), ("FE80::1%eth0", "fe80::1%eth0"), ("a", None)]
 )
-def test_the_one_way_to_write_an_ip_address(host: str, ip: str | None) -> None:
+def test_endpoint_ip_is_normalized(host: str, ip: str | None) -> None:
     assert Endpoint(host, 1).ip == ip
 
 
-def test_advertise_wins() -> None:
+def test_advertised_address_overrides_the_detected_one() -> None:
     for text, port in (("10.1.2.3:5000", 5000), ("10.1.2.3", 0), ("[fd00::7]:5000", 5000), ("[fd00::7]", 0)):
         found = asyncio.run(reachable_endpoint(Endpoint("127.0.0.1", 1), text))
         assert found == parse_endpoint(text, default_port=port)
@@ -76,7 +76,7 @@ def test_advertise_wins() -> None:
         ("::1", "[::1]", {"::1"}),
     ],
 )
-def test_what_is_advertised_listens_everywhere_but_on_loopback(
+def test_an_advertised_address_listens_everywhere_unless_loopback(
     own: str, advertise: str | None, listens: set[str]
 ) -> None:
     assert listening_host(Endpoint(own, 0), advertise) in listens
@@ -112,7 +112,7 @@ def _find(coordinator: str, advertise: str | None, timeout: float = 0.0) -> tupl
     return asyncio.run(reachable_endpoint(parse_endpoint(coordinator), advertise, timeout, said.append)), said
 
 
-def test_a_name_that_does_not_resolve_is_said_and_named(resolver: Resolver) -> None:
+def test_an_unresolvable_name_is_named_in_the_error(resolver: Resolver) -> None:
     with pytest.raises(CoordinatorUnreachable, match="coord:7400: the name 'coord' does not resolve: Name or service"):
         _find("coord:7400", None)
     with pytest.raises(CoordinatorUnreachable, match="'coord' does not resolve"):
@@ -137,7 +137,7 @@ def test_a_name_that_appears_later_is_waited_for(resolver: Resolver, trouble: in
     assert said == ["cannot reach the coordinator at coord:7400: the name 'coord' does not resolve: not yet"]
 
 
-def test_trouble_that_stays_is_said_once_and_ends_with_the_time(resolver: Resolver) -> None:
+def test_a_lasting_lookup_failure_is_reported_once_until_the_timeout(resolver: Resolver) -> None:
     said: list[str] = []
     with pytest.raises(CoordinatorUnreachable, match="'coord' does not resolve"):
         asyncio.run(reachable_endpoint(Endpoint("coord", 7400), None, 0.05, said.append))
@@ -145,7 +145,7 @@ def test_trouble_that_stays_is_said_once_and_ends_with_the_time(resolver: Resolv
     assert len(resolver.asked) > 1
 
 
-def test_a_resolver_that_does_not_answer_is_said_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stalled_resolver_is_reported_and_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(address, "_SLOW", 0.01)
     release = threading.Event()
     resolver = Resolver(monkeypatch)
@@ -169,7 +169,7 @@ def test_a_resolver_that_does_not_answer_is_said_and_not_waited_for(monkeypatch:
         release.set()
 
 
-def test_an_address_that_no_route_leads_to_is_passed_over(resolver: Resolver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_without_a_route_is_skipped(resolver: Resolver, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name has an IPv6 address more often than a host has a way there."""
     resolver.names["coord"] = ["fd00::1", "10.0.0.1"]
     ways = {"10.0.0.1": "10.0.0.7"}
@@ -188,7 +188,7 @@ def test_an_address_that_no_route_leads_to_is_passed_over(resolver: Resolver, mo
         _find("coord:7400", None)
 
 
-def test_of_several_ways_the_one_counts_at_whose_end_the_coordinator_answers(
+def test_the_route_to_an_answering_coordinator_address_is_chosen(
     resolver: Resolver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     resolver.names["coord"] = ["10.0.0.1", "10.1.0.1", "10.2.0.1"]
@@ -221,7 +221,7 @@ def test_a_link_local_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         _find("[fe80::1]:7400", None)
 
 
-def test_a_process_without_descriptors_says_nothing_about_the_other_side(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_file_descriptors_is_not_taken_for_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     async def connect(host: str, port: int) -> Any:
         raise OSError(errno.EMFILE, "too many files")
 
@@ -243,7 +243,7 @@ def test_a_process_without_descriptors_says_nothing_about_the_other_side(monkeyp
         (("no route",), None),
     ],
 )
-def test_what_a_knock_at_all_addresses_of_a_host_says(
+def test_probe_combines_the_results_of_all_addresses_of_a_host(
     ends: tuple[str, ...], said: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is silent hides none of the others, and only refusals of all prove that nobody is there."""
@@ -269,7 +269,7 @@ def test_what_a_knock_at_all_addresses_of_a_host_says(
     assert asyncio.run(address.is_refused(Endpoint("node", 1), 60.0)) is (said is False)
 
 
-def test_a_knock_waits_for_a_name_no_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_with_a_stalled_lookup_returns_none_at_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     async def stalled(_: str) -> Any:
         await asyncio.Event().wait()
 

@@ -41,7 +41,7 @@ DTYPES = [
     ],
     ids=["contiguous", "transposed", "reversed", "0-d", "empty", "big-endian", "broadcast"],
 )
-def test_flat_has_the_elements_in_c_order(x: Any) -> None:
+def test_as_flat_has_the_elements_in_c_order(x: Any) -> None:
     flat = as_flat(x)
     assert flat.dtype == np.float64
     assert flat.dtype.isnative
@@ -49,13 +49,13 @@ def test_flat_has_the_elements_in_c_order(x: Any) -> None:
     assert as_bytes(flat).nbytes == x.size * 8
 
 
-def test_flat_copies_nothing_that_is_in_order() -> None:
+def test_as_flat_does_not_copy_a_contiguous_array() -> None:
     x = np.arange(6.0).reshape(2, 3)
     assert np.shares_memory(as_flat(x), x)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, BF16])
-def test_bytes_and_back(dtype: Any) -> None:
+def test_as_bytes_and_from_bytes_round_trip(dtype: Any) -> None:
     x = np.array([0, 1, 1, 0]).astype(dtype)
     assert (from_bytes(bytes(as_bytes(x)), dtype) == x).all()
     assert from_bytes(b"", dtype).shape == (0,)
@@ -64,12 +64,12 @@ def test_bytes_and_back(dtype: Any) -> None:
 @pytest.mark.parametrize(
     "x", [np.array([None]), np.array(["a"]), np.zeros(2, "M8[s]"), np.zeros(2, "g"), np.zeros(1, "i4,i4"), [None]]
 )
-def test_what_cannot_travel_is_refused(x: Any) -> None:
+def test_unsupported_types_are_refused(x: Any) -> None:
     with pytest.raises(UnsupportedOp, match="cannot be sent"):
         as_array(x)
 
 
-def test_out_must_fit() -> None:
+def test_out_of_the_wrong_shape_type_or_mode_is_refused() -> None:
     f4 = np.dtype("f4")
     with pytest.raises(SizeMismatch, match=r"\(2,\).*\(3,\)"):
         check_out(np.empty(2, "f4"), f4, (3,))
@@ -83,7 +83,7 @@ def test_out_must_fit() -> None:
         check_out(frozen, f4, (3,))
 
 
-def test_a_result_is_put_together_in_out_where_that_is_safe() -> None:
+def test_landing_uses_out_as_buffer_only_where_that_is_safe() -> None:
     buffer = np.arange(10.0)
     x = buffer[:8]
     f8 = x.dtype
@@ -114,18 +114,18 @@ def test_a_result_is_put_together_in_out_where_that_is_safe() -> None:
     st.sampled_from(["all_reduce", "send"]),
     st.sampled_from(["", "op=sum", "root=3", "op=mean tree=00ff00ff"]),
 )
-def test_a_signature_is_read_as_it_was_written(dtype: Any, shape: Any, kind: str, detail: str) -> None:
+def test_signature_survives_encode_and_decode(dtype: Any, shape: Any, kind: str, detail: str) -> None:
     signature = Signature(kind, detail, dtype, tuple(shape))
     assert Signature.decode(signature.encode()) == signature
 
 
-def test_a_signature_is_for_people() -> None:
+def test_encoded_signature_is_readable_text() -> None:
     assert Signature("all_reduce", "op=sum", np.dtype("f4"), (1024, 3)).encode() == b"all_reduce op=sum float32[1024,3]"
     assert Signature("barrier").encode() == b"barrier"
     assert Signature("send", "tag=1", BF16, ()).encode() == b"send tag=1 bfloat16[]"
 
 
-def test_a_signature_has_limits() -> None:
+def test_signatures_beyond_the_limits_are_refused() -> None:
     with pytest.raises(LimitExceeded, match="33 dimensions"):
         Signature("send", "tag=1", np.dtype("f4"), (1,) * 33).encode()
     with pytest.raises(LimitExceeded, match="bytes"):
@@ -151,12 +151,12 @@ def test_a_signature_has_limits() -> None:
         b"barrier\n",
     ],
 )
-def test_garbage_is_refused_before_anything_is_allocated(data: Any) -> None:
+def test_decoding_an_invalid_signature_raises_value_error(data: Any) -> None:
     with pytest.raises(ValueError):
         Signature.decode(data)
 
 
 @given(st.binary(max_size=64))
-def test_random_bytes_are_a_signature_or_a_value_error(data: Any) -> None:
+def test_random_bytes_decode_or_raise_value_error(data: Any) -> None:
     with contextlib.suppress(ValueError):
         Signature.decode(data)

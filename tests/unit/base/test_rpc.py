@@ -42,7 +42,7 @@ def test_a_lost_connection_is_transient_and_a_refusal_is_not(code: grpc.StatusCo
     ],
     ids=["no protobuf", "enormous", "wrong rank"],
 )
-def test_a_page_that_is_not_the_view_s_is_a_typed_error(page: bytes, world_size: int) -> None:
+def test_a_malformed_member_list_page_raises_paceline_error(page: bytes, world_size: int) -> None:
     class Channel:
         async def call(self, make: Callable[[Any], Awaitable[bytes]]) -> bytes:
             return page

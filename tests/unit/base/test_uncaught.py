@@ -26,7 +26,7 @@ def run(code: str, file: Path, name: str = "__main__", **names: Any) -> tuple[Pa
     return caught.value, caught.value.__traceback__
 
 
-def test_the_verdict_comes_first_then_the_user_s_line_then_the_rest(tmp_path: Path) -> None:
+def test_message_comes_first_then_the_user_s_line_then_details(tmp_path: Path) -> None:
     (group,) = local_groups(1)
     script = tmp_path / "train.py"
     error, trace = run("def main():\n    group.send(x, 7)\nmain()\n", script, group=group, x=0)
@@ -38,7 +38,7 @@ def test_the_verdict_comes_first_then_the_user_s_line_then_the_rest(tmp_path: Pa
     assert len(rest) == 3
 
 
-def test_the_rest_says_where_it_happened() -> None:
+def test_last_line_names_error_type_operation_and_generation() -> None:
     error = PeerLost("rank 2 (h, pid 5) was killed by SIGKILL", ranks=(2,), operation=12, generation=3)
     assert in_short(error, None).splitlines() == ["paceline: rank 2 (h, pid 5) was killed by SIGKILL", LAST]
     assert in_short(PeerLost("x"), None).splitlines()[1].startswith("  PeerLost; ")
@@ -46,7 +46,7 @@ def test_the_rest_says_where_it_happened() -> None:
 
 
 @pytest.mark.parametrize("library", ["torch/_tensor.py", "numpy/core.py"])
-def test_a_library_between_the_user_and_paceline_is_left_out(tmp_path: Path, library: str) -> None:
+def test_library_frames_between_user_and_paceline_are_omitted(tmp_path: Path, library: str) -> None:
     site = tmp_path / "site-packages"
     inner: dict[str, Any] = {"__name__": library.partition("/")[0], "PeerLost": PeerLost}
     exec(compile("def backward():\n    raise PeerLost('gone')\n", str(site / library), "exec"), inner)
@@ -54,7 +54,7 @@ def test_a_library_between_the_user_and_paceline_is_left_out(tmp_path: Path, lib
     assert f'  File "{tmp_path / "train.py"}", line 1, in <module>' in in_short(error, trace).splitlines()
 
 
-def test_of_code_that_is_all_installed_the_innermost_line_is_shown(tmp_path: Path) -> None:
+def test_the_innermost_line_is_shown_if_all_code_is_installed(tmp_path: Path) -> None:
     package = tmp_path / "site-packages" / "mine" / "loop.py"
     start = Path(str(sysconfig.get_path("scripts"))) / "mine-train"
     inner: dict[str, Any] = {"__name__": "mine.loop", "PeerLost": PeerLost}
@@ -70,7 +70,7 @@ def test_of_code_that_is_all_installed_the_innermost_line_is_shown(tmp_path: Pat
     assert in_short(caught.value, trace).splitlines()[1] == f'  File "{package}", line 2, in train'
 
 
-def test_an_error_of_other_code_that_caused_it_is_shown_with_its_line(tmp_path: Path) -> None:
+def test_the_cause_of_an_error_is_shown_with_its_line(tmp_path: Path) -> None:
     code = "try:\n    int('x')\nexcept ValueError as error:\n    raise PeerRaised('rank 0 raised') from error\n"
     error, trace = run(code, tmp_path / "train.py", PeerRaised=PeerRaised)
     lines = in_short(error, trace).splitlines()
@@ -82,7 +82,7 @@ def test_an_error_of_other_code_that_caused_it_is_shown_with_its_line(tmp_path: 
     assert lines[4:6] == [f'  File "{tmp_path / "train.py"}", line 2, in <module>', "    int('x')"]
 
 
-def test_code_without_a_file_has_a_line_without_source() -> None:
+def test_code_without_a_file_is_shown_without_source() -> None:
     with pytest.raises(PeerLost) as caught:
         exec(compile("raise PeerLost('x')", "<string>", "exec"), {"PeerLost": PeerLost, "__name__": "__main__"})
     lines = in_short(caught.value, caught.value.__traceback__).splitlines()
@@ -95,7 +95,7 @@ class _Namespace:
         self.__dict__.update(names)
 
 
-def test_a_place_in_the_script_has_the_file_s_name_and_not_its_folder(tmp_path: Path) -> None:
+def test_users_place_has_the_file_name_without_its_folder(tmp_path: Path) -> None:
     """Other members are told of it: folders may have names that are no business of theirs."""
     script, places = tmp_path / "train.py", []
     code = "\n\ntake(here())"

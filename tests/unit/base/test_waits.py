@@ -21,7 +21,7 @@ from paceline._links.fault import Fault
 from paceline._links.grpc_kind import GrpcIncoming
 
 
-def test_it_ends_when_it_comes_or_when_the_time_is_up() -> None:
+def test_wait_in_slices_ends_on_success_or_at_the_timeout() -> None:
     asked: list[float] = []
 
     def third(seconds: float) -> bool:
@@ -35,7 +35,7 @@ def test_it_ends_when_it_comes_or_when_the_time_is_up() -> None:
 
 
 @pytest.mark.parametrize(("timeout", "slices"), [(0.05, [0.05]), (SLICE + 0.1, [SLICE, 0.1])])
-def test_it_lasts_for_its_time_and_no_longer(
+def test_wait_in_slices_lasts_exactly_its_timeout(
     timeout: float, slices: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slept: list[float] = []
@@ -44,7 +44,7 @@ def test_it_lasts_for_its_time_and_no_longer(
     assert slept == pytest.approx(slices)
 
 
-def test_a_link_and_an_operation_are_waited_for_in_slices() -> None:
+def test_link_receive_and_work_wait_in_slices() -> None:
     slept: list[Any] = []
 
     class Items(queue.SimpleQueue):  # type: ignore[type-arg]
@@ -131,7 +131,7 @@ def test_an_interrupt_at_any_instruction_of_a_wait_leaves_the_loop_running() -> 
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_all_who_wait_for_a_latch_go_on() -> None:
+def test_setting_a_latch_wakes_all_waiting_threads() -> None:
     latch, passed = Latch(), []
     threads = [threading.Thread(target=lambda: passed.append(latch.wait(10.0))) for _ in range(4)]
     for thread in threads:
@@ -145,7 +145,7 @@ def test_all_who_wait_for_a_latch_go_on() -> None:
     assert latch.is_set()
 
 
-def test_an_outcome_is_told_once_and_waited_for() -> None:
+def test_an_outcome_gives_its_result_or_error_to_waiters() -> None:
     outcome: Outcome[int] = Outcome()
     assert not outcome.wait(0.0)
     assert not outcome.done()
@@ -161,7 +161,7 @@ def test_an_outcome_is_told_once_and_waited_for() -> None:
         failed.result()
 
 
-def test_what_is_waited_for_too_long_is_cancelled_unless_it_is_kept() -> None:
+def test_run_cancels_its_work_at_the_timeout_unless_keep_is_set() -> None:
     ended: list[str] = []
     go, done = asyncio.Event(), threading.Event()
 

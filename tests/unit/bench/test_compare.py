@@ -17,7 +17,7 @@ def row(collective: str, schedule: str | None, size: int, seconds: float, link: 
     return make_row(collective, schedule, link, 4, size, [seconds])
 
 
-def test_a_picture_has_a_line_for_each_implementation_and_link() -> None:
+def test_a_plot_has_a_line_for_each_implementation_and_link() -> None:
     rows = [
         row("all_reduce", "ring", 6000, 1e-6),
         row("all_reduce", "ring", 4000, 1e-6),
@@ -40,7 +40,7 @@ class Somebody:
         raise NotImplementedError
 
 
-def test_a_row_says_what_the_links_were_and_a_note_if_they_are_others_than_asked_for() -> None:
+def test_a_row_shows_the_links_used_and_unexpected_ones_are_noted() -> None:
     out = io.StringIO()
     table = Table(Console(file=out, width=200), 2)
     job = Job("all_reduce", 1024)
@@ -58,11 +58,11 @@ def test_a_row_says_what_the_links_were_and_a_note_if_they_are_others_than_asked
         assert out.getvalue().count(note) == 1
 
 
-def test_kinds_of_links_in_order() -> None:
+def test_link_name_lists_kinds_of_links_in_a_fixed_order() -> None:
     assert [link_name(kinds) for kinds in ((), ("grpc",), ("grpc", "tcp", "shm"))] == ["", "grpc", "shm+tcp+grpc"]
 
 
-def test_a_row_has_the_contract_s_names() -> None:
+def test_a_row_as_dict_has_the_agreed_field_names() -> None:
     row = make_row("all_reduce", "ring", "grpc", 4, 1 << 20, [0.001 * n for n in range(1, 102)])
     assert json.loads(json.dumps(row.as_dict())) == {
         "collective": "all_reduce",

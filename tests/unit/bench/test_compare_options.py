@@ -20,22 +20,22 @@ app.command()(compare.main)
 runner = CliRunner()
 
 
-def test_a_job_for_each_size_as_it_can_be() -> None:
+def test_plan_makes_a_job_for_each_size_rounded_to_the_world() -> None:
     assert plan("all-gather", 3, "4,1KiB") == [Job("all_gather", 12), Job("all_gather", 1032)]
     assert plan("barrier", 3, "4,1KiB") == [Job("barrier", 0)]
 
 
-def test_all_of_them() -> None:
+def test_plan_for_all_makes_a_job_for_every_collective() -> None:
     jobs = plan("all", 2, "1KiB")
     assert [job.collective for job in jobs] == [name.replace("-", "_") for name in COLLECTIVES]
     assert [job.bytes for job in jobs] == [1024] * (len(jobs) - 1) + [0]
 
 
-def test_schedules_once_each_in_the_order_they_are_named() -> None:
+def test_plan_keeps_schedules_in_order_without_duplicates() -> None:
     assert plan("all-reduce", 2, "4", "ring, star,ring") == [Job("all_reduce", 4, ("ring", "star"))]
 
 
-def test_where_a_sum_goes_is_said_in_each_job() -> None:
+def test_each_job_has_the_place_of_its_result() -> None:
     assert {job.place for job in plan("all-reduce", 2, "4,8")} == {"usual"}
     assert [job.place for job in plan("all-reduce", 2, "4,8", place="out")] == ["out", "out"]
 
@@ -67,7 +67,7 @@ def test_where_a_sum_goes_is_said_in_each_job() -> None:
         ),
     ],
 )
-def test_what_cannot_be_measured_is_one_line_and_exit_code_2(
+def test_invalid_arguments_print_one_line_and_exit_with_code_2(
     arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("plot.find_spec", lambda name: object())  # as if there were all extras
@@ -87,7 +87,9 @@ def test_what_cannot_be_measured_is_one_line_and_exit_code_2(
         (["--plot", "a.png"], "pip install matplotlib"),
     ],
 )
-def test_what_is_not_installed_is_named(arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_its_install_command(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in ("plot", "peers"):
         monkeypatch.setattr(f"{module}.find_spec", lambda name: None)
     result = runner.invoke(app, ["all-reduce", *arguments])
@@ -96,7 +98,7 @@ def test_what_is_not_installed_is_named(arguments: list[str], words: str, monkey
     assert result.stderr.count("\n") == 1
 
 
-def test_another_mpi_s_mpirun_will_not_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_mpirun_of_another_mpi_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "mpirun").write_text("#!/bin/sh\necho HYDRA build details\n")
     (tmp_path / "mpirun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
@@ -105,7 +107,7 @@ def test_another_mpi_s_mpirun_will_not_do(monkeypatch: pytest.MonkeyPatch, tmp_p
         check_peer("openmpi")
 
 
-def test_mpirun_is_told_three_things() -> None:
+def test_mpirun_command_has_oversubscribe_binding_and_root_options() -> None:
     command = mpirun_command("/s", 4, 17, root=True)
     assert command[:5] == ["mpirun", "--oversubscribe", "--bind-to", "none", "--allow-run-as-root"]
     assert command[5:7] == ["-n", "4"]
@@ -113,7 +115,7 @@ def test_mpirun_is_told_three_things() -> None:
     assert "--allow-run-as-root" not in mpirun_command("/s", 4, 17, root=False)
 
 
-def test_contenders_have_no_part_in_the_job_of_whoever_starts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contenders_do_not_inherit_the_coordinator_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_COORDINATOR", "there:1")
     monkeypatch.setenv("PACELINE_TOKEN", "secret")
     recipe = paceline_recipe("shm", 2, "any")

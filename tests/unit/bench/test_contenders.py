@@ -42,7 +42,7 @@ NAMES = [name.replace("-", "_") for name in COLLECTIVES]
 @pytest.mark.parametrize(
     ("collective", "place"), [*((name, "usual") for name in NAMES), *(("all_reduce", place) for place in PLACES[1:])]
 )
-def test_a_call_is_the_collective_and_can_be_made_again(collective: str, memory: str, place: str) -> None:
+def test_a_call_runs_its_collective_and_can_be_repeated(collective: str, memory: str, place: str) -> None:
     def rank(group: Group) -> list[float] | None:
         call = make_call(group, collective, 0 if collective == "barrier" else 6 * 4, memory, place)
         call.run()
@@ -55,13 +55,13 @@ def test_a_call_is_the_collective_and_can_be_made_again(collective: str, memory:
 
 
 @pytest.mark.parametrize("collective", NAMES)
-def test_parts_of_results_are_what_ranks_get(collective: str) -> None:
+def test_result_parts_match_the_result_of_each_rank(collective: str) -> None:
     for rank, result in enumerate(RESULTS[collective]):
         parts = result_parts(collective, rank, WORLD, in_place=False)
         assert [part for part in parts for _ in range(len(result or []) // len(parts))] == (result or [])
 
 
-def test_sums_in_place_stay_what_they_are() -> None:
+def test_inputs_of_in_place_sums_add_up_to_zero() -> None:
     for world in (2, 3, 4, 7):
         values = [given(rank, world, in_place=True) for rank in range(world)]
         assert sum(values) == 0
@@ -102,13 +102,13 @@ def test_contenders_and_schedules_take_turns() -> None:
 @pytest.mark.parametrize(
     ("seconds", "calls"), [(10.0, ["a - 1", "a - 10"]), (1e-6, ["a - 1", "a - 5", "a - 3", "a - 2000"])]
 )
-def test_one_alone_has_one_turn_with_enough_calls_and_not_too_many(seconds: float, calls: list[str]) -> None:
+def test_a_lone_contender_has_one_turn_with_a_bounded_number_of_calls(seconds: float, calls: list[str]) -> None:
     log: list[str] = []
     measure(Job("barrier", 0), [Fake(log, "a", seconds)])
     assert log == calls
 
 
-def test_who_cannot_has_no_turns() -> None:
+def test_a_contender_that_lacks_a_collective_has_no_turns() -> None:
     log: list[str] = []
     job = Job("gather", 4, ("direct", "star"))
     unable, able = measure(job, [Fake(log, "a", 1, schedules=True, lacks="no"), Fake(log, "b", 1)], 1)
@@ -166,7 +166,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("s") / "s")  # a socket's path has 108 bytes at most
 
 
-def test_the_conductor_hears_of_all_ranks(path: str) -> None:
+def test_the_conductor_collects_times_and_links_of_all_ranks(path: str) -> None:
     with conducted(path, [Alone(0), Alone(1)]) as ensemble:
         assert ensemble.prepare(Job("barrier", 0)) is None
         turn = ensemble.run(7, None)
@@ -178,7 +178,7 @@ def test_the_conductor_hears_of_all_ranks(path: str) -> None:
         ensemble.end()
 
 
-def test_a_call_counts_as_long_as_its_slowest_rank(path: str) -> None:
+def test_a_call_takes_as_long_as_its_slowest_rank(path: str) -> None:
     class Told(Ensemble):
         def _ask(self, order: dict[str, object]) -> list[dict[str, object]]:
             return [
@@ -189,7 +189,7 @@ def test_a_call_counts_as_long_as_its_slowest_rank(path: str) -> None:
     assert Told("x", "x", "x", schedules=False).run(2, None) == Turn([3e-6, 5e-6], 8e-6, "ring", ("grpc",))
 
 
-def test_what_an_implementation_refuses_is_told_and_not_an_error(path: str) -> None:
+def test_an_unsupported_collective_is_reported_and_not_an_error(path: str) -> None:
     def refuse() -> None:
         raise RuntimeError("reduce_scatter is not supported\nby this backend")
 
@@ -197,7 +197,7 @@ def test_what_an_implementation_refuses_is_told_and_not_an_error(path: str) -> N
         assert ensemble.prepare(Job("reduce_scatter", 8)) == "reduce_scatter is not supported"
 
 
-def test_ranks_that_are_gone_are_an_error(path: str) -> None:
+def test_a_rank_that_is_gone_raises_contender_failed(path: str) -> None:
     with conducted(path, [Alone(0), Alone(1)]) as ensemble:
         for line in ensemble.lines.values():
             line.write(b'{"do": "end"}\n')
@@ -206,7 +206,7 @@ def test_ranks_that_are_gone_are_an_error(path: str) -> None:
             ensemble.run(1, None)
 
 
-def test_a_wrong_result_is_an_error() -> None:
+def test_a_wrong_result_raises_arithmetic_error() -> None:
     def rank(group: Group) -> None:
         call = make_call(group, "all_reduce", 8)
         call.run()
@@ -218,7 +218,7 @@ def test_a_wrong_result_is_an_error() -> None:
         run_ranks(2, rank)
 
 
-def test_calls_that_some_rank_could_leave_early_have_a_barrier_each() -> None:
+def test_separate_calls_have_a_barrier_each() -> None:
     def log(separate: bool) -> str:
         said: list[str] = []
         times = time_calls(lambda: said.append("|"), lambda: said.append("x"), 3, separate=separate)
@@ -229,7 +229,7 @@ def test_calls_that_some_rank_could_leave_early_have_a_barrier_each() -> None:
     assert (log(separate=False), log(separate=True)) == ("|xxx", "||x|x|x")
 
 
-def test_paceline_s_rank_tells_its_schedule_and_its_links() -> None:
+def test_paceline_ranks_report_their_schedule_and_links() -> None:
     def rank(group: Group) -> tuple[str | None, str | None, str | None, list[str]]:
         assert list(PacelineRanks(group).links("send_recv")) == []  # nobody has sent anything
         ranks = PacelineRanks(group)
@@ -246,7 +246,7 @@ def test_paceline_s_rank_tells_its_schedule_and_its_links() -> None:
     assert run_ranks(2, rank) == [(choose("all_gather", 24, 2).schedule, "ring", None, ["local"])] * 2
 
 
-def test_a_forced_schedule_counts_within_the_block_only() -> None:
+def test_a_forced_schedule_applies_only_within_its_block() -> None:
     def rank(group: Group) -> tuple[str, str, str, str]:
         with forced(group, "all_reduce", "ring"):
             inside = group.choose("all_reduce", 4, 2).schedule

@@ -115,7 +115,7 @@ def loaded(directory: Path) -> int:
 
 
 @pytest.mark.parametrize("how", ["alone", "together"])
-def test_a_crash_at_any_system_call_leaves_the_last_good_one(tmp_path: Path, how: str) -> None:
+def test_a_crash_at_any_system_call_leaves_an_intact_checkpoint(tmp_path: Path, how: str) -> None:
     run = [sys.executable, "-c", CRASH, str(tmp_path), how]
     paths = {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(run, capture_output=True, text=True, check=True, timeout=50, env=os.environ | paths)
@@ -131,7 +131,7 @@ def test_a_crash_at_any_system_call_leaves_the_last_good_one(tmp_path: Path, how
 
 
 @pytest.mark.parametrize("name", ["write", "fdatasync", "fsync", "rename"])
-def test_a_disk_that_refuses_any_call_leaves_nothing_half_done(
+def test_a_failing_disk_call_leaves_no_partial_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     real = getattr(os, name)

@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
     return run_ranks(2, rank)[0]
 
 
-def test_what_people_see(folder: Path) -> None:
+def test_inspect_prints_a_readable_summary(folder: Path) -> None:
     for directory in (folder, folder.parent):
         shown = run(directory, "--verify").stdout
         for words in (
@@ -53,7 +53,7 @@ def test_what_people_see(folder: Path) -> None:
             assert words in shown
 
 
-def test_what_programs_see(folder: Path) -> None:
+def test_inspect_json_output(folder: Path) -> None:
     seen = json.loads(run(folder, "--json").stdout.splitlines()[-1])
     assert (seen["generation"], seen["step"], seen["bytes"], seen["verified"]) == (1, 7, 68, False)
     assert [part["file"] for part in seen["parts"]] == [f"arrays-0000{n}-of-00002.safetensors" for n in (0, 1)]
@@ -61,7 +61,7 @@ def test_what_programs_see(folder: Path) -> None:
     assert seen["consolidated"] is None
 
 
-def test_consolidated_is_whole_in_one_file(folder: Path, tmp_path: Path) -> None:
+def test_consolidate_writes_all_arrays_into_one_file(folder: Path, tmp_path: Path) -> None:
     for tag in [(2, 1), (3, 1)]:
         checkpoint.save(tmp_path / "out", {}, tag)
     made = json.loads(run(folder, "--consolidate", tmp_path / "out", "--json").stdout.splitlines()[-1])["consolidated"]
@@ -74,7 +74,7 @@ def test_consolidated_is_whole_in_one_file(folder: Path, tmp_path: Path) -> None
     assert found.state["step"] == 7
 
 
-def test_damage_is_one_line_and_exit_code_1(folder: Path) -> None:
+def test_damage_prints_one_line_and_exits_with_code_1(folder: Path) -> None:
     path = folder / "arrays-00001-of-00002.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -85,6 +85,6 @@ def test_damage_is_one_line_and_exit_code_1(folder: Path) -> None:
     assert str(path) in result.stderr
 
 
-def test_there_is_none(tmp_path: Path) -> None:
+def test_a_directory_without_checkpoints_exits_with_code_2(tmp_path: Path) -> None:
     result = run(tmp_path, code=2)
     assert result.stderr == f"paceline: there is no checkpoint in {tmp_path}\n"

@@ -34,7 +34,7 @@ def loaded(directory: Path) -> int:
     return found.tag.step
 
 
-def test_the_greatest_tag_is_loaded_and_old_ones_go(tmp_path: Path) -> None:
+def test_the_greatest_tag_is_loaded_and_old_checkpoints_are_removed(tmp_path: Path) -> None:
     """Generation before step: a line that began anew at an earlier step is the later one."""
     for tag in [(1, 10), (1, 30), (2, 20), (10, 5)]:
         checkpoint.save(tmp_path / "run", state(tag[1]), tag)
@@ -47,7 +47,7 @@ def test_the_greatest_tag_is_loaded_and_old_ones_go(tmp_path: Path) -> None:
     ]
 
 
-def test_there_is_none(tmp_path: Path) -> None:
+def test_loading_from_a_directory_without_checkpoints_returns_none(tmp_path: Path) -> None:
     assert checkpoint.load(tmp_path) is None
     assert checkpoint.load(tmp_path / "not there") is None
     assert checkpoint.tags(tmp_path / "not there") == []
@@ -55,14 +55,14 @@ def test_there_is_none(tmp_path: Path) -> None:
         checkpoint.load(tmp_path, (1, 1))
 
 
-def test_equal_tags_are_equal_states(tmp_path: Path) -> None:
+def test_saving_an_existing_tag_again_writes_nothing(tmp_path: Path) -> None:
     first = checkpoint.save(tmp_path, state(1), (1, 1))
     written = (first / "manifest.json").stat().st_mtime_ns
     assert checkpoint.save(tmp_path, state(1), (1, 1)) == first
     assert (first / "manifest.json").stat().st_mtime_ns == written
 
 
-def test_refused_states_write_nothing(tmp_path: Path) -> None:
+def test_refused_states_and_tags_write_nothing(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedOp, match="bad"):
         checkpoint.save(tmp_path / "new", {"bad": object()}, (1, 1))
     assert not (tmp_path / "new").exists()
@@ -87,7 +87,7 @@ def empty(path: Path) -> None:
 
 @pytest.mark.parametrize("file", ["arrays.safetensors", "manifest.json"])
 @pytest.mark.parametrize("damage", [cut, flip, empty, Path.unlink])
-def test_a_damaged_one_is_named_and_the_one_before_it_used(
+def test_a_damaged_checkpoint_is_logged_and_the_previous_one_loaded(
     tmp_path: Path, file: str, damage: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoint.save(tmp_path, state(1), (1, 1))
@@ -102,7 +102,7 @@ def test_a_damaged_one_is_named_and_the_one_before_it_used(
     assert loaded(tmp_path) == 2
 
 
-def test_the_last_good_one_is_never_removed(tmp_path: Path) -> None:
+def test_the_last_intact_checkpoint_is_never_removed(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, state(1), (1, 1), keep=1)
     for step in (2, 3):
         cut(checkpoint.save(tmp_path, state(step), (1, step), keep=5) / "arrays.safetensors")
@@ -110,7 +110,7 @@ def test_the_last_good_one_is_never_removed(tmp_path: Path) -> None:
     assert loaded(tmp_path) == 1
 
 
-def test_if_all_are_damaged_nothing_is_made_up(tmp_path: Path) -> None:
+def test_load_raises_if_all_checkpoints_are_damaged(tmp_path: Path) -> None:
     for step in (1, 2):
         cut(checkpoint.save(tmp_path, state(step), (1, step)) / "arrays.safetensors")
     with pytest.raises(CheckpointDamaged, match=r"no checkpoint in .* is intact: .*0001/arrays"):
@@ -143,7 +143,7 @@ def body_of(folder: Path) -> Any:
         {"state": {"$array": []}},
     ],
 )
-def test_a_manifest_of_a_stranger_is_damaged(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_a_manifest_with_invalid_fields_counts_as_damaged(tmp_path: Path, change: dict[str, Any]) -> None:
     folder = checkpoint.save(tmp_path, state(1), (1, 1))
     seal(folder, json.dumps(body_of(folder) | change))
     with pytest.raises(CheckpointDamaged, match="g00000001-s0000000001"):
@@ -151,7 +151,7 @@ def test_a_manifest_of_a_stranger_is_damaged(tmp_path: Path, change: dict[str, A
 
 
 @pytest.mark.parametrize("size", ["Infinity", "[]", "null", '"x"', "1e999", "-1", "true"])
-def test_a_manifest_with_a_size_that_is_none(tmp_path: Path, size: str) -> None:
+def test_a_manifest_with_an_invalid_size_counts_as_damaged(tmp_path: Path, size: str) -> None:
     folder = checkpoint.save(tmp_path, state(1), (1, 1))
     body = json.loads((folder / "manifest.json").read_text())["body"]
     seal(folder, re.sub(r'"bytes":\d+', f'"bytes":{size}', body))
@@ -159,7 +159,7 @@ def test_a_manifest_with_a_size_that_is_none(tmp_path: Path, size: str) -> None:
         checkpoint.load(tmp_path)
 
 
-def test_a_part_that_says_more_than_is_there_is_not_believed(tmp_path: Path) -> None:
+def test_a_part_larger_than_its_file_counts_as_damaged(tmp_path: Path) -> None:
     """No memory is taken for it: the file has its say first."""
     folder = checkpoint.save(tmp_path, {"w": np.ones(4, np.uint8)}, (1, 1))
     body = body_of(folder)
@@ -172,7 +172,7 @@ def test_a_part_that_says_more_than_is_there_is_not_believed(tmp_path: Path) -> 
         checkpoint.load(tmp_path)
 
 
-def test_what_nobody_finished_is_removed_in_time(tmp_path: Path) -> None:
+def test_old_unfinished_attempts_are_removed_once_superseded(tmp_path: Path) -> None:
     """Once it is old, and a checkpoint as great is there: nobody waits for it."""
     names = {"overtaken": Tag(1, 1), "fresh": Tag(1, 1), "ahead": Tag(1, 3)}
     for attempt, tag in names.items():
@@ -186,7 +186,7 @@ def test_what_nobody_finished_is_removed_in_time(tmp_path: Path) -> None:
     assert (tmp_path / ".writing-by-somebody-else").exists()
 
 
-def test_another_program_can_read_the_arrays(tmp_path: Path) -> None:
+def test_arrays_can_be_read_by_safetensors(tmp_path: Path) -> None:
     saved = {"a": np.arange(6.0).reshape(2, 3), "__metadata__": np.ones(2, np.int8), "z": np.array([1 + 2j])}
     folder = checkpoint.save(tmp_path, saved, (1, 1))
     read = load_file(folder / "arrays.safetensors")
@@ -195,7 +195,7 @@ def test_another_program_can_read_the_arrays(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read["z"], [[1, 2]])
 
 
-def test_tags_are_read_from_whole_names_only() -> None:
+def test_tags_are_parsed_only_from_exact_names() -> None:
     assert Tag.parse(str(Tag(3, 120))) == (3, 120)
     for name in ("g3", "g00000003-s0000000120x", "xg00000003-s0000000120", ".writing-g00000003-s0000000120", "g-1-s0"):
         assert Tag.parse(name) is None

@@ -65,7 +65,7 @@ def test_every_element_is_written_once(
 
 
 @given(st.lists(shapes, max_size=8), st.integers(1, 9))
-def test_what_all_hold_is_shared_evenly_and_in_few_pieces(dims: list[tuple[int, ...]], world: int) -> None:
+def test_replicated_arrays_are_divided_evenly_into_few_pieces(dims: list[tuple[int, ...]], world: int) -> None:
     arrays = {f"a{n}": np.zeros(shape, np.float32) for n, shape in enumerate(dims)}
     each = [pieces_of(arrays, rank, world) for rank in range(world)]
     sizes = [sum(piece.values.nbytes for piece in pieces) for pieces in each]
@@ -73,7 +73,7 @@ def test_what_all_hold_is_shared_evenly_and_in_few_pieces(dims: list[tuple[int, 
     assert sum(map(len, each)) <= len(arrays) + world - 1
 
 
-def test_layouts_are_those_of_the_file() -> None:
+def test_pieces_are_little_endian_and_in_c_order() -> None:
     x = np.arange(6, dtype=">i4").reshape(2, 3)
     (piece,) = pieces_of({"x": x.T}, 0, 1)
     assert piece.values.dtype == np.dtype("<i4")
@@ -84,7 +84,7 @@ def test_layouts_are_those_of_the_file() -> None:
 
 
 @pytest.mark.parametrize(("start", "holder", "holders"), [(-1, 0, 1), (3, 0, 1), (0, 1, 1), (0, -1, 1), (0, 0, 0)])
-def test_a_shard_lies_in_its_array(start: int, holder: int, holders: int) -> None:
+def test_a_shard_outside_its_array_or_holders_raises_value_error(start: int, holder: int, holders: int) -> None:
     with pytest.raises(ValueError, match=r"do not fit|is not one of"):
         Shard(np.zeros(2), start, (2, 2), holder, holders)
 
@@ -135,12 +135,12 @@ W = ("w", "float32", (2, 3), 0, 6)
         {"part": [0], "pieces": [], "header": 8, "bytes": 8, "crc32": "0" * 8},
     ],
 )
-def test_what_a_stranger_says_of_a_part_is_checked(bad: Any) -> None:
+def test_an_invalid_part_entry_raises_value_error(bad: Any) -> None:
     with pytest.raises(ValueError):
         Part.from_tree(bad)
 
 
-def test_what_a_part_says_of_itself_comes_back() -> None:
+def test_part_survives_to_tree_and_from_tree() -> None:
     good = tree(entries(W, ("z", "complex128", (), 0, 1), ("none", "bfloat16", (0, 9), 0, 0)))
     part = Part.from_tree(good)
     assert part.to_tree() == good
@@ -158,7 +158,7 @@ def test_what_a_part_says_of_itself_comes_back() -> None:
         ([(0, 6), (0, 6)], "element 0 is in two parts"),
     ],
 )
-def test_gaps_and_overlaps_are_seen(runs: list[tuple[int, int]], words: str) -> None:
+def test_gaps_and_overlaps_between_parts_raise_value_error(runs: list[tuple[int, int]], words: str) -> None:
     parts = [
         Part.from_tree(tree(entries(("w", "float32", (2, 3), start, n)), (number, len(runs))))
         for number, (start, n) in enumerate(runs)
@@ -167,7 +167,7 @@ def test_gaps_and_overlaps_are_seen(runs: list[tuple[int, int]], words: str) -> 
         index_of(parts)
 
 
-def test_parts_that_are_not_of_one_checkpoint() -> None:
+def test_parts_that_do_not_form_one_checkpoint_raise_value_error() -> None:
     half = [Part.from_tree(tree(entries(("w", "float32", (6,), 3 * n, 3)), (n, 2))) for n in range(2)]
     assert index_of(half)["w"].nbytes == 24
     for parts in ([], half[:1], half[::-1], [*half, half[0]]):
@@ -178,7 +178,7 @@ def test_parts_that_are_not_of_one_checkpoint() -> None:
         index_of([half[0], other])
 
 
-def test_runs_lie_side_by_side() -> None:
+def test_runs_of_a_sharded_array_are_contiguous_and_in_order() -> None:
     """`index_of` of a spread array: in order, whatever the order of the parts."""
     starts = [4, 0, 2]
     parts = [Part.from_tree(tree(entries(("w", "int8", (6,), s, 2)), (n, 3))) for n, s in enumerate(starts)]

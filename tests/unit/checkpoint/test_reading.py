@@ -48,7 +48,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @given(st.integers(0, 2), st.integers(0, LARGE.size), st.integers(0, LARGE.size), st.integers(0, 1_000))
-def test_any_range(folders: list[Path], which: int, low: int, high: int, cut: int) -> None:
+def test_any_range_can_be_read(folders: list[Path], which: int, low: int, high: int, cut: int) -> None:
     low, high = sorted((low, high))
     wanted = {
         "large": Shard(np.empty(high - low, np.uint8), low, LARGE.shape),
@@ -65,7 +65,7 @@ def test_any_range(folders: list[Path], which: int, low: int, high: int, cut: in
 
 
 @pytest.mark.parametrize("world", [1, 4])
-def test_only_what_is_needed_is_read(tmp_path: Path, world: int) -> None:
+def test_only_the_chunks_of_a_range_are_read(tmp_path: Path, world: int) -> None:
     """The chunks that a range touches, each once: however many arrays lie in one."""
     state = {"large": np.zeros(16 * CHUNK_BYTES, np.uint8), **{f"small{n}": np.full(9, n) for n in range(500)}}
     folder = write(tmp_path, world, state)
@@ -79,7 +79,7 @@ def test_only_what_is_needed_is_read(tmp_path: Path, world: int) -> None:
     assert reader.bytes_read - before <= CHUNK_BYTES
 
 
-def test_a_range_does_not_care_for_damage_elsewhere(tmp_path: Path) -> None:
+def test_damage_outside_the_range_does_not_prevent_reading(tmp_path: Path) -> None:
     folder = write(tmp_path, 2)
     path = folder / "arrays-00001-of-00002.safetensors"
     data = bytearray(path.read_bytes())
@@ -93,7 +93,7 @@ def test_a_range_does_not_care_for_damage_elsewhere(tmp_path: Path) -> None:
         reader.state()
 
 
-def test_files_that_go_or_shrink_while_they_are_read(tmp_path: Path) -> None:
+def test_a_file_that_shrinks_or_vanishes_counts_as_damaged(tmp_path: Path) -> None:
     folder = write(tmp_path, 1)
     reader = Reader(folder)
     (folder / "arrays.safetensors").write_bytes(b"x")
@@ -104,7 +104,7 @@ def test_files_that_go_or_shrink_while_they_are_read(tmp_path: Path) -> None:
         reader.verify()
 
 
-def test_parts_that_leave_a_gap_are_damaged(tmp_path: Path) -> None:
+def test_overlapping_parts_count_as_damaged(tmp_path: Path) -> None:
     folder = write(tmp_path, 2, {"w": np.arange(8)})
     outer = json.loads((folder / "manifest.json").read_text())
     body = json.loads(outer["body"])
@@ -117,13 +117,13 @@ def test_parts_that_leave_a_gap_are_damaged(tmp_path: Path) -> None:
         Reader(folder)
 
 
-def test_what_is_wanted_and_not_there(tmp_path: Path) -> None:
+def test_missing_or_misshapen_arrays_raise_size_mismatch(tmp_path: Path) -> None:
     reader = Reader(save(tmp_path, STATE, TAG))
     with pytest.raises(SizeMismatch, match=r"'other' is missing; 'half' has shape \[1000\], not \[3\]"):
         reader.state({"other": Shard(np.empty(1), 0, (3,)), "half": Shard(np.empty(1), 0, (3,))})
 
 
-def test_a_part_that_is_not_on_this_disk(tmp_path: Path) -> None:
+def test_publish_without_all_parts_raises_checkpoint_failed(tmp_path: Path) -> None:
     """Hosts that share no disk: nobody publishes what no host has whole."""
     skeleton, arrays = split(STATE)
     for host in ("a", "b"):
@@ -139,7 +139,7 @@ def test_a_part_that_is_not_on_this_disk(tmp_path: Path) -> None:
         publish(tmp_path / "a", TAG, "x", parts[:1], skeleton)
 
 
-def test_attempts_do_not_meet(tmp_path: Path) -> None:
+def test_a_late_attempt_does_not_change_a_published_checkpoint(tmp_path: Path) -> None:
     """A late writer of one attempt cannot reach what another has published."""
     skeleton, arrays = split(STATE)
     pieces = pieces_of(arrays, 0, 1)

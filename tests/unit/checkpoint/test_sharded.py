@@ -110,7 +110,7 @@ def saved_by(directory: Path, world: int, name: str) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*STRATEGIES, "DDP"])
-def test_saved_by_four_loaded_by_any(tmp_path: Path, name: str) -> None:
+def test_a_checkpoint_of_four_ranks_loads_in_any_world_and_strategy(tmp_path: Path, name: str) -> None:
     state = saved_by(tmp_path, 4, name)
     for world in (1, 2, 3, 8):
         for other in (*STRATEGIES, "DDP", "bare"):
@@ -126,7 +126,7 @@ def test_saved_by_four_loaded_by_any(tmp_path: Path, name: str) -> None:
             assert run_ranks(world, rank) == [True] * world
 
 
-def test_it_goes_on_training_as_before(tmp_path: Path) -> None:
+def test_training_continues_alike_in_other_worlds_after_loading(tmp_path: Path) -> None:
     """A full turn: saved by four under FULL_SHARD, loaded by two under SHARD_GRAD_OP, and by one alone."""
     saved_by(tmp_path, 4, "FULL_SHARD")
 
@@ -144,7 +144,7 @@ def test_it_goes_on_training_as_before(tmp_path: Path) -> None:
         np.testing.assert_allclose(two[path], one[path], rtol=1e-6, atol=1e-7)
 
 
-def test_the_form_that_one_process_saves_is_loaded_by_ranks(tmp_path: Path) -> None:
+def test_a_checkpoint_of_one_process_is_loaded_by_ranks(tmp_path: Path) -> None:
     model, optimizer = build(None, "bare")
     train(model, optimizer, 0)
     checkpoint.save(tmp_path, {"model": dict(leaves_of(model)), "optimizer": optimizer.state_dict()}, (1, 1))
@@ -159,7 +159,7 @@ def test_the_form_that_one_process_saves_is_loaded_by_ranks(tmp_path: Path) -> N
     same(run_ranks(3, rank)[2], dict(leaves_of(model)))
 
 
-def test_replicas_write_once_and_alike(tmp_path: Path) -> None:
+def test_replicated_arrays_are_written_once_in_equal_shares(tmp_path: Path) -> None:
     """8 MB that all ranks hold: a quarter each."""
 
     def rank(group: Group) -> None:
@@ -173,7 +173,7 @@ def test_replicas_write_once_and_alike(tmp_path: Path) -> None:
     assert sum(sizes) <= (1 << 23) + 64 + 4 * 4096
 
 
-def test_each_host_saves_for_itself_under_hybrid_shard(tmp_path: Path) -> None:
+def test_each_host_saves_a_full_copy_under_hybrid_shard(tmp_path: Path) -> None:
     """Disks that are not shared: a node has a whole copy, and saves it in a group of its own."""
 
     def rank(group: Group) -> Any:
@@ -194,7 +194,7 @@ def test_each_host_saves_for_itself_under_hybrid_shard(tmp_path: Path) -> None:
         same(found.state["model"], values)
 
 
-def test_one_rank_that_cannot_write_fails_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_error_on_one_rank_fails_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = module.write_part
 
     def write(*args: Any) -> Any:
@@ -217,7 +217,7 @@ def test_one_rank_that_cannot_write_fails_all(tmp_path: Path, monkeypatch: pytes
     assert [path.name for path in tmp_path.iterdir()] == ["g00000001-s0000000001"]
 
 
-def test_a_directory_that_cannot_be_made_fails_all(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_made_fails_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
     def rank(group: Group) -> None:
@@ -227,7 +227,7 @@ def test_a_directory_that_cannot_be_made_fails_all(tmp_path: Path) -> None:
     run_ranks(2, rank)
 
 
-def test_ranks_that_do_not_share_a_disk_are_told(tmp_path: Path) -> None:
+def test_ranks_without_a_shared_disk_raise_checkpoint_failed(tmp_path: Path) -> None:
     def rank(group: Group) -> None:
         with pytest.raises(CheckpointFailed, match=r"rank 1 on .* does not see .*on a disk that all ranks share"):
             save_sharded(tmp_path / str(group.rank), {"w": np.ones(9)}, (1, 1), group)
@@ -237,7 +237,7 @@ def test_ranks_that_do_not_share_a_disk_are_told(tmp_path: Path) -> None:
     assert list((tmp_path / "0").iterdir()) == []
 
 
-def test_a_damaged_one_is_left_out_by_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_checkpoint_is_skipped_by_all_ranks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def rank(group: Group) -> Any:
         for step in (1, 2):
             save_sharded(tmp_path, {"w": Shard(np.full(4, step), 4 * group.rank, (8,))}, (1, step), group)
@@ -262,7 +262,7 @@ def test_a_damaged_one_is_left_out_by_all(tmp_path: Path, caplog: pytest.LogCapt
     assert "g00000001-s0000000002 is left out" in caplog.text
 
 
-def test_saved_beside_training(tmp_path: Path) -> None:
+def test_sharded_saver_writes_in_the_background(tmp_path: Path) -> None:
     def rank(group: Group) -> None:
         saver = ShardedSaver(tmp_path, group, keep=2)
         w = np.zeros(1 << 16)
@@ -290,7 +290,7 @@ def test_saved_beside_training(tmp_path: Path) -> None:
     assert (found.state["w"] == 2).all()
 
 
-def test_state_of_another_model(tmp_path: Path) -> None:
+def test_state_of_another_model_raises_size_mismatch(tmp_path: Path) -> None:
     model, optimizer = build(None, "bare")
     with pytest.raises(SizeMismatch, match="the model does not have"):
         sharded_state(nn.Linear(2, 2, rng=np.random.default_rng()), optimizer)

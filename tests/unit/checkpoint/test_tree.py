@@ -78,11 +78,11 @@ def assert_same(a: Any, b: Any) -> None:
 
 
 @given(states)
-def test_round_trip(state: Any) -> None:
+def test_state_round_trip(state: Any) -> None:
     assert_same(state, round_trip(state))
 
 
-def test_layouts_bfloat16_and_names_that_look_special() -> None:
+def test_layouts_bfloat16_and_special_names_round_trip() -> None:
     x = np.arange(12.0).reshape(3, 4)
     state = {
         "transposed": x.T,
@@ -98,7 +98,7 @@ def test_layouts_bfloat16_and_names_that_look_special() -> None:
     assert_same(state, round_trip(state))
 
 
-def test_what_comes_back_can_be_changed() -> None:
+def test_loaded_arrays_are_writable() -> None:
     back = round_trip({"x": np.zeros(3)})
     back["x"][0] = 1
     assert back["x"].tolist() == [1, 0, 0]
@@ -116,7 +116,7 @@ def test_what_comes_back_can_be_changed() -> None:
         ({"a": True + 1j}, "a"),
     ],
 )
-def test_what_cannot_be_kept_is_named_by_its_path(state: Any, path: str) -> None:
+def test_an_unsupported_value_is_named_by_its_path(state: Any, path: str) -> None:
     with pytest.raises(UnsupportedOp, match=rf"^{path}\b"):
         split(state)
 
@@ -129,7 +129,7 @@ def test_a_state_that_contains_itself_is_refused() -> None:
 
 
 @given(st.recursive(st.none() | st.text() | st.integers(), lambda s: st.lists(s) | st.dictionaries(st.text(), s)))
-def test_a_skeleton_of_anybody_is_read_or_refused(skeleton: Any) -> None:
+def test_joining_an_arbitrary_skeleton_raises_at_most_value_error(skeleton: Any) -> None:
     with suppress(ValueError):
         join(skeleton, {})
 
@@ -137,12 +137,12 @@ def test_a_skeleton_of_anybody_is_read_or_refused(skeleton: Any) -> None:
 @pytest.mark.parametrize(
     "damaged", [{"$float": 10**400}, {"$array": "w"}, {"$array": []}, {"$dict": [[{}, 1]]}, {"$x": 1}]
 )
-def test_what_no_state_becomes_is_refused(damaged: Any) -> None:
+def test_an_invalid_skeleton_raises_value_error(damaged: Any) -> None:
     with pytest.raises(ValueError, match="skeleton"):
         join(damaged, {})
 
 
-def test_shards_stand_for_arrays_where_ranks_save_together() -> None:
+def test_split_shards_accepts_shards_and_split_refuses_them() -> None:
     shard = Shard(np.ones(2), 1, (2, 2))
     skeleton, leaves = split_shards({"a": [shard, np.zeros(3)]})
     assert skeleton == {"a": [{"$array": "a.0"}, {"$array": "a.1"}]}

@@ -74,20 +74,22 @@ def falls_back(directory: Path, file: Path, reason: int, caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize("name", ["", MANIFEST, ARRAYS])
-def test_a_loop_of_links(two: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_symbolic_link_loop_falls_back_to_the_previous_checkpoint(
+    two: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = two / str(NEW)
     loop(folder / name)
     falls_back(two, folder / (name or MANIFEST), errno.ELOOP, caplog)
 
 
-def test_a_file_in_place_of_the_folder(two: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_in_place_of_the_folder_falls_back_to_the_previous(two: Path, caplog: pytest.LogCaptureFixture) -> None:
     file_for_folder(two / str(NEW))
     falls_back(two, two / str(NEW) / MANIFEST, errno.ENOTDIR, caplog)
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
 @pytest.mark.parametrize(("call", "name"), [("open", MANIFEST), ("open", ARRAYS), ("preadv", ARRAYS)])
-def test_a_file_that_the_system_refuses(
+def test_an_io_error_falls_back_to_the_previous_checkpoint(
     two: Path, call: str, name: str, number: int, refuse: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     refuse(call, number, f"{NEW}/{name}")
@@ -95,7 +97,7 @@ def test_a_file_that_the_system_refuses(
 
 
 @pytest.mark.parametrize("spoil", [loop, file_for_folder])
-def test_one_that_cannot_be_read_is_written_again(two: Path, spoil: Callable[[Path], None]) -> None:
+def test_an_unreadable_checkpoint_is_written_again(two: Path, spoil: Callable[[Path], None]) -> None:
     spoil(two / str(NEW))
     checkpoint.save(two, {"step": 2}, NEW)
     assert checkpoint.load(two).state == {"step": 2}  # type: ignore[union-attr]
@@ -103,7 +105,7 @@ def test_one_that_cannot_be_read_is_written_again(two: Path, spoil: Callable[[Pa
     assert checkpoint.tags(two) == [NEW, Tag(1, 3)]
 
 
-def test_if_none_is_left_the_error_names_each(two: Path, refuse: Any) -> None:
+def test_if_no_checkpoint_is_readable_the_error_names_each(two: Path, refuse: Any) -> None:
     loop(two / str(OLD))
     refuse("preadv", errno.EIO, f"{NEW}/{ARRAYS}")
     first, second = two / str(NEW) / ARRAYS, two / str(OLD) / MANIFEST
@@ -115,7 +117,7 @@ def test_if_none_is_left_the_error_names_each(two: Path, refuse: Any) -> None:
     )
 
 
-def test_a_directory_that_cannot_be_listed_is_not_an_empty_one(tmp_path: Path, refuse: Any) -> None:
+def test_an_unlistable_directory_raises_instead_of_seeming_empty(tmp_path: Path, refuse: Any) -> None:
     directories = [tmp_path / name for name in ("file", "loop", "unmounted")]
     directories[0].write_text("")
     directories[1].symlink_to(directories[1])
@@ -130,7 +132,7 @@ def test_a_directory_that_cannot_be_listed_is_not_an_empty_one(tmp_path: Path, r
             JointSaver(directory, None).intact()
 
 
-def test_a_sharded_state_does_not_begin_at_step_0_if_no_checkpoint_can_be_read(two: Path, refuse: Any) -> None:
+def test_joint_saver_raises_if_no_checkpoint_can_be_read(two: Path, refuse: Any) -> None:
     refuse("open", errno.EIO, f"{NEW}/{MANIFEST}")
     assert JointSaver(two, None).intact() == OLD
     loop(two / str(OLD))
@@ -141,7 +143,7 @@ def test_a_sharded_state_does_not_begin_at_step_0_if_no_checkpoint_can_be_read(t
 
 
 @pytest.mark.parametrize("latest", [checkpoint.load, lambda two: JointSaver(two, None).intact()])
-def test_others_write_and_remove_some_meanwhile(
+def test_the_latest_is_found_despite_concurrent_saves_and_removals(
     latest: Callable[[Path], Any], two: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A newcomer that has listed the directory takes one that was written since, if those in its list are gone."""
@@ -159,7 +161,7 @@ def test_others_write_and_remove_some_meanwhile(
     assert getattr(found, "tag", found) == Tag(1, 4)
 
 
-def test_one_that_is_left_out_is_logged_once(two: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_skipped_checkpoint_is_logged_once(two: Path, caplog: pytest.LogCaptureFixture) -> None:
     loop(two / str(NEW) / ARRAYS)
     saver = JointSaver(two, None)
     assert [saver.latest() for _ in range(3)] == [OLD] * 3
@@ -192,22 +194,18 @@ def spoiled(tag: Tag) -> Callable[[Path], None]:
     return spoil
 
 
-def test_all_ranks_use_the_one_before_if_one_rank_cannot_read_the_newest(
-    two: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_all_ranks_fall_back_if_one_rank_cannot_read_the_newest(two: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert ranks_load(two, spoiled(NEW)) == [OLD, OLD]
     trouble = f"{two / 'other' / str(NEW) / MANIFEST} cannot be read: Too many levels of symbolic links"
     assert re.search(rf"{NEW} is left out: rank 1 on \S+: {re.escape(trouble)}", caplog.text)
 
 
-def test_all_ranks_use_the_one_before_if_one_rank_does_not_see_the_newest(
-    two: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_all_ranks_fall_back_if_one_rank_lacks_the_newest(two: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert ranks_load(two, lambda directory: (directory / str(NEW)).unlink()) == [OLD, OLD]
     assert re.search(rf"{NEW} is left out: rank 1 on \S+: .*{MANIFEST} is missing", caplog.text)
 
 
-def test_all_ranks_say_which_rank_can_read_none(two: Path) -> None:
+def test_all_ranks_name_the_rank_that_can_read_no_checkpoint(two: Path) -> None:
     def spoil(directory: Path) -> None:
         for tag in (OLD, NEW):
             spoiled(tag)(directory)
@@ -237,7 +235,7 @@ def replaced_by(make: Callable[[Path], None]) -> Callable[[Path], None]:
         (lambda path: path.mkdir(), f"{MANIFEST} is missing"),
     ],
 )
-def test_a_directory_that_one_rank_cannot_list_starts_no_rank_from_zero(
+def test_a_directory_unreadable_on_one_rank_raises_on_all_ranks(
     two: Path, make: Callable[[Path], None], words: str
 ) -> None:
     for error in ranks_load(two, replaced_by(make)):
@@ -245,7 +243,7 @@ def test_a_directory_that_one_rank_cannot_list_starts_no_rank_from_zero(
         assert re.search(rf"rank 1 on \S+: {two}/other.*{words}", str(error))
 
 
-def test_an_input_error_at_one_rank_while_it_reads(tmp_path: Path, refuse: Any) -> None:
+def test_all_ranks_fall_back_after_an_io_error_on_one_rank(tmp_path: Path, refuse: Any) -> None:
     """Rank 0 reads its file of the newest checkpoint without trouble, and uses the one before it all the same."""
 
     def save(group: Group) -> None:

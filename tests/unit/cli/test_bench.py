@@ -22,7 +22,7 @@ from paceline.testing import run_ranks
 NAMES = [name.replace("-", "_") for name in COLLECTIVES]
 
 
-def test_a_job_has_the_size_that_is_measured() -> None:
+def test_plan_jobs_rounds_each_size_up_to_the_measured_size() -> None:
     assert plan_jobs("all-gather", 3, "4,8,1KiB", None) == [("all_gather", 12, [None]), ("all_gather", 1032, [None])]
     assert plan_jobs("barrier", 3, "4,1KiB", None) == [("barrier", 0, [None])]
     assert [(name, size) for name, size, _ in plan_jobs("all", 2, "1KiB", None)] == [
@@ -30,14 +30,14 @@ def test_a_job_has_the_size_that_is_measured() -> None:
     ]
 
 
-def test_schedules_are_measured_once_each_in_the_order_given() -> None:
+def test_duplicate_schedules_are_dropped_and_keep_the_given_order() -> None:
     assert plan_jobs("all-reduce", 2, "4", "ring, star,ring") == [("all_reduce", 4, ["ring", "star"])]
     assert {name: schedules for name, _, schedules in plan_jobs("all", 2, "4", "all")} == {
         name: list(schedules) for name, schedules in SCHEDULES.items()
     }
 
 
-def test_links_are_measured_in_the_order_given() -> None:
+def test_plan_links_keeps_the_given_order() -> None:
     assert plan_links("grpc, shm", None) == ["grpc", "shm"]
 
 
@@ -61,7 +61,7 @@ def test_links_are_measured_in_the_order_given() -> None:
         ),
     ],
 )
-def test_an_impossible_measurement_is_one_line_and_exit_code_2(arguments: list[str], words: str) -> None:
+def test_bad_bench_arguments_print_one_line_and_exit_with_code_2(arguments: list[str], words: str) -> None:
     result = CliRunner().invoke(app, ["bench", *arguments])
     assert (result.exit_code, result.stdout) == (2, "")
     assert words in result.stderr
@@ -108,7 +108,7 @@ class Recorder:
         ("barrier", [("barrier", 0, 0)]),
     ],
 )
-def test_a_call_is_the_named_collective_on_arrays_of_that_size(
+def test_make_call_runs_the_collective_on_arrays_of_the_given_size(
     collective: str, sizes: list[tuple[str, int, int]]
 ) -> None:
     group = Recorder()
@@ -134,7 +134,7 @@ def test_each_collective_can_be_measured(collective: str, memory: str) -> None:
         assert 0 < row["p10_us"] <= row["median_us"] <= row["p99_us"]
 
 
-def test_schedules_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schedules_are_measured_alternately(monkeypatch: pytest.MonkeyPatch) -> None:
     forced: list[str] = []
 
     def noted(collective: str, schedule: str) -> Any:
@@ -151,7 +151,7 @@ def test_schedules_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("collective", "barriers"), [("all_reduce", 2), ("broadcast", 2 + 4 + 10)])
-def test_a_barrier_precedes_each_call_that_some_rank_could_leave_early(collective: str, barriers: int) -> None:
+def test_barrier_precedes_each_call_of_a_non_synchronizing_collective(collective: str, barriers: int) -> None:
     def rank(group: Group) -> int:
         waits = []
         group.barrier = lambda **_: waits.append(1)  # type: ignore[method-assign]
@@ -161,7 +161,7 @@ def test_a_barrier_precedes_each_call_that_some_rank_could_leave_early(collectiv
     assert run_ranks(1, rank) == [barriers]
 
 
-def test_a_call_counts_as_long_as_at_its_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_is_timed_by_its_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     class Clock(threading.local):
         now = 0.0
 
@@ -179,7 +179,7 @@ def row(collective: str, schedule: str | None, size: int, median_us: float, link
     return facts | {"median_us": median_us, "p10_us": 1.0, "p99_us": 9.0, "busbw_GBps": 0.1}
 
 
-def test_rows_are_kept_and_shown_below_a_head() -> None:
+def test_row_console_keeps_rows_and_prints_them_below_a_header() -> None:
     out = io.StringIO()
     console = RowConsole(out)
     console.record(None, {"kind": "row", **row("all_reduce", "ring", 1 << 20, 12.5)})  # type: ignore[arg-type]
@@ -223,7 +223,7 @@ def test_the_fastest_schedule_at_each_size_becomes_a_rule() -> None:
         )
 
 
-def test_a_table_is_one_that_members_can_load() -> None:
+def test_tuned_rules_survive_dump_and_parse() -> None:
     rules = tuned_rules([row("barrier", "ring", 0, 1.0), row("reduce", "tree", 4, 1.0, "grpc")])
     assert parse_rules(dump_rules(rules)) == rules
     assert rules["barrier"][0] == Rule("ring", 0, 4, reason="measured: 0 B in 1 us over shm, W=4", where="one_node")

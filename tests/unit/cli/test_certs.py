@@ -38,7 +38,7 @@ def held(cert: x509.Certificate) -> set[str]:
     return {*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))}
 
 
-def test_what_is_made(tmp_path: Path) -> None:
+def test_certs_writes_authority_coordinator_and_member_certificates(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "tls"
     said = certs(str(folder), "--host", "Train.example", "--host", "10.1.2.3", "--host", "[fd00::1]", "--days", "30")
     made = {name: load(folder / f"{name}.pem") for name in FILES}
@@ -61,7 +61,7 @@ def test_what_is_made(tmp_path: Path) -> None:
     assert "train.example" in said
 
 
-def test_what_it_says_works(tmp_path: Path) -> None:
+def test_printed_export_and_coordinator_command_are_usable(tmp_path: Path) -> None:
     lines = certs(str(tmp_path / "a b")).splitlines()
     exported = next(line for line in lines if line.startswith("  export "))
     environ = dict(word.split("=", 1) for word in shlex.split(exported)[1:])
@@ -70,7 +70,7 @@ def test_what_it_says_works(tmp_path: Path) -> None:
     assert all(Path(word).exists() for word in command if word.startswith("/"))
 
 
-def test_an_authority_that_is_there_is_kept(tmp_path: Path) -> None:
+def test_an_existing_authority_is_kept_and_hosts_are_added(tmp_path: Path) -> None:
     certs(str(tmp_path), "--host", "first.example")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     said = certs(str(tmp_path), "--host", "second.example")
@@ -81,7 +81,7 @@ def test_an_authority_that_is_there_is_kept(tmp_path: Path) -> None:
     assert "first.example" in said
 
 
-def test_half_an_authority_is_not_written_over(tmp_path: Path) -> None:
+def test_an_authority_without_its_key_is_not_overwritten(tmp_path: Path) -> None:
     certs(str(tmp_path))
     (tmp_path / "ca.key").unlink()
     cert = (tmp_path / "ca.pem").read_bytes()
@@ -91,7 +91,7 @@ def test_half_an_authority_is_not_written_over(tmp_path: Path) -> None:
     assert not (tmp_path / "ca.key").exists()
 
 
-def test_an_authority_of_another_key(tmp_path: Path) -> None:
+def test_an_authority_key_that_does_not_match_is_refused(tmp_path: Path) -> None:
     certs(str(tmp_path))
     (tmp_path / "ca.key").write_bytes((tmp_path / "member.key").read_bytes())
     assert "ca.key is not the key of ca.pem" in certs(str(tmp_path), code=2)
@@ -99,26 +99,26 @@ def test_an_authority_of_another_key(tmp_path: Path) -> None:
     assert "not a certificate and a key in PEM" in certs(str(tmp_path), code=2)
 
 
-def test_no_certificate_outlives_its_authority(tmp_path: Path) -> None:
+def test_days_beyond_the_life_of_the_authority_are_refused(tmp_path: Path) -> None:
     certs(str(tmp_path))
     assert "--days can be at most 3649" in certs(str(tmp_path), "--days", "4000", code=2)
     certs(str(tmp_path / "long"), "--days", "4000")
 
 
 @pytest.mark.parametrize("host", ["host:7400", "", "a b", "ünï.example", "a..b", "x" * 64, "http://host"])
-def test_what_is_no_host(tmp_path: Path, host: str) -> None:
+def test_invalid_host_is_refused_and_nothing_is_written(tmp_path: Path, host: str) -> None:
     assert "is neither a host name nor an IP address" in certs(str(tmp_path / "d"), "--host", host, code=2)
     assert not (tmp_path / "d").exists()
 
 
-def test_addresses_are_addresses(tmp_path: Path) -> None:
+def test_hosts_become_ip_or_dns_subject_alternative_names(tmp_path: Path) -> None:
     certs(str(tmp_path), "--host", "*.example", "--host", "10.0.0.7")
     names = load(tmp_path / "coordinator.pem").extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert ipaddress.ip_address("10.0.0.7") in names.get_values_for_type(x509.IPAddress)
     assert "*.example" in names.get_values_for_type(x509.DNSName)
 
 
-def test_without_the_package_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cryptography_prints_the_install_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
     def no_cryptography(name: str, *arguments: Any, **keywords: Any) -> Any:

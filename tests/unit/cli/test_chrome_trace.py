@@ -43,7 +43,7 @@ def arrows(records: list[MemberRecord], clocks: dict[str, Clock] | None = None) 
     ]
 
 
-def test_a_small_trace_in_whole() -> None:
+def test_a_small_trace_equals_the_golden_file() -> None:
     """UPDATE_TRANSCRIPTS=1 writes the file anew: read the difference."""
     steps = (Entered(3, 7, NOW - 2.0), Entered(3, 8, NOW - 1.0))
     queued = dataclasses.replace(done(2, 0.5, 0.3), issued_at=NOW - 1.0)
@@ -65,7 +65,7 @@ def test_a_small_trace_in_whole() -> None:
     assert text == GOLDEN.read_text(encoding="ascii")
 
 
-def test_clocks_are_aligned() -> None:
+def test_slices_are_aligned_to_a_common_clock() -> None:
     """Rank 1's clock is half a second ahead: what it calls 0.7 s ago ended 1.2 s ago."""
     trace = make_trace(pair((done(1, 1.2), done(1, 0.7))), (), KNOWN)
     ends = [round(each["ts"] + each["dur"]) for each in trace["traceEvents"] if each["ph"] == "X"]
@@ -74,7 +74,7 @@ def test_clocks_are_aligned() -> None:
     assert [each["uncertainty_s"] for each in trace["otherData"]["clocks"]] == [0.0001, 0.0002]
 
 
-def test_arrows_of_a_root_are_exact() -> None:
+def test_arrows_from_and_to_a_root_are_exact() -> None:
     broadcast = {"kind": "broadcast", "detail": "root=1"}
     reduce = {"kind": "reduce", "detail": "op=sum root=1"}
     records = pair(
@@ -83,7 +83,7 @@ def test_arrows_of_a_root_are_exact() -> None:
     assert arrows(records) == [(1, 0, "broadcast", True), (0, 1, "reduce", True)]
 
 
-def test_the_last_to_enter_has_an_arrow_to_each_other() -> None:
+def test_last_rank_to_enter_has_an_arrow_to_each_other_rank() -> None:
     """Exact only if clocks are known better than the two last are apart."""
     records = pair((done(1, 1.0, 0.4), done(1, 1.0, 0.1)))
     assert arrows(records) == [(1, 0, "all_reduce: the last to enter", False)]
@@ -98,7 +98,7 @@ def test_no_arrow_goes_back_in_time() -> None:
     assert arrows(records, {"m1": Clock(1.0)}) == []
 
 
-def test_slices_that_touch_do_not_cross() -> None:
+def test_adjacent_slices_do_not_overlap_after_rounding() -> None:
     """Perfetto cuts off parts of a nanosecond, and drops a slice that then crosses another one."""
     begins = [NOW - 1.0 + each * 0.0010015 for each in range(200)]
     operations = [
@@ -110,7 +110,7 @@ def test_slices_that_touch_do_not_cross() -> None:
     assert len({each["tid"] for each in trace["traceEvents"] if each["ph"] == "X"}) == 2, "one thread for each rank"
 
 
-def test_the_root_of_an_older_generation_is_not_known() -> None:
+def test_broadcast_of_an_older_generation_has_no_arrows() -> None:
     broadcast = {"kind": "broadcast", "detail": "root=1"}
     old = [dataclasses.replace(done(1, 1.0, **broadcast), generation=2) for _ in range(2)]
     assert arrows(pair(old)) == []
@@ -129,7 +129,7 @@ def test_messages_are_paired_in_order_by_sender_and_tag() -> None:
     assert arrows(records) == [(0, 1, "message", True)] * 2
 
 
-def test_messages_are_not_guessed() -> None:
+def test_ambiguous_messages_have_no_arrows() -> None:
     """Where a record does not reach back, the k-th that is known need not be the k-th."""
     assert arrows(pair((send(3.0), recv(2.0)), (send(2.0), recv(1.0, "any")))) == []
     assert arrows(pair((send(3.0), recv(2.0)), left_out=1)) == []
@@ -137,7 +137,7 @@ def test_messages_are_not_guessed() -> None:
     assert arrows([full, record(1, recv(1.0), size=2)]) == []
 
 
-def test_a_member_without_a_rank_has_a_process_of_its_own() -> None:
+def test_a_member_without_a_rank_gets_a_separate_trace_process() -> None:
     spare = dataclasses.replace(record(1, done(1, 1.0)), rank=None)
     trace = make_trace([record(0, done(1, 1.0)), spare])
     check_trace(trace)
@@ -163,14 +163,14 @@ def sighting(member: str, ahead: float, there: float, back: float, machine: str 
     return Sighting(member, machine, 100.0, 100.0 + there + ahead, 100.1 + there + ahead, 100.1 + there + back)
 
 
-def test_a_clock_lies_within_its_bounds_whatever_the_network_did() -> None:
+def test_clock_offset_lies_within_its_bounds_for_uneven_delays() -> None:
     for there, back in ((0.001, 0.001), (0.5, 0.001), (0.001, 0.5)):
         clock = align([sighting("a", 3.0, there, back)])["a"]
         assert clock.uncertainty == pytest.approx((there + back) / 2)
         assert abs(clock.ahead - 3.0) <= clock.uncertainty + 1e-9
 
 
-def test_members_of_one_machine_share_the_best_bounds() -> None:
+def test_members_of_one_machine_share_the_tightest_clock_bounds() -> None:
     clocks = align(
         [sighting("a", 3.0, 0.2, 0.001, "x"), sighting("b", 3.0, 0.001, 0.2, "x"), sighting("c", -1.0, 0.1, 0.1)]
     )
@@ -179,6 +179,6 @@ def test_members_of_one_machine_share_the_best_bounds() -> None:
     assert clocks["c"].ahead == pytest.approx(-1.0)
 
 
-def test_a_clock_that_was_set_meanwhile_has_its_own_bounds() -> None:
+def test_conflicting_clocks_of_one_machine_keep_separate_offsets() -> None:
     clocks = align([sighting("a", 3.0, 0.001, 0.001, "x"), sighting("b", 4.0, 0.001, 0.001, "x")])
     assert [round(clocks[each].ahead, 6) for each in "ab"] == [3.0, 4.0]

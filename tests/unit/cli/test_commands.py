@@ -18,7 +18,7 @@ from pacelinepb import __version__, install_command
 runner = CliRunner()
 
 
-def test_version() -> None:
+def test_version_option_prints_the_version() -> None:
     result = runner.invoke(app, ["--version"])
     assert (result.exit_code, result.stdout.strip()) == (0, __version__)
 
@@ -36,7 +36,7 @@ def test_every_command_has_help() -> None:
 
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("command", [command.callback.__name__ for command in app.registered_commands])
-def test_a_line_of_help_ends_where_the_terminal_does(command: str, width: int) -> None:
+def test_help_text_fills_the_terminal_width(command: str, width: int) -> None:
     shown = runner.invoke(app, [command, "--help"], env={"COLUMNS": str(width)}).stdout
     about = re.split(r"^[╭+]", shown, maxsplit=1, flags=re.MULTILINE)[0]
     for line, following in itertools.pairwise(line.strip() for line in about.splitlines()):
@@ -44,7 +44,7 @@ def test_a_line_of_help_ends_where_the_terminal_does(command: str, width: int) -
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_there_is_a_completion_for_each_shell(shell: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_shell_has_a_completion_script(shell: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
     result = runner.invoke(app, ["--show-completion", shell], prog_name="paceline")
     assert result.exit_code == 0
@@ -78,7 +78,7 @@ def test_there_is_a_completion_for_each_shell(shell: str, monkeypatch: pytest.Mo
         (["bench", "all-to-none"], "choose one of all-reduce, reduce, reduce-scatter"),
     ],
 )
-def test_what_cannot_be_is_one_line_and_exit_code_2(arguments: list[str], words: str) -> None:
+def test_bad_arguments_print_one_line_and_exit_with_code_2(arguments: list[str], words: str) -> None:
     result = runner.invoke(app, arguments, env={"PACELINE_COORDINATOR": None, "PACELINE_MIN_WORKERS": None})
     assert result.exit_code == 2
     assert words in result.stderr
@@ -86,7 +86,7 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(arguments: list[str], words:
     assert result.stderr.count("\n") == 1
 
 
-def test_a_coordinator_is_told_its_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_coordinator_options_set_settle_time_and_max_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[ServerSettings] = []
     monkeypatch.setattr(
         importlib.import_module("paceline_server.serving"), "serve", lambda settings, announce: served.append(settings)
@@ -97,27 +97,27 @@ def test_a_coordinator_is_told_its_times(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [(settings.settle_time, settings.max_silence) for settings in served] == [(0.2, 3_600.0), (7.5, 60.0)]
 
 
-def test_an_unknown_command() -> None:
+def test_an_unknown_command_exits_with_code_2() -> None:
     result = runner.invoke(app, ["ride"])
     assert result.exit_code == 2
     assert "No such command" in result.stderr
 
 
-def test_the_demo_says_how_to_get_its_data(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_without_its_packages_prints_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     result = runner.invoke(app, ["demo"])
     assert result.exit_code == 2
     assert install_command("demo") in result.stderr
 
 
-def test_an_engine_without_its_package_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_without_its_package_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     result = runner.invoke(app, ["run", "--engine", "gloo", __file__])
     assert result.exit_code == 2
     assert "the engine gloo (--engine) needs torch, which is not installed: pip install torch" in result.stderr
 
 
-def test_workers_are_told_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_exports_the_engine_to_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[str | None] = []
 
     def look(*_: object, **__: object) -> int:
@@ -132,7 +132,7 @@ def test_workers_are_told_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == ["gloo", None]
 
 
-def test_notices_that_have_no_effect_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notice_variable_without_effect_under_mpi_prints_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_NOTICE", "aws")
     monkeypatch.setattr("paceline_mpi._mpirun.become_mpirun", lambda *args, **options: None)
     monkeypatch.setattr("paceline.cli.run.run_workers", lambda *args, **options: 0)

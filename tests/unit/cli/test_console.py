@@ -31,21 +31,21 @@ def printed(console: Console, *parts: tuple[int, str, bytes]) -> None:
             console.line(a_worker(index), stream, part)
 
 
-def test_a_line_carries_its_rank() -> None:
+def test_a_line_is_prefixed_with_its_rank() -> None:
     assert prefixed("3", b"loss 0.5", colour=False) == "[3] loss 0.5\n"
     assert prefixed("#0", b"starting", colour=False) == "[#0] starting\n"
 
 
-def test_bytes_that_are_no_text_are_replaced() -> None:
+def test_invalid_utf8_bytes_are_replaced() -> None:
     assert prefixed("0", b"caf\xc3\xa9 \xff", colour=False) == "[0] café \N{REPLACEMENT CHARACTER}\n"
 
 
-def test_colour_is_in_the_prefix_and_ends_with_the_line() -> None:
+def test_color_marks_the_prefix_and_is_reset_at_the_line_end() -> None:
     line = prefixed("1", b"\x1b[1mbold", colour=True)
     assert line == "\x1b[33m[1]\x1b[0m \x1b[1mbold\x1b[0m\n"
 
 
-def test_a_line_cannot_move_the_cursor_into_those_of_others() -> None:
+def test_cursor_movements_are_stripped_from_a_line() -> None:
     assert prefixed("0", b"\x1b[2Jup\x1b[A \x1b[31mred\x1b[m", colour=False) == "[0] up \x1b[31mred\x1b[m\n"
 
 
@@ -70,28 +70,28 @@ def test_a_line_cannot_move_the_cursor_into_those_of_others() -> None:
         "\x9b2J",
     ],
 )
-def test_a_line_gives_the_terminal_no_orders(order: str) -> None:
+def test_terminal_escape_sequences_are_stripped_from_a_line(order: str) -> None:
     line = f"a{order}b \x1b[1;38:5:9mred\x1b[m"
     assert prefixed("0", line.encode(), colour=False) == "[0] ab \x1b[1;38:5:9mred\x1b[m\n"
 
 
 @pytest.mark.parametrize("begun", ["\x1b", "\x1b[", "\x1b[31", "\x1b(", "\x1b]0;title", "\x1bP", "\x9d0;"])
-def test_an_order_does_not_go_on_in_the_next_line(begun: str) -> None:
+def test_an_unfinished_escape_sequence_is_stripped_at_the_line_end(begun: str) -> None:
     assert prefixed("0", f"a{begun}".encode(), colour=False) == "[0] a\n"
 
 
-def test_what_is_left_of_orders_is_not_a_new_one() -> None:
+def test_stripping_does_not_form_a_new_escape_sequence() -> None:
     assert prefixed("0", b"\x1b\x1b]0;x\x07[2J \x1b\x1b[31m", colour=False) == "[0] [2J \x1b[31m\n"
 
 
-def test_what_a_job_waits_for_gives_the_terminal_no_orders() -> None:
+def test_escape_sequences_in_a_waiting_reason_are_escaped() -> None:
     err = io.StringIO()
     with contextlib.closing(Console(None, io.StringIO(), err)) as console:
         console.record(a_worker(), {"kind": "waiting", "reason": "for \x1b]0;title\x07", "key": "for"})
     assert err.getvalue() == "paceline: for \\x1b]0;title\\x07\n"
 
 
-def test_what_all_wait_for_is_shown_once_though_each_has_another_time_left() -> None:
+def test_waiting_reasons_with_one_key_are_shown_once() -> None:
     err = io.StringIO()
     with contextlib.closing(Console(None, io.StringIO(), err)) as console:
         for index, left in enumerate((3, 2)):
@@ -100,7 +100,7 @@ def test_what_all_wait_for_is_shown_once_though_each_has_another_time_left() -> 
     assert err.getvalue() == "paceline: nobody answers; trying for another 3 s\n"
 
 
-def test_lines_that_are_hidden_are_kept(tmp_path: Path) -> None:
+def test_hidden_lines_are_still_written_to_the_log_file(tmp_path: Path) -> None:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.closing(Console(LogFiles(tmp_path), out, err, hidden={(0, "stdout"), (1, "stderr")})) as console:
         printed(console, (0, "stdout", b"hidden\n"), (0, "stderr", b"shown\n"))
@@ -108,7 +108,7 @@ def test_lines_that_are_hidden_are_kept(tmp_path: Path) -> None:
     assert (tmp_path / "worker-0.log").read_text() == "# pid 7\nhidden\nshown\n"
 
 
-def test_log_files_have_the_bytes_as_they_came(tmp_path: Path) -> None:
+def test_log_files_keep_the_raw_bytes(tmp_path: Path) -> None:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.closing(Console(LogFiles(tmp_path), out, err)) as console:
         printed(
@@ -123,7 +123,7 @@ def test_log_files_have_the_bytes_as_they_came(tmp_path: Path) -> None:
     assert kept == b"# pid 7\na\r\nb\xff\n\r 1%\r 2%\x1b[A\nend\n# rank 0 of 1\n"
 
 
-def test_where_nothing_moves_a_bar_is_the_line_that_it_ends_as() -> None:
+def test_without_a_terminal_a_progress_bar_prints_only_its_last_state() -> None:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.closing(Console(None, out, err)) as console:
         printed(
@@ -179,7 +179,7 @@ def rows_on(text: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("terminal")
-def test_bars_of_several_workers_and_lines_do_not_disturb_each_other() -> None:
+def test_progress_bars_and_lines_of_several_workers_do_not_mix() -> None:
     screen = io.StringIO()
     console = Console(None, cast(TextIO, Screen(screen)), cast(TextIO, Screen(screen)))
     splitters = [LineSplitter(), LineSplitter()]
@@ -200,7 +200,7 @@ def test_bars_of_several_workers_and_lines_do_not_disturb_each_other() -> None:
     assert shown == [*losses, "[0] 100%|##########", "paceline: goes on", "[1] 100%|##########", ""]
 
 
-def test_rows_are_cut_to_the_width_and_to_a_part_of_the_height() -> None:
+def test_live_rows_are_cut_to_the_terminal_width_and_height() -> None:
     live = LiveRows()
     assert live.erase() == ""
     for rank in range(30):

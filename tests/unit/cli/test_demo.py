@@ -22,7 +22,7 @@ def ledger(*, killed: bool = False, joined: bool = False, accuracy: float = 0.97
     return Ledger(workers)
 
 
-def test_the_result_has_the_names_that_scripts_rely_on() -> None:
+def test_as_result_has_the_documented_keys() -> None:
     assert as_result(ledger(killed=True, joined=True)) == {
         "accuracy": 0.9722,
         "steps": 2,
@@ -44,7 +44,7 @@ def test_the_result_has_the_names_that_scripts_rely_on() -> None:
         ({"killed": True}, True, ["training ended before a new worker had joined"]),
     ],
 )
-def test_a_broken_promise_is_named(run: dict[str, Any], kill: bool, words: list[str]) -> None:
+def test_faults_name_each_failed_expectation_of_the_demo(run: dict[str, Any], kill: bool, words: list[str]) -> None:
     assert faults(ledger(**run), kill=kill) == words
 
 

@@ -19,7 +19,7 @@ Current thread 0x00007fd875c46b80 (most recent call first):
 """
 
 
-def test_a_dump_is_taken_apart() -> None:
+def test_a_faulthandler_dump_is_split_into_stacks() -> None:
     library, loader, main = read_stacks(DUMP)
     assert (library.is_library, library.is_main) == (True, False)
     assert loader.frames == ("/home/me/data.py:12 in fetch", "/usr/lib/python3.11/threading.py:982 in run")
@@ -29,7 +29,7 @@ def test_a_dump_is_taken_apart() -> None:
     assert not read_stacks('Fatal Python error: nothing\n  File "x", line 1 in y')
 
 
-def test_ranks_at_one_place_are_folded_whatever_the_order_of_their_threads() -> None:
+def test_ranks_with_equal_stacks_are_folded_in_any_thread_order() -> None:
     library, loader, main = read_stacks(DUMP)
     other = Stack(("x.py:1 in wait",), is_main=True, is_library=False)
     processes = [
@@ -51,7 +51,7 @@ def test_ranks_at_one_place_are_folded_whatever_the_order_of_their_threads() -> 
     }
 
 
-def test_the_users_lines_stand_out() -> None:
+def test_paceline_frames_are_shortened_and_user_frames_are_kept() -> None:
     package = "/venv/lib/python3.12/site-packages/paceline"
     ours = (f"{package}/_links/bell.py:141 in _wait", f"{package}/_group/calls.py:133 in all_reduce")
     launching = ("<frozen runpy>:88 in _run_code", f"{package}/cli/launcher/shim.py:129 in <module>")

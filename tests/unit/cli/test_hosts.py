@@ -41,13 +41,13 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, __name__, __import__("sys").modules[__name__])
 
 
-def test_the_first_host_that_has_started_this_process_answers() -> None:
+def test_find_host_returns_the_first_plug_in_that_reports_a_host() -> None:
     assert find_host(points("paceline.hosts", a="nowhere", b="batch")) == BATCH
     assert find_host(points("paceline.hosts", a="nowhere")) is None
     assert find_host([]) is None
 
 
-def test_what_a_host_cannot_read_is_an_error_of_the_user() -> None:
+def test_value_error_of_a_host_plug_in_becomes_a_usage_error() -> None:
     with pytest.raises(UsageError, match="BATCH_SLOTS must be a number"):
         find_host(points("paceline.hosts", a="garbled"))
 
@@ -57,38 +57,38 @@ def crashes() -> Host | None:
 
 
 @pytest.mark.parametrize(("function", "words"), [("crashes", "KeyError: 'BATCH_SLOTS'"), ("gone", "has no attribute")])
-def test_a_host_that_does_not_work_is_named(function: str, words: str) -> None:
+def test_a_broken_host_plug_in_is_named_in_a_usage_error(function: str, words: str) -> None:
     with pytest.raises(UsageError, match=rf"the plug-in 'a' \(.*:{function}\) does not work: .*{words}"):
         find_host(points("paceline.hosts", a=function, b="batch"))
 
 
-def test_the_names_of_clouds() -> None:
+def test_find_notices_parses_provider_names_and_refuses_unknown_ones() -> None:
     assert list(find_notices("aws, gcp,azure")) == ["aws", "gcp", "azure"]
     assert find_notices(None) == {}
     with pytest.raises(UsageError, match=r"there is no provider 'ibm' .*: the providers are aws, azure, gcp"):
         find_notices("aws,ibm")
 
 
-def test_what_a_notice_cannot_read_is_an_error_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_value_error_of_a_notice_plug_in_becomes_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "entry_points", lambda group: points(group, moon="garbled"))
     with pytest.raises(UsageError, match=r"^BATCH_SLOTS must be a number"):
         find_notices("moon")
 
 
-def test_a_notice_drains_the_workers_and_cannot_touch_the_terminal() -> None:
+def test_a_notice_drains_the_workers_and_its_text_is_escaped() -> None:
     told: list[tuple[str, float]] = []
     (source,) = reasons_to_leave(None, 60.0, {"moon": Notice(lambda: "it\x1bgoes", leave_s=7.0)}, print)
     source(lambda why, seconds: told.append((why, seconds)), threading.Event())
     assert told == [("it\\x1bgoes", 7.0)]
 
 
-def test_the_end_of_the_time_drains_the_workers() -> None:
+def test_the_end_of_the_batch_job_drains_the_workers() -> None:
     told: list[tuple[str, float]] = []
     hosts._leave_at(0.0, 60.0, "batch job", lambda why, seconds: told.append((why, seconds)), threading.Event())
     assert told == [("the time of the batch job ends in 60 s", 50.0)]
 
 
-def test_only_a_time_that_ends_is_waited_for() -> None:
+def test_only_a_host_with_an_end_time_gives_a_reason_to_leave() -> None:
     end = time.time() + 3600.0
     assert len(reasons_to_leave(Host("batch job", ends_at=end), 60.0, {}, print)) == 1
     assert not reasons_to_leave(Host("batch job", ends_at=end), 0.0, {}, print)
@@ -98,7 +98,7 @@ def test_only_a_time_that_ends_is_waited_for() -> None:
 @pytest.mark.parametrize(
     ("error", "shown"), [(OSError("no route"), "no route"), (KeyError("moon"), "KeyError('moon')")], ids=["away", "bug"]
 )
-def test_a_service_that_gives_no_answer_is_reported_once_and_asked_again(
+def test_a_failing_notice_service_is_reported_once_and_asked_again(
     error: Exception, shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hosts, "_ASK_S", 0.0)
@@ -118,14 +118,14 @@ def test_a_service_that_gives_no_answer_is_reported_once_and_asked_again(
     assert told == [("it goes", 7.0)]
 
 
-def test_nothing_is_asked_once_the_workers_have_ended() -> None:
+def test_notice_source_does_not_drain_after_the_workers_have_ended() -> None:
     ended = threading.Event()
     ended.set()
     (source,) = reasons_to_leave(None, 0.0, {"moon": Notice(lambda: "it goes", leave_s=7.0)}, print)
     source(lambda why, seconds: pytest.fail("drained"), ended)
 
 
-def test_workers_leave_before_the_end_unless_the_job_is_shorter() -> None:
+def test_drain_at_lies_before_the_end_unless_the_job_is_shorter() -> None:
     assert drain_at(100.0, 1000.0, 60.0) == 940.0
     assert drain_at(100.0, 159.0, 60.0) is None, "it would never train"
     assert drain_at(100.0, 1000.0, 0.0) is None
@@ -133,7 +133,7 @@ def test_workers_leave_before_the_end_unless_the_job_is_shorter() -> None:
 
 
 @pytest.mark.parametrize(("before", "seconds"), [(60.0, 50.0), (3600.0, 3590.0), (20.0, 10.0), (10.0, 5.0)])
-def test_workers_have_the_time_until_the_end_less_a_reserve(before: float, seconds: float) -> None:
+def test_drain_seconds_is_the_remaining_time_less_a_reserve(before: float, seconds: float) -> None:
     assert drain_seconds(before) == seconds
 
 
@@ -162,7 +162,7 @@ def plug_in(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_plug_in_of_somebody_else_gives_the_defaults(plug_in: Path) -> None:
+def test_a_third_party_plug_in_sets_the_default_job_and_worker_count(plug_in: Path) -> None:
     variables = {"PYTHONPATH": str(plug_in), "BATCH_JOB": "moon", "BATCH_SLOTS": "3"}
     with command("run", "--notice", "batch", str(plug_in / "echo.py"), **variables) as run:
         assert run.wait() == 0, run.stderr
@@ -172,7 +172,7 @@ def test_a_plug_in_of_somebody_else_gives_the_defaults(plug_in: Path) -> None:
     assert run.stdout == "[#0] mine 1 1\n"
 
 
-def test_the_pages_plug_in_names_the_variable_that_it_cannot_read(plug_in: Path) -> None:
+def test_documented_plug_in_names_the_variable_it_cannot_read(plug_in: Path) -> None:
     with command("run", str(plug_in / "echo.py"), PYTHONPATH=str(plug_in), BATCH_JOB="moon") as run:
         assert run.wait() == 2
     assert "BATCH_SLOTS must be a number, not ''" in run.stderr

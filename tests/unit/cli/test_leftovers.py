@@ -35,7 +35,7 @@ def written(path: Path) -> Path:
     return path
 
 
-def test_old_files_of_processes_that_are_gone_go(folder: Path) -> None:
+def test_old_files_of_dead_processes_are_removed(folder: Path) -> None:
     left = [
         written(folder / "flight" / f"digits.rank0.pid{GONE}.json"),
         written(folder / "flight" / f"digits.rank0.pid{GONE}.json.ab_1.tmp"),
@@ -47,7 +47,7 @@ def test_old_files_of_processes_that_are_gone_go(folder: Path) -> None:
     assert not any(path.exists() for path in left)
 
 
-def test_what_somebody_uses_stays(folder: Path) -> None:
+def test_files_in_use_and_unrelated_files_are_kept(folder: Path) -> None:
     kept = [
         written(folder / "flight" / f"digits.rank0.pid{os.getpid()}.json"),
         written(folder / "flight" / f"a-note-about-pid{GONE}.txt"),
@@ -60,7 +60,7 @@ def test_what_somebody_uses_stays(folder: Path) -> None:
     assert all(path.exists() for path in kept)
 
 
-def test_no_link_is_followed(folder: Path, tmp_path: Path) -> None:
+def test_symbolic_links_are_not_followed(folder: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o700)
     record = written(elsewhere / f"digits.rank0.pid{GONE}.json")
@@ -75,12 +75,12 @@ def test_no_link_is_followed(folder: Path, tmp_path: Path) -> None:
     assert record.exists()
 
 
-def test_without_a_folder_there_is_nothing_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remove_leftovers_without_a_folder_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     remove_leftovers(later())
 
 
-def test_what_workers_have_compiled_goes_with_their_launcher(folder: Path) -> None:
+def test_compile_folder_is_removed_with_its_launcher(folder: Path) -> None:
     with compile_folder() as mine:
         assert mine is not None
         written(mine / "half.so")
@@ -96,7 +96,7 @@ def test_what_workers_have_compiled_goes_with_their_launcher(folder: Path) -> No
     assert not left.exists()
 
 
-def test_without_a_folder_workers_share_torch_s_own(folder: Path) -> None:
+def test_compile_folder_is_none_where_the_folder_cannot_be_made(folder: Path) -> None:
     written(folder / "compiled")
     with compile_folder() as mine:
         assert mine is None

@@ -56,26 +56,26 @@ WAITING = member(0, 42, 2.0)
         (member(1, 0, 0.0, inside=False, in_view=False), None),
     ],
 )
-def test_a_member_that_others_wait_for(other: admin_pb2.MemberStatus, sentence: str | None) -> None:
+def test_a_member_behind_a_waiting_rank_is_a_straggler(other: admin_pb2.MemberStatus, sentence: str | None) -> None:
     assert stragglers(detail(WAITING, other)).get("m1") == sentence
     assert "m0" not in stragglers(detail(WAITING, other))
 
 
-def test_a_wait_of_a_moment_is_no_straggling() -> None:
+def test_a_short_wait_makes_no_straggler() -> None:
     assert stragglers(detail(member(0, 42, 0.3), member(1, 41, 0.3, inside=False, silent=0.1))) == {}
 
 
-def test_nobody_is_late_where_nobody_waits() -> None:
+def test_without_a_waiting_rank_there_is_no_straggler() -> None:
     assert stragglers(detail(member(0, 42, 2.0, inside=False), member(1, 41, 2.0, inside=False))) == {}
     assert stragglers(detail()) == {}
 
 
-def test_the_silent_come_first() -> None:
+def test_in_order_lists_silent_members_first() -> None:
     members = [member(0, 1, 0.0), member(1, 1, 0.0, attached=False), member(2, 1, 0.0)]
     assert [status.member.rank for status in in_order(members)] == [1, 0, 2]
 
 
-def test_what_a_member_is_called() -> None:
+def test_label_names_the_rank_or_the_member_id() -> None:
     assert label(member(3, 1, 0.0)) == "rank 3 (node, pid 13)"
     assert label(member(3, 1, 0.0, in_view=False)) == "member m3 (node, pid 13)"
 
@@ -91,5 +91,7 @@ def test_what_a_member_is_called() -> None:
         (member(0, 1, 0.0), admin_pb2.JOB_PHASE_FINISHED, False),
     ],
 )
-def test_nobody_can_swear_that_these_are_dead(status: admin_pb2.MemberStatus, phase: int, is_connected: bool) -> None:
+def test_connected_lists_only_live_members_of_a_running_job(
+    status: admin_pb2.MemberStatus, phase: int, is_connected: bool
+) -> None:
     assert bool(connected(detail(status, phase=phase))) is is_connected

@@ -31,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / f"paceline-{os.geteuid()}" / "coordinators"
 
 
-def test_a_token_is_there_as_long_as_its_coordinator(folder: Path) -> None:
+def test_a_token_is_found_only_while_its_coordinator_is_published(folder: Path) -> None:
     assert (own_token(ADDRESS), own_addresses()) == (None, [])
     with published(ADDRESS, "first"):
         assert (own_token(ADDRESS), own_token(OTHER), own_addresses()) == ("first", None, [ADDRESS])
@@ -41,7 +41,7 @@ def test_a_token_is_there_as_long_as_its_coordinator(folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-def test_what_a_killed_command_left_is_shown_to_nobody(folder: Path) -> None:
+def test_a_stale_token_of_a_killed_command_is_not_used(folder: Path) -> None:
     """Whoever has the port now would learn it."""
     folder.mkdir(parents=True, mode=0o700)
     left = folder / ADDRESS
@@ -52,7 +52,7 @@ def test_what_a_killed_command_left_is_shown_to_nobody(folder: Path) -> None:
         assert own_token(ADDRESS) == "new"
 
 
-def test_the_token_that_was_made_for_a_coordinator_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_published_token_precedes_the_token_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that the shell has for a cluster would be refused there."""
     monkeypatch.setenv("PACELINE_TOKEN", "a-token-for-a-cluster")
     with published(ADDRESS, "made"):
@@ -74,7 +74,7 @@ def shown(address: str) -> str:
     return asyncio.run(token.current())
 
 
-def test_an_operator_need_not_name_the_only_one() -> None:
+def test_the_only_running_coordinator_is_the_default_address() -> None:
     with pytest.raises(UsageError, match=r"name the coordinator \(--coordinator\): no paceline run of yours"):
         coordinator_address(None)
     with published(OTHER, "two"):
@@ -84,7 +84,7 @@ def test_an_operator_need_not_name_the_only_one() -> None:
     assert coordinator_address("host") == "host:7400"
 
 
-def test_of_several_the_one_that_has_the_job_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_coordinator_of_picks_the_coordinator_that_has_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = {ADDRESS: ["a", "both"], OTHER: ["b", "both"]}
     monkeypatch.setattr(admin, "list_jobs", lambda address, _: [JobSummary(name=name) for name in jobs[address]])
     with published(ADDRESS, "one"), published(OTHER, "two"):
@@ -96,7 +96,7 @@ def test_of_several_the_one_that_has_the_job_is_chosen(monkeypatch: pytest.Monke
             assert str(caught.value).endswith(f"serve {ADDRESS} (jobs: a, both), {OTHER} (jobs: b, both)")
 
 
-def test_localhost_is_where_this_users_run_serves() -> None:
+def test_localhost_resolves_to_the_published_loopback_address() -> None:
     name = f"localhost:{ADDRESS.rpartition(':')[2]}"
     assert coordinator_address(name) == name
     with published(ADDRESS, "token"):
@@ -104,7 +104,7 @@ def test_localhost_is_where_this_users_run_serves() -> None:
 
 
 @pytest.mark.parametrize("planted", ["open", "link", "fifo", "another's"])
-def test_a_file_that_somebody_else_may_have_made_is_not_used(
+def test_a_token_file_that_another_user_may_have_made_is_not_used(
     folder: Path, planted: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder.mkdir(parents=True, mode=0o700)
@@ -131,7 +131,7 @@ def test_a_file_that_somebody_else_may_have_made_is_not_used(
     assert ("cannot look for" if planted == "link" else "cannot use") in said
 
 
-def test_a_folder_of_somebody_else_stops_no_training(
+def test_an_unusable_folder_only_prints_a_warning(
     tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder.parent.symlink_to(tmp_path)
@@ -141,7 +141,7 @@ def test_a_folder_of_somebody_else_stops_no_training(
     assert "paceline status, drain and other launchers cannot reach this run" in capsys.readouterr().err
 
 
-def test_without_a_place_for_temporary_files_no_token_is_kept_and_none_is_found(
+def test_without_a_temporary_directory_no_token_is_stored_or_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As in a container that is read-only."""

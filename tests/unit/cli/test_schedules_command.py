@@ -21,14 +21,14 @@ def run(*arguments: str) -> str:
     return result.stdout
 
 
-def test_the_table_of_choices() -> None:
+def test_schedules_without_arguments_prints_the_rule_table() -> None:
     assert run() == format_rules() + "\n"
     rules = json.loads(run("--json"))["rules"]
     assert len(rules) == sum(len(of) for of in RULES.values())
     assert set(rules[0]) == {"collective", *Rule._fields}
 
 
-def test_what_is_chosen_and_why_and_one_rank_s_rows() -> None:
+def test_output_shows_the_choice_its_reason_and_one_rank_s_rows() -> None:
     text = run("all-reduce", "-n", "4", "--size", "64KiB", "--rank", "2", "--schedule", "ring")
     chosen = choose("all_reduce", 64 << 10, 4)
     first, asked, also, empty, title, *rows = text.splitlines()
@@ -41,21 +41,21 @@ def test_what_is_chosen_and_why_and_one_rank_s_rows() -> None:
     assert "\n".join(rows) == format_schedule(rows_of("all_reduce", "ring", 2, 4))
 
 
-def test_a_size_that_has_no_equal_parts() -> None:
+def test_a_size_without_equal_parts_is_rounded_up() -> None:
     assert "3 chunks of at most 36 B" in run("all-reduce", "-n", "3", "--size", "100", "--schedule", "ring")
     text = run("all-to-all", "-n", "3", "--size", "100")
     assert "all_to_all of 108 B among 3 ranks" in text
     assert "chunks of 36 B: it sends 0 to 2, and receives 3 to 5" in text
 
 
-def test_a_root_and_ranks_that_do_nothing() -> None:
+def test_output_names_the_root_and_ranks_that_send_nothing() -> None:
     assert "broadcast of 1 MiB from rank 0 among 4 ranks" in run("broadcast")
     assert "gather of 1 MiB to rank 0 among 1 rank:" in run("gather", "-n", "1")
     assert "nothing to send or receive" in run("gather", "-n", "1")
     assert run("barrier").startswith("barrier among 4 ranks: ")
 
 
-def test_microbatches_of_a_step() -> None:
+def test_microbatches_option_shows_the_sums_of_each_rank() -> None:
     text = run("all-reduce", "-n", "3", "--microbatches", "8", "--size", "8MiB")
     assert "all_reduce of 8 MiB among 3 ranks: direct" in text
     assert "each chunk is summed in a tree over 8 microbatches" in text
@@ -77,7 +77,7 @@ def test_microbatches_of_a_step() -> None:
         assert words in result.stderr.replace("\n", " ")
 
 
-def test_json() -> None:
+def test_json_output_of_one_rank_s_rows() -> None:
     found = json.loads(run("reduce", "-n", "3", "--size", "1KiB", "--rank", "1", "--schedule", "tree", "--json"))
     row = {"step": 1, "send_to": 0, "send_chunk": 0, "recv_from": None, "recv_chunk": None, "action": None, "span": 1}
     assert found == {
@@ -115,7 +115,7 @@ def test_every_schedule_can_be_shown(collective: str, schedule: str, world: int)
         (["--rank", "1"], "need a collective: name one of all-reduce"),
     ],
 )
-def test_what_cannot_be_is_one_line_and_exit_code_2(arguments: list[str], words: str) -> None:
+def test_bad_arguments_print_one_line_and_exit_with_code_2(arguments: list[str], words: str) -> None:
     result = runner.invoke(app, ["schedules", *arguments])
     assert result.exit_code == 2
     assert words in result.stderr
@@ -123,7 +123,7 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(arguments: list[str], words:
     assert result.stderr.count("\n") == 1
 
 
-def test_ranks_on_hosts_choose_by_them_and_have_other_rows() -> None:
+def test_hosts_option_changes_the_choice_and_the_rows() -> None:
     nodes = (0, 0, 0, 0, 1, 1, 1, 1)
     first, *rest = run("all-reduce", "-n", "8", "--hosts", "2", "--size", "16M", "--rank", "5").splitlines()
     assert first.startswith(
@@ -137,12 +137,12 @@ def test_ranks_on_hosts_choose_by_them_and_have_other_rows() -> None:
     assert "star (all but one rank wait once" in run("barrier", "-n", "8", "--hosts", "1")
 
 
-def test_hosts_have_almost_equal_shares() -> None:
+def test_ranks_are_spread_almost_evenly_over_hosts() -> None:
     assert json.loads(run("barrier", "-n", "5", "--hosts", "2", "--json"))["nodes"] == [0, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("hosts", ["0", "5"])
-def test_there_is_a_rank_on_each_host(hosts: str) -> None:
+def test_hosts_option_outside_the_number_of_ranks_is_refused(hosts: str) -> None:
     result = runner.invoke(app, ["schedules", "all-reduce", "-n", "4", "--hosts", hosts])
     assert result.exit_code == 2
     assert result.stderr == f"paceline: --hosts must be 1 to 4, the number of ranks, not {hosts}\n"

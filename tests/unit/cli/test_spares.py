@@ -16,7 +16,7 @@ SCRIPT, MODULE, PROGRAM = ["train.py", "x"], ["-m", "train"], ["--", "train"]
 @pytest.mark.parametrize(
     ("command", "restarts", "spares"), [(SCRIPT, 3, 1), (MODULE, 1, 1), (SCRIPT, 0, 0), (PROGRAM, 3, 0)]
 )
-def test_how_many_spares_there_are_by_default(command: list[str], restarts: int, spares: int) -> None:
+def test_default_number_of_spares(command: list[str], restarts: int, spares: int) -> None:
     assert default_spares(command, restarts) == spares
 
 
@@ -31,7 +31,7 @@ def test_how_many_spares_there_are_by_default(command: list[str], restarts: int,
         (MODULE, 1, 9, ""),
     ],
 )
-def test_what_is_refused(command: list[str], restarts: int, spares: int, words: str) -> None:
+def test_spares_error_names_the_conflicting_options(command: list[str], restarts: int, spares: int, words: str) -> None:
     error = spares_error(command, restarts, spares)
     assert words in error
     assert bool(error) == bool(words)
@@ -47,14 +47,14 @@ def test_a_spare_is_started_half_a_second_after_the_last_worker() -> None:
     assert schedule.due_at(0, restartable=2) == 200.5
 
 
-def test_no_more_spares_than_workers_that_may_be_started_again() -> None:
+def test_there_are_no_more_spares_than_restartable_workers() -> None:
     schedule = SpareSchedule(3)
     assert [schedule.wanted(workers) for workers in (0, 2, 5)] == [0, 2, 3]
     assert schedule.due_at(2, restartable=2) is None
     assert SpareSchedule(0).due_at(0, restartable=2) is None
 
 
-def test_spares_that_die_are_replaced_more_and_more_slowly() -> None:
+def test_failed_spares_are_replaced_with_exponential_backoff() -> None:
     schedule = SpareSchedule(1)
     now, pauses = 100.0, []
     for _ in range(8):
@@ -72,7 +72,7 @@ def test_spares_that_die_are_replaced_more_and_more_slowly() -> None:
     assert schedule.due_at(0, restartable=1) == now + 71
 
 
-def test_workers_that_may_be_started_again() -> None:
+def test_restartable_counts_workers_with_a_restart_left() -> None:
     supervision = Supervision(1.0, Terms(workers=3, minimum=1, elastic=True, restarts=1))
     for slot in range(3):
         supervision.began(slot, 0.0)
@@ -98,7 +98,7 @@ def found(script: str, package: str = "", name: str = "__main__", **modules: str
     return [wanted.module for wanted in find_imports(main, sources.get)]
 
 
-def test_imports_are_found_up_to_the_first_statement_that_acts() -> None:
+def test_imports_are_found_up_to_the_first_statement_with_effects() -> None:
     script = '''
         """What it is."""
         from __future__ import annotations
@@ -146,16 +146,16 @@ def test_submodules_that_are_imported_by_from_are_named() -> None:
         "from ... import beyond",
     ],
 )
-def test_what_acts_ends_the_search(statement: str) -> None:
+def test_a_statement_with_effects_ends_the_search(statement: str) -> None:
     assert found(f"import a\n{statement}\nimport b") == ["a"]
 
 
-def test_a_script_that_is_no_python_has_no_imports() -> None:
+def test_a_script_that_is_not_python_has_no_imports() -> None:
     assert found("import a\nimport b +") == []
     assert find_imports(Source("__main__", "", b"\x00\xff"), lambda _: None) == []
 
 
-def test_the_user_s_own_modules_are_followed_in_order_and_are_not_imported() -> None:
+def test_user_modules_are_followed_in_order_but_not_imported() -> None:
     assert found(
         """
         import first
@@ -176,13 +176,13 @@ def test_the_user_s_own_modules_are_followed_in_order_and_are_not_imported() -> 
     ) == ["first", "torch", "in_the_package", "math", "numpy", "last"]
 
 
-def test_a_module_of_the_user_s_that_acts_ends_the_search_for_all() -> None:
+def test_a_user_module_with_effects_ends_the_whole_search() -> None:
     assert found("import a\nimport settings\nimport b", settings="import c\nos.environ['A'] = 'b'\nimport d") == [
         "a",
         "c",
     ]
 
 
-def test_the_packages_of_a_module_come_before_it() -> None:
+def test_imports_of_parent_packages_come_before_their_module() -> None:
     own = {"top": "import a", "top__sub": "import b", "top__sub__train": "", "top__other": "import d"}
     assert found("import c\nfrom ..other import x", "top.sub", "top.sub.train", **own) == ["a", "b", "c", "d"]

@@ -32,7 +32,7 @@ SUMMARY = admin_pb2.JobSummary(
 )
 
 
-def test_a_job() -> None:
+def test_job_as_dict_of_a_running_job() -> None:
     assert job_as_dict(SUMMARY) == {
         "name": "digits",
         "phase": "running",
@@ -57,7 +57,7 @@ def test_a_job() -> None:
     }
 
 
-def test_a_job_that_waits_tells_for_how_long() -> None:
+def test_a_waiting_job_shows_for_how_long() -> None:
     summary = admin_pb2.JobSummary(name="digits", reason="waiting for 1 more worker", waited=duration(12.25))
     assert job_as_dict(summary)["waited_s"] == 12.25
     (cell,) = jobs_table([summary]).columns[-1].cells
@@ -85,11 +85,11 @@ def test_a_member_has_a_rank_only_in_a_view(in_view: bool, rank: int | None) -> 
     }
 
 
-def test_a_job_that_is_done() -> None:
+def test_job_as_dict_of_a_finished_job() -> None:
     assert job_as_dict(admin_pb2.JobSummary(phase=admin_pb2.JOB_PHASE_FINISHED))["phase"] == "finished"
 
 
-def test_the_table_holds_a_row_for_each_job() -> None:
+def test_jobs_table_has_a_row_for_each_job() -> None:
     assert jobs_table([SUMMARY, SUMMARY]).row_count == 2
 
 

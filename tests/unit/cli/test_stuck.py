@@ -16,7 +16,7 @@ def only(*args: object, **kwargs: object) -> Finding:
     return finding
 
 
-def test_one_rank_is_late() -> None:
+def test_a_late_rank_is_reported_as_missing() -> None:
     late = record(2, done(15, 13.0), done(16, 12.4))
     finding = only([record(rank, done(16, 12.5), waits(17, 12.3)) for rank in (0, 1, 3)] + [late], {})
     assert finding.text == (
@@ -28,7 +28,7 @@ def test_one_rank_is_late() -> None:
     assert list(finding.missing) == [2]
 
 
-def test_one_rank_is_dead() -> None:
+def test_a_dead_rank_is_reported_with_the_failure_of_the_others() -> None:
     there = [
         record(rank, failed(17, 3.0, "PeerLost: rank 2 (host-2, pid 102) was killed by SIGKILL")) for rank in (0, 1, 3)
     ]
@@ -40,14 +40,14 @@ def test_one_rank_is_dead() -> None:
     assert (silent.kind, silent.text) == ("no answer", "rank 2: has left no record")
 
 
-def test_a_rank_that_does_not_answer() -> None:
+def test_a_rank_that_does_not_answer_is_reported() -> None:
     text = "(host-2, pid 102) has not answered within 1.0 s"
     wait, silent = find_stuck([record(rank, waits(17, 5.0)) for rank in (0, 1, 3)], {2: text}).findings
     assert wait.missing == {2: text}
     assert silent.text == f"rank 2: {text}"
 
 
-def test_different_operations_at_one_number() -> None:
+def test_different_operations_at_one_number_are_a_mismatch() -> None:
     there = [record(rank, waits(17, 5.0), size=3) for rank in (0, 1)]
     other = record(2, waits(17, 4.0, kind="barrier", detail="", array=""), size=3)
     mismatch, wait = find_stuck([*there, other], {}).findings
@@ -57,13 +57,13 @@ def test_different_operations_at_one_number() -> None:
     assert wait.missing == {}
 
 
-def test_an_array_that_the_sender_decides_is_no_mismatch() -> None:
+def test_an_unknown_array_at_a_broadcast_receiver_is_no_mismatch() -> None:
     root = record(0, waits(17, 5.0, kind="broadcast", detail="root=0"), size=2)
     other = record(1, waits(17, 5.0, kind="broadcast", detail="root=0", array="", bytes=None), size=2)
     assert only([root, other], {}).kind == "wait"
 
 
-def test_one_is_still_in_an_earlier_one_and_one_is_through() -> None:
+def test_ranks_in_different_operations_are_reported_per_operation() -> None:
     behind, ahead = record(1, waits(16, 7.0), size=3), record(2, done(17, 1.5), size=3)
     first, second = find_stuck([record(0, done(16, 7.0), waits(17, 6.9), size=3), behind, ahead], {}).findings
     assert (first.operation, second.operation) == (16, 17)
@@ -77,7 +77,7 @@ def test_one_is_still_in_an_earlier_one_and_one_is_through() -> None:
     }
 
 
-def test_groups_of_one_name_are_told_apart_by_their_members() -> None:
+def test_groups_of_one_name_are_distinguished_by_their_members() -> None:
     """Planted: with the name alone, ranks 2 and 3 would count as members that have not entered operation 5."""
     lower, upper = ("split1", 0), ("split1", 2)
     there = [
@@ -95,13 +95,13 @@ def test_groups_of_one_name_are_told_apart_by_their_members() -> None:
     assert part.missing == {1: "has not entered it: it is in all_reduce 8 (op=sum float32[1024]), for 2.5 s"}
 
 
-def test_a_message_that_does_not_come() -> None:
+def test_a_receive_without_its_message_is_reported() -> None:
     waiting = waits(0, 3.0, kind="recv", detail="from=1 tag=7", array="", bytes=None)
     finding = only([record(0, waiting, size=2), record(1, done(4, 3.0), size=2)], {})
     assert finding.text == "rank 0 (host-0, pid 100) has waited 3.0 s in recv (from=1 tag=7)"
 
 
-def test_nobody_waits() -> None:
+def test_ranks_outside_any_operation_are_idle() -> None:
     finding = only([record(rank, done(16, 4.0 + rank)) for rank in range(4)], {})
     assert finding.kind == "idle"
     assert finding.text == (
@@ -111,7 +111,7 @@ def test_nobody_waits() -> None:
     assert only([record(0, size=1)], {}).text == "no rank has called an operation yet"
 
 
-def test_a_job_that_runs_is_moving() -> None:
+def test_a_running_job_is_reported_as_moving() -> None:
     """Records are made at different moments, so ranks differ by some operations while nothing is wrong."""
     finding = only([record(0, done(16, 0.02), waits(17, 0.01), size=2), record(1, done(16, 0.0), size=2)], {})
     assert (finding.kind, finding.text) == (
@@ -120,7 +120,7 @@ def test_a_job_that_runs_is_moving() -> None:
     )
 
 
-def test_only_the_latest_generation_counts() -> None:
+def test_records_of_an_older_generation_are_set_apart() -> None:
     old = dataclasses.replace(record(1, waits(4, 60.0), size=2), generation=2)
     report = find_stuck([record(0, done(1, 0.0), size=2), old], {})
     assert (report.generation, report.size) == (3, 2)
@@ -128,7 +128,7 @@ def test_only_the_latest_generation_counts() -> None:
     assert report.findings[0].text == "rank 1 (host-1, pid 101) is in generation 2, others are in generation 3"
 
 
-def test_ranks_are_named_in_runs() -> None:
+def test_in_ranks_joins_consecutive_ranks_into_ranges() -> None:
     assert in_ranks([2]) == "rank 2"
     assert in_ranks([3, 0, 1]) == "ranks 0, 1, 3"
     assert in_ranks([0, 1, 2, 5, 6, 7]) == "ranks 0-2, 5-7"

@@ -77,7 +77,7 @@ def event(number: int, text: str) -> admin_pb2.JobEvent:
     return admin_pb2.JobEvent(number=number, job="digits", kind="view", text=text)
 
 
-def test_nothing_is_cut_at_80_columns() -> None:
+def test_job_picture_fits_80_columns_without_truncation() -> None:
     said = "rank 3 (ip-10-0-17-231.eu-central-1.compute.internal, pid 4194303) was killed by SIGKILL"
     detail = job(
         member(0, host=LONG_HOST, operation=40, inside=True, since=3.24, doing="reduce_scatter", step=123_456),
@@ -125,18 +125,18 @@ def test_nothing_is_cut_at_80_columns() -> None:
         (member(0, standing="met at step 12"), "met at step 12"),
     ],
 )
-def test_each_member_says_what_it_does_or_waits_for(status: admin_pb2.MemberStatus, words: str) -> None:
+def test_state_of_a_member_tells_its_activity_or_its_wait(status: admin_pb2.MemberStatus, words: str) -> None:
     detail = job(status, member(1, operation=8))
     assert state_of(status, detail)[0] == words
 
 
-def test_what_holds_the_others_up_is_said_of_the_one_that_does() -> None:
+def test_a_straggler_is_marked_in_the_job_picture() -> None:
     late = member(1, operation=8)
     detail = job(member(0, operation=9, inside=True, since=3.0), late)
     assert "straggler: 0.0 s out of operation 8, others are in 9" in drawn(job_picture(detail), width=120)
 
 
-def test_members_are_in_the_step_of_their_job_unless_they_lag() -> None:
+def test_members_show_the_job_s_step_unless_they_lag() -> None:
     """Their last heartbeats are of different moments."""
     alike, late = member(0, operation=9, inside=True, since=3.0, step=123_455), member(1, operation=8, step=7)
     detail = job(alike, late)
@@ -148,26 +148,26 @@ def test_members_are_in_the_step_of_their_job_unless_they_lag() -> None:
     assert [row[3] for row in rows] == ["123456", "7"]
 
 
-def test_heartbeats_that_are_rare_are_not_silence() -> None:
+def test_rare_heartbeats_are_not_reported_as_silence() -> None:
     detail = job(member(0, silent=2.0))
     detail.settings.failure_timeout.CopyFrom(duration(60.0))
     assert state_of(detail.members[0], detail)[0] == "training"
 
 
-def test_a_killed_member_stays_with_its_verdict() -> None:
+def test_a_killed_member_stays_in_the_table_with_its_cause() -> None:
     lines = drawn(job_picture(job(member(0), gone=[GONE])), width=120).splitlines()
     row = next(line for line in lines if "4194303" in line)
     assert row.split()[0] == "3"
     assert row.rstrip().endswith("was killed by SIGKILL, 12 s ago")
 
 
-def test_the_last_event_comes_first_and_few_are_shown() -> None:
+def test_the_latest_six_events_are_shown_newest_first() -> None:
     events = [event(number, f"event {number}") for number in range(1, 21)]
     text = drawn(job_picture(job(member(0), events=events)))
     assert [line.split()[-1] for line in text.splitlines() if "event" in line] == ["20", "19", "18", "17", "16", "15"]
 
 
-def test_it_fits_into_the_terminal_and_shows_those_that_need_attention() -> None:
+def test_picture_fits_the_terminal_and_keeps_troubled_members() -> None:
     members = [member(rank, silent=5.0 if rank == 77 else 0.1) for rank in range(100)]
     detail = job(*members, gone=[GONE], events=[event(n, f"event {n}") for n in range(20)])
     console = Console(file=io.StringIO(), width=80, height=24)
@@ -178,14 +178,14 @@ def test_it_fits_into_the_terminal_and_shows_those_that_need_attention() -> None
     assert "more" in text
 
 
-def test_a_coordinator_that_is_away_is_said_above_the_last_sight() -> None:
+def test_an_unreachable_coordinator_is_shown_above_the_last_picture() -> None:
     text = drawn(job_picture(job(member(0)), trouble="no coordinator answers at h:1, for 3 s now; still trying"))
     assert text.splitlines()[0].startswith("no coordinator answers")
     assert "training" in text
     assert drawn(jobs_picture((), "no coordinator answers")) == "no coordinator answers\n"
 
 
-def test_all_jobs_have_a_row_each() -> None:
+def test_jobs_picture_has_a_row_for_each_job() -> None:
     summary = job(member(0)).summary
     text = drawn(jobs_picture((summary, summary)))
     assert text.count("digits") == 2
@@ -193,7 +193,7 @@ def test_all_jobs_have_a_row_each() -> None:
     assert "no job yet" in drawn(jobs_picture(()))
 
 
-def test_names_cannot_move_the_cursor() -> None:
+def test_escape_sequences_in_names_are_not_printed() -> None:
     detail = job(member(0, host="evil\x1b[2J"))
     detail.summary.name = "[bold]\x1b[2J"
     text = drawn(job_picture(detail))

@@ -25,7 +25,7 @@ KIB, MIB = 1 << 10, 1 << 20
         (MIB // 999 + 1, 1000, "recursive_doubling"),
     ],
 )
-def test_all_reduce(nbytes: int, world: int, schedule: str) -> None:
+def test_schedule_of_all_reduce_depends_on_bytes_and_world(nbytes: int, world: int, schedule: str) -> None:
     choice = choose("all_reduce", nbytes, world)
     assert choice.schedule == schedule
     assert choice.reason
@@ -39,7 +39,7 @@ def test_every_collective_has_a_rule_for_every_size_and_world() -> None:
                 assert choose(collective, nbytes, world).schedule in SCHEDULES[collective]
 
 
-def test_in_rank_order_leaves_those_schedules_only() -> None:
+def test_sums_in_rank_order_choose_only_in_rank_order_schedules() -> None:
     for collective in ("all_reduce", "reduce", "reduce_scatter"):
         for world in (2, 16, 1000):
             for nbytes in (1, MIB, 1 << 30):
@@ -53,13 +53,13 @@ def test_in_rank_order_leaves_those_schedules_only() -> None:
                 assert SCHEDULES[collective][forced.schedule].sums is SumRule.IN_RANK_ORDER
 
 
-def test_one_schedule_can_be_asked_for() -> None:
+def test_only_forces_one_schedule_and_refuses_unknown_names() -> None:
     assert choose("all_reduce", 4, 2, rules=only("all_reduce", "ring")).schedule == "ring"
     with pytest.raises(ValueError, match="the schedules are star, direct, ring"):
         only("all_reduce", "spiral")
 
 
-def test_the_table_can_be_printed() -> None:
+def test_format_rules_prints_every_collective() -> None:
     text = format_rules()
     for collective, schedules in SCHEDULES.items():
         assert collective in text

@@ -76,7 +76,7 @@ class Links(Mesh):
         return 0
 
 
-def test_a_frame_of_a_rank_that_is_ahead_does_not_hide_its_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_early_frame_of_the_next_operation_does_not_hide_a_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 comes late to barrier 5; by then rank 2 has passed it, and its next operation's frame has come."""
     monkeypatch.setattr("paceline._collectives.exchange.PATIENCE", 0.0)
     exchange = Exchange(Links(Marking(1, [5], [], late=1), Marking(2, [5], [frame(6)])), lambda operation: None)
@@ -97,7 +97,7 @@ def test_a_frame_in_place_of_a_mark_is_returned(monkeypatch: pytest.MonkeyPatch)
     assert exchange.await_mark(2, soon) == frame(6)
 
 
-def test_a_rank_that_is_ahead_and_told_no_mark_was_in_another_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_await_mark_returns_a_later_frame_of_a_rank_that_sent_no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline._collectives.exchange.PATIENCE", 0.0)
     exchange = Exchange(Links(Marking(1, [5], [], late=1), Marking(2, [], [frame(6)])), lambda operation: None)
     exchange.begin(5, b"barrier")
@@ -114,7 +114,7 @@ class Placing(Marking):
         return found if into is None else replace(found, payload=into)
 
 
-def test_what_was_put_into_place_needs_no_release() -> None:
+def test_a_payload_received_into_place_needs_no_release() -> None:
     link = Placing(1, [], [frame(5)] * 3)
     exchange = Exchange(Links(link), lambda operation: None)
     exchange.begin(5, frame(5).signature)
@@ -136,7 +136,7 @@ class TakenBack(Marking):
         raise LinkEnded("taken back")
 
 
-def test_a_call_that_differs_is_told_though_its_frame_is_taken_back_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disagreement_is_raised_even_if_its_frame_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever has found out first has failed, and takes back what it lent: the others are to say why, not that."""
     monkeypatch.setattr("paceline._collectives.exchange.PATIENCE", 0.0)
     other = TakenBack(2, [], [replace(frame(5), signature=b"all_reduce op=max float32[4]")])
@@ -147,7 +147,7 @@ def test_a_call_that_differs_is_told_though_its_frame_is_taken_back_meanwhile(mo
     assert (other.released, exchange.releasing) == (1, None)
 
 
-def test_what_was_found_early_and_taken_back_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_early_frame_that_is_taken_back_raises_link_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline._collectives.exchange.PATIENCE", 0.0)
     exchange = Exchange(Links(Marking(1, [5], [], late=1), TakenBack(2, [], [frame(5)])), lambda operation: None)
     exchange.begin(5, frame(5).signature)

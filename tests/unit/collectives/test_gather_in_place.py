@@ -16,7 +16,7 @@ from support.worlds import scheduled
 @pytest.mark.parametrize("schedule", SCHEDULES["all_gather"])
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("rows", [0, 1, 7, 20_000])
-def test_rows_in_place(world: int, rows: int, schedule: str) -> None:
+def test_all_gather_with_rows_already_in_out_gives_all_rows(world: int, rows: int, schedule: str) -> None:
     def rank(group: Group) -> bool:
         group.choose = scheduled("all_gather")[schedule]
         full = np.full((world * rows, 2), -1.0)
@@ -38,7 +38,7 @@ def test_rows_that_overlap_their_place_are_read_before_they_are_written() -> Non
     assert run_ranks(2, rank) == [[1, 2, 3, 11, 12, 13]] * 2
 
 
-def test_it_takes_no_memory_of_the_size_of_the_result() -> None:
+def test_all_gather_in_place_allocates_less_than_the_result() -> None:
     n = 1 << 20
 
     def rank(group: Group) -> int:

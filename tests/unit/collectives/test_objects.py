@@ -91,7 +91,7 @@ OBJECTS = st.recursive(
 
 
 @given(OBJECTS)
-def test_what_arrives_is_what_was_sent(o: Any) -> None:
+def test_encoding_and_decoding_preserve_any_object(o: Any) -> None:
     data = encode_object(o)
     assert same(decode_object(data), o)
     assert same(decode_object(memoryview(data)), o)
@@ -113,7 +113,7 @@ def test_what_arrives_is_what_was_sent(o: Any) -> None:
     ],
     ids=lambda o: repr(o)[:20] if not isinstance(o, int) else f"int of {o.bit_length()} bits",
 )
-def test_corner_cases_arrive(o: Any) -> None:
+def test_corner_case_values_survive_encoding(o: Any) -> None:
     assert same(decode_object(encode_object(o)), o)
 
 
@@ -130,14 +130,14 @@ def test_every_dtype_travels_in_arrays_and_scalars(dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype.itemsize > 1 and dtype != BF16], ids=str)
-def test_other_byte_order_arrives_native(dtype: Any) -> None:
+def test_arrays_of_foreign_byte_order_arrive_in_native_order(dtype: Any) -> None:
     x = np.array([[1, 2], [3, 4]]).astype(dtype)
     arrived = decode_object(encode_object(x.astype(dtype.newbyteorder("S"))))
     assert same(arrived, x)
     assert arrived.dtype.isnative
 
 
-def test_an_array_does_not_share_memory_with_the_bytes() -> None:
+def test_a_decoded_array_does_not_share_memory_with_the_bytes() -> None:
     data = bytearray(encode_object(np.arange(3.0)))
     arrived = decode_object(memoryview(data))
     data[:] = bytes(len(data))
@@ -178,7 +178,7 @@ def test_dict_order_is_kept() -> None:
     ],
     ids=lambda o: o if isinstance(o, str) else "",
 )
-def test_what_cannot_travel_is_named_with_its_place(o: Any, name: str) -> None:
+def test_an_unsupported_type_is_named_with_its_path(o: Any, name: str) -> None:
     with pytest.raises(UnsupportedOp) as caught:
         encode_object(o)
     # Since NumPy 2.0 MaskedArray says that it lives in numpy.ma; before, in numpy.ma.core.
@@ -188,7 +188,7 @@ def test_what_cannot_travel_is_named_with_its_place(o: Any, name: str) -> None:
     assert f" {name} (at ['config'][2][2]): " in str(caught.value).replace("ma.core", "ma")
 
 
-def test_the_text_of_a_refusal() -> None:
+def test_error_text_for_an_unsupported_object_is_short_and_has_the_path() -> None:
     with pytest.raises(
         UnsupportedOp, match=r"^cannot send a set \(at \['a'\]\[1\]\): the supported types are None, bool, int, .*"
     ):
@@ -221,7 +221,7 @@ RAW_WRAPS: list[Callable[[bytes], bytes]] = [
 
 
 @pytest.mark.parametrize("wrap", WRAPS, ids=["list", "tuple", "dict"])
-def test_depth_is_limited(wrap: Callable[[Any], Any]) -> None:
+def test_encoding_limits_nesting_depth(wrap: Callable[[Any], Any]) -> None:
     o: Any = 1
     for _ in range(MAX_DEPTH):
         o = wrap(o)
@@ -232,7 +232,7 @@ def test_depth_is_limited(wrap: Callable[[Any], Any]) -> None:
             encode_object(o)
 
 
-def test_a_deep_key_is_limited() -> None:
+def test_encoding_limits_nesting_depth_of_dict_keys() -> None:
     key: Any = ()
     for _ in range(MAX_DEPTH):
         key = (key,)
@@ -240,7 +240,7 @@ def test_a_deep_key_is_limited() -> None:
         encode_object({key: 1})
 
 
-def test_a_cycle_is_refused() -> None:
+def test_encoding_refuses_a_cycle() -> None:
     loop: dict[str, Any] = {"a": 1}
     loop["b"] = [loop]
     with pytest.raises(LimitExceeded, match=r"\['b'\]\[0\]\['b'\].*contain itself"):
@@ -248,7 +248,7 @@ def test_a_cycle_is_refused() -> None:
 
 
 @pytest.mark.parametrize("wrap", RAW_WRAPS, ids=["list", "tuple", "dict value", "dict key"])
-def test_depth_is_limited_where_it_arrives(wrap: Callable[[bytes], bytes]) -> None:
+def test_decoding_limits_nesting_depth(wrap: Callable[[bytes], bytes]) -> None:
     data = encode_object(1)
     for _ in range(2000):
         data = wrap(data)
@@ -295,7 +295,7 @@ HUGE = 2**64 - 1
         raw_array(b"x" * 100_000),
     ],
 )
-def test_garbage_is_a_value_error(data: Any) -> None:
+def test_decoding_garbage_raises_value_error(data: Any) -> None:
     with pytest.raises(ValueError):
         decode_object(data)
 
@@ -322,34 +322,34 @@ NUMPY_2 = pytest.mark.skipif(int(np.__version__.partition(".")[0]) < 2, reason="
     ],
     ids=str,
 )
-def test_impossible_keys_from_the_network_are_value_errors(keys: list[Any], why: str) -> None:
+def test_decoding_impossible_dict_keys_raises_value_error(keys: list[Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         decode_object(raw(b"d", len(keys), *(encode_object(o) for key in keys for o in (key, None))))
 
 
 @pytest.mark.parametrize("scalar", [dtype.type(1) for dtype in DTYPES], ids=lambda x: x.dtype.name)
 @pytest.mark.parametrize("other", [1 + M61, 1 + M61 * 2**4, 1 + M61 * 2**70, 1 + M61 * 10**400], ids=[0, 4, 70, 400])
-def test_keys_that_numpy_compares_with_a_warning_or_an_error_are_value_errors_at_worst(scalar: Any, other: int) -> None:
+def test_keys_that_numpy_cannot_compare_raise_at_most_value_error(scalar: Any, other: int) -> None:
     assert hash(scalar) == hash(other)
     for keys in ([scalar, other], [other, scalar], [(scalar,), (other,)]):
         with contextlib.suppress(ValueError):
             decode_object(raw(b"d", 2, *(encode_object(o) for key in keys for o in (key, None))))
 
 
-def test_several_nans_may_be_keys() -> None:
+def test_several_nans_may_be_dict_keys() -> None:
     o = {float("nan"): 1, float("nan"): 2}
     assert same(decode_object(encode_object(o)), o)
 
 
 @given(st.binary(max_size=100))
-def test_random_bytes_are_an_object_or_a_value_error(data: bytes) -> None:
+def test_random_bytes_decode_or_raise_value_error(data: bytes) -> None:
     for form in (data, memoryview(data), np.frombuffer(data, np.uint8).data):
         with contextlib.suppress(ValueError):
             decode_object(form)
 
 
 @given(OBJECTS, st.randoms(use_true_random=False))
-def test_a_mutated_encoding_is_an_object_or_a_value_error(o: Any, rng: random.Random) -> None:
+def test_a_mutated_encoding_decodes_or_raises_value_error(o: Any, rng: random.Random) -> None:
     good = encode_object(o)
     for _ in range(10):
         data = bytearray(good)
@@ -362,7 +362,7 @@ def test_a_mutated_encoding_is_an_object_or_a_value_error(o: Any, rng: random.Ra
 
 
 @given(OBJECTS)
-def test_every_truncation_is_a_value_error(o: Any) -> None:
+def test_every_truncated_encoding_raises_value_error(o: Any) -> None:
     data = encode_object(o)
     for n in range(len(data)) if len(data) < 200 else range(0, len(data), 37):
         with pytest.raises(ValueError):
@@ -390,7 +390,7 @@ N = encode_object(None)
     ],
     ids=["array", "empty", "bytes", "int", "list", "lists", "tuples", "dicts", "small lists", "arrays", "dims", "text"],
 )
-def test_memory_is_a_small_multiple_of_what_arrived(data: bytes) -> None:
+def test_decoding_memory_is_a_small_multiple_of_the_input(data: bytes) -> None:
     with contextlib.suppress(ValueError):
         decode_object(data[:1000])  # whatever is imported or cached once
     tracemalloc.start()

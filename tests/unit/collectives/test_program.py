@@ -44,7 +44,7 @@ def reducing(
     lend=st.booleans(),
     data=st.data(),
 )
-def test_reductions(
+def test_reduction_programs_combine_the_value_of_each_rank_once(
     how: tuple[str, str], world: int, n: int, segment: int, in_place: bool, lend: bool, data: Any
 ) -> None:
     kind, name = how
@@ -90,7 +90,9 @@ def in_rank_order(world: int, i: int) -> Any:
     segment=st.integers(1, 9),
     lend=st.booleans(),
 )
-def test_broadcast(data: Any, name: str, world: int, n: int, segment: int, lend: bool) -> None:
+def test_broadcast_programs_give_all_ranks_the_values_of_the_root(
+    data: Any, name: str, world: int, n: int, segment: int, lend: bool
+) -> None:
     root = data.draw(st.integers(0, world - 1))
     ranks = []
     for r in range(world):
@@ -100,7 +102,7 @@ def test_broadcast(data: Any, name: str, world: int, n: int, segment: int, lend:
     assert all(rank.memory[Area.OUT] == [f"{root}.{i}" for i in range(n)] for rank in ranks)
 
 
-def test_the_first_frame_of_a_broadcast_comes_from_the_same_rank_by_every_schedule() -> None:
+def test_every_broadcast_schedule_has_the_same_first_source() -> None:
     for world in range(2, 18):
         for rank in range(world):
             sources = set()
@@ -119,7 +121,9 @@ def test_the_first_frame_of_a_broadcast_comes_from_the_same_rank_by_every_schedu
     segment=st.integers(1, 5),
     lend=st.booleans(),
 )
-def test_gathers_and_scatter(data: Any, kind: str, world: int, segment: int, lend: bool) -> None:
+def test_gather_and_scatter_programs_put_rows_of_every_rank_in_place(
+    data: Any, kind: str, world: int, segment: int, lend: bool
+) -> None:
     root = data.draw(st.integers(0, world - 1))
     sizes = tuple(data.draw(st.lists(st.integers(0, 12), min_size=world, max_size=world)))
     kind, _, name = kind.partition(" ")
@@ -152,7 +156,7 @@ def test_gathers_and_scatter(data: Any, kind: str, world: int, segment: int, len
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), world=st.integers(1, 8), segment=st.integers(1, 5), lend=st.booleans())
-def test_all_to_all(data: Any, world: int, segment: int, lend: bool) -> None:
+def test_all_to_all_programs_deliver_the_elements_of_each_pair(data: Any, world: int, segment: int, lend: bool) -> None:
     counts = [data.draw(st.lists(st.integers(0, 30), min_size=world, max_size=world)) for _ in range(world)]
     ranks = []
     for r in range(world):
@@ -167,7 +171,7 @@ def test_all_to_all(data: Any, world: int, segment: int, lend: bool) -> None:
 
 @pytest.mark.parametrize("name", list(SCHEDULES["barrier"]))
 @pytest.mark.parametrize("world", range(1, 18))
-def test_barrier(name: str, world: int) -> None:
+def test_no_rank_passes_a_barrier_before_all_have_entered(name: str, world: int) -> None:
     """Nobody is through before all have begun, whoever comes last."""
     for last in range(world):
         ranks = [Rank(programs.barrier_program(name, rank, world), [], []) for rank in range(world)]
@@ -179,7 +183,7 @@ def test_barrier(name: str, world: int) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), world=st.integers(1, 6), count=st.integers(1, 6))
-def test_one_program_after_another_on_the_same_links(data: Any, world: int, count: int) -> None:
+def test_consecutive_programs_on_the_same_links_do_not_deadlock(data: Any, world: int, count: int) -> None:
     """Ranks may be in different operations at once; links that hold `AHEAD` frames must be enough still."""
     calls = []
     for _ in range(count):
@@ -232,7 +236,7 @@ def program(call: tuple[str, str, int, int], rank: int, world: int) -> Program:
 
 
 @pytest.mark.parametrize(("world", "n", "segment"), [(2, 1000, 7), (5, 1003, 4), (7, 64, 1)])
-def test_a_ring_is_never_far_ahead_and_overlaps(world: int, n: int, segment: int) -> None:
+def test_ring_limits_frames_in_flight_and_overlaps_receiving(world: int, n: int, segment: int) -> None:
     for rank in range(world):
         sent = received = 0
         first_receive = None
@@ -246,7 +250,7 @@ def test_a_ring_is_never_far_ahead_and_overlaps(world: int, n: int, segment: int
         assert first_receive <= AHEAD, "it receives while most of the first chunk is still to be sent"
 
 
-def test_a_tree_passes_segments_on_as_they_come() -> None:
+def test_a_tree_forwards_each_segment_as_it_arrives() -> None:
     moves = programs.broadcast_program("tree", 1, 4, 0, 40, 10).moves
     assert [move.do for move in moves] == [Do.STORE, Do.SEND] * 4
 
@@ -255,11 +259,11 @@ def test_a_ring_reduce_scatter_needs_little_scratch_memory() -> None:
     assert programs.reduce_scatter_program("ring", 3, 16, 1600, 10).scratch <= 2 * 100
 
 
-def test_what_fits_one_segment_travels_as_one_frame() -> None:
+def test_chunks_that_fit_one_segment_are_sent_as_one_frame() -> None:
     halving = programs.all_reduce_program("halving_doubling", 0, 8, 800, 1000).moves
     assert [move.n for move in halving if move.do is Do.SEND] == [400, 200, 100, 100, 200, 400]
 
 
-def test_programs_are_made_once() -> None:
+def test_programs_are_cached() -> None:
     first, second = (programs.all_reduce_program("ring", 0, 4, 1 << 20, 1 << 18) for _ in range(2))
     assert first is second

@@ -52,7 +52,7 @@ def test_all_ranks_hold_the_same_bits(schedule: str, data: Any, world: int, dtyp
 @pytest.mark.parametrize("schedule", SCHEDULES["all_reduce"])
 @pytest.mark.parametrize("op", ["min", "max"])
 @pytest.mark.parametrize("dtype", REALS)
-def test_zeros_of_both_signs_come_out_alike(schedule: str, op: str, dtype: Any) -> None:
+def test_min_and_max_of_signed_zeros_are_the_same_on_all_ranks(schedule: str, op: str, dtype: Any) -> None:
     """The CPU's min(0.0, -0.0) is whichever comes second."""
     groups = groups_by(5, "all_reduce", schedule)
     results = run_groups(
@@ -64,7 +64,7 @@ def test_zeros_of_both_signs_come_out_alike(schedule: str, op: str, dtype: Any) 
 @pytest.mark.parametrize(("collective", "schedule"), REDUCING)
 @quick(max_examples=25)
 @given(data=st.data(), world=st.integers(1, 8), dtype=st.sampled_from(REALS + INTEGERS))
-def test_in_rank_order(collective: str, schedule: str, data: Any, world: int, dtype: Any) -> None:
+def test_order_rank_reduces_in_rank_order(collective: str, schedule: str, data: Any, world: int, dtype: Any) -> None:
     op = data.draw(st.sampled_from([op for op in ("sum", "prod", "mean") if op in ops_of(dtype)]))
     n = world * data.draw(st.sampled_from([0, 1, 3, 17]))
     rng = np.random.default_rng(data.draw(st.integers(0, 999)))
@@ -141,7 +141,7 @@ def test_a_mean_is_within_an_ulp(collective: str, schedule: str, data: Any, worl
 @pytest.mark.parametrize(("collective", "schedule"), REDUCING)
 @quick(max_examples=30)
 @given(data=st.data(), world=st.integers(1, 8), dtype=st.sampled_from(REALS + COMPLEX))
-def test_a_mean_that_fits_is_never_infinite(collective: str, schedule: str, data: Any, world: int, dtype: Any) -> None:
+def test_a_mean_of_finite_values_is_finite(collective: str, schedule: str, data: Any, world: int, dtype: Any) -> None:
     largest = float(limits(dtype).max)
     rng = np.random.default_rng(data.draw(st.integers(0, 999)))
     below = data.draw(st.sampled_from([0.0, 1e-9, 1e-7, 1e-3, 0.5]))

@@ -16,7 +16,7 @@ NODES = (0, 0, 1, 0, 1, 2, 2, 0, 1, 2, 2, 2, 1, 3, 3, 0, 3)
 """Of each rank, for schedules that go by them."""
 
 
-def test_ring_neighbours_wrap_around() -> None:
+def test_ring_neighbors_wrap_around() -> None:
     assert ring_neighbours(0, 4) == (3, 1)
     assert ring_neighbours(3, 4) == (2, 0)
     assert ring_neighbours(2, 4) == (1, 3)
@@ -32,11 +32,11 @@ def test_ring_neighbours_wrap_around() -> None:
         (0, 3, [(0, 0), (0, 0), (0, 0)]),
     ],
 )
-def test_chunks_as_the_reference_cuts_them(n: int, parts: int, bounds: Any) -> None:
+def test_chunk_bounds_match_the_reference(n: int, parts: int, bounds: Any) -> None:
     assert chunk_bounds(n, parts) == bounds
 
 
-def test_chunks_cover_once_and_differ_by_one_at_most() -> None:
+def test_chunks_cover_all_elements_once_and_differ_by_at_most_one() -> None:
     for n in range(60):
         for parts in WORLDS:
             bounds = chunk_bounds(n, parts)
@@ -46,7 +46,7 @@ def test_chunks_cover_once_and_differ_by_one_at_most() -> None:
 
 
 @pytest.mark.parametrize("world", range(2, 18))
-def test_ring_all_reduce_sums_in_the_order_that_it_says(world: int) -> None:
+def test_ring_all_reduce_sums_each_chunk_in_ring_order(world: int) -> None:
     ranks = [Rank(all_reduce_program("ring", r, world, world, 1), [r] * world, [None] * world) for r in range(world)]
     for rank in ranks:
         rank.memory[Area.BASE] = [f"{rank.memory[Area.BASE][0]}"] * world
@@ -57,7 +57,7 @@ def test_ring_all_reduce_sums_in_the_order_that_it_says(world: int) -> None:
         assert all(rank.memory[Area.OUT][chunk] == ("/", total) for rank in ranks)
 
 
-def test_ring_sends_each_chunk_as_the_reference_does() -> None:
+def test_ring_all_reduce_rows_match_the_reference() -> None:
     rows = schedules.ring_all_reduce(1, 4)
     assert [(row.send_chunk, row.recv_chunk) for row in rows] == [(1, 0), (0, 3), (3, 2), (2, 1), (1, 0), (0, 3)]
     assert {(row.recv_from, row.send_to) for row in rows} == {(0, 2)}
@@ -65,7 +65,7 @@ def test_ring_sends_each_chunk_as_the_reference_does() -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_every_row_that_sends_has_one_that_receives(world: int) -> None:
+def test_every_send_row_has_a_matching_receive_row(world: int) -> None:
     """Per step and pair, in order: what is sent is what is awaited, for every schedule and root."""
     for collective, named in schedules.SCHEDULES.items():
         for name in named:
@@ -90,7 +90,7 @@ def test_every_row_that_sends_has_one_that_receives(world: int) -> None:
                 assert sent == awaited, f"{collective} by {name}"
 
 
-def test_steps_are_as_few_as_the_schedules_say() -> None:
+def test_schedules_take_the_expected_number_of_steps() -> None:
     def steps(rows: list[Row]) -> int:
         return len({row.step for row in rows})
 
@@ -105,7 +105,7 @@ def test_steps_are_as_few_as_the_schedules_say() -> None:
         assert steps(schedules.dissemination_barrier(1, world)) == log
 
 
-def test_what_leaves_a_node_by_the_hierarchical_schedule_is_what_a_ring_of_nodes_sends() -> None:
+def test_hierarchical_traffic_of_a_node_equals_that_of_a_ring_of_nodes() -> None:
     """2(H-1)/H of the array from each of H nodes, however many ranks they have; each of L rings carries a part."""
     for per_node in ([2, 2], [2, 2, 2, 2], [3, 1, 2], [1, 4], [4]):
         nodes = tuple(node for node, count in enumerate(per_node) for _ in range(count))
@@ -120,7 +120,7 @@ def test_what_leaves_a_node_by_the_hierarchical_schedule_is_what_a_ring_of_nodes
         assert left == Counter({node: 2 * (count - 1) * min(per_node) for node in range(count) if count > 1})
 
 
-def test_tree_is_the_one_of_the_reference() -> None:
+def test_tree_matches_the_reference() -> None:
     assert schedules.tree_children(1, 4, 1) == [2, 3]
     assert schedules.tree_children(2, 4, 1) == [0]
     assert [schedules.tree_children(r, 6, 2) for r in (2, 3, 4)] == [[3, 4], [5, 0], [1]]

@@ -35,6 +35,6 @@ def test_frames_within_a_node_are_longer_where_links_have_room(
     assert segment(FLOAT, engine(nodes, members)) * 4 == frame * MIB
 
 
-def test_a_mesh_around_another_has_its_neighbours() -> None:
+def test_a_wrapping_mesh_reports_the_neighbors_of_the_inner_mesh() -> None:
     inner = engine("aaa", (0, 1)).mesh
     assert FaultyMesh(inner, lambda what, peer, frame: frame).neighbours == inner.neighbours == 2

@@ -32,7 +32,9 @@ from support.collective_calls import (
 @pytest.mark.parametrize(("collective", "schedule", "variant"), WAYS)
 @quick(max_examples=15)
 @given(data=st.data(), segment=st.sampled_from([16, 64, 1 << 20]))
-def test_against_numpy(collective: str, schedule: str, variant: str, data: Any, segment: int) -> None:
+def test_every_collective_and_schedule_agrees_with_numpy(
+    collective: str, schedule: str, variant: str, data: Any, segment: int
+) -> None:
     call, places = draw_call(data, collective, variant)
 
     def rank(group: Group) -> None:
@@ -44,7 +46,7 @@ def test_against_numpy(collective: str, schedule: str, variant: str, data: Any, 
 
 
 @pytest.mark.parametrize("n", [13, 4096])
-def test_in_place_through_another_view_of_the_same_memory(n: int) -> None:
+def test_all_to_all_works_in_place_through_another_view_of_the_memory(n: int) -> None:
     """A view, or a subclass such as `np.memmap`, is another object, but the same memory; 4096 rows are lent."""
     world = 4
 
@@ -60,7 +62,7 @@ def test_in_place_through_another_view_of_the_same_memory(n: int) -> None:
 
 
 @pytest.mark.parametrize("collective", ["all_reduce", "reduce", "reduce_scatter"])
-def test_ops_that_a_dtype_does_not_have(collective: str) -> None:
+def test_an_op_that_the_dtype_lacks_raises_unsupported_op(collective: str) -> None:
     mistakes = [
         *(("mean", dtype, "whole numbers") for dtype in [np.dtype(bool), *INTEGERS]),
         *((op, dtype, "no order") for op in ("min", "max") for dtype in COMPLEX),
@@ -77,7 +79,7 @@ def test_ops_that_a_dtype_does_not_have(collective: str) -> None:
 
 
 @pytest.mark.parametrize(("collective", "schedule", "variant"), WAYS)
-def test_the_caller_may_change_its_arrays_at_once(collective: str, schedule: str, variant: str) -> None:
+def test_the_caller_may_change_its_arrays_after_a_call_returns(collective: str, schedule: str, variant: str) -> None:
     """Links of one process lend: who returned while another still read its array would spoil that one's result."""
     world, n, rounds = 4, 100_000, 3
     xs = [np.arange(n, dtype="f8") + n * rank for rank in range(world)]  # sums of whole numbers are exact
@@ -102,7 +104,7 @@ def test_the_caller_may_change_its_arrays_at_once(collective: str, schedule: str
         run_groups(groups_by(world, collective, schedule), rank, timeout=30)
 
 
-def test_what_the_reductions_promise_is_what_is_tested_here() -> None:
+def test_supported_ops_of_each_dtype_match_the_tested_ones() -> None:
     """A new op or a new dtype must come here too."""
     for dtype in DTYPES:
         for op in UFUNCS:

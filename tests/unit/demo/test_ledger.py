@@ -68,20 +68,20 @@ def test_a_step_counts_in_the_greatest_generation_in_which_it_was_applied() -> N
         assert Ledger(order).samples_once()
 
 
-def test_samples_count_although_their_worker_did_not_live_to_say_so() -> None:
+def test_samples_count_if_their_worker_died_before_noting_the_step() -> None:
     end = {**END, "steps": 1, "steps_per_epoch": 1, "world_size": 1}
     alive = [joined(0.1), took(1, 2, [2, 3]), applied(1, 2), end]  # then all had entered the step
     assert Ledger([[joined(0.1), took(1, 2, [0, 1])], alive]).faults() == []
 
 
-def test_every_epoch_is_looked_at() -> None:
+def test_every_epoch_is_checked() -> None:
     notes = [took(1, 2, [0, 1]), applied(1, 2), took(2, 2, [0, 0]), applied(2, 2)]
     end = {**END, "steps_per_epoch": 1, "samples": 2}
     assert Ledger([[joined(0.1), *notes, {**end, "steps": 1}]]).samples_once()
     assert not Ledger([[joined(0.1), *notes, {**end, "steps": 2}]]).samples_once()
 
 
-def test_a_step_that_nobody_applied_is_missed() -> None:
+def test_samples_of_a_step_that_no_worker_applied_do_not_count() -> None:
     end = {**END, "steps": 1, "steps_per_epoch": 1, "samples": 1}
     assert not Ledger([[joined(0.1), took(1, 2, [0]), end]]).samples_once()
 
@@ -100,7 +100,7 @@ def test_workers_without_a_result_are_a_fault() -> None:
     assert Ledger([[joined(0.1)], []]).faults() == ["the workers ended without a result"]
 
 
-def test_a_kill_is_over_when_all_survivors_have_applied_a_step() -> None:
+def test_recovery_from_a_kill_ends_when_all_survivors_apply_a_step() -> None:
     dead = [joined(0.1), applied(39, 2), {"step": 40, "generation": 2, "killed": 2, "at": 5.0}]
     first = [joined(0.1), applied(39, 2), applied(40, 3, 5.03), applied(41, 3, 5.2)]
     second = [joined(0.1), applied(39, 2), applied(40, 3, 5.04), applied(41, 3, 5.3)]
@@ -109,7 +109,7 @@ def test_a_kill_is_over_when_all_survivors_have_applied_a_step() -> None:
     assert found.text == "rank 2 was killed in step 40; 2 workers went on after 40 ms"
 
 
-def test_a_kill_that_nobody_survived_is_no_recovery() -> None:
+def test_a_kill_without_survivors_is_not_counted_as_recovery() -> None:
     dead = [joined(0.1), applied(39, 2), {"step": 40, "generation": 2, "killed": 2, "at": 5.0}]
     assert Ledger([dead, [joined(0.1), applied(39, 2)]]).recoveries() == []
 
@@ -123,7 +123,7 @@ def test_a_newcomer_is_one_that_joined_after_the_first_step() -> None:
     assert found.text == "a new worker joined; 3 train on after 210 ms"
 
 
-def test_a_torn_line_of_a_killed_worker_is_left_out(tmp_path: Path) -> None:
+def test_an_incomplete_line_of_a_killed_worker_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "1").write_text(json.dumps(joined(0.1)) + "\n" + json.dumps(applied(1, 2)) + '\n{"step": 2, "gen')
     (tmp_path / "2").write_text("")
     assert Ledger.read(tmp_path).counts == {1: 2}

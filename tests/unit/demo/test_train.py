@@ -12,7 +12,7 @@ from paceline.demo import train
 from paceline.demo.train import load_digits
 
 
-def test_they_have_the_bits_that_scikit_learn_gives() -> None:
+def test_digits_have_the_same_bits_as_scikit_learns() -> None:
     from sklearn import datasets  # here, for each of pytest's processes loads this file
 
     found, given = load_digits(), datasets.load_digits()

@@ -70,7 +70,7 @@ def test_a_step_of_a_state_without_an_optimizer_is_not_skipped(session: Any) -> 
         assert (step.applied, step.skipped) == (True, False)
 
 
-def test_skip_is_refused_behind_the_update_and_with_a_stream(session: Any) -> None:
+def test_skip_is_refused_outside_the_block_after_updates_and_for_streams(session: Any) -> None:
     training = Training()
     for step in session.steps(training.state, total=1):
         with pytest.raises(StepOrderError, match="belongs inside"):
@@ -165,7 +165,7 @@ def leave_and_exit(steps: Any, train: Any) -> None:
 @pytest.mark.parametrize(
     "leave", [leave_wrapped, leave_deleted, leave_at_return, leave_kept, leave_kept_in_a_step, leave_and_exit]
 )
-def test_however_a_script_leaves_the_loop_the_job_is_done_there(leave: Any, tmp_path: Path) -> None:
+def test_leaving_the_loop_early_ends_the_job_with_a_checkpoint(leave: Any, tmp_path: Path) -> None:
     training = Training()
 
     def train(step: Any) -> None:
@@ -204,7 +204,7 @@ def fail_kept_in_a_step(steps: Any, train: Any) -> None:
 
 
 @pytest.mark.parametrize("fail", [fail_in_wrapper, fail_around_wrapper, fail_kept_in_a_step])
-def test_an_error_that_the_script_catches_does_not_end_the_job_in_other_loops(fail: Any, tmp_path: Path) -> None:
+def test_a_caught_error_in_a_wrapped_or_kept_loop_does_not_end_the_job(fail: Any, tmp_path: Path) -> None:
     training = Training()
 
     def train(step: Any) -> None:
@@ -217,7 +217,9 @@ def test_an_error_that_the_script_catches_does_not_end_the_job_in_other_loops(fa
     assert checkpoint.tags(tmp_path) == []
 
 
-def test_a_session_that_is_left_inside_the_loop_leaves_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_session_leave_inside_the_loop_leaves_without_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     training, told = Training(), []
     monkeypatch.setattr(training_loop, "tell_launcher", lambda kind, record, **_: told.append(record["unfinished"]))
     with paceline.join() as session:
@@ -232,7 +234,7 @@ def test_a_session_that_is_left_inside_the_loop_leaves_alone(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("behind", [True, False])
-def test_an_error_that_the_script_catches_does_not_end_the_job(behind: bool, tmp_path: Path) -> None:
+def test_a_caught_error_in_or_after_a_step_does_not_end_the_job(behind: bool, tmp_path: Path) -> None:
     training = Training()
 
     def inside(step: Any) -> None:
@@ -249,7 +251,7 @@ def test_an_error_that_the_script_catches_does_not_end_the_job(behind: bool, tmp
     assert checkpoint.tags(tmp_path) == []
 
 
-def test_a_request_to_skip_ends_when_the_block_runs_again_and_decides_anew(session: Any) -> None:
+def test_a_skip_request_is_kept_until_its_step_begins(session: Any) -> None:
     """As after a view with a newcomer: then no exchange has told the others of the request."""
     training, asked = Training(), []
     for step in session.steps(training.state, total=3):

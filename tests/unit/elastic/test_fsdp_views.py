@@ -122,7 +122,7 @@ VIEWS = ["AB", "BCA", "C", "CA", "ADCB", "D"]
 
 @pytest.mark.parametrize("vouched", [True, False])
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_training_across_views_is_that_of_one_process(vouched: bool, micro_batches: int) -> None:
+def test_training_across_views_equals_training_in_one_process(vouched: bool, micro_batches: int) -> None:
     workers = {name: Worker(seed) for seed, name in enumerate("ABCD")}
     everybody: set[str] = set()
     for n, view in enumerate(VIEWS):
@@ -145,7 +145,7 @@ def test_training_across_views_is_that_of_one_process(vouched: bool, micro_batch
 
 
 @pytest.mark.parametrize("first_use", ["forward", "sync_gradients"])
-def test_newcomer_as_rank_0_gives_its_values_unless_state_is_vouched_for(first_use: str) -> None:
+def test_a_newcomer_at_rank_0_with_confirmed_state_can_train(first_use: str) -> None:
     old, new = Worker(1), Worker(2)
     form([old], 1, vouched=False)
     all_do([old], lambda worker: worker.step(0))
@@ -163,7 +163,7 @@ def test_newcomer_as_rank_0_gives_its_values_unless_state_is_vouched_for(first_u
     all_do([old, new], use)
 
 
-def test_step_that_is_undone_in_the_middle_of_an_accumulation_leaves_nothing() -> None:
+def test_a_step_undone_during_accumulation_leaves_no_gradients() -> None:
     one, other = Worker(1), Worker(1)
     form([one, other], 1, vouched=False)
 
@@ -181,7 +181,7 @@ def test_step_that_is_undone_in_the_middle_of_an_accumulation_leaves_nothing() -
 
 
 @pytest.mark.parametrize("wrapper", [paceline.FSDP, paceline.DDP])
-def test_round_that_is_open_when_the_view_changes_counts_for_nothing(wrapper: Any) -> None:
+def test_gradients_of_an_open_round_are_dropped_when_the_view_changes(wrapper: Any) -> None:
     group = group_of(local_meshes(1)[0])
     model = build(1)
     wrapped = wrapper(model, group)
@@ -201,7 +201,7 @@ def test_round_that_is_open_when_the_view_changes_counts_for_nothing(wrapper: An
 
 
 @pytest.mark.parametrize("wrapper", [paceline.FSDP, paceline.DDP])
-def test_gradients_of_the_last_step_are_no_strangers_in_a_new_view(wrapper: Any) -> None:
+def test_uncleared_gradients_accumulate_across_a_view_change(wrapper: Any) -> None:
     """Who does not clear gradients accumulates them: in the next generation too."""
     group = group_of(local_meshes(1)[0])
     wrapped = wrapper(build(1), group)
@@ -216,7 +216,7 @@ def test_gradients_of_the_last_step_are_no_strangers_in_a_new_view(wrapper: Any)
 
 
 @pytest.mark.parametrize("wrapper", [paceline.FSDP, paceline.DDP])
-def test_gradients_written_by_hand_first_thing_after_a_step_that_was_undone(wrapper: Any) -> None:
+def test_gradients_written_by_hand_after_an_undone_step_are_synced(wrapper: Any) -> None:
     group = group_of(local_meshes(1)[0])
     model = build(1)
     last = model.modules[-1].weight
@@ -232,7 +232,7 @@ def test_gradients_written_by_hand_first_thing_after_a_step_that_was_undone(wrap
     assert (dict(wrapped.named_parameters())["3.weight"].grad == 1).all()
 
 
-def test_units_that_were_prepared_one_by_one() -> None:
+def test_an_fsdp_unit_prepared_in_an_earlier_view_can_be_wrapped_again() -> None:
     group = group_of(local_meshes(1)[0])
     block = paceline.FSDP(nn.Linear(5, 3, rng=rng, dtype=np.float64), group, NO_SHARD)
     block.prepare()
@@ -242,7 +242,7 @@ def test_units_that_were_prepared_one_by_one() -> None:
     assert all(p.grad is not None for _, p in whole.named_parameters())
 
 
-def test_candidate_cannot_run() -> None:
+def test_a_wrapped_model_of_a_candidate_refuses_to_run() -> None:
     worker = Worker(0)
     for wrapped in (worker.model, paceline.DDP(build(1), worker.group)):
         with pytest.raises(StepOrderError, match="waits"):
@@ -250,7 +250,7 @@ def test_candidate_cannot_run() -> None:
 
 
 @pytest.mark.parametrize("strategy", SPREADING)
-def test_what_is_spread_goes_on_where_ranks_stay_and_outside_of_steps_moves_nowhere(strategy: Any) -> None:
+def test_shards_stay_usable_at_the_same_rank_and_move_only_in_steps(strategy: Any) -> None:
     meshes = local_meshes(2)
     workers = [Worker(0, group_of(mesh), strategy) for mesh in meshes]
     all_do(workers, lambda worker: worker.step(0))
@@ -268,7 +268,7 @@ def test_what_is_spread_goes_on_where_ranks_stay_and_outside_of_steps_moves_nowh
 
 
 @pytest.mark.parametrize("strategy", list(paceline.ShardingStrategy))
-def test_steps_of_a_world_of_one(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retried_steps_in_a_world_of_one_equal_plain_training(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ENVIRONMENT:
         monkeypatch.delenv(f"PACELINE_{name}", raising=False)
     with paceline.join() as session:
@@ -286,7 +286,7 @@ def test_steps_of_a_world_of_one(strategy: Any, monkeypatch: pytest.MonkeyPatch)
             np.testing.assert_allclose(mine, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_workers_that_do_not_make_up_nodes_yet() -> None:
+def test_hybrid_shard_refuses_to_prepare_until_nodes_are_complete() -> None:
     groups = [group_of(mesh) for mesh in local_meshes(3)]
     with pytest.raises(InvalidWorldSize, match=r"world_size=3 .*intra_node_size=2.*largest available multiple"):
         paceline.FSDP(build(0), groups[0], HYBRID, 2)

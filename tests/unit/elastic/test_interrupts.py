@@ -94,7 +94,7 @@ def outcome(where: str, times: int, expected: Any, kind: type[Training]) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("kind", [Training, pytest.param(TwiceInAStep, marks=pytest.mark.exhaustive)])
-def test_at_every_line(kind: type[Training]) -> None:
+def test_an_interrupt_at_any_line_never_yields_other_weights(kind: type[Training]) -> None:
     with paceline.join() as session:
         expected = kind().run(session, TOTAL).weights
     with paceline.join() as session, Interrupt() as counted:
@@ -107,7 +107,7 @@ def test_at_every_line(kind: type[Training]) -> None:
     assert kinds.count("refused") > 0
 
 
-def test_an_interrupted_update_is_refused_until_a_state_is_loaded(session: Any) -> None:
+def test_an_interrupted_update_blocks_training_until_a_state_is_loaded(session: Any) -> None:
     training = Training()
     saved, update = training.state.state_dict(), training.optimizer._update
 
@@ -129,7 +129,7 @@ def test_an_interrupted_update_is_refused_until_a_state_is_loaded(session: Any) 
     np.testing.assert_array_equal(training.weights, undisturbed(TOTAL))
 
 
-def test_an_interrupt_while_the_step_computes_is_no_harm(session: Any) -> None:
+def test_an_interrupt_before_the_update_does_not_change_the_result(session: Any) -> None:
     training = Training()
 
     def halt(step: Any) -> None:
@@ -142,7 +142,7 @@ def test_an_interrupt_while_the_step_computes_is_no_harm(session: Any) -> None:
     np.testing.assert_array_equal(training.weights, undisturbed(TOTAL))
 
 
-def test_an_error_behind_the_update_leaves_a_state_that_may_lack_something(session: Any) -> None:
+def test_an_interrupt_after_the_update_blocks_further_training(session: Any) -> None:
     training = Training()
 
     def break_off(step: Any) -> None:

@@ -24,7 +24,7 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_workers_of_torchrun_that_cannot_import_torch_do_not_train_alone(without_torch: pytest.MonkeyPatch) -> None:
+def test_torchrun_workers_without_torch_do_not_train_alone(without_torch: pytest.MonkeyPatch) -> None:
     without_torch.setenv("WORLD_SIZE", "2")
     with pytest.raises(
         InvalidWorldSize, match=r"started 2 workers .*Install it \(pip install .*\); .*PACELINE_COORDINATOR"
@@ -35,15 +35,13 @@ def test_workers_of_torchrun_that_cannot_import_torch_do_not_train_alone(without
 
 
 @pytest.mark.parametrize("size", ["1", None])
-def test_a_worker_that_is_alone_under_torchrun_needs_no_torch(
-    size: str | None, without_torch: pytest.MonkeyPatch
-) -> None:
+def test_a_single_torchrun_worker_needs_no_torch(size: str | None, without_torch: pytest.MonkeyPatch) -> None:
     without_torch.setenv("WORLD_SIZE", size) if size else without_torch.delenv("WORLD_SIZE", raising=False)
     with paceline.join() as session:
         assert session.size == 1
 
 
-def test_an_engine_that_is_missing_is_named_before_anybody_waits_for_this_worker(
+def test_a_missing_engine_is_reported_before_the_coordinator_is_dialed(
     without_torch: pytest.MonkeyPatch,
 ) -> None:
     without_torch.setitem(sys.modules, "paceline.torch._gloo_engine", None)
@@ -51,7 +49,7 @@ def test_an_engine_that_is_missing_is_named_before_anybody_waits_for_this_worker
         paceline.join("127.0.0.1:1", config=Config(engine="gloo"), timeout=1.0)
 
 
-def test_a_number_of_workers_that_is_none_is_refused(without_torch: pytest.MonkeyPatch) -> None:
+def test_a_world_size_that_is_not_an_integer_is_refused(without_torch: pytest.MonkeyPatch) -> None:
     without_torch.setenv("WORLD_SIZE", "two")
     with pytest.raises(ValueError, match="WORLD_SIZE must be an integer"):
         paceline.join()

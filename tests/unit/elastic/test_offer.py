@@ -64,7 +64,7 @@ def described(content: Content) -> Description:
 
 @given(given_arrays=arrays(), own=arrays())
 @settings(deadline=None, max_examples=40)
-def test_what_is_given_arrives_and_only_what_differs_travels(given_arrays: Any, own: Any) -> None:
+def test_a_state_arrives_intact_and_only_differing_chunks_are_missing(given_arrays: Any, own: Any) -> None:
     content = Content.of({"x": given_arrays, "n": 1})
     assert content.size == sum(array.nbytes for array in given_arrays.values())
     assert content.chunks == -(-content.size // CHUNK)
@@ -88,7 +88,7 @@ def test_what_is_given_arrives_and_only_what_differs_travels(given_arrays: Any, 
     assert same(again.tree()["x"], given_arrays)
 
 
-def test_a_member_keeps_its_own_until_all_is_there() -> None:
+def test_writing_received_chunks_leaves_own_arrays_unchanged() -> None:
     mine = {"a": np.ones(3), "b": np.ones(2, int)}
     taken, _ = described(Content.of({"a": np.zeros(3), "b": np.zeros(2)})).allocate(mine)
     for chunk in range(taken.chunks):
@@ -98,13 +98,13 @@ def test_a_member_keeps_its_own_until_all_is_there() -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, CHUNK - 1, CHUNK + 1, 200])
-def test_chunk_of_another_length(length: int) -> None:
+def test_a_chunk_of_the_wrong_length_is_refused(length: int) -> None:
     content = Content.of({"a": np.zeros(CHUNK + 8, np.uint8)})
     with pytest.raises(SizeMismatch, match="chunk 0 of a state has"):
         content.write(0, b"1" * length)
 
 
-def test_live_arrays_are_read_where_they_lie() -> None:
+def test_content_reads_the_current_values_of_live_arrays() -> None:
     array, scalar = np.zeros(4), np.zeros(())
     content = Content.of({"a": array, "s": scalar})
     array[0], scalar[()] = 1, 2
@@ -120,7 +120,7 @@ json_values = st.recursive(
 
 @given(arrays=json_values, skeleton=json_values, spread=json_values, hashes=st.binary(max_size=40))
 @settings(deadline=None, max_examples=80)
-def test_any_json_is_a_description_or_refused(arrays: Any, skeleton: Any, spread: Any, hashes: bytes) -> None:
+def test_arbitrary_json_is_parsed_or_raises_value_error(arrays: Any, skeleton: Any, spread: Any, hashes: bytes) -> None:
     sides = ({"arrays": arrays, "skeleton": skeleton, "spread": []}, {"arrays": [], "skeleton": 1, "spread": spread})
     for value in (*sides, arrays):
         try:
@@ -188,7 +188,7 @@ def test_hostile_descriptions_are_refused_and_take_little_memory(data: bytes) ->
         tracemalloc.stop()
 
 
-def test_description_of_more_than_is_believed_or_of_other_hashes() -> None:
+def test_a_description_with_implausible_size_or_hashes_is_refused() -> None:
     sent = Description.of(Content.of({"a": np.zeros(100)}))
     assert len(sent.hashes) == 13 * HASH_BYTES
     with pytest.raises(ValueError, match="implausible for this model"):
@@ -197,7 +197,7 @@ def test_description_of_more_than_is_believed_or_of_other_hashes() -> None:
         Description.from_json(sent.to_json(), sent.hashes[1:], 800)
 
 
-def test_shelf_gives_what_is_offered_under_its_tag() -> None:
+def test_offered_state_serves_only_the_tag_that_is_offered() -> None:
     offered, content = OfferedState(), Content.of({"a": np.arange(20.0)})
     with pytest.raises(PacelineError, match="does not hold the state g00000003-s0000000007 now"):
         offered.describe(TAG)
@@ -216,7 +216,7 @@ def test_shelf_gives_what_is_offered_under_its_tag() -> None:
     assert offered.describe(Tag(4, 8)) is not description
 
 
-def test_what_is_offered_again_while_it_is_read_is_sent() -> None:
+def test_a_read_succeeds_if_the_same_tag_is_offered_again_meanwhile() -> None:
     """A member says what it holds each time that it meets: equal tags are equal bits."""
 
     class Again(Content):
@@ -231,7 +231,7 @@ def test_what_is_offered_again_while_it_is_read_is_sent() -> None:
 
 @pytest.mark.parametrize("what", ["read", "describe"])
 @pytest.mark.parametrize("then", ["withdraw", "offer"])
-def test_what_is_withdrawn_while_it_is_read_is_not_sent(what: str, then: str) -> None:
+def test_a_read_fails_if_the_state_is_withdrawn_or_replaced_meanwhile(what: str, then: str) -> None:
     reading, go_on = threading.Event(), threading.Event()
 
     class Slow(Content):

@@ -18,7 +18,7 @@ def grads(model: Any) -> list[Any]:
     return [p.grad for _, p in model.named_parameters()]
 
 
-def test_model_shows_its_live_memory_and_lists_a_tied_parameter_once() -> None:
+def test_model_part_gives_live_arrays_and_a_tied_parameter_once() -> None:
     model = Normed()
     part = part_of("model", model)
     assert list(part.arrays()) == ["weight", "bias"]
@@ -26,7 +26,7 @@ def test_model_shows_its_live_memory_and_lists_a_tied_parameter_once() -> None:
     assert part.gated() is None
 
 
-def test_model_puts_buffers_back_into_the_arrays_that_are_there() -> None:
+def test_put_back_restores_buffers_in_place_but_not_weights() -> None:
     model = Normed()
     part, buffer = part_of("model", model), model.mean
     small = part.small()
@@ -41,7 +41,7 @@ def test_model_puts_buffers_back_into_the_arrays_that_are_there() -> None:
     assert model.linear.weight.data[0, 0] == 77, "large state is not the undo's to change"
 
 
-def test_which_parameters_are_frozen_is_small_state() -> None:
+def test_frozen_parameters_are_part_of_the_small_state() -> None:
     model, other = Normed(), Normed()
     part, frozen = part_of("model", model), model.linear.bias
     small = part.small()
@@ -53,7 +53,7 @@ def test_which_parameters_are_frozen_is_small_state() -> None:
     assert frozen.requires_grad
 
 
-def test_a_checkpoint_from_before_has_buffers_alone() -> None:
+def test_an_old_checkpoint_with_buffers_alone_can_be_loaded() -> None:
     model = Normed()
     model.linear.bias.requires_grad = False
     part_of("model", model).load_rest({"mean": np.full(4, 2.0)})
@@ -62,7 +62,7 @@ def test_a_checkpoint_from_before_has_buffers_alone() -> None:
     part_of("model", paceline.nn.Linear(2, 2, rng=np.random.default_rng(0))).load_rest({})
 
 
-def test_model_of_another_framework() -> None:
+def test_a_foreign_model_gives_live_arrays_and_restores_buffers() -> None:
     model = ForeignModel()
     part = part_of("model", model)
     assert list(part.arrays()) == ["weight"]
@@ -78,7 +78,7 @@ def test_model_of_another_framework() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda m: paceline.optim.SGD(m, lr=0.1, momentum=0.9), paceline.optim.Adam])
-def test_optimizer(make: Any) -> None:
+def test_an_optimizer_takes_over_the_state_of_another_in_place(make: Any) -> None:
     model, other = Normed(1), Normed(2)
     optimizer, its = make(model), make(other)
     for each, of in ((optimizer, model), (its, other)):
@@ -95,7 +95,7 @@ def test_optimizer(make: Any) -> None:
     assert part.gated() is optimizer
 
 
-def test_optimizers_small_state_is_its_settings() -> None:
+def test_put_back_restores_the_settings_of_an_optimizer() -> None:
     optimizer = paceline.optim.Adam(Normed(), lr=0.1)
     part = part_of("optimizer", optimizer)
     small = part.small()
@@ -104,7 +104,7 @@ def test_optimizers_small_state_is_its_settings() -> None:
     assert optimizer.lr == 0.1
 
 
-def test_optimizer_refuses_another_ones_state() -> None:
+def test_an_optimizer_refuses_the_state_of_another_kind() -> None:
     optimizer = paceline.optim.SGD(Normed(), lr=0.1)
     part = part_of("optimizer", optimizer)
     with pytest.raises(SizeMismatch, match="SGD"):
@@ -112,7 +112,7 @@ def test_optimizer_refuses_another_ones_state() -> None:
     assert list(optimizer.settings) == ["lr", "momentum", "weight_decay", "nesterov"]
 
 
-def test_values_come_back_in_place_where_they_can() -> None:
+def test_put_back_restores_values_in_place_where_possible() -> None:
     values: dict[str, Any] = {"a": np.zeros(2), "n": 1, "gone": 2, "deep": {"list": [1]}}
     array = values["a"]
     part = part_of("values", values)
@@ -131,7 +131,7 @@ def test_values_come_back_in_place_where_they_can() -> None:
     assert small["deep"]["list"] == [1], "what was kept is a copy"
 
 
-def test_anything_with_state_is_copied_whole() -> None:
+def test_an_object_with_a_state_dict_is_restored_from_a_copy() -> None:
     counter = Counter([1])
     part = part_of("counter", counter)
     assert part.kind == "Counter"
@@ -142,7 +142,7 @@ def test_anything_with_state_is_copied_whole() -> None:
     assert part.gated() is None
 
 
-def test_foreign_optimizer_has_a_gate_and_small_settings() -> None:
+def test_a_foreign_optimizer_is_gated_and_its_settings_are_restored() -> None:
     model = ForeignModel()
     optimizer = ForeignOptimizer(model)
     part = part_of("optimizer", optimizer)
@@ -161,7 +161,7 @@ def test_foreign_optimizer_has_a_gate_and_small_settings() -> None:
     assert model.weight.grad is None
 
 
-def test_foreign_arrays_travel_as_numpy_and_come_back_as_they_were() -> None:
+def test_foreign_arrays_are_saved_as_numpy_and_restored_on_load() -> None:
     optimizer = ForeignOptimizer(ForeignModel())
     optimizer.step()
     part = part_of("optimizer", optimizer)
@@ -176,19 +176,19 @@ def test_foreign_arrays_travel_as_numpy_and_come_back_as_they_were() -> None:
     assert (rest["state"]["state"][0]["momentum"] == 1).all(), "what was given stays the giver's"
 
 
-def test_framework_that_is_not_here() -> None:
+def test_loading_arrays_of_a_missing_framework_is_refused() -> None:
     part = part_of("optimizer", ForeignOptimizer(ForeignModel()))
     with pytest.raises(UnsupportedOp, match=f"'{FRAMEWORK}', which this process has not imported"):
         part.load_rest(part.rest())
 
 
 @pytest.mark.parametrize("thing", [3, [1], np.zeros(2), object(), None])
-def test_what_is_no_part(thing: Any) -> None:
+def test_an_unsupported_object_is_refused_as_a_part(thing: Any) -> None:
     with pytest.raises(UnsupportedOp, match="extra is a "):
         part_of("extra", thing)
 
 
-def test_parameter_whose_memory_cannot_be_seen() -> None:
+def test_a_parameter_without_accessible_memory_is_refused() -> None:
     class Odd:
         def named_parameters(self) -> list[tuple[str, Any]]:
             return [("w", 5)]
@@ -206,7 +206,7 @@ def test_parameter_whose_memory_cannot_be_seen() -> None:
         ({"a": np.ones(3, complex)}, "complex128"),
     ],
 )
-def test_what_does_not_fit_changes_nothing(there: dict[str, Any], says: str) -> None:
+def test_arrays_that_do_not_fit_are_refused_and_change_nothing(there: dict[str, Any], says: str) -> None:
     here = {"a": np.zeros(3, np.float32)}
     with pytest.raises(SizeMismatch, match=says):
         check_fit(here, there)
@@ -215,6 +215,6 @@ def test_what_does_not_fit_changes_nothing(there: dict[str, Any], says: str) -> 
     assert not here["a"].any()
 
 
-def test_foreign_array_is_seen() -> None:
+def test_the_framework_of_a_foreign_array_is_recorded() -> None:
     with framework():
         assert part_of("x", Counter(Tensor(np.ones(2)))).rest()["frameworks"] == [FRAMEWORK]

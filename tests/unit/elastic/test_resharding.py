@@ -78,7 +78,7 @@ def whole(here: list[Trainee]) -> dict[str, bytes]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "world", "next_world"), CASES)
 @pytest.mark.sampled(3)
-def test_any_world_goes_on_as_any_other(name: str, world: int, next_world: int) -> None:
+def test_training_goes_on_identically_after_resharding_to_any_world(name: str, world: int, next_world: int) -> None:
     before = trained(name, world, 2)
     bits = whole(before)
     # Some stay, in another order; some are new, built from other values.
@@ -101,7 +101,7 @@ def test_any_world_goes_on_as_any_other(name: str, world: int, next_world: int) 
 
 
 @pytest.mark.parametrize("name", ["full", "grad", "hybrid2"])
-def test_before_the_first_step_everybody_has_all_of_it(name: str) -> None:
+def test_every_member_holds_the_full_state_before_the_first_step(name: str) -> None:
     here = trainees(name, 4)
     assert {trainee.state.shares() for trainee in here} == {(WHOLE,)}
     assert len({trainee.state.fingerprint_of_origin() for trainee in here}) == 1
@@ -117,7 +117,7 @@ def test_before_the_first_step_everybody_has_all_of_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["full", "hybrid2"])
-def test_what_was_cut_before_the_first_step_is_known_by_what_it_was_cut_from(name: str) -> None:
+def test_shards_of_one_initial_state_share_the_origin_fingerprint(name: str) -> None:
     def prepared(seed: int) -> set[bytes]:
         here = [Trainee(name, Group(mesh, SOON), seed) for mesh in local_meshes(2)]
         made.extend(here)
@@ -130,7 +130,7 @@ def test_what_was_cut_before_the_first_step_is_known_by_what_it_was_cut_from(nam
     assert one == same != other
 
 
-def test_what_is_whole_is_known_by_its_values_agreed_on_or_not() -> None:
+def test_prepare_keeps_the_origin_fingerprint_of_an_unsharded_state() -> None:
     here = [Trainee("none", Group(mesh, SOON)) for mesh in local_meshes(2)]
     made.extend(here)
     before = here[0].state.fingerprint_of_origin()
@@ -138,7 +138,7 @@ def test_what_is_whole_is_known_by_its_values_agreed_on_or_not() -> None:
     assert {trainee.state.fingerprint_of_origin() for trainee in here} == {before}
 
 
-def test_what_was_loaded_before_the_first_use_stays() -> None:
+def test_state_loaded_before_the_first_use_is_kept() -> None:
     (alone,) = trained("full", 1, 2)
     here = [Trainee("full", Group(mesh, SOON)) for mesh in local_meshes(3)]
     made.extend(here)
@@ -148,7 +148,7 @@ def test_what_was_loaded_before_the_first_use_stays() -> None:
     assert all(trainee.seen == EXPECTED[2] for trainee in here)
 
 
-def test_optimizer_that_is_cut_differently_says_so() -> None:
+def test_loading_an_optimizer_turns_the_full_state_into_a_share() -> None:
     (one, other) = trainees("full", 2)
     one.optimizer.load_state_dict(one.optimizer.state_dict())
     assert one.state.shares() == (Share(0, 2),), "its moments may be anything now, and others have the rest of them"
@@ -156,7 +156,7 @@ def test_optimizer_that_is_cut_differently_says_so() -> None:
 
 
 @pytest.mark.parametrize("name", ["full", "grad"])
-def test_plan_changes_nothing_until_it_is_switched(name: str) -> None:
+def test_a_reshard_plan_changes_nothing_before_the_switch(name: str) -> None:
     here = trained(name, 3, 2)
     bits = whole(here)
     plan = here[0].state.resharding(Share(1, 2))
@@ -171,7 +171,7 @@ def test_plan_changes_nothing_until_it_is_switched(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["full", "grad", "hybrid2"])
-def test_what_was_held_is_given_until_it_is_let_go(name: str) -> None:
+def test_a_member_offers_its_old_share_until_keep_live_share(name: str) -> None:
     here = trained(name, 4, 2)
     bits = whole(here)
     old = [trainee.state.shares()[0] for trainee in here]
@@ -193,7 +193,7 @@ def test_what_was_held_is_given_until_it_is_let_go(name: str) -> None:
     assert here[1].state.shares() == (WHOLE,)
 
 
-def test_rest_that_does_not_fit_changes_nothing() -> None:
+def test_a_switch_with_a_mismatched_rest_changes_nothing() -> None:
     here = trained("full", 2, 2)
     newcomer = candidate("full")
     plan = newcomer.state.resharding(Share(0, 2), own=False)
@@ -207,7 +207,7 @@ def test_rest_that_does_not_fit_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", ["full", "grad", "hybrid2"])
-def test_update_that_the_gate_did_not_let_through(name: str) -> None:
+def test_an_update_refused_by_the_gate_can_be_applied_afterwards(name: str) -> None:
     class Closed:
         def open(self, optimizer: object) -> None:
             raise PacelineError("the second word did not come")
@@ -234,7 +234,7 @@ def test_update_that_the_gate_did_not_let_through(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "world"), [*product(("full", "grad", "none"), (1, 2, 4)), ("hybrid2", 2), ("hybrid2", 4)]
 )
-def test_checkpoint_of_one_world_in_another(tmp_path: Path, name: str, world: int) -> None:
+def test_a_checkpoint_of_any_world_loads_into_a_world_of_two(tmp_path: Path, name: str, world: int) -> None:
     here = trained(name, world, 2)
     leaves = [split_shards(trainee.state.content())[1] for trainee in here]
     written = [piece for rank, held in enumerate(leaves) for piece in pieces_of(held, rank, world)]
@@ -258,7 +258,7 @@ def _joined(trainee: Trainee, arrays: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", ["full", "grad"])
-def test_whole_state_dict_goes_into_every_share(name: str) -> None:
+def test_a_full_state_dict_loads_into_every_share(name: str) -> None:
     (alone,) = trained(name, 1, 2)
     saved = alone.state.state_dict()
     assert not any(isinstance(leaf, Shard) for leaf in split_shards(saved)[1].values())
@@ -274,13 +274,13 @@ def test_whole_state_dict_goes_into_every_share(name: str) -> None:
         here[0].state.load_state_dict(here[1].state.state_dict())
 
 
-def test_manifest_and_digest_do_not_tell_shares_apart() -> None:
+def test_manifest_does_not_depend_on_the_share() -> None:
     here = [*trained("full", 3, 1), candidate("full")]
     assert len({trainee.state.manifest() for trainee in here}) == 1
     assert here[0].state.large() == [], "members have nothing alike that is large"
 
 
-def test_what_cannot_move_is_refused() -> None:
+def test_a_state_that_cannot_be_resharded_is_refused() -> None:
     (one, _) = trainees("full", 2)
     one.state.check_round_trip()
     with pytest.raises(UnsupportedOp, match="optimizer belongs to a sharded model: give the FSDP wrapper"):
@@ -310,7 +310,7 @@ def test_what_cannot_move_is_refused() -> None:
         TrainState(one=one.model, other=other).check_round_trip()
 
 
-def test_the_first_worker_is_told_that_a_node_needs_a_size() -> None:
+def test_an_elastic_hybrid_shard_requires_intra_node_size() -> None:
     """Not whoever comes later."""
     (one,) = trainees("full", 1)
     alone = paceline.FSDP(paceline.nn.Linear(2, 2, rng=np.random.default_rng(0)), one.group, "hybrid_shard")

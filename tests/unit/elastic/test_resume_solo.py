@@ -29,7 +29,7 @@ def session() -> Iterator[Any]:
         yield joined
 
 
-def test_second_run_goes_on_where_the_first_ended(session: Any, tmp_path: Path) -> None:
+def test_a_second_run_resumes_where_the_first_ended(session: Any, tmp_path: Path) -> None:
     with paceline.join() as first:
         Training().run(writing_at_once(first), 5, checkpoint_dir=tmp_path, checkpoint_every=2)
     assert [tag.step for tag in checkpoint.tags(tmp_path)] == [4, 5]
@@ -43,7 +43,7 @@ def test_second_run_goes_on_where_the_first_ended(session: Any, tmp_path: Path) 
     assert found.tag.generation > 1, "tags grow with the runs"
 
 
-def test_a_checkpoint_that_freezes_what_the_script_trains(
+def test_a_checkpoint_with_frozen_parameters_logs_a_warning(
     session: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with paceline.join() as first:
@@ -60,7 +60,7 @@ def test_a_checkpoint_that_freezes_what_the_script_trains(
     assert not later.model.bias.requires_grad
 
 
-def test_run_that_was_cut_off_goes_on_from_the_last_committed(session: Any, tmp_path: Path) -> None:
+def test_a_crashed_run_resumes_from_the_last_committed_step(session: Any, tmp_path: Path) -> None:
     training = Training()
 
     def cut(step: Any) -> None:
@@ -81,7 +81,7 @@ def test_run_that_was_cut_off_goes_on_from_the_last_committed(session: Any, tmp_
     np.testing.assert_array_equal(resumed.weights, undisturbed(5))
 
 
-def test_damaged_checkpoint_is_left_out(session: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_checkpoint_is_skipped(session: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with paceline.join() as first:
         Training().run(writing_at_once(first), 5, checkpoint_dir=tmp_path, checkpoint_every=3)
     newest = checkpoint.tags(tmp_path)[-1]
@@ -95,7 +95,7 @@ def test_damaged_checkpoint_is_left_out(session: Any, tmp_path: Path, caplog: py
     np.testing.assert_array_equal(training.weights, undisturbed(6))
 
 
-def test_done_already(session: Any, tmp_path: Path) -> None:
+def test_a_finished_run_has_no_steps_left(session: Any, tmp_path: Path) -> None:
     with paceline.join() as first:
         Training().run(first, 3, checkpoint_dir=tmp_path)
     again = Training()
@@ -118,7 +118,7 @@ def test_undone_steps_leave_no_checkpoint(session: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_sigterm_ends_it_after_the_step(inside: bool, session: Any, tmp_path: Path) -> None:
+def test_sigterm_dismisses_the_worker_after_the_step(inside: bool, session: Any, tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     training = Training()
 
@@ -143,7 +143,7 @@ def test_sigterm_ends_it_after_the_step(inside: bool, session: Any, tmp_path: Pa
         np.testing.assert_array_equal(Training().run(second, 6, checkpoint_dir=tmp_path).weights, undisturbed(6))
 
 
-def test_tag_of_the_state_that_was_loaded(session: Any, tmp_path: Path) -> None:
+def test_generations_continue_after_the_tag_of_the_loaded_checkpoint(session: Any, tmp_path: Path) -> None:
     training = Training()
     training.state.step = 5
     checkpoint.save(tmp_path, training.state.state_dict(), Tag(41, 5))

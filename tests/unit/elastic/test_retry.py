@@ -51,20 +51,20 @@ class Scene:
             raise self.fault.error()
 
 
-def test_a_block_runs_until_it_is_through() -> None:
+def test_an_interrupted_block_runs_again_until_completed() -> None:
     scene = Scene([BlockOutcome.AGAIN, BlockOutcome.AGAIN], ended=False)
     assert scene.run() == [False, False, True]
     assert scene.done == ["done"]
 
 
 @pytest.mark.parametrize(("ended", "rounds"), [(True, 1), (False, 2)])
-def test_whoever_was_at_its_end_like_all_need_not_run_it_again(ended: bool, rounds: int) -> None:
+def test_a_passed_block_runs_again_only_if_not_ended_here(ended: bool, rounds: int) -> None:
     scene = Scene([BlockOutcome.PASSED], ended=ended)
     assert len(scene.run()) == rounds
     assert scene.done == ["done"]
 
 
-def test_whom_the_line_has_overtaken_goes_on_with_it() -> None:
+def test_an_overtaken_block_is_not_run_again() -> None:
     """It had no seat for a hundred steps; the others are in a step now, and would take its block for another call."""
     scene = Scene([BlockOutcome.OVERTAKEN], ended=False)
     assert scene.run() == [False]

@@ -25,7 +25,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield joined
 
 
-def test_a_model_that_is_missing(session: Any) -> None:
+def test_an_optimizer_whose_model_is_not_in_the_state_is_refused(session: Any) -> None:
     training = Training()
     for parts in ({}, {"notes": training.notes}, {"model": Training().model}):
         with pytest.raises(ValueError, match=r"optimizer \(Adam\) trains 2 parameters \(of 2\) .* of shape \[3, 5\]"):
@@ -35,7 +35,7 @@ def test_a_model_that_is_missing(session: Any) -> None:
         session.steps(paceline.TrainState(optimizer=ForeignOptimizer(model)), total=1)
 
 
-def test_parameters_that_some_part_has(session: Any) -> None:
+def test_optimizers_with_parameters_possibly_in_a_part_are_accepted(session: Any) -> None:
     model = ForeignModel()
     with framework():
         for part in (model, {"nested": [model.weight]}, Counter(np.ones(2))):  # the last might have it, for all we know
@@ -87,7 +87,7 @@ def skip(training: Training) -> None:
     ("change", "what"), [(shift, "model 'weight'"), (replace, "model 'weight'"), (note, "notes"), (skip, "sampler")]
 )
 @pytest.mark.parametrize("first", [1, 2, 3])
-def test_a_change_between_steps(change: Any, what: str, first: int, session: Any) -> None:
+def test_a_state_change_between_steps_is_refused(change: Any, what: str, first: int, session: Any) -> None:
     training = Training()
 
     def after(step: Any) -> None:
@@ -102,7 +102,7 @@ def test_a_change_between_steps(change: Any, what: str, first: int, session: Any
 
 
 @pytest.mark.parametrize("change", [shift, replace])
-def test_a_change_before_the_update(change: Any, session: Any) -> None:
+def test_a_model_change_before_the_update_is_refused(change: Any, session: Any) -> None:
     training = Training()
 
     def inside(step: Any) -> None:
@@ -116,14 +116,14 @@ def test_a_change_before_the_update(change: Any, session: Any) -> None:
     assert not training.state.is_whole
 
 
-def test_an_optimizer_that_is_missing(session: Any) -> None:
+def test_an_optimizer_that_is_not_in_the_state_is_refused(session: Any) -> None:
     training = Training()
     training.state = paceline.TrainState(model=training.model, sampler=training.sampler)
     with pytest.raises(StepOrderError, match=r"^model 'weight' changed in step 1 .* to the TrainState"):
         training.run(session, 9)
 
 
-def test_a_change_in_front_of_the_block(session: Any) -> None:
+def test_a_model_change_before_the_block_is_refused(session: Any) -> None:
     training = Training()
     for step in session.steps(training.state, total=9):
         shift(training)
@@ -132,7 +132,7 @@ def test_a_change_in_front_of_the_block(session: Any) -> None:
         break
 
 
-def test_what_is_legal(session: Any) -> None:
+def test_legal_changes_raise_no_error(session: Any) -> None:
     training, averages, group = Training(), {"weight": np.zeros((3, 5))}, session.group
     training.state = paceline.TrainState(
         model=training.model, optimizer=training.optimizer, sampler=training.sampler, averages=averages
@@ -160,7 +160,7 @@ def test_what_is_legal(session: Any) -> None:
     assert (training.state.step, undone) == (6, 1)
 
 
-def test_a_checkpoint_is_loaded_between_two_loops(session: Any) -> None:
+def test_loading_a_state_between_two_loops_is_allowed(session: Any) -> None:
     saved = Training().run(session, 2).state.state_dict()
     training = Training()
     training.run(session, 1)
@@ -169,7 +169,7 @@ def test_a_checkpoint_is_loaded_between_two_loops(session: Any) -> None:
     np.testing.assert_array_equal(training.weights, undisturbed(4))
 
 
-def test_the_first_steps_are_those_of_the_job(session: Any) -> None:
+def test_a_change_between_later_steps_of_a_resumed_job_is_not_refused(session: Any) -> None:
     """A replacement, or a start from a checkpoint, finds no fault in a script that has run for long."""
     saved = Training().run(session, 5).state.state_dict()
     training = Training()
@@ -183,14 +183,14 @@ def test_the_first_steps_are_those_of_the_job(session: Any) -> None:
     assert training.state.step == 9
 
 
-def test_a_dict_of_another_view_of_the_same_memory(session: Any) -> None:
+def test_a_dict_of_views_of_the_parameters_is_accepted(session: Any) -> None:
     training = Training()
     arrays = {path: parameter.data[:] for path, parameter in training.model.named_parameters()}
     assert arrays["weight"] is not training.model.weight.data
     session.steps(paceline.TrainState(optimizer=training.optimizer, arrays=arrays), total=1).close()
 
 
-def test_what_the_state_was_in_another_generation_is_forgotten() -> None:
+def test_forget_discards_the_state_of_an_earlier_generation() -> None:
     """It may be that of others by now."""
     training = Training()
     watch = rules.StateWatch(training.state)
@@ -205,7 +205,7 @@ def test_what_the_state_was_in_another_generation_is_forgotten() -> None:
     watch.before_update()
 
 
-def test_later_steps_cost_nothing(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_steps_do_not_inspect_arrays(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
     look = rules._arrays_of
     monkeypatch.setattr(rules, "_arrays_of", lambda state: looks.append(state.step) or look(state))
@@ -214,7 +214,7 @@ def test_later_steps_cost_nothing(session: Any, monkeypatch: pytest.MonkeyPatch)
     assert len(looks) <= 10
 
 
-def test_columns_of_a_large_array(session: Any) -> None:
+def test_sampling_detects_a_change_in_one_column(session: Any) -> None:
     """A sample at every 256th place would see some columns only."""
     wide = np.zeros((1024, 1024), np.float32)
     before = rules._sampled(wide)

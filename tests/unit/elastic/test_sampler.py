@@ -18,7 +18,7 @@ from paceline.errors import InvalidRank, InvalidWorldSize
     data=st.data(),
 )
 @settings(deadline=None, max_examples=100)
-def test_every_index_once_whatever_the_worlds(
+def test_an_epoch_uses_every_index_once_in_changing_worlds(
     n: int, global_batch: int, seed: int, epoch: int, data: st.DataObject
 ) -> None:
     sampler = ElasticSampler(n, global_batch, seed)
@@ -51,7 +51,7 @@ def test_rank_without_a_sample_gets_one_of_weight_zero() -> None:
     assert [len(indices) for indices, _ in shares] == [1] * 4
 
 
-def test_epochs_and_seeds_differ_and_repeat() -> None:
+def test_order_is_reproducible_and_differs_by_seed_and_epoch() -> None:
     def order(seed: int, epoch: int) -> list[int]:
         return [int(i) for i in ElasticSampler(50, 50, seed).batch(epoch)]
 
@@ -59,14 +59,14 @@ def test_epochs_and_seeds_differ_and_repeat() -> None:
     assert len({tuple(order(seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
 
 
-def test_order_does_not_depend_on_what_was_asked_before() -> None:
+def test_order_does_not_depend_on_earlier_calls() -> None:
     sampler = ElasticSampler(20, 6, seed=4)
     forth = [sampler.batch(step).tolist() for step in range(12)]
     back = [sampler.batch(step).tolist() for step in reversed(range(12))]
     assert forth == back[::-1]
 
 
-def test_a_batch_is_the_callers_own() -> None:
+def test_changing_a_batch_does_not_change_the_sampler() -> None:
     sampler = ElasticSampler(8, 8)
     kept = sampler.batch(0).tolist()
     sampler.batch(0)[:] = 0
@@ -79,7 +79,7 @@ def test_order_is_the_same_in_every_version() -> None:
     assert ElasticSampler(8, 8, seed=0).batch(1).tolist() == [7, 4, 5, 1, 6, 2, 0, 3]
 
 
-def test_bad_arguments() -> None:
+def test_bad_arguments_are_refused() -> None:
     for arguments in [(0, 1, 0), (1, 0, 0), (1, 1, -1)]:
         with pytest.raises(ValueError, match="n and the batch must be at least 1"):
             ElasticSampler(*arguments)
@@ -93,6 +93,6 @@ def test_bad_arguments() -> None:
             sampler.share(0, rank, 2)
 
 
-def test_last_batch_is_what_is_left() -> None:
+def test_the_last_batch_of_an_epoch_has_the_remaining_samples() -> None:
     assert ElasticSampler(5, 2).steps_per_epoch == 3
     assert len(ElasticSampler(5, 2).batch(2)) == 1

@@ -40,7 +40,7 @@ def steps(saver: Saver, state: TrainState, group: Group, first: int, last: int, 
         state.step = number
 
 
-def test_every_so_many_committed_steps(tmp_path: Path, alone: Group) -> None:
+def test_a_checkpoint_is_written_every_n_committed_steps(tmp_path: Path, alone: Group) -> None:
     values = {"n": np.zeros(1)}
     state, saver = TrainState(values=values), Saver(tmp_path, 2)
     steps(saver, state, alone, 1, 3)
@@ -56,7 +56,7 @@ def test_every_so_many_committed_steps(tmp_path: Path, alone: Group) -> None:
     assert checkpoint.tags(tmp_path) == [Tag(1, 2)], "step 4 is applied, and not committed"
 
 
-def test_nothing_without_a_directory_or_an_interval(tmp_path: Path, alone: Group) -> None:
+def test_nothing_is_written_without_a_directory_or_an_interval(tmp_path: Path, alone: Group) -> None:
     for saver in (Saver(None, None), Saver(tmp_path, None)):
         steps(saver, TrainState(), alone, 1, 5)
         saver.load(TrainState())
@@ -65,7 +65,7 @@ def test_nothing_without_a_directory_or_an_interval(tmp_path: Path, alone: Group
     assert checkpoint.tags(tmp_path) == []
 
 
-def test_the_last_state_is_kept(tmp_path: Path, alone: Group) -> None:
+def test_keep_writes_the_last_state_unless_its_tag_is_none(tmp_path: Path, alone: Group) -> None:
     saver = Saver(tmp_path, None)
     saver.keep(None, TrainState(), alone)
     assert checkpoint.tags(tmp_path) == []
@@ -73,7 +73,7 @@ def test_the_last_state_is_kept(tmp_path: Path, alone: Group) -> None:
     assert checkpoint.tags(tmp_path) == [Tag(1, 5)]
 
 
-def test_a_step_that_comes_again_is_copied_once(tmp_path: Path, alone: Group) -> None:
+def test_a_repeated_step_is_copied_once(tmp_path: Path, alone: Group) -> None:
     state, saver = TrainState(), Saver(tmp_path, 1)
     for attempt in range(3):
         saver.begin(Tag(1, 1), state, alone)
@@ -85,7 +85,7 @@ def test_a_step_that_comes_again_is_copied_once(tmp_path: Path, alone: Group) ->
     assert found.state["step"] == 0
 
 
-def test_nothing_is_written_before_its_step_is_committed(tmp_path: Path, alone: Group) -> None:
+def test_no_checkpoint_is_written_before_its_step_is_committed(tmp_path: Path, alone: Group) -> None:
     saver = Saver(tmp_path, 2)
     saver.begin(Tag(1, 2), TrainState(), alone)
     saver.commit(1)
@@ -96,7 +96,7 @@ def test_nothing_is_written_before_its_step_is_committed(tmp_path: Path, alone: 
     assert checkpoint.tags(tmp_path) == [Tag(1, 2)]
 
 
-def test_what_the_line_left_behind_is_not_written(tmp_path: Path, alone: Group) -> None:
+def test_a_copy_of_a_failed_generation_is_not_written(tmp_path: Path, alone: Group) -> None:
     saver = Saver(tmp_path, 2)
     saver.begin(Tag(1, 2), TrainState(), alone)  # then the generation fails, and the line goes on from its step 1
     saver.begin(Tag(2, 1), TrainState(), alone)
@@ -106,7 +106,7 @@ def test_what_the_line_left_behind_is_not_written(tmp_path: Path, alone: Group) 
     assert checkpoint.tags(tmp_path) == [Tag(2, 2)]
 
 
-def test_what_the_line_left_behind_is_not_written_by_one_that_is_not_to_write(tmp_path: Path) -> None:
+def test_a_member_that_lost_the_writer_role_drops_its_old_copy(tmp_path: Path) -> None:
     with world_of(2) as groups:
         saver = Saver(tmp_path, 2)
         saver.begin(Tag(1, 2), TrainState(), groups[0])
@@ -161,7 +161,7 @@ def test_hosts_that_share_the_directory_write_once(shared: bool, tmp_path: Path,
     assert not list(tmp_path.glob("**/.writing-*"))
 
 
-def test_what_a_host_began_and_did_not_finish_the_next_generation_writes(tmp_path: Path) -> None:
+def test_the_next_generation_writes_an_unfinished_checkpoint(tmp_path: Path) -> None:
     with world_of(3, "abc") as groups:
         folder.open_folder(tmp_path, Tag(1, 2), saver_module._attempt(groups[0]))  # and the worker was killed
         for group, mesh in zip(groups, next_meshes([local_mesh(group.mesh) for group in groups]), strict=True):
@@ -171,7 +171,7 @@ def test_what_a_host_began_and_did_not_finish_the_next_generation_writes(tmp_pat
         assert checkpoint.tags(tmp_path) == [Tag(1, 2)]
 
 
-def test_a_greater_tag_of_another_run_keeps_nothing_from_being_written(tmp_path: Path, alone: Group) -> None:
+def test_a_greater_tag_of_another_run_does_not_prevent_writing(tmp_path: Path, alone: Group) -> None:
     for step in (400, 500):
         checkpoint.save(tmp_path, TrainState().state_dict(), Tag(9, step))
     saver = Saver(tmp_path, 2)
@@ -183,7 +183,7 @@ def test_a_greater_tag_of_another_run_keeps_nothing_from_being_written(tmp_path:
     assert checkpoint.tags(tmp_path) == [Tag(4, 2), Tag(9, 400), Tag(9, 500)]
 
 
-def test_checkpoints_of_one_tag_are_told_apart(tmp_path: Path) -> None:
+def test_fingerprints_distinguish_checkpoints_of_one_tag(tmp_path: Path) -> None:
     fingerprints = []
     for run, value in enumerate([1.0, 1.0, 2.0]):
         state = TrainState(values={"n": np.full(3, value)})
@@ -195,14 +195,16 @@ def test_checkpoints_of_one_tag_are_told_apart(tmp_path: Path) -> None:
     assert Saver(tmp_path, None).fingerprint == b""
 
 
-def test_whoever_is_left_writes_the_last_state_where_the_lowest_rank_is_gone(tmp_path: Path) -> None:
+def test_keep_last_writes_on_another_rank_if_the_lowest_is_lost(tmp_path: Path) -> None:
     with world_of(2) as groups:
         groups[1].mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, 0, 0, "rank 0 is gone"))
         Saver(tmp_path, None).keep_last(Tag(1, 4), TrainState(), groups[1])
         assert checkpoint.tags(tmp_path) == [Tag(1, 4)]
 
 
-def test_slow_disk_leaves_one_out(tmp_path: Path, alone: Group, monkeypatch: Any, caplog: Any) -> None:
+def test_a_checkpoint_is_skipped_while_the_previous_is_being_written(
+    tmp_path: Path, alone: Group, monkeypatch: Any, caplog: Any
+) -> None:
     go_on, save = threading.Event(), checkpoint.save
 
     def slow(*args: Any) -> Any:
@@ -218,14 +220,14 @@ def test_slow_disk_leaves_one_out(tmp_path: Path, alone: Group, monkeypatch: Any
     assert checkpoint.tags(tmp_path) == [Tag(1, 1)]
 
 
-def test_a_checkpoint_that_is_there_already_is_not_counted(tmp_path: Path, alone: Group) -> None:
+def test_an_existing_checkpoint_is_not_counted_again(tmp_path: Path, alone: Group) -> None:
     counters = MemberCounters()
     for _ in range(2):
         Saver(tmp_path, None, counters).keep(Tag(1, 5), TrainState(), alone)
     assert (counters.read({}).checkpoints, counters.read({}).checkpoint_step) == (1, 5)
 
 
-def test_disk_that_refuses(tmp_path: Path, alone: Group, monkeypatch: Any) -> None:
+def test_a_write_error_is_raised_once_and_counted(tmp_path: Path, alone: Group, monkeypatch: Any) -> None:
     def full(*args: Any) -> Any:
         raise OSError("no space")
 
@@ -242,7 +244,7 @@ def test_disk_that_refuses(tmp_path: Path, alone: Group, monkeypatch: Any) -> No
     assert (counted.checkpoints, counted.checkpoint_failures) == (0, 2)
 
 
-def test_nobody_is_through_before_the_last_checkpoint_is_durable(tmp_path: Path) -> None:
+def test_keep_returns_only_after_the_checkpoint_is_durable(tmp_path: Path) -> None:
     with world_of(2) as groups:
         through = threading.Event()
 
@@ -259,7 +261,7 @@ def test_nobody_is_through_before_the_last_checkpoint_is_durable(tmp_path: Path)
         assert at_once([late, early]) == [[], [Tag(1, 5)]]
 
 
-def test_a_member_without_a_directory_waits_for_those_who_have_one(tmp_path: Path) -> None:
+def test_a_member_without_a_directory_takes_part_in_keep(tmp_path: Path) -> None:
     with world_of(2) as groups:
         savers = [Saver(tmp_path, None), Saver(None, None)]
         doings = [lambda n=n: savers[n].keep(Tag(1, 5), TrainState(), groups[n]) for n in range(2)]
@@ -268,7 +270,7 @@ def test_a_member_without_a_directory_waits_for_those_who_have_one(tmp_path: Pat
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_all_hear_that_the_last_checkpoint_was_refused(last: bool, tmp_path: Path, monkeypatch: Any) -> None:
+def test_all_members_get_checkpoint_failed_if_the_write_fails(last: bool, tmp_path: Path, monkeypatch: Any) -> None:
     def full(*args: Any) -> Any:
         raise OSError("no space")
 
@@ -281,7 +283,7 @@ def test_all_hear_that_the_last_checkpoint_was_refused(last: bool, tmp_path: Pat
         assert "rank 0 (local)" in str(errors[1]) == str(errors[2])
 
 
-def test_what_once_could_not_be_written_does_not_count_where_another_writes_the_last(
+def test_an_earlier_write_error_does_not_fail_a_keep_by_another_writer(
     tmp_path: Path, monkeypatch: Any, alone: Group
 ) -> None:
     """A member that wrote before it was cut off, and came back behind another of its host."""
@@ -302,7 +304,7 @@ def test_what_once_could_not_be_written_does_not_count_where_another_writes_the_
     assert checkpoint.tags(tmp_path) == [Tag(2, 5)]
 
 
-def test_those_who_all_leave_keep_the_state_though_the_writer_is_lost(tmp_path: Path) -> None:
+def test_keep_last_succeeds_though_the_writer_is_lost(tmp_path: Path) -> None:
     with world_of(3) as groups:
         through = threading.Event()
 
@@ -318,7 +320,7 @@ def test_those_who_all_leave_keep_the_state_though_the_writer_is_lost(tmp_path: 
         assert checkpoint.tags(tmp_path) == [Tag(1, 5)]
 
 
-def test_load_takes_the_greatest_that_is_whole(tmp_path: Path, alone: Group, caplog: Any) -> None:
+def test_load_takes_the_latest_undamaged_checkpoint(tmp_path: Path, alone: Group, caplog: Any) -> None:
     state = TrainState(values={"n": np.ones(1)})
     for step in (1, 2):
         state.step = step
@@ -342,6 +344,6 @@ def test_load_takes_the_greatest_that_is_whole(tmp_path: Path, alone: Group, cap
 
 
 @pytest.mark.parametrize(("directory", "every"), [("d", 0), ("d", -1), (None, 3)])
-def test_bad_arguments(directory: str | None, every: int) -> None:
+def test_bad_arguments_are_refused(directory: str | None, every: int) -> None:
     with pytest.raises(ValueError, match="checkpoint_every"):
         Saver(directory, every)

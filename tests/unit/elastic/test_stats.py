@@ -19,7 +19,7 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(f"PACELINE_{name}", raising=False)
 
 
-def test_a_worker_alone_counts_its_steps() -> None:
+def test_a_single_worker_counts_its_steps_and_samples() -> None:
     with paceline.join() as session:
         assert session.stats() == {
             "steps": 0,
@@ -51,7 +51,7 @@ def test_a_worker_alone_counts_its_steps() -> None:
         assert session.stats()["goodput"] == stats["goodput"], "nothing is lost once all steps are done"
 
 
-def test_a_step_that_is_undone_is_counted_and_its_samples_once() -> None:
+def test_an_undone_step_is_counted_but_its_samples_only_once() -> None:
     training = Training()
     with paceline.join() as session:
 
@@ -76,7 +76,7 @@ def test_checkpoints_are_counted(tmp_path: Path) -> None:
     assert stats["checkpoint_seconds"] > 0.0
 
 
-def test_seconds_in_collectives_are_those_of_the_caller() -> None:
+def test_collective_seconds_count_the_waits_of_the_caller() -> None:
     with local_world(2) as (one, other):
         work = one.all_reduce([1.0], async_op=True)
         assert one.counters.waited == 0.0
@@ -90,7 +90,7 @@ def test_seconds_in_collectives_are_those_of_the_caller() -> None:
         assert other.mesh.sent_bytes["local"] == other.bytes_sent > 0
 
 
-def test_counters_do_not_fall_while_a_member_moves_on() -> None:
+def test_sent_bytes_never_fall_across_generations() -> None:
     counters = MemberCounters()
     assert counters.read({"shm": 10}).sent_bytes == {"shm": 10}
     assert counters.read({}).sent_bytes == {"shm": 10}, "the group has moved, and the old links are not added yet"
@@ -100,7 +100,7 @@ def test_counters_do_not_fall_while_a_member_moves_on() -> None:
     assert counters.read({"tcp": 1}).sent_bytes == {"shm": 22, "tcp": 1}
 
 
-def test_samples_count_with_their_own_step() -> None:
+def test_samples_are_counted_when_their_step_is_committed() -> None:
     counters = MemberCounters()
     counters.step_begins()
     counters.step_applied(3, 8)
@@ -110,7 +110,7 @@ def test_samples_count_with_their_own_step() -> None:
     assert (counters.committed, counters.samples) == (2, 8)
 
 
-def test_a_member_that_comes_back_begins_at_0() -> None:
+def test_counters_of_a_rejoining_member_begin_at_zero() -> None:
     counters = MemberCounters()
     counters.committed, counters.waited = 7, 2.5
     before = counters.read({"shm": 10})
@@ -119,7 +119,7 @@ def test_a_member_that_comes_back_begins_at_0() -> None:
     assert counted_since(before, counters.read({"shm": 11})) == Counters(committed=1, sent_bytes={"shm": 1})
 
 
-def test_a_member_that_comes_back_has_written_no_checkpoint() -> None:
+def test_checkpoint_counters_of_a_rejoining_member_begin_at_zero() -> None:
     counters = MemberCounters()
     counters.checkpoint_written(100, 0.5)
     counters.checkpoint_failed()

@@ -61,7 +61,7 @@ def check(training: Training, total: int = TOTAL) -> None:
     assert training.state.is_whole
 
 
-def test_collectives_behind_each_update(session: Any) -> None:
+def test_collectives_after_each_update_are_allowed(session: Any) -> None:
     training = Two()
     training.group = session.group
     training.run(session, TOTAL)
@@ -71,7 +71,7 @@ def test_collectives_behind_each_update(session: Any) -> None:
 
 @pytest.mark.parametrize("place", ["between", "behind"])
 @pytest.mark.parametrize("swallows", [False, True])
-def test_a_failure_behind_an_update_undoes_the_step(session: Any, place: str, swallows: bool) -> None:
+def test_a_failure_after_an_update_undoes_the_step(session: Any, place: str, swallows: bool) -> None:
     training = Two()
     before: list[Any] = []
 
@@ -102,7 +102,7 @@ def test_a_failure_behind_an_update_undoes_the_step(session: Any, place: str, sw
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
-def test_an_error_of_the_blocks_own_undoes_the_step(session: Any, kind: type[BaseException]) -> None:
+def test_an_error_raised_by_the_script_undoes_the_step(session: Any, kind: type[BaseException]) -> None:
     training = Two()
 
     def raising(step: Any) -> None:
@@ -149,7 +149,7 @@ def test_an_interrupted_update_is_undone(session: Any, caught: bool) -> None:
     check(training)
 
 
-def test_after_an_interrupted_update_this_rank_gives_nothing_to_the_step(session: Any) -> None:
+def test_collectives_after_an_interrupted_update_are_refused(session: Any) -> None:
     """The script has caught the error: the others would apply sums of what it computes from half an update."""
     training = Two()
     update = training.optimizer._update
@@ -174,7 +174,7 @@ def test_after_an_interrupted_update_this_rank_gives_nothing_to_the_step(session
     check(training)
 
 
-def test_without_a_copy_the_error_names_it(session: Any) -> None:
+def test_the_error_without_a_copy_suggests_keep_copy(session: Any) -> None:
     training = Training()
 
     def reduce_behind(step: Any) -> None:
@@ -185,7 +185,7 @@ def test_without_a_copy_the_error_names_it(session: Any) -> None:
         training.run(session, TOTAL, inside=reduce_behind)
 
 
-def test_where_it_belongs(session: Any) -> None:
+def test_keep_copy_is_refused_outside_the_block_or_after_the_update(session: Any) -> None:
     training = Training()
     for step in session.steps(training.state, total=1):
         with pytest.raises(StepOrderError, match="before the first"):
@@ -201,7 +201,7 @@ def test_where_it_belongs(session: Any) -> None:
     assert training.state.step == 1
 
 
-def test_a_model_that_each_rank_has_whole_under_fsdp(session: Any) -> None:
+def test_keep_copy_undoes_updates_of_an_fsdp_no_shard_model(session: Any) -> None:
     module = paceline.nn.Linear(2, 2, rng=np.random.default_rng(0))
     model = paceline.FSDP(module, session.group, paceline.ShardingStrategy.NO_SHARD)
     optimizer = paceline.optim.Adam(model, lr=0.1)
@@ -222,7 +222,7 @@ def test_a_model_that_each_rank_has_whole_under_fsdp(session: Any) -> None:
     assert state.step == 1
 
 
-def test_a_state_that_is_spread(session: Any) -> None:
+def test_keep_copy_of_a_sharded_state_is_refused(session: Any) -> None:
     model = paceline.FSDP(paceline.nn.Linear(2, 2, rng=np.random.default_rng(0)), session.group)
     optimizer = paceline.optim.SGD(model, lr=0.1)
     steps = session.steps(paceline.TrainState(model=model, optimizer=optimizer), total=2)

@@ -51,7 +51,7 @@ def step_of(group: Group, runner: StepRunner, digest: int = 5) -> Step:
     return Step(1, 1, group, TrainState(), runner, errand, digest, 0)  # type: ignore[arg-type]
 
 
-def test_the_gate_opens_when_all_collectives_of_the_step_are_through(groups: list[Group]) -> None:
+def test_the_gate_opens_after_all_collectives_of_the_step_have_ended(groups: list[Group]) -> None:
     mine, other = groups
     other_may_go_on = threading.Event()
     flush = mine.flush
@@ -81,14 +81,14 @@ def test_the_gate_opens_when_all_collectives_of_the_step_are_through(groups: lis
     assert (saw, failure) == ([True], None), "the state began to change while a collective was under way"
 
 
-def test_the_gate_stays_shut_where_members_hold_different_bits(groups: list[Group]) -> None:
+def test_the_gate_stays_shut_if_members_hold_different_bits(groups: list[Group]) -> None:
     runners = [StepRunner(), StepRunner()]
     steps = [lambda i=i: step_of(groups[i], runners[i], digest=i).open_gate() for i in range(2)]
     assert all(isinstance(error, DivergenceError) for error in at_once(steps))
     assert [runner.saw for runner in runners] == [[], []]
 
 
-def test_the_gate_stays_shut_when_the_generation_has_failed_with_nothing_under_way(groups: list[Group]) -> None:
+def test_the_gate_stays_shut_after_the_generation_has_failed(groups: list[Group]) -> None:
     runners = [StepRunner(), StepRunner()]
     steps = at_once([lambda i=i: step_of(groups[i], runners[i]) for i in range(2)])
     at_once([step.gate._word.wait for step in steps])
@@ -100,7 +100,7 @@ def test_the_gate_stays_shut_when_the_generation_has_failed_with_nothing_under_w
 
 
 @pytest.mark.parametrize("error", [SettingsMismatch("compression is bf16", ranks=(1,)), DivergenceError("it differs")])
-def test_a_newcomer_that_trains_something_else_ends_alone(error: Exception, groups: list[Group]) -> None:
+def test_only_the_newcomer_that_differs_ends_with_an_error(error: Exception, groups: list[Group]) -> None:
     """What `agree` raises there; whoever is first ends the generation, and nobody takes another's error for its own."""
     both, heard = threading.Barrier(2), NewcomerDiffers("rank 1 came in", groups[0].members[1], ranks=(1,))
 
@@ -119,7 +119,7 @@ def test_a_newcomer_that_trains_something_else_ends_alone(error: Exception, grou
     assert groups[0].mesh.fault.failed
 
 
-def test_the_news_of_a_newcomer_that_differs_fails_the_step_before_it_has_said_so_itself(groups: list[Group]) -> None:
+def test_a_newcomer_differs_error_fails_the_step_as_peer_raised(groups: list[Group]) -> None:
     step = step_of(groups[0], StepRunner())
     with step:
         raise NewcomerDiffers("rank 1 came in", groups[0].members[1], ranks=(1,))
@@ -128,7 +128,7 @@ def test_the_news_of_a_newcomer_that_differs_fails_the_step_before_it_has_said_s
 
 
 @pytest.mark.parametrize("kind", [PeerRaised, NewcomerDiffers])
-def test_an_error_of_another_session_is_the_blocks_own(kind: Any, groups: list[Group]) -> None:
+def test_an_error_of_another_session_is_raised_from_the_block(kind: Any, groups: list[Group]) -> None:
     """It is raised, and ends the loop: to run the step again would change nothing over there."""
     elsewhere = replace(groups[0].members[1], member_id="of another session")
     error = PeerRaised("raised") if kind is PeerRaised else NewcomerDiffers("came in", elsewhere, ranks=(1,))
@@ -143,7 +143,7 @@ def trained() -> TrainState:
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_a_step_is_skipped_by_all_or_by_none(alone: bool, groups: list[Group]) -> None:
+def test_a_step_is_skipped_only_if_all_members_skip_it(alone: bool, groups: list[Group]) -> None:
     def enter(rank: int) -> Step:
         group = groups[rank]
         word = PendingStepWord(group, step_word(StepFlag(0), 1, 5), 1, with_gradients=False)
@@ -166,9 +166,7 @@ def test_a_step_is_skipped_by_all_or_by_none(alone: bool, groups: list[Group]) -
 
 
 @pytest.mark.parametrize("asked", [1, 2])
-def test_a_member_in_another_step_than_the_one_that_is_skipped_does_not_take_it_for_its_own(
-    asked: int, groups: list[Group]
-) -> None:
+def test_a_skip_marks_only_the_step_that_was_asked_for(asked: int, groups: list[Group]) -> None:
     step = step_of(groups[0], StepRunner())
     with step:
         skipped = ErrorReason.ERROR_REASON_STEP_SKIPPED

@@ -21,7 +21,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield joined
 
 
-def test_what_a_step_tells(session: Any) -> None:
+def test_a_step_gives_its_number_batch_and_random_numbers(session: Any) -> None:
     training, told = Training(), []
     for step in session.steps(training.state, total=4, seed=7):
         assert not step.applied
@@ -40,7 +40,7 @@ def test_what_a_step_tells(session: Any) -> None:
     np.testing.assert_array_equal(training.weights, undisturbed(4))
 
 
-def test_equals_training_without_it(session: Any) -> None:
+def test_training_with_steps_equals_plain_training(session: Any) -> None:
     training, plain = Training().run(session, 7), Training()
     for step in range(7):
         plain.compute(plain.sampler.batch(step))
@@ -48,7 +48,7 @@ def test_equals_training_without_it(session: Any) -> None:
     np.testing.assert_array_equal(training.weights, plain.weights)
 
 
-def test_commits_are_told_once_and_in_order(session: Any) -> None:
+def test_commits_are_announced_once_and_in_order(session: Any) -> None:
     events: list[Any] = []
     session.on_commit(events.append)
     training = Training()
@@ -62,7 +62,7 @@ def test_commits_are_told_once_and_in_order(session: Any) -> None:
     assert events == [("applied", 1), ("undone", 2), 1, ("applied", 2), 2, ("applied", 3), 3]
 
 
-def test_failed_step_is_undone_and_comes_again(session: Any) -> None:
+def test_a_failed_step_is_undone_and_retried(session: Any) -> None:
     views: list[int] = []
     session.on_view(lambda: views.append(session.generation))
     training, tried = Training(), []
@@ -82,7 +82,7 @@ def test_failed_step_is_undone_and_comes_again(session: Any) -> None:
     np.testing.assert_array_equal(training.weights, undisturbed(3))
 
 
-def test_failure_behind_the_gate_undoes_nothing(session: Any) -> None:
+def test_a_failure_after_the_update_undoes_nothing(session: Any) -> None:
     training, tried = Training(), []
     for step in session.steps(training.state, total=2):
         with step:
@@ -94,7 +94,7 @@ def test_failure_behind_the_gate_undoes_nothing(session: Any) -> None:
     assert tried == [(1, True), (2, True)]
 
 
-def test_step_that_fails_five_times_is_void(session: Any) -> None:
+def test_a_step_that_fails_five_times_raises_step_void(session: Any) -> None:
     training = Training()
 
     def failing(step: Any) -> None:
@@ -109,7 +109,7 @@ def test_step_that_fails_five_times_is_void(session: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit, ArithmeticError])
-def test_error_of_the_blocks_own_is_raised_and_the_step_undone(session: Any, kind: type[BaseException]) -> None:
+def test_an_error_of_the_script_is_raised_and_undoes_the_step(session: Any, kind: type[BaseException]) -> None:
     training = Training()
     before = training.weights
 
@@ -126,7 +126,7 @@ def test_error_of_the_blocks_own_is_raised_and_the_step_undone(session: Any, kin
     training.optimizer.step()  # the gate is gone
 
 
-def test_an_update_right_behind_the_block_is_refused(session: Any) -> None:
+def test_an_update_right_after_the_block_is_refused(session: Any) -> None:
     training = Training()
 
     def behind(step: Any) -> None:
@@ -137,7 +137,7 @@ def test_an_update_right_behind_the_block_is_refused(session: Any) -> None:
     np.testing.assert_array_equal(training.weights, undisturbed(3))
 
 
-def test_a_step_is_entered_once(session: Any) -> None:
+def test_a_step_cannot_be_entered_twice(session: Any) -> None:
     training = Training()
     for step in session.steps(training.state, total=2):
         with step:
@@ -147,7 +147,7 @@ def test_a_step_is_entered_once(session: Any) -> None:
     np.testing.assert_array_equal(training.weights, undisturbed(2))
 
 
-def test_interrupt_within_the_update(session: Any) -> None:
+def test_an_interrupt_within_the_update_spoils_the_step(session: Any) -> None:
     training = Training()
 
     def halt(*args: Any) -> None:
@@ -162,7 +162,7 @@ def test_interrupt_within_the_update(session: Any) -> None:
     assert training.state.step == 0
 
 
-def test_step_without_an_update_counts(session: Any) -> None:
+def test_a_step_without_an_update_is_counted(session: Any) -> None:
     training = Training()
     applied = []
     for step in session.steps(training.state, total=3):
@@ -176,7 +176,7 @@ def test_step_without_an_update_counts(session: Any) -> None:
     assert training.state.step == 3
 
 
-def test_update_outside_of_a_step(session: Any) -> None:
+def test_an_update_outside_a_step_is_refused(session: Any) -> None:
     training = Training()
     steps = session.steps(training.state, total=3)
     step = next(steps)
@@ -191,7 +191,7 @@ def test_update_outside_of_a_step(session: Any) -> None:
     steps.close()
 
 
-def test_two_updates_of_a_state_that_is_spread(session: Any) -> None:
+def test_a_second_update_of_a_sharded_state_is_refused(session: Any) -> None:
     """A member that finishes the step of others has one gradient, and runs the optimizer once."""
     model = paceline.FSDP(paceline.nn.Linear(2, 2, rng=np.random.default_rng(0)), session.group)
     optimizer = paceline.optim.SGD(model, lr=0.1)
@@ -207,7 +207,7 @@ def test_two_updates_of_a_state_that_is_spread(session: Any) -> None:
     steps.close()
 
 
-def test_collective_behind_the_gate(session: Any) -> None:
+def test_a_collective_after_the_update_is_refused(session: Any) -> None:
     training = Training()
 
     def reduce_behind(step: Any) -> None:
@@ -220,7 +220,7 @@ def test_collective_behind_the_gate(session: Any) -> None:
     assert [step.applied for step in training.steps] == [True]
 
 
-def test_collectives_between_the_steps(session: Any) -> None:
+def test_collectives_between_steps_need_a_retry_block(session: Any) -> None:
     """They would go well until somebody is lost."""
     training, group = Training(), session.group
 
@@ -254,7 +254,7 @@ def test_collectives_between_the_steps(session: Any) -> None:
     group.barrier()
 
 
-def test_a_retry_in_a_step_does_not_open_what_is_barred(session: Any) -> None:
+def test_retry_inside_a_step_does_not_permit_collectives_after_the_update(session: Any) -> None:
     training = Training()
     steps = session.steps(training.state, total=3)
     with next(steps):
@@ -265,14 +265,14 @@ def test_a_retry_in_a_step_does_not_open_what_is_barred(session: Any) -> None:
     steps.close()
 
 
-def test_step_that_is_not_entered(session: Any) -> None:
+def test_a_step_that_is_not_entered_is_an_error(session: Any) -> None:
     steps = session.steps(Training().state, total=3)
     next(steps)
     with pytest.raises(StepOrderError, match="step 1 was not entered"):
         next(steps)
 
 
-def test_one_line_at_a_time_and_another_after_it(session: Any) -> None:
+def test_a_second_loop_is_refused_while_one_is_running(session: Any) -> None:
     training = Training()
     steps = session.steps(training.state, total=2)
     next(steps)
@@ -281,7 +281,7 @@ def test_one_line_at_a_time_and_another_after_it(session: Any) -> None:
     steps.close()
 
 
-def test_a_second_line_after_the_first(session: Any) -> None:
+def test_a_second_loop_continues_after_the_first(session: Any) -> None:
     training = Training()
     training.run(session, 2)
     training.run(session, 5)
@@ -289,13 +289,13 @@ def test_a_second_line_after_the_first(session: Any) -> None:
     np.testing.assert_array_equal(training.weights, undisturbed(5))
 
 
-def test_nothing_left_to_do(session: Any) -> None:
+def test_a_completed_state_yields_no_steps(session: Any) -> None:
     training = Training()
     training.state.step = 9
     assert list(session.steps(training.state, total=9)) == []
 
 
-def test_batches_that_grow_with_the_world(session: Any) -> None:
+def test_per_rank_batches_in_a_world_of_one(session: Any) -> None:
     training = Training(paceline.ElasticSampler(SAMPLES, per_rank_batch=BATCH))
     sizes = []
     for step in session.steps(training.state, total=4):
@@ -306,7 +306,7 @@ def test_batches_that_grow_with_the_world(session: Any) -> None:
     assert training.sampler.state_dict() == {"epoch": 1, "offset": 4}
 
 
-def test_without_a_sampler(session: Any) -> None:
+def test_batch_attributes_without_a_sampler_are_refused(session: Any) -> None:
     for step in session.steps(paceline.TrainState(notes={"n": 1}), total=1):
         with step:
             for name in ("indices", "weight", "lr_scale"):
@@ -315,7 +315,7 @@ def test_without_a_sampler(session: Any) -> None:
     assert step.applied
 
 
-def test_bad_arguments(session: Any) -> None:
+def test_bad_arguments_are_refused(session: Any) -> None:
     for settings in ({"total": 0}, {"total": 1, "seed": -1}, {"total": 1, "checkpoint_every": 1}):
         with pytest.raises(ValueError, match=r"total must be at least 1|checkpoint_every"):
             session.steps(Training().state, **settings)
@@ -347,7 +347,7 @@ def retried(session: Any, block: Callable[[], None]) -> None:
             block()
 
 
-def test_retry_raises_an_error_of_the_blocks_own(session: Any) -> None:
+def test_retry_raises_an_error_of_the_script(session: Any) -> None:
     def block() -> None:
         raise ValueError("mine")
 
@@ -355,7 +355,7 @@ def test_retry_raises_an_error_of_the_blocks_own(session: Any) -> None:
         retried(session, block)
 
 
-def test_retry_outside_of_a_line_raises_what_happened(session: Any) -> None:
+def test_retry_outside_a_loop_raises_the_failure(session: Any) -> None:
     def block() -> None:
         fail(session)
         session.group.all_reduce(np.ones(1))

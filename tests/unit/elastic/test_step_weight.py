@@ -23,7 +23,7 @@ class Feed:
         self.place = state["place"]
 
 
-def test_the_step_has_the_weight_and_so_has_the_group_while_it_lasts() -> None:
+def test_count_sets_the_weight_of_the_step_and_the_group() -> None:
     feed = Feed()
     with paceline.join() as session:
         for step in session.steps(paceline.TrainState(data=feed), total=2):
@@ -48,7 +48,7 @@ def test_the_step_has_the_weight_and_so_has_the_group_while_it_lasts() -> None:
         ({"data": Feed(), "sampler": paceline.ElasticSampler(5, 2)}, "has a sampler beside this Feed"),
     ],
 )
-def test_what_gives_samples_out_is_a_part_of_the_state_and_the_only_one(parts: dict[str, Any], text: str) -> None:
+def test_count_requires_the_only_data_source_of_the_state(parts: dict[str, Any], text: str) -> None:
     with paceline.join() as session:
         for step in session.steps(paceline.TrainState(notes={}, **parts), total=1):
             with step, pytest.raises(UnsupportedOp, match=text):

@@ -32,7 +32,7 @@ def bits(state: TrainState) -> Any:
     return json.dumps(state.state_dict(), default=lambda array: [str(array.dtype), array.tolist()])
 
 
-def test_undo_puts_small_state_back_and_leaves_large() -> None:
+def test_undo_restores_small_state_and_leaves_large_state() -> None:
     notes = {"n": np.zeros(1)}
     state, model, optimizer = make(notes=notes)
     small, weight = state.small(), model.linear.weight.data.copy()
@@ -52,7 +52,7 @@ def test_undo_puts_small_state_back_and_leaves_large() -> None:
     np.testing.assert_array_equal(model.linear.weight.data, weight + 1)
 
 
-def test_save_and_load() -> None:
+def test_a_loaded_state_equals_the_saved_one() -> None:
     state, model, optimizer = make(counter=Counter(3))
     train(model, optimizer)
     state.advance(1)
@@ -70,7 +70,7 @@ def test_save_and_load() -> None:
     np.testing.assert_array_equal(saved["parts"]["model"]["arrays"]["weight"], weight, "what was saved is a copy")
 
 
-def test_what_does_not_fit_changes_nothing() -> None:
+def test_a_state_dict_that_does_not_fit_changes_nothing() -> None:
     class Stubborn(Counter):
         def load_state_dict(self, saved: dict[str, Any]) -> None:
             if saved["value"] == 13:
@@ -123,13 +123,13 @@ def test_what_does_not_fit_changes_nothing() -> None:
     assert bits(state) != before
 
 
-def test_round_trip_refuses_what_cannot_travel() -> None:
+def test_round_trip_check_refuses_unserializable_values() -> None:
     state, _, _ = make(extra=Counter({1, 2}))
     with pytest.raises(UnsupportedOp, match="is a set"):
         state.check_round_trip()
 
 
-def test_round_trip_refuses_what_comes_back_as_another_by_name() -> None:
+def test_round_trip_check_names_a_value_that_changes_on_load() -> None:
     class Forgetful(Counter):
         def load_state_dict(self, saved: dict[str, Any]) -> None:
             self.value = np.zeros(2)
@@ -139,7 +139,7 @@ def test_round_trip_refuses_what_comes_back_as_another_by_name() -> None:
         state.check_round_trip()
 
 
-def test_round_trip_of_what_fits_changes_nothing() -> None:
+def test_a_passed_round_trip_check_changes_nothing() -> None:
     with framework():
         model = ForeignModel()
         state = TrainState(model=model, optimizer=ForeignOptimizer(model), values={"f": np.float32(2), "t": (1, None)})
@@ -148,13 +148,13 @@ def test_round_trip_of_what_fits_changes_nothing() -> None:
         assert state.fingerprint() == before
 
 
-def test_costly_small_state_is_worth_a_word(caplog: pytest.LogCaptureFixture) -> None:
+def test_costly_small_state_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     state = TrainState(big={"a": np.zeros(1 << 18)})
     state.check_round_trip()
     assert "big has no step() of its own: its 2.1 MB are copied in every step" in caplog.text
 
 
-def test_guard_asks_before_and_unguard_takes_it_away() -> None:
+def test_guard_gates_optimizer_steps_until_unguard() -> None:
     state, model, optimizer = make()
     gate = Gate()
     state.guard(gate)
@@ -168,7 +168,7 @@ def test_guard_asks_before_and_unguard_takes_it_away() -> None:
     assert "step" not in vars(optimizer)
 
 
-def test_gate_that_refuses_lets_nothing_through() -> None:
+def test_a_refusing_gate_blocks_the_update() -> None:
     def refuse() -> None:
         raise ConnectionError("void")
 
@@ -182,7 +182,7 @@ def test_gate_that_refuses_lets_nothing_through() -> None:
     assert gate.spoiled == 0
 
 
-def test_update_that_is_cut_short_spoils() -> None:
+def test_an_interrupted_update_spoils_the_gate() -> None:
     class Halting(ForeignOptimizer):
         def step(self) -> None:
             raise KeyboardInterrupt
@@ -196,7 +196,7 @@ def test_update_that_is_cut_short_spoils() -> None:
     assert (gate.opened, gate.spoiled) == (1, 1)
 
 
-def test_two_optimizers_and_one_under_two_names() -> None:
+def test_an_optimizer_under_two_names_is_guarded_once() -> None:
     generator, critic = Normed(1), Normed(2)
     first, second = paceline.optim.Adam(generator), paceline.optim.SGD(critic, lr=1.0)
     state = TrainState(generator=generator, critic=critic, first=first, second=second, again=first)
@@ -209,7 +209,7 @@ def test_two_optimizers_and_one_under_two_names() -> None:
     assert "step" not in vars(first)
 
 
-def test_step_that_was_the_objects_own_is_there_again() -> None:
+def test_unguard_restores_an_instance_step_method() -> None:
     optimizer = ForeignOptimizer(ForeignModel())
     own = lambda: None  # noqa: E731  as schedulers do
     optimizer.step = own  # type: ignore[method-assign]
@@ -225,7 +225,7 @@ def test_two_samplers_are_refused() -> None:
         TrainState(a=paceline.ElasticSampler(4, 2), b=paceline.ElasticSampler(4, 2))
 
 
-def test_manifest_tells_what_differs_and_nothing_else() -> None:
+def test_manifests_differ_by_model_shape_sampler_and_settings() -> None:
     def manifest(width: int = 3, batch: int = 6, lr: float = 0.1, **settings: Any) -> bytes:
         model = Normed(width=width)
         parts = {"model": model, "optimizer": paceline.optim.Adam(model, lr=lr)}
@@ -236,7 +236,7 @@ def test_manifest_tells_what_differs_and_nothing_else() -> None:
     assert json.loads(manifest())["settings"]["sampler global_batch"] == "6"
 
 
-def test_fingerprint_is_of_values_not_of_the_order_of_keys() -> None:
+def test_fingerprint_depends_on_values_but_not_on_key_order() -> None:
     def of(**values: Any) -> bytes:
         return TrainState(values=values).fingerprint()
 
@@ -247,7 +247,7 @@ def test_fingerprint_is_of_values_not_of_the_order_of_keys() -> None:
     assert of(a=np.zeros(0)) != of(a=np.zeros(0, int))
 
 
-def test_spread_state_needs_the_wrapper_and_whole_state_does_not() -> None:
+def test_only_sharded_states_require_the_fsdp_wrapper() -> None:
     strategies = list(paceline.ShardingStrategy)
 
     def rank(group: Any) -> list[str]:

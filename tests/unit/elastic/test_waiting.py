@@ -36,7 +36,7 @@ def member(draining: str = "", generation: int = 1, said: list[Meet] | None = No
     return waiting.MeetingWait(port, place, ([] if said is None else said).append)
 
 
-def test_a_member_that_is_to_leave_says_so_once(clock: SimpleNamespace) -> None:
+def test_a_draining_member_announces_leaving_once(clock: SimpleNamespace) -> None:
     said: list[Meet] = []
     waits = member("SIGTERM", 3, said)
     waits.poll()
@@ -45,7 +45,7 @@ def test_a_member_that_is_to_leave_says_so_once(clock: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize("has_come_in", [False, True])
-def test_a_candidate_that_brings_nothing_leaves_at_once(has_come_in: bool, clock: SimpleNamespace) -> None:
+def test_a_draining_candidate_without_state_is_dismissed_at_once(has_come_in: bool, clock: SimpleNamespace) -> None:
     said: list[Meet] = []
     waits = member("SIGTERM", 0, said)
     if not has_come_in:
@@ -56,9 +56,7 @@ def test_a_candidate_that_brings_nothing_leaves_at_once(has_come_in: bool, clock
 
 
 @pytest.mark.parametrize("has_come_in", [False, True])
-def test_a_candidate_that_brings_a_state_says_what_it_holds_and_that_it_leaves(
-    has_come_in: bool, clock: SimpleNamespace
-) -> None:
+def test_a_draining_candidate_announces_its_state_and_leaving_once(has_come_in: bool, clock: SimpleNamespace) -> None:
     """Nobody else may have that state. It was a member that was about to leave, and its session ended."""
     said: list[Meet] = []
     waits = member("SIGTERM", 2, said)
@@ -73,7 +71,7 @@ def test_a_candidate_that_brings_a_state_says_what_it_holds_and_that_it_leaves(
     ]
 
 
-def test_a_candidate_does_not_wait_for_the_answer_of_a_member_that_has_ended(clock: SimpleNamespace) -> None:
+def test_a_candidate_does_not_wait_for_the_answer_of_an_ended_member(clock: SimpleNamespace) -> None:
     """It takes seconds. Meanwhile the coordinator says that this one need not be reached."""
     said: list[Meet] = []
     tried: list[Sequence[Peer]] = []
@@ -92,7 +90,7 @@ def test_a_candidate_does_not_wait_for_the_answer_of_a_member_that_has_ended(clo
     assert len(said) == 1
 
 
-def test_a_candidate_that_does_not_reach_all_says_when_it_tries_again(
+def test_a_candidate_logs_the_pause_before_the_next_reach_test(
     clock: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     waits, one = member("", 0), [Peer(0, "m0", "host-0")]
@@ -107,7 +105,7 @@ def test_a_candidate_that_does_not_reach_all_says_when_it_tries_again(
     )
 
 
-def test_what_is_waited_for_is_said_once_it_lasts(clock: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_long_wait_logs_its_reason_once(clock: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
     waits = member()
     waits.said()
     waits.waits_for("waiting for rank 1 to stop")
@@ -117,7 +115,7 @@ def test_what_is_waited_for_is_said_once_it_lasts(clock: SimpleNamespace, caplog
     assert caplog.messages == ["waiting for rank 1 to stop; for 2 s now"]
 
 
-def test_without_a_word_from_the_coordinator_that_is_what_is_said(
+def test_a_silent_coordinator_is_logged_as_the_reason_of_the_wait(
     clock: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     waits = member()
@@ -132,7 +130,7 @@ def test_without_a_word_from_the_coordinator_that_is_what_is_said(
     assert caplog.messages[1:] == ["waiting for rank 1 to stop; for 0 s now"]
 
 
-def test_a_planned_meeting_that_lasts_longer_than_a_step_may_is_a_timeout(clock: SimpleNamespace) -> None:
+def test_a_planned_meeting_longer_than_step_timeout_is_a_timeout(clock: SimpleNamespace) -> None:
     """A member hangs between two steps, and no collective is there to time out."""
     waits = member()
     suspicions: list[Suspicion] = []
@@ -152,7 +150,7 @@ def test_a_planned_meeting_that_lasts_longer_than_a_step_may_is_a_timeout(clock:
     assert suspicion.text == "the members did not meet within 60 s: waiting for rank 1 (host-b) to stop"
 
 
-def test_a_member_of_a_view_has_nobody_to_reach_any_more(clock: SimpleNamespace) -> None:
+def test_reach_tests_end_when_a_view_comes(clock: SimpleNamespace) -> None:
     """It came into a view while it still tried to reach the members of a line that was over by then."""
     waits = member()
     waits.as_candidate()
@@ -163,9 +161,7 @@ def test_a_member_of_a_view_has_nobody_to_reach_any_more(clock: SimpleNamespace)
 
 
 @pytest.mark.parametrize("failed", [False, True])
-def test_without_a_coordinator_a_member_goes_on_in_a_generation_that_is_whole(
-    failed: bool, clock: SimpleNamespace
-) -> None:
+def test_only_a_healthy_generation_continues_without_the_coordinator(failed: bool, clock: SimpleNamespace) -> None:
     """A step has asked for a meeting, and it does not come about. A generation that has failed is not gone on with."""
     waits, went_on = member(), []
     port: Any = waits._job_line

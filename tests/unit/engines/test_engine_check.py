@@ -23,7 +23,7 @@ def test_an_engine_keeps_the_rules(kind: str, rule: Callable[[MakeEngines], None
     check_engine(WORLDS[kind], [rule])
 
 
-def test_one_that_completes_only_when_aborted_keeps_the_rules_about_abort() -> None:
+def test_an_engine_that_completes_only_on_abort_keeps_the_abort_rules() -> None:
     check_engine(partial(engines_of, HangingEngine), ENDING_RULES)
 
 
@@ -80,7 +80,9 @@ class _Careless(FakeEngine):
         (HangingEngine, "rule_3_deadlines"),
     ],
 )
-def test_the_check_notices(make: Callable[[], DataEngine], rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_detects_an_engine_that_breaks_a_rule(
+    make: Callable[[], DataEngine], rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("paceline.engines._engine_check._LONG", 0.5)
     monkeypatch.setattr("paceline.engines._engine_check._AT_ONCE", 0.3)
     chosen = next(each for each in ENGINE_RULES if each.__name__ == rule)

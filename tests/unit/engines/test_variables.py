@@ -17,7 +17,7 @@ def test_missing_variables_are_set() -> None:
     assert environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "60"
 
 
-def test_a_value_of_the_user_s_that_the_engine_cannot_use_is_replaced_aloud(
+def test_an_unusable_value_of_the_user_is_replaced_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     environ = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCH_NCCL_NONBLOCKING_TIMEOUT": "7"}
@@ -35,11 +35,11 @@ class Watched(dict[str, str]):
         raise AssertionError(f"{name} is set again")
 
 
-def test_a_worker_that_was_started_with_them_sets_nothing() -> None:
+def test_variables_that_are_already_right_are_not_set_again() -> None:
     set_variables("nccl", Watched(variables_of("nccl")))
     set_variables("ucc", Watched(variables_of("ucc")))
 
 
 @pytest.mark.parametrize("engine", ["links", "gloo", "mpi", "xccl", ""])
-def test_other_engines_need_none(engine: str) -> None:
+def test_other_engines_need_no_variables(engine: str) -> None:
     assert not variables_of(engine)

@@ -56,7 +56,7 @@ def _near_max(x: Array, block: int) -> Array:
         (5, np.float64, "mean"),
     ],
 )
-def test_same_bits_near_the_exact_result(codec: Codec, world: int, dtype: Any, op: str) -> None:
+def test_all_ranks_get_the_same_bits_near_the_exact_result(codec: Codec, world: int, dtype: Any, op: str) -> None:
     for n in (0, 1, 2, world, 1000, 2 * world * PIECE + 77):
         xs = values(world, n, dtype)
         found = run_ranks(world, lambda g, xs=xs: g.all_reduce_compressed(xs[g.rank], codec, op=op))  # type: ignore[misc]
@@ -75,7 +75,9 @@ def test_same_bits_near_the_exact_result(codec: Codec, world: int, dtype: Any, o
     st.data(),
 )
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-def test_any_values_come_as_near_as_the_codec_says(codec: Codec, world: int, data: st.DataObject) -> None:
+def test_results_for_any_values_are_within_the_error_bound_of_the_codec(
+    codec: Codec, world: int, data: st.DataObject
+) -> None:
     numbers = st.floats(-(2.0**120), 2.0**120, width=32)
     n = data.draw(st.integers(1, 70))
     xs = [np.array(data.draw(st.lists(numbers, min_size=n, max_size=n)), np.float32) for _ in range(world)]
@@ -89,7 +91,7 @@ def test_any_values_come_as_near_as_the_codec_says(codec: Codec, world: int, dat
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("op", ["sum", "mean"])
-def test_exact_elements_are_exact(codec: Codec, op: str) -> None:
+def test_elements_marked_exact_are_summed_exactly(codec: Codec, op: str) -> None:
     xs = [np.append(x, [1e6 + r, 1.0, 2.0**-40]).astype(np.float32) for r, x in enumerate(values(3, 500))]
     for x in run_ranks(3, lambda g: g.all_reduce_compressed(xs[g.rank], codec, op=op, exact=3)):
         divisor = np.float32(3 if op == "mean" else 1)
@@ -99,7 +101,7 @@ def test_exact_elements_are_exact(codec: Codec, op: str) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_in_place_in_another_layout_and_behind_the_caller(codec: Codec) -> None:
+def test_async_in_place_and_other_layouts_give_the_same_result(codec: Codec) -> None:
     xs = values(2, 3000)
     expected = run_ranks(2, lambda g: g.all_reduce_compressed(xs[g.rank], codec))[0]
 
@@ -120,7 +122,7 @@ def test_in_place_in_another_layout_and_behind_the_caller(codec: Codec) -> None:
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("op", ["sum", "mean"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_with_feedback_nothing_is_lost(codec: Codec, op: str, dtype: Any) -> None:
+def test_results_and_left_over_of_feedback_add_up_to_the_exact_sum(codec: Codec, op: str, dtype: Any) -> None:
     """After any number of calls, all results and what is left over make up the exact sum."""
     world, n, calls = 3, 5000, 12
     xs = [values(world, n, dtype, seed) for seed in range(calls)]
@@ -142,7 +144,7 @@ def test_with_feedback_nothing_is_lost(codec: Codec, op: str, dtype: Any) -> Non
     assert (np.abs(found[0][0] * divisor + rest - exact) <= 1e-5 * scale + 1e-5 * np.abs(rest).max()).all()
 
 
-def test_small_values_beside_a_large_one_arrive_with_feedback_alone() -> None:
+def test_small_values_beside_a_large_one_survive_only_with_feedback() -> None:
     x = np.full(64, 1e-4, np.float32)
     x[0] = 1.0
 
@@ -163,7 +165,7 @@ def test_small_values_beside_a_large_one_arrive_with_feedback_alone() -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_an_undone_call_leaves_no_trace(codec: Codec) -> None:
+def test_an_undone_call_does_not_change_later_results(codec: Codec) -> None:
     xs = [values(2, 2000, seed=seed) for seed in range(4)]
 
     def rank(g: Group, undone: bool) -> list[bytes]:
@@ -182,7 +184,7 @@ def test_an_undone_call_leaves_no_trace(codec: Codec) -> None:
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf])
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_what_is_not_finite_spoils_one_call_only(codec: Codec, odd: float) -> None:
+def test_non_finite_values_affect_only_one_call(codec: Codec, odd: float) -> None:
     def rank(g: Group) -> Array:
         memory = Memory(feedback=True)
         x = np.ones(3000, np.float32)
@@ -198,7 +200,7 @@ def test_what_is_not_finite_spoils_one_call_only(codec: Codec, odd: float) -> No
         np.testing.assert_allclose(x, 2, rtol=0.02)
 
 
-def test_ranks_that_compress_in_other_ways_are_told() -> None:
+def test_different_compressions_on_ranks_are_a_mismatch() -> None:
     ways: list[Any] = [
         ("int8", Int8(64), "compression=int8 block=64"),
         ("int8", "bf16", "compression=bf16"),
@@ -216,7 +218,7 @@ def test_ranks_that_compress_in_other_ways_are_told() -> None:
         run_ranks(2, rank)
 
 
-def test_the_record_says_how() -> None:
+def test_the_flight_record_shows_the_compression() -> None:
     def rank(g: Group) -> None:
         g.all_reduce_compressed(np.ones(5, np.float32), "int8", exact=2, label="grads")
         signature = "all_reduce op=sum compression=int8 block=1024 exact=2 label=grads float32[5]"
@@ -225,7 +227,7 @@ def test_the_record_says_how() -> None:
     run_ranks(2, rank)
 
 
-def test_misuse_costs_no_generation() -> None:
+def test_invalid_arguments_raise_without_ending_the_generation() -> None:
     def rank(g: Group) -> float:
         x, memory = np.ones(8, np.float32), Memory(feedback=True)
         g.all_reduce_compressed(x, "bf16", memory=memory)
@@ -246,7 +248,7 @@ def test_misuse_costs_no_generation() -> None:
     assert run_ranks(2, rank) == [2.0, 2.0]
 
 
-def test_a_call_with_memory_takes_no_more() -> None:
+def test_a_repeated_call_with_memory_allocates_less_than_the_array() -> None:
     """In the steady state a call allocates pieces, and nothing of the array's size."""
     world, n = 2, 2 << 20
     groups = local_groups(world)

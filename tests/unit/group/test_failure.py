@@ -101,7 +101,7 @@ def test_a_failure_at_any_frame_is_the_same_error_on_every_rank(world: int, act:
             assert "the test cut it" in texts.pop()
 
 
-def test_later_calls_raise_the_same_error_anew_and_at_once() -> None:
+def test_later_calls_raise_new_instances_of_the_same_error() -> None:
     def fn(group: Group) -> Any:
         caught = []
         for _ in range(3):
@@ -120,7 +120,7 @@ def test_later_calls_raise_the_same_error_anew_and_at_once() -> None:
     assert len({str(error) for error in errors}) == 1
 
 
-def test_a_rank_that_dies_is_named_by_all() -> None:
+def test_all_survivors_name_a_rank_that_dies() -> None:
     meshes = local_meshes(3)
     groups = [Group(mesh, CONFIG) for mesh in meshes]
     calls = [Background(lambda group=group: group.all_reduce(np.ones(N))) for group in groups[:2]]
@@ -142,7 +142,7 @@ def test_a_rank_that_has_left_is_named() -> None:
     groups[0].close()
 
 
-def test_a_timeout_says_who_waited_for_whom_for_what() -> None:
+def test_a_timeout_names_the_operation_the_waiter_and_the_awaited_rank() -> None:
     meshes = local_meshes(2)
     groups = [Group(mesh, CONFIG) for mesh in meshes]
     started = time.monotonic()
@@ -174,7 +174,7 @@ def test_an_abort_wakes_a_blocked_call(monkeypatch: pytest.MonkeyPatch) -> None:
         group.close()
 
 
-def test_an_interrupt_in_a_collective_propagates_and_the_others_are_told() -> None:
+def test_an_interrupt_propagates_and_other_ranks_raise_peer_raised() -> None:
     def fn(group: Group) -> Any:
         group.all_reduce(np.ones(N))  # the others may be done with it when rank 1 is interrupted, but not
         group.barrier()  # with this
@@ -218,7 +218,7 @@ def test_a_wrong_frame_ends_the_generation_with_one_error_on_every_rank(act: Any
 @pytest.mark.parametrize(
     "signature", [b"broadcast root=1 float32[3", b"broadcast root=1", b"broadcast root=1 object[3]", b"\xff" * 1024]
 )
-def test_a_receiver_that_learns_the_shape_believes_no_garbage(signature: Any) -> None:
+def test_a_receiver_without_an_array_refuses_a_garbage_signature(signature: Any) -> None:
     def fn(group: Group) -> Any:
         group.broadcast(np.ones(3) if group.rank == 1 else None, root=1)
         group.barrier()

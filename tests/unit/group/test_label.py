@@ -22,7 +22,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_one_label_is_right_and_two_are_told_apart(call: Callable[..., Any]) -> None:
+def test_equal_labels_are_recorded_and_different_ones_are_a_mismatch(call: Callable[..., Any]) -> None:
     def rank(g: Group) -> tuple[str, str]:
         expected = call(g, "")
         np.testing.assert_array_equal(call(g, "unit3"), expected)
@@ -38,7 +38,7 @@ def test_one_label_is_right_and_two_are_told_apart(call: Callable[..., Any]) -> 
 
 
 @pytest.mark.parametrize("label", ["two words", "x" * 41, "a=b", "é"])
-def test_what_is_no_label(label: str) -> None:
+def test_an_invalid_label_raises_unsupported_op(label: str) -> None:
     def rank(g: Group) -> None:
         for call in CALLS.values():
             with pytest.raises(UnsupportedOp, match="label"):

@@ -12,7 +12,7 @@ from paceline._group import Group
 from paceline.testing import run_ranks
 
 
-def test_looking_around_gives_nothing_back_that_is_still_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_looking_for_early_frames_does_not_release_lent_arrays_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """The root holds rank 1's lent array while it waits for rank 2, longer than it takes it to look around."""
     monkeypatch.setattr(exchange, "PATIENCE", 0.02)
     late = threading.Event()

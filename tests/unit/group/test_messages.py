@@ -46,7 +46,7 @@ def test_a_message_arrives_with_its_dtype_shape_and_source() -> None:
     ],
     ids=["0-d", "empty", "strided", "big-endian", "bool", "complex", "bfloat16", "several frames"],
 )
-def test_any_array_travels(x: Any) -> None:
+def test_any_array_can_be_sent(x: Any) -> None:
     def rank(group: Group) -> Any:
         if group.rank == 1:
             group.send(x, 0, tag=7)
@@ -56,7 +56,7 @@ def test_any_array_travels(x: Any) -> None:
     np.testing.assert_array_equal(run_ranks(2, rank)[0], x)
 
 
-def test_tags_are_matched_in_any_order_and_one_tag_is_first_in_first_out() -> None:
+def test_recv_matches_tags_in_any_order_and_each_tag_is_fifo() -> None:
     def rank(group: Group) -> Any:
         if group.rank == 0:
             for value, tag in ((1, 5), (2, 6), (3, 5)):
@@ -129,7 +129,7 @@ def test_a_recv_that_times_out_consumes_no_message() -> None:
     assert run_ranks(2, rank) == [2, 2]
 
 
-def test_a_recv_names_its_source_when_that_dies() -> None:
+def test_a_recv_names_its_source_if_the_source_dies() -> None:
     meshes = local_meshes(3)
     groups = [Group(mesh, Config(failure_timeout=0.6)) for mesh in meshes]
     call = Background(lambda: groups[0].recv(2, timeout=10.0))
@@ -141,7 +141,7 @@ def test_a_recv_names_its_source_when_that_dies() -> None:
         group.close()
 
 
-def test_memory_of_messages_that_are_not_received_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_unreceived_messages_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline._collectives.mailbox.MAX_WAITING_BYTES", 8 << 10)
     groups = local_groups(2)
     for i in range(30):

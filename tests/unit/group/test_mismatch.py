@@ -45,7 +45,7 @@ def test_two_roots_that_both_send_more_than_links_hold_are_a_mismatch() -> None:
     assert "root=1" in str(errors[0])
 
 
-def test_a_late_rank_is_no_mismatch() -> None:
+def test_a_late_rank_is_not_a_mismatch() -> None:
     groups, late = local_groups(3), threading.Event()
 
     def rank(group: Group) -> float:

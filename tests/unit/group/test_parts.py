@@ -27,7 +27,7 @@ from support.parts import at_once, each, local_mesh, on_hosts, total, world_of
 # Who is in a part
 
 
-def test_ranks_of_a_part_and_of_the_view() -> None:
+def test_a_part_maps_its_ranks_to_ranks_of_the_view() -> None:
     with world_of(6) as groups:
         parts = {rank: groups[rank].subgroup([5, 1, 4, 1]) for rank in (1, 4, 5)}
         for place, (rank, part) in enumerate(parts.items()):
@@ -44,7 +44,7 @@ def test_ranks_of_a_part_and_of_the_view() -> None:
         assert each(list(parts.values()), total) == [[10]] * 3
 
 
-def test_parts_of_parts() -> None:
+def test_parts_of_parts_map_to_ranks_of_the_view() -> None:
     """Ranks are places in the parent; in the end all are ranks of the view."""
     with world_of(7) as groups:
         outer = {rank: groups[rank].subgroup([1, 2, 4, 6]) for rank in (1, 2, 4, 6)}
@@ -62,7 +62,7 @@ def test_parts_of_parts() -> None:
         assert found == [([8], [8], [13])] * 2 + [[13]] * 2
 
 
-def test_roots_and_messages_go_by_places() -> None:
+def test_roots_and_messages_in_a_part_use_ranks_of_the_part() -> None:
     def rank(group: Group) -> Any:
         if group.rank not in (1, 3, 4):
             return None
@@ -99,7 +99,7 @@ def test_messages_of_a_part_and_of_the_view_do_not_mix() -> None:
     assert run_groups(local_groups(2), rank)[1] == [2, 1, 0]
 
 
-def test_a_late_message_is_blamed_on_the_rank_in_the_view() -> None:
+def test_a_message_timeout_in_a_part_names_the_rank_in_the_view() -> None:
     with world_of(4) as groups:
         part = groups[2].subgroup([2, 3])
         with pytest.raises(OperationTimeout, match=r"rank 3 .*rank 2") as received:
@@ -115,7 +115,7 @@ def test_a_late_message_is_blamed_on_the_rank_in_the_view() -> None:
         assert sent.value.ranks == (3,)
 
 
-def test_mistakes() -> None:
+def test_invalid_members_and_names_of_a_part_are_refused() -> None:
     with world_of(3) as groups:
         group = groups[0]
         with pytest.raises(InvalidWorldSize, match="not 0"):
@@ -135,7 +135,7 @@ def test_mistakes() -> None:
         assert each(groups, total) == [[3]] * 3
 
 
-def test_a_part_of_one() -> None:
+def test_a_part_of_one_member_runs_collectives_alone() -> None:
     with world_of(2) as groups:
         alone = groups[1].subgroup([1])
         assert total(alone) == [1]
@@ -146,7 +146,7 @@ def test_a_part_of_one() -> None:
 # Lasting parts
 
 
-def test_split_by_color_and_key() -> None:
+def test_split_forms_parts_by_color_and_orders_ranks_by_key() -> None:
     with world_of(5) as groups:
         parts = [group.split(color=lambda member: member.rank % 2, key=lambda member: -member.rank) for group in groups]
         assert [tuple(part.ranks) for part in parts] == [(4, 2, 0), (3, 1)] * 2 + [(4, 2, 0)]
@@ -166,14 +166,14 @@ def test_equal_keys_keep_the_order_of_ranks() -> None:
         assert [tuple(part.ranks) for part in parts] == [(2, 3, 0, 1)] * 4
 
 
-def test_split_by_host() -> None:
+def test_split_by_host_forms_a_part_for_each_host() -> None:
     with world_of(5, hosts=["a", "b", "a", "b", "b"]) as groups:
         parts = [group.split_by_host() for group in groups]
         assert [tuple(part.ranks) for part in parts] == [(0, 2), (1, 3, 4), (0, 2), (1, 3, 4), (1, 3, 4)]
         assert each(parts, total) == [[2], [8], [2], [8], [8]]
 
 
-def test_lasting_parts_follow_and_others_are_stale() -> None:
+def test_split_parts_follow_into_the_next_view_and_subgroups_are_stale() -> None:
     def stale_calls(part: Group) -> list[Callable[[], Any]]:
         x = np.ones(2)
         return [
@@ -212,7 +212,7 @@ def test_lasting_parts_follow_and_others_are_stale() -> None:
             assert each(again, total) == [[6]] * 4
 
 
-def test_a_lasting_part_of_a_stale_part_takes_nobody_elses_links() -> None:
+def test_a_split_of_a_stale_part_does_not_take_links_of_other_parts() -> None:
     """It must not come back as a part of the view, under the name of one that the view has made."""
     with world_of(2) as groups:
         beneath = [group.subgroup([0, 1]).split(color=lambda member: 0) for group in groups]
@@ -224,7 +224,7 @@ def test_a_lasting_part_of_a_stale_part_takes_nobody_elses_links() -> None:
         assert each(own, total) == [[1]] * 2
 
 
-def test_rules_are_applied_again_in_each_view() -> None:
+def test_split_rules_are_applied_again_in_each_view() -> None:
     """Ranks, hosts and the number of members may have changed; the rule says who belongs together now."""
     with world_of(4, hosts=["a", "a", "b", "b"]) as groups:
         hosts = [group.split_by_host() for group in groups]
@@ -258,7 +258,7 @@ def test_rules_are_applied_again_in_each_view() -> None:
         gone.close()
 
 
-def test_rules_that_differ_are_a_mismatch() -> None:
+def test_split_rules_that_differ_between_ranks_are_a_mismatch() -> None:
     with world_of(3) as groups:
         parts = [group.split(color=lambda member, mine=group.rank: 0 if mine else member.rank == 2) for group in groups]
         assert [tuple(part.ranks) for part in parts] == [(0, 1), (0, 1, 2), (0, 1, 2)]
@@ -267,7 +267,7 @@ def test_rules_that_differ_are_a_mismatch() -> None:
         assert len({str(error) for error in found}) == 1
 
 
-def test_parts_go_on_after_a_failure_in_one_of_them() -> None:
+def test_parts_continue_in_the_next_generation_after_a_failure_in_one() -> None:
     with world_of(4) as groups:
         pairs = [group.split(color=lambda member: member.rank // 2) for group in groups]
         error = each(pairs[:1], lambda part: part.all_reduce(np.ones(3), timeout=0.05))[0]
@@ -281,7 +281,7 @@ def test_parts_go_on_after_a_failure_in_one_of_them() -> None:
         assert each(groups, total) == [[6]] * 4
 
 
-def test_what_was_called_in_an_earlier_generation_proves_nothing_in_this_one() -> None:
+def test_calls_of_an_earlier_generation_do_not_cause_a_mismatch() -> None:
     """A member that has waited for long compares what others sent with its own calls: those of this generation."""
     with world_of(3) as groups, mock.patch("paceline._collectives.exchange.PATIENCE", 0.02):
         each(groups, lambda group: [group.barrier() for _ in range(5)])

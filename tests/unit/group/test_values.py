@@ -32,7 +32,7 @@ def test_a_divisor_may_come_from_an_earlier_operation(world: int, dtype: Any) ->
         np.testing.assert_array_equal(part, np.split(expected, world)[r])
 
 
-def test_a_divisor_is_for_sums_that_can_be_divided() -> None:
+def test_a_divisor_is_refused_unless_the_op_is_a_sum_of_floats() -> None:
     def rank(g: Group) -> None:
         for x, op in ((np.ones(3, int), "sum"), (np.ones(3), "mean"), (np.ones(3), "max")):
             for call in (g.all_reduce, g.reduce_scatter):
@@ -55,7 +55,9 @@ def test_a_divisor_on_one_rank_alone_is_a_mismatch(call: Callable[..., Any]) -> 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.complex64])
 @pytest.mark.parametrize("op", ["sum", "mean", "prod"])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_infinities_are_values_and_not_warnings(dtype: type[np.generic], op: str, world: int) -> None:
+def test_overflow_gives_infinity_without_changing_numpy_error_settings(
+    dtype: type[np.generic], op: str, world: int
+) -> None:
     """Of ours; what NumPy warns of in the user's own sums stays as it was."""
 
     def rank(g: Group) -> Any:
@@ -69,7 +71,7 @@ def test_infinities_are_values_and_not_warnings(dtype: type[np.generic], op: str
         assert np.isnan(nan)
 
 
-def test_a_broadcast_may_have_out_and_no_argument() -> None:
+def test_broadcast_accepts_out_without_an_argument() -> None:
     def rank(group: Group) -> Any:
         out = np.zeros(4)
         group.broadcast(np.arange(4.0) if group.rank == 1 else None, root=1, out=out)
@@ -98,7 +100,7 @@ def test_out_may_be_non_contiguous() -> None:
     assert run_ranks(2, rank) == [[[2.0] * 3] * 4] * 2
 
 
-def test_average_of_a_tree() -> None:
+def test_average_of_a_tree_keeps_its_structure() -> None:
     def rank(group: Group) -> Any:
         tree: dict[str, Any] = {"w": np.full((2, 2), group.rank, "f4"), "b": [np.float64(group.rank), (np.zeros(0),)]}
         if group.rank == 1:

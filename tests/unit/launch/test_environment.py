@@ -22,7 +22,9 @@ SETTINGS = WorkerSettings("host:7400", "digits", 2, 4)
         ((1, None, None), (1, 1)),
     ],
 )
-def test_bounds(asked: tuple[int, int | None, int | None], bounds: tuple[int, int]) -> None:
+def test_worker_bounds_follow_from_n_min_and_max(
+    asked: tuple[int, int | None, int | None], bounds: tuple[int, int]
+) -> None:
     assert worker_bounds(*asked) == bounds
 
 
@@ -35,12 +37,12 @@ def test_bounds(asked: tuple[int, int | None, int | None], bounds: tuple[int, in
         ((4, 1, 2), "-n 4 workers do not fit into a job of at most 2"),
     ],
 )
-def test_bounds_that_cannot_be(asked: tuple[int, int | None, int | None], words: str) -> None:
+def test_impossible_worker_bounds_are_refused(asked: tuple[int, int | None, int | None], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         worker_bounds(*asked)
 
 
-def test_the_job_and_the_pipe_are_there() -> None:
+def test_worker_environment_has_job_bounds_and_launcher_pipe() -> None:
     environment = worker_environment({"HOME": "/h", "PACELINE_JOB": "other"}, SETTINGS, 7)
     assert environment["HOME"] == "/h"
     assert environment["PACELINE_COORDINATOR"] == "host:7400"
@@ -50,7 +52,7 @@ def test_the_job_and_the_pipe_are_there() -> None:
     assert environment["PACELINE_LAUNCHER_FD"] == "7"
 
 
-def test_one_thread_a_worker_unless_the_user_says_otherwise() -> None:
+def test_workers_get_one_thread_unless_the_user_sets_the_number() -> None:
     environment = worker_environment({"OMP_NUM_THREADS": "3"}, SETTINGS, 7)
     assert environment["OMP_NUM_THREADS"] == "3"
     assert environment["OPENBLAS_NUM_THREADS"] == "1"
@@ -58,13 +60,13 @@ def test_one_thread_a_worker_unless_the_user_says_otherwise() -> None:
     assert environment["PYTHONFAULTHANDLER"] == "1"
 
 
-def test_an_explicit_rank_does_not_go_to_all_workers() -> None:
+def test_an_explicit_rank_is_not_passed_to_workers() -> None:
     environment = worker_environment({"PACELINE_RANK": "1", "PACELINE_WORLD_SIZE": "4"}, SETTINGS, 7)
     assert "PACELINE_RANK" not in environment
     assert "PACELINE_WORLD_SIZE" not in environment
 
 
-def test_workers_start_with_what_the_library_of_their_engine_reads() -> None:
+def test_workers_start_with_the_variables_of_their_engine() -> None:
     own = {"PACELINE_ENGINE": "nccl", "TORCH_NCCL_NONBLOCKING_TIMEOUT": "7"}
     environment = worker_environment(own, SETTINGS, 7)
     assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
@@ -72,7 +74,7 @@ def test_workers_start_with_what_the_library_of_their_engine_reads() -> None:
     assert not [name for name in worker_environment({}, SETTINGS, 7) if name.startswith("TORCH_")]
 
 
-def test_each_process_compiles_into_its_own_folder_unless_the_user_names_one() -> None:
+def test_workers_have_compile_caches_of_their_own_unless_the_user_sets_one() -> None:
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
     def folders(**own: str) -> list[str | None]:
@@ -85,7 +87,7 @@ def test_each_process_compiles_into_its_own_folder_unless_the_user_names_one() -
     assert not set(names) & worker_environment({}, SETTINGS, 7).keys()
 
 
-def test_where_others_reach_the_workers() -> None:
+def test_the_advertised_address_is_passed_only_if_set() -> None:
     assert "PACELINE_ADVERTISE" not in worker_environment({}, SETTINGS, 7)
     assert worker_environment({}, replace(SETTINGS, advertise="h"), 7)["PACELINE_ADVERTISE"] == "h"
 
@@ -96,12 +98,12 @@ def test_variables_of_torchrun_are_not_set() -> None:
     assert "LOCAL_RANK" not in environment, "libraries of torch would wait for a world of torchrun"
 
 
-def test_each_worker_knows_its_number_on_the_host() -> None:
+def test_each_worker_gets_its_local_rank() -> None:
     base = {"PACELINE_LOCAL_RANK": "9"}  # of a launcher further out
     assert worker_environment(base, SETTINGS, 7, 3)["PACELINE_LOCAL_RANK"] == "3"
 
 
-def test_a_scheduler_without_a_pipe_hands_none_on() -> None:
+def test_an_inherited_pipe_is_removed_if_the_launcher_has_none() -> None:
     """Not even one of its own, as the worker of a launcher that it may be."""
     environment = worker_environment({"PACELINE_LAUNCHER_FD": "9"}, SETTINGS, index=2)
     assert "PACELINE_LAUNCHER_FD" not in environment

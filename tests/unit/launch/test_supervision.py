@@ -20,7 +20,7 @@ from paceline.launch._supervision import KILL_AFTER_S, Exit, Supervision, Terms,
         (-50, "rank 2 (pid 9) was killed by signal 50", 178),
     ],
 )
-def test_an_end_in_words_and_as_a_code(returncode: int, words: str, code: int) -> None:
+def test_an_exit_is_described_in_words_and_as_a_shell_code(returncode: int, words: str, code: int) -> None:
     assert str(Exit("rank 2", 9, returncode)) == words
     assert shell_code(returncode) == code
 
@@ -30,7 +30,7 @@ def test_a_kill_is_blamed_before_the_errors_that_it_causes() -> None:
     assert [end.label for end in likely_cause_first(ends)] == ["rank 2", "rank 1", "rank 0"]
 
 
-def test_all_is_well() -> None:
+def test_a_clean_exit_sets_no_deadline_and_exit_code_0() -> None:
     supervision = Supervision(grace=8.0)
     supervision.ended(Exit("rank 0", 1, 0), now=1.0)
     assert (supervision.deadline, supervision.due(1e9), supervision.exit_code) == (None, None, 0)
@@ -52,7 +52,7 @@ def test_after_a_failure_the_others_get_a_grace_then_sigterm_then_sigkill() -> N
     assert supervision.exit_code == 137
 
 
-def test_whoever_failed_by_himself_counts_before_those_who_followed() -> None:
+def test_exit_code_prefers_an_original_failure_over_its_consequences() -> None:
     supervision = Supervision(grace=8.0)
     supervision.ended(Exit("rank 0", 1, 1, follows=True), now=100.0)
     supervision.ended(Exit("rank 1", 2, 5), now=100.1)
@@ -61,7 +61,7 @@ def test_whoever_failed_by_himself_counts_before_those_who_followed() -> None:
     assert supervision.deadline == 108.0
 
 
-def test_an_interrupt_stops_at_once_and_is_the_exit_code() -> None:
+def test_an_interrupt_stops_workers_at_once_and_sets_the_exit_code() -> None:
     supervision = Supervision(grace=8.0)
     supervision.interrupt(signal.SIGINT, now=5.0)
     assert supervision.due(5.0) is signal.SIGTERM
@@ -87,7 +87,7 @@ def test_two_interrupts_at_one_moment_kill() -> None:
     assert supervision.exit_code == 143
 
 
-def test_workers_that_are_stopped_for_others_are_no_failures() -> None:
+def test_workers_that_are_stopped_do_not_count_as_failures() -> None:
     supervision = Supervision(grace=8.0)
     supervision.stop(now=100.0)
     assert supervision.due(100.0) is signal.SIGTERM
@@ -98,7 +98,7 @@ def test_workers_that_are_stopped_for_others_are_no_failures() -> None:
     assert (supervision.exit_code, supervision.failure, supervision.interrupted) == (0, None, False)
 
 
-def test_the_failure_that_the_exit_code_is_of() -> None:
+def test_failure_is_the_exit_that_sets_the_exit_code() -> None:
     supervision = Supervision(grace=8.0)
     supervision.ended(Exit("rank 0", 1, 1, follows=True), now=100.0)
     first = Exit("rank 1", 2, 5)
@@ -106,7 +106,7 @@ def test_the_failure_that_the_exit_code_is_of() -> None:
     assert supervision.failure == first
 
 
-def test_drained_workers_give_the_code_that_was_asked_for() -> None:
+def test_drained_workers_end_with_the_configured_exit_code() -> None:
     terms = Terms(workers=1, elastic=True, drained_code=75)
     for returncode, code in ((0, 75), (-15, 143)):
         supervision = Supervision(grace=8.0, terms=terms)
@@ -118,7 +118,7 @@ def test_drained_workers_give_the_code_that_was_asked_for() -> None:
     assert done.exit_code == 0, "a job that is done is not requeued"
 
 
-def test_a_worker_that_ends_with_0_in_the_middle_of_its_steps_is_lost() -> None:
+def test_a_worker_that_exits_with_0_before_the_last_step_is_lost() -> None:
     supervision = Supervision(grace=8.0, terms=Terms(workers=2, minimum=2, elastic=True, restarts=3))
     said = supervision.ended(Exit("rank 0", 1, 0, unfinished=True), now=100.0)
     assert said.startswith("rank 0 (pid 1) ended with exit code 0 before the last step; the job needs 2 workers")
@@ -127,7 +127,7 @@ def test_a_worker_that_ends_with_0_in_the_middle_of_its_steps_is_lost() -> None:
     assert supervision.exit_code == 1
 
 
-def test_the_others_go_on_without_a_worker_that_left_early() -> None:
+def test_other_workers_continue_without_one_that_left_early() -> None:
     supervision = Supervision(grace=8.0, terms=Terms(workers=2, minimum=1, elastic=True))
     supervision.ended(Exit("rank 0", 1, 0, unfinished=True), now=100.0)
     assert supervision.deadline is None
@@ -135,7 +135,7 @@ def test_the_others_go_on_without_a_worker_that_left_early() -> None:
     assert supervision.exit_code == 0
 
 
-def test_workers_that_are_done_leave_time_to_the_others() -> None:
+def test_a_worker_that_is_done_sets_no_deadline_for_the_others() -> None:
     supervision = Supervision(grace=8.0, terms=Terms(workers=2, minimum=2, elastic=True))
     assert supervision.ended(Exit("rank 0", 1, 0), now=100.0) == ""
     assert (supervision.deadline, supervision.exit_code) == (None, 0)

@@ -184,7 +184,7 @@ class Disorderly(Broken):
             raise LinkEnded(str(error), orderly=not error.orderly) from error
 
 
-def test_a_link_that_lends_as_it_should_keeps_the_rule() -> None:
+def test_a_correctly_lending_link_keeps_rule_7() -> None:
     with local_link_pair() as good:
         conformance.rule_7_lend(replace(good, a=Lending(good.a), b=Lending(good.b)))
 
@@ -208,7 +208,7 @@ def test_a_link_that_lends_as_it_should_keeps_the_rule() -> None:
         (Unmarked, "rule_8"),
     ],
 )
-def test_a_link_that_breaks_a_rule_is_found_out(
+def test_check_link_names_the_rule_that_a_link_breaks(
     broken: type[Broken], rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(conformance, "_LONG", 1.0)  # what a good link never needs

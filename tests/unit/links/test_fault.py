@@ -31,7 +31,7 @@ def test_the_first_suspicion_wakes_and_is_reported_once() -> None:
     assert reported == [suspicion()]
 
 
-def test_without_a_verdict_the_member_tells_what_it_saw() -> None:
+def test_without_a_verdict_the_error_describes_the_suspicion() -> None:
     fault = Fault(3, 0, verdict_timeout=0.01)
     fault.suspect(suspicion())
     error = fault.error()
@@ -39,7 +39,7 @@ def test_without_a_verdict_the_member_tells_what_it_saw() -> None:
     assert (error.ranks, error.operation, error.generation) == ((1,), 7, 3)
 
 
-def test_the_verdict_is_waited_for_once_counted_from_the_first_suspicion() -> None:
+def test_the_verdict_timeout_is_waited_once_from_the_first_suspicion() -> None:
     fault = Fault(3, 0, verdict_timeout=0.3)
     fault.suspect(suspicion())
     start = time.monotonic()
@@ -48,13 +48,13 @@ def test_the_verdict_is_waited_for_once_counted_from_the_first_suspicion() -> No
     assert time.monotonic() - start < 100 * 0.3
 
 
-def test_a_member_that_accuses_itself_is_its_own_culprit() -> None:
+def test_a_suspicion_without_an_accused_names_the_members_own_rank() -> None:
     fault = Fault(3, 2, verdict_timeout=0.01)
     fault.suspect(suspicion(accused=None))
     assert fault.error().ranks == (2,)
 
 
-def test_the_verdict_beats_the_suspicion_and_wakes_those_who_wait_for_it() -> None:
+def test_a_verdict_overrides_the_suspicion_and_wakes_waiters() -> None:
     fault = Fault(3, 0, verdict_timeout=30.0)
     fault.suspect(suspicion())
     settled = threading.Timer(0.0, fault.settle, [Verdict(3, LOST, (2,), 7, "rank 2 died")])
@@ -66,7 +66,7 @@ def test_the_verdict_beats_the_suspicion_and_wakes_those_who_wait_for_it() -> No
     assert fault.error().ranks == (2,)
 
 
-def test_whoever_comes_late_is_woken_at_once() -> None:
+def test_a_failure_callback_added_after_the_failure_is_called_at_once() -> None:
     fault = Fault(3, 0, verdict_timeout=0.01)
     fault.suspect(suspicion())
     woken: list[None] = []
@@ -74,7 +74,7 @@ def test_whoever_comes_late_is_woken_at_once() -> None:
     assert woken == [None]
 
 
-def test_check_passes_until_something_fails() -> None:
+def test_check_raises_only_after_a_failure() -> None:
     fault = Fault(3, 0, verdict_timeout=0.01)
     fault.check()
     fault.settle(Verdict(3, ErrorReason.ERROR_REASON_COLLECTIVE_MISMATCH, (0, 1), 7, "both sides"))
@@ -82,7 +82,7 @@ def test_check_passes_until_something_fails() -> None:
         fault.check()
 
 
-def test_a_members_own_error_is_reported_and_is_the_cause_of_what_is_raised() -> None:
+def test_a_members_own_error_is_reported_and_becomes_the_cause() -> None:
     fault, error = Fault(3, 0, 0.01, "rank 0 (host-a)"), MemoryError("no room")
     reported: list[Suspicion] = []
     fault.on_suspicion(reported.append)
@@ -97,7 +97,7 @@ def test_a_members_own_error_is_reported_and_is_the_cause_of_what_is_raised() ->
 
 
 @pytest.mark.parametrize("relayed", [True, False])
-def test_calls_that_do_not_match_are_due_to_what_this_member_does_alone(relayed: bool) -> None:
+def test_a_mismatch_with_an_account_becomes_a_step_order_error(relayed: bool) -> None:
     fault = Fault(3, 1, verdict_timeout=0.01)
     reported: list[Suspicion] = []
     fault.on_suspicion(reported.append)
@@ -112,21 +112,21 @@ def test_calls_that_do_not_match_are_due_to_what_this_member_does_alone(relayed:
     assert raised.ranks == (1,)
 
 
-def test_a_loss_is_a_loss_whatever_this_member_does() -> None:
+def test_a_lost_peer_still_gives_peer_lost_with_an_account() -> None:
     fault = Fault(3, 1, verdict_timeout=0.01)
     fault.account = "rank 1 left the loop"
     fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, 0, 7, "rank 0 is gone"))
     assert isinstance(fault.error(), errors.PeerLost)
 
 
-def test_an_error_that_follows_the_failure_of_another_is_not_its_cause() -> None:
+def test_an_own_error_after_a_suspicion_is_not_recorded() -> None:
     fault = Fault(3, 0, 0.01)
     fault.suspect(suspicion())
     fault.broke(MemoryError())
     assert fault.own_error is None
 
 
-def test_a_member_that_was_told_of_a_breach_still_reports_the_one_that_it_sees() -> None:
+def test_a_breach_seen_after_a_relayed_one_is_reported_once() -> None:
     fault = Fault(3, 0, verdict_timeout=0.01)
     reported: list[Suspicion] = []
     woken: list[None] = []

@@ -32,7 +32,7 @@ def test_round_trip(frame: Frame) -> None:
 
 
 @given(FRAMES)
-def test_any_protobuf_decoder_reads_it(frame: Frame) -> None:
+def test_a_protobuf_decoder_reads_an_encoded_frame(frame: Frame) -> None:
     message = FramesRequest.FromString(encode(frame))
     assert (message.kind, message.generation, message.operation, message.part) == (
         frame.kind,
@@ -59,14 +59,14 @@ def test_a_truncated_frame_is_refused(frame: Frame, data: st.DataObject) -> None
 
 
 @given(FRAMES, st.data())
-def test_a_changed_byte_is_found_out(frame: Frame, data: st.DataObject) -> None:
+def test_a_changed_byte_raises_frame_damaged(frame: Frame, data: st.DataObject) -> None:
     whole = bytearray(encode(frame))
     whole[data.draw(st.integers(0, len(whole) - 1))] ^= data.draw(st.integers(1, 255))
     with pytest.raises(FrameDamaged):
         decode(bytes(whole))
 
 
-def test_any_bit_that_has_changed_is_found_out() -> None:
+def test_any_flipped_bit_raises_frame_damaged() -> None:
     whole = encode(Frame(FrameKind.DATA, 2**40 + 1, 5, 7, b"all_reduce", b"some payload"))
     for bit in range(8 * len(whole)):
         changed = bytearray(whole)
@@ -76,7 +76,7 @@ def test_any_bit_that_has_changed_is_found_out() -> None:
 
 
 @given(FRAMES, st.data())
-def test_a_checksum_that_is_right_makes_no_frame(frame: Frame, data: st.DataObject) -> None:
+def test_a_forged_checksum_gives_a_canonical_frame_or_frame_error(frame: Frame, data: st.DataObject) -> None:
     """Whoever means harm can compute it: either refused, or another frame that is itself in canonical form."""
     whole = bytearray(encode(frame))
     whole[data.draw(st.integers(0, len(whole) - 5))] ^= data.draw(st.integers(1, 255))
@@ -88,7 +88,7 @@ def test_a_checksum_that_is_right_makes_no_frame(frame: Frame, data: st.DataObje
     assert encode(other) == bytes(whole)
 
 
-def test_the_limit_holds_on_both_sides() -> None:
+def test_encode_and_decode_refuse_oversized_frames() -> None:
     frame = Frame(FrameKind.DATA, 1, 1, 0, b"", bytes(MAX_FRAME_BYTES))
     with pytest.raises(FrameError, match="limit"):
         encode(frame)

@@ -104,7 +104,7 @@ class In(Incoming):
         self.at.shut_down()
 
 
-def test_once_it_is_shut_nobody_can_say_that_nothing_was_taken_back() -> None:
+def test_release_raises_link_ended_after_shut() -> None:
     loop = loop_thread().loop
     link = MemberLink(Peer(1, "b", "host-b"), Fault(1, 0, 0.0), loop)
     link.shut()
@@ -113,7 +113,7 @@ def test_once_it_is_shut_nobody_can_say_that_nothing_was_taken_back() -> None:
 
 
 @pytest.mark.parametrize("call", ["send", "lend", "await_release", "recall", "recv", "release"])
-def test_nothing_is_closed_under_a_thread_that_is_inside(call: str) -> None:
+def test_shut_closes_no_half_while_a_thread_is_inside_a_call(call: str) -> None:
     out, into, loop = Waiting(), Waiting(), loop_thread().loop
     at = into if call in ("recv", "release") else out
     link = MemberLink(Peer(1, "b", "host-b"), Fault(1, 0, 0.0), loop)
@@ -140,7 +140,7 @@ def test_nothing_is_closed_under_a_thread_that_is_inside(call: str) -> None:
     assert not at.closed_inside
 
 
-def test_a_way_in_is_read_only_once_it_knows_whom_to_notify() -> None:
+def test_recv_waits_until_the_incoming_half_has_its_notify_callback() -> None:
     """Else the reader and the loop would both arm what tells of arrivals."""
     link = MemberLink(Peer(1, "b", "host-b"), Fault(1, 0, 0.0), loop_thread().loop)
     rung: list[bool] = []
@@ -159,7 +159,9 @@ def test_a_way_in_is_read_only_once_it_knows_whom_to_notify() -> None:
 
 @pytest.mark.parametrize("call", ["send", "recv", "mark", "await_mark"])
 @pytest.mark.parametrize("end", ["failure", "end", "shut"])
-def test_a_thread_that_waits_for_the_peer_is_woken(call: str, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_end_or_shut_wakes_a_thread_waiting_for_the_peer(
+    call: str, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before the halves are there (I7)."""
     monkeypatch.setattr(member_link, "SLICE", 3_600.0)  # by itself it looks around only then
     fault = Fault(1, 0, 0.0)
@@ -188,7 +190,7 @@ def test_a_thread_that_waits_for_the_peer_is_woken(call: str, end: str, monkeypa
     assert str(error) == {"failure": "rank 1 is lost", "end": "rank 1 left", "shut": "the link is closed"}[end]
 
 
-def test_a_half_that_comes_when_its_link_has_ended_says_so() -> None:
+def test_a_half_added_after_the_link_ended_gets_the_same_end() -> None:
     at = Waiting()
     link = MemberLink(Peer(1, "b", "host-b"), Fault(1, 0, 0.0), loop_thread().loop)
     ends: list[LinkEnded] = []
@@ -209,7 +211,7 @@ def test_a_half_that_comes_when_its_link_has_ended_says_so() -> None:
     assert ends == [gone, gone]
 
 
-def test_a_way_out_that_opens_after_its_link_was_shut_is_closed() -> None:
+def test_an_outgoing_half_added_after_shut_is_closed() -> None:
     out, loop = Waiting(), loop_thread().loop
     link = MemberLink(Peer(1, "b", "host-b"), Fault(1, 0, 0.0), loop)
     link.shut()
@@ -217,7 +219,7 @@ def test_a_way_out_that_opens_after_its_link_was_shut_is_closed() -> None:
     assert out.was_closed
 
 
-def test_what_is_lent_is_not_settled_by_a_link_that_is_shut() -> None:
+def test_await_release_raises_link_ended_after_shut() -> None:
     loop = loop_thread().loop
     link = MemberLink(Peer(1, "b", "host-b"), Fault(1, 0, 0.0), loop)
     link.send_by(Out(Waiting()))
@@ -226,7 +228,7 @@ def test_what_is_lent_is_not_settled_by_a_link_that_is_shut() -> None:
         link.await_release(monotonic() + 10.0)
 
 
-def test_whoever_takes_back_what_it_lent_waits_for_a_close_that_does_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recall_waits_for_a_concurrent_close_that_takes_payloads_back(monkeypatch: pytest.MonkeyPatch) -> None:
     arena, closing, taken_back = Arena(), threading.Event(), threading.Event()
     x = arena.empty((1 << 20,), np.uint8)
     with halves(arena) as both:
@@ -252,7 +254,7 @@ def test_whoever_takes_back_what_it_lent_waits_for_a_close_that_does_so(monkeypa
             both.incoming.recv(monotonic() + 5.0)
 
 
-def test_a_reader_that_comes_after_the_close_is_told_at_once() -> None:
+def test_on_readable_after_close_notifies_at_once() -> None:
     told = threading.Event()
     with halves() as both:
         both.incoming.close()
@@ -262,7 +264,7 @@ def test_a_reader_that_comes_after_the_close_is_told_at_once() -> None:
             both.incoming.recv(monotonic() + 5.0)
 
 
-def test_what_was_lent_is_not_believed_once_its_writer_has_closed() -> None:
+def test_recv_of_a_lent_payload_raises_after_its_writer_closed() -> None:
     """A mesh may end before the operation that has failed comes to take back what it had lent."""
     arena = Arena()
     x = arena.empty((1 << 20,), np.uint8)

@@ -28,7 +28,7 @@ def address(x: np.ndarray[Any, Any]) -> int:
     return int(x.ctypes.data)
 
 
-def test_an_array_is_like_any_other() -> None:
+def test_arena_arrays_behave_like_ordinary_arrays() -> None:
     mine = Arena()
     for dtype in ("float32", "int8", "complex128", ml_dtypes.bfloat16):
         x = mine.empty((3, 50_000), dtype)
@@ -42,7 +42,7 @@ def test_an_array_is_like_any_other() -> None:
     assert mine.empty(100_000).shape == (100_000,)
 
 
-def test_arrays_do_not_overlap_and_are_found() -> None:
+def test_arrays_do_not_overlap_and_find_locates_them() -> None:
     mine = Arena()
     arrays = [mine.empty((size,), np.uint8) for size in (LEND_BYTES, 100_000, 5 * MIB, 70 * MIB, MIB)]
     for number, x in enumerate(arrays):
@@ -57,7 +57,7 @@ def test_arrays_do_not_overlap_and_are_found() -> None:
     assert mine.segments[0].number != mine.segments[1].number
 
 
-def test_other_memory_is_not_found() -> None:
+def test_find_ignores_memory_outside_the_arena() -> None:
     mine = Arena()
     assert mine.find(0, 1) is None
     x = mine.empty((MIB,), np.uint8)
@@ -71,7 +71,7 @@ def test_other_memory_is_not_found() -> None:
     assert mine.find(address(x) + 17, 1000) == (segment, 17)
 
 
-def test_small_arrays_and_objects_are_ordinary() -> None:
+def test_small_and_object_arrays_use_ordinary_memory() -> None:
     mine = Arena()
     mine.empty((LEND_BYTES - 1,), np.uint8)
     mine.empty((0, 5), np.uint8)
@@ -80,7 +80,7 @@ def test_small_arrays_and_objects_are_ordinary() -> None:
     assert mine.segments == []
 
 
-def test_every_view_keeps_the_memory() -> None:
+def test_any_numpy_view_of_an_array_keeps_its_memory_allocated() -> None:
     mine = Arena()
     x = mine.empty((MIB,), np.float32)
     kept: list[Any] = [x.reshape(2, -1)[1], memoryview(x[5:]), x.view(np.int32)[::7].T, np.frombuffer(x.data, np.uint8)]
@@ -92,7 +92,7 @@ def test_every_view_keeps_the_memory() -> None:
     assert mine.segments[0].blocks.is_whole
 
 
-def test_what_is_freed_is_used_again() -> None:
+def test_freed_blocks_are_reused() -> None:
     mine = Arena()
     x = mine.empty((MIB,), np.uint8)
     y = mine.empty((MIB,), np.uint8)
@@ -106,7 +106,7 @@ def test_what_is_freed_is_used_again() -> None:
     assert len(mine.segments) == 1
 
 
-def test_a_large_segment_goes_with_its_array_and_watchers_hear() -> None:
+def test_freeing_a_large_array_retires_its_segment_and_notifies_watchers() -> None:
     class Watcher:
         def __init__(self) -> None:
             self.heard: list[int] = []
@@ -130,7 +130,7 @@ def test_a_large_segment_goes_with_its_array_and_watchers_hear() -> None:
     assert len(mine.segments) == 1, "one of ordinary size is kept"
 
 
-def test_a_watcher_that_comes_while_others_are_told_waits() -> None:
+def test_adding_a_watcher_waits_while_others_are_notified() -> None:
     class Watcher:
         def retired(self, number: int) -> None:
             """It is of no use to this one."""
@@ -153,7 +153,7 @@ def test_a_watcher_that_comes_while_others_are_told_waits() -> None:
     assert not mine.segments
 
 
-def test_a_segment_that_goes_while_a_watcher_is_added_in_the_same_thread() -> None:
+def test_a_segment_can_retire_while_the_same_thread_adds_a_watcher() -> None:
     """As a collection does that making a weak reference sets off."""
 
     class Watcher:
@@ -177,7 +177,7 @@ def test_a_segment_that_goes_while_a_watcher_is_added_in_the_same_thread() -> No
     assert late in mine._watchers
 
 
-def test_freeing_within_a_collection_that_the_arena_itself_sets_off() -> None:
+def test_an_array_freed_while_the_lock_is_held_is_reclaimed_later() -> None:
     """The lock may be held by the very thread in which the finalizer runs."""
     mine = Arena()
     x = mine.empty((MIB,), np.uint8)
@@ -191,7 +191,7 @@ def test_freeing_within_a_collection_that_the_arena_itself_sets_off() -> None:
 
 
 @pytest.mark.parametrize("call", ["memfd_create", "ftruncate", "posix_fallocate"])
-def test_where_shared_memory_runs_out_arrays_are_ordinary(
+def test_arrays_use_ordinary_memory_when_shared_memory_runs_out(
     call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def out(*_: object) -> int:
@@ -212,7 +212,7 @@ def test_where_shared_memory_runs_out_arrays_are_ordinary(
     assert descriptors() <= before + 2
 
 
-def test_with_no_descriptor_left_arrays_are_ordinary(caplog: pytest.LogCaptureFixture) -> None:
+def test_arrays_use_ordinary_memory_when_descriptors_run_out(caplog: pytest.LogCaptureFixture) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.dup(0)
     os.close(free)
@@ -225,7 +225,7 @@ def test_with_no_descriptor_left_arrays_are_ordinary(caplog: pytest.LogCaptureFi
     assert "Too many open files" in caplog.text
 
 
-def test_a_forked_child_neither_frees_nor_takes_its_parents_memory() -> None:
+def test_a_forked_child_neither_frees_nor_allocates_its_parents_memory() -> None:
     x = arena().empty((MIB,), np.uint8)
     x[:] = 1
     found = arena().find(address(x), x.nbytes)
@@ -255,7 +255,7 @@ def test_a_forked_child_neither_frees_nor_takes_its_parents_memory() -> None:
     assert (x == 1).all()
 
 
-def test_threads_at_once() -> None:
+def test_arrays_of_concurrent_threads_do_not_overlap() -> None:
     mine = Arena()
     wrong: list[int] = []
 
@@ -281,7 +281,7 @@ def test_threads_at_once() -> None:
     assert all(segment.blocks.is_whole for segment in mine.segments)
 
 
-def test_blocks_come_together_again_in_whatever_order() -> None:
+def test_freed_blocks_merge_in_any_order() -> None:
     rng = random.Random(1)
     for _ in range(50):
         blocks = FreeBlocks(1000)

@@ -13,7 +13,7 @@ from paceline._links.shm.bell import Bell, SpinPolicy, awake_for
 @pytest.mark.parametrize(
     ("neighbours", "cores", "shares"), [(1, 2, False), (2, 2, True), (7, 8, False), (3, None, True)]
 )
-def test_who_shares_a_core_gives_it_up_sooner(
+def test_waiters_that_share_a_core_spin_for_less_time(
     neighbours: int, cores: int | None, shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
@@ -33,7 +33,7 @@ def test_a_waiter_falls_asleep_and_is_woken_by_a_count() -> None:
         bell.close()
 
 
-def test_spinning_stops_where_answers_come_late_and_starts_again() -> None:
+def test_spinning_stops_after_long_waits_and_resumes_after_short_ones() -> None:
     spinning = SpinPolicy(1e-4)
     assert spinning.should_spin
     spinning.note(100.0)
@@ -45,7 +45,7 @@ def test_spinning_stops_where_answers_come_late_and_starts_again() -> None:
     assert spinning.should_spin
 
 
-def test_who_does_not_wait_reads_what_is_there() -> None:
+def test_read_returns_the_count_without_waiting() -> None:
     bell = Bell(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), 0.0)
     assert bell.read() == 0
     os.eventfd_write(bell.fd, 5)

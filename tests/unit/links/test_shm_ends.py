@@ -31,7 +31,7 @@ def both() -> Iterator[Halves]:
 
 @pytest.mark.parametrize("call", ["send", "await_release", "recv"])
 @pytest.mark.parametrize("how", ["fault", "end"])
-def test_a_blocked_thread_is_woken(call: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_or_an_end_wakes_a_blocked_thread(call: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bell, "SLICE", 3_600.0)  # by itself it looks around only then
     arena = Arena()
     x = in_arena(arena, MIB, 1)
@@ -81,7 +81,7 @@ def test_a_blocked_thread_is_woken(call: str, how: str, monkeypatch: pytest.Monk
                 blocked()
 
 
-def test_a_wake_without_a_reason_changes_nothing(both: Halves) -> None:
+def test_a_wake_without_a_failure_or_end_has_no_effect(both: Halves) -> None:
     both.incoming.wake()
     both.outgoing.wake()
     started = monotonic()
@@ -92,7 +92,7 @@ def test_a_wake_without_a_reason_changes_nothing(both: Halves) -> None:
     assert both.incoming.recv(0.0).payload == b"x"
 
 
-def test_all_that_was_sent_is_read_before_the_end(both: Halves) -> None:
+def test_all_sent_frames_are_received_before_the_end(both: Halves) -> None:
     for part in range(5):
         both.outgoing.send(frame(b"x" * 10_000, part), soon())
     both.outgoing.flush(soon())
@@ -106,7 +106,7 @@ def test_all_that_was_sent_is_read_before_the_end(both: Halves) -> None:
 
 
 @pytest.mark.parametrize("said", [1, 3])
-def test_a_wrong_count_at_the_end_is_a_breach(both: Halves, said: int) -> None:
+def test_a_wrong_frame_count_at_the_end_raises_peer_broke_protocol(both: Halves, said: int) -> None:
     for part in range(2):
         both.outgoing.send(frame(b"x", part), soon())
     both.incoming.end(LinkEnded("rank 0 left", orderly=True), said)

@@ -60,7 +60,7 @@ def opening(ticket: bytes = TICKET, magic: bytes = b"PLSM", layout: int = LAYOUT
     return OPENING.pack(magic, layout, len(ticket), size) + ticket
 
 
-def test_a_ticket_is_good_for_one_half(hosted: tuple[LoopThread, ShmHost]) -> None:
+def test_a_ticket_is_accepted_once(hosted: tuple[LoopThread, ShmHost]) -> None:
     thread, host = hosted
     made = expect(thread, host)
     outgoing = dial(thread, host.name)
@@ -73,7 +73,7 @@ def test_a_ticket_is_good_for_one_half(hosted: tuple[LoopThread, ShmHost]) -> No
     incoming.close()
 
 
-def test_strangers_are_turned_away_and_leave_nothing(hosted: tuple[LoopThread, ShmHost]) -> None:
+def test_invalid_openings_are_refused_and_leak_no_descriptor(hosted: tuple[LoopThread, ShmHost]) -> None:
     thread, host = hosted
     control, small = Segment(CONTROL_BYTES), Segment(4096)
     unsealed = os.memfd_create("test")
@@ -114,7 +114,7 @@ def test_strangers_are_turned_away_and_leave_nothing(hosted: tuple[LoopThread, S
     os.close(bell)
 
 
-def test_another_users_process_is_not_let_in(
+def test_a_process_of_another_user_is_refused(
     hosted: tuple[LoopThread, ShmHost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     thread, host = hosted
@@ -133,14 +133,14 @@ def test_another_users_process_is_not_let_in(
     assert descriptors() <= before
 
 
-def test_the_kernel_says_who_is_there() -> None:
+def test_uid_returns_the_user_of_the_connected_process() -> None:
     a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     assert handover._uid(a) == os.geteuid()
     a.close()
     b.close()
 
 
-def test_nobody_there_is_no_shared_memory(hosted: tuple[LoopThread, ShmHost]) -> None:
+def test_connecting_to_a_missing_host_raises_link_unavailable(hosted: tuple[LoopThread, ShmHost]) -> None:
     thread, _ = hosted
     before = descriptors()
     with pytest.raises(LinkUnavailable, match=r"no shared memory with rank 1 \(host-1, pid 101\)"):
@@ -148,7 +148,7 @@ def test_nobody_there_is_no_shared_memory(hosted: tuple[LoopThread, ShmHost]) ->
     assert descriptors() <= before
 
 
-def test_a_host_that_does_not_answer_is_waited_for_as_long_as_asked(hosted: tuple[LoopThread, ShmHost]) -> None:
+def test_connecting_to_a_silent_host_raises_after_the_timeout(hosted: tuple[LoopThread, ShmHost]) -> None:
     thread, _ = hosted
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as mute:
         mute.bind("\0paceline-mute-test")
@@ -159,7 +159,7 @@ def test_a_host_that_does_not_answer_is_waited_for_as_long_as_asked(hosted: tupl
         assert descriptors() <= before
 
 
-def test_a_host_with_a_full_queue_is_tried_again(
+def test_connecting_to_a_host_with_a_full_backlog_is_retried(
     hosted: tuple[LoopThread, ShmHost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     thread, host = hosted
@@ -186,7 +186,7 @@ def test_a_host_with_a_full_queue_is_tried_again(
             dial(thread, "paceline-full-test", timeout=0.05)
 
 
-def test_tickets_and_silent_strangers_are_forgotten(
+def test_unused_tickets_and_silent_connections_expire(
     hosted: tuple[LoopThread, ShmHost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     thread, host = hosted
@@ -200,7 +200,7 @@ def test_tickets_and_silent_strangers_are_forgotten(
     assert not host._strangers
 
 
-def test_a_crowd_of_strangers_waits_in_the_kernel(
+def test_connections_above_max_strangers_are_not_accepted_yet(
     hosted: tuple[LoopThread, ShmHost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     thread, host = hosted
@@ -219,7 +219,7 @@ def test_a_crowd_of_strangers_waits_in_the_kernel(
     made[0].close()
 
 
-def test_no_descriptors_left_pauses_the_host(
+def test_the_host_accepts_again_after_running_out_of_descriptors(
     hosted: tuple[LoopThread, ShmHost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     thread, host = hosted
@@ -237,7 +237,7 @@ def test_no_descriptors_left_pauses_the_host(
     made[0].close()
 
 
-def test_no_descriptors_left_for_a_half_is_said(
+def test_running_out_of_descriptors_for_a_half_raises_link_unavailable(
     hosted: tuple[LoopThread, ShmHost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     thread, host = hosted
@@ -267,7 +267,7 @@ def test_no_descriptors_left_for_a_half_is_said(
         assert descriptors() <= before
 
 
-def test_a_closed_host_lets_nobody_in(hosted: tuple[LoopThread, ShmHost]) -> None:
+def test_a_closed_host_refuses_connections(hosted: tuple[LoopThread, ShmHost]) -> None:
     thread, host = hosted
     expect(thread, host)
     silent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

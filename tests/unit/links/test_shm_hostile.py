@@ -105,7 +105,7 @@ def accuses(writer: Writer, text: str) -> None:
         writer.incoming.recv(monotonic() + 5.0)
 
 
-def test_a_right_descriptor_is_a_frame(writer: Writer) -> None:
+def test_a_valid_descriptor_is_received_as_a_frame(writer: Writer) -> None:
     writer.describe(SIZE=INLINE_BYTES, WORDS=MAX_SIGNATURE_BYTES)
     assert len(writer.incoming.recv(0.0).payload) == INLINE_BYTES
     writer.describe(NUMBER=1, PLACE=STAGING, SIZE=MAX_PAYLOAD_BYTES, OFFSET=CONTROL_BYTES - MAX_PAYLOAD_BYTES)
@@ -140,12 +140,12 @@ def test_a_right_descriptor_is_a_frame(writer: Writer) -> None:
         {"PLACE": ARENA, "SIZE": 10, "SEGMENT": 2**64 - 1},
     ],
 )
-def test_a_wrong_descriptor_is_the_peers_breach(writer: Writer, fields: dict[str, int]) -> None:
+def test_an_invalid_descriptor_raises_peer_broke_protocol(writer: Writer, fields: dict[str, int]) -> None:
     writer.describe(**fields)
     accuses(writer, "broke the protocol")
 
 
-def test_a_place_that_there_is_not_is_refused_wherever_it_points(writer: Writer) -> None:
+def test_an_unknown_payload_place_is_refused_even_for_a_known_segment(writer: Writer) -> None:
     segment = Segment(4096)
     writer.announce(ANNOUNCEMENT.pack(7, 4096), segment.fd)
     segment.close()
@@ -162,25 +162,25 @@ def test_a_place_that_there_is_not_is_refused_wherever_it_points(writer: Writer)
         (MARK * (MARKS + 1), f"0 frames and {MARKS + 1} marks"),
     ],
 )
-def test_a_bell_that_counts_more_than_can_be(writer: Writer, count: int, text: str) -> None:
+def test_a_bell_count_above_the_limit_raises_peer_broke_protocol(writer: Writer, count: int, text: str) -> None:
     writer.describe(ring=count)
     accuses(writer, f"rang for {text}")
 
 
-def test_a_bell_without_a_frame(writer: Writer) -> None:
+def test_a_bell_count_without_a_frame_raises_peer_broke_protocol(writer: Writer) -> None:
     writer.describe(ring=2)
     writer.incoming.recv(0.0)
     accuses(writer, "where frame 1 was due")
 
 
 @pytest.mark.parametrize("wait", ["recv", "await_mark"])
-def test_hints_without_a_ring_do_not_hold_up_whoever_has_a_deadline(writer: Writer, wait: str) -> None:
+def test_hints_without_a_bell_count_do_not_delay_a_timeout(writer: Writer, wait: str) -> None:
     writer.control.array[TOLD_AT : MARKS_AT + 8 * MARKS] = 0xFF
     with pytest.raises(LinkTimeout):
         getattr(writer.incoming, wait)(monotonic() + 0.05)
 
 
-def test_a_slot_written_twice_is_found_out(writer: Writer) -> None:
+def test_a_repeated_frame_number_raises_peer_broke_protocol(writer: Writer) -> None:
     for number in range(SLOTS):
         writer.describe(NUMBER=number)
         writer.incoming.recv(0.0)
@@ -192,7 +192,9 @@ def test_a_slot_written_twice_is_found_out(writer: Writer) -> None:
     ("size", "offset", "wrong"),
     [(10, 0, False), (4096, 0, False), (4097, 0, True), (1, 4096, True), (1, 2**64 - 1, True)],
 )
-def test_only_what_lies_in_a_segment_is_read(writer: Writer, size: int, offset: int, wrong: bool) -> None:
+def test_a_payload_outside_its_segment_raises_peer_broke_protocol(
+    writer: Writer, size: int, offset: int, wrong: bool
+) -> None:
     segment = Segment(4096)
     writer.announce(ANNOUNCEMENT.pack(7, 4096), segment.fd)
     segment.close()
@@ -215,7 +217,7 @@ def test_only_what_lies_in_a_segment_is_read(writer: Writer, size: int, offset: 
         (ANNOUNCEMENT.pack(7, 4096), "two", "segment 7 twice"),
     ],
 )
-def test_a_wrong_announcement_is_the_peers_breach(writer: Writer, data: bytes, kind: str, text: str) -> None:
+def test_an_invalid_announcement_raises_peer_broke_protocol(writer: Writer, data: bytes, kind: str, text: str) -> None:
     segment = Segment(4096)
     plain = os.memfd_create("test")
     os.ftruncate(plain, 4096)
@@ -231,7 +233,7 @@ def test_a_wrong_announcement_is_the_peers_breach(writer: Writer, data: bytes, k
     os.close(plain)
 
 
-def test_surplus_descriptors_are_closed(writer: Writer) -> None:
+def test_surplus_file_descriptors_are_closed(writer: Writer) -> None:
     segment = Segment(4096)
     before = descriptors()
     writer.announce(ANNOUNCEMENT.pack(7, 4096), segment.fd, *[writer.bell] * 200)
@@ -242,22 +244,20 @@ def test_surplus_descriptors_are_closed(writer: Writer) -> None:
     segment.close()
 
 
-def test_a_descriptor_for_which_there_is_no_room_ends_the_link_typed(writer: Writer) -> None:
+def test_a_full_file_descriptor_table_raises_limit_exceeded(writer: Writer) -> None:
     writer.announce(ANNOUNCEMENT.pack(7, 4096))  # as the kernel delivers it when the table is full
     writer.describe(PLACE=ARENA, SEGMENT=7, SIZE=10)
     with pytest.raises(LimitExceeded, match="no file descriptor left"):
         writer.incoming.recv(0.0)
 
 
-def test_words_without_end_do_not_hold_up_whoever_has_a_deadline(
-    writer: Writer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_endless_announcements_do_not_block_recv(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(incoming, "receive_descriptors", lambda *_: (ANNOUNCEMENT.pack(1, 0), []))
     writer.describe(PLACE=ARENA, SEGMENT=7, SIZE=10)
     accuses(writer, "segment 7, which it has not handed over")
 
 
-def test_a_writer_that_hangs_up_is_left_to_the_control_channel(writer: Writer) -> None:
+def test_a_closed_writer_socket_does_not_end_the_link(writer: Writer) -> None:
     writer.sock.close()
     with pytest.raises(LinkTimeout):
         writer.incoming.recv(monotonic() + 0.01)
@@ -265,7 +265,7 @@ def test_a_writer_that_hangs_up_is_left_to_the_control_channel(writer: Writer) -
     writer.incoming.recv(0.0)
 
 
-def test_room_for_more_frames_than_were_sent_is_the_readers_breach() -> None:
+def test_releasing_more_frames_than_sent_raises_peer_broke_protocol() -> None:
     with halves() as both:
         both.outgoing.send(Frame(FrameKind.DATA, 1, 1, 0, b"", b""), monotonic() + 5.0)
         os.eventfd_write(both.incoming._room, 2)
@@ -274,7 +274,7 @@ def test_room_for_more_frames_than_were_sent_is_the_readers_breach() -> None:
         assert info.value.ranks == (1,)
 
 
-def test_counts_that_are_full_to_the_brim_are_a_breach() -> None:
+def test_a_saturated_eventfd_counter_raises_peer_broke_protocol() -> None:
     with halves() as both:
         os.eventfd_write(both.incoming._bell.fd, 2**64 - 2)
         with pytest.raises(PeerBrokeProtocol, match="its bell"):
@@ -297,9 +297,7 @@ LONG = st.one_of(
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(LONG, WORD, WORD, LONG, LONG, WORD, WORD, LONG, LONG, LONG), min_size=1, max_size=4), LONG)
 @example([GOOD], 1)
-def test_whatever_is_written_the_reader_gets_a_frame_or_a_typed_error(
-    descriptors: list[tuple[int, ...]], ring: int
-) -> None:
+def test_random_descriptors_yield_a_frame_or_a_typed_error(descriptors: list[tuple[int, ...]], ring: int) -> None:
     with hostile_writer() as writer:
         segment = Segment(4096)
         writer.announce(ANNOUNCEMENT.pack(1, 4096), segment.fd)

@@ -95,7 +95,7 @@ def read(attached: Attached) -> Array:
 
 
 @needs_huge
-def test_the_writer_and_the_reader_have_them(made: Segment) -> None:
+def test_writer_and_reader_both_map_huge_pages(made: Segment) -> None:
     made.back(SIZE)
     made.array[:] = 7
     theirs = read(attach(made.fd, SIZE))
@@ -104,7 +104,7 @@ def test_the_writer_and_the_reader_have_them(made: Segment) -> None:
 
 
 @needs_huge
-def test_memory_comes_in_parts_of_any_size(made: Segment) -> None:
+def test_back_allocates_parts_of_any_size_with_huge_pages_where_they_fit(made: Segment) -> None:
     """No more of it than was asked for: huge pages only where they fit between what is there and the end."""
     before = 0
     for end in (4096, HUGE // 2, 5 * HUGE + 4096, 5 * HUGE + 8192, SIZE):
@@ -118,7 +118,7 @@ def test_memory_comes_in_parts_of_any_size(made: Segment) -> None:
 
 
 @needs_huge
-def test_a_kernel_that_gives_none_is_asked_once(made: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_refuses_huge_pages_is_asked_once(made: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
     old = Libc("madvise", errno.EINVAL)
     monkeypatch.setattr(huge, "_libc", old)
     for end in (2 * HUGE, SIZE):
@@ -131,7 +131,7 @@ def test_a_kernel_that_gives_none_is_asked_once(made: Segment, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("text", [None, "nonsense", str(512 << 20)])
-def test_without_them_or_with_larger_ones_than_arrays_memory_is_as_ever(
+def test_segments_use_ordinary_pages_when_huge_pages_are_unusable(
     made: Segment, text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made.back(SIZE)
@@ -152,7 +152,7 @@ def test_without_them_or_with_larger_ones_than_arrays_memory_is_as_ever(
 
 
 @needs_huge
-def test_small_segments_are_mapped_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_segments_are_mapped_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huge, "_libc", Libc("mmap", errno.ENOMEM))
     for size in (4096, 8 * HUGE):
         made = Segment(size)
@@ -162,7 +162,7 @@ def test_small_segments_are_mapped_as_ever(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @needs_huge
-def test_no_address_space_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_address_space_leaks_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     before = descriptors()
     monkeypatch.setattr(huge, "_libc", Libc("mmap", errno.ENOMEM))
     with pytest.raises(OSError, match="no room for"):
@@ -170,7 +170,7 @@ def test_no_address_space_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -
     assert descriptors() == before
 
 
-def test_a_large_mapping_goes_with_its_last_view() -> None:
+def test_a_large_mapping_is_unmapped_with_its_last_array_view() -> None:
     made = Segment(SIZE)
     theirs = read(attach(made.fd, SIZE))
     ours = made.memory[4096:8192]
@@ -195,7 +195,7 @@ def test_a_large_mapping_goes_with_its_last_view() -> None:
 
 
 @needs_huge
-def test_nor_does_the_room_around_it_stay() -> None:
+def test_closing_large_segments_releases_their_address_space() -> None:
     gc.collect()
 
     def address_space() -> int:

@@ -21,7 +21,7 @@ def taken() -> tuple[int, int, int]:
 
 
 @pytest.mark.slow
-def test_a_thousand_pairs_leave_nothing() -> None:
+def test_a_thousand_pairs_leak_no_descriptor_thread_or_mapping() -> None:
     arena = Arena()
     x = arena.empty((1 << 20,), np.uint8)
 
@@ -46,7 +46,7 @@ def test_a_thousand_pairs_leave_nothing() -> None:
         assert all(now <= then for now, then in zip(taken(), before, strict=True))
 
 
-def test_close_gives_back_all_even_while_somebody_keeps_the_halves() -> None:
+def test_close_frees_the_resources_of_halves_that_are_still_referenced() -> None:
     with shm_host() as (thread, host):
         before = taken()
         kept = [shm_halves(thread, host, Fault(1, 0, 0.05), Fault(1, 1, 0.05)) for _ in range(10)]

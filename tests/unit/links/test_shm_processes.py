@@ -131,7 +131,7 @@ def later() -> float:
     return monotonic() + 30.0
 
 
-def test_what_comes_back_is_what_was_sent() -> None:
+def test_payloads_echoed_by_a_peer_process_are_unchanged() -> None:
     rng = np.random.default_rng(1)
     with started("echo") as pair:
         for part in range(200):
@@ -146,7 +146,7 @@ def test_what_comes_back_is_what_was_sent() -> None:
 
 
 @pytest.mark.parametrize("frames", [0, 1, 50])
-def test_a_writer_killed_as_it_sends_leaves_whole_frames_and_an_end(frames: int) -> None:
+def test_a_writer_killed_while_sending_leaves_complete_frames_and_an_end(frames: int) -> None:
     with started("send") as pair:
         for part in range(frames):
             assert pair.incoming.recv(later()).part == part
@@ -167,7 +167,7 @@ def test_a_writer_killed_as_it_sends_leaves_whole_frames_and_an_end(frames: int)
             pair.outgoing.send(frame(0), later())
 
 
-def test_a_reader_killed_as_it_reads_ends_the_writers_wait() -> None:
+def test_killing_the_reader_ends_a_blocked_send() -> None:
     with started("recv") as pair:
         for part in range(20):
             pair.outgoing.send(frame(part, bytes(1 << 20)), later())
@@ -183,7 +183,7 @@ def test_a_reader_killed_as_it_reads_ends_the_writers_wait() -> None:
         killer.join()
 
 
-def test_a_reader_killed_with_what_it_was_lent_ends_the_writers_wait() -> None:
+def test_killing_the_reader_of_a_lent_payload_ends_await_release() -> None:
     with started("hold") as pair:
         x = arena().empty((1 << 20,), np.uint8)
         pair.outgoing.lend(frame(0, memoryview(x)), later())
@@ -199,7 +199,7 @@ def test_a_reader_killed_with_what_it_was_lent_ends_the_writers_wait() -> None:
         pair.outgoing.recall()
 
 
-def test_nothing_is_left_in_the_file_system_by_a_killed_process() -> None:
+def test_a_killed_process_used_no_files_in_dev_shm() -> None:
     with started("send") as pair:
         pair.incoming.recv(later())
         used = Path(f"/proc/{pair.peer.pid}/maps").read_text().splitlines()

@@ -56,7 +56,7 @@ def same(got: Frame, sent: Frame) -> bool:
 
 @pytest.mark.parametrize("size", [0, 1, INLINE_BYTES, INLINE_BYTES + 1, MIB, MAX_PAYLOAD_BYTES])
 @pytest.mark.parametrize("signature", [b"", b"x", b"y" * MAX_SIGNATURE_BYTES])
-def test_every_size_goes_through(both: Halves, size: int, signature: bytes) -> None:
+def test_payloads_and_signatures_of_every_size_arrive_unchanged(both: Halves, size: int, signature: bytes) -> None:
     sent = frame(os.urandom(size), 2**32 - 1, signature)
     for _ in range(3):
         both.outgoing.send(sent, soon())
@@ -65,7 +65,7 @@ def test_every_size_goes_through(both: Halves, size: int, signature: bytes) -> N
     assert (both.outgoing.frames, both.outgoing.sent_bytes) == (3, 3 * size)
 
 
-def test_what_is_too_long_is_refused_by_the_sender(both: Halves) -> None:
+def test_send_refuses_an_oversized_payload_or_signature(both: Halves) -> None:
     for wrong in (frame(bytes(MAX_PAYLOAD_BYTES + 1)), frame(b"", 0, b"x" * (MAX_SIGNATURE_BYTES + 1))):
         with pytest.raises(FrameError):
             both.outgoing.send(wrong, soon())
@@ -83,7 +83,9 @@ STEPS = st.lists(st.tuples(SIZES, st.booleans(), st.integers(0, 6), st.booleans(
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(STEPS, st.sampled_from([1, MANY]))
-def test_whatever_is_sent_or_lent_comes_as_it_was(steps: list[tuple[int, bool, int, bool]], neighbours: int) -> None:
+def test_sent_and_lent_frames_arrive_in_order_and_unchanged(
+    steps: list[tuple[int, bool, int, bool]], neighbours: int
+) -> None:
     arena = Arena()
     source = in_arena(arena, MAX_PAYLOAD_BYTES, 0)
     source[:] = np.random.default_rng(1).integers(0, 256, len(source), np.uint8)
@@ -115,14 +117,14 @@ def test_whatever_is_sent_or_lent_comes_as_it_was(steps: list[tuple[int, bool, i
         both.outgoing.await_release(0.0)
 
 
-def test_slots_are_used_again_many_times(both: Halves) -> None:
+def test_slots_are_reused_as_the_ring_wraps(both: Halves) -> None:
     for part in range(10 * SLOTS + 3):
         both.outgoing.send(frame(part.to_bytes(4, "big"), part), 0.0)
         got = both.incoming.recv(0.0)
         assert (got.part, got.payload) == (part, part.to_bytes(4, "big"))
 
 
-def test_a_full_ring_holds_the_writer_until_the_reader_reads(both: Halves) -> None:
+def test_a_full_ring_blocks_the_writer_until_the_reader_reads(both: Halves) -> None:
     for part in range(SLOTS):
         both.outgoing.send(frame(b"x", part), 0.0)
     with pytest.raises(LinkTimeout, match=r"rank 1 .* receives nothing"):
@@ -134,7 +136,7 @@ def test_a_full_ring_holds_the_writer_until_the_reader_reads(both: Halves) -> No
     assert parts == list(range(SLOTS + 1))
 
 
-def test_full_staging_holds_the_writer_until_the_reader_reads(both: Halves) -> None:
+def test_full_staging_blocks_the_writer_until_the_reader_reads(both: Halves) -> None:
     fit = STAGING_BYTES // MIB
     for part in range(fit):
         both.outgoing.send(frame(bytes([part]) * MIB, part), 0.0)
@@ -148,7 +150,7 @@ def test_full_staging_holds_the_writer_until_the_reader_reads(both: Halves) -> N
     assert len(both.incoming.recv(0.0).payload) == MAX_PAYLOAD_BYTES
 
 
-def test_a_link_keeps_to_its_share_of_memory_but_for_a_payload_that_is_longer() -> None:
+def test_staging_is_limited_to_a_share_except_for_a_larger_payload() -> None:
     assert staging_bytes(MANY) == 3 * MIB
     with halves(neighbours=MANY) as both:
         for part in range(3):
@@ -162,7 +164,7 @@ def test_a_link_keeps_to_its_share_of_memory_but_for_a_payload_that_is_longer() 
         assert both.incoming.recv(0.0).payload == b"x" * MAX_PAYLOAD_BYTES
 
 
-def test_a_reader_that_releases_holds_what_it_reads_until_then(both: Halves) -> None:
+def test_received_payloads_stay_valid_until_the_reader_releases_them(both: Halves) -> None:
     both.incoming.release()
     held = []
     for part in range(STAGING_BYTES // MIB):
@@ -176,7 +178,7 @@ def test_a_reader_that_releases_holds_what_it_reads_until_then(both: Halves) -> 
     both.outgoing.send(frame(bytes(MIB)), 0.0)
 
 
-def test_a_payload_is_put_where_the_reader_wants_it(both: Halves) -> None:
+def test_recv_writes_a_payload_of_matching_size_into_the_target(both: Halves) -> None:
     for size in (100, MIB):
         target = memoryview(bytearray(size))
         both.outgoing.send(frame(b"x" * size), 0.0)
@@ -187,7 +189,7 @@ def test_a_payload_is_put_where_the_reader_wants_it(both: Halves) -> None:
         assert target == b"x" * size
 
 
-def test_what_is_lent_from_the_arena_is_not_copied() -> None:
+def test_a_payload_lent_from_the_arena_is_not_copied() -> None:
     arena = Arena()
     with halves(arena) as both:
         both.incoming.release()
@@ -206,7 +208,7 @@ def test_what_is_lent_from_the_arena_is_not_copied() -> None:
         assert both.incoming.recv(0.0).payload == bytes([2]) * MIB, "what is sent is copied"
 
 
-def test_what_lies_elsewhere_is_copied_and_settled_at_once(both: Halves) -> None:
+def test_a_payload_lent_from_outside_the_arena_is_copied_at_once(both: Halves) -> None:
     x = bytearray(MIB)
     both.outgoing.lend(frame(memoryview(x)), soon())
     both.outgoing.await_release(0.0)
@@ -214,7 +216,7 @@ def test_what_lies_elsewhere_is_copied_and_settled_at_once(both: Halves) -> None
     assert both.incoming.recv(0.0).payload == bytes(MIB)
 
 
-def test_a_segment_that_is_gone_is_let_go_of_by_the_peer() -> None:
+def test_the_reader_drops_a_segment_that_the_writer_retired() -> None:
     arena = Arena()
     with halves(arena) as both:
         both.incoming.release()
@@ -232,7 +234,7 @@ def test_a_segment_that_is_gone_is_let_go_of_by_the_peer() -> None:
         assert not both.incoming._segments._segments, "even while nothing comes"
 
 
-def test_a_segment_that_cannot_be_handed_over_now_is_copied_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_payload_is_copied_when_its_segment_cannot_be_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     arena = Arena()
     x = in_arena(arena, MIB, 1)
     with halves(arena) as both:
@@ -242,7 +244,7 @@ def test_a_segment_that_cannot_be_handed_over_now_is_copied_from(monkeypatch: py
         assert both.incoming.recv(0.0).payload == bytes([1]) * MIB
 
 
-def test_on_readable_is_called_for_each_arrival_and_the_end(both: Halves) -> None:
+def test_on_readable_notifies_of_each_arrival_and_of_the_end(both: Halves) -> None:
     rung = threading.Event()
     both.incoming.on_readable(rung.set)
     assert rung.is_set()
@@ -258,7 +260,7 @@ def test_on_readable_is_called_for_each_arrival_and_the_end(both: Halves) -> Non
     assert later.is_set()
 
 
-def test_no_memory_for_staging_is_a_typed_error_and_the_half_is_as_before(
+def test_send_without_staging_memory_raises_limit_exceeded_and_recovers(
     both: Halves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def out(*_: object) -> None:
@@ -274,7 +276,7 @@ def test_no_memory_for_staging_is_a_typed_error_and_the_half_is_as_before(
     assert both.incoming.recv(0.0).payload == b"x" * MIB
 
 
-def test_staging_that_is_not_used_takes_no_memory(both: Halves) -> None:
+def test_unused_staging_takes_no_memory(both: Halves) -> None:
     at_first = os.fstat(both.outgoing._segment.fd).st_blocks * 512
     both.outgoing.send(frame(b"x" * MIB), soon())
     assert at_first < MIB
@@ -283,7 +285,7 @@ def test_staging_that_is_not_used_takes_no_memory(both: Halves) -> None:
 
 @pytest.mark.parametrize("wait", ["recv", "await_mark"])
 @pytest.mark.parametrize("beside", [0, MARK], ids=["alone", "with a mark"])
-def test_a_failure_is_noticed_though_its_wake_is_read_with_something_else(
+def test_a_failure_ends_a_wait_even_if_its_wake_comes_with_a_mark(
     both: Halves, wait: str, beside: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bell, "SLICE", 3_600.0)  # by itself it looks around only then

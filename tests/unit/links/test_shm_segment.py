@@ -41,7 +41,7 @@ def test_a_peer_reads_what_the_owner_writes(segment: Segment, theirs: int) -> No
     assert attached.size == SIZE
 
 
-def test_a_peer_can_neither_write_nor_cut_nor_seal(segment: Segment, theirs: int) -> None:
+def test_a_peer_cannot_write_resize_or_seal_a_segment(segment: Segment, theirs: int) -> None:
     attached = attach(theirs, SIZE)
     with pytest.raises(TypeError):
         attached.view[0:1] = b"x"
@@ -60,7 +60,7 @@ def test_a_peer_can_neither_write_nor_cut_nor_seal(segment: Segment, theirs: int
     assert bytes(attached.view) == bytes(SIZE)
 
 
-def test_nor_can_it_by_opening_the_memory_anew(theirs: int) -> None:
+def test_a_peer_cannot_write_or_resize_a_segment_by_reopening_it(theirs: int) -> None:
     anew = os.open(f"/proc/self/fd/{theirs}", os.O_RDWR | os.O_CLOEXEC)
     try:
         with pytest.raises(PermissionError):
@@ -85,7 +85,7 @@ def test_mappings_outlive_their_descriptors(segment: Segment, theirs: int) -> No
     assert view == b"later"
 
 
-def test_links_share_the_mapping_of_a_segment_and_it_goes_with_the_last(theirs: int) -> None:
+def test_attachments_share_one_mapping_until_the_last_is_dropped(theirs: int) -> None:
     def mappings() -> int:
         return Path("/proc/self/maps").read_text().count("memfd:paceline")
 
@@ -103,7 +103,7 @@ def test_links_share_the_mapping_of_a_segment_and_it_goes_with_the_last(theirs: 
     assert mappings() == before
 
 
-def test_memory_that_is_not_sealed_is_refused() -> None:
+def test_attach_refuses_incompletely_sealed_memory() -> None:
     for seals in (0, SHRINK, SHRINK | GROW, GROW | FUTURE_WRITE, SHRINK | FUTURE_WRITE):
         fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, SIZE)
@@ -113,7 +113,7 @@ def test_memory_that_is_not_sealed_is_refused() -> None:
         os.close(fd)
 
 
-def test_what_is_no_memory_is_refused(tmp_path: Path) -> None:
+def test_attach_refuses_descriptors_that_are_not_sealed_memory(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(SIZE))
     for fd in (os.open(tmp_path / "file", os.O_RDWR), os.eventfd(0), os.open("/dev/null", os.O_RDONLY)):
         with pytest.raises(SegmentError, match="not one of sealed memory"):
@@ -122,12 +122,12 @@ def test_what_is_no_memory_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, SIZE - 1, SIZE + 1, SIZE * 2, 1 << 63, -SIZE])
-def test_a_wrong_size_is_refused(theirs: int, size: int) -> None:
+def test_attach_refuses_a_wrong_size(theirs: int, size: int) -> None:
     with pytest.raises(SegmentError, match=f"{SIZE} bytes, not {size}"):
         attach(theirs, size)
 
 
-def test_memory_is_put_behind_it_step_by_step(segment: Segment) -> None:
+def test_back_allocates_memory_up_to_the_given_size(segment: Segment) -> None:
     assert os.fstat(segment.fd).st_blocks == 0
     segment.back(4096)
     assert os.fstat(segment.fd).st_blocks * 512 == 4096
@@ -136,7 +136,7 @@ def test_memory_is_put_behind_it_step_by_step(segment: Segment) -> None:
     assert os.fstat(segment.fd).st_blocks * 512 == SIZE
 
 
-def test_a_kernel_that_does_not_know_a_flag_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_segment_works_on_a_kernel_without_mfd_noexec_seal(monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.memfd_create
 
     def old(name: str, flags: int) -> int:
@@ -150,7 +150,7 @@ def test_a_kernel_that_does_not_know_a_flag_gets_none(monkeypatch: pytest.Monkey
     made.close()
 
 
-def test_a_failure_on_the_way_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_segment_creation_leaks_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(fd: int, size: int) -> None:
         raise OSError(errno.ENOSPC, "no space")
 
@@ -161,7 +161,7 @@ def test_a_failure_on_the_way_leaves_no_descriptor(monkeypatch: pytest.MonkeyPat
     assert descriptors() == before
 
 
-def test_a_system_without_it_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_memfd_create_raises_link_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     monkeypatch.delattr(os, "eventfd")
     for call in (check_available, lambda: Segment(SIZE)):

@@ -14,7 +14,7 @@ from paceline._links.tcp._tcp_outgoing import MAX_WAITING_BYTES, MAX_WAITING_FRA
 MIB = 1 << 20
 
 
-def test_all_links_keep_within_the_budget_and_each_holds_what_is_sent_ahead() -> None:
+def test_staging_fits_the_budget_and_holds_the_frames_sent_ahead() -> None:
     for neighbours in range(1, 129):
         frame, staging = frame_bytes(neighbours), staging_bytes(neighbours)
         assert neighbours * staging <= 48 * MIB
@@ -22,19 +22,19 @@ def test_all_links_keep_within_the_budget_and_each_holds_what_is_sent_ahead() ->
         assert staging - frame >= (AHEAD + 1) * frame, "less than a frame is lost where the ring begins anew"
 
 
-def test_where_memory_is_not_shared_other_links_hold_as_much() -> None:
+def test_tcp_and_grpc_queues_hold_the_frames_sent_ahead() -> None:
     assert MAX_WAITING_FRAMES >= AHEAD
     assert AHEAD * frame_bytes(1) <= MAX_WAITING_BYTES
     assert OUTBOX_FRAMES >= AHEAD
 
 
-def test_few_ranks_have_the_frames_that_are_fastest() -> None:
+def test_few_ranks_per_node_use_frames_of_two_mib() -> None:
     assert [frame_bytes(n) // MIB for n in (0, 1, 4)] == [2, 2, 2]
     assert frame_bytes(7) == SEGMENT_BYTES
 
 
 @pytest.mark.parametrize(("nodes", "neighbours"), [((), 0), (("",) * 3, 0), (("a", "b"), 0), (("a", "b", "a", "a"), 2)])
-def test_neighbours_are_those_of_the_fullest_node(nodes: tuple[str, ...], neighbours: int) -> None:
+def test_neighbors_are_counted_on_the_fullest_node(nodes: tuple[str, ...], neighbours: int) -> None:
     mesh = NoMesh("for its peers")
     mesh.peers = tuple(Peer(rank, f"member-{rank}", "host", node=node) for rank, node in enumerate(nodes))
     assert mesh.neighbours == neighbours

@@ -65,11 +65,11 @@ def _in_thread(call: Callable[[], object]) -> tuple[threading.Thread, list[BaseE
 
 
 @pytest.mark.parametrize("streams", [1, 4])
-def test_the_rules_of_links(streams: int, credentials: Credentials) -> None:
+def test_tcp_links_keep_the_rules(streams: int, credentials: Credentials) -> None:
     check_link(partial(tcp_link_pair, streams, credentials))
 
 
-def test_the_rules_where_there_is_only_what_every_system_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tcp_links_keep_the_rules_without_eventfd_epoll_and_poll(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name in ((os, "eventfd"), (os, "sched_yield"), (select, "epoll"), (select, "poll")):
         monkeypatch.delattr(module, name)
     monkeypatch.setattr(_tcp_kind, "make_stream", SendStream)
@@ -82,7 +82,7 @@ def test_the_rules_where_there_is_only_what_every_system_has(monkeypatch: pytest
     sizes=st.lists(st.one_of(st.integers(0, 5000), st.integers(60_000, 600_000)), min_size=1, max_size=6),
     seed=st.integers(0, 2**32),
 )
-def test_random_frames_arrive_as_they_were(streams: int, sizes: list[int], seed: int) -> None:
+def test_random_frames_arrive_unchanged(streams: int, sizes: list[int], seed: int) -> None:
     chance = random.Random(seed)
     frames = [
         data(chance.randbytes(size), part, chance.randbytes(chance.choice([0, 1, MAX_SIGNATURE_BYTES])))
@@ -102,7 +102,7 @@ def test_random_frames_arrive_as_they_were(streams: int, sizes: list[int], seed:
 
 
 @pytest.mark.parametrize("streams", [1, 4])
-def test_both_may_send_first(streams: int, credentials: Credentials) -> None:
+def test_both_sides_may_send_before_either_reads(streams: int, credentials: Credentials) -> None:
     """Each side sends as much as the contract allows before either reads, and more once the other reads."""
     frames = [data(bytes([part]) * _MIB, part) for part in range(16)]
     with tcp_link_pair(streams, credentials) as pair:
@@ -122,7 +122,7 @@ def test_both_may_send_first(streams: int, credentials: Credentials) -> None:
             assert not raised
 
 
-def test_a_payload_goes_where_the_reader_wants_it() -> None:
+def test_recv_writes_a_payload_of_matching_size_into_the_target() -> None:
     place = memoryview(bytearray(_MIB))
     with one_way(3) as way:
         for size in (_MIB, 100, 0):
@@ -158,7 +158,7 @@ def _fill(out: TcpOutgoing, frame: memoryview) -> int:
 
 
 @pytest.mark.parametrize("streams", [1, 4])
-def test_nothing_of_the_callers_is_sent_after_it_was_taken_back(streams: int, credentials: Credentials) -> None:
+def test_recall_stops_sending_lent_payloads(streams: int, credentials: Credentials) -> None:
     lent = bytearray(b"b" * 4 * _MIB)
     with one_way(streams, credentials) as way:
         count = _fill(way.out, memoryview(lent))
@@ -184,7 +184,7 @@ def test_nothing_of_the_callers_is_sent_after_it_was_taken_back(streams: int, cr
         lent.extend(b"x")  # nothing refers to it any more: this would be a BufferError
 
 
-def test_what_was_sent_is_the_callers_though_it_waits(credentials: Credentials) -> None:
+def test_send_copies_a_payload_that_waits_to_be_written(credentials: Credentials) -> None:
     buffer = bytearray(b"b" * _MIB)
     with one_way(2, credentials) as way:
         count = 0
@@ -197,7 +197,7 @@ def test_what_was_sent_is_the_callers_though_it_waits(credentials: Credentials) 
             assert not bytes(way.into.recv(soon()).payload).strip(b"b")
 
 
-def test_a_stream_that_is_free_is_written_while_another_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_free_stream_is_written_while_another_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_tcp_outgoing, "SLICE", 3_600.0)  # by itself the thread that writes looks around only then
     long = memoryview(bytes(MIN_PIECE))
     with one_way(2) as way:
@@ -217,7 +217,7 @@ def test_a_stream_that_is_free_is_written_while_another_is_full(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("streams", [1, 4])
-def test_taking_back_while_the_reader_reads(streams: int, credentials: Credentials) -> None:
+def test_recall_during_a_read_delivers_no_bytes_changed_afterwards(streams: int, credentials: Credentials) -> None:
     size = 4 * _MIB
 
     def read(way: OneWay, got: memoryview) -> None:
@@ -280,7 +280,7 @@ def test_a_send_that_times_out_sends_nothing() -> None:
             way.into.recv(0.0)
 
 
-def test_a_broken_connection_ends_the_way_out() -> None:
+def test_a_broken_connection_ends_the_outgoing_half() -> None:
     with one_way() as way:
         frame = memoryview(bytearray(_MIB))
         _fill(way.out, frame)
@@ -294,7 +294,7 @@ def test_a_broken_connection_ends_the_way_out() -> None:
             way.out.send(data(b"x"), soon())
 
 
-def test_a_writer_that_runs_out_of_memory_blames_itself_and_not_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_memory_error_in_the_writer_thread_blames_its_own_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     with one_way() as way:
         fail = MemoryError("planted")
         written = Stream.write

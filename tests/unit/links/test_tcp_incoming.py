@@ -20,7 +20,7 @@ from support.halves_link import soon
 from support.tcp_pair import data, on_loop, one_way, raw_writer
 
 
-def test_payloads_stay_until_they_are_released() -> None:
+def test_payloads_stay_valid_until_they_are_released() -> None:
     with one_way() as way:
         for round_ in range(3):
             for part in range(20):  # more than the half remembers
@@ -31,7 +31,7 @@ def test_payloads_stay_until_they_are_released() -> None:
 
 
 @pytest.mark.parametrize("streams", [1, 3])
-def test_what_has_come_of_a_frame_is_kept_over_a_timeout_and_elsewhere(streams: int) -> None:
+def test_a_partial_frame_survives_a_timeout_outside_the_callers_buffer(streams: int) -> None:
     payload = random.Random(1).randbytes(300_000)
     place = memoryview(bytearray(len(payload)))
     with raw_writer(streams) as raw:
@@ -56,7 +56,7 @@ def test_what_has_come_of_a_frame_is_kept_over_a_timeout_and_elsewhere(streams: 
         assert bytes(place[:4]) == b"mine"
 
 
-def test_a_frame_that_has_come_in_part_is_not_released() -> None:
+def test_release_keeps_a_partially_received_frame() -> None:
     a, *others = (bytes([letter]) * 200_000 for letter in b"abcd")
     wire = b"".join(encode_head(data(payload)) + payload for payload in (a, *others))
     with raw_writer() as raw:
@@ -70,7 +70,7 @@ def test_a_frame_that_has_come_in_part_is_not_released() -> None:
         assert [bytes(payload) for payload in got] == others
 
 
-def test_an_interrupt_leaves_nothing_of_the_callers_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_recv_no_longer_uses_the_callers_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     place = memoryview(bytearray(200_000))
     payload = b"z" * len(place)
 
@@ -108,7 +108,7 @@ def _head(**changes: int) -> bytes:
     ],
     ids=["mark", "words", "size", "huge", "generation"],
 )
-def test_a_bad_header_is_the_peers_breach(head: bytes) -> None:
+def test_a_bad_header_raises_protocol_error(head: bytes) -> None:
     with raw_writer() as raw:
         raw.socks[0].sendall(head + b"abc")
         for _ in range(2):
@@ -117,7 +117,7 @@ def test_a_bad_header_is_the_peers_breach(head: bytes) -> None:
             assert not info.value.orderly
 
 
-def test_whichever_byte_has_changed_the_link_breaks() -> None:
+def test_a_changed_byte_ends_the_link_at_once() -> None:
     """At once, and with no more of the frame than there is: a length that has changed is not waited for."""
     whole = encode_head(data(b"payload", signature=b"words")) + b"payload"
     for at in range(len(whole)):
@@ -134,7 +134,7 @@ def test_whichever_byte_has_changed_the_link_breaks() -> None:
 @pytest.mark.parametrize("streams", [1, 3])
 @pytest.mark.parametrize("at", [0, 99_999, 150_000, 299_999])
 @pytest.mark.parametrize("is_callers", [False, True])
-def test_a_long_payload_is_checked_piece_by_piece(streams: int, at: int, is_callers: bool) -> None:
+def test_a_changed_byte_in_a_payload_sent_in_pieces_ends_the_link(streams: int, at: int, is_callers: bool) -> None:
     payload = random.Random(2).randbytes(300_000)
     place = memoryview(bytearray(len(payload))) if is_callers else None
     with raw_writer(streams) as raw:
@@ -154,7 +154,7 @@ def test_a_long_payload_is_checked_piece_by_piece(streams: int, at: int, is_call
 
 
 @pytest.mark.parametrize("length", [1, HEAD_BYTES, HEAD_BYTES + 2, HEAD_BYTES + 4])
-def test_an_end_in_the_middle_of_a_frame_is_none_in_order(length: int) -> None:
+def test_an_end_in_the_middle_of_a_frame_is_not_orderly(length: int) -> None:
     with raw_writer() as raw:
         whole = encode_head(data(b"abc", signature=b"wo")) + b"abc"
         raw.socks[0].sendall(whole + whole[:length])
@@ -166,7 +166,7 @@ def test_an_end_in_the_middle_of_a_frame_is_none_in_order(length: int) -> None:
             assert not info.value.orderly
 
 
-def test_a_reset_is_told_once_and_is_no_orderly_end() -> None:
+def test_a_reset_notifies_once_and_is_not_an_orderly_end() -> None:
     with raw_writer() as raw:
         rung = threading.Semaphore(0)
         raw.into.on_readable(rung.release)
@@ -182,7 +182,7 @@ def test_a_reset_is_told_once_and_is_no_orderly_end() -> None:
         assert not info.value.orderly
 
 
-def test_how_a_link_ends_between_frames_is_said_elsewhere() -> None:
+def test_recv_after_eof_between_frames_waits_for_the_end_to_be_set() -> None:
     with raw_writer() as raw:
         raw.socks[0].sendall(encode_head(data(b"")))
         raw.socks[0].close()
@@ -197,7 +197,7 @@ def test_how_a_link_ends_between_frames_is_said_elsewhere() -> None:
         assert info.value.orderly
 
 
-def test_fewer_frames_than_were_announced_is_no_orderly_end() -> None:
+def test_fewer_frames_than_announced_is_not_an_orderly_end() -> None:
     with raw_writer() as raw:
         raw.socks[0].sendall(encode_head(data(b"")))
         raw.socks[0].close()

@@ -76,12 +76,12 @@ def _connect(port: int, ticket: bytes, streams: int = 1, **settings: Any) -> Non
     ],
     ids=["http", "zeros", "a wrong ticket", "too many streams"],
 )
-def test_a_stranger_is_turned_away_without_a_word(words: bytes) -> None:
+def test_an_invalid_hello_is_disconnected_without_an_answer(words: bytes) -> None:
     with listening() as host, call_at(host, words) as sock:
         assert _ended(sock)
 
 
-def test_a_ticket_is_good_for_its_streams_once() -> None:
+def test_a_ticket_admits_each_of_its_streams_once() -> None:
     with listening() as host:
         ticket, come = _expect(host, 2)
         with call_at(host, Hello(ticket, 0, 3)) as three:
@@ -100,7 +100,7 @@ def test_a_ticket_is_good_for_its_streams_once() -> None:
                 half.close()
 
 
-def test_a_ticket_for_the_second_time_or_of_another_length_is_a_mistake() -> None:
+def test_expect_raises_value_error_for_duplicate_or_invalid_tickets() -> None:
     with listening() as host:
         ticket, _ = _expect(host)
         for wrong, streams in ((ticket, 1), (b"short", 1), (bytes(TICKET_BYTES), 0), (bytes(TICKET_BYTES), 17)):
@@ -108,7 +108,7 @@ def test_a_ticket_for_the_second_time_or_of_another_length_is_a_mistake() -> Non
                 on_loop(host.expect, wrong, streams, print, _FAULT, "b")
 
 
-def test_half_a_hello_and_half_the_streams_are_not_waited_for_for_ever() -> None:
+def test_incomplete_hellos_and_missing_streams_time_out() -> None:
     with listening(patience=0.1) as host:
         ticket, come = _expect(host, 2)
         with call_at(host, b"plTCP") as half, call_at(host, Hello(ticket, 0, 2)) as lonely:
@@ -118,7 +118,7 @@ def test_half_a_hello_and_half_the_streams_are_not_waited_for_for_ever() -> None
         assert not host._expected
 
 
-def test_a_ticket_that_is_forgotten_is_good_for_nothing() -> None:
+def test_a_forgotten_ticket_is_refused() -> None:
     with listening() as host:
         ticket, _ = _expect(host, 2)
         with call_at(host, Hello(ticket, 0, 2)) as waits:
@@ -130,7 +130,7 @@ def test_a_ticket_that_is_forgotten_is_good_for_nothing() -> None:
             _connect(host.port, ticket, 2)
 
 
-def test_a_stranger_is_not_waited_for_as_long_as_a_half_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_stranger_times_out_sooner_than_an_incomplete_half(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listeners, "HELLO_SECONDS", 1000.0)
     with listening(patience=1000.0) as host:
         ticket, come = _expect(host, 2)
@@ -146,7 +146,7 @@ def test_a_stranger_is_not_waited_for_as_long_as_a_half_is(monkeypatch: pytest.M
                 come[0].close()
 
 
-def test_for_whoever_waits_the_oldest_stranger_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_stranger_is_closed_for_a_waiting_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listeners, "MAX_STRANGERS", 3)
     monkeypatch.setattr(listeners, "HELLO_SECONDS", 1000.0)
     monkeypatch.setattr(listeners, "HURRIED_SECONDS", 0.1)
@@ -165,7 +165,7 @@ def test_for_whoever_waits_the_oldest_stranger_goes(monkeypatch: pytest.MonkeyPa
             sock.close()
 
 
-def test_so_many_strangers_and_the_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_above_max_strangers_wait_until_one_closes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listeners, "MAX_STRANGERS", 3)
     monkeypatch.setattr(listeners, "HELLO_SECONDS", 1000.0)
     monkeypatch.setattr(listeners, "HURRIED_SECONDS", 1000.0)
@@ -187,7 +187,7 @@ def test_so_many_strangers_and_the_others_wait(monkeypatch: pytest.MonkeyPatch) 
             sock.close()
 
 
-def test_whoever_has_come_this_moment_is_hung_up_on_at_the_end() -> None:
+def test_close_disconnects_a_connection_that_was_just_accepted() -> None:
     """Without a warning of a socket that nobody closes."""
     with listening() as host:
         on_loop(host._pause)
@@ -196,7 +196,7 @@ def test_whoever_has_come_this_moment_is_hung_up_on_at_the_end() -> None:
             assert _ended(sock)
 
 
-def test_a_worker_without_descriptors_goes_on_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_accepts_again_after_running_out_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listeners, "_RECOVER", 0.01)
     with listening() as host:
         ticket, come = _expect(host)
@@ -220,7 +220,7 @@ def test_a_worker_without_descriptors_goes_on_later(monkeypatch: pytest.MonkeyPa
         assert len(calls) > 1
 
 
-def test_why_there_is_no_connection_is_said() -> None:
+def test_a_failed_connection_raises_an_error_with_its_reason() -> None:
     with listening() as host:
         port = host.port
         with pytest.raises(LinkUnavailable, match=rf"no data connection to rank 1 \(b\) at 127.0.0.1:{port}: .*accept"):
@@ -236,7 +236,7 @@ def test_why_there_is_no_connection_is_said() -> None:
         _connect(port, bytes(TICKET_BYTES), MAX_STREAMS + 1)
 
 
-def test_a_port_that_is_taken() -> None:
+def test_listening_on_a_taken_port_raises_link_unavailable() -> None:
     with listening() as host:
         other = TcpHost(loop_thread().loop, None)
         with pytest.raises(LinkUnavailable, match=f"cannot listen for data on 127.0.0.1:{host.port}"):
@@ -244,7 +244,7 @@ def test_a_port_that_is_taken() -> None:
 
 
 @pytest.mark.parametrize("where", ["", "::", "0.0.0.0", "localhost"])
-def test_it_listens_where_it_is_told(where: str) -> None:
+def test_the_host_listens_on_the_given_address(where: str) -> None:
     host = TcpHost(loop_thread().loop, None)
     port = loop_thread().run(host.start(where))
     try:
@@ -257,7 +257,7 @@ def test_it_listens_where_it_is_told(where: str) -> None:
         on_loop(host.close)
 
 
-def test_with_tls_only_members_come_in(folder: CertificateFolder, tmp_path: Path) -> None:
+def test_tls_admits_only_member_certificates(folder: CertificateFolder, tmp_path: Path) -> None:
     members = folder.credentials
     foreign = make_folder(tmp_path / "foreign").credentials
     with listening(members) as host:
@@ -281,7 +281,7 @@ def test_with_tls_only_members_come_in(folder: CertificateFolder, tmp_path: Path
         assert not come
 
 
-def test_tls_is_never_unverified(folder: CertificateFolder) -> None:
+def test_tls_contexts_always_verify_certificates(folder: CertificateFolder) -> None:
     assert server_context(Credentials()) is client_context(Credentials()) is None
     with pytest.raises(ValueError, match="certificate"):
         server_context(folder.authority_only)
@@ -316,7 +316,7 @@ def _fill(send: Callable[[], None]) -> None:
 
 
 @pytest.mark.slow
-def test_halves_leave_nothing_behind(folder: CertificateFolder) -> None:
+def test_closed_halves_leak_no_descriptor(folder: CertificateFolder) -> None:
     big = memoryview(bytes(1 << 20))
     for credentials, count in ((Credentials(), 300), (folder.credentials, 20)):
         context = client_context(credentials)
@@ -337,7 +337,7 @@ def test_halves_leave_nothing_behind(folder: CertificateFolder) -> None:
     _join_writers()
 
 
-def test_a_forked_child_holds_nothing_open_and_may_not_use_it() -> None:
+def test_a_forked_child_neither_uses_a_half_nor_keeps_it_open() -> None:
     with one_way(2) as way:
         hear, tell = os.pipe()
         child = os.fork()

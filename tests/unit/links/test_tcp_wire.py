@@ -28,7 +28,7 @@ WORD = st.integers(0, 2**64 - 1)
 
 
 @given(WORD, WORD, st.integers(0, 2**32 - 1), st.binary(max_size=MAX_SIGNATURE_BYTES), st.binary())
-def test_a_header_is_read_back(generation: int, operation: int, part: int, signature: bytes, payload: bytes) -> None:
+def test_a_header_round_trips(generation: int, operation: int, part: int, signature: bytes, payload: bytes) -> None:
     frame = Frame(FrameKind.DATA, generation, operation, part, signature, payload)
     data = encode_head(frame)
     head = decode_head(memoryview(data)[:HEAD_BYTES])
@@ -38,7 +38,7 @@ def test_a_header_is_read_back(generation: int, operation: int, part: int, signa
 
 
 @given(st.binary(min_size=HEAD_BYTES, max_size=HEAD_BYTES))
-def test_any_bytes_are_a_header_within_the_limits_or_none(data: bytes) -> None:
+def test_arbitrary_header_bytes_decode_within_limits_or_raise_frame_error(data: bytes) -> None:
     for begin in (b"", b"\xa7", b"\xa7\x00", b"\xa7\x00\x00\x00"):
         fields = begin + data[len(begin) : -4]
         try:
@@ -49,7 +49,7 @@ def test_any_bytes_are_a_header_within_the_limits_or_none(data: bytes) -> None:
         assert head.words + head.size + HEAD_BYTES <= MAX_FRAME_BYTES
 
 
-def test_a_header_of_which_any_bit_has_changed_is_refused() -> None:
+def test_a_header_with_a_flipped_bit_raises_frame_damaged() -> None:
     whole = encode_head(Frame(FrameKind.DATA, 2**40 + 1, 5, 7, b"", b"some payload"))
     for bit in range(8 * HEAD_BYTES):
         changed = bytearray(whole)
@@ -58,7 +58,7 @@ def test_a_header_of_which_any_bit_has_changed_is_refused() -> None:
             decode_head(memoryview(changed))
 
 
-def test_what_is_no_data_or_too_long_is_not_sent() -> None:
+def test_encode_head_refuses_non_data_and_oversized_frames() -> None:
     with pytest.raises(FrameError, match="ABORT"):
         encode_head(Frame(FrameKind.ABORT, 1, 1, 0, b"", b""))
     longest = MAX_FRAME_BYTES - HEAD_BYTES
@@ -70,7 +70,7 @@ def test_what_is_no_data_or_too_long_is_not_sent() -> None:
 
 
 @given(st.binary(min_size=TICKET_BYTES, max_size=TICKET_BYTES), st.integers(1, MAX_STREAMS), st.data())
-def test_a_hello_is_read_back(ticket: bytes, streams: int, more: st.DataObject) -> None:
+def test_a_hello_round_trips(ticket: bytes, streams: int, more: st.DataObject) -> None:
     hello = Hello(ticket, more.draw(st.integers(0, streams - 1)), streams)
     data = encode_hello(hello)
     assert len(data) == HELLO_BYTES
@@ -89,13 +89,13 @@ def test_a_hello_is_read_back(ticket: bytes, streams: int, more: st.DataObject) 
         b"q" + encode_hello(Hello(bytes(TICKET_BYTES), 0, 1))[1:],
     ],
 )
-def test_what_is_no_hello_is_refused(data: bytes) -> None:
+def test_a_malformed_hello_raises_frame_error(data: bytes) -> None:
     with pytest.raises(FrameError):
         decode_hello(data)
 
 
 @given(st.integers(0, MAX_FRAME_BYTES), st.integers(1, MAX_STREAMS), st.integers(0, 2**40))
-def test_pieces_cover_a_payload_once_each_on_a_stream_of_its_own(size: int, streams: int, number: int) -> None:
+def test_pieces_cover_a_payload_once_each_on_a_separate_stream(size: int, streams: int, number: int) -> None:
     pieces = cut(size, streams, number)
     assert pieces[0][0] == number % streams
     assert len({stream for stream, _, _ in pieces}) == len(pieces) <= streams

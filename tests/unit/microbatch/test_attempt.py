@@ -109,7 +109,7 @@ def shown(attempt: StepAttempt) -> dict[str, Any]:
 
 @pytest.mark.parametrize("phase", AttemptPhase, ids=lambda phase: phase.name)
 @pytest.mark.parametrize("event", EVENTS)
-def test_every_event_in_every_phase(event: str, phase: AttemptPhase) -> None:
+def test_each_event_leads_to_its_phase_or_is_refused(event: str, phase: AttemptPhase) -> None:
     happen, leads_to = EVENTS[event]
     attempt, turns = in_phase(phase)
     before = shown(attempt)
@@ -122,7 +122,7 @@ def test_every_event_in_every_phase(event: str, phase: AttemptPhase) -> None:
     assert shown(attempt) == before
 
 
-def test_a_later_microbatch_begins_where_ranks_are_at_different_ones() -> None:
+def test_model_agreement_is_refused_in_a_later_microbatch() -> None:
     attempt, turns = in_phase(BETWEEN)
     for turn in turns[:2]:
         attempt.enter(turn)
@@ -133,7 +133,7 @@ def test_a_later_microbatch_begins_where_ranks_are_at_different_ones() -> None:
         turns[2].check_may_agree()
 
 
-def test_what_was_not_whole_may_be_tried_again() -> None:
+def test_an_incomplete_microbatch_can_be_entered_again() -> None:
     attempt, turns = in_phase(ENTERED)
     assert not attempt.leave(turns[0], whole=False)
     attempt.enter(turns[0])
@@ -142,7 +142,7 @@ def test_what_was_not_whole_may_be_tried_again() -> None:
         attempt.enter(turns[0])
 
 
-def test_behind_an_error_of_a_wrapper_nothing_is_whole() -> None:
+def test_no_microbatch_counts_as_complete_after_a_wrapper_error() -> None:
     """The script may have caught it: the sums may have the gradients of both tries."""
     attempt, turns = in_phase(VOID)
     assert attempt.whole() == ()
@@ -151,7 +151,7 @@ def test_behind_an_error_of_a_wrapper_nothing_is_whole() -> None:
     assert attempt.whole() == ()
 
 
-def test_a_wrapper_that_has_set_gradients_aside_must_sum_them() -> None:
+def test_an_update_is_refused_until_set_aside_gradients_are_summed() -> None:
     attempt, wrapper = StepAttempt(even_plan(0, 1, 2)), Wrapper()
     for turn in attempt.turns():
         attempt.enter(turn)
@@ -169,7 +169,7 @@ def test_a_wrapper_that_has_set_gradients_aside_must_sum_them() -> None:
     attempt.check_update(wrapper, updates=True)
 
 
-def test_an_update_before_the_last_microbatch() -> None:
+def test_an_update_before_the_last_microbatch_is_refused() -> None:
     attempt, turns = in_phase(BETWEEN)
     attempt.enter(turns[0])
     attempt.leave(turns[0], whole=True)
@@ -191,7 +191,7 @@ def test_turns_of_an_earlier_loop_are_refused(held: tuple[Node, ...]) -> None:
         attempt.enter(turns[0])
 
 
-def test_collectives_pass_while_a_wrapper_calls_them() -> None:
+def test_collectives_are_allowed_only_while_a_wrapper_calls_them() -> None:
     _, (turn, *_) = in_phase(ENTERED)
     assert "a barrier in microbatch 4 of a step: ranks have different numbers" in turn.refusal("a barrier")
     with turn.collectives():
@@ -202,7 +202,7 @@ def test_collectives_pass_while_a_wrapper_calls_them() -> None:
     assert turn.refusal("a collective")
 
 
-def test_passes_follow_each_other() -> None:
+def test_backward_passes_must_follow_the_order_of_microbatches() -> None:
     attempt, turns = in_phase(BETWEEN)
     _, others = in_phase(BETWEEN)
     turns[1].check_follows(turns[0], ())

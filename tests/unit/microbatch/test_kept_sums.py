@@ -50,7 +50,7 @@ def attempt(
     return of
 
 
-def test_whole_microbatches_are_kept() -> None:
+def test_sums_of_completed_microbatches_are_kept() -> None:
     kept, wrapper = KeptSums(), Wrapper((4, 6))
     kept.keep(BASE, attempt(kept, [wrapper], 2))
     kept.enter(BASE)
@@ -58,7 +58,7 @@ def test_whole_microbatches_are_kept() -> None:
 
 
 @pytest.mark.parametrize("opened", [True, False])
-def test_sums_behind_the_gate_are_not_kept(opened: bool) -> None:
+def test_sums_are_not_kept_after_the_gate_has_opened(opened: bool) -> None:
     """The update may have changed them, and a copy of the state undoes only the state."""
     kept, wrapper = KeptSums(), Wrapper((4, 6))
     micro: Any = SimpleNamespace(_attempt=attempt(kept, [wrapper], 2), _kept_sums=kept, _twice=None)
@@ -68,7 +68,7 @@ def test_sums_behind_the_gate_are_not_kept(opened: bool) -> None:
     assert kept.nodes() == (() if opened else ((4, 6),))
 
 
-def test_sums_are_refused_behind_a_wrapper_that_lacked_some() -> None:
+def test_sums_are_refused_if_a_wrapper_lacks_some() -> None:
     kept, wrapper = KeptSums(), Wrapper((4, 6))
     micro: Any = SimpleNamespace(_attempt=attempt(kept, [wrapper], 2), _kept_sums=kept, _twice=None)
     StepMicrobatches.keep(micro, BASE, usable=True, lacks=True)
@@ -84,7 +84,7 @@ def test_sums_are_not_kept_if_a_microbatch_is_computed_twice() -> None:
     assert kept.nodes() == ()
 
 
-def test_sums_that_an_abandoned_collective_may_still_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_discarded_by_recover_sums_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     kept, wrapper = KeptSums(), Wrapper((4, 6))
     kept.keep(BASE, attempt(kept, [wrapper], 2))
     kept.enter(BASE)
@@ -92,7 +92,7 @@ def test_sums_that_an_abandoned_collective_may_still_read(monkeypatch: pytest.Mo
     assert kept.nodes() == ()
 
 
-def test_the_microbatch_that_an_error_has_ended_is_kept_if_its_sum_is_there() -> None:
+def test_a_failed_microbatch_is_kept_if_its_sum_is_complete() -> None:
     kept, wrapper = KeptSums(), Wrapper((4, 8))
     kept.keep(BASE, attempt(kept, [wrapper], 3, begun=1))
     assert kept.nodes() == ((4, 8),)
@@ -101,26 +101,26 @@ def test_the_microbatch_that_an_error_has_ended_is_kept_if_its_sum_is_there() ->
 @pytest.mark.parametrize(
     ("first", "second"), [([(4, 6), (6, 7)], [(4, 6)]), ([(4, 6)], [(4, 6), (6, 7)]), ([(4, 6)], [])]
 )
-def test_wrappers_that_hold_different_microbatches(first: list[Node], second: list[Node]) -> None:
+def test_no_sums_are_kept_if_wrappers_hold_different_microbatches(first: list[Node], second: list[Node]) -> None:
     kept = KeptSums()
     kept.keep(BASE, attempt(kept, [Wrapper(*first), Wrapper(*second)], 2, begun=1))
     assert kept.nodes() == ()
 
 
-def test_sums_of_other_microbatches_than_were_computed() -> None:
+def test_sums_of_microbatches_that_were_not_computed_are_not_kept() -> None:
     kept = KeptSums()
     kept.keep(BASE, attempt(kept, [Wrapper((4, 6), (6, 7))], 2))
     assert kept.nodes() == ()
 
 
-def test_a_wrapper_that_was_in_no_whole_microbatch() -> None:
+def test_no_sums_are_kept_without_a_completed_microbatch() -> None:
     """In the first microbatch of a newcomer's first step nobody knows whether more wrappers would have followed."""
     kept = KeptSums()
     kept.keep(BASE, attempt(kept, [Wrapper((4, 5))], 0, begun=1))
     assert kept.nodes() == ()
 
 
-def test_a_wrapper_that_was_first_used_in_the_microbatch_that_failed() -> None:
+def test_no_sums_are_kept_if_a_wrapper_began_in_the_failed_microbatch() -> None:
     """The sums of the other one look whole, but this one lacks those of the microbatch before."""
     kept, first, second = KeptSums(), Wrapper((4, 6)), Wrapper((5, 6))
     of = attempt(kept, [first], 1)
@@ -133,7 +133,7 @@ def test_a_wrapper_that_was_first_used_in_the_microbatch_that_failed() -> None:
     assert kept.nodes() == ()
 
 
-def test_sums_of_an_earlier_step() -> None:
+def test_sums_of_an_earlier_step_are_not_kept() -> None:
     """The second wrapper had not begun when the first failed in the only one, and still holds the step before."""
     kept, first, second = KeptSums(), Wrapper((4, 5)), Wrapper((4, 5))
     attempt(kept, [first, second], 1)
@@ -142,7 +142,7 @@ def test_sums_of_an_earlier_step() -> None:
     assert kept.nodes() == ()
 
 
-def test_sums_of_an_earlier_step_that_look_like_those_of_this_one() -> None:
+def test_sums_of_an_earlier_step_with_equal_nodes_are_not_kept() -> None:
     """The only microbatch has begun, but not its backward pass."""
     kept, wrapper = KeptSums(), Wrapper((4, 5))
     attempt(kept, [wrapper], 1)
@@ -151,7 +151,7 @@ def test_sums_of_an_earlier_step_that_look_like_those_of_this_one() -> None:
 
 
 @pytest.mark.parametrize("base", [Tag(7, 40), Tag(8, 39), None])
-def test_another_base(base: Tag | None) -> None:
+def test_sums_are_dropped_on_another_base_state(base: Tag | None) -> None:
     """The next step, a state of the same number from another line, and a newcomer, which may hold anything."""
     kept, wrapper = KeptSums(), Wrapper((4, 6))
     kept.keep(BASE, attempt(kept, [wrapper], 2))
@@ -159,7 +159,7 @@ def test_another_base(base: Tag | None) -> None:
     assert kept.nodes() == ()
 
 
-def test_sums_that_are_gone_when_they_are_wanted() -> None:
+def test_sums_overwritten_in_the_wrapper_are_no_longer_kept() -> None:
     """A wrapper has got new buckets, or a pass between the steps has overwritten the sums."""
     kept, wrapper = KeptSums(), Wrapper((4, 6))
     kept.keep(BASE, attempt(kept, [wrapper], 2))
@@ -169,7 +169,7 @@ def test_sums_that_are_gone_when_they_are_wanted() -> None:
 
 
 @pytest.mark.parametrize(("nodes", "ended"), [(((4, 6),), 2), (((4, 8),), 0)])
-def test_a_second_loop_over_the_microbatches(nodes: tuple[Node, ...], ended: int) -> None:
+def test_no_sums_are_kept_in_a_second_loop_over_the_microbatches(nodes: tuple[Node, ...], ended: int) -> None:
     """The sums may be those of either loop."""
     kept, wrapper = KeptSums(), Wrapper(*nodes)
     tried = attempt(kept, [wrapper], 4)
@@ -177,7 +177,7 @@ def test_a_second_loop_over_the_microbatches(nodes: tuple[Node, ...], ended: int
     assert kept.nodes() == ()
 
 
-def test_what_was_kept_before_is_kept_again() -> None:
+def test_kept_sums_survive_further_failed_attempts() -> None:
     kept, wrapper = KeptSums(), Wrapper((4, 6))
     kept.keep(BASE, attempt(kept, [wrapper], 2))
     kept.enter(BASE)
@@ -192,7 +192,7 @@ def test_what_was_kept_before_is_kept_again() -> None:
     assert kept.nodes() == ((0, 1), (4, 6))
 
 
-def test_before_a_microbatch_is_whole_nothing_is_kept() -> None:
+def test_no_sum_is_kept_before_a_microbatch_completes() -> None:
     kept, wrapper = KeptSums(), Wrapper((4, 5))
     attempt(kept, [wrapper], 2)
     kept.keep(BASE, attempt(kept, [wrapper], 0, begun=1))
@@ -200,7 +200,7 @@ def test_before_a_microbatch_is_whole_nothing_is_kept() -> None:
     assert kept.nodes() == ()
 
 
-def test_a_refusal_lasts_until_the_step_was_tried_again() -> None:
+def test_a_refusal_of_sums_lasts_until_the_step_is_retried() -> None:
     kept, wrapper = KeptSums(), Wrapper((4, 6))
     kept.keep(BASE, attempt(kept, [wrapper], 2))
     kept.refuse()
@@ -213,7 +213,7 @@ def test_a_refusal_lasts_until_the_step_was_tried_again() -> None:
     assert kept.nodes() == ()
 
 
-def test_a_loader_sees_the_rest_of_the_repaired_step_and_then_whole_ranges() -> None:
+def test_a_loader_gets_the_repaired_step_and_then_full_ranges() -> None:
     sampler = ElasticSampler(80, global_batch=16, microbatches=8)
     share = plan_ranks((((0, 2), (3, 4)), ((4, 7),)), 8)[0]
     assert share.numbers == (2,)

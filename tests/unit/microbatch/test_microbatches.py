@@ -60,7 +60,9 @@ class Run:
 
 @given(n=st.integers(1, 90), batch=st.integers(1, 40), microbatches=st.integers(1, 12), data=st.data())
 @settings(deadline=None, max_examples=60)
-def test_microbatches_are_the_batch_in_every_world(n: int, batch: int, microbatches: int, data: st.DataObject) -> None:
+def test_microbatches_add_up_to_the_batch_in_every_world(
+    n: int, batch: int, microbatches: int, data: st.DataObject
+) -> None:
     sampler = paceline.ElasticSampler(n, global_batch=batch, microbatches=microbatches)
     for step in range(data.draw(st.integers(0, 12))):
         whole = sampler.batch(step).tolist()
@@ -75,7 +77,7 @@ def test_microbatches_are_the_batch_in_every_world(n: int, batch: int, microbatc
         sampler.advance(world)
 
 
-def test_a_microbatch_has_samples_weight_and_random_numbers_of_its_own() -> None:
+def test_each_microbatch_has_its_own_samples_weight_and_rng() -> None:
     run = Run()
     drawn = []
 
@@ -94,7 +96,7 @@ def test_a_microbatch_has_samples_weight_and_random_numbers_of_its_own() -> None
     assert run.session.stats()["samples"] == 22
 
 
-def test_what_follows_the_rank_is_refused() -> None:
+def test_rank_dependent_step_attributes_are_refused_with_microbatches() -> None:
     run = Run()
 
     def inside(step: Any) -> None:
@@ -110,14 +112,14 @@ def test_what_follows_the_rank_is_refused() -> None:
                 _ = step.microbatches
 
 
-def test_a_pass_in_no_microbatch() -> None:
+def test_a_pass_outside_a_microbatch_is_refused() -> None:
     run = Run()
     with pytest.raises(StepOrderError, match="belong to none of them"):
         run.steps(lambda step: run.compute(step.microbatches[0]))
 
 
 @pytest.mark.parametrize("number", [0, 1, 3])
-def test_a_second_pass_in_a_microbatch(number: int) -> None:
+def test_a_second_pass_in_a_microbatch_is_refused(number: int) -> None:
     run = Run()
 
     def inside(step: Any) -> None:
@@ -131,7 +133,7 @@ def test_a_second_pass_in_a_microbatch(number: int) -> None:
         run.steps(inside)
 
 
-def test_a_microbatch_without_a_pass() -> None:
+def test_a_middle_microbatch_without_a_pass_is_refused() -> None:
     run = Run()
 
     def inside(step: Any) -> None:
@@ -144,7 +146,7 @@ def test_a_microbatch_without_a_pass() -> None:
         run.steps(inside)
 
 
-def test_the_last_microbatch_without_a_pass() -> None:
+def test_the_last_microbatch_without_a_pass_is_refused() -> None:
     run = Run()
 
     def inside(step: Any) -> None:
@@ -159,7 +161,7 @@ def test_the_last_microbatch_without_a_pass() -> None:
 
 
 @pytest.mark.parametrize("goes_through", [True, False])
-def test_an_update_with_gradients_of_the_bare_model(goes_through: bool) -> None:
+def test_an_update_with_gradients_of_the_bare_model_is_refused(goes_through: bool) -> None:
     run = Run()
     before = run.model.weight.data.copy()
 
@@ -175,14 +177,14 @@ def test_an_update_with_gradients_of_the_bare_model(goes_through: bool) -> None:
     assert np.array_equal(run.model.weight.data, before)
 
 
-def test_a_step_may_be_left_as_it_is() -> None:
+def test_a_step_without_any_pass_leaves_the_model_unchanged() -> None:
     run = Run()
     before = run.model.weight.data.copy()
     run.steps(lambda step: None, total=2)
     assert np.array_equal(run.model.weight.data, before)
 
 
-def test_a_second_update_without_a_second_sum() -> None:
+def test_a_second_update_without_a_second_sum_is_refused() -> None:
     run = Run()
     before = run.model.weight.data.copy()
 
@@ -207,7 +209,7 @@ def test_a_second_update_without_a_second_sum() -> None:
 
 
 @pytest.mark.parametrize("collective", ["all_reduce", "broadcast"])
-def test_a_collective_of_the_script_in_a_microbatch(collective: str) -> None:
+def test_a_collective_of_the_script_in_a_microbatch_is_refused(collective: str) -> None:
     run = Run()
 
     def inside(step: Any) -> None:
@@ -222,7 +224,7 @@ def test_a_collective_of_the_script_in_a_microbatch(collective: str) -> None:
         run.steps(inside)
 
 
-def test_a_barrier_in_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_barrier_in_a_backward_pass_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Collectives pass there, since the wrapper calls them; barriers are the script's."""
     run = Run()
     backward = run.model.backward
@@ -241,7 +243,7 @@ def test_a_barrier_in_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
         run.steps(inside)
 
 
-def test_a_collective_after_the_microbatches() -> None:
+def test_a_collective_after_the_microbatches_is_allowed() -> None:
     run = Run()
 
     def inside(step: Any) -> None:
@@ -254,7 +256,7 @@ def test_a_collective_after_the_microbatches() -> None:
     run.steps(inside, total=2)
 
 
-def test_a_first_microbatch_that_was_left_out_after_a_step_with_other_microbatches() -> None:
+def test_a_pass_of_the_previous_step_does_not_count_for_this_step() -> None:
     """The microbatches of the step before are no microbatches of this one, whatever their numbers are."""
     with paceline.join() as session:
         ddp = paceline.DDP(Linear(5, 3, rng=np.random.default_rng(0)), session.group)
@@ -311,7 +313,7 @@ def two_wrappers(group: Group, given: Callable[[dict[str, paceline.DDP]], dict[s
     return found
 
 
-def test_two_wrappers_in_one_loop_over_microbatches() -> None:
+def test_two_wrappers_in_one_loop_have_equal_gradients_in_every_world() -> None:
     """Ranks with one microbatch and ranks with two call the same collectives in the same order."""
     found = [of for world in (1, 2, 3, 4) for of in run_ranks(world, lambda group: two_wrappers(group, dict))]
     assert len(found[0]) == 8
@@ -319,7 +321,7 @@ def test_two_wrappers_in_one_loop_over_microbatches() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_a_second_wrapper_that_the_state_does_not_know(world: int) -> None:
+def test_wrappers_that_are_not_in_the_state_are_refused(world: int) -> None:
     """In no world it waits for the others: it would meet another collective."""
 
     def train(group: Group) -> str:
@@ -347,7 +349,7 @@ def test_two_updates_in_a_step_go_through_the_microbatches_twice() -> None:
     assert run.state.step == 2
 
 
-def test_an_update_before_the_last_microbatch() -> None:
+def test_an_update_before_the_last_microbatch_is_refused() -> None:
     run = Run()
     before = run.model.weight.data.copy()
 
@@ -362,7 +364,7 @@ def test_an_update_before_the_last_microbatch() -> None:
     assert np.array_equal(run.model.weight.data, before)
 
 
-def test_microbatches_in_another_order_or_one_in_another() -> None:
+def test_reordered_or_nested_microbatches_are_refused() -> None:
     run = Run()
 
     def inside(step: Any) -> None:
@@ -380,7 +382,7 @@ def test_microbatches_in_another_order_or_one_in_another() -> None:
         run.steps(inside)
 
 
-def test_gradients_that_were_there_before() -> None:
+def test_gradients_present_before_the_first_microbatch_are_refused() -> None:
     run = Run()
 
     def inside(step: Any) -> None:
@@ -392,7 +394,7 @@ def test_gradients_that_were_there_before() -> None:
         run.steps(inside)
 
 
-def test_accumulation_by_hand_is_refused() -> None:
+def test_no_sync_in_a_microbatch_is_refused() -> None:
     run = Run()
 
     def inside(step: Any) -> None:
@@ -415,7 +417,7 @@ def test_compression_is_refused(compression: str) -> None:
         run.steps(inside)
 
 
-def test_sharded_models_go_through_microbatches() -> None:
+def test_fsdp_and_ddp_give_equal_digests_in_microbatches() -> None:
     """Alone, with FSDP and with DDP: the whole states have one digest."""
 
     def digest(wrapper: Any) -> bytes:
@@ -445,14 +447,14 @@ def test_a_job_may_not_have_more_workers_than_microbatches() -> None:
         run.steps(lambda step: None)
 
 
-def test_a_batch_that_grows_with_the_world_has_no_microbatches() -> None:
+def test_per_rank_batches_with_microbatches_are_refused() -> None:
     with pytest.raises(ValueError, match="not per_rank_batch"):
         paceline.ElasticSampler(30, per_rank_batch=4, microbatches=4)
     with pytest.raises(ValueError, match="0 or more"):
         paceline.ElasticSampler(30, global_batch=4, microbatches=-1)
 
 
-def test_a_model_that_trains_in_rounds_of_its_own_is_not_summed() -> None:
+def test_an_optimizer_step_inside_a_microbatch_is_refused() -> None:
     """An update inside of a microbatch would come at other times in other worlds."""
     run = Run(microbatches=1)
 
@@ -466,7 +468,7 @@ def test_a_model_that_trains_in_rounds_of_its_own_is_not_summed() -> None:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names a kernel of OpenBLAS for x86")
-def test_another_kernel_has_another_digest() -> None:
+def test_another_blas_kernel_changes_the_numpy_probe() -> None:
     code = "from paceline._microbatch.machine_bits import numpy_probe; print(numpy_probe().hex())"
     found = set()
     for kernel in ("", "Nehalem"):
@@ -476,7 +478,7 @@ def test_another_kernel_has_another_digest() -> None:
     assert len(found) == 2
 
 
-def test_the_manifest_has_what_decides_the_bits() -> None:
+def test_the_manifest_includes_the_libraries_and_processor_digest() -> None:
     words = machine_words()
     assert words == machine_words()
     assert words["libraries"].startswith(f"numpy {np.__version__}")

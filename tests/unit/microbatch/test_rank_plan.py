@@ -49,7 +49,7 @@ def test_each_microbatch_is_kept_once_or_computed_once(found: tuple[tuple[tuple[
 
 @given(holdings())
 @settings(deadline=None, max_examples=300)
-def test_what_is_missing_is_spread_evenly(found: tuple[tuple[tuple[Node, ...], ...], int]) -> None:
+def test_missing_microbatches_are_spread_evenly_over_ranks(found: tuple[tuple[tuple[Node, ...], ...], int]) -> None:
     held, microbatches = found
     shares = plan_ranks(held, microbatches)
     counts = [0 if share.repeats else len(share.numbers) for share in shares]
@@ -61,18 +61,18 @@ def test_what_is_missing_is_spread_evenly(found: tuple[tuple[tuple[Node, ...], .
 
 @given(holdings())
 @settings(deadline=None)
-def test_a_row_of_numbers_says_what_a_rank_holds(found: tuple[tuple[tuple[Node, ...], ...], int]) -> None:
+def test_held_nodes_survive_a_round_trip_through_a_row(found: tuple[tuple[tuple[Node, ...], ...], int]) -> None:
     held, microbatches = found
     assert tuple(held_of_row(row_of_held(nodes, microbatches)) for nodes in held) == held
 
 
-def test_a_row_may_refuse_any_sums() -> None:
+def test_a_row_can_encode_the_refusal_of_sums() -> None:
     assert held_of_row(row_of_held(None, 3)) is None
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-1, 9), min_size=1, max_size=8))
 @settings(deadline=None, max_examples=300)
-def test_whatever_a_rank_sends_is_disjoint_nodes_or_an_error(row: list[int]) -> None:
+def test_any_row_decodes_to_disjoint_nodes_or_raises_value_error(row: list[int]) -> None:
     try:
         nodes = held_of_row(np.array(row))
     except ValueError:
@@ -86,13 +86,13 @@ def test_whatever_a_rank_sends_is_disjoint_nodes_or_an_error(row: list[int]) -> 
 @pytest.mark.parametrize(
     "row", [[0, 3, 0, 0], [5, 0, 0, 0], [4, 2, 0, 0], [0, 0, 2, 0], [0, 1, 0, 0], [-1, 0, 0, 0], [1 << 60, 0, 0, 0]]
 )
-def test_what_no_rank_can_hold_is_refused(row: list[int]) -> None:
+def test_an_invalid_row_of_held_nodes_is_refused(row: list[int]) -> None:
     with pytest.raises(ValueError, match="not a node of 4, or overlap"):
         held_of_row(np.array(row))
 
 
 @pytest.mark.parametrize(("world", "microbatches"), [(1, 1), (1, 8), (3, 8), (4, 16), (5, 7), (8, 8)])
-def test_an_undisturbed_step(world: int, microbatches: int) -> None:
+def test_even_plan_gives_each_rank_its_own_range(world: int, microbatches: int) -> None:
     for rank in range(world):
         share = even_plan(rank, world, microbatches)
         assert share.numbers == tuple(range(*leaves_of(rank, world, microbatches)))
@@ -100,7 +100,7 @@ def test_an_undisturbed_step(world: int, microbatches: int) -> None:
         assert (share.kept, share.repeats, share.root) == ((), False, 0)
 
 
-def test_a_death_among_four() -> None:
+def test_plan_after_the_death_of_one_rank_of_four() -> None:
     """Rank 2 of 4 dies when each has two of its four microbatches, and the last one three."""
     shares = plan_ranks((((0, 2),), ((4, 6),), ((12, 14), (14, 15))), 16)
     assert [share.numbers for share in shares] == [(2, 3, 6), (7, 8, 9), (10, 11, 15)]
@@ -108,13 +108,13 @@ def test_a_death_among_four() -> None:
     assert shares[0].nodes == (((0, 4), (6, 7)), ((4, 6), (7, 8), (8, 10)), ((10, 12), (12, 16)))
 
 
-def test_a_node_held_twice_is_kept_by_one_and_the_greatest_wins() -> None:
+def test_a_duplicate_node_is_kept_once_and_the_largest_node_wins() -> None:
     shares = plan_ranks((((0, 2), (4, 5)), ((0, 2),), ((4, 8),)), 8)
     assert [share.kept for share in shares] == [((0, 2),), (), ((4, 8),)]
     assert [(share.numbers, share.repeats) for share in shares] == [((0,), True), ((2,), False), ((3,), False)]
     assert shares[0].root == 0
 
 
-def test_fewer_microbatches_than_ranks() -> None:
+def test_fewer_microbatches_than_ranks_are_refused() -> None:
     with pytest.raises(ValueError, match="1 microbatches for 2 ranks"):
         plan_ranks(((), ()), 1)

@@ -52,7 +52,7 @@ def written(path: Path, steps: int) -> list[str]:
     return path.read_text().splitlines()
 
 
-def test_a_step_that_is_due_leaves_one_line_that_follows_the_one_before(path: Path) -> None:
+def test_each_due_step_writes_one_receipt_chained_to_the_previous(path: Path) -> None:
     state, book = new_state(), new_book(path, every=3, total=10)
     digests = {}
     for _ in range(10):
@@ -79,7 +79,7 @@ def test_the_digest_of_a_state_does_not_depend_on_its_receipts(path: Path) -> No
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_new_rank_0_writes_what_the_old_one_had_not_written(path: Path, lost: int) -> None:
+def test_a_new_rank_0_writes_the_missing_receipts(path: Path, lost: int) -> None:
     states = [new_state(), new_state()]
     books = [new_book(path), new_book(path)]
     for number in range(1, 6):
@@ -91,7 +91,7 @@ def test_a_new_rank_0_writes_what_the_old_one_had_not_written(path: Path, lost: 
     assert len(read_chain(path)) == 6
 
 
-def test_a_line_that_a_crash_has_cut_is_written_again(path: Path) -> None:
+def test_a_line_truncated_by_a_crash_is_written_again(path: Path) -> None:
     lines = written(path, 3)
     path.write_text("\n".join(lines)[:-40])
     state, book = new_state(), new_book(path)
@@ -103,7 +103,7 @@ def test_a_line_that_a_crash_has_cut_is_written_again(path: Path) -> None:
     assert [receipt.step for receipt in read_chain(path)] == [1, 2, 3, 4]
 
 
-def test_a_chain_goes_on_from_the_receipts_of_a_checkpoint(path: Path) -> None:
+def test_a_chain_continues_from_the_receipts_of_a_checkpoint(path: Path) -> None:
     state, book = new_state(), new_book(path)
     for _ in range(4):
         take_step(state, book, writes=1)
@@ -124,7 +124,7 @@ def test_a_chain_goes_on_from_the_receipts_of_a_checkpoint(path: Path) -> None:
 
 
 @pytest.mark.parametrize("field", ["step", "offset", "settings", "state", "previous"])
-def test_a_changed_receipt_is_named(path: Path, field: str) -> None:
+def test_a_changed_receipt_is_reported_with_its_line(path: Path, field: str) -> None:
     lines = written(path, 4)
     read = json.loads(lines[1])
     changed = {"step": 9, "offset": 1, "settings": {"seed": "7"}, "state": "0" * 64, "previous": "1" * 64}
@@ -135,7 +135,7 @@ def test_a_changed_receipt_is_named(path: Path, field: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["new hash", "left out", "no JSON"])
-def test_the_chain_begins_behind_a_receipt_that_is_replaced_or_missing(path: Path, how: str) -> None:
+def test_the_chain_begins_after_a_replaced_or_missing_receipt(path: Path, how: str) -> None:
     lines = written(path, 5)
     if how == "new hash":
         lines[1] = replace(Receipt.from_line(lines[1]), state="0" * 64).to_line()
@@ -169,7 +169,7 @@ def test_two_lost_rank_0s_in_a_row_leave_a_gap(path: Path) -> None:
 
 @pytest.mark.parametrize("begins", [0, 2], ids=["at the start", "at a checkpoint"])
 @pytest.mark.parametrize("order", ["ab", "ba"])
-def test_files_of_several_hosts_are_put_together_in_any_order(path: Path, order: str, begins: int) -> None:
+def test_receipts_of_several_hosts_merge_in_any_order(path: Path, order: str, begins: int) -> None:
     lines = written(path, 8)[begins:]
     hosts = {"a": [*lines[:3], *lines[-2:]], "b": lines[2:-1]}  # host a had rank 0 at first and at last
     path.write_text("".join(f"{line}\n" for host in order for line in hosts[host]))
@@ -178,7 +178,7 @@ def test_files_of_several_hosts_are_put_together_in_any_order(path: Path, order:
     assert bool(gap_before(chain)) == bool(begins)
 
 
-def test_lines_that_are_written_again_hide_nothing(path: Path) -> None:
+def test_duplicate_lines_do_not_hide_later_receipts(path: Path) -> None:
     """A run was repeated from step 3, as it was, and has come to step 5."""
     lines = written(path, 8)
     path.write_text("".join(f"{line}\n" for line in (*lines, *lines[3:5])))
@@ -188,7 +188,7 @@ def test_lines_that_are_written_again_hide_nothing(path: Path) -> None:
 @pytest.mark.parametrize(
     "odd", [7, ["no json"], ["{}"], ["[]"], [3], ["x" * 70000], ['{"hash":"","step":"1"}'], ["[" * 5000]]
 )
-def test_receipts_of_a_peer_or_checkpoint_are_checked(path: Path, odd: object) -> None:
+def test_malformed_receipts_in_a_state_are_refused(path: Path, odd: object) -> None:
     state, saved = new_state(), new_state().state_dict()
     with pytest.raises(SizeMismatch, match="the state does not fit"):
         state.load_state_dict(saved | {"receipts": odd})
@@ -204,7 +204,7 @@ def test_receipts_that_cannot_be_written_do_not_end_training(path: Path, caplog:
     assert [receipt.step for receipt in read_chain(path)] == [1, 2]
 
 
-def test_what_differs_from_a_receipt_is_said() -> None:
+def test_compare_reports_differences_from_a_receipt() -> None:
     receipt = Receipt(4, 0, 64, WORDS, "a" * 64, "")
     assert compare(receipt, (0, 64), "a" * 64, WORDS, "it") == ""
     assert compare(receipt, (0, 64), "a" * 64, WORDS | {"libraries": "numpy 3"}, "it") == ""
@@ -214,7 +214,7 @@ def test_what_differs_from_a_receipt_is_said() -> None:
     assert "epoch 1, offset 0, but at epoch 0, offset 64" in compare(receipt, (1, 0), "a" * 64, WORDS, "it")
 
 
-def test_only_a_machine_and_its_script_may_differ() -> None:
+def test_replay_inputs_may_differ_in_machine_and_script() -> None:
     receipt = Receipt(4, 0, 64, WORDS, "a" * 64, "")
     for name in (*machine_words(), SCRIPT):
         assert compare_inputs(receipt, WORDS | {name: "another"}) == "", name
@@ -222,7 +222,7 @@ def test_only_a_machine_and_its_script_may_differ() -> None:
 
 
 @pytest.mark.parametrize("began", [0, 2])
-def test_another_seed_is_named_before_a_step_is_computed(tmp_path: Path, began: int) -> None:
+def test_replay_reports_another_seed_before_computing_a_step(tmp_path: Path, began: int) -> None:
     """Also without a checkpoint, and with one whose step has no receipt."""
     lines = tuple(Receipt(step, 0, 16 * step, WORDS, "a" * 64, "").to_line() for step in (3, 4))
     replay = Replay(ReplayOrder(4, "runs/checkpoint" if began else "", lines, str(tmp_path / "result")))
@@ -252,7 +252,7 @@ def test_a_replay_begins_with_the_latest_checkpoint_before_its_step() -> None:
         plan(chain, [], 9)
 
 
-def test_a_line_is_a_receipt_and_its_hash() -> None:
+def test_a_line_holds_a_receipt_and_its_hash() -> None:
     receipt = Receipt(4, 0, 64, WORDS, "a" * 64, "")
     assert json.loads(receipt.to_line()) == asdict(receipt) | {"hash": receipt.hash}
     assert Receipt.from_line(receipt.to_line()) == receipt
@@ -267,7 +267,7 @@ def in_a_session(path: Path, **sampler: int) -> TrainState:
     return state
 
 
-def test_a_worker_that_is_alone_writes_receipts_up_to_the_last_step(path: Path) -> None:
+def test_a_single_worker_writes_receipts_up_to_the_last_step(path: Path) -> None:
     state = in_a_session(path, microbatches=8)
     chain = read_chain(path)
     assert [receipt.step for receipt in chain] == [2, 4, 5]
@@ -275,12 +275,12 @@ def test_a_worker_that_is_alone_writes_receipts_up_to_the_last_step(path: Path) 
     assert chain[-1].settings["sampler parts"] == "8"
 
 
-def test_receipts_do_not_depend_on_whether_workers_check_each_other(tmp_path: Path) -> None:
+def test_receipts_do_not_depend_on_check_every(tmp_path: Path) -> None:
     for name, every in (("with", 9), ("without", 0)):
         in_a_session(tmp_path / name, microbatches=8, check_every=every)
     assert (tmp_path / "with").read_text() == (tmp_path / "without").read_text()
 
 
-def test_a_state_that_follows_from_the_workers_has_no_receipts(path: Path) -> None:
+def test_receipts_without_microbatches_are_refused(path: Path) -> None:
     with pytest.raises(UnsupportedOp, match="receipts need steps whose result does not depend on the workers"):
         in_a_session(path)

@@ -44,7 +44,7 @@ def summed(nodes: list[Node], microbatches: int) -> list[Node]:
 
 @given(microbatches=counts)
 @settings(deadline=None)
-def test_left_children_are_whole_powers_of_two(microbatches: int) -> None:
+def test_left_subtrees_have_power_of_two_sizes(microbatches: int) -> None:
     nodes = nodes_of((0, microbatches))
     assert len(nodes) == 2 * microbatches - 1
     for node in nodes:
@@ -56,7 +56,7 @@ def test_left_children_are_whole_powers_of_two(microbatches: int) -> None:
 
 @given(microbatches=counts, data=st.data())
 @settings(deadline=None)
-def test_subtrees_are_the_greatest_nodes_of_a_range(microbatches: int, data: st.DataObject) -> None:
+def test_maximal_subtrees_are_the_largest_nodes_in_a_range(microbatches: int, data: st.DataObject) -> None:
     lo = data.draw(st.integers(0, microbatches - 1))
     hi = data.draw(st.integers(lo + 1, microbatches))
     nodes = nodes_of((0, microbatches))
@@ -70,7 +70,7 @@ def test_subtrees_are_the_greatest_nodes_of_a_range(microbatches: int, data: st.
 
 @given(microbatches=counts, data=st.data())
 @settings(deadline=None)
-def test_all_ranks_together_sum_up_the_tree(microbatches: int, data: st.DataObject) -> None:
+def test_subtrees_of_all_ranks_add_up_to_the_root(microbatches: int, data: st.DataObject) -> None:
     world = data.draw(st.integers(1, microbatches))
     by_rank = subtrees_by_rank(world, microbatches)
     assert [leaves_of(rank, world, microbatches) for rank in range(world)] == [(of[0][0], of[-1][1]) for of in by_rank]
@@ -79,7 +79,7 @@ def test_all_ranks_together_sum_up_the_tree(microbatches: int, data: st.DataObje
 
 @given(microbatches=st.integers(1, 40), data=st.data())
 @settings(deadline=None)
-def test_only_the_two_children_of_a_node_are_summed(microbatches: int, data: st.DataObject) -> None:
+def test_closes_accepts_only_the_two_children_of_a_node(microbatches: int, data: st.DataObject) -> None:
     nodes = sorted(nodes_of((0, microbatches)))
     left = data.draw(st.sampled_from(nodes))
     right = data.draw(st.sampled_from(nodes))
@@ -90,5 +90,5 @@ def test_only_the_two_children_of_a_node_are_summed(microbatches: int, data: st.
 @pytest.mark.parametrize(
     ("world", "counts_of"), [(1, [1]), (2, [1, 1]), (3, [1, 2, 2]), (4, [1] * 4), (8, [1] * 8), (5, [1, 2, 1, 1, 1])]
 )
-def test_how_many_arrays_each_rank_sends_of_eight_microbatches(world: int, counts_of: list[int]) -> None:
+def test_number_of_subtrees_per_rank_for_eight_microbatches(world: int, counts_of: list[int]) -> None:
     assert [len(nodes) for nodes in subtrees_by_rank(world, 8)] == counts_of

@@ -19,9 +19,7 @@ T = np.arange(30) % 3
 
 
 @given(seed=st.integers(0, 99), step=st.integers(1, 99), world=st.integers(1, 9), more=st.integers(0, 9))
-def test_a_microbatch_has_its_owner_and_two_other_ranks_if_there_are_any(
-    seed: int, step: int, world: int, more: int
-) -> None:
+def test_a_checked_microbatch_has_an_owner_and_up_to_two_checkers(seed: int, step: int, world: int, more: int) -> None:
     found = computed_twice(seed, step, world, world + more, 1)
     assert found is not None
     assert found.number * world // (world + more) <= found.owner <= found.number
@@ -32,14 +30,14 @@ def test_a_microbatch_has_its_owner_and_two_other_ranks_if_there_are_any(
     assert same.number == found.number
 
 
-def test_all_microbatches_get_their_turn() -> None:
+def test_every_microbatch_is_checked_eventually() -> None:
     found = [computed_twice(0, step, 2, 8, 5) for step in range(1, 401)]
     assert [number for number, twice in enumerate(found, 1) if twice is not None] == list(range(5, 401, 5))
     assert {micro.number for micro in found if micro is not None} == set(range(8))
     assert computed_twice(0, 5, 2, 8, 0) is None
 
 
-def test_who_differs_from_a_majority_is_odd() -> None:
+def test_odd_ones_are_the_ranks_that_differ_from_a_majority() -> None:
     assert odd_ones([(0, b"a"), (1, b"a"), (2, b"a")]) == []
     assert odd_ones([(2, b"b"), (0, b"a"), (1, b"a")]) == [2]
     assert odd_ones([(0, b"a"), (1, b"b")]) == [0, 1]
@@ -71,26 +69,26 @@ def train(every: int, *, wrong_in: int = 0, leaves_out: bool = False) -> tuple[b
     return state.fingerprint(), computed
 
 
-def test_a_microbatch_that_is_computed_twice_changes_nothing() -> None:
+def test_computing_a_microbatch_twice_does_not_change_the_result() -> None:
     plain, checked = train(0), train(2)
     assert (plain[1], checked[1]) == (16, 18)
     assert plain[0] == checked[0]
 
 
-def test_a_worker_that_is_alone_finds_that_it_differs_from_itself() -> None:
+def test_a_single_worker_detects_its_own_divergence() -> None:
     with pytest.raises(
         DivergenceError, match=r"rank 0 .* computed different gradients of microbatch \d in step 4 in two"
     ):
         train(2, wrong_in=4)
 
 
-def test_a_check_that_is_left_out_is_an_error() -> None:
+def test_skipping_a_check_is_an_error() -> None:
     with pytest.raises(StepOrderError, match="is checked here in step 2, but was left out"):
         train(2, leaves_out=True)
 
 
 @pytest.mark.parametrize("settings", [{"check_every": 2}, {"check_every": -1, "microbatches": 4}])
-def test_checks_need_microbatches(settings: dict[str, Any]) -> None:
+def test_check_every_without_microbatches_or_negative_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="check_every="):
         paceline.ElasticSampler(30, global_batch=11, **settings)
 

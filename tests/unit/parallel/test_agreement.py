@@ -39,7 +39,7 @@ class Buffered(Branches):
         yield from self.buffers.items()
 
 
-def test_rank_0s_values_are_given() -> None:
+def test_parameters_take_the_values_of_rank_0_in_place() -> None:
     def rank(g: Group) -> Any:
         module = mlp(seed=g.rank)
         arrays = [id(p.data) for _, p in module.named_parameters()]
@@ -52,7 +52,7 @@ def test_rank_0s_values_are_given() -> None:
         np.testing.assert_equal(found, expected)
 
 
-def test_buffers_of_any_dtype_and_layout_are_given() -> None:
+def test_buffers_of_any_dtype_and_layout_are_broadcast() -> None:
     def rank(g: Group) -> list[Array]:
         buffers = {
             "flags": np.array([g.rank == 0, True]),
@@ -73,7 +73,7 @@ def test_buffers_of_any_dtype_and_layout_are_given() -> None:
     np.testing.assert_array_equal(second[2], np.arange(6).reshape(2, 3))
 
 
-def test_equal_values_are_not_sent() -> None:
+def test_equal_values_are_not_broadcast() -> None:
     def rank(g: Group) -> None:
         def no_broadcast(*args: Any, **settings: Any) -> Any:
             raise AssertionError("broadcast")
@@ -103,7 +103,9 @@ def test_equal_values_are_not_sent() -> None:
         ),
     ],
 )
-def test_models_that_differ(odd: Callable[[], Branches], kind: type[PacelineError], text: str) -> None:
+def test_models_that_differ_raise_the_same_error_on_all_ranks(
+    odd: Callable[[], Branches], kind: type[PacelineError], text: str
+) -> None:
     def rank(g: Group) -> str:
         with pytest.raises(kind, match=text) as caught:
             DDP(odd() if g.rank == 2 else Branches("a", a=scale(1.0)), g)(np.ones((1, 1)))
@@ -113,7 +115,7 @@ def test_models_that_differ(odd: Callable[[], Branches], kind: type[PacelineErro
     assert len(set(run_ranks(3, rank))) == 1  # all tell the same story
 
 
-def test_all_hear_of_it_before_one_ends_the_generation() -> None:
+def test_all_ranks_learn_of_a_mismatch_before_the_generation_ends() -> None:
     """Rank 2 is late for the last message, and rank 0 ends the generation as soon as it has raised."""
     rank_0_is_through = threading.Event()
 
@@ -158,7 +160,7 @@ def manifest_of(*values: float) -> ModelManifest:
     ],
 )
 @pytest.mark.parametrize("before", [0, 5])  # it has come in, or was away when the others agreed last
-def test_newcomers_are_the_ones_who_differ(before: int, new: Any, odd: Any, blamed: Any, hear: Any) -> None:
+def test_newcomers_are_blamed_for_a_model_that_differs(before: int, new: Any, odd: Any, blamed: Any, hear: Any) -> None:
     """It is their error alone: `hear` are the ranks for which it is a SizeMismatch."""
 
     def rank(g: Group) -> None:
@@ -170,7 +172,7 @@ def test_newcomers_are_the_ones_who_differ(before: int, new: Any, odd: Any, blam
     run_ranks(4, rank)
 
 
-def test_newcomers_in_a_part_of_the_view() -> None:
+def test_a_newcomer_in_a_subgroup_is_blamed_by_its_rank_in_the_view() -> None:
     def rank(g: Group) -> None:
         if g.rank >= 2:
             kind, agreed_in = (SizeMismatch, 0) if g.rank == 3 else (NewcomerDiffers, 1)
@@ -182,7 +184,7 @@ def test_newcomers_in_a_part_of_the_view() -> None:
 
 
 @pytest.mark.parametrize("wrap", [DDP, lambda model, g: FSDP(model, g, ShardingStrategy.NO_SHARD)])
-def test_a_newcomer_is_new_to_a_wrapper_until_its_first_use(wrap: Any) -> None:
+def test_a_member_is_a_newcomer_to_a_wrapper_until_its_first_use(wrap: Any) -> None:
     """However many steps and views the two have trained with another wrapper meanwhile."""
     old, new = Group(local_meshes(1)[0], SOON), Group(NoMesh("waits"), SOON)
     models = {g: (Branches("a", a=scale(1.0)), Branches("a", a=scale(*[1.0] * n))) for g, n in ((old, 1), (new, 2))}
@@ -201,7 +203,7 @@ def test_a_newcomer_is_new_to_a_wrapper_until_its_first_use(wrap: Any) -> None:
         group.close(0.2)
 
 
-def test_parameters_tied_on_one_rank_only() -> None:
+def test_parameters_tied_on_one_rank_only_raise_divergence_error() -> None:
     def rank(g: Group) -> None:
         a, b = scale(1.0), scale(1.0)
         with pytest.raises(DivergenceError, match=r"rank 0 has trained 'b' float64 \[1\], which rank 1 does not have"):
@@ -219,7 +221,7 @@ def test_several_ranks_that_differ_are_all_named() -> None:
     run_ranks(4, rank)
 
 
-def test_bucket_size_that_differs() -> None:
+def test_different_bucket_sizes_raise_settings_mismatch() -> None:
     def rank(g: Group) -> None:
         with pytest.raises(SettingsMismatch, match="bucket_mb is 2 on rank 1 and 1 on rank 0"):
             DDP(mlp(), g, bucket_mb=1 + g.rank)(np.zeros((1, 12)))
@@ -227,7 +229,7 @@ def test_bucket_size_that_differs() -> None:
     run_ranks(2, rank)
 
 
-def test_values_that_do_not_arrive() -> None:
+def test_a_corrupted_broadcast_raises_divergence_error() -> None:
     def rank(g: Group) -> None:
         if g.rank == 1:
             whole = g.broadcast
@@ -271,7 +273,7 @@ def test_buffers_must_be_arrays_of_plain_data() -> None:
     run_ranks(1, rank)
 
 
-def test_manifest_travels() -> None:
+def test_manifest_survives_encode_and_decode() -> None:
     manifest = ModelManifest.of(
         {"a": scale(1.0), "b": scale(1, requires_grad=False)}, {"m": np.zeros((2, 3), ">f4")}, bucket_mb=25
     )

@@ -42,7 +42,7 @@ class Constant:
 @pytest.mark.slow
 @pytest.mark.parametrize("compression", [None, "bf16", "int8"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_step_takes_no_memory_of_the_size_of_gradients(compression: str | None, dtype: str) -> None:
+def test_a_step_allocates_no_memory_of_the_size_of_gradients(compression: str | None, dtype: str) -> None:
     peaks: list[int] = []
     world = 2
 
@@ -78,7 +78,7 @@ def homes(ddp: DDP) -> list[int]:
     return [bucket.flat.ctypes.data for bucket in ddp._model.reducer.buckets]
 
 
-def test_memory_is_the_groups_and_outlives_failures_and_generations() -> None:
+def test_bucket_memory_is_reused_after_failures_and_new_generations() -> None:
     groups = local_groups(2)
     made: list[list[int]] = [[], []]
     ddps = [DDP(mlp(), g, bucket_mb=600 / 2**20) for g in groups]
@@ -141,7 +141,7 @@ class SlowGroup(RecordingGroup):
         return self.works[-1]
 
 
-def test_what_a_running_reduction_divides_by_is_left_to_it() -> None:
+def test_a_running_reduction_keeps_its_divisor() -> None:
     group = SlowGroup()
     ddp = DDP(Branches("abc", a=scale(2.0), b=scale(3.0), c=scale(4.0)), group, bucket_mb=1e-6)
 
@@ -167,7 +167,7 @@ def test_what_a_running_reduction_divides_by_is_left_to_it() -> None:
 
 
 @pytest.mark.parametrize("over", [False, True])
-def test_memory_of_a_reduction_that_still_runs_is_left_to_it(over: bool) -> None:
+def test_memory_of_a_running_reduction_is_not_reused(over: bool) -> None:
     group = SlowGroup()
     ddp = DDP(Branches("ab", a=scale(2.0), b=scale(3.0)), group, bucket_mb=1e-6)
 
@@ -198,7 +198,7 @@ def test_memory_of_a_reduction_that_still_runs_is_left_to_it(over: bool) -> None
         assert np.shares_memory(parameter.grad, bucket.flat)  # at home again
 
 
-def test_a_reduction_that_still_runs_keeps_its_memory_when_buckets_are_laid_out_anew() -> None:
+def test_a_running_reduction_keeps_its_memory_when_buckets_are_rebuilt() -> None:
     """Another host comes, so the default size of buckets is another."""
     group = SlowGroup(members=(Peer(0, "a", "here", node="n"), Peer(1, "b", "here", node="n")))
     ddp = DDP(Constant(1, "float64"), group)

@@ -26,7 +26,7 @@ X = np.ones((1, 3))
         ("", {}, [5, 5, 5]),
     ],
 )
-def test_buckets_are_larger_where_all_are_on_one_host(
+def test_default_buckets_are_larger_where_all_ranks_share_a_host(
     nodes: str | list[str], settings: dict[str, Any], buckets: list[int]
 ) -> None:
     """Parameters of 5 million elements, whose memory nobody touches."""
@@ -43,7 +43,7 @@ def test_buckets_are_larger_where_all_are_on_one_host(
     assert [bucket.flat.size // 1_000_000 for bucket in ddp._model.reducer.buckets] == buckets
 
 
-def test_buckets_are_laid_out_anew_when_hosts_come_or_go() -> None:
+def test_buckets_are_rebuilt_when_hosts_join_or_leave() -> None:
     """Gradients that are there go home with them."""
     group = RecordingGroup(members=_peers("aa"))
     ddp = DDP(Branches("ab", a=scale(2.0), b=scale(3.0)), group)
@@ -65,7 +65,7 @@ def test_buckets_are_laid_out_anew_when_hosts_come_or_go() -> None:
     assert len(set(map(id, reducers[1:]))) == 3
 
 
-def test_hosts_do_not_decide_the_dtype_of_the_weight() -> None:
+def test_bucket_dtypes_and_sizes_do_not_depend_on_hosts() -> None:
     """With microbatches, the total weight has the same bits however hosts lie, also for models of two dtypes."""
     found = []
     for nodes in ("aa", "ab"):
@@ -85,6 +85,6 @@ def _peers(nodes: str | list[str]) -> tuple[Peer, ...]:
     return tuple(Peer(rank, f"member-{rank}", "host", node=node) for rank, node in enumerate(nodes))
 
 
-def test_bad_bucket_size() -> None:
+def test_bucket_size_of_zero_raises_value_error() -> None:
     with pytest.raises(ValueError, match="bucket_mb"):
         DDP(Branches(""), RecordingGroup(), bucket_mb=0)

@@ -32,7 +32,9 @@ def model(*sizes: int, dtypes: str = "") -> dict[str, Parameter]:
         ((), "", 16, []),
     ],
 )
-def test_plan(sizes: tuple[int, ...], dtypes: str, cap_bytes: int, expected: list[str]) -> None:
+def test_plan_buckets_fills_each_bucket_up_to_the_cap(
+    sizes: tuple[int, ...], dtypes: str, cap_bytes: int, expected: list[str]
+) -> None:
     assert [" ".join(paths) for paths in plan_buckets(model(*sizes, dtypes=dtypes), cap_bytes)] == expected
 
 
@@ -47,19 +49,19 @@ def test_plan(sizes: tuple[int, ...], dtypes: str, cap_bytes: int, expected: lis
         ((1, 1, 1), "", ["p2 p1 p0"]),
     ],
 )
-def test_the_first_bucket_is_full_sooner(sizes: tuple[int, ...], dtypes: str, expected: list[str]) -> None:
+def test_the_first_bucket_has_a_smaller_cap(sizes: tuple[int, ...], dtypes: str, expected: list[str]) -> None:
     plan = plan_buckets(model(*sizes, dtypes=dtypes), cap_bytes=27 * 8, first_bytes=8 * 8)
     assert [" ".join(paths) for paths in plan] == expected
 
 
-def test_sixteen_bits_must_be_asked_for() -> None:
+def test_float16_parameters_are_refused_unless_narrow_is_set() -> None:
     parameters = {"p": Parameter(np.zeros(3, np.float16)), "q": Parameter(np.zeros(3))}
     assert plan_buckets(parameters, 99, narrow=True) == [["q"], ["p"]]
     with pytest.raises(UnsupportedOp, match="'p' is float16; only float32 and float64"):
         plan_buckets(parameters, 99)
 
 
-def test_sixteen_bits_travel_in_32() -> None:
+def test_float16_gradients_are_sent_as_float32() -> None:
     parameter = Parameter(np.zeros(3, np.float16))
     bucket = Bucket({"p": parameter})
     parameter.accumulate([1, 2, 3])
@@ -87,7 +89,7 @@ def test_plan_holds_every_trained_parameter_once_in_buckets_of_one_dtype(
         assert [int(path[1:]) for path in paths] == sorted((int(path[1:]) for path in paths), reverse=True)
 
 
-def test_nothing_goes_early_before_a_whole_pass_was_counted() -> None:
+def test_no_bucket_is_sent_early_before_a_complete_pass() -> None:
     ready = Readiness([0, 1])
     ready.start(early=True)
     assert [list(ready.signal(i)) for i in (0, 1)] == [[], []]
@@ -96,7 +98,7 @@ def test_nothing_goes_early_before_a_whole_pass_was_counted() -> None:
     assert list(ready.signal(0)) == []
 
 
-def test_buckets_go_when_complete_and_in_order() -> None:
+def test_buckets_are_sent_when_complete_and_in_order() -> None:
     ready = Readiness([0, 0, 1, 2])
     ready.start(early=True)
     ready.signal(2)
@@ -126,7 +128,7 @@ def test_a_refused_write_is_expected_next_time() -> None:
 
 @given(st.data())
 @settings(deadline=None, max_examples=100)
-def test_every_bucket_goes_once_in_order_and_never_before_its_last_signal(data: st.DataObject) -> None:
+def test_every_bucket_is_sent_once_and_in_order(data: st.DataObject) -> None:
     bucket_of = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=8).map(lambda b: _dense(b)))
     signals = data.draw(st.lists(st.integers(0, len(bucket_of) - 1), max_size=20))
     ready = Readiness(bucket_of)

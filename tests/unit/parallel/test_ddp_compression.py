@@ -51,7 +51,7 @@ def one_step(ddp: DDP, optimizer: SGD, sampler: ElasticSampler, step: int) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=name)
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_training_comes_near_that_of_one_process(way: dict[str, Any], world: int) -> None:
+def test_compressed_training_stays_close_to_one_process(way: dict[str, Any], world: int) -> None:
     sampler, steps = ElasticSampler(N, 157, seed=3), 24
     alone = mlp(0, "float32")
     expected = train_alone(alone, SGD(alone, lr=0.1, momentum=0.9), sampler, steps)
@@ -71,7 +71,7 @@ def test_training_comes_near_that_of_one_process(way: dict[str, Any], world: int
 
 
 @pytest.mark.parametrize("way", WAYS, ids=name)
-def test_weights_and_flags_are_exact(way: dict[str, Any]) -> None:
+def test_sample_weights_and_usage_flags_are_sent_uncompressed(way: dict[str, Any]) -> None:
     """A rank of weight 1e-6 counts as much, and one parameter that a rank of many did not use is known as used."""
 
     def rank(g: Group) -> Any:
@@ -87,7 +87,7 @@ def test_weights_and_flags_are_exact(way: dict[str, Any]) -> None:
         assert found["b"] == pytest.approx(1, rel=0.02)
 
 
-def test_an_undone_step_that_is_repeated_gives_the_bits_of_one_that_was_not() -> None:
+def test_a_repeated_step_after_an_undo_gives_the_same_bits() -> None:
     """As `session.steps` undoes it: before its reduction, behind it, and behind two reductions in one step."""
 
     def rank(g: Group, undone: bool) -> dict[str, bytes]:
@@ -119,7 +119,7 @@ def test_an_undone_step_that_is_repeated_gives_the_bits_of_one_that_was_not() ->
     assert run_ranks(2, partial(rank, undone=True)) == run_ranks(2, partial(rank, undone=False))
 
 
-def test_a_failed_attempt_leaves_no_trace_where_nobody_counts_steps() -> None:
+def test_a_failed_backward_does_not_change_compressed_training() -> None:
     def rank(g: Group, fails: bool) -> dict[str, bytes]:
         module = mlp(0, "float32")
         ddp = DDP(module, g, bucket_mb=BUCKET_MB, compression="int8")
@@ -143,7 +143,7 @@ def test_a_failed_attempt_leaves_no_trace_where_nobody_counts_steps() -> None:
     assert run_ranks(2, partial(rank, fails=True)) == run_ranks(2, partial(rank, fails=False))
 
 
-def test_residuals_stay_with_their_rank_and_are_no_part_of_the_state() -> None:
+def test_residuals_stay_with_their_rank_and_outside_the_state() -> None:
     groups = local_groups(2)
     sampler = ElasticSampler(N, 157, seed=3)
     before: dict[int, Any] = {}
@@ -189,7 +189,9 @@ def test_residuals_stay_with_their_rank_and_are_no_part_of_the_state() -> None:
         (None, "int8", "compression is int8 block=1024 on rank 1 and None on rank 0"),
     ],
 )
-def test_compression_that_differs(mine: str | Codec | None, theirs: str | Codec, text: str) -> None:
+def test_different_compression_raises_settings_mismatch(
+    mine: str | Codec | None, theirs: str | Codec, text: str
+) -> None:
     def rank(g: Group) -> None:
         with pytest.raises(SettingsMismatch, match=text):
             DDP(mlp(), g, compression=theirs if g.rank else mine)(np.zeros((1, 12)))
@@ -197,7 +199,7 @@ def test_compression_that_differs(mine: str | Codec | None, theirs: str | Codec,
     run_ranks(2, rank)
 
 
-def test_misuse() -> None:
+def test_bad_compression_arguments_are_refused() -> None:
     def rank(g: Group) -> None:
         with pytest.raises(UnsupportedOp, match="compression must be"):
             DDP(mlp(), g, compression="zip")

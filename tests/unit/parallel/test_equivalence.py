@@ -35,7 +35,7 @@ def assert_same_bits(ranks: list[Weights]) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
-def test_same_weights_as_one_process(world: int, dtype: str, kind: str) -> None:
+def test_trained_weights_match_those_of_one_process(world: int, dtype: str, kind: str) -> None:
     sampler = partial(ElasticSampler, N, 157, seed=3)
     alone = mlp(0, dtype)
     expected = train_alone(alone, OPTIMIZERS[kind](alone), sampler(), STEPS)
@@ -53,7 +53,7 @@ def test_same_weights_as_one_process(world: int, dtype: str, kind: str) -> None:
         assert_same_bits([expected, ranks[0]])
 
 
-def test_more_ranks_than_samples() -> None:
+def test_more_ranks_than_samples_train_as_one_process() -> None:
     sampler = partial(ElasticSampler, 7, 3, seed=1)  # batches of 3, 3 and 1 for 4 ranks
     alone = mlp()
     expected = train_alone(alone, SGD(alone, lr=0.1, momentum=0.9), sampler(), STEPS)
@@ -65,7 +65,7 @@ def test_more_ranks_than_samples() -> None:
         np.testing.assert_allclose(ranks[0][path], values, rtol=1e-9, atol=1e-12)
 
 
-def test_alone_gives_the_bits_of_the_module_unwrapped() -> None:
+def test_one_rank_gives_the_bits_of_the_unwrapped_module() -> None:
     """Also where the weight is a number of samples, by which float32 cannot multiply and divide without rounding."""
     x, labels = samples("float32")
     plain = mlp(0, "float32")

@@ -25,7 +25,7 @@ def step(ddp: DDP, x: Array, dy: Array, weight: float | None = None) -> dict[str
     return gradients(ddp)
 
 
-def test_mean_is_weighted_by_samples() -> None:
+def test_gradient_mean_is_weighted_by_samples() -> None:
     def rank(g: Group) -> Any:
         ddp = DDP(Branches("a", a=scale(1.0)), g)
         rows = g.rank + 1  # 1, 2 and 3 samples of value 1, 2 and 3; dy is that of the mean over them
@@ -34,7 +34,7 @@ def test_mean_is_weighted_by_samples() -> None:
     assert run_ranks(3, rank) == [pytest.approx((1 + 4 + 9) / 6)] * 3
 
 
-def test_weight_is_what_the_caller_says() -> None:
+def test_explicit_weight_replaces_the_number_of_samples() -> None:
     def rank(g: Group) -> Any:
         ddp = DDP(Branches("a", a=scale(1.0)), g)
         return step(ddp, np.full((1, 1), g.rank * 1.0), np.ones((1, 1)), weight=[0.25, 0.75][g.rank])["a"]
@@ -42,7 +42,7 @@ def test_weight_is_what_the_caller_says() -> None:
     assert run_ranks(2, rank) == [pytest.approx(0.75)] * 2
 
 
-def test_rank_of_weight_zero_counts_nothing_not_even_nan() -> None:
+def test_gradients_of_a_rank_of_weight_zero_are_ignored_even_if_nan() -> None:
     def rank(g: Group) -> Any:
         ddp = DDP(Branches("ab" if g.rank else "a", a=scale(1.0), b=scale(1.0)), g)
         value = float("nan") if g.rank else 3.0
@@ -53,7 +53,7 @@ def test_rank_of_weight_zero_counts_nothing_not_even_nan() -> None:
     assert run_ranks(2, rank) == [(3.0, None)] * 2
 
 
-def test_micro_batch_of_weight_zero_leaves_the_others_alone() -> None:
+def test_a_micro_batch_of_weight_zero_is_ignored_even_if_nan() -> None:
     def rank(g: Group) -> Any:
         ddp = DDP(Branches("a", a=scale(1.0)), g)
         with ddp.no_sync():
@@ -64,7 +64,7 @@ def test_micro_batch_of_weight_zero_leaves_the_others_alone() -> None:
     assert run_ranks(2, rank) == [2.0] * 2
 
 
-def test_no_weight_anywhere_is_an_error_on_every_rank() -> None:
+def test_a_total_weight_of_zero_raises_on_every_rank() -> None:
     def rank(g: Group) -> Any:
         ddp = DDP(Branches("a", a=scale(1.0)), g)
         with pytest.raises(StepOrderError, match="add up to 0"):
@@ -76,7 +76,7 @@ def test_no_weight_anywhere_is_an_error_on_every_rank() -> None:
 
 
 @pytest.mark.parametrize("bucket_mb", [25, 1e-6])
-def test_unused_parameters(bucket_mb: float) -> None:
+def test_unused_parameters_get_no_gradient_and_no_update(bucket_mb: float) -> None:
     """`a` by all, `b` by rank 0 only, `c` by nobody, and which of them changes from step to step."""
 
     def rank(g: Group) -> Any:
@@ -100,7 +100,7 @@ def test_unused_parameters(bucket_mb: float) -> None:
     np.testing.assert_array_equal(first[0][1], [0.5, 0.5])  # rank 1 sent zeros
 
 
-def test_frozen_parameters_are_given_but_not_reduced() -> None:
+def test_frozen_parameters_are_broadcast_but_not_reduced() -> None:
     def rank(g: Group) -> Any:
         module = Branches("ab", a=scale(2.0 + g.rank, requires_grad=False), b=scale(1.0))
         found = step(DDP(module, g), np.ones((1, 1)), np.ones((1, 1)))
@@ -109,7 +109,7 @@ def test_frozen_parameters_are_given_but_not_reduced() -> None:
     assert run_ranks(2, rank) == [([2.0], None, [2.0])] * 2
 
 
-def test_freezing_and_unfreezing_between_steps() -> None:
+def test_freezing_works_between_steps_but_is_refused_in_no_sync() -> None:
     def rank(g: Group) -> Any:
         module = Branches("ab", a=scale(2.0, requires_grad=False), b=scale(1.0))
         ddp = DDP(module, g)
@@ -140,7 +140,7 @@ def test_gradients_from_before_a_freeze_are_kept() -> None:
     assert run_ranks(2, rank) == [{"a": 2.0, "b": 2.0}] * 2  # a twice 1; b stays at its last, which nobody will use
 
 
-def test_tied_parameters_count_once() -> None:
+def test_tied_parameters_are_reduced_and_updated_once() -> None:
     def rank(g: Group) -> Any:
         shared = scale(3.0)
         module = Branches("ab", a=shared, b=shared)  # y = w * w * x
@@ -154,7 +154,7 @@ def test_tied_parameters_count_once() -> None:
     assert run_ranks(2, rank) == [(6.0, 1)] * 2
 
 
-def test_layer_used_twice() -> None:
+def test_a_layer_used_twice_gets_the_right_gradient() -> None:
     def rank(g: Group) -> Any:
         ddp = DDP(Branches("aba", a=scale(3.0), b=scale(5.0)), g, bucket_mb=1e-6)  # y = a * a * b * x
         optimizer = SGD(ddp, lr=0.1)
@@ -169,7 +169,7 @@ def test_layer_used_twice() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("explicit", [False, True])
-def test_no_sync_equals_one_big_batch(dtype: str, explicit: bool) -> None:
+def test_accumulation_in_no_sync_equals_one_big_batch(dtype: str, explicit: bool) -> None:
     x, labels = samples(dtype)
     whole = mlp(0, dtype)
     whole.backward(nn.softmax_cross_entropy(whole.forward(x[:60]), labels[:60])[1])
@@ -201,7 +201,7 @@ def test_no_sync_equals_one_big_batch(dtype: str, explicit: bool) -> None:
         np.testing.assert_allclose(first[path], values, rtol=1e-4, atol=1e-6 if dtype == "float32" else 1e-14)
 
 
-def test_backward_without_zero_grad_adds_to_what_is_there() -> None:
+def test_backward_without_zero_grad_adds_to_earlier_gradients() -> None:
     def rank(g: Group) -> Any:
         module = Branches("a", a=scale(1.0), b=scale(1.0))
         ddp = DDP(module, g)
@@ -216,7 +216,7 @@ def test_backward_without_zero_grad_adds_to_what_is_there() -> None:
     assert run_ranks(1, rank) == [(1.0, 2.0, 2.0, 1.0)]
 
 
-def test_sync_gradients_after_the_modules_own_backward() -> None:
+def test_sync_gradients_averages_after_the_module_s_own_backward() -> None:
     def rank(g: Group) -> Any:
         module = Branches("a", a=scale(1.0))
         ddp = DDP(module, g)
@@ -236,7 +236,7 @@ def test_sync_gradients_after_the_modules_own_backward() -> None:
     assert run_ranks(2, rank) == [(pytest.approx(5 / 3), 2.0)] * 2
 
 
-def test_sync_gradients_is_enough_without_any_forward_through_ddp() -> None:
+def test_sync_gradients_works_without_a_forward_through_ddp() -> None:
     def rank(g: Group) -> Any:
         module = Branches("a", a=scale(1.0))
         module.forward(np.full((1, 1), g.rank * 1.0))
@@ -247,7 +247,7 @@ def test_sync_gradients_is_enough_without_any_forward_through_ddp() -> None:
     assert run_ranks(4, rank) == [1.5] * 4
 
 
-def test_mixed_dtypes_empty_and_scalar_parameters() -> None:
+def test_mixed_dtypes_empty_and_scalar_parameters_are_reduced() -> None:
     def rank(g: Group) -> Any:
         module = Branches(
             "abcd", a=scale(1, dtype="f4"), b=scale(1, 1), c=Parameter(np.array(2.0)), d=scale(1, 1, dtype="f4")
@@ -269,7 +269,7 @@ def test_mixed_dtypes_empty_and_scalar_parameters() -> None:
     assert run_ranks(2, rank) == [expected] * 2
 
 
-def test_only_floats_of_32_and_64_bits_are_trained() -> None:
+def test_a_trained_float16_parameter_is_refused() -> None:
     def rank(g: Group) -> None:
         with pytest.raises(UnsupportedOp, match="'a' is float16"):
             DDP(Branches("", a=scale(1, dtype="f2")), g)(ONES)
@@ -277,7 +277,7 @@ def test_only_floats_of_32_and_64_bits_are_trained() -> None:
     run_ranks(1, rank)
 
 
-def test_gradients_stay_where_they_are_and_nothing_grows() -> None:
+def test_gradient_addresses_stay_and_memory_does_not_grow() -> None:
     def rank(g: Group) -> Any:
         x, labels = samples()
         ddp = DDP(mlp(), g, bucket_mb=600 / 2**20)

@@ -45,14 +45,14 @@ def gradient(rank: int, step: int, of_rank: int) -> Any:
     return (rng.standard_normal((N, of_rank)) @ np.random.default_rng(7).standard_normal((of_rank, M))).reshape(N, 4, 5)
 
 
-def test_what_shrinks() -> None:
+def test_shrinks_only_matrices_larger_than_their_factors() -> None:
     assert shrinks(Parameter(np.zeros((N, 4, 5))), RANK)
     assert not shrinks(Parameter(np.zeros((4, 4))), 2)
     assert not shrinks(Parameter(np.zeros(99)), 1)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_sum_of_so_few_directions_is_exact(world: int) -> None:
+def test_sums_of_low_rank_gradients_are_exact(world: int) -> None:
     def run(group: Group) -> Any:
         module = Matrix()
         ddp = DDP(module, group, compression=PowerSGD(RANK))
@@ -69,7 +69,7 @@ def test_a_sum_of_so_few_directions_is_exact(world: int) -> None:
         assert matrix.tobytes() == ranks[0][0].tobytes()
 
 
-def test_what_is_left_over_comes_later() -> None:
+def test_error_feedback_accounts_for_the_whole_compression_error() -> None:
     """Sums over all steps differ from the exact ones by what is left over now, whatever the rank of the gradients."""
     steps = 40
 
@@ -93,7 +93,7 @@ def test_what_is_left_over_comes_later() -> None:
     assert np.linalg.norm(left) < 0.5 * np.linalg.norm(exact)
 
 
-def test_an_undone_step_leaves_no_trace_and_a_new_generation_begins_alike() -> None:
+def test_an_undone_step_does_not_change_later_sums() -> None:
     groups = local_groups(2)
     made = [DDP(Matrix(), group, compression="powersgd") for group in groups]
 
@@ -125,7 +125,7 @@ def test_an_undone_step_leaves_no_trace_and_a_new_generation_begins_alike() -> N
     assert {found.tobytes() for found in disturbed} == {quiet[0].tobytes()}
 
 
-def test_all_begin_with_the_same_directions_in_a_new_generation() -> None:
+def test_a_new_generation_resets_the_directions() -> None:
     group = local_groups(1)[0]
     ddp = DDP(Matrix(), group, compression="powersgd")
     ddp.prepare()
@@ -140,7 +140,7 @@ def test_all_begin_with_the_same_directions_in_a_new_generation() -> None:
 
 
 @pytest.mark.parametrize("feedback", [None, False])
-def test_training_comes_near(feedback: bool | None) -> None:
+def test_power_sgd_training_stays_close_to_exact_training(feedback: bool | None) -> None:
     def run(group: Group) -> Any:
         module = mlp(group.rank)
         ddp = DDP(module, group, compression=PowerSGD(2), error_feedback=feedback)
@@ -171,7 +171,7 @@ def test_training_comes_near(feedback: bool | None) -> None:
     assert abs(ranks[0][0] - exactly()) < 0.05
 
 
-def test_what_is_not_finite_does_not_stay() -> None:
+def test_non_finite_gradients_do_not_stay_in_the_residual() -> None:
     def run(group: Group) -> Any:
         module = Matrix()
         ddp = DDP(module, group, compression="powersgd")
@@ -188,7 +188,7 @@ def test_what_is_not_finite_does_not_stay() -> None:
         assert found == [True, False, True]
 
 
-def test_settings() -> None:
+def test_bad_or_different_ranks_of_power_sgd_are_refused() -> None:
     with pytest.raises(ValueError, match="rank of 1 to 64"):
         PowerSGD(0)
 

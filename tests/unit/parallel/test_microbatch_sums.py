@@ -84,7 +84,9 @@ def train(group: Group, microbatches: int, *, dtype: Any, bucket_mb: float, batc
     ("microbatches", "dtype", "batch"), [(8, "f4", 64), (8, "f8", 61), (5, "f4", 50), (6, "f4", 3)],
     ids=["even", "shares of two sizes", "no power of two", "empty microbatches"],
 )  # fmt: skip
-def test_every_world_has_the_bits_of_one_process(microbatches: int, dtype: str, batch: int, bucket_mb: float) -> None:
+def test_every_world_size_has_the_bits_of_one_process(
+    microbatches: int, dtype: str, batch: int, bucket_mb: float
+) -> None:
     found = {
         world: set(
             run_groups(

@@ -45,7 +45,7 @@ def test_setting_the_gradient_copies_and_casts() -> None:
     np.testing.assert_array_equal(p.grad, [1, 2])
 
 
-def test_signals() -> None:
+def test_a_listener_is_called_before_and_after_each_write() -> None:
     p, listener = Parameter(np.zeros(1)), Listener()
     p._watch(listener)
     p.accumulate([1])
@@ -65,7 +65,7 @@ def test_signals() -> None:
     assert (p.writes, p.clears) == (4, 1)
 
 
-def test_a_refused_write_changes_nothing() -> None:
+def test_a_write_refused_by_a_listener_changes_nothing() -> None:
     p = Parameter(np.zeros(1))
     p.accumulate([1])
     p._watch(Listener(refuse=True))
@@ -75,13 +75,13 @@ def test_a_refused_write_changes_nothing() -> None:
     np.testing.assert_array_equal(p.grad, [1])
 
 
-def test_frozen_ignores_gradients() -> None:
+def test_a_frozen_parameter_ignores_gradients() -> None:
     p = Parameter(np.zeros(1), requires_grad=False)
     p.accumulate([1])
     assert p.grad is None
 
 
-def test_data_stays_the_same_array() -> None:
+def test_assigning_data_writes_into_the_same_array() -> None:
     p = Parameter(np.zeros(2))
     array = p.data
     p.data = np.array([1.0, 2.0])
@@ -91,7 +91,7 @@ def test_data_stays_the_same_array() -> None:
 
 
 @pytest.mark.parametrize("value", [1.0, [1.0], [[1.0, 2.0]]])
-def test_shapes_are_checked(value: Any) -> None:
+def test_values_of_another_shape_raise_size_mismatch(value: Any) -> None:
     p = Parameter(np.zeros(2))
     with pytest.raises(SizeMismatch, match=r"parameter of shape \(2,\)"):
         p.accumulate(value)

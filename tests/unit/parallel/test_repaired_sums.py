@@ -107,7 +107,7 @@ def quiet(microbatches: int) -> str:
     microbatches=st.sampled_from([4, 5, 8]),
     bucket_mb=st.sampled_from([25.0, 1e-4]),
 )
-def test_any_mixture_of_kept_and_computed_microbatches(
+def test_any_mixture_of_kept_and_computed_sums_gives_the_same_bits(
     data: Any, world: int, microbatches: int, bucket_mb: float
 ) -> None:
     groups = groups_by(world, "all_reduce", "direct")
@@ -136,7 +136,7 @@ def test_any_mixture_of_kept_and_computed_microbatches(
     assert {rank.digest() for rank in ranks} == {quiet(microbatches)}
 
 
-def test_ranks_for_which_nothing_is_left_drop_what_they_compute() -> None:
+def test_ranks_without_microbatches_left_repeat_one_and_drop_it() -> None:
     """Rank 0 of 3 has lost its only microbatch, with the statistics of the step; two others have nothing to compute."""
     groups = groups_by(3, "all_reduce", "direct")
     ranks = [Rank(group, 3, 1e-4) for group in groups]
@@ -160,7 +160,7 @@ def alone(bucket_mb: float = 1e-4) -> Rank:
 
 
 @pytest.mark.parametrize("sent", ["some", "all"])
-def test_a_pass_that_was_interrupted_leaves_nothing_to_keep(sent: str) -> None:
+def test_an_interrupted_pass_leaves_no_kept_sums(sent: str) -> None:
     """Buckets may hold the microbatch already: not all of them, or without a gradient that would have come later."""
     rank = alone()
     rank.x[:, 0] = 9.0  # all parameters are used in all microbatches
@@ -181,7 +181,7 @@ def test_a_pass_that_was_interrupted_leaves_nothing_to_keep(sent: str) -> None:
     assert rank.held() == ()
 
 
-def test_a_pass_goes_on_after_a_failure_so_that_its_microbatch_is_kept() -> None:
+def test_a_pass_completes_after_a_peer_failure_and_keeps_its_sum() -> None:
     groups = groups_by(2, "all_reduce", "direct")
     ranks = [Rank(group, 8, 1e-4) for group in groups]
     run_open(groups, lambda g: ranks[g.rank].attempt(even_plan(g.rank, 2, 8)))
@@ -205,14 +205,14 @@ def test_a_pass_goes_on_after_a_failure_so_that_its_microbatch_is_kept() -> None
         group.close()
 
 
-def test_a_wrapper_without_the_sums_that_all_count_on() -> None:
+def test_a_wrapper_without_the_planned_sums_raises_sums_not_held() -> None:
     rank = alone()
     share, *_ = plan_ranks((((0, 4),),), 8)
     with pytest.raises(SumsNotHeld):
         rank.attempt(share, 1)
 
 
-def test_sums_of_the_same_microbatches_of_another_step_are_not_taken() -> None:
+def test_sums_of_another_attempt_are_not_used() -> None:
     rank = alone()
     rank.attempt(even_plan(0, 1, 8), 4, undone=True)
     assert rank.held() == ((0, 4),)

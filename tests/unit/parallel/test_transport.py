@@ -119,7 +119,7 @@ def backward(parameters: Mapping[str, Parameter], reducer: BucketReducer, weight
     reducer.finish(weight=weight)
 
 
-def test_means_come_back_from_elsewhere() -> None:
+def test_means_are_unpacked_from_the_transport_s_memory() -> None:
     parameters, transport, reducer = made()
     backward(parameters, reducer, 1.0)
     assert transport.log == [f"{what} {name}" for what in ("start", "complete", "commit") for name in "ba"]
@@ -132,7 +132,7 @@ def test_means_come_back_from_elsewhere() -> None:
     assert sent == [1, 2], "from the second pass on each bucket is sent with its last gradient"
 
 
-def test_memory_that_an_abandoned_collective_uses_is_not_used_again() -> None:
+def test_memory_of_an_abandoned_collective_is_not_reused() -> None:
     parameters, transport, reducer = made()
     backward(parameters, reducer, 1.0)
     with pytest.raises(ZeroDivisionError):

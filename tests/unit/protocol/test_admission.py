@@ -11,7 +11,7 @@ from support.coordinator import PureJob
     ("least", "most", "text"),
     [(0, 2, "min_workers must be 1 or more, not 0"), (3, 2, r"max_workers \(2\) is below min_workers \(3\)")],
 )
-def test_impossible_worlds(least: int, most: int, text: str) -> None:
+def test_impossible_world_sizes_are_refused(least: int, most: int, text: str) -> None:
     job = PureJob()
     with pytest.raises(InvalidWorldSize, match=text):
         job.join(least, most)
@@ -23,7 +23,7 @@ def test_explicit_ranks_need_one_world_size() -> None:
         PureJob().join(1, 2, rank=0)
 
 
-def test_a_rank_outside_the_world() -> None:
+def test_a_rank_outside_the_world_is_refused() -> None:
     with pytest.raises(InvalidRank, match="rank 4 is outside the world of 4: ranks go from 0 to 3"):
         PureJob().join(4, 4, rank=4)
 
@@ -52,14 +52,14 @@ def test_explicit_and_free_ranks_do_not_mix() -> None:
         job.join(4, 4)
 
 
-def test_disagreement_with_the_live_view() -> None:
+def test_settings_that_differ_from_the_live_view_are_refused() -> None:
     job = PureJob()
     job.form(2)
     with pytest.raises(SettingsDisagree):
         job.join(3, 3)
 
 
-def test_whoever_comes_back_does_not_stand_in_its_own_way() -> None:
+def test_a_returning_member_can_claim_its_former_rank() -> None:
     """It has moved to another address, and its old stream is not known to have ended."""
     job = PureJob()
     former = job.join(4, 4, rank=1)
@@ -67,7 +67,7 @@ def test_whoever_comes_back_does_not_stand_in_its_own_way() -> None:
     assert list(job.state.sessions) == [again]
 
 
-def test_whoever_only_says_that_it_comes_back_ends_nobodys_session() -> None:
+def test_a_former_member_id_without_its_token_ends_no_session() -> None:
     """Ids are in every view; the token proves."""
     job = PureJob()
     former = job.join(4, 4, rank=1)
@@ -78,7 +78,7 @@ def test_whoever_only_says_that_it_comes_back_ends_nobodys_session() -> None:
 
 
 @pytest.mark.parametrize("proved", [True, False])
-def test_a_member_that_was_only_silent_is_sure_to_have_ended_when_it_proves_who_it_was(proved: bool) -> None:
+def test_ending_of_a_silent_member_becomes_sure_only_with_its_token(proved: bool) -> None:
     job = PureJob()
     former, other = job.form(2)
     job.cut(former)
@@ -106,7 +106,7 @@ def test_a_candidate_that_lost_its_stream_gives_its_rank_up() -> None:
     assert len(job.state.view.seats) == 2
 
 
-def test_a_candidate_that_lost_its_stream_does_not_hold_others_to_its_settings() -> None:
+def test_settings_of_a_candidate_without_a_stream_do_not_bind_others() -> None:
     job = PureJob()
     stale = job.join(3, 3)
     job.cut(stale)
@@ -115,7 +115,7 @@ def test_a_candidate_that_lost_its_stream_does_not_hold_others_to_its_settings()
     assert len(job.state.view.seats) == 1
 
 
-def test_who_comes_for_the_rank_of_a_suspect_waits() -> None:
+def test_a_claim_to_the_rank_of_a_suspect_waits_as_candidate() -> None:
     job = PureJob()
     dead = job.join(2, 2, rank=0)
     job.join(2, 2, rank=1)
@@ -152,7 +152,7 @@ BESIDE = {"host": "container", "boot_id": "1"}
         ({**HERE, "address": "127.0.0.1:5"}, {"host": "left", "boot_id": "2", "address": "10.0.0.2:6"}),
     ],
 )
-def test_a_loopback_address_beside_another_host_is_refused_to_whoever_comes_second(
+def test_the_second_of_two_hosts_is_refused_if_one_address_is_loopback(
     local: dict[str, str], far: dict[str, str], order: int
 ) -> None:
     job = PureJob()
@@ -178,21 +178,21 @@ def test_a_loopback_address_beside_another_host_is_refused_to_whoever_comes_seco
         ({"host": "left", "address": "127.0.0.1:5"}, {**HERE, "address": "127.0.0.1:6"}),  # one knows no boot id
     ],
 )
-def test_whoever_can_reach_the_other_is_let_in(one: dict[str, str], other: dict[str, str]) -> None:
+def test_workers_that_can_reach_each_other_are_admitted(one: dict[str, str], other: dict[str, str]) -> None:
     job = PureJob()
     job.join(2, 2, **one)
     job.join(2, 2, **other)
     assert len(job.state.view.seats) == 2
 
 
-def test_a_newcomer_to_a_live_view_is_refused_too() -> None:
+def test_a_live_view_refuses_a_newcomer_with_a_loopback_address() -> None:
     job = PureJob()
     job.join(1, 2, **HERE, address="10.0.0.1:1")
     with pytest.raises(SettingsDisagree, match="loopback"):
         job.join(1, 2, **THERE, address="127.0.0.1:2")
 
 
-def test_a_candidate_that_lost_its_stream_gives_way_with_its_loopback_address() -> None:
+def test_a_loopback_candidate_without_a_stream_gives_way_to_a_newcomer() -> None:
     job = PureJob()
     stale = job.join(2, 2, **HERE, address="127.0.0.1:5")
     job.cut(stale)

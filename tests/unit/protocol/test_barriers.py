@@ -8,7 +8,7 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.coordinator import PureJob, sent
 
 
-def test_passes_when_all_are_there() -> None:
+def test_a_barrier_passes_when_all_members_have_entered() -> None:
     job = PureJob()
     members = job.form(3)
     assert job.enter(members[2], call=5) == []
@@ -20,7 +20,7 @@ def test_passes_when_all_are_there() -> None:
     ]
 
 
-def test_names_and_rounds_are_apart() -> None:
+def test_barriers_are_distinguished_by_name_and_round() -> None:
     job = PureJob()
     first, second = job.form(2)
     job.enter(first, "a", 0)
@@ -29,7 +29,7 @@ def test_names_and_rounds_are_apart() -> None:
     assert len(job.enter(second, "b", 0)) == 2
 
 
-def test_a_repeat_is_answered_once_under_its_last_call() -> None:
+def test_a_repeated_entry_is_answered_once_under_its_last_call() -> None:
     job = PureJob()
     first, second = job.form(2)
     job.enter(first, call=1)
@@ -37,7 +37,7 @@ def test_a_repeat_is_answered_once_under_its_last_call() -> None:
     assert job.enter(second, call=2) == [Send(first, BarrierPassed(9)), Send(second, BarrierPassed(2))]
 
 
-def test_who_missed_the_answer_learns_that_it_was_passed() -> None:
+def test_a_member_that_missed_barrier_passed_gets_it_when_it_reenters() -> None:
     job = PureJob()
     first, second = job.form(2)
     job.enter(first)
@@ -47,7 +47,7 @@ def test_who_missed_the_answer_learns_that_it_was_passed() -> None:
     assert job.enter(first, call=8) == [Send(first, BarrierPassed(8))]
 
 
-def test_a_timeout_withdraws_one_and_lists_who_is_missing() -> None:
+def test_a_timeout_withdraws_one_member_and_lists_the_missing_ranks() -> None:
     job = PureJob()
     members = job.form(4)
     job.enter(members[0], timeout=1.0, call=1)
@@ -69,7 +69,7 @@ def test_a_timeout_withdraws_one_and_lists_who_is_missing() -> None:
     assert len(job.enter(members[0], call=3)) == 4  # it came again; the other has waited all the time
 
 
-def test_a_verdict_ends_all() -> None:
+def test_a_verdict_fails_all_open_and_later_barriers() -> None:
     job = PureJob()
     members = job.form(3)
     job.enter(members[0], "a")
@@ -87,7 +87,7 @@ def test_a_verdict_ends_all() -> None:
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_a_leaver_can_be_waited_for_in_vain_only(before: bool) -> None:
+def test_a_barrier_fails_when_a_member_has_left_the_job(before: bool) -> None:
     job = PureJob()
     first, second = job.form(2)
     effects = job.enter(first) + job.leave(second) if before else job.leave(second) + job.enter(first)
@@ -97,7 +97,7 @@ def test_a_leaver_can_be_waited_for_in_vain_only(before: bool) -> None:
     assert failed.culprits == (1,)
 
 
-def test_a_candidate_and_another_generation_are_stale() -> None:
+def test_entry_by_a_candidate_or_for_another_generation_fails() -> None:
     job = PureJob()
     candidate = job.join(2, 2)
     ((_, failed),) = sent(job.enter(candidate), BarrierFailed)

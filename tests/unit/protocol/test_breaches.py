@@ -36,7 +36,7 @@ def again(job: PureJob, tag: Tag = START) -> None:
     assert job.state.live is not None
 
 
-def test_a_member_that_two_others_name_goes() -> None:
+def test_a_member_that_two_others_accuse_is_evicted() -> None:
     job, (first, second, odd) = elastic(3)
     assert accuse(job, (first, odd), (second, odd)) == [odd]
     assert job.state.endings[2].how == "broke the protocol"
@@ -52,7 +52,7 @@ def test_one_report_of_a_breach_evicts_no_member() -> None:
     assert job.state.verdict.culprits == (2,)
 
 
-def test_a_member_that_names_itself_goes() -> None:
+def test_a_member_that_accuses_itself_is_evicted() -> None:
     job, (_, _, odd) = elastic(3)
     assert accuse(job, (odd, odd)) == [odd]
 
@@ -78,14 +78,14 @@ def test_a_second_witness_may_come_in_the_next_attempt_at_the_step() -> None:
     assert accuse(job, (second, odd)) == [odd]
 
 
-def test_after_a_step_what_was_said_is_forgotten() -> None:
+def test_accusations_are_forgotten_after_a_completed_step() -> None:
     job, (first, second, odd) = elastic(3)
     assert accuse(job, (first, odd)) == []
     again(job, Tag(2, 1))
     assert accuse(job, (second, odd)) == []
 
 
-def test_a_member_that_is_alone_with_what_it_says_goes_in_the_end() -> None:
+def test_a_lone_accuser_is_evicted_at_its_third_accusation() -> None:
     job, (first, second, odd) = elastic(3)
     for _ in range(2):
         assert accuse(job, (first, odd)) == []
@@ -103,7 +103,7 @@ def test_a_breach_between_two_members_evicts_neither() -> None:
         again(job)
 
 
-def test_the_others_do_not_part_with_the_last_that_may_hold_the_state() -> None:
+def test_the_last_member_that_may_hold_the_state_is_not_evicted() -> None:
     job, (old,) = elastic(1)
     new = [job.join(1, 9) for _ in range(2)]
     for member in new:
@@ -112,7 +112,7 @@ def test_the_others_do_not_part_with_the_last_that_may_hold_the_state() -> None:
     assert accuse(job, (new[0], old), (new[1], old)) == []
 
 
-def test_a_process_that_goes_for_the_second_time_is_not_taken_any_more() -> None:
+def test_a_process_evicted_twice_is_barred_from_registering() -> None:
     job, (first, second, odd) = elastic(3)
     assert accuse(job, (first, odd), (second, odd)) == [odd]
     again(job)
@@ -131,7 +131,7 @@ def test_a_process_that_goes_for_the_second_time_is_not_taken_any_more() -> None
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_no_lies_of_one_member_part_with_another(seed: int) -> None:
+def test_false_accusations_by_one_member_evict_only_the_liar(seed: int) -> None:
     chance = random.Random(seed)
     job, members = elastic(4)
     liar = members[chance.randrange(4)]

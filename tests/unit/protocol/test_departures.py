@@ -17,7 +17,7 @@ def ended(effects: list[object]) -> list[str]:
     return [effect.member_id for effect in effects if isinstance(effect, EndSession)]
 
 
-def test_a_member_that_two_others_have_lost_goes_and_is_only_silent() -> None:
+def test_a_member_that_two_others_lost_is_evicted_but_may_return() -> None:
     job, (first, second, odd) = elastic(3)
     job.report(first, LOST, 2)
     effects = job.report(second, LOST, 2) + job.pass_time(5.0, [first, second, odd])
@@ -38,7 +38,7 @@ def with_newcomers() -> tuple[PureJob, list[str]]:
     return job, [old, *new]
 
 
-def test_the_only_member_that_may_hold_the_state_stays_though_all_others_accuse_it() -> None:
+def test_the_only_possible_state_holder_stays_although_all_accuse_it() -> None:
     job, members = with_newcomers()
     job.report(members[1], LOST, 0)
     effects = job.report(members[2], LOST, 0) + job.pass_time(5.0, members)
@@ -48,7 +48,7 @@ def test_the_only_member_that_may_hold_the_state_stays_though_all_others_accuse_
     assert members[0] in job.state.sessions
 
 
-def test_a_member_that_may_hold_the_state_stays_while_the_others_that_may_are_not_heard_of() -> None:
+def test_a_possible_state_holder_stays_while_the_other_is_disconnected() -> None:
     """Those may be dead: then the line would wait for them for ever, and the state was here."""
     job, (first, second) = elastic(2)
     new = [job.join(1, 9), job.join(1, 9)]
@@ -67,14 +67,14 @@ def test_a_member_that_may_hold_the_state_stays_while_the_others_that_may_are_no
     assert ended(effects) == []
 
 
-def test_a_newcomer_that_two_others_have_lost_goes() -> None:
+def test_a_newcomer_that_two_others_lost_is_evicted() -> None:
     job, members = with_newcomers()
     job.report(members[0], LOST, 2)
     effects = job.report(members[1], LOST, 2) + job.pass_time(5.0, members)
     assert ended(effects) == [members[2]]
 
 
-def test_after_the_verdict_a_broken_link_accuses_only_a_member_whose_stream_has_ended_too() -> None:
+def test_link_loss_after_the_verdict_evicts_only_a_disconnected_member() -> None:
     job, (first, second, third, fourth) = elastic(4)
     job.report(first, LOST, 3)
     effects = job.report(second, LOST, 3) + job.pass_time(5.0, [first, second, third, fourth])
@@ -85,7 +85,7 @@ def test_after_the_verdict_a_broken_link_accuses_only_a_member_whose_stream_has_
     assert ended(job.report(first, LOST, 2)) == [third]
 
 
-def test_the_last_to_leave_do_not_wait_for_one_that_was_let_go_before() -> None:
+def test_the_last_leaver_does_not_wait_for_a_member_dismissed_earlier() -> None:
     """It keeps no state, and may be there for long: what the last ones do together would wait for it."""
     job, (first, second) = elastic(2, least=2)
     job.do(MetOthers(first, Meet(2, Tag(2, 3), True, leaving=True)))
@@ -99,7 +99,7 @@ def test_the_last_to_leave_do_not_wait_for_one_that_was_let_go_before() -> None:
     assert job.state.verdict.culprits == (0,)
 
 
-def test_members_that_leave_together_keep_the_state_together() -> None:
+def test_members_that_leave_together_are_all_dismissed_as_last() -> None:
     job, (first, second) = elastic(2)
     job.do(MetOthers(first, Meet(2, Tag(2, 3), True, leaving=True)))
     effects = job.do(MetOthers(second, Meet(2, Tag(2, 3), True, leaving=True)))

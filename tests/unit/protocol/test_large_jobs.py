@@ -90,13 +90,13 @@ JOBS = [waiting, training, meeting]
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_all_streams_of_a_job_end_at_a_cost_in_proportion_to_them(job: Callable[[int], Crowd]) -> None:
+def test_cost_of_ending_all_streams_grows_linearly(job: Callable[[int], Crowd]) -> None:
     few, many = (lines_of(job(world).cut_all) for world in (FEW, MANY))
     assert many < 4.4 * few
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_all_members_come_back_at_a_cost_in_proportion_to_them(job: Callable[[int], Crowd]) -> None:
+def test_cost_of_resuming_all_members_grows_linearly(job: Callable[[int], Crowd]) -> None:
     def lines(world: int) -> int:
         crowd = job(world)
         crowd.cut_all()
@@ -112,7 +112,7 @@ def test_all_members_come_back_at_a_cost_in_proportion_to_them(job: Callable[[in
 
 
 @pytest.mark.parametrize("first", ["the first rank", "the last rank"])
-def test_all_members_come_back_after_a_restart_at_a_cost_in_proportion_to_them(first: str) -> None:
+def test_cost_of_resuming_all_members_after_a_restart_grows_linearly(first: str) -> None:
     def lines(world: int) -> int:
         before = training(world).state
         crowd = Crowd(state=restore(100.0, "job", generation=before.generation, view=before.view))
@@ -130,7 +130,7 @@ def test_all_members_come_back_after_a_restart_at_a_cost_in_proportion_to_them(f
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_all_processes_are_reported_to_have_ended_at_a_cost_in_proportion_to_them(job: Callable[[int], Crowd]) -> None:
+def test_cost_of_reporting_all_exits_grows_linearly(job: Callable[[int], Crowd]) -> None:
     def lines(world: int) -> int:
         crowd = job(world)
         processes = [session.process for session in crowd.state.sessions.values()]
@@ -167,13 +167,13 @@ def test_paced_decisions_equal_decisions_at_each_event(job: Callable[..., Crowd]
 
 
 @pytest.mark.parametrize("world", [FEW, MANY])
-def test_an_event_that_comes_alone_is_decided_at_once(world: int) -> None:
+def test_a_single_event_is_decided_at_once(world: int) -> None:
     crowd = waiting(world)
     crowd.join(world + 100, world + 100, timeout=600.0)
     assert f"({world + 1} of at least" in crowd.reason
 
 
-def test_a_meet_costs_the_same_among_many_as_among_few() -> None:
+def test_cost_of_a_meet_does_not_grow_with_the_number_of_workers() -> None:
     def lines(world: int) -> int:
         crowd = waiting(world)
         members = list(crowd.state.sessions)
@@ -184,7 +184,7 @@ def test_a_meet_costs_the_same_among_many_as_among_few() -> None:
 
 
 @pytest.mark.parametrize("address", [None, "127.0.0.1:1"])
-def test_a_registration_costs_the_same_among_many_as_among_few(address: str | None) -> None:
+def test_cost_of_a_registration_does_not_grow_with_the_number_of_workers(address: str | None) -> None:
     def lines(world: int) -> int:
         crowd = Crowd()
 

@@ -29,7 +29,7 @@ from support.coordinator import PureJob, sent
 # The end of a line ----------------------------------------------------------------------------------------------------
 
 
-def test_a_line_is_done_when_that_is_stored() -> None:
+def test_a_line_is_finished_only_once_the_finish_is_stored() -> None:
     job, (first, second) = elastic(2)
     job.slow_disk = True
     assert job.do(FinishedLine(first, 2, 9)) == [StoreFinished(9)]
@@ -43,13 +43,13 @@ def test_a_line_is_done_when_that_is_stored() -> None:
 
 
 @pytest.mark.parametrize("generation", [0, 1, 3])
-def test_a_member_of_another_generation_ends_no_line(generation: int) -> None:
+def test_a_member_of_another_generation_cannot_finish_the_line(generation: int) -> None:
     job, (first, _) = elastic(2)
     assert job.do(FinishedLine(first, generation, 9)) == []
     assert job.state.finishing is job.state.finished is None
 
 
-def test_nobody_ends_a_line_whose_members_have_yet_to_compare_their_states() -> None:
+def test_a_line_without_a_base_cannot_be_finished() -> None:
     job = PureJob()
     first, _ = job.form(2)
     assert job.state.live.base is None
@@ -57,14 +57,14 @@ def test_nobody_ends_a_line_whose_members_have_yet_to_compare_their_states() -> 
     assert job.state.finishing is job.state.finished is None
 
 
-def test_a_candidate_ends_no_line() -> None:
+def test_a_candidate_cannot_finish_the_line() -> None:
     job, _ = elastic(2, most=9)
     candidate = job.join(1, 9)
     assert job.do(FinishedLine(candidate, 2, 9)) == []
     assert job.state.finishing is job.state.finished is None
 
 
-def test_a_line_is_kept_for_members_that_are_only_silent() -> None:
+def test_a_line_is_kept_until_silent_members_are_known_to_have_ended() -> None:
     """Both seem to be dead, but each may hold the state and be cut off. That one is gone has to be known for sure."""
     job, members = elastic(2)
     for member in members:
@@ -80,7 +80,7 @@ def test_a_line_is_kept_for_members_that_are_only_silent() -> None:
     assert job.state.view is None, "all are known to have ended: the line is over"
 
 
-def test_a_line_is_kept_until_a_member_that_came_back_says_what_it_holds() -> None:
+def test_a_line_waits_for_a_returned_member_to_report_its_state() -> None:
     """It trained on while nobody heard of it. Those who waited must not begin from nothing in the meantime."""
     job, (first,) = elastic(1, most=2)
     waiting = [job.join(1, 2) for _ in range(2)]
@@ -96,7 +96,7 @@ def test_a_line_is_kept_until_a_member_that_came_back_says_what_it_holds() -> No
     assert again in seated, "though two others came before it, and there are two seats"
 
 
-def test_a_candidate_that_leaves_is_let_go_while_a_line_runs_without_it() -> None:
+def test_a_leaving_candidate_is_dismissed_while_the_line_runs() -> None:
     job, (first,) = elastic(1)
     waiting = job.join(1, 9)
     effects = job.do(MetOthers(waiting, Meet(0, Tag(1, 3), False, leaving=True, unproven=True)))
@@ -107,7 +107,7 @@ def test_a_candidate_that_leaves_is_let_go_while_a_line_runs_without_it() -> Non
     assert [seat.member_id for seat in job.state.live.seats] == [first]
 
 
-def test_a_candidate_that_leaves_stays_while_its_state_may_be_needed() -> None:
+def test_a_leaving_candidate_stays_while_its_state_may_be_needed() -> None:
     job, (first,) = elastic(1)
     job.cut(first)
     job.do(AddressRefused(first))
@@ -117,7 +117,7 @@ def test_a_candidate_that_leaves_stays_while_its_state_may_be_needed() -> None:
     assert waiting in job.state.sessions
 
 
-def test_candidates_that_all_leave_and_are_too_few_for_a_view_are_let_go() -> None:
+def test_leaving_candidates_too_few_for_a_view_are_dismissed() -> None:
     """The one that came back holds the last state. No view in which it could be handed over will form."""
     job, (first, second) = elastic(2, least=2)
     job.cut(first)
@@ -130,7 +130,7 @@ def test_candidates_that_all_leave_and_are_too_few_for_a_view_are_let_go() -> No
     assert Send(again, Dismissed(last=True)) in job.pass_time(0.3, [again]), "it writes the last checkpoint"
 
 
-def test_a_candidate_that_leaves_waits_for_others_to_whom_it_can_hand_over() -> None:
+def test_a_leaving_candidate_waits_for_workers_to_hand_its_state_to() -> None:
     job = PureJob()
     waiting = [job.join(3, 9) for _ in range(2)]
     job.do(MetOthers(waiting[0], Meet(0, Tag(2, 5), False, leaving=True)))
@@ -151,7 +151,7 @@ def forming() -> tuple[PureJob, list[str]]:
     return job, members
 
 
-def test_a_lines_view_stays_though_a_member_is_cut_off_while_it_is_stored() -> None:
+def test_a_view_is_kept_if_a_member_disconnects_while_it_is_stored() -> None:
     """On the disk it has replaced the one before, whose members would be forgotten."""
     job, (first, second) = forming()
     job.cut(second)
@@ -162,7 +162,7 @@ def test_a_lines_view_stays_though_a_member_is_cut_off_while_it_is_stored() -> N
     assert job.state.view.generation == 3
 
 
-def test_a_member_that_dies_while_its_view_is_stored_is_the_verdict_on_it() -> None:
+def test_a_member_that_dies_while_its_view_is_stored_is_blamed() -> None:
     job, (first, _) = forming()
     job.do(ExitReported(Process("host-2", 1002), -9))
     effects = job.do(ViewStored(3))
@@ -170,7 +170,7 @@ def test_a_member_that_dies_while_its_view_is_stored_is_the_verdict_on_it() -> N
     assert [verdict.culprits for _, verdict in sent(effects, Verdict)] == [(1,)]
 
 
-def test_a_meet_from_before_the_latest_view_is_of_no_use() -> None:
+def test_a_meet_from_before_the_latest_view_is_ignored() -> None:
     """It was under way while the view formed."""
     job, (first, second) = forming()
     job.do(ViewStored(3))
@@ -197,7 +197,7 @@ LOST = "no worker held the state of the job any more, and no checkpoint was foun
         (57, Tag(3, 60), ""),
     ],
 )
-def test_what_is_lost_is_said(reached: int | None, base: Tag, expected: str) -> None:
+def test_lost_steps_are_described_in_words(reached: int | None, base: Tag, expected: str) -> None:
     text = what_is_lost(reached, base)
     assert text.endswith(expected)
     assert bool(text) == bool(expected)
@@ -223,7 +223,7 @@ def _begin(job: PureJob, tag: Tag) -> list[str]:
     return [formed.lost for _, formed in sent(effects, ViewFormed) if formed.base == tag]
 
 
-def test_a_line_that_begins_again_tells_all_its_members_what_is_lost() -> None:
+def test_a_new_line_tells_all_its_members_how_many_steps_are_lost() -> None:
     job, members = elastic(2, least=2)
     effects = _all_die(job, members, 58)
     assert effects[-2:] == [StoreReached(57), ForgetView(2)]
@@ -239,12 +239,12 @@ def test_a_line_that_begins_again_tells_all_its_members_what_is_lost() -> None:
     assert _begin(job, Tag(5, 9)) == ["", ""]
 
 
-def test_a_coordinator_that_was_started_again_knows_what_is_lost() -> None:
+def test_a_restarted_coordinator_knows_how_many_steps_are_lost() -> None:
     job = PureJob(restore(0.0, "job", generation=2, reached=57))
     assert _begin(job, Tag(2, 40)) == [what_is_lost(57, Tag(2, 40))] * 2
 
 
-def test_a_job_that_was_done_has_lost_nothing_when_it_starts_again() -> None:
+def test_a_finished_job_reports_no_lost_steps_when_restarted() -> None:
     job, members = elastic(2)
     for member in members:
         job.do(Heard(member, Progress(step=9, step_at=job.now)))
@@ -256,7 +256,7 @@ def test_a_job_that_was_done_has_lost_nothing_when_it_starts_again() -> None:
     assert _begin(job, Tag(0, 0)) == ["", ""]
 
 
-def test_the_first_line_of_a_job_has_lost_nothing() -> None:
+def test_the_first_line_of_a_job_reports_no_lost_steps() -> None:
     job = PureJob(JobState("job"))
     assert _begin(job, Tag(0, 0)) == ["", ""]
     assert _begin_again_without_steps() == ["", ""]

@@ -40,7 +40,7 @@ def _asked(questions: Sequence[Effect]) -> list[str]:
     return [member_id for member_id, _ in sent(questions, Missing)]
 
 
-def test_it_is_asked_again_after_pauses_that_double_and_each_time_of_another_worker() -> None:
+def test_questions_repeat_after_doubling_pauses_to_alternating_workers() -> None:
     lookouts, workers, missing = Lookouts(), [_worker(1), _worker(2)], {_sight(_HERE): _seats(1)}
     times, asked, now = [], [], 10.0
     for _ in range(10):
@@ -53,7 +53,7 @@ def test_it_is_asked_again_after_pauses_that_double_and_each_time_of_another_wor
     assert [round(pause, 6) for pause in pauses] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0]
 
 
-def test_another_that_falls_silent_is_asked_for_at_once() -> None:
+def test_another_silent_member_is_asked_about_at_once() -> None:
     lookouts, workers = Lookouts(), [_worker(1)]
     lookouts.look(0.0, {_sight(_HERE): _seats(1)}, workers)
     lookouts.look(0.1, {_sight(_HERE): _seats(1)}, workers)
@@ -83,7 +83,7 @@ def test_no_wake_up_is_set_without_a_silent_member_and_a_worker_to_ask() -> None
     assert lookouts.ask_at == math.inf
 
 
-def test_many_that_wait_for_many_cost_one_question_for_each_member_in_a_round() -> None:
+def test_each_silent_member_is_asked_about_once_per_round() -> None:
     lookouts, workers, missing = Lookouts(), [_worker(number) for number in range(500)], {_sight(_HERE): _seats(1000)}
     questions = sent(lookouts.look(0.0, missing, workers), Missing)
     named = [process.pid for _, question in questions for process in question.processes]
@@ -125,7 +125,7 @@ def _wait(job: PureJob) -> list[Effect]:
     return job.do(Ticked())
 
 
-def test_a_process_that_dies_slowly_is_waited_for_only_until_it_is_dead() -> None:
+def test_a_slowly_dying_process_is_asked_about_until_it_is_gone() -> None:
     """It was asked about once, when it was not dead yet, and nobody asked again."""
     job, _ = _silent(1)
     assert _asked(_come(job, "new", 9)) == ["new"]
@@ -161,7 +161,7 @@ def test_questions_stop_once_all_silent_members_have_ended() -> None:
         assert _asked(_wait(job)) == []
 
 
-def test_a_late_word_that_a_member_is_gone_changes_nothing_when_it_is_known() -> None:
+def test_a_repeated_report_that_a_member_is_gone_changes_nothing() -> None:
     job, _ = _silent(1)
     _come(job, "new", 9)
     gone = ExitReported(replace(_HERE, pid=1), 0, found_gone=True)

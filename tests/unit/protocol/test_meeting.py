@@ -35,25 +35,23 @@ def met(tag: Tag | None, holds_base: bool = True, **how: bool) -> Meet:
         ([met(BASE), met(Tag(9, 9), holds_base=False)], BASE, "m1"),  # another line's, however great
     ],
 )
-def test_the_greatest_of_those_who_hold_the_base_is_the_next_base(
-    members: list[Meet], base: Tag, laggards: str
-) -> None:
+def test_the_greatest_tag_among_base_holders_is_the_next_base(members: list[Meet], base: Tag, laggards: str) -> None:
     meeting = convene(job(list(members)))
     assert (meeting.base, names(meeting.laggards)) == (base, laggards)
     assert bool(meeting.members) == (not laggards)
 
 
-def test_a_view_without_a_base_is_led_by_whoever_brought_most() -> None:
+def test_a_view_without_a_base_takes_the_greatest_tag_as_base() -> None:
     meeting = convene(job([met(Tag(0, 0), holds_base=False), met(Tag(3, 2), holds_base=False)], base=None))
     assert (meeting.base, names(meeting.laggards)) == (Tag(3, 2), "m0")
 
 
-def test_nothing_forms_before_all_have_stopped() -> None:
+def test_no_view_forms_before_all_members_have_stopped() -> None:
     meeting = convene(job([met(BASE), None]))
     assert meeting.reason == "generation 7 is over; waiting for rank 1 (host-1) to stop"
 
 
-def test_who_is_silent_may_hold_the_state() -> None:
+def test_a_silent_member_may_hold_the_state() -> None:
     meeting = convene(job([met(Tag(0, 0), holds_base=False), SILENT], newcomers=(0,)))
     assert not meeting.over
     assert meeting.reason == (
@@ -71,7 +69,7 @@ def test_a_line_is_over_when_all_who_held_its_state_have_ended() -> None:
     assert convene(job([met(Tag(0, 0), holds_base=False), SURE], newcomers=(0,))).over
 
 
-def test_who_was_told_to_take_the_base_may_have_it() -> None:
+def test_a_newcomer_ordered_to_take_the_base_may_hold_it() -> None:
     state = job([met(Tag(5, 1), holds_base=False), SURE], newcomers=(0,))
     state.sessions["m0"].catching_up = True
     meeting = convene(state)
@@ -87,7 +85,7 @@ def test_who_was_told_to_take_the_base_may_have_it() -> None:
         (met(BASE), met(BASE), True),
     ],
 )
-def test_a_newcomer_speaks_for_the_line_only_once_all_were_in_its_generation(
+def test_a_newcomer_leads_only_once_all_members_were_in_its_generation(
     newcomer: Meet, other: Meet | Ending, goes_on: bool
 ) -> None:
     meeting = convene(job([newcomer, other], newcomers=(0,)))
@@ -95,28 +93,28 @@ def test_a_newcomer_speaks_for_the_line_only_once_all_were_in_its_generation(
     assert not meeting.over
 
 
-def test_what_only_newcomers_hold_begins_a_new_line() -> None:
+def test_a_line_is_over_if_only_newcomers_are_left() -> None:
     assert convene(job([met(BASE), SURE], newcomers=(0,))).over
 
 
-def test_leavers_go_when_others_hold_the_base() -> None:
+def test_leavers_are_dismissed_when_others_hold_the_base() -> None:
     meeting = convene(job([met(BASE, leaving=True), met(BASE)], ready=1))
     assert (names(meeting.members), names(meeting.dismissed), meeting.newcomers) == ("m1 m2", "m0", (1,))
 
 
-def test_if_all_leave_those_who_hold_the_base_stay_for_the_newcomers() -> None:
+def test_if_all_leave_base_holders_stay_for_the_newcomers() -> None:
     meeting = convene(job([met(BASE, leaving=True), met(Tag(0, 0), holds_base=False, leaving=True)], ready=1))
     assert (names(meeting.members), names(meeting.dismissed), meeting.newcomers) == ("m0 m2", "m1", (1,))
 
 
-def test_if_all_leave_and_who_comes_is_to_leave_too_all_are_dismissed() -> None:
+def test_all_are_dismissed_if_members_and_newcomers_all_leave() -> None:
     state = job([met(BASE, leaving=True), met(BASE, leaving=True)], ready=1)
     state.sessions["m2"].met = Meet(0, Tag(0, 0), False, leaving=True)
     meeting = convene(state)
     assert (names(meeting.members), names(meeting.dismissed)) == ("", "m0 m1 m2")
 
 
-def test_a_candidate_that_leaves_gets_no_seat_and_keeps_no_rank_from_others() -> None:
+def test_a_leaving_candidate_gets_no_seat_and_is_dismissed() -> None:
     state = job([met(BASE)], ready=2, least=3)
     state.sessions["m2"].met = Meet(0, Tag(2, 3), False, leaving=True)
     meeting = convene(state)
@@ -124,21 +122,21 @@ def test_a_candidate_that_leaves_gets_no_seat_and_keeps_no_rank_from_others() ->
     assert meeting.reason.startswith("waiting for 1 more worker (2 of at least 3)")
 
 
-def test_if_all_leave_and_nobody_comes_all_are_dismissed() -> None:
+def test_all_are_dismissed_if_all_leave_and_no_newcomer_is_ready() -> None:
     assert names(convene(job([met(BASE, leaving=True), met(BASE, leaving=True)])).dismissed) == "m0 m1"
 
 
-def test_between_two_steps_nobody_comes_in_and_too_few_are_enough() -> None:
+def test_a_closed_meeting_admits_no_newcomer_and_accepts_too_few() -> None:
     meeting = convene(job([met(BASE, closed=True), SURE], ready=1, least=2))
     assert (names(meeting.members), meeting.newcomers) == ("m0", ())
 
 
-def test_between_two_steps_all_who_leave_stay_for_the_newcomers_but_let_nobody_in_yet() -> None:
+def test_in_a_closed_meeting_all_leavers_stay_and_admit_no_newcomer() -> None:
     meeting = convene(job([met(BASE, leaving=True, closed=True), met(BASE, leaving=True)], ready=1, least=3))
     assert (names(meeting.members), names(meeting.dismissed), meeting.newcomers) == ("m0 m1", "", ())
 
 
-def test_where_ranks_are_claimed_all_who_leave_let_in_who_is_lacking() -> None:
+def test_with_explicit_ranks_leavers_admit_the_missing_rank() -> None:
     """Else they wait for somebody who stands there: such a job never goes on with fewer."""
     state = job([met(BASE, leaving=True, closed=True), SURE], ready=1)
     assert state.view is not None
@@ -148,7 +146,7 @@ def test_where_ranks_are_claimed_all_who_leave_let_in_who_is_lacking() -> None:
     assert names(convene(state).members) == "m0 m2"
 
 
-def test_too_few_wait() -> None:
+def test_too_few_members_wait_for_more_workers() -> None:
     meeting = convene(job([met(BASE), SURE], least=2))
     assert meeting.reason == "waiting for 1 more worker (1 of at least 2)"
 
@@ -168,7 +166,7 @@ def elastic(world: int, *, least: int = 1, most: int = 9) -> tuple[PureJob, list
     return job, members
 
 
-def test_a_view_that_forms_keeps_the_line_of_members_that_go_meanwhile() -> None:
+def test_a_line_is_kept_when_its_members_die_while_a_view_is_stored() -> None:
     """Else its secret, which is stored with it, would be another than the one that sessions have."""
     job = PureJob()
     members = [job.join(1, 9) for _ in range(2)]
@@ -185,13 +183,13 @@ def test_a_view_that_forms_keeps_the_line_of_members_that_go_meanwhile() -> None
     assert job.state.view.generation == 2
 
 
-def test_what_a_candidate_said_does_not_count_once_it_is_in_a_view() -> None:
+def test_a_candidates_meet_is_ignored_once_it_is_in_a_view() -> None:
     job, (first, _) = elastic(2)
     assert job.do(MetOthers(first, Meet(0, Tag(0, 0), False))) == []
     assert not job.state.sessions[first].has_met
 
 
-def test_who_met_after_a_line_that_is_over_may_say_so_again() -> None:
+def test_a_meet_may_be_repeated_after_its_line_is_over() -> None:
     job, (first,) = elastic(1)
     second = job.join(1, 9)
     job.do(MetOthers(second, Meet(0, Tag(0, 0), False)))
@@ -204,7 +202,7 @@ def test_who_met_after_a_line_that_is_over_may_say_so_again() -> None:
     assert job.report(second, ErrorReason.ERROR_REASON_PEER_LOST, 0) == []
 
 
-def test_who_was_dismissed_reports_nothing_about_the_view_after_its_own() -> None:
+def test_a_dismissed_members_report_does_not_void_the_next_view() -> None:
     job, (first, second) = elastic(2)
     job.do(MetOthers(first, Meet(2, Tag(2, 1), True, leaving=True)))
     job.do(MetOthers(second, Meet(2, Tag(2, 1), True)))
@@ -215,14 +213,14 @@ def test_who_was_dismissed_reports_nothing_about_the_view_after_its_own() -> Non
     assert job.state.live is not None
 
 
-def test_a_candidate_that_resumes_hears_that_the_job_is_done() -> None:
+def test_a_resuming_candidate_receives_finished_when_the_job_is_done() -> None:
     job = PureJob()
     waiting = job.join(2, 9)
     job.state.finished = 8
     assert Send(waiting, Finished(8)) in job.resume(waiting, 0)
 
 
-def test_no_round_of_waiting_is_due_while_a_view_is_being_stored() -> None:
+def test_no_deadline_is_due_while_a_view_is_being_stored() -> None:
     job = PureJob()
     job.slow_disk = True
     job.join(2, 2)
@@ -242,7 +240,7 @@ def test_an_order_to_catch_up_is_open_until_it_is_answered() -> None:
     assert len(sent(effects, ViewFormed)) == 2
 
 
-def test_if_nobody_of_the_line_is_heard_the_sentence_says_the_way_out() -> None:
+def test_the_reason_names_paceline_restart_if_all_members_are_silent() -> None:
     job, (first, second) = elastic(2)
     job.cut(first)
     job.cut(second)
@@ -253,7 +251,7 @@ def test_if_nobody_of_the_line_is_heard_the_sentence_says_the_way_out() -> None:
     )
 
 
-def test_who_lost_the_word_that_it_may_go_hears_it_again() -> None:
+def test_a_dismissed_member_receives_dismissed_again_when_it_resumes() -> None:
     job, (first, second) = elastic(2)
     job.do(MetOthers(first, Meet(2, Tag(2, 1), True, leaving=True)))
     job.do(MetOthers(second, Meet(2, Tag(2, 1), True)))
@@ -261,7 +259,7 @@ def test_who_lost_the_word_that_it_may_go_hears_it_again() -> None:
     assert Send(first, Dismissed(last=False)) in job.resume(first, 2)
 
 
-def test_those_who_all_leave_keep_the_state_together() -> None:
+def test_members_that_all_leave_are_dismissed_as_last_together() -> None:
     job, (first, second) = elastic(2)
     job.do(MetOthers(first, Meet(2, Tag(2, 1), True, leaving=True)))
     effects = job.do(MetOthers(second, Meet(2, Tag(2, 1), True, leaving=True)))
@@ -271,14 +269,14 @@ def test_those_who_all_leave_keep_the_state_together() -> None:
     assert job.state.sessions[second].standing is Standing.DISMISSED
 
 
-def test_who_leaves_alone_leaves_the_state_to_those_who_stay() -> None:
+def test_a_member_that_leaves_alone_is_not_dismissed_as_last() -> None:
     job, (first, second) = elastic(2, least=2)
     job.do(MetOthers(first, Meet(2, Tag(2, 1), True, leaving=True)))
     assert Send(first, Dismissed(last=False)) in job.do(MetOthers(second, Meet(2, Tag(2, 1), True)))
     assert Send(second, Dismissed(last=True)) in job.do(MetOthers(second, Meet(2, Tag(2, 1), True, leaving=True)))
 
 
-def test_nobody_is_dismissed_because_others_begin_before_it() -> None:
+def test_a_void_member_is_not_dismissed_when_others_form_a_view() -> None:
     job = PureJob()
     first, second = job.form(2)
     job.leave(first, cause="ValueError: bad batch")

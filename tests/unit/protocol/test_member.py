@@ -28,11 +28,13 @@ def in_view(held: Tag = START, generation: int = 2) -> MemberState:
         (Tag(2, 6), news(3, Tag(2, 5), 0), Take(Tag(2, 5))),  # a newcomer takes what the line holds
     ],
 )
-def test_a_view_forms(held: Tag, view: MemberView, says: Meet | Take | None) -> None:
+def test_the_answer_to_a_new_view_depends_on_the_held_tag(
+    held: Tag, view: MemberView, says: Meet | Take | None
+) -> None:
     assert MemberState(held).formed(view) == says
 
 
-def test_an_applied_step_gives_a_tag_and_an_undone_one_none() -> None:
+def test_an_applied_step_gives_a_new_tag_and_an_undone_step_none() -> None:
     place = in_view()
     place.begin()
     place.applied(1)
@@ -48,7 +50,7 @@ def test_a_step_that_was_not_entered_leaves_the_member_ready() -> None:
     assert (place.phase, place.held) == (Phase.READY, START)
 
 
-def test_an_interrupted_update_holds_nothing_until_the_base_is_taken() -> None:
+def test_no_tag_is_held_after_an_interrupted_update_until_a_take() -> None:
     place = in_view()
     place.begin()
     place.spoiled()
@@ -57,27 +59,27 @@ def test_an_interrupted_update_holds_nothing_until_the_base_is_taken() -> None:
     assert place.took() == Meet(2, Tag(2, 1), True)
 
 
-def test_until_a_base_is_taken_what_was_held_is_held() -> None:
+def test_a_member_keeps_its_old_tag_until_a_base_is_taken() -> None:
     place = MemberState(Tag(1, 3))
     place.formed(news(5, Tag(4, 9), 0))
     assert place.meet() == Meet(5, Tag(1, 3), False)
 
 
-def test_a_base_that_is_taken_for_a_view_lets_a_step_begin() -> None:
+def test_taking_the_base_of_a_view_makes_the_member_ready() -> None:
     place = MemberState(START)
     place.formed(news(5, Tag(4, 9), 0))
     assert place.took() is None
     assert (place.phase, place.held, place.holds_base) == (Phase.READY, Tag(4, 9), True)
 
 
-def test_a_meeting_that_is_past_asks_for_nothing() -> None:
+def test_catch_up_outside_the_current_meeting_is_ignored() -> None:
     place = in_view()
     assert place.catch_up(2, Tag(2, 1)) is None  # it has not met
     place.meet()
     assert place.catch_up(1, Tag(1, 1)) is None
 
 
-def test_an_old_view_changes_nothing() -> None:
+def test_an_old_or_repeated_view_changes_nothing() -> None:
     place = in_view(generation=7)
     place.begin()
     place.applied(1)
@@ -86,7 +88,7 @@ def test_an_old_view_changes_nothing() -> None:
         assert (place.generation, place.held, place.phase) == (7, Tag(7, 1), Phase.READY)
 
 
-def test_it_goes_on_in_its_generation_if_the_coordinator_is_away() -> None:
+def test_a_member_goes_on_in_its_generation_without_the_coordinator() -> None:
     place = in_view()
     place.begin()
     place.applied(1)
@@ -97,7 +99,7 @@ def test_it_goes_on_in_its_generation_if_the_coordinator_is_away() -> None:
     assert place.formed(news(3, Tag(2, 1))) == Meet(3, Tag(2, 2), True)
 
 
-def test_who_is_cast_out_brings_what_it_holds_and_leads_nothing() -> None:
+def test_a_cast_out_member_brings_its_tag_but_does_not_lead() -> None:
     place = in_view(Tag(4, 2), 5)
     assert place.cast_out() == Meet(0, Tag(4, 2), False)
     assert place.formed(news(6, Tag(5, 3), 0)) == Take(Tag(5, 3))
@@ -115,7 +117,7 @@ def in_spread_view(rank: int = 0, world: int = 2, *kept: Share) -> MemberState:
     return place
 
 
-def test_it_says_what_it_holds() -> None:
+def test_a_meet_states_the_held_shares_or_a_stored_checkpoint() -> None:
     assert MemberState(START, 0, (FIRST, WHOLE)).meet() == Meet(0, START, False, node_size=0, shares=(FIRST, WHOLE))
     assert MemberState(Tag(1, 2), 2, stored=True).meet() == Meet(
         0, Tag(1, 2), False, node_size=2, shares=(), stored=True
@@ -136,7 +138,7 @@ def test_a_view_is_entered_only_with_the_share_of_its_seat(shares: tuple[Share, 
         assert set(place.shares) == set(shares), "and keeps the rest"
 
 
-def test_a_newcomer_has_its_share_before_the_view_forms() -> None:
+def test_a_newcomer_takes_its_share_before_the_view_forms() -> None:
     place = MemberState(START, 0)
     place.meet()
     assert place.catch_up(0, Tag(4, 9), SECOND) == Take(Tag(4, 9), SECOND)
@@ -145,7 +147,7 @@ def test_a_newcomer_has_its_share_before_the_view_forms() -> None:
     assert place.holds_base
 
 
-def test_a_share_is_taken_beside_what_is_held_until_all_have_begun() -> None:
+def test_old_shares_are_kept_beside_the_new_one_until_all_have_begun() -> None:
     place = in_spread_view()
     place.begin()
     place.applied(1)
@@ -158,7 +160,7 @@ def test_a_share_is_taken_beside_what_is_held_until_all_have_begun() -> None:
     assert place.shares == (Share(1, 3),)
 
 
-def test_what_was_of_another_state_is_dropped() -> None:
+def test_shares_of_another_state_are_dropped() -> None:
     place = in_spread_view()
     place.meet()
     place.catch_up(2, Tag(2, 1), SECOND)
@@ -181,14 +183,14 @@ def prepared() -> MemberState:
     return place
 
 
-def test_who_is_prepared_finishes_the_step_that_others_have_applied() -> None:
+def test_a_prepared_member_finishes_the_step_that_others_applied() -> None:
     place = prepared()
     assert place.catch_up(2, Tag(2, 1), WHOLE, own=True) == Take(Tag(2, 1), FIRST, finish=True)
     assert place.took() == Meet(2, Tag(2, 1), True, node_size=0, shares=(FIRST,))
 
 
 @pytest.mark.parametrize("base", [START, Tag(1, 1), Tag(2, 2)])
-def test_who_is_prepared_for_another_step_than_the_base_undoes_it(base: Tag) -> None:
+def test_a_prepared_step_other_than_the_base_is_undone(base: Tag) -> None:
     place = prepared()
     assert place.catch_up(2, base, SECOND, own=base == START) == Take(base, SECOND, base == START)
     assert place.prepared is None
@@ -196,13 +198,13 @@ def test_who_is_prepared_for_another_step_than_the_base_undoes_it(base: Tag) -> 
     assert place.held == base
 
 
-def test_a_view_from_the_old_state_ends_what_was_prepared() -> None:
+def test_a_view_from_the_old_base_clears_the_prepared_step() -> None:
     place = prepared()
     assert place.formed(MemberView(3, 0, START, frozenset(), 2)) is None
     assert place.prepared is None
 
 
-def test_who_is_cast_out_is_yet_prepared_and_has_to_show_its_links() -> None:
+def test_a_cast_out_member_stays_prepared_and_is_unproven() -> None:
     place = prepared()
     assert place.cast_out() == Meet(0, START, False, node_size=0, shares=(FIRST,), prepared=Tag(2, 1), unproven=True)
     assert place.catch_up(0, Tag(2, 1)) == Take(Tag(2, 1), FIRST, finish=True)
@@ -215,7 +217,7 @@ def test_an_interrupted_update_leaves_no_share() -> None:
     assert place.meet() == Meet(2, None, True, node_size=0, shares=())
 
 
-def test_of_a_state_that_is_lost_nothing_is_brought() -> None:
+def test_a_member_of_a_lost_state_brings_only_its_checkpoint_tag() -> None:
     place = prepared()
     assert place.lost(Tag(1, 4)) == Meet(0, Tag(1, 4), False, node_size=0, shares=(), stored=True)
     place.found(Tag(1, 2))  # the other was removed meanwhile, or is damaged
@@ -227,7 +229,7 @@ def test_of_a_state_that_is_lost_nothing_is_brought() -> None:
 
 
 @pytest.mark.parametrize(("node_size", "may"), [(1, True), (0, False), (2, False)])
-def test_where_the_state_is_spread_no_generation_goes_on_without_its_meeting(node_size: int, may: bool) -> None:
+def test_may_go_on_is_false_for_a_sharded_state(node_size: int, may: bool) -> None:
     place = MemberState(START, node_size, (Share(0, node_size or 2),))
     place.formed(MemberView(2, 0, START, frozenset(), 2))
     place.begin()

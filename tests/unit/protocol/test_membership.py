@@ -42,7 +42,7 @@ def verdicts(effects: list[object]) -> dict[str, str]:
 # Views and their numbers ---------------------------------------------------------------------------------------------
 
 
-def test_a_view_is_stored_before_anyone_hears_of_it() -> None:
+def test_a_view_is_stored_before_it_is_announced() -> None:
     job = PureJob()
     job.slow_disk = True
     job.join(1, 1)
@@ -50,7 +50,7 @@ def test_a_view_is_stored_before_anyone_hears_of_it() -> None:
     assert kinds(job.do(ViewStored(1)))[0] == "ViewFormed"
 
 
-def test_a_candidate_that_hung_up_keeps_its_place_for_seconds_whatever_it_says() -> None:
+def test_a_disconnected_candidate_is_dropped_before_its_failure_timeout() -> None:
     job = PureJob()
     gone = job.join(2, 2, timeout=86_400.0)
     job.cut(gone)
@@ -60,7 +60,7 @@ def test_a_candidate_that_hung_up_keeps_its_place_for_seconds_whatever_it_says()
     assert gone not in job.state.sessions
 
 
-def test_since_when_a_view_is_waited_for() -> None:
+def test_waits_since_is_set_only_while_a_view_is_waited_for() -> None:
     job = PureJob()
     assert job.membership.waits_since is None
     first = job.join(2, 2)
@@ -74,14 +74,14 @@ def test_since_when_a_view_is_waited_for() -> None:
     assert job.membership.waits_since >= job.now - 60.0
 
 
-def test_a_number_is_above_what_any_member_has_seen() -> None:
+def test_a_new_generation_is_above_any_that_a_member_has_seen() -> None:
     job = PureJob()
     job.join(2, 2, floor=7)
     job.join(2, 2, floor=3)
     assert job.state.live.generation == 8
 
 
-def test_a_member_that_goes_while_its_view_is_stored_uses_the_number_up() -> None:
+def test_a_view_that_loses_a_member_while_stored_uses_up_its_number() -> None:
     job = PureJob()
     job.slow_disk = True
     job.join(2, 2)
@@ -93,7 +93,7 @@ def test_a_member_that_goes_while_its_view_is_stored_uses_the_number_up() -> Non
     assert [effect.view.generation for effect in job.effects if isinstance(effect, StoreView)] == [2]
 
 
-def test_a_view_that_cannot_be_stored_is_tried_again_under_a_new_number() -> None:
+def test_a_view_that_cannot_be_stored_is_retried_under_a_new_number() -> None:
     job = PureJob()
     job.slow_disk = True
     began = job.now
@@ -128,14 +128,14 @@ def test_the_next_view_forms_from_candidates_when_the_last_is_void() -> None:
 # A stream's end is suspicion -----------------------------------------------------------------------------------------
 
 
-def test_a_stream_that_ends_is_told_to_nobody() -> None:
+def test_a_stream_end_alone_sends_nothing_and_keeps_the_member() -> None:
     job = PureJob()
     _, second = job.form(2)
     assert job.cut(second) == []
     assert job.state.sessions[second].standing is Standing.IN_VIEW
 
 
-def test_a_suspect_with_an_accuser_is_out_at_once_whichever_comes_first() -> None:
+def test_stream_end_and_lost_link_give_a_verdict_at_once_in_either_order() -> None:
     for reported_first in (True, False):
         job = PureJob()
         first, second = job.form(2)
@@ -150,7 +150,7 @@ def test_a_suspect_with_an_accuser_is_out_at_once_whichever_comes_first() -> Non
         assert kinds(effects)[0] == "StoreVerdict"
 
 
-def test_a_member_that_resumes_in_time_is_where_it_was() -> None:
+def test_a_member_that_resumes_in_time_keeps_its_place() -> None:
     job = PureJob()
     _, second = job.form(2)
     job.cut(second)
@@ -167,7 +167,7 @@ def test_a_member_that_missed_its_view_gets_it_when_it_resumes() -> None:
     assert kinds(job.resume(first, 0)) == ["Welcome", "ViewFormed"]
 
 
-def test_who_waits_for_a_seat_hears_of_a_drain_when_it_resumes() -> None:
+def test_a_candidate_receives_a_missed_drain_when_it_resumes() -> None:
     job = PureJob()
     first = job.join(2, 2)
     job.cut(first)
@@ -175,7 +175,7 @@ def test_who_waits_for_a_seat_hears_of_a_drain_when_it_resumes() -> None:
     assert Send(first, Drain("the host goes down")) in job.resume(first, 0)
 
 
-def test_a_stream_that_was_replaced_may_end() -> None:
+def test_the_end_of_a_replaced_stream_is_ignored() -> None:
     job = PureJob()
     first, _ = job.form(2)
     job.resume(first, 1, stream=55)
@@ -192,7 +192,7 @@ def test_resuming_needs_the_token() -> None:
     assert job.state.sessions[first].stream is None
 
 
-def test_who_resumes_after_its_session_has_ended_is_told_the_verdict() -> None:
+def test_resuming_an_ended_session_is_refused_with_the_verdict() -> None:
     job = PureJob()
     _, second = job.form(2)
     job.cut(second)
@@ -214,7 +214,7 @@ def test_silence_voids_the_view_and_ends_the_session() -> None:
     assert job.state.verdict.culprits == (1,)
 
 
-def test_a_message_between_the_two_looks_is_heard() -> None:
+def test_a_heartbeat_between_the_two_looks_prevents_eviction() -> None:
     job = PureJob()
     first, second = job.form(2)
     job.now += 3.1
@@ -225,7 +225,7 @@ def test_a_message_between_the_two_looks_is_heard() -> None:
     assert job.do(Ticked()) == []
 
 
-def test_whoever_slept_judges_nobody() -> None:
+def test_leases_are_renewed_after_the_coordinator_slept() -> None:
     job = PureJob()
     members = job.form(2)
     assert job.pass_time(4.0, slept=4.0) == []
@@ -233,7 +233,7 @@ def test_whoever_slept_judges_nobody() -> None:
     assert len(verdicts(job.pass_time(0.1))) == len(members)
 
 
-def test_a_nap_shorter_than_a_heartbeat_changes_nothing() -> None:
+def test_a_sleep_shorter_than_a_heartbeat_renews_no_lease() -> None:
     job = PureJob()
     job.form(2)
     assert verdicts(job.pass_time(3.0, slept=0.4))
@@ -249,7 +249,7 @@ def test_a_silent_candidate_is_forgotten() -> None:
 # Reports --------------------------------------------------------------------------------------------------------------
 
 
-def test_reports_gather_before_they_are_judged() -> None:
+def test_reports_are_gathered_before_they_are_judged() -> None:
     job = PureJob()
     members = job.form(3)
     assert job.report(members[1], TIMEOUT, 0, "slow") == []
@@ -261,14 +261,14 @@ def test_reports_gather_before_they_are_judged() -> None:
     assert set(verdicts(effects)) == set(members)
 
 
-def test_they_are_judged_at_once_when_all_have_reported() -> None:
+def test_reports_are_judged_at_once_when_all_members_have_reported() -> None:
     job = PureJob()
     members = job.form(2)
     job.report(members[0], TIMEOUT, 1)
     assert verdicts(job.report(members[1], TIMEOUT, 0))
 
 
-def test_a_broken_link_between_two_that_seem_well_waits_for_news_of_a_death() -> None:
+def test_a_broken_link_between_live_members_waits_for_a_death() -> None:
     job = PureJob()
     members = job.form(3)
     job.report(members[0], LOST, 1)
@@ -276,7 +276,7 @@ def test_a_broken_link_between_two_that_seem_well_waits_for_news_of_a_death() ->
     assert verdicts(job.cut(members[1]))[members[0]].startswith("rank 1 (host-2, pid 1002) died")
 
 
-def test_and_is_judged_without_it_in_the_end() -> None:
+def test_a_broken_link_is_judged_without_a_death_in_the_end() -> None:
     job = PureJob()
     members = job.form(3)
     job.report(members[0], LOST, 1)
@@ -295,14 +295,14 @@ def test_a_late_report_is_answered_with_the_verdict() -> None:
 
 
 @pytest.mark.parametrize(("reason", "accused"), [(LOST, 2), (ErrorReason.ERROR_REASON_LIMIT, 1)])
-def test_a_report_that_cannot_be(reason: int, accused: int) -> None:
+def test_an_impossible_report_raises_bad_request(reason: int, accused: int) -> None:
     job = PureJob()
     first, _ = job.form(2)
     with pytest.raises(BadRequest):
         job.report(first, reason, accused)
 
 
-def test_a_candidate_has_nothing_to_report() -> None:
+def test_a_report_by_a_candidate_raises_bad_request() -> None:
     job = PureJob()
     first = job.join(2, 2)
     with pytest.raises(BadRequest, match="which the member is not in"):
@@ -312,7 +312,7 @@ def test_a_candidate_has_nothing_to_report() -> None:
 # Going ----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_reported_exit_is_a_sure_witness() -> None:
+def test_a_reported_exit_ends_the_session_and_gives_a_verdict() -> None:
     job = PureJob()
     first, second = job.form(2)
     effects = job.do(ExitReported(Process("host-2", 1002), -9))
@@ -320,7 +320,7 @@ def test_a_reported_exit_is_a_sure_witness() -> None:
     assert second not in job.state.sessions
 
 
-def test_the_exit_of_a_process_in_another_container_is_nobodys() -> None:
+def test_the_exit_of_a_process_in_another_container_is_ignored() -> None:
     job = PureJob()
     first, _ = job.form(2)
     job.becomes(first, Process("box", 1, "boot", 0, pid_namespace=7))
@@ -328,14 +328,14 @@ def test_the_exit_of_a_process_in_another_container_is_nobodys() -> None:
     assert first in job.state.sessions
 
 
-def test_the_exit_of_another_incarnation_is_nobodys() -> None:
+def test_the_exit_of_another_process_on_the_host_is_ignored() -> None:
     job = PureJob()
     job.form(2)
     assert job.membership.find(Process("host-2", 1003)) == []
     assert job.do(ExitReported(Process("host-2", 1003), 1)) == []
 
 
-def test_leaving_in_good_order_voids_nothing() -> None:
+def test_an_orderly_leave_does_not_void_the_view() -> None:
     job = PureJob()
     first, second = job.form(2)
     effects = job.leave(second)
@@ -346,7 +346,7 @@ def test_leaving_in_good_order_voids_nothing() -> None:
     assert (job.state.view, job.state.verdict, job.state.sessions) == (None, None, {})
 
 
-def test_leaving_while_others_need_you_does() -> None:
+def test_leaving_while_others_need_the_member_voids_the_view() -> None:
     job = PureJob()
     first, second = job.form(2)
     job.leave(second)
@@ -355,7 +355,7 @@ def test_leaving_while_others_need_you_does() -> None:
     assert job.state.verdict.culprits == (1,)
 
 
-def test_leaving_with_a_cause_names_it() -> None:
+def test_leaving_with_a_cause_names_it_in_the_verdict() -> None:
     job = PureJob()
     first, second = job.form(2)
     effects = job.leave(second, cause="ZeroDivisionError: division by zero")
@@ -363,7 +363,7 @@ def test_leaving_with_a_cause_names_it() -> None:
     assert job.state.verdict.reason == RAISED
 
 
-def test_nothing_is_kept_of_members_that_are_gone() -> None:
+def test_sessions_and_endings_do_not_leak_after_members_leave() -> None:
     job = PureJob()
     for round_ in range(50):
         members = job.form(2)

@@ -14,7 +14,7 @@ from support.coordinator import PureJob, sent
 HERE = Process("host-x", 1, "boot", 77, 4026)
 
 
-def test_a_newcomer_is_asked_for_processes_of_its_own_host_that_are_silent() -> None:
+def test_a_newcomer_is_asked_about_silent_processes_of_its_own_host() -> None:
     job, (first, second) = elastic(2)
     for member, pid in ((first, 11), (second, 12)):
         job.becomes(member, replace(HERE, pid=pid))
@@ -40,14 +40,14 @@ def registered(job: PureJob, process: Process) -> Registered:
     return Registered("new", b"token", 55, process, "host-x:1", settings, None, 0, OURS)
 
 
-def test_only_a_process_of_the_same_pid_namespace_can_tell() -> None:
+def test_sight_is_equal_only_within_one_pid_namespace_and_boot() -> None:
     assert HERE.sight == replace(HERE, pid=2).sight is not None
     assert HERE.sight != replace(HERE, pid_namespace=1).sight
     assert HERE.sight != replace(HERE, boot_id="other").sight
     assert replace(HERE, pid_namespace=0).sight is None
 
 
-def test_an_order_is_about_the_state_and_not_about_who_has_it() -> None:
+def test_a_change_of_donors_alone_sends_no_new_catch_up() -> None:
     job, members = elastic(4)
     first, second, third, fourth = members
     generation = job.state.generation
@@ -71,7 +71,7 @@ def ordered(job: PureJob) -> dict[str, list[str]]:
     return {member_id: [holder.member_id for holder, _ in order.holders] for member_id, order in orders}
 
 
-def test_a_candidate_that_comes_back_on_a_new_stream_hears_again_that_the_line_runs() -> None:
+def test_a_candidate_receives_running_again_when_it_resumes() -> None:
     """It has said nothing yet that would make the coordinator tell it again, and would wait for ever."""
     job, _ = elastic(2)
     late = job.join(1, 9)

@@ -8,7 +8,7 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.coordinator import PureJob, sent
 
 
-def test_waits_for_the_least_number_and_says_so() -> None:
+def test_the_reason_counts_the_workers_missing_from_min_workers() -> None:
     job = PureJob()
     job.join(4, 8)
     assert job.reason == "waiting for 3 more workers (1 of at least 4)"
@@ -16,7 +16,7 @@ def test_waits_for_the_least_number_and_says_so() -> None:
     assert job.reason == "waiting for 2 more workers (2 of at least 4)"
 
 
-def test_forms_at_once_with_as_many_as_a_view_takes() -> None:
+def test_a_view_forms_at_once_with_max_workers() -> None:
     job = PureJob()
     members = job.form(3)
     assert [seat.member_id for seat in job.state.view.seats] == members
@@ -31,7 +31,7 @@ def test_members_of_one_host_get_ranks_side_by_side() -> None:
     assert [seat.member_id for seat in job.state.view.seats] == ["m1", "m5", "m2", "m4", "m3"]
 
 
-def test_settles_before_it_forms_with_fewer() -> None:
+def test_a_view_below_max_workers_forms_after_the_settle_time() -> None:
     job = PureJob(settle_time=0.2)
     job.join(2, 8)
     job.join(2, 8)
@@ -46,7 +46,7 @@ def test_settles_before_it_forms_with_fewer() -> None:
     assert len(job.state.view.seats) == 3
 
 
-def test_those_who_waited_give_members_that_left_time_to_come_again() -> None:
+def test_waiting_workers_give_departed_members_time_to_return() -> None:
     job = PureJob(settle_time=0.2)
     member = job.join(1, 8)
     job.pass_time(0.2)
@@ -61,7 +61,7 @@ def test_those_who_waited_give_members_that_left_time_to_come_again() -> None:
     assert {seat.member_id for seat in job.state.view.seats} == {"m2", "m3", again}
 
 
-def test_explicit_ranks_are_the_ranks() -> None:
+def test_explicit_ranks_become_the_ranks_of_the_seats() -> None:
     job = PureJob()
     last = job.join(3, 3, rank=2)
     assert job.reason == "waiting for ranks 0, 1 of 3"
@@ -71,7 +71,7 @@ def test_explicit_ranks_are_the_ranks() -> None:
     assert [seat.member_id for seat in job.state.view.seats] == [first, middle, last]
 
 
-def test_a_huge_world_costs_no_more_than_its_sentence() -> None:
+def test_the_reason_for_a_huge_world_names_only_a_few_ranks() -> None:
     job = PureJob()
     job.join(2**31, 2**31, rank=0)
     assert job.reason.startswith("waiting for ranks 1, 2, 3, 4, 5, 6, 7, 8 and 2147483639 more of 2147483648")
@@ -94,7 +94,7 @@ def test_a_newcomer_waits_while_a_generation_is_live() -> None:
     assert Send("m3", Waiting("generation 1 is running with 2 members; a newcomer waits until it ends")) in job.effects
 
 
-def test_those_beyond_the_greatest_number_wait() -> None:
+def test_workers_beyond_max_workers_wait() -> None:
     job = PureJob(settle_time=0.2)
     job.slow_disk = True
     for _ in range(3):
@@ -105,7 +105,7 @@ def test_those_beyond_the_greatest_number_wait() -> None:
     assert [seat.member_id for seat in job.state.forming.seats] == ["m1", "m2"]
 
 
-def test_others_hear_a_changed_sentence_but_not_too_often() -> None:
+def test_a_changed_reason_is_announced_at_a_limited_rate() -> None:
     job = PureJob(announce_interval=0.5)
     job.join(9, 9)
     job.join(9, 9)

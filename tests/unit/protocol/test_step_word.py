@@ -24,7 +24,7 @@ def total(words: list[Any], dtype: Any) -> Any:
     return np.sum([np.array(each, dtype) for each in words], axis=0, dtype=dtype)
 
 
-def test_there_is_room_for_it_in_a_bucket() -> None:
+def test_the_step_word_fits_into_the_piggyback_of_a_bucket() -> None:
     assert len(step_word(StepFlag.JOIN, 1, 2)) == STEP_WORD_SIZE
     assert STEP_WORD_SIZE <= PIGGYBACK_SIZE
 
@@ -32,7 +32,7 @@ def test_there_is_room_for_it_in_a_bucket() -> None:
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @given(members=st.lists(st.tuples(flags, numbers), min_size=1, max_size=6))
 @settings(deadline=None, max_examples=50)
-def test_sums_say_what_any_asked_and_whether_all_agree(
+def test_summed_words_give_all_flags_and_detect_disagreement(
     dtype: Any, members: list[tuple[StepFlag, tuple[int, int]]]
 ) -> None:
     words = [step_word(asked, step, digest) for asked, (step, digest) in members]
@@ -56,14 +56,14 @@ def test_equal_words_agree(dtype: Any, step: int, digest: int, world: int) -> No
 
 @given(digest=digests, bit=st.integers(0, 31), world=st.sampled_from([2, 3, 100, 1000]))
 @settings(deadline=None, max_examples=50)
-def test_one_bit_of_one_of_many_is_seen(digest: int, bit: int, world: int) -> None:
+def test_one_flipped_bit_in_one_digest_is_detected(digest: int, bit: int, world: int) -> None:
     words = [step_word(StepFlag(0), 5, digest)] * (world - 1) + [step_word(StepFlag(0), 5, digest ^ 1 << bit)]
     assert not agrees(total(words, np.float32), world)
 
 
 @given(size=st.integers(1, 3 * _WINDOW_BYTES // 8), at=st.integers(0, 3 * _WINDOW_BYTES // 8))
 @settings(deadline=None, max_examples=30)
-def test_each_element_is_in_some_step(size: int, at: int) -> None:
+def test_every_element_is_digested_in_some_step(size: int, at: int) -> None:
     arrays = [np.zeros(size), np.ones(3)]
     rounds = 2 * (size * 8 // _WINDOW_BYTES + 1)
     before = [partial_digest(arrays, step) for step in range(rounds)]
@@ -80,7 +80,7 @@ def test_digest_does_not_depend_on_the_layout() -> None:
     assert partial_digest([array], 0) == zlib.crc32(array.tobytes()[:_WINDOW_BYTES])
 
 
-def test_nothing_to_digest() -> None:
+def test_digest_of_empty_and_scalar_arrays() -> None:
     assert partial_digest([], 3) == 0
     assert partial_digest([np.zeros((0, 4))], 3) == 0
     assert partial_digest([np.float32(2).reshape(())], 1) == zlib.crc32(np.float32(2).tobytes())

@@ -65,7 +65,7 @@ def test_a_message_is_read_as_it_was_written(message: Message) -> None:
     assert read_message(pb.SessionResponse.FromString(written)) == message
 
 
-def test_no_message_and_no_field_is_left_out() -> None:
+def test_all_messages_and_fields_are_translated() -> None:
     assert {type(message) for message in MESSAGES} == set(get_args(Message))
     told = pb.SessionResponse.DESCRIPTOR.fields_by_name
     for message in MESSAGES:
@@ -79,7 +79,7 @@ def test_no_message_and_no_field_is_left_out() -> None:
         )
 
 
-def test_what_concerns_the_session_alone_is_no_message() -> None:
+def test_session_only_events_are_not_read_as_messages() -> None:
     alone = {"registered", "left", "new_door_secret", "asked", "alive"}
     known = {write_message(message).WhichOneof("event") for message in MESSAGES}
     assert alone | known == {field.name for field in pb.SessionResponse.DESCRIPTOR.oneofs_by_name["event"].fields}
@@ -89,7 +89,7 @@ def test_what_concerns_the_session_alone_is_no_message() -> None:
         assert read_message(response) is None
 
 
-def test_a_coordinator_of_version_8_tells_no_version() -> None:
+def test_a_view_without_a_version_is_read_as_version_8() -> None:
     told = read_message(pb.SessionResponse(view_formed=pb.ViewFormed(generation=7)))
     assert isinstance(told, ViewFormed)
     assert told.version == 8
@@ -120,7 +120,7 @@ def test_shares_are_read() -> None:
     assert read_meet(meet((65535, 65536))).node_size == 0
 
 
-def test_how_long_a_member_waits_is_read() -> None:
+def test_the_step_timeout_of_a_meet_is_read() -> None:
     assert read_meet(pb.Meet()).step_timeout == inf
     assert read_meet(pb.Meet(step_timeout=Duration(seconds=2, nanos=500_000_000))).step_timeout == 2.5
 
@@ -135,6 +135,6 @@ def test_how_long_a_member_waits_is_read() -> None:
         (pb.Meet(step_timeout=Duration(seconds=-1)), "meet.step_timeout must be a duration of 0 s or more"),
     ],
 )
-def test_what_is_no_share_is_refused(message: pb.Meet, words: str) -> None:
+def test_an_invalid_meet_raises_bad_request(message: pb.Meet, words: str) -> None:
     with pytest.raises(BadRequest, match=words):
         read_meet(message)

@@ -30,7 +30,7 @@ def report(reporter: int, reason: int, accused: int | None, text: str = "it ende
     return Report(reporter, reason, accused, operation, text)  # type: ignore[arg-type]
 
 
-def test_a_suspect_with_an_accusing_edge_has_died() -> None:
+def test_a_suspect_with_broken_links_has_died() -> None:
     case = Case(VIEW, (report(1, LOST, 2), report(3, LOST, 2)), suspects={2})
     assert has_second_witness(case)
     verdict = judge(0.0, case)
@@ -38,7 +38,7 @@ def test_a_suspect_with_an_accusing_edge_has_died() -> None:
     assert verdict.text == "rank 2 (host-c, pid 4713) died: its session and its links to ranks 1, 3 ended"
 
 
-def test_a_death_explains_a_door_that_refused_a_version() -> None:
+def test_a_death_takes_precedence_over_a_refused_version() -> None:
     """The next generation has other members, and perhaps another version: the death is what has to be known."""
     refused = (report(1, VERSION, 2, "its door does not open"),)
     alone = judge(0.0, Case(VIEW, refused))
@@ -47,7 +47,7 @@ def test_a_death_explains_a_door_that_refused_a_version() -> None:
     assert (verdict.reason, verdict.culprits) == (LOST, (3,))
 
 
-def test_one_broken_link_without_an_explanation_is_reason_to_wait() -> None:
+def test_there_is_no_second_witness_if_a_broken_link_is_unexplained() -> None:
     """Two have died, and of the second only a link is known to have ended."""
     assert not has_second_witness(Case(VIEW, (report(1, LOST, 2), report(3, LOST, 0)), suspects={2}))
     assert not has_second_witness(Case(VIEW, (report(3, BROKE, 2),), suspects={2})), "no link has ended"
@@ -62,7 +62,7 @@ def test_a_known_death_is_blamed_for_all_lost_links() -> None:
 
 
 @pytest.mark.parametrize("how", ["gone", "late", "links"])
-def test_of_many_culprits_a_few_are_described(how: str) -> None:
+def test_a_verdict_describes_only_a_few_of_many_culprits(how: str) -> None:
     """Each member gets the text: with all of them it would grow as the square of the members."""
     seats = tuple(Seat(rank, f"m{rank}", Process("h" * 512, rank), "", b"", rank) for rank in range(3_000))
     view = View(3, JobSettings(3_000, 3_000, 3.0), False, seats, OURS)
@@ -87,12 +87,12 @@ def test_the_breach_that_most_members_saw_is_blamed() -> None:
     assert judge(0.0, Case(VIEW, broke[:2])).text == "first"
 
 
-def test_the_suspect_is_to_blame_even_if_it_is_the_accuser() -> None:
+def test_a_suspect_is_blamed_even_if_it_is_the_accuser() -> None:
     verdict = judge(0.0, Case(VIEW, (report(2, LOST, 1),), suspects={2}))
     assert verdict.culprits == (2,)
 
 
-def test_one_that_all_accuse_is_to_blame_and_so_is_one_that_accuses_all() -> None:
+def test_the_common_end_of_all_broken_links_is_blamed() -> None:
     accused = tuple(report(rank, LOST, 0) for rank in (1, 2, 3))
     accuser = tuple(report(0, LOST, rank) for rank in (1, 2, 3))
     assert judge(0.0, Case(VIEW, accused)).culprits == (0,)
@@ -102,17 +102,17 @@ def test_one_that_all_accuse_is_to_blame_and_so_is_one_that_accuses_all() -> Non
     )
 
 
-def test_of_a_pair_the_younger_goes() -> None:
+def test_a_broken_link_between_two_is_blamed_on_the_younger() -> None:
     assert judge(0.0, Case(VIEW, (report(1, LOST, 0),))).culprits == (1,)
 
 
-def test_one_that_is_surely_gone_covers_its_edges() -> None:
+def test_a_member_known_to_be_gone_is_blamed_for_its_links() -> None:
     verdict = judge(0.0, Case(VIEW, (report(0, LOST, 1),), gone={1: "exited with code 1"}))
     assert verdict.culprits == (1,)
     assert verdict.text == "rank 1 (host-b, pid 4712) exited with code 1"
 
 
-def test_one_that_left_while_it_was_needed() -> None:
+def test_a_member_that_left_while_needed_is_blamed() -> None:
     case = Case(VIEW, (report(0, LOST, 1, "the link to rank 1 ended in all_reduce 17"),), left={1})
     assert has_second_witness(case)
     verdict = judge(0.0, case)
@@ -122,7 +122,7 @@ def test_one_that_left_while_it_was_needed() -> None:
     )
 
 
-def test_causes_go_before_what_they_cause() -> None:
+def test_causes_take_precedence_over_their_consequences() -> None:
     lost = (report(0, LOST, 1), report(2, LOST, 1))
     raised = report(1, RAISED, None, "ValueError: bad batch")
     mismatch = report(3, MISMATCH, 0, "rank 3 calls all_reduce, rank 0 broadcast")
@@ -147,7 +147,7 @@ def test_causes_go_before_what_they_cause() -> None:
     assert judge(0.0, Case(VIEW, (late, *lost))).reason == LOST
 
 
-def test_a_timeout_blames_those_who_have_not_entered() -> None:
+def test_a_timeout_blames_members_that_have_not_entered() -> None:
     progress = {
         0: Progress(16, 40.0, True),  # an old heartbeat: it reports from inside 17
         1: Progress(17, 90.0, True),
@@ -177,7 +177,7 @@ def test_a_timeout_in_which_all_have_entered_blames_the_accused() -> None:
         (-200, "was killed by signal 200"),
     ],
 )
-def test_exits_in_words(code: int, how: str) -> None:
+def test_exit_codes_are_described_in_words(code: int, how: str) -> None:
     assert ExitReported(Process("host", 1), code).how == how
 
 

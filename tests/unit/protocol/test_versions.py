@@ -41,9 +41,7 @@ def again(job: PureJob) -> PureJob:
     ("one", "other", "common"),
     [(OURS, LAST, True), (OURS, OURS, True), (OURS, NEXT, True), (LAST, NEXT, False), (Versions(8, 12), NEXT, True)],
 )
-def test_two_programs_speak_with_each_other_if_they_have_a_version_in_common(
-    one: Versions, other: Versions, common: bool
-) -> None:
+def test_programs_overlap_if_they_have_a_version_in_common(one: Versions, other: Versions, common: bool) -> None:
     assert one.overlap(other) is other.overlap(one) is common
 
 
@@ -51,15 +49,13 @@ def test_two_programs_speak_with_each_other_if_they_have_a_version_in_common(
     ("programs", "version"),
     [((OURS, OURS), 9), ((OURS, LAST), 8), ((LAST, LAST, OURS), 8), ((NEXT, OURS), 9), ((NEXT, NEXT), 9)],
 )
-def test_a_view_speaks_the_newest_version_of_all_members_and_the_coordinator(
-    programs: tuple[Versions, ...], version: int
-) -> None:
+def test_a_view_speaks_the_newest_version_common_to_all(programs: tuple[Versions, ...], version: int) -> None:
     job = joined(*programs)
     assert view_of(job).version == version
     assert all(formed.version == version for _, formed in sent(job.effects, ViewFormed))
 
 
-def test_the_version_of_a_view_is_that_which_was_stored_until_the_next_one_forms() -> None:
+def test_a_restored_view_keeps_its_stored_version() -> None:
     """It was formed by a coordinator of the last release, although its members speak more."""
     job = joined(OURS, OURS)
     job.state.view = replace(view_of(job), versions=LAST)
@@ -73,7 +69,7 @@ def test_the_version_of_a_view_is_that_which_was_stored_until_the_next_one_forms
     )
 
 
-def test_the_sentence_says_which_members_speak_no_newer_version() -> None:
+def test_the_reason_names_members_without_a_newer_version() -> None:
     assert "version" not in joined(OURS, OURS).reason
     job = joined(OURS, LAST, LAST)
     assert "speaks version 8 of the protocol, because rank 1 (host-2), rank 2 (host-3) speak no newer one" in job.reason
@@ -86,7 +82,7 @@ def test_the_sentence_says_which_members_speak_no_newer_version() -> None:
     assert "because rank 1 (host-2) speaks no newer one" in later.reason
 
 
-def test_the_sentence_does_not_change_with_each_member_that_comes_back() -> None:
+def test_the_reason_does_not_change_with_each_resumed_member() -> None:
     """Each change is a line of log; after a restart the members come back in any order."""
     job = PureJob()
     for _ in range(10):
@@ -102,7 +98,7 @@ def test_the_sentence_does_not_change_with_each_member_that_comes_back() -> None
     assert "rank 7 (host-8) and 2 more speak no newer one" in said[-1]
 
 
-def test_a_newcomer_without_a_common_version_is_refused_with_the_versions_of_both() -> None:
+def test_a_newcomer_without_a_common_version_is_refused() -> None:
     job = joined(OURS, LAST)
     before = set(job.state.sessions)
     text = (
@@ -130,7 +126,7 @@ def test_an_ended_session_does_not_keep_a_newcomer_out() -> None:
     assert not job.state.sessions.all_understand(Versions(10, 11))
 
 
-def test_a_candidate_that_is_away_gives_way() -> None:
+def test_a_disconnected_candidate_gives_way_to_a_newcomer() -> None:
     job = PureJob()
     job.join(2, 8, versions=LAST)
     job.cut("m1")
@@ -145,7 +141,7 @@ def test_a_candidate_cannot_be_drained_so_the_advice_is_to_stop_it() -> None:
         job.join(2, 8, versions=NEXT)
 
 
-def test_a_member_that_is_away_bars_a_newcomer_as_if_it_were_there() -> None:
+def test_a_disconnected_member_still_bars_an_incompatible_newcomer() -> None:
     """The coordinator knows the versions that the member told, or the one that all members of its view speak."""
     job = joined(OURS, LAST)
     job.cut("m2")
@@ -154,7 +150,7 @@ def test_a_member_that_is_away_bars_a_newcomer_as_if_it_were_there() -> None:
             each.join(2, 8, versions=NEXT)
 
 
-def test_a_member_does_not_forget_a_version() -> None:
+def test_a_member_that_resumes_without_a_former_version_is_refused() -> None:
     job = joined(OURS, OURS)
     later = again(job)
     with pytest.raises(BadRequest, match="speaks versions 8 to 9 of the protocol, and says version 8 now"):
@@ -165,7 +161,7 @@ def test_a_member_does_not_forget_a_version() -> None:
         later.resume("m1", 1, versions=NEXT)
 
 
-def test_a_registration_compares_programs_and_not_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registration_compares_distinct_versions_not_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     job = PureJob()
     for number in range(600):
         job.join(2_000, 2_000, versions=(OURS, LAST)[number % 2])
@@ -207,12 +203,12 @@ def test_frames_are_the_same_since_version_8(said: int, told: int, alike: bool) 
     assert has_our_frames(said, told) is alike
 
 
-def test_frames_that_a_version_changes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frames_changed_by_a_version_are_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "FRAMES_VERSION", 9)
     assert [has_our_frames(*pair) for pair in ((8, 8), (9, 9), (8, 9), (9, 8))] == [True, True, False, False]
 
 
-def test_a_view_is_stored_with_its_version_before_it_is_told() -> None:
+def test_a_view_is_stored_with_its_version() -> None:
     job = PureJob()
     job.slow_disk = True
     job.join(2, 2, versions=LAST)
@@ -221,7 +217,7 @@ def test_a_view_is_stored_with_its_version_before_it_is_told() -> None:
     assert stored.view.version == 8
 
 
-def test_a_newcomer_of_the_last_release_is_taken_at_once_after_a_restart() -> None:
+def test_a_newcomer_of_the_last_release_is_admitted_after_a_restart() -> None:
     """The members have not come back yet, and some never will: what all of them speak is stored with their view."""
     later = again(joined(OURS, OURS))
     later.join(2, 8, versions=LAST)

@@ -47,7 +47,7 @@ REQUESTS = sorted(fields_of(method.input_type for method in methods()))
 ANSWERS = sorted(fields_of(method.output_type for method in methods()) - {*REQUESTS})
 
 
-def test_the_readers_know_a_bound_of_each_field_of_a_request() -> None:
+def test_each_request_field_has_a_known_bound() -> None:
     assert sorted([*MOST, *ELSEWHERE]) == REQUESTS
 
 
@@ -59,15 +59,15 @@ def test_the_comment_of_a_field_states_its_bound(field: str) -> None:
 
 
 @pytest.mark.parametrize("field", ANSWERS)
-def test_the_comment_of_an_answer_says_how_long_it_is_at_most(field: str) -> None:
+def test_the_comment_of_a_response_field_states_its_bound(field: str) -> None:
     assert re.search(r"[Aa]t\s+most|\d bytes|SHA-256", comments()[field.removesuffix("[]")])
 
 
-def test_the_word_of_an_abort_has_the_bound_that_is_written() -> None:
+def test_the_documented_bound_of_an_abort_word_matches_the_code() -> None:
     assert f"of an ABORT {MAX_WORD_BYTES:,} bytes" in comments()["FramesRequest.payload"]
 
 
-def test_what_is_too_much_is_named() -> None:
+def test_too_much_names_the_field_that_exceeds_its_bound() -> None:
     assert too_much(session_pb2.SessionRequest(meet=session_pb2.Meet(shares=[session_pb2.Share()] * 64))) == ""
     for message, words in (
         (session_pb2.Meet(shares=[session_pb2.Share()] * 65), "Meet.shares has at most 64 entries, not 65"),

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.filterwarnings("ignore")  # of the generator
-def test_checked_in_stubs_are_what_the_generator_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checked_in_stubs_match_the_generator_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     spec = importlib.util.spec_from_file_location("generate", ROOT / "protos" / "generate.py")
     assert spec is not None
@@ -31,7 +31,7 @@ def test_checked_in_stubs_are_what_the_generator_makes(tmp_path: Path, monkeypat
     }
 
 
-def test_every_reason_has_its_own_number() -> None:
+def test_error_reasons_have_unique_numbers() -> None:
     from pacelinepb.v1.errors_pb2 import ErrorReason
 
     assert len(set(ErrorReason.values())) == len(ErrorReason.keys())

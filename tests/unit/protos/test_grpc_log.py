@@ -24,7 +24,7 @@ def unreadable() -> Exception:
     raise AssertionError
 
 
-def test_a_kind_is_logged_once_in_a_minute_with_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_kind_of_caller_error_is_logged_once_a_minute_with_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     paced = Paced()
@@ -45,7 +45,7 @@ def test_a_kind_is_logged_once_in_a_minute_with_its_number(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("error", [None, ValueError("a bug of a servicer"), RuntimeError()])
-def test_all_else_is_logged_as_it_is(error: Exception | None) -> None:
+def test_other_errors_are_logged_unchanged(error: Exception | None) -> None:
     paced = Paced()
     for _ in range(3):
         said = record("Unexpected [ValueError] raised by servicer method [%s]", error, "/a/b")
@@ -53,7 +53,7 @@ def test_all_else_is_logged_as_it_is(error: Exception | None) -> None:
         assert said.getMessage() == "Unexpected [ValueError] raised by servicer method [/a/b]"
 
 
-def test_a_servicers_own_error_is_logged_as_it_is() -> None:
+def test_an_error_raised_by_a_servicer_is_logged_unchanged() -> None:
     """A servicer may be a user's, in the process of a worker."""
     paced, error = Paced(), unreadable()
     for _ in range(3):

@@ -32,11 +32,11 @@ ENTRIES = {
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_each_way_in_sets_grpc_up_before_it_is_imported(entry: str) -> None:
+def test_each_entry_point_configures_grpc_before_importing_it(entry: str) -> None:
     assert run_asked(ENTRIES[entry]).stdout.startswith(SET)
 
 
-def test_what_the_user_has_set_stays() -> None:
+def test_grpc_settings_of_the_user_are_kept() -> None:
     assert '"GRPC_ENABLE_FORK_SUPPORT": "1"' in run_asked(ENTRIES["join"], GRPC_ENABLE_FORK_SUPPORT="1").stdout
 
 
@@ -46,12 +46,12 @@ def test_a_script_that_imports_grpc_too_early_is_warned() -> None:
     assert run_asked(early, GRPC_ENABLE_FORK_SUPPORT="0").stderr == ""
 
 
-def test_a_worker_needs_nothing_that_only_the_coordinator_needs() -> None:
+def test_a_worker_runs_without_coordinator_only_packages() -> None:
     without = "sys.modules.update(dict.fromkeys(('grpc_health', 'grpc_reflection', 'paceline_server')))\n"
     assert run_asked(without + ENTRIES["join"]).stdout == SET
 
 
-def test_one_module_imports_grpc() -> None:
+def test_only_safe_grpc_imports_grpc() -> None:
     """Stubs do too: `_grpc` of the same package is imported before them, or when the package is (the coordinator's)."""
     for package in (paceline, paceline_server, pacelinepb):
         for file in Path(str(package.__file__)).parent.rglob("*.py"):

@@ -15,7 +15,7 @@ from pacelinepb.memory_guard import GROWTH_BYTES, Callers, Looks
 PEER, PLACE = "ipv4:10.0.0.5:4711", ("10.0.0.5", 4711)
 
 
-def test_it_looks_when_memory_has_grown_since_it_was_least_or_since_the_last_look() -> None:
+def test_a_look_is_due_after_growth_since_the_minimum_or_the_last_look() -> None:
     looks = Looks()
     assert not looks.is_due(1 << 30, 0.0)
     assert not looks.is_due(0, 0.1)
@@ -26,7 +26,7 @@ def test_it_looks_when_memory_has_grown_since_it_was_least_or_since_the_last_loo
     assert looks.is_due(2 * GROWTH_BYTES + 2, 0.5)
 
 
-def test_a_process_that_grows_by_itself_pays_a_fiftieth_of_its_time_for_looks() -> None:
+def test_looks_without_cuts_take_at_most_a_fiftieth_of_the_time() -> None:
     looks = Looks()
     looks.is_due(0, 0.0)
     looks.looked(0, 0, 0.004, 0.0)
@@ -35,7 +35,7 @@ def test_a_process_that_grows_by_itself_pays_a_fiftieth_of_its_time_for_looks() 
     assert looks.wait == 0.05
 
 
-def test_after_a_cut_it_looks_each_time_and_more_often_for_5_s() -> None:
+def test_looks_are_more_frequent_for_5_s_after_a_cut() -> None:
     looks = Looks()
     looks.is_due(0, 0.0)
     looks.looked(0, 1, 0.0001, 0.0)
@@ -48,7 +48,7 @@ def test_after_a_cut_it_looks_each_time_and_more_often_for_5_s() -> None:
     assert not looks.is_alert(5.1)
 
 
-def test_a_caller_is_known_at_each_moment_in_which_its_last_call_ends() -> None:
+def test_a_caller_stays_known_while_its_last_call_is_ending() -> None:
     """The guard's thread may look at any of them."""
 
     class Watched(dict[Any, float]):
@@ -64,7 +64,7 @@ def test_a_caller_is_known_at_each_moment_in_which_its_last_call_ends() -> None:
     assert callers._ended == {PLACE: 5.0}
 
 
-def test_a_caller_is_known_while_it_has_calls_and_until_grpc_has_closed_its_connection() -> None:
+def test_a_caller_is_known_during_calls_and_until_its_connection_closes() -> None:
     callers = Callers(1.0)
     assert not callers.has(PLACE, 0.0)
     callers.came(PEER)
@@ -78,7 +78,7 @@ def test_a_caller_is_known_while_it_has_calls_and_until_grpc_has_closed_its_conn
     assert not callers.has(PLACE, 102.1), "another caller may have its port now"
 
 
-def test_a_caller_that_comes_back_is_known_for_as_long_again() -> None:
+def test_a_returning_caller_is_known_for_the_full_time_again() -> None:
     callers = Callers(1.0)
     for now in (0.0, 1.5):
         callers.came(PEER)
@@ -103,7 +103,7 @@ def test_callers_are_forgotten_once_they_are_gone() -> None:
         ("ipv6:%5Bfe80::1%25eth0%5D:4711", ("fe80::1", 4711)),
     ],
 )
-def test_grpc_s_words_for_a_caller_are_understood(peer: str, place: tuple[str, int]) -> None:
+def test_grpc_peer_strings_are_parsed(peer: str, place: tuple[str, int]) -> None:
     callers = Callers(1.0)
     callers.came(peer)
     assert callers.calls(place)
@@ -132,7 +132,7 @@ class Extension:
 FIELD = 32 + len("key" + "value")
 
 
-def test_a_call_has_as_many_fields_as_grpc_s_own_limit_allows() -> None:
+def test_metadata_fields_of_a_call_are_bounded_as_by_grpc() -> None:
     extension = Extension()
     bound_metadata(extension)
     most = MOST_BYTES // FIELD
@@ -145,7 +145,7 @@ def test_a_call_has_as_many_fields_as_grpc_s_own_limit_allows() -> None:
     asyncio.run(extension._handle_rpc(most))
 
 
-def test_a_call_that_cannot_be_read_bounds_no_other() -> None:
+def test_an_unreadable_call_does_not_bound_later_metadata() -> None:
     extension = Extension()
     bound_metadata(extension)
     with pytest.raises(UnicodeError):
@@ -154,7 +154,7 @@ def test_a_call_that_cannot_be_read_bounds_no_other() -> None:
         extension._Metadatum("key", "value")
 
 
-def test_another_grpcio_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_incompatible_grpcio_is_logged_and_left_unchanged(caplog: pytest.LogCaptureFixture) -> None:
     other = SimpleNamespace(_Metadatum=tuple, _handle_rpc=None)
     with caplog.at_level(logging.WARNING):
         bound_metadata(other)

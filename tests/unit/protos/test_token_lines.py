@@ -25,7 +25,7 @@ def private(path: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize("text", [f"{TOKEN}\r\n", f"# Monday\r\n\r\n{TOKEN}\trole=read  one \r\n", f" {TOKEN} "])
-def test_windows_line_ends_and_blanks_around_a_token_are_no_part_of_it(text: str, tmp_path: Path) -> None:
+def test_windows_line_ends_and_blanks_around_a_token_are_stripped(text: str, tmp_path: Path) -> None:
     path = private(tmp_path / "tokens", text)
     assert read_tokens(path).grant(f"Bearer {TOKEN}")
     assert TokenSource(path)._token == TOKEN
@@ -44,7 +44,7 @@ def test_windows_line_ends_and_blanks_around_a_token_are_no_part_of_it(text: str
         (f"{TOKEN}\0", "the token in line 1 has characters other than printable ASCII"),
     ],
 )
-def test_what_is_wrong_is_named_on_both_sides_without_the_token(text: str, words: str, tmp_path: Path) -> None:
+def test_token_file_errors_name_the_flaw_and_never_the_token(text: str, words: str, tmp_path: Path) -> None:
     path = private(tmp_path / "tokens", text)
     with pytest.raises(TokensUnusable, match=f"^the token file {path}: {words}") as coordinator:
         read_tokens(path)
@@ -55,7 +55,7 @@ def test_what_is_wrong_is_named_on_both_sides_without_the_token(text: str, words
 
 
 @pytest.mark.parametrize("text", [f"{TOKEN}\r", f"half {TOKEN}"])
-def test_a_variable_that_was_read_from_such_a_file_is_named(text: str) -> None:
+def test_a_flawed_token_variable_is_named_without_the_token(text: str) -> None:
     """As `export PACELINE_TOKEN=$(cat FILE)` does, which keeps the CR of the last line."""
     for read in (Credentials.from_environment, lambda environ: token_settings(None, environ)):
         with pytest.raises(ValueError, match=r"^PACELINE_TOKEN (ends with a line end|has a space)") as caught:
@@ -64,7 +64,7 @@ def test_a_variable_that_was_read_from_such_a_file_is_named(text: str) -> None:
 
 
 @given(st.text())
-def test_what_has_no_flaw_can_be_a_header(text: str) -> None:
+def test_a_token_without_flaws_can_be_a_header(text: str) -> None:
     if not token_flaw(text):
         assert text.isascii()
         assert text.isprintable()

@@ -52,7 +52,7 @@ def test_a_redone_step_counts_once(tmp_path: Path, records: Any) -> None:
     assert records.steps == 2
 
 
-def test_what_is_lost_twice_or_missing_is_said(tmp_path: Path, records: Any) -> None:
+def test_missing_steps_and_wrong_sample_counts_are_reported(tmp_path: Path, records: Any) -> None:
     write(tmp_path, "a", job(4), *step(1, 1, 0), *step(2, 1, 2, 2), *step(3, 1, 0, 1, 2, 3))
     records.refresh()
     missing, first = records.wrong()
@@ -60,11 +60,11 @@ def test_what_is_lost_twice_or_missing_is_said(tmp_path: Path, records: Any) -> 
     assert first == "epoch 1: 2 samples not used, 1 used more than once"
 
 
-def test_without_a_job_nothing_is_right(records: Any) -> None:
+def test_records_without_a_job_are_wrong(records: Any) -> None:
     assert records.wrong() == ["no worker began"]
 
 
-def test_half_a_line_waits_for_its_end(tmp_path: Path, records: Any) -> None:
+def test_an_incomplete_line_is_read_once_it_is_complete(tmp_path: Path, records: Any) -> None:
     path = tmp_path / "a-16-1.jsonl"
     text = json.dumps(committed(1.0, 1)) + "\n"
     path.write_text(text[:9])
@@ -75,7 +75,7 @@ def test_half_a_line_waits_for_its_end(tmp_path: Path, records: Any) -> None:
     assert records.committed(["a"], 0.0) == 1.0
 
 
-def test_back_is_a_commit_of_a_step_of_the_new_view(tmp_path: Path, records: Any) -> None:
+def test_recovery_counts_only_commits_of_steps_of_the_new_view(tmp_path: Path, records: Any) -> None:
     # Step 1 is committed under the view that came after the fault, but was applied before it: that proves little.
     write(tmp_path, "a", view(1.0, 1, 0), *step(1, 1, 0, at=1.5), view(3.0, 2, 0), committed(3.1, 1))
     records.refresh()
@@ -91,7 +91,7 @@ def test_back_is_a_commit_of_a_step_of_the_new_view(tmp_path: Path, records: Any
     assert records.by_rank(["b", "a"]) == ["a", "b"]
 
 
-def test_a_container_that_was_started_again_has_two_files(tmp_path: Path, records: Any) -> None:
+def test_by_rank_uses_the_latest_file_of_a_restarted_container(tmp_path: Path, records: Any) -> None:
     write(tmp_path, "a", view(1.0, 1, 1), number=5)
     write(tmp_path, "a", view(2.0, 2, 0), number=12)
     write(tmp_path, "b", view(2.0, 2, 1))
@@ -99,7 +99,7 @@ def test_a_container_that_was_started_again_has_two_files(tmp_path: Path, record
     assert records.by_rank(["b", "a"]) == ["a", "b"]
 
 
-def test_gaps_and_an_answer_that_does_not_come(tmp_path: Path, records: Any) -> None:
+def test_longest_gap_between_commits_and_a_wait_that_times_out(tmp_path: Path, records: Any) -> None:
     write(tmp_path, "a", *(committed(at, 1) for at in (1.0, 2.0, 5.0)))
     records.refresh()
     assert records.longest_gap(0.5, 6.0) == 3.0

@@ -78,7 +78,7 @@ def damaged(draw: st.DrawFn, target: str) -> bytes:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_valid_input_is_taken(target: str) -> None:
+def test_decoders_accept_valid_input(target: str) -> None:
     for data in valid(target):
         TARGETS[target](data)
 
@@ -86,20 +86,20 @@ def test_valid_input_is_taken(target: str) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 @quick
 @given(data=st.binary(max_size=300))
-def test_random_bytes_do_no_harm(target: str, data: bytes) -> None:
+def test_decoders_withstand_random_bytes(target: str, data: bytes) -> None:
     TARGETS[target](data)
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @quick
 @given(choice=st.data())
-def test_damaged_input_does_no_harm(target: str, choice: st.DataObject) -> None:
+def test_decoders_withstand_damaged_input(target: str, choice: st.DataObject) -> None:
     TARGETS[target](choice.draw(damaged(target)))
 
 
 @quick
 @given(choice=st.data())
-def test_an_object_takes_memory_in_proportion_to_its_bytes(choice: st.DataObject) -> None:
+def test_decoding_an_object_takes_memory_in_proportion_to_its_bytes(choice: st.DataObject) -> None:
     data = choice.draw(damaged("objects"))
     tracemalloc.start()
     try:
@@ -112,7 +112,7 @@ def test_an_object_takes_memory_in_proportion_to_its_bytes(choice: st.DataObject
 
 @settings(max_examples=25, deadline=None)
 @given(choice=st.data())
-def test_a_damaged_conversation_over_a_real_link_ends_typed_and_in_time(choice: st.DataObject) -> None:
+def test_damaged_frames_over_a_link_raise_only_typed_errors_in_time(choice: st.DataObject) -> None:
     frames = list(unpack_frames(choice.draw(damaged("collective"))[2:]))
     meshes = local_meshes(2)
     group = Group(meshes[1], Config())
@@ -145,7 +145,7 @@ ENORMOUS = {
 
 
 @pytest.mark.parametrize("name", ENORMOUS)
-def test_an_array_that_no_memory_holds_is_a_typed_error(name: str) -> None:
+def test_announcing_an_array_beyond_memory_raises_a_typed_error(name: str) -> None:
     signature, call = ENORMOUS[name]
     group = Group(ScriptedMesh([Frame(FrameKind.DATA, 1, 1, 0, signature, memoryview(b""))], 0), Config())
     with pytest.raises(PacelineError):
@@ -153,7 +153,7 @@ def test_an_array_that_no_memory_holds_is_a_typed_error(name: str) -> None:
     group.close(0.0)
 
 
-def test_rows_that_no_memory_holds_are_a_typed_error() -> None:
+def test_announcing_rows_beyond_memory_raises_a_typed_error() -> None:
     counts = (1 << 43).to_bytes(8, "little")
     frame = Frame(FrameKind.DATA, 1, 1, 0, b"all_gather rows=any uint8[]", memoryview(counts))
     group = Group(ScriptedMesh([frame], 0), Config())

@@ -46,7 +46,7 @@ def anchors(document: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_each_link_leads_to_a_file_and_a_heading(document: Path) -> None:
+def test_each_link_leads_to_an_existing_file_and_heading(document: Path) -> None:
     for link in links(document):
         address, _, anchor = link.partition("#")
         if OURS.match(address):
@@ -63,16 +63,16 @@ def test_each_link_leads_to_a_file_and_a_heading(document: Path) -> None:
             assert anchor in anchors(target), link
 
 
-def test_what_the_package_index_shows_has_absolute_links() -> None:
+def test_readme_links_are_absolute() -> None:
     assert all(link.startswith("https://") for link in links(ROOT / "README.md"))
 
 
-def test_the_readme_can_be_read_in_a_minute_or_two() -> None:
+def test_readme_has_at_most_150_lines() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_each_block_is_of_a_kind_that_tests_know(page: Path) -> None:
+def test_each_code_block_has_a_known_language_and_known_flags(page: Path) -> None:
     """So that nobody believes that a block is run, and it is not."""
     assert page.read_text().count("\n```") % 2 == 0
     for block in blocks(page):
@@ -97,7 +97,7 @@ def typed() -> list[tuple[str, str]]:
     return [(where, command[command.index("paceline ") :]) for where, command in found if "paceline " in command]
 
 
-def test_commands_and_their_options_are_there() -> None:
+def test_documented_commands_and_options_exist() -> None:
     top = typer.main.get_command(app)
     for where, command in typed():
         words = re.split(r"\s+", command)[1:]
@@ -121,14 +121,14 @@ def test_shell_blocks_are_valid() -> None:
         assert done.returncode == 0, f"{block.where}: {done.stderr}"
 
 
-def test_each_error_has_a_line_that_says_what_to_do() -> None:
+def test_each_public_error_has_a_row_in_the_error_reference() -> None:
     page = (ROOT / "docs/reference/errors.md").read_text()
     rows = re.findall(r"^\| `(\w+)[^|]*\|[^|]+\|[^|]+\|$", page, re.MULTILINE)
     public = {name for name in paceline.errors.__all__ if name != "PacelineError"}
     assert public <= set(rows), f"without a line: {sorted(public - set(rows))}"
 
 
-def test_the_reference_has_each_public_name() -> None:
+def test_the_api_reference_lists_each_public_name() -> None:
     named = {
         name
         for page in (ROOT / "docs/reference/api").glob("*.md")
@@ -139,26 +139,26 @@ def test_the_reference_has_each_public_name() -> None:
     assert wanted <= named | {"paceline.errors"}, f"without a place: {sorted(wanted - named)}"
 
 
-def test_variables_named_in_the_documents_are_there() -> None:
+def test_documented_environment_variables_exist() -> None:
     named = {name for page in PAGES for name in re.findall(r"\bPACELINE_[A-Z_]+\b", page.read_text())}
     assert named <= set(ENVIRONMENT), sorted(named - set(ENVIRONMENT))
 
 
-def test_the_index_names_each_decision_once() -> None:
+def test_the_decision_index_names_each_decision_once() -> None:
     index = (ROOT / "docs/decisions/README.md").read_text()
     assert sorted(re.findall(r"\]\((\d{2,3}-[^)]*)\)", index)) == DECISIONS
 
 
-def test_no_two_decisions_have_one_number() -> None:
+def test_decision_numbers_are_unique() -> None:
     numbers = [name.partition("-")[0] for name in DECISIONS]
     assert len(set(numbers)) == len(numbers)
 
 
-def test_decisions_are_few_because_they_go_by_subject() -> None:
+def test_there_are_at_most_30_two_digit_decisions() -> None:
     assert len([name for name in DECISIONS if re.match(r"\d\d-", name)]) <= 30
 
 
-def test_code_names_decisions_that_are_there() -> None:
+def test_decisions_named_in_code_exist() -> None:
     numbers = {name.partition("-")[0] for name in DECISIONS}
     for folder in ("client", "integrations", "server", "protocol", "protos", "bench", "tests"):
         for file in (ROOT / folder).rglob("*.py"):
@@ -167,7 +167,7 @@ def test_code_names_decisions_that_are_there() -> None:
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/development/where-to-look.md"])
-def test_files_that_contributors_are_sent_to_are_there(page: str) -> None:
+def test_files_named_in_contributor_pages_exist(page: str) -> None:
     places = [path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")]
     there = [f"/{path.relative_to(ROOT)}" for place in places for path in (place, *place.rglob("*"))]
     for name in re.findall(r"`([\w./-]+(?:\.(?:py|js|md|proto|toml)|/))`", (ROOT / page).read_text()):
@@ -176,15 +176,15 @@ def test_files_that_contributors_are_sent_to_are_there(page: str) -> None:
 
 
 @pytest.mark.parametrize(("page", "words"), [("CONTRIBUTING.md", 950), ("SECURITY.md", 950)])
-def test_pages_that_everybody_opens_stay_short(page: str, words: int) -> None:
+def test_contributing_and_security_pages_have_at_most_950_words(page: str, words: int) -> None:
     assert len((ROOT / page).read_text().split()) <= words
 
 
-def test_the_design_can_be_read_in_a_quarter_of_an_hour() -> None:
+def test_the_design_has_at_most_4000_words() -> None:
     assert len((ROOT / "DESIGN.md").read_text().split()) <= 4000
 
 
-def test_a_death_leads_through_files_that_are_there_and_at_most_32_of_them() -> None:
+def test_the_code_walk_of_a_death_names_at_most_32_existing_files() -> None:
     text = (ROOT / "docs/protocol.md").read_text().partition("## A death through the code")[2]
     death, _, text = text.partition("## The exit through the code")
     named = re.findall(r"[\w/]+\.py", death)

@@ -75,7 +75,7 @@ def test_a_plug_in_imports_public_names_only(file: Path) -> None:
         "def f():\n    from paceline.launch import Launcher",
     ],
 )
-def test_other_imports_are_noticed(code: str) -> None:
+def test_imports_of_private_names_are_found(code: str) -> None:
     assert not_public(code, "paceline_mine")
 
 
@@ -89,5 +89,5 @@ def test_other_imports_are_noticed(code: str) -> None:
         "import os",
     ],
 )
-def test_public_names_are_allowed(code: str) -> None:
+def test_imports_of_public_names_are_allowed(code: str) -> None:
     assert not_public(code, "paceline_mine") == []

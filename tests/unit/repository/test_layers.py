@@ -110,7 +110,7 @@ def test_the_library_imports_the_coordinator_only_to_start_one() -> None:
 
 
 @pytest.mark.parametrize("package", ["paceline", "paceline_server"])
-def test_no_file_imports_itself_by_way_of_others(package: str) -> None:
+def test_imports_have_no_cycles(package: str) -> None:
     files = files_of(package)
     graph = {
         name: {imported for imported, _ in imports_of(name, file, files) if imported != name}
@@ -122,7 +122,7 @@ def test_no_file_imports_itself_by_way_of_others(package: str) -> None:
         pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")
 
 
-def test_packages_of_the_coordinator_are_tied_one_way() -> None:
+def test_no_two_coordinator_packages_import_each_other() -> None:
     files = files_of("paceline_server")
     packages = {part_of(name) for name, file in files.items() if file.name == "__init__.py"} - {"paceline_server"}
     ties = {
@@ -149,7 +149,7 @@ FOR_TORCH_TOO = {"DDP", "FSDP", "Store"}
 """Classes that NumPy's users and torch's both know by these names."""
 
 
-def test_a_file_or_a_class_is_the_only_one_of_its_name() -> None:
+def test_file_and_class_names_are_unique() -> None:
     """So that a name says which one is meant. Classes with an underscore are their file's own."""
     files = [file for file in files_of("paceline").values() if file.name != "__init__.py"]
     names = Counter(file.name for file in files)

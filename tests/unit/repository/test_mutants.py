@@ -3,11 +3,11 @@
 import mutants
 
 
-def test_each_text_that_a_mutant_replaces_is_there_once() -> None:
+def test_no_mutant_is_stale() -> None:
     assert mutants.stale() == []
 
 
-def test_what_does_not_fit_is_told() -> None:
+def test_a_stale_mutant_is_reported_with_a_reason() -> None:
     gone = mutants.Mutant("a bug", "Makefile", "no such text", "", ("no_such_test.py",))
     text, test = mutants.stale([gone])
     assert text == "Makefile has this text 0 times, not once: 'no such text'"

@@ -20,18 +20,18 @@ from paceline import errors
 from support.blocks import PAGES, blocks
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_exists_and_dir_lists_no_others() -> None:
     for name in paceline.__all__:
         assert getattr(paceline, name) is not None
     assert set(paceline.__all__) == set(dir(paceline))
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
+def test_an_unknown_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = paceline.no_such_name
 
 
-def test_modules_for_users_name_what_they_offer_and_others_name_only_what_they_hand_on() -> None:
+def test_user_modules_define_all_and_internal_ones_only_for_reexports() -> None:
     for package in ("paceline", "paceline_protocol", "paceline_server"):
         root = importlib.import_module(package)
         for info in pkgutil.walk_packages(root.__path__, f"{package}."):
@@ -56,7 +56,7 @@ def handed_on(module: ModuleType) -> set[str]:
     return {alias.asname or alias.name for node in imports for alias in node.names}
 
 
-def test_the_tree_at_the_top_of_errors_is_the_tree() -> None:
+def test_errors_docstring_tree_lists_every_error() -> None:
     drawn = {line.split()[0] for line in (errors.__doc__ or "").splitlines() if line.strip() and line[0] in " PD"}
     assert drawn >= set(errors.__all__)
     for name in errors.__all__:
@@ -81,7 +81,7 @@ _OFFERED_ABOVE = {"config", "credentials", "errors"}
 """Modules whose names for users are those of `paceline` itself."""
 
 
-def test_what_is_internal_says_so_by_its_name() -> None:
+def test_internal_packages_and_modules_start_with_an_underscore() -> None:
     package = ROOT / "client" / "paceline"
     # A folder that has moved away may still hold what Python compiled there.
     folders = {path.parent.name for path in package.glob("*/*.py")}
@@ -130,7 +130,7 @@ def names_used(code: ast.Module) -> Iterator[tuple[str, str]]:
                 yield module, name
 
 
-def test_readme_and_examples_use_public_names_alone() -> None:
+def test_documents_and_examples_use_only_public_names() -> None:
     wrong = []
     for where, code in shown_to_users():
         for module, name in names_used(code):
@@ -145,7 +145,7 @@ def test_readme_and_examples_use_public_names_alone() -> None:
 
 
 @pytest.mark.parametrize("module", FOR_USERS)
-def test_a_module_for_users_offers_what_it_names_and_nothing_else(module: str) -> None:
+def test_public_names_of_a_user_module_are_documented_and_in_all(module: str) -> None:
     """A name without an underscore that is made there, or taken from another module of paceline, is for users."""
     if module != "paceline.torch":  # where torch is there, tests/pytorch looks at its names
         for name in offered_by(module) - {"__version__"}:

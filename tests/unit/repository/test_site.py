@@ -19,7 +19,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
-def test_a_diagram_has_its_parts_messages_and_notes() -> None:
+def test_a_sequence_diagram_shows_participants_messages_and_notes() -> None:
     from sequence import as_svg
 
     lines = ["sequenceDiagram", "participant A as rank 0", "participant C as coordinator", "A->>C: report: <lost>"]
@@ -31,7 +31,7 @@ def test_a_diagram_has_its_parts_messages_and_notes() -> None:
         as_svg("participant A as a\nloop every second")
 
 
-def test_a_diagram_of_states_has_each_state_and_what_moves_it_on() -> None:
+def test_a_state_diagram_shows_states_and_transition_labels() -> None:
     from sequence import as_svg
 
     text = as_svg("stateDiagram-v2\n[*] --> Ready: joins\nReady --> Stepping: a step begins\nReady --> [*]: leaves")

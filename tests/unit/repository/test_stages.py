@@ -34,12 +34,12 @@ def test_tests_marked_alone_run_after_the_others_and_one_by_one() -> None:
     assert "-n" not in alone
 
 
-def test_files_are_chosen_only_by_marks_that_they_must_name() -> None:
+def test_marks_that_select_files_are_required_in_these_files() -> None:
     needs = set(re.findall(r"\w+", SETTINGS["markers"][4]))
     assert {stage.named for stage in stages.STAGES.values()} - {""} <= {"alone", "slow"} | needs
 
 
-def test_a_file_of_pytorchs_tests_is_left_to_the_stages_that_name_its_folder() -> None:
+def test_only_stages_that_name_the_pytorch_folder_run_its_tests() -> None:
     assert not [word for word in stages.commands(stages.STAGES["slow"])[0] if word.startswith("tests/pytorch")]
     assert "tests/pytorch" in stages.commands(stages.STAGES["torch"])[0]
     assert [word for word in stages.commands(stages.STAGES["torch"])[1] if word.startswith("tests/pytorch/test_")]

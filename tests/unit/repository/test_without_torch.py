@@ -10,7 +10,7 @@ import pytest
 from pacelinepb import install_command
 
 
-def test_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_importing_paceline_torch_without_torch_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name == "torch" or name.startswith(("torch.", "paceline.torch"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [NoTorch(), *sys.meta_path])

@@ -17,7 +17,7 @@ from paceline_server.services.calls import CALL_BYTES, OpenCalls
 
 
 @given(st.integers(1, 6), st.lists(st.tuples(st.integers(0, 5), st.integers(-300, 300)), max_size=200))
-def test_nobody_holds_more_than_is_left_free(greedy: int, moves: list[tuple[int, int]]) -> None:
+def test_a_holder_never_takes_more_than_remains_free(greedy: int, moves: list[tuple[int, int]]) -> None:
     budget = Budget(1_000)
     for who, size in moves:
         if size >= 0:
@@ -50,7 +50,9 @@ def test_nobody_holds_more_than_is_left_free(greedy: int, moves: list[tuple[int,
         (None, {}, None),
     ],
 )
-def test_usable_memory(groups: str | None, files: dict[str, str], limit: int | None, tmp_path: Path) -> None:
+def test_usable_bytes_respects_cgroup_memory_limits(
+    groups: str | None, files: dict[str, str], limit: int | None, tmp_path: Path
+) -> None:
     for name, text in {**files, **({} if groups is None else {"proc/self/cgroup": groups})}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
@@ -62,7 +64,7 @@ ALL, ONE, TWO = "for-all-of-them-0123456789", "for-job-one-alone-0123456789", "f
 TOKENS = Tokens.parse(f"{ALL}\n{ONE} one\n{TWO} two\n{TWO} one\n")
 
 
-def test_a_jobs_calls_count_together_whatever_they_come_by() -> None:
+def test_calls_with_a_jobs_token_share_one_payer_across_addresses() -> None:
     for peer in ("ipv4:10.0.0.5:1", "ipv4:10.0.0.6:2"):
         assert payer(TOKENS, f"Bearer {ONE}", peer) == "job 'one'"
         assert payer(TOKENS, f"Bearer {TWO}", peer) == "jobs 'one', 'two'"
@@ -70,7 +72,7 @@ def test_a_jobs_calls_count_together_whatever_they_come_by() -> None:
 
 
 @pytest.mark.parametrize("shown", ["Bearer an-unknown-token", None])
-def test_strangers_take_nothing_from_others_at_their_address(shown: str | None) -> None:
+def test_callers_without_a_valid_token_have_a_separate_payer(shown: str | None) -> None:
     assert payer(TOKENS, shown, "ipv4:10.0.0.5:1") == "unknown callers at 10.0.0.5"
 
 
@@ -87,11 +89,11 @@ def test_strangers_take_nothing_from_others_at_their_address(shown: str | None) 
         ("", ""),
     ],
 )
-def test_addresses(peer: str, said: str) -> None:
+def test_payer_without_tokens_is_the_peer_address(peer: str, said: str) -> None:
     assert payer(None, None, peer) == said
 
 
-def test_calls_that_last_leave_room_for_one_that_does_not() -> None:
+def test_long_calls_leave_room_for_a_short_one() -> None:
     """Else a key that many wait for could not be set."""
     budget = Budget(40 * CALL_BYTES)
     calls = OpenCalls(budget, CALL_BYTES)  # with a request, a call may take four times CALL_BYTES
@@ -105,7 +107,7 @@ def test_calls_that_last_leave_room_for_one_that_does_not() -> None:
     assert budget.used == 0
 
 
-def test_messages_count_three_times() -> None:
+def test_a_message_takes_three_times_its_size_from_the_budget() -> None:
     budget = Budget(8 * CALL_BYTES)
     with OpenCalls(budget, 1).one("a") as call:
         call.take_message(CALL_BYTES)
@@ -124,5 +126,5 @@ def test_messages_count_three_times() -> None:
         ("fe80::1%eb0", "fe80::/64"),
     ],
 )
-def test_a_host_that_comes_by_http_is_the_payer_that_it_is_by_grpc(host: str, address: str) -> None:
+def test_http_hosts_map_to_the_same_payer_as_grpc_peers(host: str, address: str) -> None:
     assert payer(None, None, peer_of(host)) == address

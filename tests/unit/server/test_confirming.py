@@ -18,7 +18,7 @@ from support.coordinator import run
     ("refusal", "confirmed"),
     [(None, 1), (SessionEnded, 1), (NotFound, 1), (Unauthenticated, 0), (PermissionDenied, 0)],
 )
-def test_a_refusal_of_the_token_makes_nobody_write(refusal: type[Refused] | None, confirmed: int) -> None:
+def test_all_answers_except_token_refusals_confirm_leadership(refusal: type[Refused] | None, confirmed: int) -> None:
     calls: list[None] = []
 
     class Storage(MemoryStorage):

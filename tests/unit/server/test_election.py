@@ -15,15 +15,15 @@ def standby(record: LeaderRecord | None = OTHER, revision: int = 7, now: float =
     return election
 
 
-def test_nothing_is_tried_before_the_record_was_read() -> None:
+def test_no_takeover_is_tried_before_the_record_is_read() -> None:
     assert not Election("me").decide(5.0).tries
 
 
-def test_the_first_coordinator_leads_at_once() -> None:
+def test_a_takeover_is_tried_at_once_without_a_leader_record() -> None:
     assert standby(None, 0).decide(10.0).tries
 
 
-def test_a_leader_that_stores_is_left_alone() -> None:
+def test_no_takeover_is_tried_while_the_leader_keeps_storing() -> None:
     election = standby()
     for n in range(20):
         election.saw(10.0 + 0.25 * n, OTHER, 7 + n)
@@ -33,7 +33,7 @@ def test_a_leader_that_stores_is_left_alone() -> None:
     assert decision.why == "a:1 leads in epoch 3"
 
 
-def test_a_leader_that_stores_nothing_for_a_second_is_followed_by_another() -> None:
+def test_a_takeover_is_tried_after_a_second_without_a_leader_write() -> None:
     election = standby()
     election.saw(10.5, OTHER, 7)  # the same revision again is no sign of life
     assert not election.decide(10.99).tries
@@ -42,13 +42,13 @@ def test_a_leader_that_stores_nothing_for_a_second_is_followed_by_another() -> N
     assert decision.why == "the leader at a:1 has stored nothing for 1.0 s"
 
 
-def test_a_leader_that_resigns_is_followed_at_once() -> None:
+def test_a_takeover_is_tried_at_once_when_the_leader_resigns() -> None:
     decision = standby(LeaderRecord(3, "other", "")).decide(10.0)
     assert decision.tries
     assert decision.why == "the leader of epoch 3 has resigned"
 
 
-def test_a_record_of_its_own_is_no_reason_to_wait() -> None:
+def test_a_standby_does_not_wait_for_its_own_record() -> None:
     election = standby(LeaderRecord(3, "me", "b:1"))
     assert election.decide(10.0).tries
     assert election.leader == ""
@@ -63,7 +63,7 @@ def test_the_highest_epoch_is_kept_when_the_record_falls_back() -> None:
     assert election.highest == 3
 
 
-def test_a_refused_connection_proves_that_the_leader_has_ended() -> None:
+def test_a_refused_connection_allows_a_takeover_until_the_leader_stores() -> None:
     election = standby()
     election.reached("a:1")
     election.refused(10.6, "a:1")
@@ -72,14 +72,14 @@ def test_a_refused_connection_proves_that_the_leader_has_ended() -> None:
     assert not election.decide(10.7).tries
 
 
-def test_a_new_leader_may_not_listen_yet() -> None:
+def test_a_refused_connection_early_in_an_epoch_is_ignored() -> None:
     election = standby()
     election.reached("a:1")
     election.refused(10.4, "a:1")
     assert not election.decide(10.4).tries
 
 
-def test_a_refused_connection_to_another_address_proves_nothing() -> None:
+def test_a_refused_connection_to_another_address_is_ignored() -> None:
     election = standby()
     election.reached("a:1")
     election.reached("b:1")
@@ -87,7 +87,7 @@ def test_a_refused_connection_to_another_address_proves_nothing() -> None:
     assert not election.decide(10.9).tries
 
 
-def test_an_address_that_was_never_reached_in_this_epoch_proves_nothing() -> None:
+def test_a_refusal_is_ignored_if_the_leader_was_not_reached_this_epoch() -> None:
     """The leader may be well: its address is wrong, or behind a firewall."""
     election = standby()
     election.refused(10.6, "a:1")

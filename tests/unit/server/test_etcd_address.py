@@ -10,12 +10,12 @@ from paceline_server.settings import ServerSettings, state_settings
 from paceline_server.storage.etcd_address import EtcdAddress
 
 
-def test_a_file_is_a_file() -> None:
+def test_a_state_path_selects_a_state_file() -> None:
     assert state_settings(None) == {}
     assert state_settings("state.db") == {"state_path": Path("state.db")}
 
 
-def test_nodes_prefix_and_files() -> None:
+def test_parse_reads_nodes_prefix_and_tls_files() -> None:
     assert EtcdAddress.parse("etcd://a:2379,b:2379/x/y") == EtcdAddress(("a:2379", "b:2379"), "x/y")
     found = EtcdAddress.parse("etcd://a:2379/x?ca=/ca.pem&cert=c.pem&key=c.key")
     assert (found.ca, found.cert, found.key) == (Path("/ca.pem"), Path("c.pem"), Path("c.key"))
@@ -37,7 +37,7 @@ def test_nodes_prefix_and_files() -> None:
         ("etcd://a:2379/x?cert=c&key=k", "and the authority"),
     ],
 )
-def test_what_is_malformed_is_refused(state: str, text: str) -> None:
+def test_a_malformed_address_raises_value_error(state: str, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         EtcdAddress.parse(state)
 
@@ -48,7 +48,7 @@ def test_a_password_is_refused_and_not_repeated() -> None:
     assert "hunter2" not in str(refused.value)
 
 
-def test_others_may_not_read_the_key(tmp_path: Path) -> None:
+def test_a_key_file_readable_by_others_is_refused(tmp_path: Path) -> None:
     for name in ("ca", "cert", "key"):
         (tmp_path / name).write_text("x")
         (tmp_path / name).chmod(0o644)
@@ -58,7 +58,7 @@ def test_others_may_not_read_the_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("empty", ["cert", "key"])
-def test_an_empty_file_is_refused(tmp_path: Path, empty: str) -> None:
+def test_an_empty_tls_file_is_refused(tmp_path: Path, empty: str) -> None:
     for name in ("ca", "cert", "key"):
         (tmp_path / name).touch(0o600)
         (tmp_path / name).write_text("" if name == empty else "x")
@@ -67,12 +67,12 @@ def test_an_empty_file_is_refused(tmp_path: Path, empty: str) -> None:
         address.read_files()
 
 
-def test_the_state_is_in_one_place() -> None:
+def test_state_path_and_etcd_together_are_refused() -> None:
     with pytest.raises(ValueError, match="not in both"):
         ServerSettings(state_path=Path("s.db"), etcd=EtcdAddress(("a:1",), "x"))
 
 
-def test_where_a_coordinator_is_reached() -> None:
+def test_reached_at_is_the_advertise_address_or_the_listen_address() -> None:
     assert ServerSettings(listen="127.0.0.1:1").reached_at == "127.0.0.1:1"
     assert ServerSettings(listen="0.0.0.0:1", advertise="a:2").reached_at == "a:2"
     assert ServerSettings(listen="0.0.0.0:1").reached_at.endswith(":1")

@@ -41,7 +41,7 @@ async def load(node: Node) -> list[StoredJob]:
     return jobs
 
 
-def test_a_deposed_leader_stores_nothing_and_is_told_why() -> None:
+def test_a_deposed_leader_stores_nothing_and_reports_the_reason() -> None:
     async def main() -> None:
         node = Node()
         old = Leader(node)
@@ -81,7 +81,7 @@ def test_a_batch_whose_answer_was_lost_is_stored_once() -> None:
     run(main)
 
 
-def test_a_copy_that_the_network_held_back_undoes_nothing() -> None:
+def test_a_delayed_duplicate_of_a_batch_is_ignored() -> None:
     """The first copy of a batch arrives after the second one and the next batch."""
 
     async def main() -> None:
@@ -107,7 +107,7 @@ def test_a_copy_that_the_network_held_back_undoes_nothing() -> None:
     run(main)
 
 
-def test_a_leader_that_can_store_nothing_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leader_that_cannot_store_gives_up_after_the_fence_time(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         leader = Leader(Node())
         await leader.storage.load()
@@ -122,7 +122,7 @@ def test_a_leader_that_can_store_nothing_gives_up(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("error", [KeysRefused("permission denied"), ValueError("not ours"), RuntimeError("a bug")])
-def test_a_leader_whose_state_cannot_be_read_after_a_refusal_leads_no_longer(error: Exception) -> None:
+def test_a_leader_that_cannot_read_its_state_after_a_refusal_steps_down(error: Exception) -> None:
     async def main() -> None:
         leader = Leader(Node())
         await leader.storage.load()
@@ -147,7 +147,7 @@ def test_a_leader_whose_state_cannot_be_read_after_a_refusal_leads_no_longer(err
     run(main)
 
 
-def test_a_leader_is_sure_for_as_long_as_no_standby_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leader_is_sure_only_within_the_fence_time(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         leader = Leader(Node())
         await leader.storage.load()
@@ -160,7 +160,7 @@ def test_a_leader_is_sure_for_as_long_as_no_standby_tries(monkeypatch: pytest.Mo
     run(main)
 
 
-def test_an_idle_leader_shows_that_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_leader_renews_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         node = Node()
         leader = Leader(node)
@@ -182,7 +182,7 @@ def test_an_idle_leader_shows_that_it_is_there(monkeypatch: pytest.MonkeyPatch) 
     run(main)
 
 
-def test_a_leader_that_loads_for_longer_than_the_fence_still_leads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leader_keeps_renewing_its_record_during_a_long_load(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         node = Node()
         leader = Leader(node)
@@ -209,7 +209,7 @@ def test_a_leader_that_loads_for_longer_than_the_fence_still_leads(monkeypatch: 
     run(main)
 
 
-def test_a_leader_that_resigns_leaves_no_address_and_its_last_writes() -> None:
+def test_resigning_stores_pending_writes_and_clears_the_address() -> None:
     async def main() -> None:
         node = Node()
         leader = Leader(node)
@@ -225,7 +225,7 @@ def test_a_leader_that_resigns_leaves_no_address_and_its_last_writes() -> None:
     run(main)
 
 
-def test_a_store_that_was_restored_refuses_the_leader_of_before() -> None:
+def test_a_restored_store_refuses_the_previous_leader() -> None:
     """The restored store has counted to the same revision, at which another leader wrote."""
 
     async def main() -> None:
@@ -244,7 +244,7 @@ def test_a_store_that_was_restored_refuses_the_leader_of_before() -> None:
     run(main)
 
 
-def test_of_a_batch_that_is_refused_only_the_write_to_blame_fails() -> None:
+def test_only_the_oversized_write_of_a_refused_batch_fails() -> None:
     async def main() -> None:
         node = Node()
         leader = Leader(node)
@@ -270,7 +270,7 @@ def test_of_a_batch_that_is_refused_only_the_write_to_blame_fails() -> None:
     run(main)
 
 
-def test_many_changes_fit_into_the_transactions_of_etcd() -> None:
+def test_many_changes_fit_into_etcd_transactions() -> None:
     async def main() -> None:
         node = Node()
         leader = Leader(node)
@@ -285,7 +285,7 @@ def test_many_changes_fit_into_the_transactions_of_etcd() -> None:
     run(main)
 
 
-def test_a_view_of_thousands_fits_into_one_request() -> None:
+def test_a_view_of_thousands_of_members_fits_into_one_request() -> None:
     async def main() -> None:
         node = Node()
         leader = Leader(node)
@@ -298,7 +298,7 @@ def test_a_view_of_thousands_fits_into_one_request() -> None:
     run(main)
 
 
-def test_what_is_none_of_ours_is_refused() -> None:
+def test_foreign_data_under_the_prefix_is_refused() -> None:
     async def main() -> None:
         node = Node()
         leader = Leader(node)
@@ -312,7 +312,7 @@ def test_what_is_none_of_ours_is_refused() -> None:
             LeaderRecord.from_bytes(value)
 
 
-def test_a_leader_says_how_it_writes_and_refuses_what_a_later_release_has_written() -> None:
+def test_a_leader_stores_its_format_once_and_refuses_a_later_format() -> None:
     async def main() -> None:
         node = Node()
         leader = Leader(node)
@@ -348,7 +348,7 @@ def test_a_leader_says_how_it_writes_and_refuses_what_a_later_release_has_writte
         b'{"format": %d, "release": ""}' % (1 << 70),
     ],
 )
-def test_a_format_that_makes_no_sense_is_refused(value: bytes) -> None:
+def test_a_malformed_format_record_raises_state_unusable(value: bytes) -> None:
     async def main() -> None:
         node = Node()
         node.items[b"p/format"] = Item(b"p/format", value, 0)

@@ -42,7 +42,7 @@ class Disk:
         await asyncio.sleep(0)  # callbacks of a future run in the loop's next round
 
 
-def test_a_view_is_announced_when_it_is_stored_and_not_before() -> None:
+def test_a_view_is_announced_only_once_it_is_stored() -> None:
     async def main() -> None:
         disk = Disk()
         disk.keeper.keep(JOB, StoreView(view(3)))
@@ -65,7 +65,7 @@ def test_a_view_whose_write_failed_is_not_announced(caplog: pytest.LogCaptureFix
     assert "no space left" in caplog.text
 
 
-def test_a_write_that_failed_is_trouble_until_one_succeeds(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_write_sets_trouble_until_a_write_succeeds(caplog: pytest.LogCaptureFixture) -> None:
     """Only views that were stored count as commits, and the log has one line for many failures."""
 
     async def main() -> None:
@@ -90,7 +90,7 @@ def test_a_write_that_failed_is_trouble_until_one_succeeds(caplog: pytest.LogCap
     assert caplog.text.count("no space left") == 1
 
 
-def test_a_job_is_done_once_that_is_stored_and_on_a_full_disk_too(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_job_finishes_once_stored_or_when_the_write_fails(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         disk = Disk()
         for error in (None, OSError("no space left")):
@@ -109,7 +109,7 @@ def test_a_job_is_done_once_that_is_stored_and_on_a_full_disk_too(caplog: pytest
     assert "no space left" in caplog.text
 
 
-def test_after_the_end_nothing_follows_from_what_was_written() -> None:
+def test_writes_that_end_after_close_apply_no_events() -> None:
     async def main() -> None:
         disk = Disk()
         disk.keeper.keep(JOB, StoreView(view(3)))

@@ -66,7 +66,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ids
 
 
-def test_many_members_are_written_while_others_have_their_turn(written: list[str]) -> None:
+def test_get_job_yields_the_loop_while_writing_many_members(written: list[str]) -> None:
     async def main(dispatcher: Dispatcher) -> None:
         ids = [stream.member_id for stream in register(dispatcher, "job", MANY)]
         answer = asyncio.ensure_future(AdminHandlers(dispatcher).GetJob(admin_pb2.GetJobRequest(job="job")))
@@ -80,7 +80,7 @@ def test_many_members_are_written_while_others_have_their_turn(written: list[str
     run(main)
 
 
-def test_the_page_gets_many_members_while_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_job_page_yields_the_loop_while_converting_many_members(monkeypatch: pytest.MonkeyPatch) -> None:
     converted = 0
     convert = routes.members_as_dicts
 
@@ -128,7 +128,7 @@ def test_callers_of_get_job_share_one_answer_about_a_large_job(
     run(main)
 
 
-def test_after_a_moment_an_answer_is_written_anew(monkeypatch: pytest.MonkeyPatch, written: list[str]) -> None:
+def test_a_shared_answer_expires_and_is_rebuilt(monkeypatch: pytest.MonkeyPatch, written: list[str]) -> None:
     monkeypatch.setattr(admin, "_KEPT_S", 0.0)
 
     async def main(dispatcher: Dispatcher) -> None:
@@ -143,7 +143,7 @@ def test_after_a_moment_an_answer_is_written_anew(monkeypatch: pytest.MonkeyPatc
     run(main)
 
 
-def test_an_answer_about_few_members_is_never_an_older_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_about_a_small_job_is_never_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admin, "_KEPT_S", FOREVER)
 
     async def main(dispatcher: Dispatcher) -> None:
@@ -169,7 +169,7 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_many_jobs_are_listed_while_others_have_their_turn(listed: list[str]) -> None:
+def test_list_jobs_yields_the_loop_while_listing_many_jobs(listed: list[str]) -> None:
     async def main(dispatcher: Dispatcher) -> None:
         names = sorted(f"job-{number}" for number in range(900))
         for name in names:
@@ -220,7 +220,7 @@ LONG = {
 
 
 @pytest.mark.parametrize("method", LONG)
-def test_of_long_answers_one_leaves_in_each_round_of_the_loop(method: str) -> None:
+def test_at_most_one_long_answer_completes_in_each_round_of_the_loop(method: str) -> None:
     """To serialise an answer for each of 600 callers in one round would hold up all others."""
 
     async def main(dispatcher: Dispatcher) -> None:
@@ -239,7 +239,7 @@ def test_of_long_answers_one_leaves_in_each_round_of_the_loop(method: str) -> No
     run(main)
 
 
-def test_of_metrics_one_is_written_before_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_metrics_page_yields_the_loop_after_each_metric(monkeypatch: pytest.MonkeyPatch) -> None:
     """All metrics of 100 jobs together took 40 ms."""
     written: list[str] = []
     write = routes.generate_latest
@@ -266,7 +266,7 @@ def test_of_metrics_one_is_written_before_others_have_their_turn(monkeypatch: py
     run(main)
 
 
-def test_others_have_the_loop_for_as_long_as_an_answer_over_http_took_to_build() -> None:
+def test_http_answers_pause_for_as_long_as_the_previous_one_took() -> None:
     built: list[tuple[float, float]] = []
 
     async def build() -> bytes:
@@ -287,7 +287,7 @@ def test_others_have_the_loop_for_as_long_as_an_answer_over_http_took_to_build()
     run(main)
 
 
-def test_a_registration_costs_the_same_among_many_jobs_as_among_few() -> None:
+def test_registration_cost_does_not_grow_with_the_number_of_jobs() -> None:
     lines: dict[int, int] = {}
 
     async def main(dispatcher: Dispatcher) -> None:
@@ -299,7 +299,7 @@ def test_a_registration_costs_the_same_among_many_jobs_as_among_few() -> None:
     assert lines[400] < 1.05 * lines[50]
 
 
-def test_a_session_that_has_ended_or_belongs_to_a_failed_job_leaves_its_place_to_others() -> None:
+def test_ended_sessions_and_failed_jobs_free_their_session_places() -> None:
     async def main(dispatcher: Dispatcher) -> None:
         register(dispatcher, "a", 2)
         first, *_ = register(dispatcher, "b", 2)

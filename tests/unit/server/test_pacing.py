@@ -10,7 +10,7 @@ from paceline_server.limits import Pacer, Pacers, Places
 from pacelinepb.remarks import Remarks
 
 
-def test_a_burst_costs_nothing_and_what_follows_goes_at_the_rate() -> None:
+def test_a_burst_is_not_delayed_and_later_calls_follow_the_rate() -> None:
     pacer = Pacer(rate=10.0, burst=5.0, now=0.0)
     assert [pacer.delay(0.0) for _ in range(5)] == [0.0] * 5
     assert [pacer.delay(0.0) for _ in range(3)] == pytest.approx([0.1, 0.2, 0.3])
@@ -18,7 +18,7 @@ def test_a_burst_costs_nothing_and_what_follows_goes_at_the_rate() -> None:
 
 
 @given(st.floats(0.5, 1000.0), st.integers(1, 100), st.lists(st.floats(0.0, 0.1), max_size=200))
-def test_nobody_is_served_faster_than_burst_and_rate(rate: float, burst: int, pauses: list[float]) -> None:
+def test_a_caller_is_never_served_faster_than_burst_and_rate(rate: float, burst: int, pauses: list[float]) -> None:
     pacer, now, served = Pacer(rate, burst, 0.0), 0.0, []
     for pause in pauses:
         now += pause
@@ -34,14 +34,14 @@ def test_one_caller_is_not_slowed_by_another() -> None:
     assert pacers.delay("quiet", 0.0) == 0.0
 
 
-def test_callers_that_come_and_go_take_no_memory() -> None:
+def test_the_number_of_tracked_callers_is_bounded() -> None:
     pacers = Pacers(rate=1.0, burst=2.0, most=10)
     for caller in range(1000):
         pacers.delay(caller, 0.0)
     assert len(pacers) == 10
 
 
-def test_a_message_that_is_refused_costs_nothing() -> None:
+def test_a_refused_message_adds_no_delay() -> None:
     pacer = Pacer(rate=1.0, burst=1.0, now=0.0)
     assert pacer.delay(0.0, most=1.5) == 0.0
     assert pacer.delay(0.0, most=1.5) == 1.0
@@ -83,7 +83,7 @@ def test_a_new_caller_gets_a_place_from_the_caller_with_the_most(moves: list[tup
         assert places.used == len(held)
 
 
-def test_a_kind_has_a_line_at_once_and_then_one_in_each_period() -> None:
+def test_a_remark_is_logged_at_once_and_then_once_per_period() -> None:
     remarks = Remarks(10.0)
     assert [remarks.count("a", now) for now in (0.0, 0.0, 9.0)] == [1, 0, 0]
     assert remarks.count("b", 9.0) == 1

@@ -51,7 +51,7 @@ class Wire:
         return Reader(), Writer()
 
 
-def test_only_a_refusal_proves_that_nobody_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_refused_is_true_only_for_a_refused_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = {"10.0.0.1": ConnectionRefusedError(), "10.0.0.2": None, "10.0.0.3": OSError("no route"), "::1": None}
     Wire(monkeypatch, **ends)
     assert asyncio.run(is_refused("10.0.0.1:1"))
@@ -59,7 +59,7 @@ def test_only_a_refusal_proves_that_nobody_is_there(monkeypatch: pytest.MonkeyPa
         assert not asyncio.run(is_refused(address))
 
 
-def test_only_bytes_prove_that_the_process_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_is_true_only_when_bytes_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel takes connections for a process that is stopped, and ends those of one that is dead."""
     ends = {"10.0.0.1": b"\0\0\x18", "10.0.0.2": None, "10.0.0.3": b"", "10.0.0.4": ConnectionRefusedError()}
     wire = Wire(monkeypatch, **ends, **{"10.0.0.5": OSError("no route"), "10.0.0.6": ConnectionResetError()})
@@ -80,14 +80,14 @@ NO_ROUTE = OSError(errno.ENETUNREACH, "Network is unreachable")
 
 
 @pytest.mark.parametrize("other", [ConnectionRefusedError(), NO_ROUTE, TimeoutError()])
-def test_one_address_of_a_name_that_answers_is_enough(monkeypatch: pytest.MonkeyPatch, other: Exception) -> None:
+def test_answers_is_true_if_one_address_of_a_name_answers(monkeypatch: pytest.MonkeyPatch, other: Exception) -> None:
     """A door listens at one of them. The others refuse, or no way leads there."""
     name(monkeypatch, "10.0.0.1", "10.0.0.2", "10.0.0.3")
     Wire(monkeypatch, **{"10.0.0.1": other, "10.0.0.2": b"\0", "10.0.0.3": other})
     assert asyncio.run(answers("node:1", b""))
 
 
-def test_an_answer_does_not_wait_for_an_address_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_does_not_wait_for_silent_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe_address, "_TIMEOUT_S", 600.0)
     name(monkeypatch, "10.0.0.1", "10.0.0.2", "10.0.0.3")
 
@@ -102,7 +102,7 @@ def test_an_answer_does_not_wait_for_an_address_that_says_nothing(monkeypatch: p
     assert asyncio.run(ask())
 
 
-def test_of_many_addresses_of_a_name_only_some_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_addresses_tried_per_name_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes a descriptor. Those that were not tried prove nothing."""
     addresses = [f"10.0.0.{n}" for n in range(100)]
     name(monkeypatch, *addresses)
@@ -117,15 +117,15 @@ def test_a_greeting_begins_a_tls_handshake() -> None:
 
 
 @pytest.mark.parametrize("address", ["", ":", "host", "host:", "host:x", "a..b:1", f"{'x' * 64}:1", "a\0b:1", "[]:1"])
-def test_what_is_no_address_proves_nothing(address: str) -> None:
+def test_a_malformed_address_is_not_reported_as_refused(address: str) -> None:
     assert not asyncio.run(is_refused(address))
 
 
-def test_a_port_of_too_many_digits_proves_nothing() -> None:
+def test_a_port_with_too_many_digits_is_not_reported_as_refused() -> None:
     assert not asyncio.run(is_refused(f"127.0.0.1:{'1' * 5000}"))
 
 
-def test_all_addresses_of_a_name_must_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_refused_requires_all_addresses_of_a_name_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process may listen at one that this host cannot reach."""
     name(monkeypatch, "10.0.0.1", "10.0.0.2")
     Wire(monkeypatch, **{"10.0.0.1": ConnectionRefusedError(), "10.0.0.2": ConnectionRefusedError()})
@@ -135,7 +135,7 @@ def test_all_addresses_of_a_name_must_refuse(monkeypatch: pytest.MonkeyPatch) ->
         assert not asyncio.run(is_refused("node:1"))
 
 
-def test_a_stalled_resolver_takes_no_longer_than_a_knock_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stalled_resolver_does_not_exceed_the_probe_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many names too: neither asyncio's pool nor the end of the loop waits for them, and threads are bounded."""
     release = threading.Event()
     monkeypatch.setattr(probe_address, "_TIMEOUT_S", 0.05)
@@ -177,7 +177,7 @@ def test_a_stalled_resolver_takes_no_longer_than_a_knock_may(monkeypatch: pytest
         ("::", "192.0.2.1:7400", False),
     ],
 )
-def test_what_the_coordinator_itself_says_is_no_sign_of_a_members_life(
+def test_an_address_of_the_coordinator_itself_counts_as_refused(
     own: str, address: str, is_own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = address.rpartition(":")[0].strip("[]")

@@ -42,7 +42,7 @@ def within_a_second(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(asyncio.wait_for(main(), 10.0))
 
 
-def test_a_question_that_ends_releases_all_who_have_answered() -> None:
+def test_ending_a_question_releases_all_pending_answers() -> None:
     """Planted: without the release at the end of a question, the calls of members last for ever."""
 
     async def main() -> None:
@@ -61,7 +61,7 @@ def test_a_question_that_ends_releases_all_who_have_answered() -> None:
     within_a_second(main)
 
 
-def test_an_answer_is_taken_once_it_was_passed_on() -> None:
+def test_an_answer_is_accepted_once_it_is_passed_on() -> None:
     async def main() -> None:
         members = Members(ServerSettings())
         found = []
@@ -75,7 +75,7 @@ def test_an_answer_is_taken_once_it_was_passed_on() -> None:
     within_a_second(main)
 
 
-def test_at_the_end_of_the_time_for_all_those_who_are_left_have_a_reason() -> None:
+def test_members_left_at_the_timeout_are_reported_with_a_reason() -> None:
     async def main() -> None:
         members = Members(ServerSettings(memory_bytes=64 << 20))  # one at one time
         found = []
@@ -89,7 +89,7 @@ def test_at_the_end_of_the_time_for_all_those_who_are_left_have_a_reason() -> No
 
 
 @pytest.mark.parametrize("most", [1, 16])
-def test_so_many_members_are_asked_at_one_time(most: int) -> None:
+def test_the_number_of_members_asked_at_once_is_limited(most: int) -> None:
     settings = ServerSettings() if most > 1 else ServerSettings(memory_bytes=64 << 20)
     ids = [f"m{number}" for number in range(40)]
 
@@ -118,7 +118,7 @@ def test_so_many_members_are_asked_at_one_time(most: int) -> None:
     within_a_second(main)
 
 
-def test_a_member_that_hangs_up_leaves_nothing_behind() -> None:
+def test_a_member_that_cancels_its_answer_is_reported_as_hung_up() -> None:
     async def main() -> None:
         members = Members(ServerSettings())
         answers = members.questions.ask("job", RECORDS, ["a", "b"], LONG, LONG)
@@ -135,7 +135,7 @@ def test_a_member_that_hangs_up_leaves_nothing_behind() -> None:
     within_a_second(main)
 
 
-def test_a_coordinator_that_stops_ends_questions() -> None:
+def test_draining_the_coordinator_ends_open_questions() -> None:
     async def main() -> None:
         members = Members(ServerSettings())
         waiting = asyncio.ensure_future(anext(members.questions.ask("job", RECORDS, ["a"], LONG, LONG)))

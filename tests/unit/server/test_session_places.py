@@ -64,7 +64,7 @@ TOKENS = [None, frozenset("a"), frozenset("ab"), frozenset("c")]
 
 
 @given(st.lists(st.tuples(st.sampled_from([*JOBS]), st.sampled_from(TOKENS), st.integers(0, 9)), max_size=120))
-def test_a_payer_of_sessions_leaves_as_many_places_as_it_holds(
+def test_a_payer_never_opens_more_sessions_than_places_remain_free(
     moves: list[tuple[str, frozenset[str], int]],
 ) -> None:
     account = Account()
@@ -90,7 +90,7 @@ def test_a_payer_of_sessions_leaves_as_many_places_as_it_holds(
     assert account.fill("c") == TOTAL // 2, "all places are free again"
 
 
-def test_one_token_has_one_share_for_all_its_jobs() -> None:
+def test_all_jobs_of_one_token_share_its_places() -> None:
     account = Account()
     assert account.fill("a", "a/nodes", token=frozenset("a")) == TOTAL // 2
     assert account.fill("b", token=frozenset("b")) == TOTAL // 4
@@ -99,21 +99,21 @@ def test_one_token_has_one_share_for_all_its_jobs() -> None:
     assert account.fill("a", "a/nodes", "b", "b/nodes", token=frozenset("ab")) == TOTAL // 2
 
 
-def test_without_a_token_for_it_a_job_pays_itself_with_its_launchers() -> None:
+def test_a_job_without_a_token_shares_its_places_with_its_launchers() -> None:
     account = Account()
     assert account.fill("a", "a/nodes") == TOTAL // 2
     with pytest.raises(LimitMet, match=r"^job 'a' has 15 sessions, and all jobs have 15 of 30: one token, or one job"):
         account.open("a", frozenset("a"))
 
 
-def test_a_job_has_a_limit_of_its_own() -> None:
+def test_sessions_per_job_are_limited() -> None:
     account = Account(max_job_sessions=5)
     assert account.fill("a") == 5
     with pytest.raises(LimitMet, match=r"^job 'a' has 5 sessions, the most that one job may have"):
         account.open("a", frozenset("ab"))
 
 
-def test_a_job_that_has_failed_holds_no_place() -> None:
+def test_free_job_releases_all_places_of_a_failed_job() -> None:
     account = Account()
     members = [account.open("a"), account.open("a")]
     account.open("a/nodes")

@@ -72,16 +72,16 @@ def stored(reopen: Reopen, *changes: Change) -> dict[str, StoredJob]:
     return {job.name: job for job in run(main)}
 
 
-def test_nothing_at_first(reopen: Reopen) -> None:
+def test_a_new_storage_is_empty(reopen: Reopen) -> None:
     assert stored(reopen) == {}
 
 
-def test_a_view_comes_back_as_it_was(reopen: Reopen) -> None:
+def test_views_are_restored_unchanged(reopen: Reopen) -> None:
     jobs = stored(reopen, ViewFormed("a", view(1)), ViewFormed("b", view(4, 3)))
     assert jobs == {"a": StoredJob("a", 1, view(1)), "b": StoredJob("b", 4, view(4, 3))}
 
 
-def test_the_secret_of_a_view_comes_back_and_goes_with_it(reopen: Reopen) -> None:
+def test_the_secret_of_a_view_is_restored_and_forgotten_with_it(reopen: Reopen) -> None:
     formed = ViewFormed("a", view(1), b"\0one"), ViewFormed("a", view(2), b"\0two")
     jobs = stored(reopen, *formed)
     assert jobs == {"a": StoredJob("a", 2, view(2), door_secret=b"\0two")}
@@ -102,7 +102,7 @@ def test_a_forgotten_view_leaves_its_number(reopen: Reopen) -> None:
     assert stored(reopen, *changes) == {"a": StoredJob("a", 3)}
 
 
-def test_how_far_a_line_had_come_is_known_until_another_begins(reopen: Reopen) -> None:
+def test_the_reached_step_is_kept_until_training_starts_over(reopen: Reopen) -> None:
     begun = replace(view(2), base=Tag(1, 40))
     assert stored(reopen, ViewFormed("a", view(1)), ViewFormed("a", begun))["a"].reached == 40
     over = [ReachedStored("a", 57), ViewForgotten("a", 2), ViewFormed("a", view(3))]
@@ -112,19 +112,19 @@ def test_how_far_a_line_had_come_is_known_until_another_begins(reopen: Reopen) -
     assert stored(reopen, ViewFormed("a", anew))["a"] == StoredJob("a", 4, anew, reached=0)
 
 
-def test_keys(reopen: Reopen) -> None:
+def test_only_the_last_values_of_existing_keys_are_restored(reopen: Reopen) -> None:
     changes = [KeySet("a", "k", b"1"), KeySet("a", "k", b"2"), KeySet("a", "gone", b""), KeyDeleted("a", "gone")]
     assert stored(reopen, *changes) == {"a": StoredJob("a", keys={"k": b"2"})}
 
 
-def test_nothing_is_left_of_a_job_that_had_only_keys_and_answers(reopen: Reopen) -> None:
+def test_a_job_with_only_keys_and_answers_disappears_with_them(reopen: Reopen) -> None:
     written = [KeySet("a", "k", b"1"), AnswerKept("a", "m", 1, 1, 0)]
     assert stored(reopen, *written, KeyDeleted("a", "k"), AnswersDropped("a", "m")) == {}
     assert stored(reopen, *written, StoreCleared("a")) == {}
     assert stored(reopen, AnswersDropped("b", "m"), KeyDeleted("c", "k")) == {}
 
 
-def test_answers(reopen: Reopen) -> None:
+def test_the_last_answer_of_each_slot_is_restored(reopen: Reopen) -> None:
     kept = [AnswerKept("a", "m/1", slot, call, -call) for slot, call in ((0, 16), (1, 17), (0, 32))]
     others = [AnswerKept("a", "other", 3, 3, 1 << 62), AnswerKept("a", "gone", 1, 1, 0), AnswersDropped("a", "gone")]
     answers = {"m/1": {0: (32, -32), 1: (17, -17)}, "other": {3: (3, 1 << 62)}}
@@ -132,7 +132,7 @@ def test_answers(reopen: Reopen) -> None:
     assert stored(reopen, key, *kept, *others) == {"a": StoredJob("a", keys={key.key: key.value}, answers=answers)}
 
 
-def test_the_answers_to_all_kinds_of_calls_come_back(reopen: Reopen) -> None:
+def test_answers_to_all_kinds_of_calls_are_restored(reopen: Reopen) -> None:
     values = KeyValues("a", ServerSettings(), Budget(1 << 30), {})
     changes = [
         *values.set("k", b"1", "m", 1),
@@ -148,13 +148,13 @@ def test_the_answers_to_all_kinds_of_calls_come_back(reopen: Reopen) -> None:
     assert again.delete("k", "m", 4) == (True, [])
 
 
-def test_a_store_that_is_cleared_leaves_the_job(reopen: Reopen) -> None:
+def test_clearing_a_store_keeps_the_job(reopen: Reopen) -> None:
     keys = [KeySet(name, key, b"v") for name in "ab" for key in "kl"]
     jobs = stored(reopen, ViewFormed("a", view(3)), *keys, AnswerKept("a", "m", 1, 1, 0), StoreCleared("a"))
     assert jobs == {"a": StoredJob("a", 3, view(3)), "b": StoredJob("b", keys={"k": b"v", "l": b"v"})}
 
 
-def test_numbers_that_are_used_up_never_fall(reopen: Reopen) -> None:
+def test_used_generation_numbers_never_decrease(reopen: Reopen) -> None:
     changes = [NumbersUsed("", 7), NumbersUsed("", 5), ViewFormed("a", view(3)), NumbersUsed("a", 4)]
     jobs = stored(reopen, *changes)
     assert jobs[""] == StoredJob("", 7)
@@ -172,7 +172,7 @@ def test_a_forgotten_job_leaves_nothing(reopen: Reopen) -> None:
     assert stored(reopen, ViewFormed("a", view(1)))["a"] == again
 
 
-def test_a_commit_is_on_the_disk_when_it_is_acknowledged(tmp_path: Path) -> None:
+def test_sqlite_syncs_its_log_at_each_commit(tmp_path: Path) -> None:
     """Even one that a power failure would otherwise take back: a generation number is used once (I3)."""
     with closing(sqlite3.connect(tmp_path / "s.db", isolation_level=None)) as connection:
         schema.prepare(connection)
@@ -181,7 +181,7 @@ def test_a_commit_is_on_the_disk_when_it_is_acknowledged(tmp_path: Path) -> None
     assert (synchronous, journal) == (2, "wal"), "2 is FULL: the log is synced at each commit"
 
 
-def test_a_file_has_one_coordinator(tmp_path: Path) -> None:
+def test_a_state_file_in_use_is_refused_to_a_second_coordinator(tmp_path: Path) -> None:
     async def main() -> None:
         first, second = SqliteStorage(tmp_path / "s.db"), SqliteStorage(tmp_path / "s.db")
         await first.load()
@@ -194,7 +194,7 @@ def test_a_file_has_one_coordinator(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [2, 3, 4, 5])
-def test_a_file_of_a_version_before_is_taken_over(tmp_path: Path, version: int) -> None:
+def test_a_state_file_of_an_older_version_is_migrated(tmp_path: Path, version: int) -> None:
     """Version 2 knew neither nodes nor tables of schedules, 3 nothing of what is lost, 4 no secret, 5 no answers."""
     path = tmp_path / "s.db"
     assert stored(lambda: SqliteStorage(path), ViewFormed("a", view(3)))
@@ -215,7 +215,7 @@ def test_a_file_of_a_version_before_is_taken_over(tmp_path: Path, version: int) 
 
 
 @pytest.mark.parametrize("what", ["none", "of the view before", "of a job that was forgotten"])
-def test_a_view_that_the_last_release_has_stored_has_its_version(tmp_path: Path, what: str) -> None:
+def test_a_view_stored_by_the_previous_release_gets_version_8(tmp_path: Path, what: str) -> None:
     """It knows nothing of `view_versions`, and leaves what is there."""
     path = tmp_path / "s.db"
     stored(lambda: SqliteStorage(path), ViewFormed("a", view(1)), ViewFormed("b", view(1)))
@@ -231,7 +231,7 @@ def test_a_view_that_the_last_release_has_stored_has_its_version(tmp_path: Path,
     assert [job.view.version for job in jobs.values() if job.view is not None] == [8, 8]
 
 
-def test_a_forgotten_job_leaves_no_version(tmp_path: Path) -> None:
+def test_a_forgotten_job_leaves_no_row_in_view_versions(tmp_path: Path) -> None:
     path = tmp_path / "s.db"
     stored(lambda: SqliteStorage(path), ViewFormed("a", view(1)), ViewFormed("b", view(1)), JobForgotten("a"))
     with closing(sqlite3.connect(path)) as connection:
@@ -239,7 +239,7 @@ def test_a_forgotten_job_leaves_no_version(tmp_path: Path) -> None:
         assert connection.execute("SELECT release FROM writer").fetchall() == [(RELEASE,)]
 
 
-def test_what_the_last_release_leaves_beside_its_tables_is_put_right(tmp_path: Path) -> None:
+def test_stale_side_tables_of_the_previous_release_are_repaired(tmp_path: Path) -> None:
     """It forgets a job and not the versions of its view, and it does not say that it has used the file."""
     path = tmp_path / "s.db"
     stored(lambda: SqliteStorage(path), ViewFormed("a", view(1)), ViewFormed("b", view(1)))
@@ -253,7 +253,7 @@ def test_what_the_last_release_leaves_beside_its_tables_is_put_right(tmp_path: P
         assert connection.execute("SELECT release FROM writer").fetchall() == [(RELEASE,)]
 
 
-def test_a_later_release_may_add_columns_to_the_tables_beside(tmp_path: Path) -> None:
+def test_extra_side_table_columns_of_a_later_release_are_accepted(tmp_path: Path) -> None:
     path = tmp_path / "s.db"
     stored(lambda: SqliteStorage(path), ViewFormed("a", view(1)))
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
@@ -265,7 +265,7 @@ def test_a_later_release_may_add_columns_to_the_tables_beside(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("versions", [(0, 9), (-1, 9), (9, 1 << 17), (9, 8)])
-def test_a_version_that_makes_no_sense_is_refused(tmp_path: Path, versions: tuple[int, int]) -> None:
+def test_an_invalid_version_range_raises_state_unusable(tmp_path: Path, versions: tuple[int, int]) -> None:
     path = tmp_path / "s.db"
     stored(lambda: SqliteStorage(path), ViewFormed("a", view(1)))
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
@@ -281,7 +281,7 @@ def test_a_version_that_makes_no_sense_is_refused(tmp_path: Path, versions: tupl
 
 
 @pytest.mark.parametrize("kind", ["row", "ranks", "schema"])
-def test_a_damaged_file_is_said_to_be_unusable(tmp_path: Path, kind: str) -> None:
+def test_a_damaged_state_file_raises_state_unusable(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "s.db"
     assert stored(lambda: SqliteStorage(path), ViewFormed("a", view(1)), VerdictStored("a", VERDICT))
     if kind != "schema":
@@ -302,7 +302,7 @@ def test_a_damaged_file_is_said_to_be_unusable(tmp_path: Path, kind: str) -> Non
 
 
 @pytest.mark.parametrize("kind", ["garbage", "other", "future", "folder"])
-def test_a_file_that_is_no_state_file(tmp_path: Path, kind: str) -> None:
+def test_a_foreign_or_newer_state_file_raises_state_unusable(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "s.db"
     if kind == "garbage":
         path.write_bytes(b"no database at all" * 100)
@@ -340,7 +340,7 @@ def test_a_file_that_is_no_state_file(tmp_path: Path, kind: str) -> None:
     ],
     ids=["nothing", "no text", "too great"],
 )
-def test_a_change_that_cannot_be_stored_does_not_take_others_with_it(tmp_path: Path, change: Change) -> None:
+def test_a_change_that_cannot_be_stored_does_not_fail_others(tmp_path: Path, change: Change) -> None:
     async def main() -> None:
         storage = SqliteStorage(tmp_path / "s.db")
         await storage.load()

@@ -50,7 +50,7 @@ async def silence(_: object) -> None:
     await asyncio.Event().wait()
 
 
-def test_a_leader_that_cannot_serve_lets_others_try_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leader_that_cannot_serve_waits_before_trying_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         keys = MemoryKeys(Node())
         coordinator = FailoverCoordinator(SETTINGS, keys=keys, make=Served, notice=silence)  # type: ignore[arg-type]
@@ -77,7 +77,7 @@ def test_a_leader_that_cannot_serve_lets_others_try_first(monkeypatch: pytest.Mo
     run(main)
 
 
-def test_a_leader_that_is_stopped_decides_nothing_once_it_resigns() -> None:
+def test_a_stopping_leader_drains_before_it_resigns() -> None:
     async def main() -> None:
         keys = MemoryKeys(Node())
         happened: list[str] = []
@@ -106,7 +106,7 @@ def test_a_leader_that_is_stopped_decides_nothing_once_it_resigns() -> None:
     run(main)
 
 
-def test_a_coordinator_with_thousands_of_jobs_lets_its_storage_go_on() -> None:
+def test_starting_with_thousands_of_jobs_yields_the_loop() -> None:
     async def main() -> None:
         rounds = 0
 
@@ -129,7 +129,7 @@ def test_a_coordinator_with_thousands_of_jobs_lets_its_storage_go_on() -> None:
     run(main)
 
 
-def test_what_another_leader_has_changed_meanwhile_is_not_served() -> None:
+def test_a_state_changed_by_another_leader_during_load_is_not_served() -> None:
     """The second half of what is read is of a moment at which another coordinator leads."""
 
     async def main() -> None:
@@ -159,7 +159,7 @@ def test_what_another_leader_has_changed_meanwhile_is_not_served() -> None:
     run(main)
 
 
-def test_a_page_without_an_answer_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unanswered_page_is_requested_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         asked: list[bytes] = []
 
@@ -179,7 +179,7 @@ def test_a_page_without_an_answer_is_asked_for_again(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("fits", "asked"), [(8, [64, 32, 16, 8, 8, 8]), (1, [64, 32, 16, 8, 4, 2, 1, 1, 1])])
-def test_a_page_whose_values_take_too_long_is_asked_for_in_smaller_pages(
+def test_a_page_that_times_out_is_requested_in_smaller_pages(
     fits: int, asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
@@ -198,7 +198,7 @@ def test_a_page_whose_values_take_too_long_is_asked_for_in_smaller_pages(
     run(main)
 
 
-def test_an_epoch_is_higher_than_all_that_were_seen_also_when_the_record_was_lost() -> None:
+def test_a_new_epoch_exceeds_all_seen_even_if_the_record_is_lost() -> None:
     async def main() -> None:
         node = Node()
         candidacy = Candidacy(MemoryKeys(node), "p", "me", "k:1")
@@ -215,7 +215,7 @@ def test_an_epoch_is_higher_than_all_that_were_seen_also_when_the_record_was_los
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_a_standby_says_once_that_etcd_takes_no_writes(
+def test_a_standby_logs_once_that_etcd_refuses_writes(
     silent: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A full etcd answers each look and refuses each try. Once it has room again, the next trouble is said too."""
@@ -250,7 +250,7 @@ _LATER = Item(b"p/format", b'{"format": 2, "release": "Paceline 7"}', 1)
 _SAYS = "it is of format 2, written by Paceline 7"
 
 
-def test_a_standby_does_not_start_on_a_state_of_a_later_format() -> None:
+def test_a_standby_refuses_to_start_with_a_later_state_format() -> None:
     async def main() -> None:
         keys = MemoryKeys(Node())
         keys.node.items[_LATER.key] = _LATER
@@ -261,7 +261,7 @@ def test_a_standby_does_not_start_on_a_state_of_a_later_format() -> None:
     run(main)
 
 
-def test_a_standby_does_not_take_over_a_state_that_a_later_release_has_written_meanwhile(
+def test_a_standby_does_not_take_over_while_the_format_is_too_new(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(failover, "LOOK_S", 0.001)

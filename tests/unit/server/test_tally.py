@@ -89,7 +89,7 @@ class WatchedJob(PureJob):
         return [text for each, text in self.events if each == kind]
 
 
-def test_seconds_between_step_words_are_committed() -> None:
+def test_seconds_between_steps_count_as_committed() -> None:
     job = WatchedJob(2)
     before = job.seconds
     job.step(job.members[0], 1, 0.48)
@@ -110,7 +110,7 @@ def test_steps_between_two_heartbeats_are_spread_evenly() -> None:
     assert job.seconds == before | {"reforming": 0.52, "committed": 1.5}
 
 
-def test_a_killed_member() -> None:
+def test_a_killed_member_is_counted_with_its_detection_and_recovery() -> None:
     job = WatchedJob(3)
     start = job.seconds
     for number in (1, 2, 3):
@@ -143,7 +143,7 @@ def test_a_killed_member() -> None:
     assert tally.gone_lately(job.now + 61) == []
 
 
-def test_a_member_that_joins() -> None:
+def test_a_joining_member_starts_a_generation_and_counts_a_join() -> None:
     job = WatchedJob(2)
     job.step(job.members[0], 1)
     job.step(job.members[0], 2)
@@ -163,7 +163,7 @@ def test_a_member_that_joins() -> None:
     assert job.told("view")[-1] == "generation 3 has begun with 3 members, from step 2"
 
 
-def test_a_drained_member_has_not_been_lost() -> None:
+def test_a_drained_member_is_not_counted_as_lost() -> None:
     job = WatchedJob(2)
     job.step(job.members[0], 1)
     job.do(DrainAsked((job.members[1],), "an operator asked for it"))
@@ -176,7 +176,7 @@ def test_a_drained_member_has_not_been_lost() -> None:
     assert job.tally.generations["drained"] == 1
 
 
-def test_a_member_that_came_back_before_its_address_was_tried_is_not_suspected() -> None:
+def test_a_member_that_resumed_before_its_probe_is_not_suspected() -> None:
     job = WatchedJob(2)
     job.cut(job.members[0])
     job.resume(job.members[0], 1)
@@ -187,7 +187,7 @@ def test_a_member_that_came_back_before_its_address_was_tried_is_not_suspected()
     assert job.tally.detection.total < 1.0
 
 
-def test_how_members_are_lost() -> None:
+def test_losses_are_counted_by_cause() -> None:
     job = WatchedJob(4)
     job.do(AddressRefused(job.members[0]))  # its stream is there: nothing follows
     job.cut(job.members[0])
@@ -199,7 +199,7 @@ def test_how_members_are_lost() -> None:
     assert job.told("lost")[1] == "rank 1 (host-2, pid 1002) raised ValueError: no"
 
 
-def test_silence_is_detected_since_the_last_sign_of_life() -> None:
+def test_detection_of_silence_is_timed_from_the_last_sign_of_life() -> None:
     job = WatchedJob(2)
     job.pass_time(2.9, job.members[:1])
     job.pass_time(0.5, job.members[:1])
@@ -219,7 +219,7 @@ def test_a_silent_member_that_was_killed_is_shown_as_killed() -> None:
     assert dict(job.tally.losses(job.now)) == {"exited": 1}
 
 
-def test_a_member_whose_links_ended_before_its_launcher_told_is_shown_as_killed() -> None:
+def test_a_cut_off_member_is_shown_as_killed_once_its_launcher_reports() -> None:
     job = WatchedJob(3)
     job.step(job.members[0], 1)
     job.cut(job.members[2])
@@ -234,7 +234,7 @@ def test_a_member_whose_links_ended_before_its_launcher_told_is_shown_as_killed(
     assert (job.tally.members_lost, dict(job.tally.losses(job.now + 60))) == (1, {"exited": 1})
 
 
-def test_a_member_that_another_found_gone_before_its_launcher_told_is_shown_as_killed() -> None:
+def test_a_gone_member_is_shown_as_killed_once_its_launcher_reports() -> None:
     job = WatchedJob(3)
     job.do(ExitReported(Process("host-3", 1003), 0, found_gone=True))
     (gone,) = job.tally.gone_lately(job.now)
@@ -247,7 +247,7 @@ def test_a_member_that_another_found_gone_before_its_launcher_told_is_shown_as_k
     assert len(job.told("lost")) == 2
 
 
-def test_too_few_workers_are_waited_for() -> None:
+def test_seconds_with_too_few_workers_count_as_waiting() -> None:
     job = WatchedJob(2, least=2)
     job.step(job.members[0], 1)
     job.step(job.members[0], 2)
@@ -258,7 +258,7 @@ def test_too_few_workers_are_waited_for() -> None:
     assert job.seconds["reforming"] == before["reforming"]
 
 
-def test_a_job_that_is_done_counts_no_seconds() -> None:
+def test_a_finished_job_counts_no_more_seconds() -> None:
     job = WatchedJob(1)
     (member,) = job.members
     job.step(member, 1)
@@ -274,7 +274,7 @@ def test_a_job_that_is_done_counts_no_seconds() -> None:
     assert not job.tally.members_lost
 
 
-def test_a_job_that_begins_at_a_checkpoint_has_not_committed_its_steps() -> None:
+def test_steps_before_a_restored_checkpoint_do_not_count_as_committed() -> None:
     job = WatchedJob(2, base=100)
     assert job.base == 100
     assert (job.tally.committed, job.tally.step) == (0, 100)
@@ -283,7 +283,7 @@ def test_a_job_that_begins_at_a_checkpoint_has_not_committed_its_steps() -> None
     assert (job.tally.committed, job.tally.step) == (2, 102)
 
 
-def test_a_restored_job_counts_what_comes_after() -> None:
+def test_a_restored_tally_counts_only_later_steps() -> None:
     job = WatchedJob(2)
     job.step(job.members[0], 50)
     later = Tally(job.now, job.state)
@@ -294,7 +294,7 @@ def test_a_restored_job_counts_what_comes_after() -> None:
     assert later.seconds(job.now) == {"committed": 1.0, "undone": 0.0, "reforming": 0.0, "waiting": 0.0}
 
 
-def test_what_members_of_a_restored_job_did_before_is_not_counted_again() -> None:
+def test_a_restored_tally_does_not_recount_member_counters() -> None:
     job = WatchedJob(2)
     past = {"samples": 10_000_000, "undone": 2, "sent_bytes": {"tcp": 5000}, "in_collectives": 70.0}
     job.step(job.members[0], 50, **past, checkpoint_failures=3)
@@ -311,7 +311,7 @@ def test_what_members_of_a_restored_job_did_before_is_not_counted_again() -> Non
         job.kill(1)
 
 
-def test_a_member_that_tells_less_than_before_takes_nothing_off() -> None:
+def test_decreasing_member_counters_do_not_lower_the_tally() -> None:
     """Sums below 0 made ListJobs fail, for all jobs."""
     job = WatchedJob(1)
     past = {"samples": 1_000, "state_bytes": 9, "sent_bytes": {"tcp": 5}, "in_collectives": 7.0, "state_time": 1.0}
@@ -333,7 +333,7 @@ def kept(step: int, checkpoints: int, seconds: float, failures: int = 0) -> dict
     }
 
 
-def test_a_checkpoint_counts_once_whoever_has_written_it() -> None:
+def test_a_checkpoint_written_by_several_members_counts_once() -> None:
     job = WatchedJob(3)
     job.step(job.members[0], 12, **kept(10, 1, 0.4))
     job.step(job.members[1], 12, **kept(10, 1, 2.0))  # another host has its own disk
@@ -347,7 +347,7 @@ def test_a_checkpoint_counts_once_whoever_has_written_it() -> None:
     assert job.told("checkpoint")[1:] == ["checkpoint of step 20 is complete, in 1.0 s"]
 
 
-def test_failures_of_checkpoints_stay_counted_when_their_members_have_gone() -> None:
+def test_checkpoint_failures_stay_counted_after_their_members_are_gone() -> None:
     job = WatchedJob(2)
     job.step(job.members[0], 12, **kept(0, 0, 0.0, failures=2))
     job.step(job.members[1], 12, **kept(10, 1, 1.0, failures=1))
@@ -358,7 +358,7 @@ def test_failures_of_checkpoints_stay_counted_when_their_members_have_gone() -> 
     assert job.tally.checkpoint_failures == 4
 
 
-def test_the_next_writer_counts_from_nothing() -> None:
+def test_checkpoints_of_a_later_writer_add_to_the_count() -> None:
     job = WatchedJob(2)
     job.step(job.members[0], 12, **kept(10, 5, 4.0))
     job.kill(1)
@@ -367,7 +367,7 @@ def test_the_next_writer_counts_from_nothing() -> None:
     assert (sum(job.tally.checkpoint.counts), job.tally.checkpoint_step) == (2, 20)
 
 
-def test_checkpoints_of_a_line_that_began_again_further_back_count() -> None:
+def test_checkpoints_written_again_after_a_rollback_count() -> None:
     job = WatchedJob(1)
     job.step(job.members[0], 30, **kept(20, 1, 1.0))
     job.kill(1)
@@ -381,7 +381,7 @@ def test_checkpoints_of_a_line_that_began_again_further_back_count() -> None:
     assert (sum(job.tally.checkpoint.counts), job.tally.checkpoint_step) == (2, 20)
 
 
-def test_a_restored_job_counts_no_checkpoint_again() -> None:
+def test_a_restored_tally_does_not_recount_checkpoints() -> None:
     job = WatchedJob(1)
     (member,) = job.members
     job.step(member, 12, **kept(10, 3, 3.0))
@@ -396,13 +396,13 @@ def test_a_restored_job_counts_no_checkpoint_again() -> None:
     assert told(22, **kept(20, 4, 3.5)) == ["checkpoint of step 20 is complete, in 0.5 s"]
 
 
-def test_a_restart_is_told() -> None:
+def test_a_restart_is_recorded_as_an_event() -> None:
     job = WatchedJob(1)
     job.do(RestartAsked())
     assert job.told("restarted") == ["the job is started anew: its last members are taken for dead"]
 
 
-def test_members_cannot_invent_labels_without_end() -> None:
+def test_the_number_of_link_kind_labels_is_bounded() -> None:
     job = WatchedJob(20, most=20)
     for number, member in enumerate(job.members):
         job.step(member, 1, sent_bytes={f"kind{each}": 1 for each in range(number, number + 8)})
@@ -410,7 +410,7 @@ def test_members_cannot_invent_labels_without_end() -> None:
     assert job.tally.sent_bytes["other"] == 160 - sum(range(1, 9))
 
 
-def test_reasons_are_told_once_a_second() -> None:
+def test_new_reasons_are_recorded_at_most_once_a_second() -> None:
     tally = Tally(0.0, JobState("job"))
     told = [each.text for now in range(30) for each in tally.reason(now / 10, f"reason {now}")]
     assert told == ["reason 0", "reason 10", "reason 20"]
@@ -418,7 +418,7 @@ def test_reasons_are_told_once_a_second() -> None:
     assert tally.reason(9.0, "reason 29") == []
 
 
-def test_steps_per_second_are_of_the_last_ten() -> None:
+def test_steps_per_second_covers_the_last_ten_seconds() -> None:
     job = WatchedJob(1)
     for number in range(1, 60):
         job.step(job.members[0], number, 0.5)
@@ -467,7 +467,7 @@ def test_events_are_numbered_over_all_jobs_and_dropped_in_order() -> None:
     assert [event.number for event in observatory.recent("b")] == [4, 5, 6], "another job's events push none out"
 
 
-def test_checkpoints_push_out_no_other_events() -> None:
+def test_checkpoint_events_do_not_displace_other_recent_events() -> None:
     observatory = Observatory(0.0)
     observatory.begin(0.0, JobState("a"))
     for kind in ("restarted", *["checkpoint"] * 30):
@@ -497,7 +497,7 @@ def test_jobs_at_rest_take_bounded_memory() -> None:
     assert observatory.tally(2.0, "job0") is None
 
 
-def test_a_tally_that_fails_ends_no_job(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_tally_logs_one_warning_and_does_not_raise(caplog: pytest.LogCaptureFixture) -> None:
     observatory = Observatory(0.0)
     state = JobState("job")
     observatory.begin(0.0, state)

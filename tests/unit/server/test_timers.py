@@ -40,7 +40,7 @@ class Loop:
     [(1, 0.0, 0.6, True), (0, 0.0, 0.6, False), (1, 0.6, 0.0, False)],
     ids=["stall", "no job", "before the start"],
 )
-def test_a_stall_is_told_if_jobs_may_have_suffered(
+def test_a_stall_after_the_start_is_logged_if_there_are_jobs(
     jobs: int,
     before: float,
     after: float,
@@ -70,7 +70,7 @@ def test_a_stall_is_told_if_jobs_may_have_suffered(
     assert bool(told) == warned
 
 
-def test_a_session_that_ends_after_the_timers_starts_none() -> None:
+def test_set_starts_no_timer_after_stop() -> None:
     """Otherwise a coordinator that was stopped looks at the clock for ever, in a process that goes on."""
 
     async def main() -> None:

@@ -42,7 +42,7 @@ FILE = f"""\
 """
 
 
-def test_a_file_of_tokens() -> None:
+def test_parse_reads_tokens_and_their_jobs() -> None:
     tokens = Tokens.parse(FILE)
     assert tokens.grant(f"Bearer {ALL}") == Grant(None)
     assert tokens.grant(f"bearer  {ONE} ") == Grant(frozenset({"one"}))
@@ -50,7 +50,7 @@ def test_a_file_of_tokens() -> None:
     assert Tokens.parse(f"{ONE} one\n{ONE}\n{ONE} two").grant(f"Bearer {ONE}") == Grant(None)
 
 
-def test_roles() -> None:
+def test_parse_reads_roles() -> None:
     text = f"{ALL} role=read\n{ONE}  role=worker   job with spaces \n{ONE} role=worker two\n{OTHER} role=operator one\n"
     tokens = Tokens.parse(text)
     assert tokens.grant(f"Bearer {ALL}") == Grant(None, Role.READ)
@@ -59,7 +59,7 @@ def test_roles() -> None:
 
 
 @pytest.mark.parametrize("role", Role)
-def test_each_role_may_do_what_those_before_it_may(role: Role) -> None:
+def test_each_role_includes_the_lower_roles(role: Role) -> None:
     for needed in Role:
         if needed <= role:
             Grant(None, role).check_role(needed)
@@ -68,7 +68,7 @@ def test_each_role_may_do_what_those_before_it_may(role: Role) -> None:
                 Grant(None, role).check_role(needed)
 
 
-def test_what_needs_which_role() -> None:
+def test_admin_methods_require_the_read_or_operator_role() -> None:
     assert {method for method in METHODS if role_for(method) is Role.READ} == {
         f"/pacelinepb.v1.AdminService/{name}" for name in ("ListJobs", "GetJob", "ListEvents")
     }
@@ -77,7 +77,7 @@ def test_what_needs_which_role() -> None:
     }
 
 
-def test_a_jobs_token_is_good_for_all_jobs_of_the_run() -> None:
+def test_a_job_token_allows_the_related_jobs_of_its_run() -> None:
     grant = Grant(frozenset({"A", "A/x"}))
     of_run = ("A", "A/nodes", "A/3", "A/3.1", "A/x", "A/x/nodes", "A/x/12")
     other = (
@@ -97,7 +97,7 @@ def test_a_jobs_token_is_good_for_all_jobs_of_the_run() -> None:
     assert [job for job in (*of_run, *other) if grant.allows(job)] == list(of_run)
 
 
-def test_only_digests_are_kept() -> None:
+def test_only_digests_of_tokens_are_kept() -> None:
     assert ALL not in repr(Tokens.parse(FILE))
     assert hashlib.sha256(ALL.encode()).digest() in Tokens.parse(FILE).grants
 
@@ -115,14 +115,14 @@ def test_only_digests_are_kept() -> None:
         ("\n".join(f"{number:020}" for number in range(MAX_TOKENS + 1)), f"at most {MAX_TOKENS} are allowed"),
     ],
 )
-def test_files_that_cannot_be_used(text: str, words: str) -> None:
+def test_an_invalid_token_file_raises_tokens_unusable(text: str, words: str) -> None:
     with pytest.raises(TokensUnusable, match=words) as caught:
         Tokens.parse(text)
     assert "short" not in str(caught.value)
 
 
 @given(st.text(), st.text())
-def test_whatever_is_in_a_file_or_shown_has_an_answer(text: str, shown: str) -> None:
+def test_arbitrary_text_raises_only_typed_token_errors(text: str, shown: str) -> None:
     with contextlib.suppress(TokensUnusable):
         Tokens.parse(text)
     with pytest.raises(Unauthenticated):
@@ -130,19 +130,19 @@ def test_whatever_is_in_a_file_or_shown_has_an_answer(text: str, shown: str) -> 
 
 
 @pytest.mark.parametrize("shown", [None, "", "Bearer", "Bearer ", f"Basic {ALL}", ALL])
-def test_no_token(shown: str | None) -> None:
+def test_a_missing_or_malformed_token_raises_unauthenticated(shown: str | None) -> None:
     with pytest.raises(Unauthenticated, match="it wants a token: set PACELINE_TOKEN or PACELINE_TOKEN_FILE"):
         Tokens.parse(FILE).grant(shown)
 
 
 @pytest.mark.parametrize("shown", [ALL[:-1], ALL + "x", ALL.upper(), "\udcff" * 20])
-def test_an_unknown_token_is_not_repeated(shown: str) -> None:
+def test_an_unknown_token_is_refused_without_being_repeated(shown: str) -> None:
     with pytest.raises(Unauthenticated, match="it does not know this token") as caught:
         Tokens.parse(FILE).grant(f"Bearer {shown}")
     assert shown not in str(caught.value)
 
 
-def test_another_jobs_token() -> None:
+def test_the_token_of_another_job_is_refused() -> None:
     grant = Tokens.parse(FILE).grant(f"Bearer {ONE}")
     grant.check("one")
     with pytest.raises(PermissionDenied, match="valid for another job"):
@@ -152,7 +152,7 @@ def test_another_jobs_token() -> None:
     Grant(None).check("any")
 
 
-def test_every_token_is_compared_whichever_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_token_is_compared_even_after_a_match(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[bytes] = []
 
     def compare(a: bytes, b: bytes) -> bool:
@@ -165,7 +165,7 @@ def test_every_token_is_compared_whichever_fits(monkeypatch: pytest.MonkeyPatch)
     assert compared == list(tokens.grants)
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_an_unreadable_token_file_raises_tokens_unusable(tmp_path: Path) -> None:
     for path, words in ((tmp_path / "none", "No such file"), (tmp_path, "Is a directory")):
         with pytest.raises(TokensUnusable, match=f"cannot read the token file {path}: {words}"):
             read_tokens(path)
@@ -193,7 +193,7 @@ def rotation(steps: list[Callable[[], object]], path: Path) -> list[Tokens]:
     return asyncio.run(main())
 
 
-def test_tokens_change_with_their_file(
+def test_tokens_are_reloaded_when_their_file_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(token_file, "LOOK_S", 0.0)
@@ -223,7 +223,7 @@ def test_tokens_change_with_their_file(
     assert not any(token in caplog.text for token in (ALL, ONE, "short"))
 
 
-def test_the_file_is_looked_at_once_a_second_by_all_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_callers_share_one_read_of_the_token_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_file, "LOOK_S", 3_600.0)  # no second passes
     looks: list[None] = []
 
@@ -240,7 +240,7 @@ def test_the_file_is_looked_at_once_a_second_by_all_together(monkeypatch: pytest
     assert len(looks) == 1
 
 
-def test_a_look_that_hangs_is_waited_for_once(
+def test_a_hanging_read_of_the_token_file_delays_callers_only_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(token_file, "LOOK_S", 0.0)
@@ -276,7 +276,7 @@ def test_a_look_that_hangs_is_waited_for_once(
     assert caplog.text.count("has not been read for 0.2 s; the last tokens stay in force") == 1
 
 
-def test_a_look_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
+def test_a_hanging_read_of_the_token_file_does_not_delay_shutdown(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.touch(0o600)
     path.write_text(ALL)
@@ -294,7 +294,7 @@ def test_a_look_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
         assert time.monotonic() - began < 20.0
 
 
-def test_the_settings_of_tokens(tmp_path: Path) -> None:
+def test_token_settings_come_from_the_argument_or_the_environment(tmp_path: Path) -> None:
     assert token_settings(None, {}) == {}
     assert token_settings(None, {"PACELINE_TOKEN": ALL}) == {"token": ALL}
     assert token_settings(None, {"PACELINE_TOKEN_FILE": "f"}) == {"token_file": Path("f")}
@@ -317,7 +317,7 @@ def test_the_settings_of_tokens(tmp_path: Path) -> None:
         ({"token": ALL, "token_file": Path("f")}, "give token or token_file, not both"),
     ],
 )
-def test_settings_that_do_not_go_together(settings: dict[str, Any], words: str) -> None:
+def test_conflicting_settings_raise_value_error(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         ServerSettings(**settings)
 
@@ -341,12 +341,12 @@ TLS = {"tls_cert": Path("c"), "tls_key": Path("k")}
         ({"listen": "0.0.0.0:1", "tls_ca": Path("a"), **TLS}, None),
     ],
 )
-def test_what_is_said_about_an_address(settings: dict[str, Any], words: str | None) -> None:
+def test_exposure_warns_about_unprotected_addresses(settings: dict[str, Any], words: str | None) -> None:
     said = exposure(ServerSettings(**settings))
     assert (said is None) if words is None else words in (said or "")
 
 
-def test_it_is_known_where_every_request_names_its_job() -> None:
+def test_every_method_has_a_way_to_find_its_job() -> None:
     services = [
         service for file in (session_pb2, store_pb2, admin_pb2) for service in file.DESCRIPTOR.services_by_name.values()
     ]

@@ -8,14 +8,14 @@ from paceline_server.errors import BadRequest
 from pacelinepb.v1 import session_pb2 as pb
 
 
-def test_what_goes_to_terminals_and_logs_is_printable() -> None:
+def test_unprintable_characters_are_replaced_or_refused() -> None:
     assert wire.cut("\x1b[2J\nforged: line\x07 \u00fc", 2_000) == " [2J forged: line  \u00fc"
     assert len(wire.cut("\u00fc" * 5_000, 2_000).encode()) <= 2_000
     with pytest.raises(BadRequest, match="printable"):
         wire.read_address("10.0.0.1:1\x1b]0;x\x07", ServerSettings())
 
 
-def test_counters_are_read() -> None:
+def test_heartbeat_counters_and_progress_round_trip() -> None:
     beat = pb.Heartbeat(committed=3, undone=1, samples=64, sent_bytes={"shm": 7, "tcp": 0}, operation=1, inside=True)
     beat.in_collectives.FromMilliseconds(1500)
     beat.MergeFrom(pb.Heartbeat(checkpoint_step=100, checkpoints=2, checkpoint_failures=1))
@@ -50,6 +50,6 @@ def test_counters_are_read() -> None:
         pb.Heartbeat(sent_bytes={f"kind{number}": 1 for number in range(9)}),
     ],
 )
-def test_counters_that_no_member_has_are_refused(beat: pb.Heartbeat) -> None:
+def test_invalid_counters_are_refused(beat: pb.Heartbeat) -> None:
     with pytest.raises(BadRequest):
         wire.read_counters(beat)

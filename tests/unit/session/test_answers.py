@@ -23,7 +23,7 @@ from pacelinepb.v1 import session_pb2 as pb
 LONGEST = b"all_reduce op=sum float64[" + b",".join([b"1"] * 32) + b"]"
 
 
-def test_a_record_is_read_as_it_was_answered() -> None:
+def test_read_record_parses_a_record_answer() -> None:
     recorder = FlightRecorder()
     recorder.know_group("", (0, 1, 2))
     recorder.step(4, 7)
@@ -48,7 +48,7 @@ def test_a_record_is_read_as_it_was_answered() -> None:
     assert found.sent_at >= found.at
 
 
-def test_a_record_that_is_too_long_loses_its_oldest_operations() -> None:
+def test_an_oversized_record_drops_its_oldest_operations() -> None:
     recorder = FlightRecorder()
     for number in range(1, 1001):
         recorder.issue("g" * 250, number, LONGEST, 1).end(ValueError("x" * 1000))
@@ -59,7 +59,7 @@ def test_a_record_that_is_too_long_loses_its_oldest_operations() -> None:
     assert [each.number for each in found.operations] == list(range(found.left_out + 1, 1001))
 
 
-def test_a_worker_in_no_view_answers_too() -> None:
+def test_a_worker_outside_any_view_answers_with_an_empty_record() -> None:
     found = read_record(record_answer(whole_record(None, {"job": "digits", "member_id": "m"}), 0.0))
     assert (found.rank, found.generation, found.operations) == (None, 0, ())
 
@@ -71,12 +71,12 @@ def test_stacks_of_the_member_itself() -> None:
     assert "test_stacks_of_the_member_itself" in own["text"]
 
 
-def test_stacks_of_a_process_that_is_not_there_have_a_reason() -> None:
+def test_stacks_of_a_dead_process_give_a_reason() -> None:
     found = json.loads(asyncio.run(stacks_answer((1 << 30,), 1.0, DoorKey())))
     assert found["stacks"] == [{"pid": 1 << 30, "text": "", "trouble": "the process has ended"}]
 
 
-def test_processes_that_hang_are_signalled_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_processes_are_signaled_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: one after another, or as many at a time as asyncio has threads, they take longer than is waited for."""
     all_signalled = threading.Barrier(MOST_PIDS)
 
@@ -90,7 +90,7 @@ def test_processes_that_hang_are_signalled_at_the_same_time(monkeypatch: pytest.
     assert [each["trouble"] for each in found["stacks"]] == [f"{pid} hangs" for pid in pids]
 
 
-def test_a_failure_is_logged_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_to_answer_is_logged_and_not_raised(caplog: pytest.LogCaptureFixture) -> None:
     """Planted: an exception of this task would end the member (`MemberConnection._ended`)."""
 
     def broken() -> dict[str, Any]:
@@ -102,6 +102,6 @@ def test_a_failure_is_logged_and_ends_nothing(caplog: pytest.LogCaptureFixture) 
     assert record.getMessage() == "job 'digits': a question of an operator could not be answered"
 
 
-def test_a_question_of_a_newer_coordinator_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_question_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
     asyncio.run(answer_question(pb.Asked(ask=1, what=77), cast(ControlStream, None), "digits", dict, DoorKey()))  # type: ignore[arg-type]
     assert not caplog.records

@@ -14,7 +14,7 @@ from paceline_protocol.messages import Message, Spare, ViewFormed
 from pacelinepb.v1 import session_pb2 as pb
 
 
-def test_a_member_that_comes_back_as_a_new_one_proves_who_it_was() -> None:
+def test_re_registration_carries_the_former_member_id_and_token() -> None:
     nothing: Any = None
 
     async def main() -> None:
@@ -33,7 +33,7 @@ def test_a_member_that_comes_back_as_a_new_one_proves_who_it_was() -> None:
     asyncio.run(main())
 
 
-def test_a_member_without_a_seat_has_heard_of_the_view_that_formed_without_it() -> None:
+def test_a_spare_keeps_the_highest_generation_it_has_heard_of() -> None:
     """A coordinator whose stored state is older learns the number when the member resumes its session."""
     heard: list[Message] = []
     listener: Any = SimpleNamespace(on_message=heard.append)

@@ -16,7 +16,7 @@ def test_addresses_are_parsed_with_their_ports() -> None:
         CoordinatorAddresses.parse("a:1,")
 
 
-def test_each_is_tried_in_turn_while_nobody_answers() -> None:
+def test_addresses_are_tried_in_turn() -> None:
     addresses = CoordinatorAddresses.parse("a:1,b:1,c:1")
     tried = []
     for _ in range(4):
@@ -25,19 +25,19 @@ def test_each_is_tried_in_turn_while_nobody_answers() -> None:
     assert tried == ["a", "b", "c", "a"]
 
 
-def test_a_standby_names_the_leader() -> None:
+def test_the_leader_named_by_a_standby_is_tried_next() -> None:
     addresses = CoordinatorAddresses.parse("a:1,b:1,c:1")
     addresses.turn("c:1")
     assert addresses.current.host == "c"
 
 
-def test_a_leader_that_is_none_of_ours_gets_no_token() -> None:
+def test_an_unlisted_leader_is_never_tried() -> None:
     addresses = CoordinatorAddresses.parse("a:1,b:1")
     addresses.turn("evil:1")
     assert addresses.current.host == "b"
 
 
-def test_a_leader_that_has_just_not_answered_is_tried_again_only_after_a_while() -> None:
+def test_a_leader_that_just_failed_is_retried_after_several_turns() -> None:
     """The standby takes it for the leader until it has taken over itself."""
     addresses = CoordinatorAddresses.parse("a:1,b:1")
     addresses.turn()
@@ -48,14 +48,14 @@ def test_a_leader_that_has_just_not_answered_is_tried_again_only_after_a_while()
     assert tried == ["b", "b", "b", "b", "b", "a"]
 
 
-def test_a_standby_that_knows_no_leader_is_not_doubted() -> None:
+def test_a_standby_without_a_leader_may_be_named_leader_at_once() -> None:
     addresses = CoordinatorAddresses.parse("a:1,b:1")
     addresses.turn("")
     addresses.turn("a:1")
     assert addresses.current.host == "a"
 
 
-def test_a_standby_that_knows_no_leader_is_asked_again_before_an_address_that_has_just_not_answered() -> None:
+def test_a_standby_without_a_leader_is_retried_before_a_failed_address() -> None:
     """The leader has resigned and ended, and this standby is about to take over."""
     addresses = CoordinatorAddresses.parse("a:1,b:1,c:1")
     addresses.turn()

@@ -44,7 +44,7 @@ def read(path: Path | None) -> dict[str, Any]:
     return found
 
 
-def test_the_file_says_who_and_what(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_dump_describes_the_session_and_its_operations(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = make(tmp_path / "flight", host="node-a").dump("signal SIGUSR2")
     assert path == tmp_path / "flight" / f"digits.rank1.pid{os.getpid()}.json"
     found = read(path)
@@ -68,7 +68,7 @@ def test_the_file_says_who_and_what(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert str(path) in record.getMessage()
 
 
-def test_only_the_owner_may_read_it(tmp_path: Path) -> None:
+def test_dump_is_readable_only_by_its_owner(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         path = make(tmp_path / "a" / "b").dump("test")
@@ -79,7 +79,7 @@ def test_only_the_owner_may_read_it(tmp_path: Path) -> None:
     assert modes == [0o600, 0o700, 0o700]
 
 
-def test_nothing_else_of_the_session_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dump_contains_no_token_or_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_SECRET", "hush-environment")
     path = make(tmp_path, token=b"hush-token", environ=dict(os.environ)).dump("test")
     assert path is not None
@@ -92,12 +92,12 @@ def test_a_second_dump_replaces_the_first(tmp_path: Path) -> None:
     assert [read(path)["reason"] for path in tmp_path.iterdir()] == ["second"]
 
 
-def test_an_empty_recorder_is_dumped_too(tmp_path: Path) -> None:
+def test_an_empty_recorder_can_be_dumped(tmp_path: Path) -> None:
     assert read(FlightLog(FlightRecorder(), dict, tmp_path).dump("test"))["operations"] == []
 
 
 @pytest.mark.parametrize("job", ["../../etc/cron", "a/b", "", ".", "\0", "name with\nnewline", "ü" * 128, "x" * 256])
-def test_a_jobs_name_stays_within_the_directory(tmp_path: Path, job: str) -> None:
+def test_a_job_name_cannot_escape_the_directory(tmp_path: Path, job: str) -> None:
     path = make(tmp_path / "flight", job=job).dump("test")
     assert path is not None
     assert path.parent == tmp_path / "flight"
@@ -107,12 +107,12 @@ def test_a_jobs_name_stays_within_the_directory(tmp_path: Path, job: str) -> Non
     assert path.name.isprintable()
 
 
-def test_names_that_differ_stay_different(tmp_path: Path) -> None:
+def test_different_job_names_give_different_files(tmp_path: Path) -> None:
     paths = {make(tmp_path, job=job).dump("test") for job in ("a/b", "a_b", "a\\b", "x" * 100, "x" * 101)}
     assert len(paths) == len(list(tmp_path.iterdir())) == 5
 
 
-def test_ten_of_a_rank_are_kept(tmp_path: Path) -> None:
+def test_ten_dumps_of_a_rank_are_kept(tmp_path: Path) -> None:
     others = [tmp_path / name for name in ("digits.rank2.pid5.json", "notes.json", "digits.rank1.pid5.json.bak")]
     old = [tmp_path / f"digits.rank1.pid{pid}.json" for pid in range(1, 13)]
     half = tmp_path / "digits.rank1.pid99.json.abc_12.tmp"  # whoever wrote it was killed
@@ -124,7 +124,7 @@ def test_ten_of_a_rank_are_kept(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == sorted([*others, *old[-9:], latest])
 
 
-def test_off_writes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disabled_flight_log_writes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log = make(None)
     log.watch_signal()
     assert log.dump("test") is None
@@ -133,7 +133,7 @@ def test_off_writes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     assert caplog.records == []
 
 
-def test_where_dumps_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flight_directory_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert flight_directory({}) == tmp_path / f"paceline-{os.geteuid()}" / "flight"
     assert flight_directory({"PACELINE_FLIGHT_DIR": "/data/dumps"}) == Path("/data/dumps")
@@ -143,7 +143,7 @@ def test_where_dumps_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_dump_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "flight").write_text("a file")
     log = make(tmp_path / "flight")
     assert log.dump("first") is None
@@ -152,7 +152,7 @@ def test_what_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogC
     assert "NotADirectoryError" in record.getMessage()
 
 
-def test_a_session_that_cannot_describe_itself_raises_nothing(tmp_path: Path) -> None:
+def test_a_failing_description_does_not_raise_from_on_abort(tmp_path: Path) -> None:
     def describe() -> dict[str, Any]:
         raise RuntimeError("no view yet")
 
@@ -161,7 +161,7 @@ def test_a_session_that_cannot_describe_itself_raises_nothing(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError("no space left")
 
@@ -170,7 +170,7 @@ def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: p
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_logging_filter_that_raises_hides_nothing(tmp_path: Path) -> None:
+def test_a_raising_log_filter_does_not_prevent_the_dump(tmp_path: Path) -> None:
     def refuse(record: logging.LogRecord) -> bool:
         raise RuntimeError("no logging today")
 
@@ -183,7 +183,7 @@ def test_a_logging_filter_that_raises_hides_nothing(tmp_path: Path) -> None:
         logger.removeFilter(refuse)
 
 
-def test_a_link_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_symbolic_link_as_directory_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "flight").symlink_to(tmp_path / "elsewhere")
     assert make(tmp_path / "flight").dump("test") is None
@@ -191,7 +191,7 @@ def test_a_link_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     assert "is a link or a file" in caplog.text
 
 
-def test_somebody_elses_directory_is_refused(
+def test_a_directory_of_another_user_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     uid = os.geteuid()
@@ -202,9 +202,7 @@ def test_somebody_elses_directory_is_refused(
 
 
 @pytest.mark.needs(what="root")
-def test_a_parent_that_somebody_put_where_all_may_write_is_refused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_parent_directory_of_another_user_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     shared = tmp_path / "tmp"
     shared.mkdir()
     shared.chmod(0o1777)
@@ -219,7 +217,7 @@ def test_a_parent_that_somebody_put_where_all_may_write_is_refused(
     assert make(planted / "flight").dump("test") is not None
 
 
-def test_a_planted_link_is_replaced_not_followed(tmp_path: Path) -> None:
+def test_a_symbolic_link_at_the_file_is_replaced_and_not_followed(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("as before")
     flights = tmp_path / "flight"
@@ -244,7 +242,7 @@ def test_an_abort_is_dumped_once_in_each_generation(tmp_path: Path, caplog: pyte
     assert len(caplog.records) == 2
 
 
-def test_threads_may_dump_at_once(tmp_path: Path) -> None:
+def test_threads_can_dump_concurrently(tmp_path: Path) -> None:
     log = make(tmp_path)
     threads = [threading.Thread(target=log.dump, args=(f"thread {index}",)) for index in range(8)]
     for thread in threads:
@@ -272,7 +270,7 @@ def test_one_signal_reaches_all_sessions_of_a_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("own", [signal.SIG_IGN, lambda number, frame: None])
-def test_a_users_handler_is_left_alone(tmp_path: Path, own: Any) -> None:
+def test_a_user_s_signal_handler_is_not_replaced(tmp_path: Path, own: Any) -> None:
     signal.signal(signal.SIGUSR2, own)
     log = make(tmp_path)
     log.watch_signal()
@@ -281,7 +279,7 @@ def test_a_users_handler_is_left_alone(tmp_path: Path, own: Any) -> None:
     assert signal.getsignal(signal.SIGUSR2) is own
 
 
-def test_a_handler_that_a_user_sets_later_is_left_alone(tmp_path: Path) -> None:
+def test_a_signal_handler_set_later_is_not_replaced_on_close(tmp_path: Path) -> None:
     def own(*_: object) -> None: ...
 
     log = make(tmp_path)
@@ -291,7 +289,7 @@ def test_a_handler_that_a_user_sets_later_is_left_alone(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGUSR2) is own
 
 
-def test_a_handler_that_python_does_not_know_of_is_left_alone(tmp_path: Path) -> None:
+def test_a_faulthandler_signal_handler_is_not_replaced(tmp_path: Path) -> None:
     with (tmp_path / "stacks").open("w") as file:
         faulthandler.register(signal.SIGUSR2, file)
         try:
@@ -303,7 +301,7 @@ def test_a_handler_that_python_does_not_know_of_is_left_alone(tmp_path: Path) ->
     assert "test_flight.py" in (tmp_path / "stacks").read_text()
 
 
-def test_other_threads_set_no_handler(tmp_path: Path) -> None:
+def test_watch_signal_outside_the_main_thread_sets_no_handler(tmp_path: Path) -> None:
     log = make(tmp_path)
     for action in (log.watch_signal, log.close):
         thread = threading.Thread(target=action)

@@ -42,7 +42,7 @@ def run(code: str, directory: Path) -> subprocess.Popen[str]:
     )
 
 
-def test_a_process_that_waits_can_be_asked(tmp_path: Path) -> None:
+def test_a_waiting_process_dumps_on_a_signal(tmp_path: Path) -> None:
     """The main thread hangs in a condition, as it does in a collective; it goes on waiting afterwards.
 
     A signal in the instant before it sleeps would be Python's to handle when it wakes, so that has to be over.
@@ -88,7 +88,7 @@ def test_a_process_that_waits_can_be_asked(tmp_path: Path) -> None:
     assert str(path) in errors
 
 
-def test_a_signal_within_the_locks_of_logging_stops_nothing(tmp_path: Path) -> None:
+def test_a_signal_while_locks_are_held_does_not_deadlock(tmp_path: Path) -> None:
     """The main thread holds what the dump needs, its log's queue and its own description, while the signal comes."""
     code = """
     records, describing = queue.Queue(), threading.Lock()
@@ -110,7 +110,7 @@ def test_a_signal_within_the_locks_of_logging_stops_nothing(tmp_path: Path) -> N
     assert (tmp_path / f"x.rank0.pid{process.pid}.json").exists()
 
 
-def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
+def test_a_forked_child_writes_no_dump(tmp_path: Path) -> None:
     code = """
     child = os.fork()
     if not child:

@@ -46,7 +46,7 @@ def verdict(generation: int) -> Verdict:
     return Verdict(generation, ErrorReason.ERROR_REASON_PEER_LOST, (1,), 7, "rank 1 died")
 
 
-def test_a_verdict_ends_its_generation_and_no_other() -> None:
+def test_a_verdict_ends_only_its_own_generation() -> None:
     generations = member(now=2)
     assert generations.settle(verdict(2))
     with pytest.raises(PeerLost, match="rank 1 died"):
@@ -56,7 +56,7 @@ def test_a_verdict_ends_its_generation_and_no_other() -> None:
     later.mesh.fault.check()
 
 
-def test_a_verdict_ends_links_that_the_group_has_yet_to_move_to() -> None:
+def test_a_verdict_ends_links_of_the_coming_generation() -> None:
     generations = member(now=2, coming=3)
     assert generations.settle(verdict(3))
     with pytest.raises(PeerLost, match="rank 1 died"):
@@ -64,7 +64,7 @@ def test_a_verdict_ends_links_that_the_group_has_yet_to_move_to() -> None:
     generations.mesh.fault.check()
 
 
-def test_a_verdict_that_is_there_before_the_links_of_its_view_waits_for_them() -> None:
+def test_an_early_verdict_applies_to_links_made_later() -> None:
     generations = member(now=2)
     generations.formed(3)
     assert not generations.settle(verdict(3))
@@ -72,14 +72,14 @@ def test_a_verdict_that_is_there_before_the_links_of_its_view_waits_for_them() -
         generations.make(ViewFormed(MemberList(3, 1), 0), PEERS).fault.check()
 
 
-def test_a_verdict_on_a_view_that_was_followed_by_another_is_dropped() -> None:
+def test_a_verdict_on_a_superseded_view_is_dropped() -> None:
     generations = member(now=2)
     generations.settle(verdict(3))
     generations.formed(4)
     generations.make(ViewFormed(MemberList(4, 1), 0), PEERS).fault.check()
 
 
-def test_when_a_view_has_formed_the_generation_before_it_is_over() -> None:
+def test_a_formed_view_retires_the_previous_generation() -> None:
     """Its member may be in a step: it went on while the coordinator was away."""
     generations = member(now=2)
     generations.formed(3)
@@ -88,13 +88,13 @@ def test_when_a_view_has_formed_the_generation_before_it_is_over() -> None:
         generations.mesh.fault.check()
 
 
-def test_the_first_view_ends_nothing() -> None:
+def test_the_first_view_retires_no_generation() -> None:
     generations = member()
     generations.formed(1)
     assert generations.mesh is None
 
 
-def test_a_member_that_a_peer_tells_of_a_failure_reports_nothing_and_shows_that_it_lives() -> None:
+def test_a_relayed_suspicion_sends_a_heartbeat_instead_of_a_report() -> None:
     """The coordinator waits for its next heartbeat otherwise, and may take it for dead."""
     said: list[str] = []
     generations = member()
@@ -111,7 +111,7 @@ def test_a_member_that_a_peer_tells_of_a_failure_reports_nothing_and_shows_that_
 
 
 @pytest.mark.parametrize(("told", "version"), [(9, 9), (8, 8), (0, 8)])
-def test_links_speak_the_version_that_the_view_tells_and_8_if_it_tells_none(told: int, version: int) -> None:
+def test_links_use_the_protocol_version_of_the_view_or_8_by_default(told: int, version: int) -> None:
     response = pb.SessionResponse(view_formed=pb.ViewFormed(generation=3, world_size=1, protocol_version=told))
     view = read_message(response)
     assert isinstance(view, ViewFormed)

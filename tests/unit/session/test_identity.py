@@ -24,7 +24,7 @@ sys.stdin.read()
 """
 
 
-def test_a_launcher_and_its_worker_say_the_same() -> None:
+def test_launcher_and_worker_give_the_same_process_identity() -> None:
     worker = subprocess.Popen(
         [sys.executable, "-c", CODE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="ascii"
     )
@@ -38,7 +38,7 @@ def test_a_launcher_and_its_worker_say_the_same() -> None:
     assert is_gone(own)
 
 
-def test_a_process_that_its_parent_does_not_reap_is_gone() -> None:
+def test_a_zombie_process_is_gone() -> None:
     with _ended() as child:
         assert (identity._stat(child.pid) or {})[identity._STATE] == "Z"
         assert process_identity(child.pid) == child, "its entry is still there"
@@ -61,7 +61,7 @@ ctypes.CDLL(None).pthread_exit(None)
 """
 
 
-def test_a_process_is_there_while_one_of_its_threads_runs() -> None:
+def test_a_process_is_not_gone_while_one_of_its_threads_runs() -> None:
     """It has the state of a zombie as soon as its first thread has ended."""
     with subprocess.Popen(
         [sys.executable, "-c", THREAD_OUTLIVES_MAIN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="ascii"
@@ -88,14 +88,14 @@ def test_a_process_is_over_when_each_of_its_threads_is_dead_or_exits(
     assert identity._all_over(tmp_path) is over
 
 
-def test_another_run_with_the_same_pid_is_another_process() -> None:
+def test_a_reused_pid_counts_as_another_process() -> None:
     assert is_gone(_other(start_ticks=process_identity().start_ticks - 1))
 
 
 @pytest.mark.parametrize(
     "detail", [{"boot_id": "another boot"}, {"pid_namespace": 7}, {"start_ticks": 0}], ids=lambda detail: str(*detail)
 )
-def test_a_process_that_this_one_cannot_see_does_not_count_as_gone(detail: dict[str, object]) -> None:
+def test_a_process_on_another_host_or_namespace_is_not_gone(detail: dict[str, object]) -> None:
     """On another host, or in another pid namespace, that pid is another process, or none."""
     with _ended() as child:
         os.waitpid(child.pid, 0)
@@ -135,7 +135,7 @@ def _ended() -> Iterator[ProcessIdentity]:
             os.waitpid(pid, 0)
 
 
-def test_a_registration_says_the_oldest_and_the_newest_version() -> None:
+def test_a_registration_carries_the_oldest_and_newest_version() -> None:
     """Without the newest it is a worker of the last release to the coordinator, and no generation speaks more."""
     request = JoinRequest("job", 1, 2, None).register("127.0.0.1:1", 3.0)
     assert (request.protocol_version, request.newest_protocol_version) == (OURS.oldest, OURS.newest)

@@ -38,7 +38,7 @@ def file_for(folder: Path, pid: int, number: int) -> Path:
     return path
 
 
-def test_a_process_that_keeps_a_file_writes_its_stacks(own_folder: Path) -> None:
+def test_a_process_with_a_stack_file_writes_its_stacks_on_a_signal(own_folder: Path) -> None:
     with workers(1, STAYS) as (worker,):
         assert worker.expect("kept")["trouble"] == ""
         (path,) = own_folder.iterdir()
@@ -50,7 +50,7 @@ def test_a_process_that_keeps_a_file_writes_its_stacks(own_folder: Path) -> None
         assert worker.wait() == 0
 
 
-def test_nobody_is_signalled_who_does_not_hold_the_lock(own_folder: Path) -> None:
+def test_a_process_that_does_not_hold_the_lock_is_not_signaled(own_folder: Path) -> None:
     """A file of a process that was killed, whose pid another process has now. Planted: without the check it dies."""
     with workers(1, "emit('innocent')\nwait_for_go()") as (innocent,):
         innocent.expect("innocent")
@@ -61,7 +61,7 @@ def test_nobody_is_signalled_who_does_not_hold_the_lock(own_folder: Path) -> Non
         assert innocent.wait() == 0
 
 
-def test_nobody_is_signalled_who_holds_a_lock_but_has_no_handler(own_folder: Path) -> None:
+def test_a_lock_holder_without_a_handler_is_not_signaled(own_folder: Path) -> None:
     code = """
     import fcntl, glob
     emit("there")
@@ -82,7 +82,7 @@ def test_nobody_is_signalled_who_holds_a_lock_but_has_no_handler(own_folder: Pat
         assert worker.wait() == 0
 
 
-def test_a_signal_after_the_handlers_end_is_ignored() -> None:
+def test_a_signal_after_the_handler_is_unregistered_is_ignored() -> None:
     """As between the interpreter's end and the process's. Planted: without SIG_IGN before it, the signal kills."""
     code = (
         KEEPS
@@ -100,7 +100,7 @@ emit("lives")
         assert worker.wait() == 0
 
 
-def test_a_child_neither_holds_the_lock_nor_ends_it() -> None:
+def test_a_forked_child_does_not_hold_or_release_the_lock() -> None:
     code = (
         KEEPS
         + """
@@ -134,7 +134,7 @@ wait_for_go()
         assert worker.wait() == 0
 
 
-def test_files_of_processes_that_have_ended_are_removed(own_folder: Path) -> None:
+def test_stack_files_of_dead_processes_are_removed(own_folder: Path) -> None:
     with workers(2, STAYS) as (first, second):
         first.expect("kept")
         second.expect("kept")
@@ -161,13 +161,13 @@ def release(started: list[Worker]) -> None:
         ("os.environ['TMPDIR'] = '/proc'; import tempfile; tempfile.tempdir = '/proc'", "No such file"),
     ],
 )
-def test_where_it_cannot_be_it_says_why(before: str, words: str) -> None:
+def test_trouble_here_tells_why_there_is_no_stack_file(before: str, words: str) -> None:
     with workers(1, before + "\n" + KEEPS) as (worker,):
         assert words in worker.expect("kept")["trouble"]
         assert worker.wait() == 0
 
 
-def test_outside_the_main_thread_it_says_why() -> None:
+def test_keep_stack_file_outside_the_main_thread_gives_a_reason() -> None:
     code = """
     from paceline._session import stack_file
     thread = threading.Thread(target=stack_file.keep_stack_file)
@@ -183,6 +183,6 @@ def test_own_stacks_need_no_file() -> None:
     assert "in test_own_stacks_need_no_file" in own_stacks()
 
 
-def test_a_process_is_not_its_own_neighbour() -> None:
+def test_stacks_by_signal_refuses_the_calling_process() -> None:
     with pytest.raises(OSError, match="it answers"):
         stacks_by_signal(os.getpid())

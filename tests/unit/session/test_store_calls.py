@@ -32,7 +32,7 @@ class Written(CoordinatorStore):
         return self.answers[request.call].get(timeout=60)
 
 
-def test_a_write_waits_for_the_number_whose_answer_its_own_replaces() -> None:
+def test_a_write_waits_for_the_call_number_whose_answer_it_replaces() -> None:
     """While one thread waits to repeat a write, another one may have made more writes than answers are kept for."""
     store = Written()
     threads = [threading.Thread(target=store.set, args=("k", b"v")) for _ in range(17)]
@@ -48,7 +48,7 @@ def test_a_write_waits_for_the_number_whose_answer_its_own_replaces() -> None:
         thread.join(60)
 
 
-def test_a_write_does_not_wait_for_others_for_ever() -> None:
+def test_a_write_times_out_while_earlier_writes_are_unanswered() -> None:
     store = Written(call_timeout=0.0)
     threads = [threading.Thread(target=store.delete, args=("k",)) for _ in range(16)]
     for thread in threads:
@@ -65,7 +65,7 @@ def test_a_write_does_not_wait_for_others_for_ever() -> None:
         thread.join(60)
 
 
-def test_a_swap_that_lost_is_no_answer_if_the_key_holds_what_was_expected() -> None:
+def test_a_failed_swap_is_retried_if_the_key_holds_the_expected_value() -> None:
     """The coordinator answers a repeat with the value of now, which others may have set since the first try."""
     store = Written()
     store.answers[1].put(pb.CompareSetResponse(swapped=False, value=b"free"))

@@ -79,7 +79,7 @@ class _World:
         return moved
 
 
-def test_an_address_that_is_still_there_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_this_machine_still_has_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if another one leads to the coordinator now: peers know this one, and it works."""
     world = _World(monkeypatch)
     world.open_door()
@@ -89,7 +89,7 @@ def test_an_address_that_is_still_there_is_kept(monkeypatch: pytest.MonkeyPatch)
     assert world.door.at == [("start", "10.0.0.1", 0)]
 
 
-def test_one_that_has_gone_is_exchanged_for_the_one_that_leads_to_the_coordinator(
+def test_a_lost_address_is_replaced_by_the_one_toward_the_coordinator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = _World(monkeypatch)
@@ -105,7 +105,9 @@ def test_one_that_has_gone_is_exchanged_for_the_one_that_leads_to_the_coordinato
 
 
 @pytest.mark.parametrize("way", [CoordinatorUnreachable("no route"), ValueError("a link-local address")])
-def test_without_a_way_to_the_coordinator_nothing_is_moved(way: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_route_to_the_coordinator_the_address_is_kept(
+    way: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = _World(monkeypatch)
     world.open_door()
     world.here, world.way = set(), way
@@ -117,7 +119,7 @@ def test_without_a_way_to_the_coordinator_nothing_is_moved(way: Exception, monke
     assert len(world.door.at) == 1
 
 
-def test_as_long_as_the_new_address_cannot_be_bound_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_old_address_is_kept_until_the_new_one_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     world = _World(monkeypatch)
     world.open_door()
     world.here, world.way, world.door.is_taken = {"10.0.0.2"}, "10.0.0.2", True
@@ -129,7 +131,7 @@ def test_as_long_as_the_new_address_cannot_be_bound_nothing_is_given_up(monkeypa
     assert len(world.left) == 1
 
 
-def test_what_was_told_to_advertise_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_advertised_address_is_never_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     world = _World(monkeypatch, advertise="10.9.9.9")
     world.open_door()
     world.here = set()
@@ -141,11 +143,11 @@ def test_what_was_told_to_advertise_stays(monkeypatch: pytest.MonkeyPatch) -> No
     ("host", "here"),
     [("127.0.0.1", True), ("127.0.0.2", True), ("0.0.0.0", True), (NOT_OURS, False), ("some-name", True)],
 )
-def test_what_is_this_machines(host: str, here: bool) -> None:
+def test_is_here_recognizes_addresses_of_this_machine(host: str, here: bool) -> None:
     assert is_here(host) is here
 
 
-def test_what_cannot_be_told_counts_as_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_here_is_true_if_the_check_is_not_permitted(monkeypatch: pytest.MonkeyPatch) -> None:
     class NoSocket(socket.socket):
         def bind(self, *_: Any) -> None:
             raise OSError(errno.EPERM, "not allowed")

@@ -11,12 +11,12 @@ def test_readings_that_overlap_may_differ() -> None:
     assert going_back([Reading("a", 0, 5, 2), Reading("b", 1, 6, 1), Reading("b", 7, 8, 2)]) == []
 
 
-def test_a_reading_below_an_earlier_one_is_found_whoever_read() -> None:
+def test_a_reading_below_an_earlier_one_is_found_across_readers() -> None:
     early, late = Reading("a", 0, 1, 2), Reading("b", 2, 3, 1)
     assert going_back([late, early]) == [(early, late)]
 
 
-def test_all_pairs_agree() -> None:
+def test_going_back_agrees_with_a_comparison_of_all_pairs() -> None:
     rng = random.Random(3)
     verdicts = []
     for _ in range(2000):

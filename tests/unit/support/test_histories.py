@@ -113,17 +113,17 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_what_some_order_explains_is_accepted(name: str) -> None:
+def test_histories_that_some_order_explains_are_accepted(name: str) -> None:
     assert check(GOOD[name]) == []
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_no_order_explains_is_refused(name: str) -> None:
+def test_histories_that_no_order_explains_are_refused(name: str) -> None:
     (refusal,) = check(BAD[name])
     assert "no order of the calls gives this result" in refusal
 
 
-def test_each_key_is_checked_by_itself() -> None:
+def test_each_key_is_checked_separately() -> None:
     history = [
         *BAD["a stale read"],
         Call("a", "set", "other", (7,), None, 0, 1),
@@ -204,7 +204,7 @@ def result_of(each: Call, value: object) -> tuple[object, object]:
     return results[each.kind], after
 
 
-def test_all_orders_agree_with_the_checker_on_small_histories() -> None:
+def test_the_checker_agrees_with_brute_force_on_small_histories() -> None:
     rng = random.Random(7)
     verdicts = []
     for _ in range(3000):

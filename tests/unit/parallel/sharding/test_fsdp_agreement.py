@@ -48,7 +48,7 @@ def ordered(group: Group, *use: int, ahead: int = 1) -> tuple[FSDP, Ordered, lis
     return FSDP(model, group, ahead=ahead), model, blocks
 
 
-def test_an_error_after_the_last_unit_of_one_rank_changes_no_order() -> None:
+def test_an_error_after_the_last_unit_on_one_rank_keeps_the_unit_order() -> None:
     def rank(g: Group) -> Any:
         fsdp, model, blocks = ordered(g, 0, 2, 1)
         seen: list[float] = []
@@ -79,7 +79,7 @@ def test_an_error_after_the_last_unit_of_one_rank_changes_no_order() -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_ranks_that_run_units_in_another_order_are_told(ahead: int) -> None:
+def test_different_unit_orders_between_ranks_raise_mismatch(ahead: int) -> None:
     def rank(g: Group) -> str:
         fsdp, _, _ = ordered(g, *([0, 1, 2] if g.rank == 0 else [0, 2, 1]), ahead=ahead)
         with pytest.raises(CollectiveMismatch) as caught:
@@ -90,7 +90,7 @@ def test_ranks_that_run_units_in_another_order_are_told(ahead: int) -> None:
         assert "label=unit" in text
 
 
-def test_an_update_after_a_prefetch_reaches_units_that_are_kept_whole() -> None:
+def test_an_update_after_a_prefetch_reaches_unsharded_units() -> None:
     def rank(g: Group) -> Any:
         kept = FSDP(Branches("a", a=scale(1, 2, 3, 4)), g, ShardingStrategy.SHARD_GRAD_OP)
         fsdp = FSDP(nn.Sequential(kept, FSDP(Branches("b", b=scale(1, 1, 1, 1)), g)), g)
@@ -104,7 +104,7 @@ def test_an_update_after_a_prefetch_reaches_units_that_are_kept_whole() -> None:
     assert run_ranks(2, rank, config=HASTY) == [[[100, 200, 300, 400]]] * 2
 
 
-def test_a_load_that_one_rank_refuses_while_others_take_theirs() -> None:
+def test_a_load_refused_on_one_rank_does_not_desynchronize_a_prefetch() -> None:
     """Whatever each holds then: a prefetch from before is used by all, or by nobody."""
 
     def rank(g: Group) -> tuple[bool, Any]:
@@ -123,9 +123,7 @@ def test_a_load_that_one_rank_refuses_while_others_take_theirs() -> None:
 
 @pytest.mark.parametrize("from_the_start", [True, False])
 @pytest.mark.parametrize("strategy", ShardingStrategy)
-def test_a_gradient_that_is_set_on_a_frozen_parameter_counts_nowhere(
-    strategy: ShardingStrategy, from_the_start: bool
-) -> None:
+def test_a_gradient_set_on_a_frozen_parameter_is_ignored(strategy: ShardingStrategy, from_the_start: bool) -> None:
     def rank(g: Group) -> Any:
         frozen = scale(2, 2, requires_grad=not from_the_start)
         module = Branches("b", a=frozen, b=scale(1, 1))
@@ -140,7 +138,7 @@ def test_a_gradient_that_is_set_on_a_frozen_parameter_counts_nowhere(
     assert run_ranks(2, rank, config=HASTY) == [(None, pytest.approx(np.sqrt(2)))] * 2
 
 
-def test_arguments_that_are_refused_cost_no_gradient() -> None:
+def test_refused_sync_arguments_keep_the_gradients() -> None:
     def rank(g: Group) -> Any:
         module = Branches("a", a=scale(1, 1))
         fsdp = FSDP(module, g)
@@ -154,7 +152,7 @@ def test_arguments_that_are_refused_cost_no_gradient() -> None:
     run_ranks(2, rank, config=HASTY)
 
 
-def test_units_that_are_placed_alike_share_their_groups() -> None:
+def test_units_with_equal_placement_share_their_groups() -> None:
     def rank(g: Group) -> None:
         units = []
         for _ in range(5):

@@ -148,7 +148,7 @@ def check(ranks: list[Result], expected: Result, tolerance: float = 1e-12) -> No
     [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)],
     ids=lambda case: f"{case.world}-{case.name}-{case.model}-{case.kind}-{case.dtype[1]}",
 )
-def test_same_as_one_process(case: Case) -> None:
+def test_training_matches_that_of_one_process(case: Case) -> None:
     """Each rank starts from weights of its own; rank 0's must prevail."""
     hosts = case.name == "hosts"  # all ranks of these groups are in one process: one node, as FULL_SHARD
     settings = {"strategy": ShardingStrategy.HYBRID_SHARD} if hosts else chosen(case.name)
@@ -168,7 +168,7 @@ def test_same_as_one_process(case: Case) -> None:
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 5])
 @pytest.mark.parametrize("name", strategies(2))
-def test_fetching_ahead_changes_no_bit(name: str, ahead: int) -> None:
+def test_fetching_ahead_gives_the_same_bits(name: str, ahead: int) -> None:
     def rank(g: Group, ahead: int) -> Result:
         return spread(wrap(layers(), g, "each", ahead=ahead, **chosen(name)), g, "adam", steps=4)
 
@@ -179,7 +179,7 @@ def test_fetching_ahead_changes_no_bit(name: str, ahead: int) -> None:
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("inner", ["full", "grad", "none"])
 @pytest.mark.parametrize("outer", ["full", "grad", "none"])
-def test_units_of_different_strategies(world: int, inner: str, outer: str) -> None:
+def test_units_of_different_strategies_train_as_one_process(world: int, inner: str, outer: str) -> None:
     def rank(g: Group) -> Result:
         first, middle, last = layers()
         model = nn.Sequential(FSDP(first, g, **chosen(inner)), middle, FSDP(last, g, **chosen("full")))

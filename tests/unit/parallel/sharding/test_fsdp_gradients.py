@@ -63,7 +63,7 @@ def step(fsdp: Any, x: Array, dy: Array = ONE, weight: float | None = None) -> N
 
 @each_case
 @pytest.mark.parametrize("explicit", [False, True])
-def test_no_sync_equals_one_big_batch(world: int, name: str, explicit: bool) -> None:
+def test_accumulation_in_no_sync_equals_one_big_batch(world: int, name: str, explicit: bool) -> None:
     x, t = data(60)
 
     def rank(g: Group) -> Any:
@@ -93,7 +93,7 @@ def test_no_sync_equals_one_big_batch(world: int, name: str, explicit: bool) -> 
 
 @each_strategy
 @pytest.mark.parametrize("units", [False, True])
-def test_unused_parameters(name: str, units: bool) -> None:
+def test_unused_parameters_get_no_gradient_and_no_update(name: str, units: bool) -> None:
     """`a` by all, `b` by rank 0 only, `c` by nobody, and which of them changes from step to step."""
 
     def rank(g: Group) -> Any:
@@ -136,7 +136,7 @@ class Choice(nn.Sequential):
 
 
 @each_case
-def test_unused_units_and_other_orders(world: int, name: str) -> None:
+def test_unused_units_and_changed_unit_orders_give_right_gradients(world: int, name: str) -> None:
     def rank(g: Group) -> Any:
         blocks = [Branches(k, **{k: scale(v, v)}) for k, v in {"a": 1, "b": 2, "c": 3}.items()]
         model, found = Choice(*(FSDP(block, g, **chosen(name)) for block in blocks)), []
@@ -156,7 +156,7 @@ def test_unused_units_and_other_orders(world: int, name: str) -> None:
 
 
 @each_strategy
-def test_frozen_parameters_are_given_but_not_reduced(name: str) -> None:
+def test_frozen_parameters_are_broadcast_but_not_reduced(name: str) -> None:
     def rank(g: Group) -> Any:
         module = Branches("ab", a=scale(2.0 + g.rank, 2.0 + g.rank, requires_grad=False), b=scale(1, 1))
         fsdp = FSDP(module, g, **chosen(name))
@@ -170,7 +170,7 @@ def test_frozen_parameters_are_given_but_not_reduced(name: str) -> None:
 @each_strategy
 @pytest.mark.parametrize("through", ["module", "pieces"])
 @pytest.mark.parametrize("used_before", [False, True])
-def test_freezing_and_unfreezing(name: str, through: str, used_before: bool) -> None:
+def test_freezing_and_unfreezing_take_effect_in_the_next_pass(name: str, through: str, used_before: bool) -> None:
     """In the module or by `fsdp.named_parameters()`, before the first pass or between steps."""
 
     def rank(g: Group) -> Any:
@@ -223,7 +223,7 @@ def test_gradient_from_before_a_freeze_is_not_reduced_again(name: str) -> None:
 
 
 @each_strategy
-def test_tied_parameters_count_once(name: str) -> None:
+def test_tied_parameters_are_reduced_and_updated_once(name: str) -> None:
     def rank(g: Group) -> Any:
         shared = scale(3, 3)
         fsdp = FSDP(Branches("ab", a=shared, b=shared), g, **chosen(name))  # y = w * w * x
@@ -274,7 +274,7 @@ class Twice:
 @each_strategy
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("how", ["once", "fails and tries again", "twice"])
-def test_unit_used_twice_in_a_pass(name: str, how: str, again: bool) -> None:
+def test_a_unit_used_twice_in_a_pass_gets_the_right_gradient(name: str, how: str, again: bool) -> None:
     """y = w * w * x; backward may be called again without another forward pass."""
 
     def rank(g: Group) -> Any:

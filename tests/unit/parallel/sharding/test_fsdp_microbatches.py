@@ -142,7 +142,7 @@ def train(
     ("microbatches", "dtype", "batch", "p"), [(8, "f8", 61, 2.0), (7, "f4", 60, math.inf), (6, "f4", 3, 3.0)],
     ids=["shares of two sizes", "no power of two", "empty microbatches"],
 )  # fmt: skip
-def test_every_strategy_and_world_has_the_bits_of_one_process(
+def test_every_strategy_and_world_size_has_the_bits_of_one_process(
     microbatches: int, dtype: str, batch: int, p: float
 ) -> None:
     kinds: list[tuple[Any, int | None]] = [("ddp", None), *((how, None) for how in STRATEGIES if how is not HYBRID)]
@@ -164,7 +164,7 @@ def test_every_strategy_and_world_has_the_bits_of_one_process(
 
 @given(world=st.integers(1, 9), more=st.integers(0, 14))
 @settings(deadline=None, max_examples=60)
-def test_the_counter_makes_the_maximal_subtrees_of_adjacent_nodes(world: int, more: int) -> None:
+def test_tree_sums_form_the_maximal_subtrees_of_adjacent_nodes(world: int, more: int) -> None:
     """Of a rank's microbatches, and of the subtrees that the ranks of a node exchange."""
     microbatches = world + more
     for lo, hi in [leaves_of(rank, world, microbatches) for rank in range(world)]:
@@ -185,7 +185,7 @@ def test_the_counter_makes_the_maximal_subtrees_of_adjacent_nodes(world: int, mo
             assert [term.item() for term in sums.terms] == [sum(range(*subtree)) for subtree in as_a_rank]
 
 
-def test_memory_of_sums_is_used_again() -> None:
+def test_tree_sums_free_arrays_for_reuse() -> None:
     sums = TreeSums(8)
     arrays = [np.ones(1) for _ in range(8)]
     freed = [sums.add((number, number + 1), array) for number, array in enumerate(arrays)]
@@ -229,7 +229,7 @@ def test_units_are_gathered_once_for_a_step_and_freed_at_its_end() -> None:
     assert len(first) == 2 * len(set(first)), f"each unit once in each of two attempts, not {first}"
 
 
-def test_what_is_refused() -> None:
+def test_unsupported_uses_of_microbatches_are_refused() -> None:
     def rounded(group: Group) -> None:
         one_step(group, FSDP(mlp(3, "f4"), group, communication_dtype="f2"))
 

@@ -50,7 +50,7 @@ class Seen(Branches):
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 @gathering
-def test_at_most_so_many_units_ahead_are_whole(name: str, ahead: int) -> None:
+def test_at_most_ahead_plus_one_units_are_gathered_at_once(name: str, ahead: int) -> None:
     """Looked at in the middle of each unit's passes; a unit on its way counts."""
 
     def rank(g: Group) -> Any:
@@ -78,7 +78,7 @@ def test_at_most_so_many_units_ahead_are_whole(name: str, ahead: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["full", "grad", "hybrid2"])
-def test_few_whole_gradients_at_once(name: str) -> None:
+def test_number_of_unsharded_gradients_at_once_is_bounded(name: str) -> None:
     """In each unit's backward: those that are on their way to the ranks that keep parts, and the one at work."""
 
     def rank(g: Group) -> list[int]:
@@ -106,7 +106,7 @@ def test_few_whole_gradients_at_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["full", "hybrid1", "hybrid2"])
-def test_a_thousand_prefetched_passes_of_equal_units(name: str) -> None:
+def test_a_thousand_prefetched_passes_of_equal_units_give_right_values(name: str) -> None:
     """Equal sizes: an array that is taken for another unit's would fit."""
 
     def rank(g: Group) -> None:
@@ -252,7 +252,7 @@ def test_parameters_that_cannot_be_trained_or_sent_are_refused(text: str, parame
     run_ranks(1, rank)
 
 
-def test_a_parameter_of_another_unit_and_units_of_another_group() -> None:
+def test_parameters_of_another_unit_and_units_of_another_group_are_refused() -> None:
     def rank(g: Group) -> None:
         module = Branches("a", a=scale(1, 1))
         unit = FSDP(module, g)

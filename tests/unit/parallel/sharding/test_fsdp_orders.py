@@ -350,7 +350,7 @@ ORDERS = {
     ),
 )
 @pytest.mark.parametrize("order", ORDERS)
-def test_an_order_of_calls_trains_as_one_process_does(order: str, world: int, name: str, units: str) -> None:
+def test_known_orders_of_calls_train_as_one_process(order: str, world: int, name: str, units: str) -> None:
     words = [word.partition(":") for word in ORDERS[order].split()]
     check(world, name, units, [(kind, int(number or 0)) for kind, _, number in words])
 
@@ -361,14 +361,14 @@ def test_an_order_of_calls_trains_as_one_process_does(order: str, world: int, na
 @settings(max_examples=10, deadline=None, derandomize=True)
 @given(programs)
 @pytest.mark.sampled(3)
-def test_any_order_of_calls_trains_as_one_process_does(
+def test_random_orders_of_calls_train_as_one_process(
     world: int, name: str, units: str, program: list[tuple[str, int]]
 ) -> None:
     check(world, name, units, program)
 
 
 @pytest.mark.parametrize("more", [0, 1])
-def test_error_in_backward_while_nodes_are_apart(more: int) -> None:
+def test_a_step_after_an_error_with_nodes_out_of_step_is_right(more: int) -> None:
     """Which of a node's gradients have gone on to the other node when the error comes must not matter afterwards."""
 
     def rank(g: Group) -> Any:

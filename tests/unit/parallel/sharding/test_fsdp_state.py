@@ -61,7 +61,7 @@ def whole(fsdp: FSDP) -> Weights:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", strategies(4))
-def test_state_of_four_ranks_loads_anywhere(source: str) -> None:
+def test_state_of_four_ranks_loads_in_any_world_and_strategy(source: str) -> None:
     saved = run_ranks(4, lambda g: trained(g, source).state_dict())
     same_bits(saved)
     bare = net(3)
@@ -84,7 +84,7 @@ def test_state_of_four_ranks_loads_anywhere(source: str) -> None:
 
 
 @each_case
-def test_state_is_a_copy_for_the_root_alone(world: int, name: str) -> None:
+def test_state_dict_is_a_copy_given_only_to_the_root(world: int, name: str) -> None:
     def rank(g: Group) -> Any:
         fsdp = trained(g, name)
         before, wanted = fsdp.state_dict(), fsdp.state_dict(root=world - 1)
@@ -125,7 +125,7 @@ def test_full_state_that_does_not_fit_changes_nothing(name: str, damage: str) ->
 
 
 @each_strategy
-def test_a_refusal_on_one_rank_leaves_a_prefetch_alone(name: str) -> None:
+def test_a_refused_load_on_one_rank_keeps_a_pending_prefetch(name: str) -> None:
     """Nothing was changed, so the ranks still expect the same."""
 
     def rank(g: Group) -> Any:
@@ -156,7 +156,7 @@ def test_a_refusal_on_one_rank_leaves_a_prefetch_alone(name: str) -> None:
 
 @each_case
 @pytest.mark.parametrize("used", [False, True])
-def test_sharded_state_comes_back(world: int, name: str, used: bool) -> None:
+def test_sharded_state_round_trip(world: int, name: str, used: bool) -> None:
     """Also before the first forward pass, where the other ranks' values would be rank 0's."""
 
     def rank(g: Group) -> Any:
@@ -212,7 +212,7 @@ def test_sharded_state_of_another_rank_is_refused() -> None:
 
 @each_case
 @pytest.mark.parametrize("how", ["load_state_dict", "update_shards", "load_sharded_state_dict"])
-def test_what_is_loaded_first_survives_the_agreement(world: int, name: str, how: str) -> None:
+def test_state_loaded_before_the_first_pass_survives_the_agreement(world: int, name: str, how: str) -> None:
     wanted = {path: p.data + 0.5 for path, p in net().named_parameters()}
 
     def rank(g: Group) -> Weights:
@@ -283,7 +283,7 @@ def data_output(state: Weights) -> Any:
 
 
 @each_strategy
-def test_state_inside_unshard_is_what_is_seen_there(name: str) -> None:
+def test_state_dict_inside_unshard_includes_changes_made_there(name: str) -> None:
     def rank(g: Group) -> Any:
         fsdp = FSDP(Branches("a", a=scale(1, 2, 3)), g, **chosen(name))
         with fsdp.unshard():
@@ -295,7 +295,7 @@ def test_state_inside_unshard_is_what_is_seen_there(name: str) -> None:
 
 
 @each_strategy
-def test_unshard_inside_unshard_loses_nothing(name: str) -> None:
+def test_nested_unshard_keeps_changes(name: str) -> None:
     """Refused, or as if it was not there."""
 
     def rank(g: Group) -> Any:
@@ -316,7 +316,7 @@ def test_unshard_inside_unshard_loses_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("wire", [None, ml_dtypes.bfloat16])
 @each_strategy
-def test_gathering_inside_unshard_rounds_nothing(name: str, wire: Any) -> None:
+def test_broadcast_and_prefetch_inside_unshard_keep_exact_values(name: str, wire: Any) -> None:
     def rank(g: Group) -> None:
         fsdp = trained(g, name, communication_dtype=wire)
         before = fsdp.state_dict()
@@ -332,7 +332,7 @@ def test_gathering_inside_unshard_rounds_nothing(name: str, wire: Any) -> None:
 
 
 @each_strategy
-def test_error_inside_unshard(name: str) -> None:
+def test_error_inside_unshard_leaves_the_state_unchanged(name: str) -> None:
     def rank(g: Group) -> None:
         fsdp = trained(g, name)
         before = fsdp.state_dict()

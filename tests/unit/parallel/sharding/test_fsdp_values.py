@@ -42,7 +42,7 @@ each_strategy = pytest.mark.parametrize("name", strategies(2))
 
 
 @each_case
-def test_gradients_written_by_hand(world: int, name: str) -> None:
+def test_gradients_written_by_hand_are_averaged_by_weight(world: int, name: str) -> None:
     """Full gradients in the module's own parameters, with weights; b on the last rank only, c nowhere."""
 
     def rank(g: Group) -> Any:
@@ -76,7 +76,7 @@ def test_gradients_written_by_hand(world: int, name: str) -> None:
 
 
 @each_strategy
-def test_gradients_by_hand_replace_what_is_there(name: str) -> None:
+def test_gradients_written_by_hand_replace_earlier_gradients(name: str) -> None:
     """As the contract has it, whatever is spread; one that was not written stays."""
 
     def rank(g: Group) -> Any:
@@ -91,7 +91,7 @@ def test_gradients_by_hand_replace_what_is_there(name: str) -> None:
 
 
 @each_strategy
-def test_gradients_by_hand_and_backward_do_not_mix(name: str) -> None:
+def test_mixing_gradients_written_by_hand_with_backward_is_refused(name: str) -> None:
     def rank(g: Group) -> Any:
         module = Branches("a", a=scale(1, 1))
         fsdp = FSDP(module, g, **chosen(name))
@@ -120,7 +120,7 @@ def p_norm(module: Any, p: float) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("wrapper", ["ddp", "full", "grad", "none", "hybrid1", "hybrid2"])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_clipping_by_the_norm_of_one_process(wrapper: str, world: int) -> None:
+def test_clip_grad_norm_equals_that_of_one_process(wrapper: str, world: int) -> None:
     x, t = data(8)
     module = net()
     module.backward(squared(module.forward(x), t)[1])
@@ -153,7 +153,7 @@ def test_clipping_by_the_norm_of_one_process(wrapper: str, world: int) -> None:
 @pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @each_strategy
-def test_norm_that_is_not_finite_leaves_gradients_on_all_ranks(name: str, bad: float, p: float) -> None:
+def test_a_non_finite_norm_leaves_gradients_unclipped_on_all_ranks(name: str, bad: float, p: float) -> None:
     """Only one element, on one rank, is bad."""
 
     def rank(g: Group) -> Any:
@@ -172,7 +172,7 @@ def test_norm_that_is_not_finite_leaves_gradients_on_all_ranks(name: str, bad: f
 
 
 @each_strategy
-def test_norm_without_gradients_and_bad_arguments(name: str) -> None:
+def test_norm_without_gradients_is_zero_and_bad_arguments_are_refused(name: str) -> None:
     def rank(g: Group) -> Any:
         fsdp = FSDP(Branches("a", a=scale(1, 1), b=scale(1)), g, **chosen(name))
         fsdp(np.ones((1, 2)))
@@ -192,7 +192,7 @@ def test_norm_without_gradients_and_bad_arguments(name: str) -> None:
 @pytest.mark.parametrize(
     ("world", "name", "units"), by_turns([case for case in CASES if case[0] in (1, 2, 4)], [("one",), ("some",)])
 )
-def test_narrow_communication(world: int, name: str, units: str, wire: str) -> None:
+def test_narrow_communication_dtype_rounds_within_its_precision(world: int, name: str, units: str, wire: str) -> None:
     """One step of plain SGD: off by at most the rounding of weights and gradients, and exact where nothing travels."""
     x, t = data(12, "float32")
     start = {path: p.data.copy() for path, p in net(0, "float32").named_parameters()}
@@ -227,7 +227,7 @@ def test_narrow_communication(world: int, name: str, units: str, wire: str) -> N
 
 
 @each_strategy
-def test_masters_see_updates_that_the_wire_cannot(name: str) -> None:
+def test_master_weights_keep_updates_too_small_for_the_wire_dtype(name: str) -> None:
     """1 + 2**-12 is 1 in bfloat16; 32 such steps make 1 + 2**-7, which is not."""
 
     def rank(g: Group) -> Any:
@@ -248,7 +248,7 @@ def test_masters_see_updates_that_the_wire_cannot(name: str) -> None:
 
 
 @each_strategy
-def test_wire_that_is_not_narrower_changes_nothing(name: str) -> None:
+def test_a_wire_dtype_that_is_not_narrower_gives_the_same_bits(name: str) -> None:
     def rank(g: Group, dtype: Any) -> Any:
         fsdp = wrap(layers(), g, "one", communication_dtype=dtype, **chosen(name))
         optimizer, (x, t) = Adam(fsdp), data(4)
@@ -261,7 +261,7 @@ def test_wire_that_is_not_narrower_changes_nothing(name: str) -> None:
 
 
 @each_strategy
-def test_frozen_integers_and_halves_with_a_narrow_wire(name: str) -> None:
+def test_frozen_integers_and_halves_stay_exact_with_a_narrow_wire(name: str) -> None:
     numbers: Weights = {
         "i": np.arange(5) + 2**40,
         "h": np.linspace(0, 1, 7).astype(np.float16),
@@ -300,7 +300,7 @@ class Counting(Branches):
 
 @pytest.mark.parametrize("inside", [False, True])
 @each_strategy
-def test_buffers_are_rank_0s(name: str, inside: bool) -> None:
+def test_buffers_take_the_values_of_rank_0(name: str, inside: bool) -> None:
     def rank(g: Group) -> Any:
         module = Counting(a=scale(1, 1))
         module.seen += g.rank + 7

@@ -29,7 +29,7 @@ def members(*hosts: str) -> list[Peer]:
 
 
 @given(shapes, worlds)
-def test_parts_cover_the_array_once(shapes: list[tuple[int, ...]], world: int) -> None:
+def test_shards_cover_the_flat_array_once(shapes: list[tuple[int, ...]], world: int) -> None:
     layout = FlatLayout(shapes, world)
     assert layout.size == sum(map(prod, shapes))
     assert layout.padded == world * layout.shard_size
@@ -39,7 +39,7 @@ def test_parts_cover_the_array_once(shapes: list[tuple[int, ...]], world: int) -
 
 
 @given(shapes, worlds)
-def test_parameters_lie_side_by_side(shapes: list[tuple[int, ...]], world: int) -> None:
+def test_parameters_are_contiguous_in_the_flat_array(shapes: list[tuple[int, ...]], world: int) -> None:
     layout = FlatLayout(shapes, world)
     assert [place.stop - place.start for place in layout.places] == [prod(shape) for shape in shapes]
     assert [i for place in layout.places for i in range(place.start, place.stop)] == list(range(layout.size))
@@ -74,7 +74,7 @@ def test_pieces_have_every_element_of_every_parameter_once(shapes: list[tuple[in
         ([], 4, 0, [[], [], [], []]),
     ],
 )
-def test_layouts_by_hand(
+def test_layouts_of_known_shapes(
     shapes: list[tuple[int, ...]], world: int, part: int, pieces: list[list[tuple[int, int]]]
 ) -> None:
     layout = FlatLayout(shapes, world)
@@ -90,21 +90,23 @@ def test_layouts_by_hand(
 # UnitOrder.
 
 
-def test_a_new_order_tells_its_guess() -> None:
+def test_a_new_unit_order_predicts_by_its_initial_guess() -> None:
     order = UnitOrder([2, 0, 1])
     assert [order.first(n) for n in (0, 1, 2, 9)] == [[], [2], [2, 0], [2, 0, 1]]
     order.start()
     assert [order.enter(2, 2), order.enter(0, 2), order.enter(1, 2)] == [[0, 1], [1], []]
 
 
-def test_a_wrong_guess_tells_nothing_until_it_is_right_again() -> None:
+def test_a_wrong_guess_ends_the_predictions_of_the_pass() -> None:
     order = UnitOrder([0, 1, 2, 3])
     order.start()
     assert [order.enter(0, 1), order.enter(2, 1), order.enter(1, 1), order.enter(3, 1)] == [[1], [], [], []]
 
 
 @given(orders, orders, st.integers(0, 4))
-def test_an_order_is_learned_from_a_complete_pass(guess: list[int], units: list[int], count: int) -> None:
+def test_unit_order_is_learned_from_a_complete_pass_and_a_commit(
+    guess: list[int], units: list[int], count: int
+) -> None:
     order = UnitOrder(guess)
     order.start()
     for unit in units:
@@ -122,7 +124,7 @@ def test_an_order_is_learned_from_a_complete_pass(guess: list[int], units: list[
 
 
 @given(orders, orders, st.integers(1, 4))
-def test_a_broken_pass_teaches_nothing(guess: list[int], units: list[int], count: int) -> None:
+def test_an_incomplete_pass_does_not_change_the_unit_order(guess: list[int], units: list[int], count: int) -> None:
     order = UnitOrder(guess)
     order.start()
     for unit in units:
@@ -134,7 +136,7 @@ def test_a_broken_pass_teaches_nothing(guess: list[int], units: list[int], count
 
 
 @given(orders, orders, st.integers(1, 3))
-def test_what_is_told_depends_on_the_units_alone(guess: list[int], units: list[int], count: int) -> None:
+def test_predictions_depend_only_on_the_units_entered(guess: list[int], units: list[int], count: int) -> None:
     """So that all ranks fetch the same."""
     told = []
     for _ in range(2):
@@ -145,7 +147,7 @@ def test_what_is_told_depends_on_the_units_alone(guess: list[int], units: list[i
     assert UnitOrder(guess).enter(9, count) == []
 
 
-def test_the_order_does_not_follow_changes_of_the_list_it_was_given() -> None:
+def test_unit_order_copies_the_initial_list() -> None:
     guess = [0, 1]
     order = UnitOrder(guess)
     guess.append(2)
@@ -161,7 +163,7 @@ def placed(strategy: Strategy, hosts: list[str], size: int | None = None) -> lis
 
 
 @given(st.sampled_from(Strategy), st.integers(1, 4), st.integers(1, 4))
-def test_every_rank_sees_the_same_grid(strategy: Strategy, size: int, nodes: int) -> None:
+def test_shards_and_replicas_form_one_grid_on_every_rank(strategy: Strategy, size: int, nodes: int) -> None:
     """Shards and replicas are the rows and columns of one rectangle."""
     world = size * nodes
     places = placed(strategy, ["h"] * world, size if strategy is Strategy.HYBRID_SHARD else None)
@@ -179,7 +181,7 @@ def test_every_rank_sees_the_same_grid(strategy: Strategy, size: int, nodes: int
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])
-def test_strategies_by_hand(world: int) -> None:
+def test_placement_of_each_strategy(world: int) -> None:
     everyone = tuple(range(world))
     hosts = [f"h{rank}" for rank in range(world)]
     alone = tuple((rank,) for rank in everyone)
@@ -193,14 +195,14 @@ def test_strategies_by_hand(world: int) -> None:
         )
 
 
-def test_nodes_are_hosts_wherever_their_ranks_are() -> None:
+def test_hybrid_nodes_are_hosts_in_any_rank_order() -> None:
     places = placed(Strategy.HYBRID_SHARD, ["b", "a", "a", "b"])
     assert [p.shards for p in places] == [(0, 3), (1, 2), (1, 2), (0, 3)]
     assert [tuple(sorted(p.replicas)) for p in places] == [(0, 1), (0, 1), (2, 3), (2, 3)]
     assert [p.shard for p in places] == [0, 0, 1, 1]
 
 
-def test_nodes_are_those_that_share_memory_where_that_is_known() -> None:
+def test_hybrid_nodes_follow_the_node_of_peers_where_known() -> None:
     """As pods do that have host names of their own."""
     peers = [replace(peer, node=node) for peer, node in zip(members("p", "q", "r", "s"), "xyxy", strict=True)]
     nodes = [place(Strategy.HYBRID_SHARD, rank, peers, None).shards for rank in range(4)]
@@ -231,6 +233,6 @@ def test_node_sizes_that_do_not_divide_the_world_are_refused(world: int, size: i
 
 
 @pytest.mark.parametrize("strategy", [s for s in Strategy if s is not Strategy.HYBRID_SHARD])
-def test_node_size_is_for_hybrid_alone(strategy: Strategy) -> None:
+def test_intra_node_size_is_refused_without_hybrid_shard(strategy: Strategy) -> None:
     with pytest.raises(ValueError, match="intra_node_size is for HYBRID_SHARD"):
         placed(strategy, ["h", "h"], 2)
