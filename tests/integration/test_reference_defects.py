@@ -19,7 +19,7 @@ Numbers are those of the reference's list of weaknesses. Other tests hold:
     claim one rank: integration/test_coordinator_sessions.
 21  arrays of the other byte order, alone: unit/group/test_messages, unit/collectives/test_values.
 22  state in and out of FSDP: unit/parallel/sharding/test_fsdp_state.
-24  what README.md says is run: integration/test_readme.
+24  what README.md says is run: integration/test_docs_pages.
 """
 
 from __future__ import annotations

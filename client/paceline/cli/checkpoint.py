@@ -37,14 +37,15 @@ def inspect_checkpoint(directory: Path, *, verify: bool, consolidate: Path | Non
         return
     arrays = sum(stored.nbytes for stored in reader.arrays.values())
     console = Console()
-    console.print(Text(f"{printable(str(reader.folder))}: generation {reader.tag.generation}, step {reader.tag.step}"))
+    title = f"{printable(str(reader.folder))}: generation {reader.tag.generation}, step {reader.tag.step}"
+    console.print(Text(title), soft_wrap=True)  # a long path stays on one line
     console.print(_table(reader))
     count, parts = len(reader.arrays), len(reader.parts)
     console.print(f"{count} array{'s'[: count != 1]}, {arrays:,} bytes, in {parts} part{'s'[: parts != 1]}")
     if verify:
         console.print("every checksum is right")
     if made is not None:
-        console.print(Text(f"saved in {printable(str(made))}, with all arrays whole"))
+        console.print(Text(f"saved in {printable(str(made))}, with all arrays whole"), soft_wrap=True)
 
 
 def _folder(directory: Path) -> Path:
