@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # for `support`, which a script does not find
 
 from google.protobuf.message import Message
+from security.siege import Attacker
 
 from paceline_server._grpc import aio
 from pacelinepb import PROTOCOL_VERSION, checks
@@ -42,7 +43,6 @@ from pacelinepb.v1 import admin_pb2, store_pb2
 from pacelinepb.v1 import session_pb2 as pb
 from support.coordinator import RawSession, duration
 from support.http2 import claimed, framed
-from support.siege import Attacker
 
 __all__ = ["ATTACKS", "main"]
 

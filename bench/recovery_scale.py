@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # for `support`, which a script does not find
 
-from support.recovery import recover
+from unit.protocol.recovery import recover
 
 if __name__ == "__main__":
     print("  W     laggards  CPU s   events  effects   orders  donors named    MB sent")

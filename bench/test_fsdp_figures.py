@@ -7,7 +7,7 @@ import statistics
 import pytest
 
 from figures import QUIET
-from support.equal_units import facts
+from integration.equal_units import facts
 from test_ddp_figures import ALONE, compared, show
 
 pytestmark = pytest.mark.timeout(300)

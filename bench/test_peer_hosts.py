@@ -16,9 +16,9 @@ import pytest
 
 from conductor import SOCKET, Measured, Recipe, measure, stage
 from figures import NOISE, at_least
+from integration.host_coordinator import coordinator_on
 from jobs import Job
 from paceline.launch._environment import allowed_cores, share_of_cores
-from support.host_coordinator import coordinator_on
 from support.netns import Host, network
 from support.peers import need_peers
 

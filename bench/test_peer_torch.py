@@ -11,10 +11,10 @@ import statistics
 from collections.abc import Sequence
 
 import pytest
+from pytorch.torch_ranks import torch_ranks
 
 from figures import QUIET, at_least
 from support.peers import need_peers
-from support.torch_ranks import torch_ranks
 
 pytestmark = [pytest.mark.needs(what="peers"), pytest.mark.timeout(900)]
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+from e2e.spares import Job
 
 from support.command import command
-from support.spares import Job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

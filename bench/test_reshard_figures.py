@@ -7,9 +7,9 @@ import signal
 import statistics
 
 import pytest
+from reshard_line import job, line
 
 from paceline.testing import coordinator
-from support.reshard_line import job, line
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.alone]
 

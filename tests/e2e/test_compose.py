@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from e2e.docker import BUILD, build, build_etcd, compose_command, engine
 
 import paceline
-from support.docker import BUILD, build, build_etcd, compose_command, engine
 
 pytestmark = [pytest.mark.needs(what="containers"), pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -12,9 +12,9 @@ import urllib.request
 from typing import Any
 
 import pytest
+from e2e.terminal import terminal
 
 from support.command import command
-from support.terminal import terminal
 
 FIELDS = {"accuracy", "steps", "world_size", "generations", "recoveries", "samples_once", "seconds"}
 

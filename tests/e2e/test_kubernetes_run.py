@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from e2e.docker import build, engine
 
 from support import manifests
 from support.certificates import LOOPBACK, make_folder
-from support.docker import build, engine
 
 pytestmark = [pytest.mark.needs(what="containers"), pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from e2e.terminal import terminal
 
 from paceline.cli.launcher.worker import Worker
 from support.command import Command, command, wait_until_gone
-from support.terminal import terminal
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher ties processes with prctl")
 

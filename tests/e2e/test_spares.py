@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from e2e.spares import Job, pids
 
 from support.command import command, wait_until_gone
-from support.spares import Job, pids
 from support.waiting import wait_for
 
 pytestmark = [

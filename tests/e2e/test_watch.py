@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from e2e.terminal import terminal
 
 from support.command import command
 from support.ports import free_port
-from support.terminal import terminal
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher ties processes with prctl")
 

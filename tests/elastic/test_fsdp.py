@@ -6,10 +6,10 @@ import signal
 from pathlib import Path
 
 import pytest
+from elastic.lost import resumed_from
 
 from support.elastic.cluster import cluster
 from support.elastic.faults import fail, kill
-from support.elastic.lost import resumed_from
 
 pytestmark = pytest.mark.slow
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from elastic.lost import resumed_from
 
 from support.elastic.cluster import cluster
 from support.elastic.faults import kill
-from support.elastic.lost import resumed_from
 
 pytestmark = pytest.mark.slow
 

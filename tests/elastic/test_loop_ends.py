@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from elastic.wrapping import WRAP
 
 from paceline import checkpoint
 from paceline.testing import coordinator
-from support.elastic.wrapping import WRAP
 from support.processes import workers
 
 pytestmark = pytest.mark.slow

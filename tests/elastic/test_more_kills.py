@@ -6,11 +6,11 @@ import signal
 from pathlib import Path
 
 import pytest
+from elastic.lost import resumed_from
 
 from paceline import checkpoint
 from support.elastic.cluster import Cluster, Trainer, cluster
 from support.elastic.faults import drain, kill
-from support.elastic.lost import resumed_from
 
 pytestmark = pytest.mark.slow
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from elastic.wrapping import WRAP, WRAPPERS
 
 from paceline.testing import coordinator
-from support.elastic.wrapping import WRAP, WRAPPERS
 from support.processes import workers
 
 CODE = """

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from elastic.wrapping import WRAP
 
 from paceline.testing import coordinator
-from support.elastic.wrapping import WRAP
 from support.processes import workers
 
 pytestmark = pytest.mark.slow

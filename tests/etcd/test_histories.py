@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from integration.store_clients import store_clients
 from support.etcd import cluster, needs_etcd
 from support.failover import coordinators
 from support.generations import LEAVES_SOCKETS, TRAINER, Reading, going_back, until_world, watchers
 from support.histories import check, overlapping
 from support.processes import Worker
-from support.store_clients import store_clients
 
 pytestmark = [pytest.mark.needs(what="etcd"), needs_etcd, pytest.mark.timeout(180)]
 

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from support.host_coordinator import coordinator_on
+from integration.host_coordinator import coordinator_on
 from support.netns import Host, network
 from support.processes import Worker
 

@@ -10,6 +10,7 @@ from socket import socket
 import numpy as np
 import pytest
 
+from integration.mixed_world import Place, kinds_of, mixed_world, run_all
 from paceline._base.waits import loop_thread
 from paceline._links import grpc_door
 from paceline._links.grpc_door import Door
@@ -17,7 +18,6 @@ from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
 from support.grpc_pair import JOB
 from support.http2 import DATA, PREFACE, SETTINGS, claimed, connect, frame, open_call
-from support.mixed_world import Place, kinds_of, mixed_world, run_all
 
 SOON = 20.0
 PING = 6

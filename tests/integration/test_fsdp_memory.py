@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.equal_units import UNITS, facts
+from integration.equal_units import UNITS, facts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from integration.process_coordinator import coordinator_process
 from support.generations import LEAVES_SOCKETS, TRAINER, Reading, going_back, until_world, watchers
-from support.process_coordinator import coordinator_process
 from support.processes import Worker
 
 _ENVIRONMENT = {"PACELINE_MIN_WORKERS": "2", "PACELINE_MAX_WORKERS": "3", "PACELINE_FLIGHT_DIR": "off"}

@@ -9,6 +9,7 @@ from threading import Event
 from time import monotonic
 
 import pytest
+from unit.links.shm_pair import lent
 
 from paceline._base.waits import loop_thread
 from paceline._collectives.blame import link_ended
@@ -25,7 +26,6 @@ from paceline_protocol import OURS
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.grpc_pair import JOB, grpc_world
 from support.ports import free_port
-from support.shm_pair import lent
 
 
 @contextmanager

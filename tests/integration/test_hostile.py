@@ -14,9 +14,9 @@ import pytest
 from google.protobuf import descriptor_pool
 from google.protobuf.message_factory import GetMessageClass
 
+from integration.hostile import Targets, targets_in
 from pacelinepb.v1 import admin_pb2, peer_pb2, session_pb2, store_pb2
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
-from support.hostile import Targets, targets_in
 from support.http2 import (
     DATA,
     END_HEADERS,

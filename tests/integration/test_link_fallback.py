@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from integration.mixed_world import MixedWorld, Place, kinds_of, mixed_world, run_all
 from paceline._group import Group
 from paceline._links import registry
 from paceline._links.grpc_door import Door
@@ -27,7 +28,6 @@ from paceline._links.tcp import MAX_STREAMS, TICKET_BYTES, TcpKind
 from paceline._links.tcp._tcp_wire import ACCEPTED, Hello, encode_hello
 from paceline.errors import LimitExceeded, PacelineError, PeerBrokeProtocol, PeerLost, PeerRaised
 from pacelinepb.v1 import peer_pb2
-from support.mixed_world import MixedWorld, Place, kinds_of, mixed_world, run_all
 
 N = 1_500_001
 """float64: several frames for each rank, the last of them shorter."""

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from integration.host_coordinator import coordinator_on
 from paceline.testing import coordinator
-from support.host_coordinator import coordinator_on
 from support.netns import network
 from support.processes import Worker, workers
 
@@ -18,7 +18,7 @@ import fcntl, gc, itertools, logging, resource
 from contextlib import suppress
 from paceline.config import Config
 from paceline.errors import PacelineError
-from support.mixed_world import Place, kinds_of, mixed_world, run_all
+from integration.mixed_world import Place, kinds_of, mixed_world, run_all
 from support.waiting import wait_for
 
 logging.basicConfig(level=logging.ERROR)

@@ -13,13 +13,13 @@ from pathlib import Path
 import grpc
 import pytest
 
+from integration.hostile import Targets, targets_in
 from paceline_server._grpc import aio
 from pacelinepb.v1 import admin_pb2, peer_pb2
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
 from pacelinepb.v1.peer_pb2_grpc import PeerServiceStub
 from support.coordinator import RawSession, duration
-from support.hostile import Targets, targets_in
 from support.http2 import PREFACE, SETTINGS, connect, frame, open_call
 from support.waiting import wait_for
 

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from integration.host_coordinator import coordinator_on
+from integration.mixed_world import MixedWorld, Place, kinds_of, mixed_world, run_all
 from paceline._collectives.choose import choose, nodes_of, only
 from paceline._collectives.schedules import SCHEDULES
 from paceline._group import Group
 from support.collective_calls import WAYS, Call, exact_values, segments_of
-from support.host_coordinator import coordinator_on
-from support.mixed_world import MixedWorld, Place, kinds_of, mixed_world, run_all
 from support.netns import Host, network
 from support.processes import Worker
 

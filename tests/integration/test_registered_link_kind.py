@@ -9,6 +9,8 @@ from functools import partial
 import pytest
 from unit.parallel.helpers import N, mlp, train_ranks
 
+from integration.fourth_kind import ThreadsKind
+from integration.mixed_world import Place, kinds_of, mixed_world, run_all
 from paceline._elastic.sampler import ElasticSampler
 from paceline._group import Group
 from paceline._links.base import Purpose
@@ -16,9 +18,7 @@ from paceline._links.registry import register, unregister
 from paceline.config import Config
 from paceline.optim import SGD
 from paceline.testing import LinkPair, check_link, run_ranks
-from support.fourth_kind import ThreadsKind
 from support.grpc_pair import grpc_world
-from support.mixed_world import Place, kinds_of, mixed_world, run_all
 
 ALL = ("threads", "shm", "tcp", "grpc")
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from integration.process_coordinator import coordinator_process
+from integration.store_clients import store_clients
 from support.histories import UNKNOWN, check, overlapping
-from support.process_coordinator import coordinator_process
 from support.relay import relay
-from support.store_clients import store_clients
 
 _STALE = """
 from paceline_server.key_values import KeyValues

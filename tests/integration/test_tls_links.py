@@ -12,8 +12,10 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import numpy as np
 import pytest
+from unit.links.tcp_pair import listening, on_loop
 
 import paceline
+from integration.mixed_world import Place, kinds_of, mixed_world, run_all
 from paceline._base.waits import loop_thread
 from paceline._group import Group
 from paceline._links.fault import Fault
@@ -25,8 +27,6 @@ from paceline.credentials import IN_THE_CLEAR, MEMBER_NAME, Credentials
 from paceline.errors import LinkUnavailable
 from paceline.testing import coordinator
 from support.certificates import CertificateFolder, make_folder
-from support.mixed_world import Place, kinds_of, mixed_world, run_all
-from support.tcp_pair import listening, on_loop
 
 SECRET = b"weights that nobody else may read"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from integration.page_server import HeldAnswer, add_event, add_gone, add_member, new_job, page_server
 from pacelinepb.v1 import admin_pb2 as pb
 from support.browser import Page, browser
 from support.coordinator import run
-from support.page_server import HeldAnswer, add_event, add_gone, add_member, new_job, page_server
 
 pytestmark = pytest.mark.needs(what="browser")
 

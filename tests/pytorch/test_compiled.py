@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from pytorch.torch_models import made
+from pytorch.torch_ranks import finish
 from torch import nn
 
 from paceline._group import Group
 from paceline.testing import run_ranks
 from paceline.torch import DDP, FSDP
-from support.torch_models import made
-from support.torch_ranks import finish
 
 # Dynamo looks at such attributes, and hides the warning in a way that does not hold for threads.
 pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")]

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pytest
+from unit.engines.fake_engine import engines_of, makers
 
 from paceline._links.base import Peer
 from paceline._microbatch.attempt import StepAttempt
@@ -32,7 +33,6 @@ from paceline.errors import LinkUnavailable, PacelineError, PeerLost, Unsupporte
 from paceline.testing import local_groups, next_generation, run_groups
 from paceline_protocol import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
-from support.engines import engines_of, makers
 
 if TYPE_CHECKING:
     import torch

@@ -5,8 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
-
-from support.torch_ranks import finish, torch_ranks
+from pytorch.torch_ranks import finish, torch_ranks
 
 pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.timeout(180)]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytorch.torch_models import Chain, Part, X, check_gradients, made
 from torch import nn
 from torch.nn import functional as F
 from unit.parallel.sharding.models import strategies
@@ -17,7 +18,6 @@ from paceline.config import Config
 from paceline.errors import StepOrderError
 from paceline.testing import run_ranks
 from paceline.torch import FSDP
-from support.torch_models import Chain, Part, X, check_gradients, made
 
 pytestmark = pytest.mark.needs(what="torch")
 

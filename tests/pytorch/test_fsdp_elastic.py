@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pytorch.torch_models import made
 from torch import nn
 from torch.nn import functional as F
+from unit.elastic.resharding import form, reshard, together
 from unit.elastic.solo import ENVIRONMENT, fail
 from unit.parallel.sharding.models import chosen
 
@@ -25,8 +27,6 @@ from paceline.testing import coordinator
 from paceline.torch import FSDP
 from support.parts import SOON, each
 from support.processes import Worker, workers
-from support.resharding import form, reshard, together
-from support.torch_models import made
 from support.turns import by_turns
 
 pytestmark = pytest.mark.needs(what="torch")
@@ -183,7 +183,7 @@ def test_nadam_is_refused_unless_parameters_are_not_sharded() -> None:
 
 
 class Trainee:
-    """One process, as it were; as `support.resharding` has them for NumPy."""
+    """One process, as it were; as `unit.elastic.resharding` has them for NumPy."""
 
     def __init__(self, name: str, group: Group, precision: str | None, seed: int = 0) -> None:
         self.group = group

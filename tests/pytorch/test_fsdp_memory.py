@@ -8,6 +8,7 @@ from weakref import finalize
 
 import pytest
 import torch
+from pytorch.torch_models import data, loss_of, made, net, wrap
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from unit.parallel.sharding.models import chosen
@@ -17,7 +18,6 @@ from paceline.config import Config
 from paceline.errors import StepOrderError
 from paceline.testing import run_ranks
 from paceline.torch import FSDP
-from support.torch_models import data, loss_of, made, net, wrap
 
 pytestmark = pytest.mark.needs(what="torch")
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pytorch.torch_models import Chain, Part, X, assert_close, check_gradients, data, loss_of, made, net, wrap
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -18,7 +19,6 @@ from paceline.config import Config
 from paceline.errors import SizeMismatch, StepOrderError, UnsupportedOp
 from paceline.testing import run_ranks
 from paceline.torch import FSDP
-from support.torch_models import Chain, Part, X, assert_close, check_gradients, data, loss_of, made, net, wrap
 
 pytestmark = pytest.mark.needs(what="torch")
 

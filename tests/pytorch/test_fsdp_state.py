@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pytorch.torch_models import assert_close, data, loss_of, net, rows_of, wrap
 from unit.parallel.sharding.models import strategies
 
 import paceline
@@ -16,7 +17,6 @@ from paceline._group import Group
 from paceline._parallel._optimizer_state import standing_for
 from paceline.errors import InvalidRank, SizeMismatch, StepOrderError, UnsupportedOp
 from paceline.testing import run_ranks
-from support.torch_models import assert_close, data, loss_of, net, rows_of, wrap
 
 pytestmark = pytest.mark.needs(what="torch")
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pytorch.torch_models import assert_close, data, loss_of, made, net, rows_of, train, wrap
 from torch import nn
 from unit.parallel.sharding.models import chosen, strategies
 
@@ -15,7 +16,6 @@ from paceline._group import Group
 from paceline.errors import StepOrderError, UnsupportedOp
 from paceline.testing import run_ranks
 from paceline.torch import FSDP
-from support.torch_models import assert_close, data, loss_of, made, net, rows_of, train, wrap
 from support.turns import by_turns
 
 pytestmark = pytest.mark.needs(what="torch")

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from unit.engines.fake_engine import engines_of
 
 from paceline._base.arrays import Array
 from paceline._links.base import Peer
 from paceline.engines import DataEngine, EngineFailed
 from paceline.engines._engine_check import ENGINE_RULES, MakeEngines, check_engine, open_engines
-from support.engines import engines_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from pytorch.torch_ranks import torch_ranks
 
 import paceline
 from paceline._elastic import torchrun_world
@@ -21,7 +22,6 @@ from paceline.torch import backend
 from support.ports import free_port
 from support.processes import Worker
 from support.python_process import fresh
-from support.torch_ranks import torch_ranks
 
 pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.timeout(180)]
 

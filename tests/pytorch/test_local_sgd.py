@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pytorch.local_training.line import SEED, TRAINER, check, check_bits
+from pytorch.local_training.problem import Part, Reference, build, flat, inner_step, make_inner
 
 import paceline
 from paceline.testing import run_ranks
 from paceline.torch import LocalSGD
 from support.elastic.cluster import cluster
 from support.elastic.faults import kill
-from support.local_training.line import SEED, TRAINER, check, check_bits
-from support.local_training.problem import Part, Reference, build, flat, inner_step, make_inner
 
 pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.timeout(180)]  # each process takes seconds to import torch
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from pytorch.torch_ranks import finish
 
 from paceline._elastic import torchrun_world
 from paceline.errors import CoordinatorUnreachable
 from paceline.testing import coordinator
 from support.processes import Worker, workers
-from support.torch_ranks import finish
 
 pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.timeout(180)]
 

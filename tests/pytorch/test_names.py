@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from unit.protos.grpc_settings import SET, run_asked
 
 import paceline
-from support.grpc_settings import SET, run_asked
 
 pytestmark = pytest.mark.needs(what="torch")
 

@@ -10,10 +10,10 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from unit.engines.fake_engine import engines_of
 
 from paceline.engines import OnDevice
 from paceline.engines._engine_check import open_engines
-from support.engines import engines_of
 
 if TYPE_CHECKING:
     import torch

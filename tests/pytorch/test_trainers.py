@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from support.torch_ranks import finish
+from pytorch.torch_ranks import finish
 
 pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.newest, pytest.mark.timeout(240)]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pytorch.torch_ranks import finish
 
 from support.python_process import fresh
-from support.torch_ranks import finish
 
 pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.timeout(240)]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from security.siege import Attacker
 
 import paceline
 import paceline_server.app
@@ -25,7 +26,6 @@ from pacelinepb.v1 import store_pb2 as pb
 from pacelinepb.v1.store_pb2_grpc import StoreServiceStub
 from support.coordinator import RawSession, duration, reason_of, run, running
 from support.http2 import framed
-from support.siege import Attacker
 
 MINE, THEIRS = "a-token-for-the-neighbour-0123", "a-token-for-the-attacker-01234"
 MEMORY = 64 << 20

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+from security.siege import Attacker
 
 from paceline_server import Coordinator, ServerSettings
 from paceline_server._grpc import aio
@@ -23,7 +24,6 @@ from paceline_server.services.probes import MOST_PROBES, PROBE
 from pacelinepb.v1 import admin_pb2
 from support.coordinator import PATIENCE, run
 from support.http2 import framed
-from support.siege import Attacker
 
 TOKEN = "a-token-for-somebody-0123456789"
 COUNT = 50

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from integration.mixed_world import Place, mixed_world, run_all
 from paceline._base.addresses import parse_endpoint
 from paceline._base.waits import loop_thread
 from paceline._group import Group
@@ -33,7 +34,6 @@ from pacelinepb.v1.peer_pb2_grpc import PeerServiceStub
 from pacelinepb.v1.store_pb2_grpc import StoreServiceStub
 from support.coordinator import RawSession, run
 from support.http2 import HEADERS, PREFACE, SETTINGS, frame, open_call
-from support.mixed_world import Place, mixed_world, run_all
 
 HERE, THERE = "127.0.0.1", "127.0.0.2"
 PATIENCE = 20.0

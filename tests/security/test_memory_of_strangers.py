@@ -17,6 +17,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
+from security.siege import siege
 
 from paceline._base.rpc import grpc
 from paceline.testing import coordinator
@@ -27,7 +28,6 @@ from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
 from support.coordinator import run
 from support.http2 import CONTINUATION, END_HEADERS, HEADERS, PREFACE, SETTINGS, connect, frame, inflated
 from support.processes import Worker
-from support.siege import siege
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
 

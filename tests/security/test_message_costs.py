@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
+from security.work import Work, counted
+from unit.protos.bounds import BOUNDS, methods, too_long
 
 from paceline_server._grpc import aio
 from paceline_server.dispatcher import Dispatcher
@@ -28,10 +30,8 @@ from pacelinepb.pieces import MESSAGE_BYTES, in_messages
 from pacelinepb.v1 import admin_pb2, peer_pb2
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1.errors_pb2 import ErrorReason
-from support.bounds import BOUNDS, methods, too_long
 from support.coordinator import RawSession, duration, reason_of, refused, run, running
 from support.grpc_pair import JOB, grpc_world
-from support.work import Work, counted
 
 FAR = (1 << 62) - 1
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from integration.mixed_world import Place, kinds_of, mixed_world, run_all
 from paceline._group import Group
 from paceline._links import registry
 from paceline._links.grpc_door import Door
 from paceline._links.kind import TICKET_LIFETIME
 from paceline._links.tcp import TcpKind, _tcp_kind
-from support.mixed_world import Place, kinds_of, mixed_world, run_all
 
 STRANGERS = 300
 """More than have a place at one time (256): the others wait before the members who come then."""

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 from google.protobuf.message import Message
+from security.siege import Attacker, Siege, siege
 
 from paceline.cli.health import trouble_at
 from paceline_server._grpc import aio
@@ -24,7 +25,6 @@ from pacelinepb.v1 import session_pb2
 from pacelinepb.v1 import store_pb2 as pb
 from support.coordinator import RawSession, duration, run
 from support.http2 import claimed, framed
-from support.siege import Attacker, Siege, siege
 
 MINE, THEIRS = "a-token-for-the-neighbour-0123", "a-token-for-the-attacker-01234"
 

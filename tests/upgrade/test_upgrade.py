@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from upgrade.releases import THIS, check_undisturbed, places, replace_workers, start_workers, status, unpacked
 
 from support.elastic.same_bits import in_microbatches
 from support.ports import free_port
-from support.releases import THIS, check_undisturbed, places, replace_workers, start_workers, status, unpacked
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from upgrade.releases import THIS, check_undisturbed, places, replace_workers, start_workers, unpacked
 
 from support.elastic.same_bits import in_microbatches
 from support.etcd import cluster, needs_etcd
 from support.ports import free_port
-from support.releases import THIS, check_undisturbed, places, replace_workers, start_workers, unpacked
 
 pytestmark = [pytest.mark.needs(what="etcd"), needs_etcd, pytest.mark.timeout(180)]
 

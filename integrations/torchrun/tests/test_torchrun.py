@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from integration.process_coordinator import coordinator_process
 from paceline.testing import coordinator
 from support.certificates import make_folder
 from support.command import Command, wait_until_gone
-from support.process_coordinator import coordinator_process
 
 pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.timeout(180)]
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from unit.cli.flight import NOW, done, failed, record, waits
 
 from paceline.cli.debug.chrome_trace import COORDINATOR, Happened, make_trace
 from paceline.cli.debug.clocks import Clock, Sighting, align
 from paceline.cli.debug.records import Entered, MemberRecord
 from support.chrome_format import check_trace
-from support.flight import NOW, done, failed, record, waits
 
 GOLDEN = Path(__file__).with_name("trace.golden.json")
 PAIR = {"": (0, 1)}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from unit.cli.flight import done, failed, record, waits
+
 from paceline.cli.debug.stuck import Finding, find_stuck, in_ranks
-from support.flight import done, failed, record, waits
 
 HALVES = {"": (0, 1, 2, 3), "split1": (0, 1)}
 OTHERS = {"": (0, 1, 2, 3), "split1": (2, 3)}

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from unit.elastic.resharding import Trainee, fill_from, form, one_process, reshard, together
 
 import paceline
 from paceline import checkpoint
@@ -20,7 +21,6 @@ from paceline.checkpoint.tree import split_shards
 from paceline.errors import PacelineError, SizeMismatch, UnsupportedOp
 from paceline_protocol import WHOLE, Share
 from support.parts import SOON, each
-from support.resharding import Trainee, fill_from, form, one_process, reshard, together
 
 EXPECTED = one_process(8)
 WORLDS = range(1, 6)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from unit.elastic.resharding import Trainee, form, one_process, reshard, together
 
 from paceline import checkpoint
 from paceline._base.activity import MemberCounters
@@ -22,7 +23,6 @@ from paceline.errors import CheckpointDamaged, CheckpointFailed, PacelineError, 
 from paceline_protocol import Counters, Share, Tag
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.parts import SOON, each
-from support.resharding import Trainee, form, one_process, reshard, together
 
 EXPECTED = one_process(6)
 

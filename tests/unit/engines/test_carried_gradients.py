@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from unit.engines.fake_engine import FakeEngine, HangingEngine, makers
 
 import paceline
 from paceline import nn
@@ -29,7 +30,6 @@ from paceline.errors import (
 from paceline.testing import local_groups, next_generation, run_groups
 from paceline_protocol import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
-from support.engines import FakeEngine, HangingEngine, makers
 
 made: list[Any] = []
 

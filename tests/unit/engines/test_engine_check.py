@@ -8,11 +8,11 @@ from functools import partial
 from time import monotonic
 
 import pytest
+from unit.engines.fake_engine import FakeEngine, HangingEngine, _FakeTicket, _Hub, engines_of, link_engines
 
 from paceline._base.arrays import Array
 from paceline.engines import DataEngine, EngineTimeout, Ticket
 from paceline.engines._engine_check import ENDING_RULES, ENGINE_RULES, MakeEngines, check_engine
-from support.engines import FakeEngine, HangingEngine, _FakeTicket, _Hub, engines_of, link_engines
 
 WORLDS: dict[str, MakeEngines] = {"fake": partial(engines_of, FakeEngine), "links": link_engines}
 

@@ -8,6 +8,7 @@ from time import monotonic
 
 import numpy as np
 import pytest
+from unit.links.shm_pair import halves
 
 from paceline._base.waits import loop_thread
 from paceline._links import member_link
@@ -20,7 +21,6 @@ from paceline._links.shm.arena import Arena
 from paceline.errors import PeerLost
 from paceline_protocol import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
-from support.shm_pair import halves
 
 FRAME = Frame(FrameKind.DATA, 1, 1, 0, b"", b"x")
 

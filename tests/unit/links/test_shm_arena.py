@@ -17,9 +17,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from unit.links.shm_pair import descriptors
 
 from paceline._links.shm.arena import LEND_BYTES, SEGMENT_BYTES, Arena, FreeBlocks, arena
-from support.shm_pair import descriptors
 
 MIB = 1 << 20
 

@@ -8,6 +8,8 @@ from functools import partial
 from time import monotonic
 
 import pytest
+from unit.links.halves_link import soon
+from unit.links.shm_pair import Halves, frame, halves, in_arena
 
 from paceline._links.base import LinkEnded, LinkTimeout
 from paceline._links.shm import bell
@@ -16,8 +18,6 @@ from paceline._links.shm.control_segment import SLOTS
 from paceline.errors import PacelineError, PeerBrokeProtocol, PeerLost
 from paceline_protocol import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
-from support.halves_link import soon
-from support.shm_pair import Halves, frame, halves, in_arena
 
 MIB = 1 << 20
 LOST = Verdict(1, ErrorReason.ERROR_REASON_PEER_LOST, (1,), 7, "rank 1 is lost")

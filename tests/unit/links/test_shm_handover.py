@@ -9,6 +9,7 @@ import struct
 from collections.abc import Iterator
 
 import pytest
+from unit.links.shm_pair import PEERS, descriptors, shm_host
 
 from paceline._base.waits import LoopThread
 from paceline._links.fault import Fault
@@ -20,7 +21,6 @@ from paceline._links.shm.incoming import ShmIncoming
 from paceline._links.shm.outgoing import ShmOutgoing
 from paceline._links.shm.segment import Segment
 from paceline.errors import LinkUnavailable
-from support.shm_pair import PEERS, descriptors, shm_host
 
 TICKET = b"t" * 16
 OPENING = struct.Struct("<4sHHQ")

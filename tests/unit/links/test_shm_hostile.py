@@ -14,6 +14,7 @@ from time import monotonic
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from unit.links.shm_pair import PEERS, descriptors, halves
 
 from paceline._base.arrays import MAX_SIGNATURE_BYTES
 from paceline._links.base import MARKS, LinkEnded, LinkTimeout
@@ -38,7 +39,6 @@ from paceline._links.shm.incoming import ShmIncoming
 from paceline._links.shm.outgoing import ANNOUNCEMENT
 from paceline._links.shm.segment import Segment, attach
 from paceline.errors import LimitExceeded, PacelineError, PeerBrokeProtocol
-from support.shm_pair import PEERS, descriptors, halves
 
 SLOT, STAGING, ARENA = 1, 2, 3
 NUMBER, KIND, PART, GENERATION, OPERATION, PLACE, WORDS, SIZE, SEGMENT, OFFSET = range(10)

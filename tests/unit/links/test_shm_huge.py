@@ -14,11 +14,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from unit.links.shm_pair import descriptors
 
 from paceline._base.arrays import Array
 from paceline._links.shm import huge
 from paceline._links.shm.segment import Attached, Segment, attach
-from support.shm_pair import descriptors
 
 HUGE = 2 << 20
 SIZE = 17 * HUGE + 3 * 4096

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from unit.links.shm_pair import descriptors, shm_halves, shm_host
 
 from paceline._links.fault import Fault
 from paceline._links.frame import Frame, FrameKind
 from paceline._links.shm.arena import Arena
-from support.shm_pair import descriptors, shm_halves, shm_host
 
 
 def taken() -> tuple[int, int, int]:

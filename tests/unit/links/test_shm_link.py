@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from unit.links.shm_pair import shm_link_pair
+
 from paceline.testing import check_link
-from support.shm_pair import shm_link_pair
 
 
 def test_shared_memory_links_keep_the_rules() -> None:

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 import numpy as np
 import pytest
+from unit.links.shm_pair import PEERS, shm_host
 
 from paceline._base.waits import loop_thread
 from paceline._links.base import LinkEnded, LinkTimeout
@@ -27,7 +28,6 @@ from paceline._links.shm.arena import arena
 from paceline._links.shm.handover import connect
 from paceline._links.shm.incoming import ShmIncoming
 from paceline._links.shm.outgoing import ShmOutgoing
-from support.shm_pair import PEERS, shm_host
 
 PEER = """
 import sys

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from unit.links.halves_link import soon
+from unit.links.shm_pair import Halves, frame, halves, in_arena
 
 from paceline._links.base import LinkEnded
 from paceline._links.shm.arena import Arena
 from paceline_protocol import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
-from support.halves_link import soon
-from support.shm_pair import Halves, frame, halves, in_arena
 
 MIB = 1 << 20
 LOST = Verdict(1, ErrorReason.ERROR_REASON_PEER_LOST, (1,), 7, "rank 1 is lost")

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from unit.links.halves_link import soon
+from unit.links.shm_pair import Halves, frame, halves, in_arena
 
 from paceline._base.arrays import MAX_SIGNATURE_BYTES
 from paceline._links.base import LinkEnded, LinkTimeout
@@ -32,8 +34,6 @@ from paceline._links.shm.control_segment import (
 from paceline.errors import LimitExceeded, PeerLost
 from paceline_protocol import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
-from support.halves_link import soon
-from support.shm_pair import Halves, frame, halves, in_arena
 
 MIB = 1 << 20
 MANY = 16

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from unit.links.shm_pair import descriptors
 
 from paceline._links.shm.segment import Segment, SegmentError, attach, check_available
 from paceline.errors import LinkUnavailable
-from support.shm_pair import descriptors
 
 SIZE = 1 << 16
 ADD_SEALS, SHRINK, GROW, FUTURE_WRITE = 1033, 0x2, 0x4, 0x10

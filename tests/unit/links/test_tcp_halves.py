@@ -14,6 +14,8 @@ from functools import partial
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from unit.links.halves_link import soon
+from unit.links.tcp_pair import OneWay, data, one_way, tcp_link_pair
 
 from paceline._base.arrays import MAX_SIGNATURE_BYTES
 from paceline._links.base import LinkEnded, LinkTimeout
@@ -29,8 +31,6 @@ from paceline.testing import check_link
 from paceline_protocol import Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.certificates import make_folder
-from support.halves_link import soon
-from support.tcp_pair import OneWay, data, one_way, tcp_link_pair
 
 _MIB = 1 << 20
 

@@ -10,14 +10,14 @@ import time
 import zlib
 
 import pytest
+from unit.links.halves_link import soon
+from unit.links.tcp_pair import data, on_loop, one_way, raw_writer
 
 from paceline._base.arrays import MAX_SIGNATURE_BYTES
 from paceline._links.base import LinkEnded, LinkTimeout
 from paceline._links.frame import MAX_FRAME_BYTES
 from paceline._links.kind import ProtocolError
 from paceline._links.tcp._tcp_wire import HEAD_BYTES, cut, encode_head
-from support.halves_link import soon
-from support.tcp_pair import data, on_loop, one_way, raw_writer
 
 
 def test_payloads_stay_valid_until_they_are_released() -> None:

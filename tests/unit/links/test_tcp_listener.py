@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from unit.links.halves_link import soon
+from unit.links.tcp_pair import call_at, data, listening, on_loop, one_way, open_half
 
 from paceline._base.waits import loop_thread
 from paceline._links.base import LinkEnded, LinkTimeout
@@ -26,8 +28,6 @@ from paceline._links.tcp._tcp_wire import ACCEPTED, MAX_STREAMS, Hello, encode_h
 from paceline.credentials import MEMBER_NAME, Credentials
 from paceline.errors import ForkedSession, LinkUnavailable
 from support.certificates import CertificateFolder, make_folder
-from support.halves_link import soon
-from support.tcp_pair import call_at, data, listening, on_loop, one_way, open_half
 
 _FAULT = Fault(1, 0, 0.0)
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from unit.protocol.meeting import BASE, SILENT, SURE, job, names
 
 from paceline_protocol import Ending, Meet, Process, Report, Tag
 from paceline_protocol._meeting import convene
@@ -19,7 +20,6 @@ from paceline_protocol.coordinator import (
 from paceline_protocol.messages import CatchUp, Dismissed, Finished, Verdict, ViewFormed
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.coordinator import PureJob, sent
-from support.meeting import BASE, SILENT, SURE, job, names
 
 
 def met(tag: Tag | None, holds_base: bool = True, **how: bool) -> Meet:

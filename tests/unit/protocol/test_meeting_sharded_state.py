@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from unit.protocol.meeting import BASE, SILENT, SURE, job, names
 
 from paceline_protocol import OURS, Meet, Process, Share, Tag, Verdict
 from paceline_protocol._meeting import Meeting, convene
@@ -20,7 +21,6 @@ from paceline_protocol.messages import CatchUp, Dismissed, StateLost
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.coordinator import PureJob, sent
 from support.counted_lines import lines_of
-from support.meeting import BASE, SILENT, SURE, job, names
 
 NEXT = Tag(7, 5)
 VOID = Verdict(7, ErrorReason.ERROR_REASON_PEER_LOST, (1,), 1, "rank 1 died")

@@ -6,11 +6,11 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
+from unit.protocol.meeting import BASE, job
 
 from paceline_protocol import Meet, Share
 from paceline_protocol._orders import Donors
 from paceline_protocol.coordinator import Session
-from support.meeting import BASE, job
 
 
 def holders(count: int, parts: int = 1) -> list[Session]:

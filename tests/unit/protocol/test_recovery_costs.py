@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from support.recovery import recover
+from unit.protocol.recovery import recover
 
 
 @pytest.mark.parametrize("laggards", [False, True])

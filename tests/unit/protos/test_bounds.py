@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from grpc_tools import protoc
+from unit.protos.bounds import BOUNDS, ELSEWHERE, FILES, fields_of, methods
 
 from paceline._links.frame import MAX_FRAME_BYTES
 from paceline._links.grpc_door import MAX_WORD_BYTES
 from pacelinepb.bounds import MOST, too_much
 from pacelinepb.v1 import admin_pb2, peer_pb2, session_pb2, store_pb2
-from support.bounds import BOUNDS, ELSEWHERE, FILES, fields_of, methods
 
 ROOT = Path(__file__).resolve().parents[3] / "protos"
 

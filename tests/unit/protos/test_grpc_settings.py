@@ -9,11 +9,11 @@ import ast
 from pathlib import Path
 
 import pytest
+from unit.protos.grpc_settings import SET, run_asked
 
 import paceline
 import paceline_server
 import pacelinepb
-from support.grpc_settings import SET, run_asked
 
 ENTRIES = {
     "join": "import paceline; paceline.join().leave()",

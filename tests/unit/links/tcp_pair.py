@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+from unit.links.halves_link import HalvesLink
+
 from paceline._base.waits import loop_thread
 from paceline._links.base import Peer
 from paceline._links.fault import Fault
@@ -26,7 +28,6 @@ from paceline._links.tcp import (
 from paceline._links.tcp._tcp_wire import ACCEPTED, Hello, encode_hello
 from paceline.credentials import IN_THE_CLEAR, MEMBER_NAME, Credentials
 from paceline.testing import LinkPair
-from support.halves_link import HalvesLink
 
 __all__ = [
     "OneWay",

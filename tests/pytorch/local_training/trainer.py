@@ -16,12 +16,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))  # tests/, for `support`
 
+from pytorch.local_training.problem import build, flat, inner_step, make_inner
+
 import paceline
 import paceline.torch
 from support.elastic.faults import Fault, inflict
 from support.elastic.problem import BATCH, SAMPLES
 from support.elastic.trainer import digest, emit, numbers
-from support.local_training.problem import build, flat, inner_step, make_inner
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ __all__ = [
     "unpacked",
 ]
 
-_WHEEL = Path(__file__).parent.parent / "upgrade" / "paceline-0.1.0-py3-none-any.whl"
+_WHEEL = Path(__file__).with_name("paceline-0.1.0-py3-none-any.whl")
 
 LAST_VERSION = 8
 """The version of the protocol that the last release speaks, and no other."""

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
+from unit.links.halves_link import MarkedLink
 
 from paceline._base.waits import LoopThread, loop_thread
 from paceline._links.base import Peer
@@ -21,7 +22,6 @@ from paceline._links.shm.arena import Arena, arena
 from paceline._links.shm.handover import ShmHost, connect
 from paceline._links.shm.incoming import ShmIncoming
 from paceline._links.shm.outgoing import ShmOutgoing
-from support.halves_link import MarkedLink
 
 __all__ = [
     "PEERS",

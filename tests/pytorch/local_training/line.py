@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+from pytorch.local_training.problem import Part, Reference
 
 from support.elastic.cluster import Cluster
-from support.local_training.problem import Part, Reference
 
 __all__ = ["SEED", "TRAINER", "check", "check_bits"]
 
 SEED = 5
-TRAINER = "support/local_training/trainer.py"
+TRAINER = "pytorch/local_training/trainer.py"
 """For the plan of a cluster."""
 
 
