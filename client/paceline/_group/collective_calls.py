@@ -6,75 +6,35 @@ The tasks themselves are in `_collectives/tasks.py` and its neighbours.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
+from typing import Literal, TypeVar, Unpack, overload
 
-import numpy as np
 import numpy.typing as npt
 
 from paceline._base.arrays import Array, as_array
 from paceline._base.sum_order import Node
 from paceline._base.work import Work
-from paceline._collectives import blame
 from paceline._collectives.compressed_tasks import all_reduce_compressed_task
 from paceline._collectives.gather_tasks import all_gather_task, all_to_all_task, gather_task
-from paceline._collectives.objects import decode_object, encode_object
 from paceline._collectives.tasks import broadcast_task, check_terms, reduce_task, reducing_task, scatter_task
 from paceline._collectives.trees import Fusion
-from paceline._group.group_core import GroupCore, labelled
+from paceline._group.call_options import (
+    AllGatherOptions,
+    AllReduceOptions,
+    AllToAllOptions,
+    CompressedOptions,
+    GatherOptions,
+    ReduceOptions,
+    RootedOptions,
+)
+from paceline._group.group_core import labelled
+from paceline._group.object_calls import ObjectCollectives
 from paceline._microbatch.sum_tree import subtrees_by_rank
 from paceline.compression import Codec, Memory, codec_of
 
 T = TypeVar("T")
 
-_HEAD = 8
-"""Bytes of the length that precedes each object."""
 
-
-class _Options(TypedDict, total=False):
-    """Options that the overloads of every collective of arrays take."""
-
-    out: Array | None
-    timeout: float | None
-
-
-class _Rooted(_Options, total=False):
-    root: int
-
-
-class _Reduce(_Rooted, total=False):
-    op: str
-    order: str
-
-
-class _AllReduce(_Options, total=False):
-    op: str
-    order: str
-    label: str
-    divisor: Callable[[], float] | None
-
-
-class _Compressed(_Options, total=False):
-    op: str
-    exact: int
-    memory: Memory | None
-    label: str
-
-
-class _AllGather(_Options, total=False):
-    uneven: bool
-    label: str
-
-
-class _Gather(_Rooted, total=False):
-    uneven: bool
-
-
-class _AllToAll(_Options, total=False):
-    send_counts: Sequence[int] | None
-    recv_counts: Sequence[int] | None
-
-
-class Collectives(GroupCore):
+class Collectives(ObjectCollectives):
     """The collectives of a `Group`.
 
     `op` is sum, mean, prod, min, max, band, bor or bxor; torch's name avg is another name of mean. Integers keep their
@@ -89,11 +49,11 @@ class Collectives(GroupCore):
 
     @overload
     def all_reduce(
-        self, x: npt.ArrayLike, *, async_op: Literal[False] = ..., **options: Unpack[_AllReduce]
+        self, x: npt.ArrayLike, *, async_op: Literal[False] = ..., **options: Unpack[AllReduceOptions]
     ) -> Array: ...
     @overload
     def all_reduce(
-        self, x: npt.ArrayLike, *, async_op: Literal[True], **options: Unpack[_AllReduce]
+        self, x: npt.ArrayLike, *, async_op: Literal[True], **options: Unpack[AllReduceOptions]
     ) -> Work[Array]: ...
     def all_reduce(
         self,
@@ -199,11 +159,11 @@ class Collectives(GroupCore):
 
     @overload
     def reduce(
-        self, x: npt.ArrayLike, *, async_op: Literal[False] = ..., **options: Unpack[_Reduce]
+        self, x: npt.ArrayLike, *, async_op: Literal[False] = ..., **options: Unpack[ReduceOptions]
     ) -> Array | None: ...
     @overload
     def reduce(
-        self, x: npt.ArrayLike, *, async_op: Literal[True], **options: Unpack[_Reduce]
+        self, x: npt.ArrayLike, *, async_op: Literal[True], **options: Unpack[ReduceOptions]
     ) -> Work[Array | None]: ...
     def reduce(
         self,
@@ -242,11 +202,11 @@ class Collectives(GroupCore):
 
     @overload
     def reduce_scatter(
-        self, x: npt.ArrayLike, *, async_op: Literal[False] = ..., **options: Unpack[_AllReduce]
+        self, x: npt.ArrayLike, *, async_op: Literal[False] = ..., **options: Unpack[AllReduceOptions]
     ) -> Array: ...
     @overload
     def reduce_scatter(
-        self, x: npt.ArrayLike, *, async_op: Literal[True], **options: Unpack[_AllReduce]
+        self, x: npt.ArrayLike, *, async_op: Literal[True], **options: Unpack[AllReduceOptions]
     ) -> Work[Array]: ...
     def reduce_scatter(
         self,
@@ -364,11 +324,16 @@ class Collectives(GroupCore):
 
     @overload
     def all_reduce_compressed(
-        self, x: npt.ArrayLike, codec: str | Codec, *, async_op: Literal[False] = ..., **options: Unpack[_Compressed]
+        self,
+        x: npt.ArrayLike,
+        codec: str | Codec,
+        *,
+        async_op: Literal[False] = ...,
+        **options: Unpack[CompressedOptions],
     ) -> Array: ...
     @overload
     def all_reduce_compressed(
-        self, x: npt.ArrayLike, codec: str | Codec, *, async_op: Literal[True], **options: Unpack[_Compressed]
+        self, x: npt.ArrayLike, codec: str | Codec, *, async_op: Literal[True], **options: Unpack[CompressedOptions]
     ) -> Work[Array]: ...
     def all_reduce_compressed(
         self,
@@ -423,11 +388,11 @@ class Collectives(GroupCore):
 
     @overload
     def broadcast(
-        self, x: npt.ArrayLike | None, *, async_op: Literal[False] = ..., **options: Unpack[_Rooted]
+        self, x: npt.ArrayLike | None, *, async_op: Literal[False] = ..., **options: Unpack[RootedOptions]
     ) -> Array: ...
     @overload
     def broadcast(
-        self, x: npt.ArrayLike | None, *, async_op: Literal[True], **options: Unpack[_Rooted]
+        self, x: npt.ArrayLike | None, *, async_op: Literal[True], **options: Unpack[RootedOptions]
     ) -> Work[Array]: ...
     def broadcast(
         self,
@@ -463,11 +428,15 @@ class Collectives(GroupCore):
 
     @overload
     def scatter(
-        self, xs: Sequence[npt.ArrayLike] | Array | None, *, async_op: Literal[False] = ..., **options: Unpack[_Rooted]
+        self,
+        xs: Sequence[npt.ArrayLike] | Array | None,
+        *,
+        async_op: Literal[False] = ...,
+        **options: Unpack[RootedOptions],
     ) -> Array: ...
     @overload
     def scatter(
-        self, xs: Sequence[npt.ArrayLike] | Array | None, *, async_op: Literal[True], **options: Unpack[_Rooted]
+        self, xs: Sequence[npt.ArrayLike] | Array | None, *, async_op: Literal[True], **options: Unpack[RootedOptions]
     ) -> Work[Array]: ...
     def scatter(
         self,
@@ -502,11 +471,11 @@ class Collectives(GroupCore):
 
     @overload
     def all_gather(
-        self, x: npt.ArrayLike, *, async_op: Literal[False] = ..., **options: Unpack[_AllGather]
+        self, x: npt.ArrayLike, *, async_op: Literal[False] = ..., **options: Unpack[AllGatherOptions]
     ) -> Array: ...
     @overload
     def all_gather(
-        self, x: npt.ArrayLike, *, async_op: Literal[True], **options: Unpack[_AllGather]
+        self, x: npt.ArrayLike, *, async_op: Literal[True], **options: Unpack[AllGatherOptions]
     ) -> Work[Array]: ...
     def all_gather(
         self,
@@ -545,11 +514,11 @@ class Collectives(GroupCore):
 
     @overload
     def gather(
-        self, x: npt.ArrayLike, *, async_op: Literal[False] = ..., **options: Unpack[_Gather]
+        self, x: npt.ArrayLike, *, async_op: Literal[False] = ..., **options: Unpack[GatherOptions]
     ) -> Array | None: ...
     @overload
     def gather(
-        self, x: npt.ArrayLike, *, async_op: Literal[True], **options: Unpack[_Gather]
+        self, x: npt.ArrayLike, *, async_op: Literal[True], **options: Unpack[GatherOptions]
     ) -> Work[Array | None]: ...
     def gather(
         self,
@@ -586,10 +555,12 @@ class Collectives(GroupCore):
 
     @overload
     def all_to_all(
-        self, x: npt.ArrayLike, *, async_op: Literal[False] = ..., **options: Unpack[_AllToAll]
+        self, x: npt.ArrayLike, *, async_op: Literal[False] = ..., **options: Unpack[AllToAllOptions]
     ) -> Array: ...
     @overload
-    def all_to_all(self, x: npt.ArrayLike, *, async_op: Literal[True], **options: Unpack[_AllToAll]) -> Work[Array]: ...
+    def all_to_all(
+        self, x: npt.ArrayLike, *, async_op: Literal[True], **options: Unpack[AllToAllOptions]
+    ) -> Work[Array]: ...
     def all_to_all(
         self,
         x: npt.ArrayLike,
@@ -624,79 +595,3 @@ class Collectives(GroupCore):
         return self._issue(
             lambda bound: all_to_all_task(bound.engine, array, send_counts, recv_counts, out), timeout, async_op
         )
-
-    def broadcast_object(self, o: object = None, *, root: int = 0, timeout: float | None = None) -> Any:
-        """Gives the root's object to all ranks; each gets a copy of its own, the root too.
-
-        Args:
-            o: the root's object; ignored elsewhere.
-            root: rank of the root; must agree.
-            timeout: seconds.
-
-        Raises:
-            UnsupportedOp: the object, or something in it, has a type that cannot be sent; the text says where.
-            InvalidRank, PacelineError: as for `broadcast`.
-        """
-        self._check_rank("root", root)
-        data = _encode(o) if self.rank == root else None
-        sent = self._issue(
-            lambda bound: broadcast_task(bound.engine, data, root, None, self.choose, "broadcast_object"),
-            timeout,
-            async_op=False,
-        )
-        return self._decode(sent, root)
-
-    def all_gather_object(self, o: object, *, timeout: float | None = None) -> list[Any]:
-        """Returns the objects of all ranks, in rank order.
-
-        Raises:
-            UnsupportedOp, PacelineError: as for `broadcast_object`.
-        """
-        data = _encode(o)
-        joined = self._issue(
-            lambda bound: all_gather_task(bound.engine, data, None, self.choose, uneven=True, kind="all_gather_object"),
-            timeout,
-            async_op=False,
-        )
-        return self._split(joined)
-
-    def gather_object(self, o: object, *, root: int = 0, timeout: float | None = None) -> list[Any] | None:
-        """Returns the objects of all ranks, in rank order, at the root; None elsewhere.
-
-        Raises:
-            UnsupportedOp, InvalidRank, PacelineError: as for `broadcast_object`.
-        """
-        self._check_rank("root", root)
-        data = _encode(o)
-        joined = self._issue(
-            lambda bound: gather_task(bound.engine, data, root, None, self.choose, uneven=True, kind="gather_object"),
-            timeout,
-            async_op=False,
-        )
-        return None if joined is None else self._split(joined)
-
-    def _split(self, joined: Array) -> list[Any]:
-        objects: list[Any] = []
-        at = 0
-        for rank in range(self.size):
-            size = int.from_bytes(joined[at : at + _HEAD].tobytes(), "little")
-            objects.append(self._decode(joined[at : at + _HEAD + size], rank))
-            at += _HEAD + size
-        return objects
-
-    def _decode(self, data: Array, source: int) -> Any:
-        """Decodes a rank's object; an invalid encoding ends the generation."""
-        try:
-            if data.ndim != 1 or data.dtype != np.uint8:
-                raise ValueError(f"an array of shape {data.shape} and dtype {data.dtype}")
-            return decode_object(data[_HEAD:].data)
-        except ValueError as error:
-            mesh = self._bound.mesh
-            mesh.fault.suspect(blame.broke_protocol(mesh.peers, mesh.rank, source, 0, "objects", str(error)))
-            raise mesh.fault.error() from None
-
-
-def _encode(o: object) -> Array:
-    """Encodes an object as its bytes, preceded by their number, so that they can be told from the next rank's."""
-    data = encode_object(o)
-    return np.frombuffer(len(data).to_bytes(_HEAD, "little") + data, np.uint8)
