@@ -6,10 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.every_test import no_leaked_threads, private_flight_records
 from support.python_process import fresh
-
-__all__ = ["no_leaked_threads", "private_flight_records"]
 
 
 @pytest.fixture(autouse=True)

@@ -11,14 +11,6 @@ from collections.abc import Iterator
 
 import pytest
 
-__all__ = [
-    "no_leaked_threads",
-    "private_flight_records",
-    "pytest_collection_finish",
-    "pytest_collection_modifyitems",
-    "pytest_configure",
-]
-
 # The loop thread and grpc's pollers live as long as the process; they are no leak.
 _LASTING = ("paceline-loop", "grpc", "asyncio_", "Thread-grpc", "_poll_wrapper")
 
