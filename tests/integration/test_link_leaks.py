@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +23,9 @@ from paceline._links.base import Peer, Purpose
 from paceline._links.fault import Fault
 from paceline._links.grpc_door import Door
 from paceline._links.grpc_mesh import GrpcMesh
-from paceline._links.shm import handover
+from paceline._links.shm.handover import ShmHost
 from paceline._links.shm.shm_kind import ShmKind
-from paceline._links.tcp import TcpKind, _tcp_kind
+from paceline._links.tcp import TcpHost, TcpKind
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
 from paceline.errors import PacelineError
@@ -85,6 +85,8 @@ class Members:
         ports = [self._thread.run(door.start("127.0.0.1", 0)) for door in self._doors]
         for door in self._doors:
             stack.callback(lambda door: self._thread.run(door.close()), door)
+            for host in _hosts(door):
+                host.limits = replace(host.limits, ticket_s=1.0)  # what links that were given up have left goes sooner
         self._peers = [Peer(n, f"m{n}", "host", f"127.0.0.1:{port}", 0, "node") for n, port in enumerate(ports)]
         self._pool = stack.enter_context(ThreadPoolExecutor(2))
 
@@ -158,18 +160,21 @@ class Members:
     def forgotten(self) -> bool:
         """True if nothing waits at the doors any more."""
         for door in self._doors:
-            hosts = [kind.host for kind in door.kinds if isinstance(kind, ShmKind | TcpKind) and kind.host is not None]
-            if door.kinds._come or any(host._expected or host._strangers for host in hosts):
+            if door.kinds._come or any(host._expected or host._strangers for host in _hosts(door)):
                 return False
         return True
+
+
+def _hosts(door: Door) -> list[ShmHost | TcpHost]:
+    """Where the halves of peers come in, beside the door itself."""
+    return [kind.host for kind in door.kinds if isinstance(kind, ShmKind | TcpKind) and kind.host is not None]
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 @pytest.mark.sampled(2)
 def test_hundreds_of_joins_and_losses_leak_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After some rounds, in which the interpreter and grpc take what they keep, no less than after hundreds."""
-    for module in (registry, handover, _tcp_kind):  # what links that were given up have left at the doors goes sooner
-        monkeypatch.setattr(module, "TICKET_LIFETIME", 1.0)
+    monkeypatch.setattr(registry, "TICKET_LIFETIME", 1.0)  # what links that were given up have left goes sooner
     ends = [Members.whole, Members.cut, Members.early, Members.cut]
     with ExitStack() as stack:
         members = Members(kind, stack)

@@ -6,6 +6,7 @@ import select
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,7 @@ from paceline._group import Group
 from paceline._links import registry
 from paceline._links.grpc_door import Door
 from paceline._links.kind import TICKET_LIFETIME
-from paceline._links.tcp import TcpKind, _tcp_kind
+from paceline._links.tcp import TcpKind
 
 STRANGERS = 300
 """More than have a place at one time (256): the others wait before the members who come then."""
@@ -75,13 +76,13 @@ def test_members_get_tcp_links_despite_silent_strangers(
     come_again: bool, crowds: list[Crowd], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Strangers may stay for 10 s here, and a member waits for 8: so the oldest of them have to give way."""
-    monkeypatch.setattr(_tcp_kind, "HELLO_SECONDS", TICKET_LIFETIME)
     monkeypatch.setattr(registry, "OPEN_SECONDS", 0.8 * TICKET_LIFETIME)
 
     def besiege(door: Door) -> None:
+        tcp = door.kinds.of(TcpKind).host
+        assert tcp is not None
+        tcp.limits = replace(tcp.limits, hello_s=TICKET_LIFETIME)
         if not crowds:
-            tcp = door.kinds.of(TcpKind).host
-            assert tcp is not None
             crowds.append(Crowd(tcp.port, come_again=come_again))
 
     def total(group: Group) -> int:

@@ -19,7 +19,7 @@ from paceline._links.conformance import LinkPair
 from paceline._links.fault import Fault
 from paceline._links.frame import Frame, FrameKind
 from paceline._links.shm.arena import Arena, arena
-from paceline._links.shm.handover import ShmHost, connect
+from paceline._links.shm.handover import ShmHost, ShmLimits, connect
 from paceline._links.shm.incoming import ShmIncoming
 from paceline._links.shm.outgoing import ShmOutgoing
 
@@ -109,12 +109,12 @@ def lent(nbytes: int) -> memoryview:
 
 
 @contextmanager
-def shm_host() -> Iterator[tuple[LoopThread, ShmHost]]:
+def shm_host(limits: ShmLimits | None = None) -> Iterator[tuple[LoopThread, ShmHost]]:
     """A host on the loop of this process."""
     thread = loop_thread()
 
     async def start() -> ShmHost:
-        return ShmHost(thread.loop)
+        return ShmHost(thread.loop, limits=limits or ShmLimits())
 
     async def stop() -> None:
         host.close()

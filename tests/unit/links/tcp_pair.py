@@ -20,6 +20,7 @@ from paceline._links.tcp import (
     TICKET_BYTES,
     TcpHost,
     TcpIncoming,
+    TcpLimits,
     TcpOutgoing,
     client_context,
     connect,
@@ -84,10 +85,10 @@ def open_half(
 
 
 @contextmanager
-def listening(credentials: Credentials = IN_THE_CLEAR, **settings: float) -> Iterator[TcpHost]:
+def listening(credentials: Credentials = IN_THE_CLEAR, limits: TcpLimits | None = None) -> Iterator[TcpHost]:
     """A host on 127.0.0.1 for the block."""
     thread = loop_thread()
-    host = TcpHost(thread.loop, server_context(credentials), **settings)
+    host = TcpHost(thread.loop, server_context(credentials), limits=limits or TcpLimits())
     thread.run(host.start("127.0.0.1"))
     try:
         yield host

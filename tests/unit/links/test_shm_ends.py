@@ -12,7 +12,6 @@ from unit.links.halves_link import soon
 from unit.links.shm_pair import Halves, frame, halves, in_arena
 
 from paceline._links.base import LinkEnded, LinkTimeout
-from paceline._links.shm import bell
 from paceline._links.shm.arena import Arena
 from paceline._links.shm.control_segment import SLOTS
 from paceline.errors import PacelineError, PeerBrokeProtocol, PeerLost
@@ -32,7 +31,6 @@ def both() -> Iterator[Halves]:
 @pytest.mark.parametrize("call", ["send", "await_release", "recv"])
 @pytest.mark.parametrize("how", ["fault", "end"])
 def test_a_fault_or_an_end_wakes_a_blocked_thread(call: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bell, "SLICE", 3_600.0)  # by itself it looks around only then
     arena = Arena()
     x = in_arena(arena, MIB, 1)
     with halves(arena) as both:
@@ -54,6 +52,7 @@ def test_a_fault_or_an_end_wakes_a_blocked_thread(call: str, how: str, monkeypat
             return take(deadline)
 
         for each in (both.incoming._bell, both.outgoing._room):
+            each.slice_s = 3_600.0  # by itself it looks around only then
             monkeypatch.setattr(each, "take", partial(noted, each.take))
 
         def run() -> None:

@@ -16,7 +16,7 @@ from paceline._links.fault import Fault
 from paceline._links.frame import Frame, FrameKind
 from paceline._links.shm import handover
 from paceline._links.shm.control_segment import CONTROL_BYTES, LAYOUT
-from paceline._links.shm.handover import ShmHost, connect
+from paceline._links.shm.handover import ShmHost, ShmLimits, connect
 from paceline._links.shm.incoming import ShmIncoming
 from paceline._links.shm.outgoing import ShmOutgoing
 from paceline._links.shm.segment import Segment
@@ -164,7 +164,6 @@ def test_connecting_to_a_host_with_a_full_backlog_is_retried(
 ) -> None:
     thread, host = hosted
     made = expect(thread, host)
-    monkeypatch.setattr(handover, "_FULL", 0.0)
     real, full = socket.socket.connect, iter(range(3))
 
     def connect(self: socket.socket, address: str) -> None:
@@ -186,45 +185,36 @@ def test_connecting_to_a_host_with_a_full_backlog_is_retried(
             dial(thread, "paceline-full-test", timeout=0.05)
 
 
-def test_unused_tickets_and_silent_connections_expire(
-    hosted: tuple[LoopThread, ShmHost], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    thread, host = hosted
-    monkeypatch.setattr(handover, "TICKET_LIFETIME", 0.0)
-    expect(thread, host)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+def test_unused_tickets_and_silent_connections_expire() -> None:
+    with (
+        shm_host(ShmLimits(ticket_s=0.0)) as (thread, host),
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent,
+    ):
+        expect(thread, host)
         silent.settimeout(5.0)
         silent.connect(f"\0{host.name}")
         assert silent.recv(10) == b""
-    assert not host._expected
-    assert not host._strangers
+        assert not host._expected
+        assert not host._strangers
 
 
-def test_connections_above_max_strangers_are_not_accepted_yet(
-    hosted: tuple[LoopThread, ShmHost], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    thread, host = hosted
-    monkeypatch.setattr(handover, "MAX_STRANGERS", 3)
-    made = expect(thread, host)
-    crowd = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(5)]
-    for stranger in crowd:
-        stranger.connect(f"\0{host.name}")
+def test_connections_above_max_strangers_are_not_accepted_yet() -> None:
+    with shm_host(ShmLimits(max_strangers=3)) as (thread, host):
+        made = expect(thread, host)
+        crowd = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(5)]
+        for stranger in crowd:
+            stranger.connect(f"\0{host.name}")
 
-    descriptors()
-    assert len(host._strangers) == 3
-    for stranger in crowd:
-        stranger.close()
-    outgoing = dial(thread, host.name)
-    outgoing.close()
-    made[0].close()
+        descriptors()
+        assert len(host._strangers) == 3
+        for stranger in crowd:
+            stranger.close()
+        outgoing = dial(thread, host.name)
+        outgoing.close()
+        made[0].close()
 
 
-def test_the_host_accepts_again_after_running_out_of_descriptors(
-    hosted: tuple[LoopThread, ShmHost], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    thread, host = hosted
-    monkeypatch.setattr(handover, "_PAUSE", 0.0)
-    made = expect(thread, host)
+def test_the_host_accepts_again_after_running_out_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     real, failures = socket.socket.accept, iter(range(3))
 
     def accept(self: socket.socket) -> tuple[socket.socket, object]:
@@ -233,8 +223,10 @@ def test_the_host_accepts_again_after_running_out_of_descriptors(
         return real(self)
 
     monkeypatch.setattr(socket.socket, "accept", accept)
-    dial(thread, host.name).close()
-    made[0].close()
+    with shm_host(ShmLimits(recovery_s=0.0)) as (thread, host):
+        made = expect(thread, host)
+        dial(thread, host.name).close()
+        made[0].close()
 
 
 def test_running_out_of_descriptors_for_a_half_raises_link_unavailable(

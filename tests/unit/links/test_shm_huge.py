@@ -137,8 +137,7 @@ def test_segments_use_ordinary_pages_when_huge_pages_are_unusable(
     made.back(SIZE)
     if text is not None:
         (tmp_path / "size").write_text(text)
-    monkeypatch.setattr(huge, "_SIZE", tmp_path / "size")
-    size = huge._huge_page_bytes.__wrapped__()
+    size = huge._huge_page_bytes(tmp_path / "size")
     assert size == 0
     monkeypatch.setattr(huge, "_huge_page_bytes", lambda: size)
     plain = Segment(SIZE)

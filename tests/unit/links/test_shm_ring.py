@@ -20,7 +20,6 @@ from unit.links.shm_pair import Halves, frame, halves, in_arena
 from paceline._base.arrays import MAX_SIGNATURE_BYTES
 from paceline._links.base import LinkEnded, LinkTimeout
 from paceline._links.frame import Frame, FrameError
-from paceline._links.shm import bell
 from paceline._links.shm.arena import Arena
 from paceline._links.shm.bell import _WAKE
 from paceline._links.shm.control_segment import (
@@ -288,7 +287,7 @@ def test_unused_staging_takes_no_memory(both: Halves) -> None:
 def test_a_failure_ends_a_wait_even_if_its_wake_comes_with_a_mark(
     both: Halves, wait: str, beside: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bell, "SLICE", 3_600.0)  # by itself it looks around only then
+    both.incoming._bell.slice_s = 3_600.0  # by itself it looks around only then
     sleeps, ended = threading.Event(), threading.Event()
     take = both.incoming._bell.take
 

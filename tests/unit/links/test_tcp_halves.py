@@ -21,7 +21,7 @@ from paceline._base.arrays import MAX_SIGNATURE_BYTES
 from paceline._links.base import LinkEnded, LinkTimeout
 from paceline._links.fault import Fault
 from paceline._links.frame import MAX_FRAME_BYTES, FrameError
-from paceline._links.tcp import _tcp_incoming, _tcp_kind, _tcp_outgoing
+from paceline._links.tcp import _tcp_kind
 from paceline._links.tcp._tcp_outgoing import MAX_WAITING_BYTES, TcpOutgoing
 from paceline._links.tcp._tcp_sockets import SendStream, Stream
 from paceline._links.tcp._tcp_wire import MIN_PIECE
@@ -197,11 +197,11 @@ def test_send_copies_a_payload_that_waits_to_be_written(credentials: Credentials
             assert not bytes(way.into.recv(soon()).payload).strip(b"b")
 
 
-def test_a_free_stream_is_written_while_another_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_tcp_outgoing, "SLICE", 3_600.0)  # by itself the thread that writes looks around only then
+def test_a_free_stream_is_written_while_another_is_full() -> None:
     long = memoryview(bytes(MIN_PIECE))
     with one_way(2) as way:
         out = way.out
+        out.slice_s = 3_600.0  # by itself the thread that writes looks around only then
         fds = [stream.fd for stream in out._streams]
         while not (out._polled == {0} and not select.select([], fds[:1], [], 0.02)[1]):
             for payload in (long, b""):  # on the first stream, and on the second
@@ -241,12 +241,9 @@ def test_recall_during_a_read_delivers_no_bytes_changed_afterwards(streams: int,
 
 
 @pytest.mark.parametrize("blocked", ["recv", "send", "await_release", "flush"])
-def test_a_failure_wakes_blocked_threads(
-    blocked: str, credentials: Credentials, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for half in (_tcp_incoming, _tcp_outgoing):
-        monkeypatch.setattr(half, "SLICE", 3_600.0)  # by itself it looks around only then
+def test_a_failure_wakes_blocked_threads(blocked: str, credentials: Credentials) -> None:
     with one_way(2, credentials) as way:
+        way.into.slice_s = way.out.slice_s = 3_600.0  # by itself it looks around only then
         frame = memoryview(bytearray(_MIB))
         if blocked != "recv":
             _fill(way.out, frame)

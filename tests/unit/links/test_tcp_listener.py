@@ -11,6 +11,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,14 @@ from unit.links.tcp_pair import call_at, data, listening, on_loop, one_way, open
 from paceline._base.waits import loop_thread
 from paceline._links.base import LinkEnded, LinkTimeout
 from paceline._links.fault import Fault
-from paceline._links.tcp import TICKET_BYTES, TcpHost, TcpIncoming, client_context, connect, server_context
-from paceline._links.tcp import _tcp_kind as listeners
+from paceline._links.tcp import TICKET_BYTES, TcpHost, TcpIncoming, TcpLimits, client_context, connect, server_context
 from paceline._links.tcp._tcp_wire import ACCEPTED, MAX_STREAMS, Hello, encode_hello
 from paceline.credentials import MEMBER_NAME, Credentials
 from paceline.errors import ForkedSession, LinkUnavailable
 from support.certificates import CertificateFolder, make_folder
 
 _FAULT = Fault(1, 0, 0.0)
+_PATIENT = TcpLimits(ticket_s=1000.0, hello_s=1000.0)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +110,7 @@ def test_expect_raises_value_error_for_duplicate_or_invalid_tickets() -> None:
 
 
 def test_incomplete_hellos_and_missing_streams_time_out() -> None:
-    with listening(patience=0.1) as host:
+    with listening(limits=TcpLimits(ticket_s=0.1)) as host:
         ticket, come = _expect(host, 2)
         with call_at(host, b"plTCP") as half, call_at(host, Hello(ticket, 0, 2)) as lonely:
             assert _ended(half)
@@ -130,27 +131,23 @@ def test_a_forgotten_ticket_is_refused() -> None:
             _connect(host.port, ticket, 2)
 
 
-def test_a_silent_stranger_times_out_sooner_than_an_incomplete_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listeners, "HELLO_SECONDS", 1000.0)
-    with listening(patience=1000.0) as host:
+def test_a_silent_stranger_times_out_sooner_than_an_incomplete_half() -> None:
+    with listening(limits=_PATIENT) as host:
         ticket, come = _expect(host, 2)
         with call_at(host, Hello(ticket, 0, 2)) as first:
             with call_at(host, b"nonsense" * 4) as other:  # whoever came before it has been seen to
                 assert _ended(other)
-            with monkeypatch.context() as patch:
-                patch.setattr(listeners, "HELLO_SECONDS", 0.1)
-                with call_at(host) as silent:
-                    assert _ended(silent)
+            host.limits = replace(_PATIENT, hello_s=0.1)
+            with call_at(host) as silent:
+                assert _ended(silent)
+            host.limits = _PATIENT
             with call_at(host, Hello(ticket, 1, 2)) as second:
                 assert first.recv(1) == second.recv(1) == ACCEPTED
                 come[0].close()
 
 
-def test_the_oldest_stranger_is_closed_for_a_waiting_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listeners, "MAX_STRANGERS", 3)
-    monkeypatch.setattr(listeners, "HELLO_SECONDS", 1000.0)
-    monkeypatch.setattr(listeners, "HURRIED_SECONDS", 0.1)
-    with listening(patience=1000.0) as host:
+def test_the_oldest_stranger_is_closed_for_a_waiting_connection() -> None:
+    with listening(limits=replace(_PATIENT, max_strangers=3, hurried_s=0.1)) as host:
         ticket, come = _expect(host)
         silent = [call_at(host) for _ in range(3)]
         with call_at(host, Hello(ticket, 0, 1)) as good:
@@ -165,11 +162,8 @@ def test_the_oldest_stranger_is_closed_for_a_waiting_connection(monkeypatch: pyt
             sock.close()
 
 
-def test_connections_above_max_strangers_wait_until_one_closes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listeners, "MAX_STRANGERS", 3)
-    monkeypatch.setattr(listeners, "HELLO_SECONDS", 1000.0)
-    monkeypatch.setattr(listeners, "HURRIED_SECONDS", 1000.0)
-    with listening() as host:
+def test_connections_above_max_strangers_wait_until_one_closes() -> None:
+    with listening(limits=replace(_PATIENT, max_strangers=3, hurried_s=1000.0)) as host:
         ticket, come = _expect(host)
         silent = [call_at(host) for _ in range(3)]
         with call_at(host, Hello(ticket, 0, 1)) as good:
@@ -196,9 +190,8 @@ def test_close_disconnects_a_connection_that_was_just_accepted() -> None:
             assert _ended(sock)
 
 
-def test_the_host_accepts_again_after_running_out_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listeners, "_RECOVER", 0.01)
-    with listening() as host:
+def test_the_host_accepts_again_after_running_out_of_descriptors() -> None:
+    with listening(limits=TcpLimits(recovery_s=0.01)) as host:
         ticket, come = _expect(host)
         real, calls = host._listening, []
 

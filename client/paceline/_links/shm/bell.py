@@ -59,6 +59,7 @@ class Bell:
 
     def __init__(self, fd: int, awake: float = AWAKE) -> None:
         self.fd = fd
+        self.slice_s = SLICE  # longest sleep in seconds
         self._spinning = SpinPolicy(awake)
         self._poll = select.poll()
         self._poll.register(fd, select.POLLIN)
@@ -116,10 +117,10 @@ class Bell:
                 if events := look(0):
                     break
                 if (now := monotonic()) >= until:
-                    events = look(1000 * max(0.0, min(SLICE, deadline - now)))
+                    events = look(1000 * max(0.0, min(self.slice_s, deadline - now)))
                     break
         else:
-            events = look(1000 * min(SLICE, deadline - started))
+            events = look(1000 * min(self.slice_s, deadline - started))
         spinning.note(monotonic() - started)
         return events
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from paceline._links.base import Peer
 from paceline._links.fault import Fault
+from paceline._links.kind import TICKET_LIFETIME
 from paceline._links.shm.control_segment import CONTROL_BYTES, LAYOUT, STAGING_AT
 from paceline._links.shm.incoming import ShmIncoming, receive_descriptors
 from paceline._links.shm.outgoing import ShmOutgoing
@@ -25,15 +26,6 @@ from paceline._links.shm.segment import Segment, SegmentError, attach, check_ava
 from paceline.errors import LinkUnavailable
 
 MAX_TICKET_BYTES = 64
-
-TICKET_LIFETIME = 10.0
-"""Seconds for which a ticket is valid, and for which a connection may stay silent."""
-
-MAX_STRANGERS = 128
-"""Most connections that have not shown a ticket yet; others wait in the kernel's queue."""
-
-_PAUSE = 1.0
-"""Seconds for which no connection is accepted after descriptors have run out."""
 
 _FULL = 0.01
 """Seconds between attempts to connect to a host whose queue is full."""
@@ -47,6 +39,20 @@ room come with the message."""
 _MAGIC = b"PLSM"
 _CREDENTIALS = struct.Struct("iII")
 """struct ucred: pid, uid, gid (unix(7))."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShmLimits:
+    """What a `ShmHost` grants to connections that belong to no half yet."""
+
+    max_strangers: int = 128
+    """Most connections that have not shown a ticket yet; others wait in the kernel's queue."""
+
+    ticket_s: float = TICKET_LIFETIME
+    """Seconds for which a ticket is valid, and for which a connection may stay silent."""
+
+    recovery_s: float = 1.0
+    """Seconds for which no connection is accepted after descriptors have run out."""
 
 
 class _Refused(Exception):
@@ -65,11 +71,14 @@ class _Expected:
 class ShmHost:
     """The socket at which writers of this host hand over their control segments. Made and used on the loop.
 
+    `limits` may be replaced: the new ones apply to what comes later.
+
     Raises LinkUnavailable if this system has no shared memory, or no descriptor is left for the socket.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, limits: ShmLimits = ShmLimits()) -> None:
         check_available()
+        self.limits = limits
         self.name = f"paceline-{secrets.token_hex(16)}"
         self._loop = loop
         self._expected: dict[bytes, _Expected] = {}
@@ -83,7 +92,7 @@ class ShmHost:
         try:
             self._socket.setblocking(False)
             self._socket.bind(f"\0{self.name}")
-            self._socket.listen(MAX_STRANGERS)
+            self._socket.listen(limits.max_strangers)
         except OSError as error:
             self._socket.close()
             raise LinkUnavailable(f"no shared memory with peers: {error}") from error
@@ -97,13 +106,13 @@ class ShmHost:
         peer: Peer,
         neighbours: int = 1,
     ) -> None:
-        """Calls `on_half` once, on the loop, with the half that a writer sets up with this ticket within 10 s.
+        """Calls `on_half` once, on the loop, with the half that a writer sets up with this ticket in time.
 
         It takes over the half before the writer hears that it is accepted.
         """
         assert 0 < len(ticket) <= MAX_TICKET_BYTES
         self.forget(ticket)
-        expiry = self._loop.call_later(TICKET_LIFETIME, self.forget, ticket)
+        expiry = self._loop.call_later(self.limits.ticket_s, self.forget, ticket)
         self._expected[ticket] = _Expected(on_half, fault, peer, neighbours, expiry)
 
     def forget(self, ticket: bytes) -> None:
@@ -138,15 +147,15 @@ class ShmHost:
             return
         except OSError:  # no descriptors: the socket stays readable, and would keep the loop busy
             self._loop.remove_reader(self._socket)
-            self._pause = self._loop.call_later(_PAUSE, self._accept_more)
+            self._pause = self._loop.call_later(self.limits.recovery_s, self._accept_more)
             return
         stranger.setblocking(False)
         if _uid(stranger) != os.geteuid():
             stranger.close()
             return
-        self._strangers[stranger] = self._loop.call_later(TICKET_LIFETIME, self._drop, stranger)
+        self._strangers[stranger] = self._loop.call_later(self.limits.ticket_s, self._drop, stranger)
         self._loop.add_reader(stranger, self._open, stranger)
-        if len(self._strangers) >= MAX_STRANGERS:
+        if len(self._strangers) >= self.limits.max_strangers:
             self._loop.remove_reader(self._socket)
 
     def _detach(self, stranger: socket.socket) -> None:

@@ -36,9 +36,9 @@ def huge_page_bytes(size: int) -> int:
 
 
 @cache
-def _huge_page_bytes() -> int:
+def _huge_page_bytes(source: Path = _SIZE) -> int:
     try:
-        size = int(_SIZE.read_text()) if sys.platform == "linux" else 0
+        size = int(source.read_text()) if sys.platform == "linux" else 0
     except (OSError, ValueError):  # a kernel without them
         return 0
     return size if size <= _MOST else 0

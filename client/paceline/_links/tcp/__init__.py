@@ -5,7 +5,7 @@ The side that reads listens with `TcpHost`, and the side that writes dials with 
 
 from paceline._links.kind import TICKET_BYTES
 from paceline._links.tcp._tcp_incoming import TcpIncoming
-from paceline._links.tcp._tcp_kind import TcpHost, TcpKind, client_context, connect, server_context
+from paceline._links.tcp._tcp_kind import TcpHost, TcpKind, TcpLimits, client_context, connect, server_context
 from paceline._links.tcp._tcp_outgoing import TcpOutgoing
 from paceline.config import MAX_STREAMS
 
@@ -15,6 +15,7 @@ __all__ = [
     "TcpHost",
     "TcpIncoming",
     "TcpKind",
+    "TcpLimits",
     "TcpOutgoing",
     "client_context",
     "connect",

@@ -63,6 +63,7 @@ class TcpIncoming(Incoming):
     kind = "tcp"
 
     def __init__(self, streams: Sequence[Stream], loop: asyncio.AbstractEventLoop, fault: Fault, peer: str) -> None:
+        self.slice_s = SLICE  # longest sleep in seconds
         self._lanes = [_Lane(stream) for stream in streams]
         self._loop = loop
         self._fault = fault
@@ -289,7 +290,8 @@ class TcpIncoming(Incoming):
             raise LinkTimeout(f"nothing came from {self._peer} before the deadline")
         streams = [lane.stream for lane in self._wanted]
         reading = [stream.fd for stream in streams if not stream.turned]
-        wait_ready([self._waker.fd, *reading], [stream.fd for stream in streams if stream.turned], min(SLICE, left))
+        writing = [stream.fd for stream in streams if stream.turned]
+        wait_ready([self._waker.fd, *reading], writing, min(self.slice_s, left))
         self._waker.clear()
         if monotonic() - started < _SHORT:
             self._spin = _SPIN

@@ -38,25 +38,30 @@ from pacelinepb.v1 import peer_pb2
 
 _log = logging.getLogger("paceline.links")
 
-MAX_STRANGERS = 256
-"""Most connections that have not shown a ticket yet; others wait in the kernel."""
-
-PATIENCE = 10.0
-"""Seconds for all streams of a ticket to come."""
-
-HELLO_SECONDS = 1.0
-"""Seconds for a connection to show its ticket: a member that dials gives up after the same time
-(`registry.OPEN_SECONDS`)."""
-
-HURRIED_SECONDS = 0.25
-"""The same for the oldest of `MAX_STRANGERS` while another connection waits; a TLS handshake takes two round trips. A
-peer that queues behind 700 strangers is accepted within a second."""
-
 _BACKLOG = 1024
 """Connections that can wait in the kernel: those of a large cluster come all at once."""
 
-_RECOVER = 1.0
-"""Seconds to wait when the process has no descriptors left."""
+
+@dataclass(frozen=True, slots=True)
+class TcpLimits:
+    """What a `TcpHost` grants to connections that belong to no half yet."""
+
+    max_strangers: int = 256
+    """Most connections that have not shown a ticket yet; others wait in the kernel."""
+
+    ticket_s: float = TICKET_LIFETIME
+    """Seconds for all streams of a ticket to come."""
+
+    hello_s: float = 1.0
+    """Seconds for a connection to show its ticket, `ticket_s` at most: a member that dials gives up after the same time
+    (`registry.OPEN_SECONDS`)."""
+
+    hurried_s: float = 0.25
+    """The same for the oldest of `max_strangers` while another connection waits; a TLS handshake takes two round trips.
+    A peer that queues behind 700 strangers is accepted within a second."""
+
+    recovery_s: float = 1.0
+    """Seconds to wait when the process has no descriptors left."""
 
 
 class TcpKind(Kind):
@@ -74,7 +79,7 @@ class TcpKind(Kind):
     async def start(self, host: str) -> None:
         """See `Kind.start`."""
         self.close()
-        listening = TcpHost(asyncio.get_running_loop(), server_context(self._credentials), patience=TICKET_LIFETIME)
+        listening = TcpHost(asyncio.get_running_loop(), server_context(self._credentials))
         try:
             await listening.start(host)
         except LinkUnavailable as error:
@@ -147,17 +152,17 @@ class _Expected:
 class TcpHost:
     """Listens for data sockets. Everything runs on the loop.
 
-    `context` is that of `server_context`, None without TLS. A connection gets at most HELLO_SECONDS of the patience to
-    show its ticket. `port` is 0 while this does not listen.
+    `context` is that of `server_context`, None without TLS. `port` is 0 while this does not listen. `limits` may be
+    replaced: the new ones apply to what comes later.
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, context: ssl.SSLContext | None, *, patience: float = PATIENCE
+        self, loop: asyncio.AbstractEventLoop, context: ssl.SSLContext | None, *, limits: TcpLimits = TcpLimits()
     ) -> None:
         self.port = 0
+        self.limits = limits
         self._loop = loop
         self._context = context
-        self._patience = patience
         self._listening: socket.socket | None = None
         self._is_accepting = False
         self._expected: dict[bytes, _Expected] = {}
@@ -186,13 +191,13 @@ class TcpHost:
     def expect(
         self, ticket: bytes, streams: int, on_half: Callable[[TcpIncoming], None], fault: Fault, peer: str
     ) -> None:
-        """Admits `streams` connections with this ticket, once, within `patience` seconds.
+        """Admits `streams` connections with this ticket, once, within `limits.ticket_s` seconds.
 
         `on_half` takes over the half when all have come. Then the peer starts to send.
         """
         if len(ticket) != TICKET_BYTES or not 1 <= streams <= MAX_STREAMS or ticket in self._expected:
             raise ValueError(f"a ticket of {len(ticket)} bytes for {streams} streams, or a ticket for the second time")
-        expiry = self._loop.call_later(self._patience, self.forget, ticket)
+        expiry = self._loop.call_later(self.limits.ticket_s, self.forget, ticket)
         self._expected[ticket] = _Expected(streams, on_half, fault, peer, expiry)
 
     def forget(self, ticket: bytes) -> None:
@@ -229,9 +234,9 @@ class TcpHost:
 
     def _accept(self) -> None:
         assert self._listening is not None
-        if len(self._strangers) >= MAX_STRANGERS:
+        if len(self._strangers) >= self.limits.max_strangers:
             oldest = next(iter(self._strangers))
-            left = self._strangers[oldest] + HURRIED_SECONDS - self._loop.time()
+            left = self._strangers[oldest] + self.limits.hurried_s - self._loop.time()
             if left > 0:
                 self._go_on_in(left)
                 return
@@ -245,7 +250,7 @@ class TcpHost:
             if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                 raise
             _log.warning("cannot accept data connections: %s", error.strerror)
-            self._go_on_in(_RECOVER)
+            self._go_on_in(self.limits.recovery_s)
             return
         task = self._loop.create_task(self._welcome(sock))
         self._strangers[task] = self._loop.time()
@@ -267,7 +272,7 @@ class TcpHost:
         with contextlib.ExitStack() as held:
             held.callback(lambda: sock.close())
             try:
-                async with asyncio.timeout(min(self._patience, HELLO_SECONDS)):
+                async with asyncio.timeout(min(self.limits.ticket_s, self.limits.hello_s)):
                     tune(sock)
                     if self._context is not None:
                         secure = self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)

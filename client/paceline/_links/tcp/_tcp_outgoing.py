@@ -51,6 +51,7 @@ class TcpOutgoing(Outgoing):
     def __init__(self, streams: Sequence[Stream], fault: Fault, peer: str) -> None:
         self.frames = 0
         self.sent_bytes = 0
+        self.slice_s = SLICE  # longest sleep in seconds
         self._streams = tuple(streams)
         self._fault = fault
         self._peer = peer
@@ -197,7 +198,7 @@ class TcpOutgoing(Outgoing):
                 left = deadline - monotonic()
                 if left <= 0:
                     raise LinkTimeout(f"{self._peer} received nothing before the deadline")
-                self._changed.wait(min(SLICE, left))
+                self._changed.wait(min(self.slice_s, left))
             if done() and self._ended is None and not self._fault.failed:
                 return
         self._fault.check()  # not under the lock: it may wait for a verdict
@@ -304,7 +305,7 @@ class TcpOutgoing(Outgoing):
             self._polled = frozenset(indexes)
         streams = [self._streams[index] for index in indexes]
         reading = [stream.fd for stream in streams if stream.turned]
-        wait_ready([waker.fd, *reading], [stream.fd for stream in streams if not stream.turned], SLICE)
+        wait_ready([waker.fd, *reading], [stream.fd for stream in streams if not stream.turned], self.slice_s)
         with self._lock:
             self._polled = frozenset()
         waker.clear()
