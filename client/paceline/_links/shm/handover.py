@@ -43,7 +43,7 @@ _CREDENTIALS = struct.Struct("iII")
 
 @dataclass(frozen=True, slots=True)
 class ShmLimits:
-    """What a `ShmHost` grants to connections that belong to no half yet."""
+    """Limits of a `ShmHost` for connections that belong to no half yet."""
 
     max_strangers: int = 128
     """Most connections that have not shown a ticket yet; others wait in the kernel's queue."""

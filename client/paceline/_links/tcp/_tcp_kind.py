@@ -44,7 +44,7 @@ _BACKLOG = 1024
 
 @dataclass(frozen=True, slots=True)
 class TcpLimits:
-    """What a `TcpHost` grants to connections that belong to no half yet."""
+    """Limits of a `TcpHost` for connections that belong to no half yet."""
 
     max_strangers: int = 256
     """Most connections that have not shown a ticket yet; others wait in the kernel."""
