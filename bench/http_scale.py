@@ -22,7 +22,8 @@ from paceline_server.services.admin import AdminHandlers
 from paceline_server.settings import ServerSettings
 from paceline_server.storage.memory import MemoryStorage
 from paceline_server.web.metrics import JobCollector
-from paceline_server.web.stream import INTERVAL_S, SHARE, Broadcast
+from paceline_server.web.stream import Broadcast
+from paceline_server.web.web_limits import USUAL
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.status_json import detail_as_dict
 from pacelinepb.v1 import admin_pb2
@@ -93,7 +94,7 @@ async def _measure(members: int, rounds: int, viewers: int) -> dict[str, Any]:
         scrapes.append(time.perf_counter() - began)
     dispatcher.drain()
     message = statistics.median(messages[1:])
-    pause = max(INTERVAL_S, message / SHARE)
+    pause = max(USUAL.interval_s, message / USUAL.share)
     return {
         "members": members,
         "viewers": viewers,

@@ -19,11 +19,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from paceline_server import Coordinator, ServerSettings
 from paceline_server._grpc import aio
-from paceline_server.web import server as web_server
 from paceline_server.web import stream
+from paceline_server.web.server import HttpServer
+from paceline_server.web.web_limits import WebLimits
 from pacelinepb.v1 import session_pb2
 from support.certificates import make_folder, renew
 from support.coordinator import PATIENCE, RawSession, duration, run
+from support.web_server import web_server
 
 ALL, READS, ONE = "the-token-for-all-0123456789", "the-token-to-read-0123456789", "the-token-for-one-0123456789"
 
@@ -35,12 +37,17 @@ class Page:
 
     Args:
         coordinator: has started.
+        server: of the page.
         http: sends requests.
         channel: to the coordinator.
     """
 
-    def __init__(self, coordinator: Coordinator, http: aiohttp.ClientSession, channel: aio.Channel) -> None:
+    def __init__(
+        self, coordinator: Coordinator, server: HttpServer, http: aiohttp.ClientSession, channel: aio.Channel
+    ) -> None:
         self.coordinator = coordinator
+        self.server = server
+        self.port = server.listening[0][1]
         self.http = http
         self.channel = channel
         self.dispatcher = coordinator._dispatcher
@@ -80,9 +87,21 @@ async def page(**settings: Any) -> AsyncIterator[Page]:
     address = await coordinator.start()
     try:
         async with aio.insecure_channel(address) as channel, aiohttp.ClientSession(coordinator.http_url) as http:
-            yield Page(coordinator, http, channel)
+            assert coordinator._http is not None
+            yield Page(coordinator, coordinator._http, http, channel)
     finally:
         await coordinator.stop(grace=0.2)
+
+
+@asynccontextmanager
+async def limited_page(limits: WebLimits, **settings: Any) -> AsyncIterator[Page]:
+    """The page of another HTTP server of the coordinator, with these limits."""
+    async with (
+        page(**settings) as p,
+        web_server(p.coordinator, limits) as (server, url),
+        aiohttp.ClientSession(url) as http,
+    ):
+        yield Page(p.coordinator, server, http, p.channel)
 
 
 def bearer(token: str) -> dict[str, str]:
@@ -359,13 +378,10 @@ def test_an_http_port_in_use_is_named_in_the_error() -> None:
     run(main)
 
 
-def test_http_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web_server, "MOST_CONNECTIONS", 3)
-
+def test_http_connections_are_bounded() -> None:
     async def main() -> None:
-        async with page() as p:
-            port = int(p.coordinator.http_url.split(":")[2].strip("/"))
-            held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        async with limited_page(WebLimits(most_connections=3)) as p:
+            held = [await asyncio.open_connection("127.0.0.1", p.port) for _ in range(3)]
             assert await p.get("/api/jobs") == {"jobs": []}
             async with asyncio.timeout(PATIENCE):
                 assert await held[0][0].read() == b"", "the oldest gives way"
@@ -376,26 +392,25 @@ def test_http_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     run(main)
 
 
-def test_tls_handshakes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web_server, "MOST_CONNECTIONS", 3)
-    monkeypatch.setattr(web_server, "HANDSHAKE_S", 3_600.0)
+def test_tls_handshakes_are_bounded(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "tls")
+    files = {"tls_cert": folder.path / "coordinator.pem", "tls_key": folder.path / "coordinator.key"}
     trusting = ssl.create_default_context(cafile=folder.path / "ca.pem")
 
     async def main() -> None:
-        async with page(tls_cert=folder.path / "coordinator.pem", tls_key=folder.path / "coordinator.key") as p:
-            port = int(p.coordinator.http_url.split(":")[2].strip("/"))
-            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        async with limited_page(WebLimits(most_connections=3, handshake_s=3_600.0), **files) as p:
+            silent = [await asyncio.open_connection("127.0.0.1", p.port) for _ in range(3)]
             assert await p.get("/api/jobs", ssl=trusting) == {"jobs": []}
             async with asyncio.timeout(PATIENCE):
                 assert await silent[0][0].read() == b"", "the oldest gives way"
             assert not any(reader.at_eof() for reader, _ in silent[1:])
-            monkeypatch.setattr(web_server, "HANDSHAKE_S", 0.2)
-            silent.append(await asyncio.open_connection("127.0.0.1", port))
-            async with asyncio.timeout(PATIENCE):
-                assert await silent[-1][0].read() == b"", "nor does a handshake last for ever"
             for _, writer in silent:
                 writer.close()
+        async with limited_page(WebLimits(handshake_s=0.2), **files) as p:
+            reader, writer = await asyncio.open_connection("127.0.0.1", p.port)
+            async with asyncio.timeout(PATIENCE):
+                assert await reader.read() == b"", "nor does a handshake last for ever"
+            writer.close()
 
     run(main)
 
@@ -560,7 +575,7 @@ def test_concurrent_requests_share_one_answer_built_at_a_time(monkeypatch: pytes
     async def main() -> None:
         async with page() as p:
             await RawSession.register(p.channel, "digits", least=1, most=1)
-            routes = p.coordinator._http._routes  # type: ignore[union-attr]
+            routes = p.server._routes
             decide = routes._admin.GetJob
 
             async def look(*args: Any) -> Any:
@@ -625,16 +640,14 @@ async def messages(answer: aiohttp.ClientResponse, count: int) -> list[tuple[str
     return found
 
 
-def test_a_stream_is_built_once_for_all_viewers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "INTERVAL_S", 0.05)
-
+def test_a_stream_is_built_once_for_all_viewers() -> None:
     async def main() -> None:
-        async with page() as p:
+        async with limited_page(WebLimits(interval_s=0.05)) as p:
             line = Line(p.channel)
             await line.begin(3)
             answers = [await p.http.get("/api/stream?job=digits") for _ in range(20)]
             firsts = [(await messages(answer, 1))[0] for answer in answers]
-            (broadcast,) = p.coordinator._http._routes.broadcasts._all.values()  # type: ignore[union-attr]
+            (broadcast,) = p.server._routes.broadcasts._all.values()
             assert len(broadcast.viewers) == 20
             built = broadcast.built
             seen = await asyncio.gather(*(messages(answer, 5) for answer in answers))
@@ -674,13 +687,10 @@ def test_a_stream_is_built_once_for_all_viewers(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_late_viewer_gets_the_first_message_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "INTERVAL_S", 3600.0)
-    monkeypatch.setattr(stream, "_LONGEST_S", 3600.0)
-
     async def main() -> None:
-        async with page() as p:
+        async with limited_page(WebLimits(interval_s=3600.0, longest_s=3600.0)) as p:
             await RawSession.register(p.channel, "digits", least=1, most=1)
-            routes = p.coordinator._http._routes  # type: ignore[union-attr]
+            routes = p.server._routes
             decide = routes._admin.GetJob
 
             async def look(*args: Any) -> Any:
@@ -746,22 +756,18 @@ def test_streams_show_all_jobs_and_end_with_their_job() -> None:
     run(main)
 
 
-def test_a_viewer_that_does_not_read_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "INTERVAL_S", 0.01)
-    monkeypatch.setattr(stream, "SHARE", 1.0)
-
+def test_a_viewer_that_does_not_read_is_disconnected() -> None:
     async def main() -> None:
-        async with page() as p:
-            port = int(p.coordinator.http_url.split(":")[2].strip("/"))
+        async with limited_page(WebLimits(interval_s=0.01, share=1.0)) as p:
             sessions = [
                 await RawSession.register(p.channel, pid=pid, least=500, most=500, host="h" * 400)
                 for pid in range(1, 100)
             ]
-            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+            reader, writer = await asyncio.open_connection("127.0.0.1", p.port, limit=1024)
             writer.write(b"GET /api/stream?job=job HTTP/1.1\r\nHost: localhost\r\n\r\n")
             async with p.http.get("/api/stream?job=job") as reads:
                 await messages(reads, 1)
-                (broadcast,) = p.coordinator._http._routes.broadcasts._all.values()  # type: ignore[union-attr]
+                (broadcast,) = p.server._routes.broadcasts._all.values()
                 operation = 0
                 async with asyncio.timeout(2 * PATIENCE):
                     while len(broadcast.viewers) > 1 or not operation:
@@ -776,11 +782,9 @@ def test_a_viewer_that_does_not_read_is_disconnected(monkeypatch: pytest.MonkeyP
     run(main)
 
 
-def test_viewers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "MOST_VIEWERS", 4)
-
+def test_viewers_are_bounded() -> None:
     async def main() -> None:
-        async with page() as p:
+        async with limited_page(WebLimits(most_viewers=4)) as p:
             held = [await p.http.get("/api/stream") for _ in range(2)]
             refused = await p.get("/api/stream", 503)
             assert refused["error"].startswith(

@@ -8,6 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Hashable, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,14 @@ from paceline_server import Coordinator, ServerSettings
 from paceline_server.limits import Budget
 from paceline_server.storage.base import Change
 from paceline_server.storage.memory import MemoryStorage
-from paceline_server.web import routes, stream
-from paceline_server.web import server as web_server
+from paceline_server.web import stream
+from paceline_server.web.server import MOST_BYTES, HttpServer
+from paceline_server.web.web_limits import USUAL, WebLimits
 from support.coordinator import PATIENCE, run
+from support.web_server import web_server
+
+PATIENT = replace(USUAL, idle_s=3_600.0, remark_s=3_600.0)
+"""Connections end because others come, and a second line of log comes too late, however slow the machine is."""
 
 MINE, THEIRS = "a-token-for-the-neighbour-0123", "a-token-for-the-attacker-01234"
 HALF = b"GET /api/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Never"
@@ -33,15 +39,17 @@ class Site:
     """A coordinator's HTTP server.
 
     Attributes:
-        coordinator: has started.
+        server: has started.
+        url: of the page.
         port: where it listens.
         writers: of the strangers.
     """
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        self.coordinator = coordinator
+    def __init__(self, server: HttpServer, url: str) -> None:
+        self.server = server
+        self.url = url
         self.writers: list[asyncio.StreamWriter] = []
-        self.port = int(coordinator.http_url.split(":")[2].strip("/"))
+        self.port = server.listening[0][1]
 
     async def stranger(self, says: bytes, address: str = "127.0.0.1") -> asyncio.StreamReader:
         """Connects from an address of this host, and says something; what is answered can be read."""
@@ -53,7 +61,7 @@ class Site:
     async def ask(self, path: str, token: str = "") -> tuple[int, Any, dict[str, str]]:
         """Sends a request on a connection of its own: the status, the body and the headers of the answer."""
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        async with aiohttp.ClientSession(self.coordinator.http_url, headers=headers) as http, http.get(path) as answer:
+        async with aiohttp.ClientSession(self.url, headers=headers) as http, http.get(path) as answer:
             text = await answer.text()
             is_json = answer.content_type == "application/json"
             return answer.status, json.loads(text) if is_json else text, dict(answer.headers)
@@ -73,23 +81,21 @@ class Site:
 
 
 @asynccontextmanager
-async def site(storage: MemoryStorage | None = None, **settings: Any) -> AsyncIterator[Site]:
-    coordinator = Coordinator(ServerSettings(listen="127.0.0.1:0", http="127.0.0.1:0", **settings), storage=storage)
+async def site(
+    limits: WebLimits = PATIENT, storage: MemoryStorage | None = None, **settings: Any
+) -> AsyncIterator[Site]:
+    coordinator = Coordinator(ServerSettings(listen="127.0.0.1:0", **settings), storage=storage)
     await coordinator.start()
-    found = Site(coordinator)
     try:
-        yield found
+        async with web_server(coordinator, limits) as (server, url):
+            found = Site(server, url)
+            try:
+                yield found
+            finally:
+                for writer in found.writers:
+                    writer.close()
     finally:
-        for writer in found.writers:
-            writer.close()
         await coordinator.stop(grace=0.2)
-
-
-@pytest.fixture(autouse=True)
-def _no_time_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connections end because others come, and a second line of log comes too late, however slow the machine is."""
-    monkeypatch.setattr(web_server, "_IDLE_S", 3_600.0)
-    monkeypatch.setattr(web_server, "_REMARK_S", 3_600.0)
 
 
 @pytest.fixture
@@ -105,7 +111,7 @@ def test_an_unfinished_request_gives_way_to_a_health_check() -> None:
 
     async def main() -> None:
         async with site() as there:
-            strangers = [await there.stranger(HALF) for _ in range(web_server.MOST_CONNECTIONS)]
+            strangers = [await there.stranger(HALF) for _ in range(PATIENT.most_connections)]
             assert (await there.ask("/healthz"))[:2] == (200, "ok\n")
             assert await there.end_of(strangers[0]) == b""
             for _ in range(5):
@@ -127,7 +133,7 @@ def test_health_checks_pass_while_strangers_reconnect() -> None:
                         await (await there.stranger(HALF)).read()
                     came_again += 1
 
-            crowd = [asyncio.create_task(besiege()) for _ in range(web_server.MOST_CONNECTIONS + 20)]
+            crowd = [asyncio.create_task(besiege()) for _ in range(PATIENT.most_connections + 20)]
             for _ in range(50):
                 assert (await there.ask("/healthz"))[0] == 200
             assert came_again
@@ -140,12 +146,11 @@ def test_health_checks_pass_while_strangers_reconnect() -> None:
 
 
 @pytest.mark.parametrize("says", [b"", HALF, HALF_A_BODY], ids=["silent", "half a header", "half a body"])
-def test_a_caller_with_a_single_connection_is_not_cut_off(says: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_caller_with_a_single_connection_is_not_cut_off(says: bytes) -> None:
     """A scraper that stays connected loses its place only if nobody has more of them."""
-    monkeypatch.setattr(web_server, "MOST_CONNECTIONS", 8)
 
     async def main() -> None:
-        async with site() as there:
+        async with site(replace(PATIENT, most_connections=8)) as there:
             scraper, writer = await asyncio.open_connection("127.0.0.1", there.port, local_addr=("127.0.0.2", 0))
             strangers = [await there.stranger(says) for _ in range(30)]
             for reader in strangers[:22]:
@@ -157,19 +162,18 @@ def test_a_caller_with_a_single_connection_is_not_cut_off(says: bytes, monkeypat
     run(main)
 
 
-def test_connections_with_unread_answers_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web_server, "MOST_CONNECTIONS", 4)
+def test_connections_with_unread_answers_give_way() -> None:
     many = b"GET /static/uplot/uPlot.iife.min.js HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 200
 
     async def main() -> None:
-        async with site() as there:
+        async with site(replace(PATIENT, most_connections=4)) as there:
             strangers = [await there.stranger(many) for _ in range(4)]
             for reader in strangers:
                 await reader.readexactly(1)  # it is being answered
             for _ in range(4):
                 await there.stranger(HALF)
             assert (await there.ask("/healthz"))[0] == 200
-            server = there.coordinator._http._runner.server  # type: ignore[union-attr]
+            server = there.server._runner.server
             assert server is not None
             assert len(server.connections) <= 5, "nor do they wait to be read"
             for reader in strangers:
@@ -184,7 +188,7 @@ def test_the_bytes_sent_on_one_connection_are_limited() -> None:
 
     async def main() -> None:
         async with site() as there:
-            says = request % b"stream" + request % b"session" * (2 * web_server.MOST_BYTES // len(request))
+            says = request % b"stream" + request % b"session" * (2 * MOST_BYTES // len(request))
             answers = await there.end_of(await there.stranger(says))
             assert answers.count(b"HTTP/1.1 200") <= 1, "the stream did not end by itself"
 
@@ -210,16 +214,14 @@ def test_a_client_that_waits_for_answers_is_closed_with_notice() -> None:
     run(main)
 
 
-def test_an_ended_stream_counts_as_a_connection_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web_server, "MOST_CONNECTIONS", 2)
-
+def test_an_ended_stream_counts_as_a_connection_again() -> None:
     async def main() -> None:
-        async with site() as there:
+        async with site(replace(PATIENT, most_connections=2)) as there:
             says = b"GET /api/stream HTTP/1.1\r\nHost: [::1]\r\n\r\n"
             streams = [await there.stranger(says) for _ in range(2)]
             for reader in streams:
                 await reader.readuntil(b"event: jobs")
-            there.coordinator._http._routes.broadcasts.close()  # type: ignore[union-attr]
+            there.server._routes.broadcasts.close()
             for reader in streams:
                 await there.end_of_chunks(reader)
             for _ in range(2):
@@ -285,13 +287,12 @@ def test_malformed_requests_are_logged_once_without_the_token(tokens: Path, capl
     assert set(lines.values()) == {1}, lines
 
 
-def test_requests_are_rate_limited_by_job_or_address(tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_are_rate_limited_by_job_or_address(tokens: Path) -> None:
     """With a token its job pays, without one the address; probes cost nothing, and another job notices nothing."""
-    for name, value in (("REQUEST_RATE", 1e-3), ("REQUEST_BURST", 5), ("PATIENCE_S", 1e-3)):
-        monkeypatch.setattr(routes, name, value)
+    slow = replace(PATIENT, request_rate=1e-3, request_burst=5, patience_s=1e-3)
 
     async def main() -> None:
-        async with site(token_file=tokens) as there:
+        async with site(slow, token_file=tokens) as there:
             for token, path, status in (
                 (THEIRS, "/api/jobs", 200),
                 ("", "/api/session", 200),
@@ -337,35 +338,37 @@ class CountedStorage(MemoryStorage):
         return asyncio.ensure_future(answer())
 
 
-def test_readiness_checks_share_one_storage_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "READY_FOR_S", 3_600.0)
+def test_readiness_checks_share_one_storage_request() -> None:
+    async def look(there: Site, status: int) -> set[str]:
+        answers = await asyncio.gather(*(there.ask("/readyz") for _ in range(20)))
+        assert {answer[0] for answer in answers} == {status}
+        return {str(answer[1]) for answer in answers}
 
     async def main() -> None:
         storage = CountedStorage()
-        async with site(storage) as there:
-
-            async def look(status: int, count: int = 20) -> set[str]:
-                answers = await asyncio.gather(*(there.ask("/readyz") for _ in range(count)))
-                assert {answer[0] for answer in answers} == {status}
-                return {str(answer[1]) for answer in answers}
-
-            ready = there.coordinator._http._routes._readiness  # type: ignore[union-attr]
-            monkeypatch.setattr(routes, "_READY_S", 0.01)
-            assert await look(503) == {"{'error': 'the storage has not answered for 0.01 s'}"}
+        async with site(replace(PATIENT, ready_s=0.01, ready_for_s=3_600.0), storage) as there:
+            ready = there.server._routes._readiness
+            assert await look(there, 503) == {"{'error': 'the storage has not answered for 0.01 s'}"}
             for _ in range(3):
                 ready._holds_until = 0.0
-                await look(503)
+                await look(there, 503)
             assert storage.asked == 1, "it is not asked again while it hangs"
-            monkeypatch.setattr(routes, "_READY_S", 3_600.0)
             storage.error = OSError("the disk is full")
             storage.answers.set()
+            assert ready._asked is not None
+            await asyncio.wait({ready._asked})
             ready._holds_until = 0.0
-            assert await look(503) == await look(503) == {"{'error': 'the disk is full'}"}
-            assert storage.asked == 2, "a failure is shared, too"
+            await look(there, 503)
+            assert storage.asked == 2, "it is asked again when it has answered"
+        storage.asked = 0
+        async with site(replace(PATIENT, ready_s=3_600.0, ready_for_s=3_600.0), storage) as there:
+            ready = there.server._routes._readiness
+            assert await look(there, 503) == await look(there, 503) == {"{'error': 'the disk is full'}"}
+            assert storage.asked == 1, "a failure is shared, too"
             storage.error = None
             ready._holds_until = 0.0
-            assert await look(200) == await look(200) == {"ok\n"}
-            assert storage.asked == 3
+            assert await look(there, 200) == await look(there, 200) == {"ok\n"}
+            assert storage.asked == 2
 
     run(main)
 
@@ -381,11 +384,10 @@ def test_one_job_gets_at_most_half_of_the_streams(tokens: Path, monkeypatch: pyt
                 freed.set()
 
     monkeypatch.setattr(stream, "Budget", Watched)
-    monkeypatch.setattr(stream, "MOST_VIEWERS", 10)
-    monkeypatch.setattr(web_server, "MOST_CONNECTIONS", 2)
+    few = replace(PATIENT, most_viewers=10, most_connections=2)
 
     async def main() -> None:
-        async with site(token_file=tokens) as there, aiohttp.ClientSession(there.coordinator.http_url) as http:
+        async with site(few, token_file=tokens) as there, aiohttp.ClientSession(there.url) as http:
 
             async def open_streams(count: int, token: str) -> list[aiohttp.ClientResponse]:
                 headers = {"Authorization": f"Bearer {token}"}

@@ -1,10 +1,11 @@
 """HTTP for people and for Prometheus: a page, metrics, and jobs and events as JSON; off without `ServerSettings.http`.
 
-server.py   listens, on the coordinator's loop, with its TLS files; holds at most so many connections
-routes.py   the paths: who may ask, what is answered, which error becomes which status
-stream.py   a job's state twice a second, built once for all who watch it
-metrics.py  one collector for Prometheus, which reads the jobs when it is asked
-static/     the page: HTML, CSS and JavaScript without a build
+server.py      listens, on the coordinator's loop, with its TLS files; holds at most so many connections
+routes.py      the paths: who may ask, what is answered, which error becomes which status
+stream.py      a job's state twice a second, built once for all who watch it
+web_limits.py  how much callers get, and how long anything takes
+metrics.py     one collector for Prometheus, which reads the jobs when it is asked
+static/        the page: HTML, CSS and JavaScript without a build
 
 Needs aiohttp and prometheus_client (the extra `http`), which are imported when the server starts and not before.
 """

@@ -6,7 +6,7 @@ orders must be JSON from this very origin. And while neither a token nor a certi
 foreign name, since a foreign page can have its own name resolve to this machine (DNS rebinding).
 
 All requests but probes wait for their payer's turn, as calls do (`services.calls`). A request whose turn is more than
-`PATIENCE_S` away is refused then, and not at once: so one connection makes few requests a second, whatever it does.
+`patience_s` away is refused then, and not at once: so one connection makes few requests a second, whatever it does.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ from paceline_server.services.audit import Action, Audit
 from paceline_server.web.coordinator_metrics import CoordinatorCollector
 from paceline_server.web.metrics import JobCollector
 from paceline_server.web.stream import Broadcasts
+from paceline_server.web.web_limits import USUAL, WebLimits
 from pacelinepb import __version__
 from pacelinepb.status_json import detail_as_dict, event_as_dict, job_as_dict, members_as_dicts
 from pacelinepb.v1 import admin_pb2 as pb
@@ -64,25 +65,10 @@ STATIC = Path(__file__).parent / "static"
 
 MAX_BODY_BYTES = 64 << 10
 
-REQUEST_RATE = 200
-"""Requests a second that are served to one payer, after `REQUEST_BURST` at once: they take some 5 % of a core."""
-
-REQUEST_BURST = 1_000
-"""Requests of one payer that may come at once: a page begins with 10."""
-
-PATIENCE_S = 0.4
-"""The most seconds for which a request waits for its turn: less than a stopping coordinator waits for answers."""
-
 _MOST_PAYERS = 20_000
 """The most payers whose pace is remembered: each takes 0.3 KB."""
 
 _PROBES = frozenset(("/healthz", "/readyz"))
-
-_READY_S = 1.0
-"""Seconds for the storage to answer."""
-
-READY_FOR_S = 0.5
-"""Seconds for which the storage's answer holds: half the shortest period of a probe in Kubernetes."""
 
 _STATUS: dict[type[Refused], int] = {
     Unauthenticated: 401,
@@ -139,8 +125,10 @@ class Routes:
         *,
         names: frozenset[str] | None,
         streaming: Callable[[web.Request], AbstractContextManager[None]],
+        limits: WebLimits = USUAL,
     ) -> None:
-        self.broadcasts = Broadcasts()
+        self.broadcasts = Broadcasts(limits)
+        self._limits = limits
         self._dispatcher = dispatcher
         self._admin = AdminHandlers(dispatcher)
         self._tokens = tokens
@@ -148,8 +136,8 @@ class Routes:
         self._of_coordinator = CoordinatorCollector(dispatcher, certificates, __version__, time.time(), usable_bytes())
         self._names = names
         self._streaming = streaming
-        self._pacers = Pacers(REQUEST_RATE, REQUEST_BURST, _MOST_PAYERS)
-        self._readiness = _Readiness(dispatcher.keeper)
+        self._pacers = Pacers(limits.request_rate, limits.request_burst, _MOST_PAYERS)
+        self._readiness = _Readiness(dispatcher.keeper, limits)
         dispatcher.vitals.places["streams"] = self.broadcasts.shares
         self._files = _read_files(STATIC)
         self._building = asyncio.Lock()
@@ -194,7 +182,7 @@ class Routes:
             if isinstance(refused, Unauthenticated):
                 response.headers["WWW-Authenticate"] = "Bearer"
             if isinstance(refused, LimitMet):
-                response.headers["Retry-After"] = str(math.ceil(PATIENCE_S))
+                response.headers["Retry-After"] = str(math.ceil(self._limits.patience_s))
         except web.HTTPException as error:
             response = error_answer(error.status, f"{request.method} {request.path}: {error.reason}"[:300])
         if request.path in _PROBES:
@@ -206,12 +194,12 @@ class Routes:
 
     async def _turn(self, request: web.Request) -> None:
         """Waits if the payer makes requests faster than it may; refuses what would wait for too long."""
-        who = self._payer(request)
-        delay = self._pacers.delay(who, asyncio.get_running_loop().time(), PATIENCE_S)
+        who, patience = self._payer(request), self._limits.patience_s
+        delay = self._pacers.delay(who, asyncio.get_running_loop().time(), patience)
         if delay:
-            await asyncio.sleep(min(delay, PATIENCE_S))
-        if delay > PATIENCE_S:
-            raise LimitMet(f"{who} makes more than {REQUEST_RATE} requests a second")
+            await asyncio.sleep(min(delay, patience))
+        if delay > patience:
+            raise LimitMet(f"{who} makes more than {self._limits.request_rate} requests a second")
 
     def _payer(self, request: web.Request) -> str:
         tokens = None if self._tokens is None else self._tokens.last
@@ -460,13 +448,14 @@ class _One(Collector):
 
 
 class _Readiness:
-    """Whether the storage answers. It is asked at most once in `READY_FOR_S`, for all who want to know meanwhile.
+    """Whether the storage answers. It is asked at most once in `ready_for_s`, for all who want to know meanwhile.
 
     With etcd, to ask is to write. A storage that hangs is not asked again before it has answered.
     """
 
-    def __init__(self, keeper: Keeper) -> None:
+    def __init__(self, keeper: Keeper, limits: WebLimits) -> None:
         self._keeper = keeper
+        self._limits = limits
         self._asked: asyncio.Future[None] | None = None
         self._look: asyncio.Task[str] | None = None
         self._holds_until = -math.inf
@@ -481,9 +470,9 @@ class _Readiness:
         if self._asked is None or self._asked.done():
             self._asked = self._keeper.check()
             self._asked.add_done_callback(lambda asked: asked.cancelled() or asked.exception())  # nobody may wait then
-        await asyncio.wait({self._asked}, timeout=_READY_S)
-        self._holds_until = asyncio.get_running_loop().time() + READY_FOR_S
+        await asyncio.wait({self._asked}, timeout=self._limits.ready_s)
+        self._holds_until = asyncio.get_running_loop().time() + self._limits.ready_for_s
         if not self._asked.done():
-            return f"the storage has not answered for {_READY_S:g} s"
+            return f"the storage has not answered for {self._limits.ready_s:g} s"
         error = self._asked.exception()
         return "" if error is None else str(error) or type(error).__name__

@@ -1,6 +1,6 @@
 """The HTTP server: listens on the coordinator's loop, beside its gRPC server, with the same certificates.
 
-*Connections.* A connection has one of `MOST_CONNECTIONS` places from its first moment. If one more comes, the address
+*Connections.* A connection has one of `most_connections` places from its first moment. If one more comes, the address
 with the most places loses its oldest connection: one that is still in the handshake, has sent half of a request, has
 been idle or does not take its answer. So whoever comes is served, health checks above all. A stream of the page holds
 no place: `stream` bounds their number.
@@ -8,7 +8,7 @@ no place: `stream` bounds their number.
 A connection may send `MOST_BYTES` in its life, so that requests which wait behind another take little memory. From half
 of that on each answer closes the connection and says so: a client that waits for each answer is never cut off.
 
-*Logs.* Whoever sends what is no HTTP gets an answer, and the log a line about it once in `_REMARK_S`. Neither repeats
+*Logs.* Whoever sends what is no HTTP gets an answer, and the log a line about it once in `remark_s`. Neither repeats
 any of it: a token that was mangled on its way is in it, too.
 """
 
@@ -33,12 +33,10 @@ from paceline_server.listening import check_free, targets_of
 from paceline_server.security.tls import CertificateKeeper
 from paceline_server.security.token_file import TokenKeeper
 from paceline_server.web.routes import Routes, error_answer
+from paceline_server.web.web_limits import USUAL, WebLimits
 from pacelinepb.remarks import Remarks
 
 _log = logging.getLogger(__name__)
-
-MOST_CONNECTIONS = 256
-"""The most connections at one time, besides streams."""
 
 MOST_BYTES = 192 << 10
 """The most bytes that one connection may send: some 400 requests, or the longest body and a hundred. aiohttp holds 32
@@ -46,12 +44,6 @@ requests for each connection, which take about twice their bytes, but 75 times t
 
 _MOST_HEADERS = 64
 """The most headers of a request: browsers and proxies together send some 30."""
-
-HANDSHAKE_S = 5.0
-"""Seconds for a TLS handshake."""
-
-_IDLE_S = 15.0
-"""Seconds for which a connection may stay open between two requests."""
 
 _STOP_S = 0.5
 """Seconds for answers in progress when the coordinator stops."""
@@ -61,9 +53,6 @@ _BACKLOG = 1024
 
 _RECOVER_S = 1.0
 """Seconds to wait when the process has no descriptors left."""
-
-_REMARK_S = 60.0
-"""Seconds between two lines of log about one kind of request that cannot be read."""
 
 
 class HttpServer:
@@ -77,19 +66,21 @@ class HttpServer:
         certificates: CertificateKeeper | None,
         *,
         names: frozenset[str] | None,
+        limits: WebLimits = USUAL,
     ) -> None:
         self._address = address
         self._certificates = certificates
-        self._routes = Routes(dispatcher, tokens, certificates, names=names, streaming=self._streaming)
+        self._limits = limits
+        self._routes = Routes(dispatcher, tokens, certificates, names=names, streaming=self._streaming, limits=limits)
         application = self._routes.application()
         application.middlewares.insert(0, _close_in_time)
         self._runner = web.AppRunner(application, handle_signals=False, shutdown_timeout=_STOP_S)
         self._listening: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
         self._context: ssl.SSLContext | None = None
-        self._places: Places[asyncio.Task[None]] = Places(MOST_CONNECTIONS)
+        self._places: Places[asyncio.Task[None]] = Places(limits.most_connections)
         dispatcher.vitals.places["connections"] = self._places
-        self._remarks = Remarks(_REMARK_S)
+        self._remarks = Remarks(limits.remark_s)
         self._connections: set[asyncio.Task[None]] = set()
 
     async def start(self) -> str:
@@ -151,8 +142,8 @@ class HttpServer:
         server, task = self._runner.server, asyncio.current_task()
         assert server is not None
         assert task is not None
-        connection = _Connection(server, task, self._remarks)
-        patience = None if self._context is None else HANDSHAKE_S
+        connection = _Connection(server, task, self._remarks, self._limits)
+        patience = None if self._context is None else self._limits.handshake_s
         with suppress(OSError):  # the handshake has failed, or took too long
             transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: connection, accepted, ssl=self._context, ssl_handshake_timeout=patience
@@ -187,18 +178,19 @@ class HttpServer:
 class _Connection(web.RequestHandler):
     """A connection. What cannot be read as HTTP is answered and logged without any of it. `ended` is its end."""
 
-    __slots__ = ("_remarks", "ended", "received", "task")
+    __slots__ = ("_limits", "_remarks", "ended", "received", "task")
 
-    def __init__(self, server: web.Server, task: asyncio.Task[None], remarks: Remarks) -> None:
+    def __init__(self, server: web.Server, task: asyncio.Task[None], remarks: Remarks, limits: WebLimits) -> None:
         loop = asyncio.get_running_loop()
         super().__init__(
             server,
             loop=loop,
-            keepalive_timeout=_IDLE_S,
+            keepalive_timeout=limits.idle_s,
             max_headers=_MOST_HEADERS,
             access_log=None,  # type: ignore[arg-type]
         )
         self._remarks = remarks
+        self._limits = limits
         self.received = 0
         self.task = task
         self.ended: asyncio.Future[None] = loop.create_future()
@@ -260,7 +252,7 @@ class _Connection(web.RequestHandler):
                 peer[0] if peer else "a connection that has ended",
                 kind,
                 count,
-                _REMARK_S,
+                self._limits.remark_s,
             )
         else:
             _log.error("%s has failed (%s):\n%s", request, kind, where)

@@ -18,25 +18,15 @@ from aiohttp import web
 
 from paceline_server.errors import Draining, NoRoom, Refused
 from paceline_server.limits import Budget
+from paceline_server.web.web_limits import USUAL, WebLimits
 
 _log = logging.getLogger(__name__)
-
-INTERVAL_S = 0.5
-
-SHARE = 0.01
-"""The most of a core that building messages takes, all streams together, as long as `_LONGEST_S` allows."""
-
-_LONGEST_S = 10.0
-"""The most seconds between two messages."""
 
 _COMMENT_S = 1.0
 """Seconds after which viewers get an empty comment, so that they know that the connection is alive."""
 
 MOST_WAITING = 8
 """Messages that may wait for a viewer."""
-
-MOST_VIEWERS = 100
-"""The most streams. One payer has as many as it leaves free at most: one alone half of them."""
 
 _CHECK_S = 5.0
 """Seconds between two looks at whether a viewer's token still holds."""
@@ -60,12 +50,15 @@ class Broadcast:
     often a message was built.
     """
 
-    def __init__(self, event: str, build: Build, running: Callable[[], int] = lambda: 1) -> None:
+    def __init__(
+        self, event: str, build: Build, running: Callable[[], int] = lambda: 1, limits: WebLimits = USUAL
+    ) -> None:
         self.built = 0
         self.viewers: set[_Viewer] = set()
         self._event = event.encode()
         self._build = build
         self._running = running
+        self._limits = limits
         self._before: dict[str, Any] = {}
         self._first = b""  # the last message as a new viewer gets it, once one has
         self._task: asyncio.Task[None] | None = None
@@ -107,7 +100,7 @@ class Broadcast:
                 _log.exception("a stream of the page has failed, and ends")
                 self.close()
                 return
-            left = pause(time.perf_counter() - began, self._running())
+            left = pause(time.perf_counter() - began, self._running(), self._limits)
             while left > 0:
                 await asyncio.sleep(min(left, _COMMENT_S))
                 left -= _COMMENT_S
@@ -153,9 +146,10 @@ class Broadcast:
 class Broadcasts:
     """All streams of a coordinator."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: WebLimits) -> None:
         self._all: dict[Hashable, Broadcast] = {}
-        self.shares = Budget(MOST_VIEWERS)
+        self._limits = limits
+        self.shares = Budget(limits.most_viewers)
         self._closed = False
 
     @contextmanager
@@ -184,7 +178,7 @@ class Broadcasts:
             raise Draining("the coordinator is stopping")
         if key not in self._all:
             await build()  # a job that there is not is refused by a status
-        broadcast = self._all.setdefault(key, Broadcast(event, build, lambda: len(self._all)))
+        broadcast = self._all.setdefault(key, Broadcast(event, build, lambda: len(self._all), self._limits))
         transport = request.transport
         viewer = broadcast.join(transport.abort if transport is not None else lambda: None)
         try:
@@ -219,9 +213,9 @@ class Broadcasts:
             broadcast.close()
 
 
-def pause(took: float, running: int) -> float:
+def pause(took: float, running: int, limits: WebLimits = USUAL) -> float:
     """Returns the seconds to the next message, if the last one took so many, and so many broadcasts are running."""
-    return min(_LONGEST_S, max(INTERVAL_S, took * running / SHARE))
+    return min(limits.longest_s, max(limits.interval_s, took * running / limits.share))
 
 
 def difference(before: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
