@@ -337,7 +337,7 @@ MUTANTS = (
     Mutant(
         "a standby tries to take over from a leader that stores",
         f"{SERVER}/election.py",
-        "        if silent >= FENCE_S:\n",
+        "        if silent >= self._fence_s:\n",
         "        if True:\n",
         ("unit/server/test_election.py",),
     ),

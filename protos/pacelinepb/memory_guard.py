@@ -105,7 +105,8 @@ class Callers:
 class Looks:
     """Decides when to look at the connections. Pure; times are in seconds, memory in bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, growth_bytes: int = GROWTH_BYTES) -> None:
+        self._growth_bytes = growth_bytes
         self._low = math.inf
         self._next = self._alert_ends = -math.inf
         self.wait = _POLL_S
@@ -114,7 +115,7 @@ class Looks:
         """Takes the process's memory; returns True if it has grown, or if there was a cut a moment ago."""
         self._low = min(self._low, resident)
         self.wait = _POLL_S
-        return self.is_alert(now) or (resident > self._low + GROWTH_BYTES and now >= self._next)
+        return self.is_alert(now) or (resident > self._low + self._growth_bytes and now >= self._next)
 
     def is_alert(self, now: float) -> bool:
         """Returns True if there was a cut a moment ago."""
@@ -143,15 +144,25 @@ class MemoryGuard:
     Args:
         callers: those who have proved that they belong here.
         ports: the ports that the server listens at.
+        growth_bytes: growth of the process's memory after which it looks at connections.
+        block_s: seconds for which an address is blocked.
 
     Attributes:
         ports: as given; may be replaced.
     """
 
-    def __init__(self, callers: Callers, ports: Collection[int]) -> None:
+    def __init__(
+        self,
+        callers: Callers,
+        ports: Collection[int],
+        *,
+        growth_bytes: int = GROWTH_BYTES,
+        block_s: float = BLOCK_SECONDS,
+    ) -> None:
         self.ports = ports
         self._callers = callers
-        self._looks = Looks()
+        self._looks = Looks(growth_bytes=growth_bytes)
+        self._block_s = block_s
         self._remarks = Remarks(_REMARK_S)
         self._seen: dict[int, Place] = {}  # by descriptor
         self._blocked: dict[bytes, float] = {}  # until when
@@ -201,7 +212,7 @@ class MemoryGuard:
             self._seen[fd] = place
             if received > FREE_BYTES and not self._callers.has(place, now) and cut(fd, spare, place):
                 cuts += 1
-                blocked[block_of(place[0])] = now + BLOCK_SECONDS
+                blocked[block_of(place[0])] = now + self._block_s
                 self._remark(place[0], received, now)
         blocked = dict(list(blocked.items())[-_MOST_BLOCKED:])
         if blocked.keys() != self._blocked.keys() or (blocked and listeners != self._listeners):
@@ -218,7 +229,7 @@ class MemoryGuard:
                 "last such line)",
                 host,
                 received,
-                BLOCK_SECONDS,
+                self._block_s,
                 count,
             )
 

@@ -25,11 +25,12 @@ from paceline_server.listening import listen
 from paceline_server.security.tls import CertificateKeeper, TlsPaths
 from paceline_server.security.token_file import TokenKeeper
 from paceline_server.security.tokens import Tokens, exposure
-from paceline_server.services.admin import AdminHandlers
+from paceline_server.services.admin import AdminHandlers, AdminLimits
 from paceline_server.services.audit import Audit, AuditInterceptor
 from paceline_server.services.authenticate import AuthenticationInterceptor
 from paceline_server.services.calls import OpenCalls, PacingInterceptor
 from paceline_server.services.confirming import ConfirmingInterceptor
+from paceline_server.services.probes import Probes
 from paceline_server.services.refusals import RefusalInterceptor
 from paceline_server.services.session import SessionHandlers
 from paceline_server.services.standby import StandbyHandlers
@@ -71,8 +72,9 @@ _HEALTH_S = 0.2
 class Coordinator:
     """A coordinator that can be started once and stopped once.
 
-    `storage` replaces the one that `settings` name, for tests. `failover` sets `epoch` and `standby`, see `Dispatcher`.
-    `http_url` is the URL of the page once it is served; empty without `settings.http`.
+    `storage` replaces the one that `settings` name, for tests, which also pass their own `probes` and `admin_limits`.
+    `failover` sets `epoch` and `standby`, see `Dispatcher`. `http_url` is the URL of the page once it is served; empty
+    without `settings.http`.
     """
 
     def __init__(
@@ -83,11 +85,15 @@ class Coordinator:
         observer: Observer | None = None,
         epoch: int = 0,
         standby: Callable[[], NotLeader] | None = None,
+        probes: Probes | None = None,
+        admin_limits: AdminLimits | None = None,
     ) -> None:
         self._settings = settings or ServerSettings()
         path = self._settings.state_path
         self._storage: Storage = storage or (SqliteStorage(path) if path is not None else MemoryStorage())
         self._standby = standby
+        self._probes = probes or Probes()
+        self._admin_limits = admin_limits or AdminLimits()
         self._dispatcher = Dispatcher(self._settings, self._storage, observer, epoch=epoch, standby=standby)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # its stubs lack it
         self._server: aio.Server | None = None
@@ -130,7 +136,7 @@ class Coordinator:
         vitals.memory["calls"] = memory = Budget(self._settings.call_bytes)
         calls = OpenCalls(memory, self._settings.longest_request)
         interceptors: list[aio.ServerInterceptor] = [  # type: ignore[type-arg]
-            PacingInterceptor(self._settings, calls, self._payer_of, vitals, self._callers),
+            PacingInterceptor(self._settings, calls, self._payer_of, vitals, self._callers, self._probes),
             RefusalInterceptor(vitals),
             AuditInterceptor(Audit(self._tokens)),
         ]
@@ -144,7 +150,7 @@ class Coordinator:
         else:
             SessionHandlers(self._dispatcher).add_to(server)
             StoreHandlers(self._dispatcher).add_to(server)
-            add_AdminServiceServicer_to_server(AdminHandlers(self._dispatcher), server)
+            add_AdminServiceServicer_to_server(AdminHandlers(self._dispatcher, self._admin_limits), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         host, _, _ = self._settings.listen.rpartition(":")

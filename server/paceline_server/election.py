@@ -32,11 +32,13 @@ class Election:
     """The knowledge of one standby.
 
     `record` was last written at `revision`; None and 0 if there is none. `highest` is the highest epoch that was seen;
-    the record may have a lower one if etcd was restored from a backup.
+    the record may have a lower one if etcd was restored from a backup. A standby tries after `fence_s` seconds
+    in which the leader has stored nothing.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, fence_s: float = FENCE_S) -> None:
         self._name = name
+        self._fence_s = fence_s
         self.record: LeaderRecord | None = None
         self.revision = 0
         self.seen = False
@@ -90,6 +92,6 @@ class Election:
         if self._refused:
             return Decision(True, now, f"nobody listens at {record.address}, the leader's address")
         silent = now - self._since
-        if silent >= FENCE_S:
+        if silent >= self._fence_s:
             return Decision(True, now, f"the leader at {record.address} has stored nothing for {silent:.1f} s")
-        return Decision(False, self._since + FENCE_S, f"{record.address} leads in epoch {record.epoch}")
+        return Decision(False, self._since + self._fence_s, f"{record.address} leads in epoch {record.epoch}")

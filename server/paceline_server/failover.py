@@ -39,8 +39,18 @@ _CONNECT_S = 1.0
 class Candidacy:
     """One process's part in the election: looks at the record, and tries to take over when `Election` says so."""
 
-    def __init__(self, keys: SharedKeys, prefix: str, name: str, address: str) -> None:
-        self.election = Election(name)
+    def __init__(
+        self,
+        keys: SharedKeys,
+        prefix: str,
+        name: str,
+        address: str,
+        *,
+        look_s: float = LOOK_S,
+        fence_s: float = FENCE_S,
+    ) -> None:
+        self.election = Election(name, fence_s=fence_s)
+        self._look_s = look_s
         self._keys = keys
         self._key = leader_key(prefix)
         self._format_key = format_key(prefix)
@@ -59,7 +69,7 @@ class Candidacy:
         """Returns once this process leads: its record, and the revision at which it was written."""
         loop = asyncio.get_running_loop()
         while True:
-            pause = LOOK_S
+            pause = self._look_s
             try:
                 await self.look()
                 decision = self.election.decide(loop.time())

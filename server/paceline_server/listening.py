@@ -38,7 +38,7 @@ async def listen(server: aio.Server, address: str, credentials: grpc.ServerCrede
     return [(ip, bound) for ip in ips]
 
 
-async def targets_of(address: str, host: str, port: int) -> list[_Target]:
+async def targets_of(address: str, host: str, port: int, *, look_up_s: float = LOOK_UP_S) -> list[_Target]:
     """Returns the addresses of a host; `address` is for the error's text."""
 
     def look_up(flags: int = 0) -> list[_Target]:
@@ -49,9 +49,9 @@ async def targets_of(address: str, host: str, port: int) -> list[_Target]:
         try:
             return look_up(socket.AI_NUMERICHOST)
         except socket.gaierror:
-            return await call_apart(look_up, "paceline-lookup", LOOK_UP_S)  # the host is a name
+            return await call_apart(look_up, "paceline-lookup", look_up_s)  # the host is a name
     except TimeoutError:
-        text = f"cannot listen on {address}: looking up its name took longer than {LOOK_UP_S:g} s; give an IP address"
+        text = f"cannot listen on {address}: looking up its name took longer than {look_up_s:g} s; give an IP address"
         raise OSError(errno.ETIMEDOUT, text) from None
     except OSError as cause:
         raise OSError(cause.errno, f"cannot listen on {address}: {cause.strerror}") from None

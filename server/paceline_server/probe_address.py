@@ -50,22 +50,23 @@ Own = Collection[tuple[str, int]]
 """IP addresses and ports at which the coordinator itself listens."""
 
 
-async def is_refused(address: str, own: Own = ()) -> bool:
+async def is_refused(address: str, own: Own = (), *, timeout_s: float = _TIMEOUT_S) -> bool:
     """Returns True if the host answers that no process listens on the port.
 
     Returns False if the name cannot be resolved, or if one of the host's addresses cannot be reached or answers late:
     the network may be at fault, and the process may listen there.
     """
-    refused = [said async for said in _try_each(address, functools.partial(_refuses, own))]
+    refused = [said async for said in _try_each(address, functools.partial(_refuses, own), timeout_s)]
     return bool(refused) and all(refused)
 
 
-async def answers(address: str, greeting: bytes, own: Own = ()) -> bool:
+async def answers(address: str, greeting: bytes, own: Own = (), *, timeout_s: float = _TIMEOUT_S) -> bool:
     """Returns True as soon as something has come from one of the host's addresses: the process that listens there runs.
 
     Returns False if nothing came in time; that proves nothing.
     """
-    async with contextlib.aclosing(_try_each(address, functools.partial(_answers, greeting, own))) as answered:
+    check = functools.partial(_answers, greeting, own)
+    async with contextlib.aclosing(_try_each(address, check, timeout_s)) as answered:
         async for said in answered:
             if said:
                 return True
@@ -156,18 +157,20 @@ class AddressProbes:
             answered()
 
 
-async def _try_each(address: str, check: Callable[[str, int], Awaitable[bool]]) -> AsyncGenerator[bool | None]:
+async def _try_each(
+    address: str, check: Callable[[str, int], Awaitable[bool]], timeout_s: float
+) -> AsyncGenerator[bool | None]:
     """Yields what a check of each of a host's addresses says, as they end; None for one that proves nothing."""
     host, _, digits = address.rpartition(":")
     if not digits.isdecimal():
         return
     try:
         port = int(digits)
-        async with asyncio.timeout(_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             found = await _addresses(host.strip("[]"))
     except (OSError, ValueError):  # TimeoutError is an OSError
         return
-    checks = [asyncio.ensure_future(_try(check, ip, port)) for ip in sorted(found)[:_MOST_ADDRESSES]]
+    checks = [asyncio.ensure_future(_try(check, ip, port, timeout_s)) for ip in sorted(found)[:_MOST_ADDRESSES]]
     try:
         for ended in asyncio.as_completed(checks):
             yield await ended
@@ -178,9 +181,9 @@ async def _try_each(address: str, check: Callable[[str, int], Awaitable[bool]]) 
             each.cancel()
 
 
-async def _try(check: Callable[[str, int], Awaitable[bool]], ip: str, port: int) -> bool | None:
+async def _try(check: Callable[[str, int], Awaitable[bool]], ip: str, port: int, timeout_s: float) -> bool | None:
     try:
-        async with asyncio.timeout(_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             return await check(ip, port)
     except (OSError, ValueError, OverflowError):  # no way leads there, or nothing came in time
         return None

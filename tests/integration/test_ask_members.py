@@ -11,7 +11,7 @@ import pytest
 
 from paceline_server import Coordinator, ServerSettings
 from paceline_server._grpc import aio
-from paceline_server.services import admin as services_admin
+from paceline_server.services.admin import AdminLimits
 from pacelinepb.pieces import MESSAGE_BYTES, cut, in_messages
 from pacelinepb.v1 import admin_pb2 as pb
 from pacelinepb.v1 import session_pb2
@@ -95,12 +95,11 @@ def test_a_silent_or_disconnected_member_is_reported_with_a_reason() -> None:
     run(main)
 
 
-def test_a_question_that_times_out_gives_a_reason_for_each_member(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_question_that_times_out_gives_a_reason_for_each_member() -> None:
     """Planted: an error that the commands take for the silence of the coordinator."""
-    monkeypatch.setattr(services_admin, "_LONGEST_ASK_S", 0.3)
 
     async def main() -> None:
-        async with running() as channel:
+        async with running(admin_limits=AdminLimits(longest_ask_s=0.3)) as channel:
             admin: Any = AdminServiceStub(channel)
             await pair(channel)
             troubles = {each.member.rank: each.trouble async for each in admin.AskMembers(question())}
@@ -109,12 +108,10 @@ def test_a_question_that_times_out_gives_a_reason_for_each_member(monkeypatch: p
     run(main)
 
 
-def test_an_operator_that_does_not_read_holds_up_no_member(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(services_admin, "_LONGEST_ASK_S", 0.3)
-    monkeypatch.setattr(services_admin, "_MOST_UNREAD_S", 0.0)
-
+def test_an_operator_that_does_not_read_holds_up_no_member() -> None:
     async def main() -> None:
-        coordinator = Coordinator(ServerSettings(listen="127.0.0.1:0"))
+        limits = AdminLimits(longest_ask_s=0.3, most_unread_s=0.0)
+        coordinator = Coordinator(ServerSettings(listen="127.0.0.1:0"), admin_limits=limits)
         address = await coordinator.start()
         small_window = [("grpc.http2.bdp_probe", 0)]  # what is on its way unread stays far below an answer
         async with aio.insecure_channel(address) as channel, aio.insecure_channel(address, small_window) as operator:

@@ -13,6 +13,7 @@ import pytest
 
 from paceline_server import Coordinator, PortInUse, ServerSettings, listening
 from paceline_server._grpc import aio
+from paceline_server.listening import targets_of
 from pacelinepb.v1 import admin_pb2
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
 from support.coordinator import run
@@ -98,11 +99,10 @@ def test_a_stalled_resolver_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
         release.wait(20)
         return []
 
-    monkeypatch.setattr(listening, "LOOK_UP_S", 0.2)
     monkeypatch.setattr(socket, "getaddrinfo", stall)
 
     async def main() -> None:
-        starting = asyncio.create_task(Coordinator(ServerSettings(listen="far:7400")).start())
+        starting = asyncio.create_task(targets_of("far:7400", "far", 7400, look_up_s=0.2))
         began = time.monotonic()
         await asyncio.sleep(0.01)
         assert time.monotonic() - began < 10.0

@@ -13,7 +13,6 @@ import pytest
 from grpc.aio._server import Server
 
 from paceline_server import Coordinator, ServerSettings
-from paceline_server.security import tls
 from paceline_server.security.tls import CertificateKeeper, TlsPaths, TlsUnusable
 from paceline_server.storage.memory import MemoryStorage
 from support.certificates import make_folder
@@ -81,7 +80,6 @@ def test_canceling_start_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest
         with pytest.raises(asyncio.CancelledError):
             await starting
 
-    monkeypatch.setattr(tls, "LOOK_S", 0.01)
     run(main)
     assert storage.closed == 1
     wait_for_no_watcher()
@@ -92,7 +90,6 @@ def test_canceling_start_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest
 def test_the_certificate_watcher_survives_any_exception(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tls, "LOOK_S", 0.01)
     paths = TlsPaths.of(ServerSettings(**make_folder(tmp_path / "tls").server()))
     assert paths is not None
     first, looks, enough = paths.read(), [0], threading.Event()
@@ -103,7 +100,7 @@ def test_the_certificate_watcher_survives_any_exception(
             enough.set()
         raise RuntimeError("nobody thought of that")
 
-    keeper = CertificateKeeper(paths, first)
+    keeper = CertificateKeeper(paths, first, look_s=0.01)
     monkeypatch.setattr(TlsPaths, "read", fail)
     try:
         assert enough.wait(SOON), "it has given up"

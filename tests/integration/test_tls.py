@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,7 @@ from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR, Credentials
 from paceline.testing import coordinator
 from paceline_server import ServerSettings
-from paceline_server.security import tls
-from paceline_server.security.tls import TlsPaths
+from paceline_server.security.tls import CertificateKeeper, TlsPaths
 from pacelinepb.v1 import peer_pb2
 from pacelinepb.v1.peer_pb2_grpc import PeerServiceStub
 from support.certificates import CertificateFolder, make_folder, renew
@@ -136,7 +136,7 @@ def test_a_renewed_certificate_is_served_without_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """New connections get it, those that are there stay; a slip in the files leaves the last one in force."""
-    monkeypatch.setattr(tls, "LOOK_S", 0.01)
+    monkeypatch.setattr(CertificateKeeper, "open", partial(CertificateKeeper.open, look_s=0.01))
     folder = make_folder(tmp_path / "tls")
     ca, cert, key = (folder.path / name for name in ("ca.pem", "coordinator.pem", "coordinator.key"))
 
@@ -171,8 +171,7 @@ def test_hanging_certificate_files_delay_no_join_but_time_out_at_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A look that hangs holds nobody up; at the start it has an end, and names the files."""
-    monkeypatch.setattr(tls, "LOOK_S", 0.01)
-    monkeypatch.setattr(tls, "FIRST_S", 0.2)
+    monkeypatch.setattr(CertificateKeeper, "open", partial(CertificateKeeper.open, look_s=0.01, first_s=0.2))
     folder = make_folder(tmp_path / "tls")
     cert = folder.path / "coordinator.pem"
     with coordinator(**folder.server()) as address, hanging(cert), join(address, folder.credentials):

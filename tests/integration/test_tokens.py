@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from paceline.config import Config
 from paceline.credentials import Credentials
 from paceline.testing import coordinator
 from paceline_server._grpc import aio, grpc
-from paceline_server.security import token_file
+from paceline_server.security.token_file import TokenKeeper, TokenLimits
 from paceline_server.security.tokens import Role
 from paceline_server.services.authenticate import JOB_OF, LIST_JOBS, role_for
 from pacelinepb import checks
@@ -54,7 +55,7 @@ METHODS = {
 @pytest.fixture
 def tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file of tokens that is looked at for every call, and so are those of workers."""
-    monkeypatch.setattr(token_file, "LOOK_S", 0.0)
+    monkeypatch.setattr(TokenKeeper, "of_file", partial(TokenKeeper.of_file, limits=TokenLimits(look_s=0.0)))
     monkeypatch.setattr(_token_source, "LOOK_S", 0.0)
     path = tmp_path / "tokens"
     path.touch(0o600)
@@ -189,6 +190,17 @@ def test_a_hanging_token_file_delays_calls_only_briefly(tokens: Path, tmp_path: 
         assert time.monotonic() - began < 2.0, "each of them waits for 0.5 s"
 
 
+def program(limits: str) -> str:
+    """A coordinator that looks at its tokens within these limits."""
+    return (
+        "from functools import partial\n"
+        "from paceline_server.__main__ import main\n"
+        "from paceline_server.security.token_file import TokenKeeper, TokenLimits\n"
+        f"TokenKeeper.of_file = partial(TokenKeeper.of_file, limits=TokenLimits({limits}))\n"
+        "raise SystemExit(main())\n"
+    )
+
+
 @pytest.mark.slow
 def test_processes_can_exit_while_their_token_files_hang(tmp_path: Path) -> None:
     theirs, mine = tmp_path / "tokens", tmp_path / "mine"
@@ -204,12 +216,7 @@ def test_processes_can_exit_while_their_token_files_hang(tmp_path: Path) -> None
         "    sys.stdin.readline()\n"
         "    session.store.set('key', b'value')\n"
     )
-    serve = (
-        "from paceline_server.__main__ import main\n"
-        "from paceline_server.security import token_file\n"
-        "token_file.LOOK_S, token_file.PATIENCE_S = 0.0, 0.1\n"
-        "raise SystemExit(main())\n"
-    )
+    serve = program("look_s=0.0, patience_s=0.1")
     with ExitStack() as stack:
         server = stack.enter_context(process(["-c", serve, "--listen", "127.0.0.1:0", "--token-file", str(theirs)]))
         assert server.stdout is not None
@@ -231,12 +238,7 @@ def test_a_token_file_that_hangs_at_the_start_ends_the_process(tmp_path: Path) -
     """It has an end, names the file, and does not keep the process from ending."""
     path = tmp_path / "tokens"
     os.mkfifo(path)
-    serve = (
-        "from paceline_server.__main__ import main\n"
-        "from paceline_server.security import token_file\n"
-        "token_file.FIRST_S = 0.2\n"
-        "raise SystemExit(main())\n"
-    )
+    serve = program("first_s=0.2")
     with process(["-c", serve, "--listen", "127.0.0.1:0", "--token-file", str(path)]) as server:
         said = server.communicate(timeout=10.0)[1]
     assert server.returncode == 1

@@ -19,8 +19,7 @@ from security.siege import Attacker
 from paceline_server import Coordinator, ServerSettings
 from paceline_server._grpc import aio
 from paceline_server.errors import NotFound, Unauthenticated
-from paceline_server.services import probes
-from paceline_server.services.probes import MOST_PROBES, PROBE
+from paceline_server.services.probes import MOST_PROBES, PROBE, Probes
 from pacelinepb.v1 import admin_pb2
 from support.coordinator import PATIENCE, run
 from support.http2 import framed
@@ -51,9 +50,8 @@ def only_when_asked() -> Iterator[None]:
 
 @pytest.mark.usefixtures("only_when_asked")
 @pytest.mark.parametrize("which", REFUSED)
-def test_a_refused_call_leaves_no_reference_cycle(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_call_leaves_no_reference_cycle(which: str) -> None:
     """Each left 70 objects: the call refers to its exception, whose traceback referred to the call."""
-    monkeypatch.setattr(probes, "_PATIENCE_S", 3_600.0)
     token, method, request, ends = REFUSED[which]
 
     def attack(address: str) -> None:
@@ -66,7 +64,8 @@ def test_a_refused_call_leaves_no_reference_cycle(which: str, monkeypatch: pytes
         attacker.close()
 
     async def main() -> None:
-        coordinator = Coordinator(ServerSettings(listen="127.0.0.1:0", token=TOKEN))
+        settings = ServerSettings(listen="127.0.0.1:0", token=TOKEN)
+        coordinator = Coordinator(settings, probes=Probes(patience_s=3_600.0))
         await asyncio.to_thread(attack, await coordinator.start())
         await coordinator.stop(grace=0.2)
 

@@ -24,7 +24,7 @@ from paceline_server import Coordinator, ServerSettings
 from paceline_server._grpc import aio
 from paceline_server.dispatcher import Observer
 from pacelinepb import PROTOCOL_VERSION, memory_guard
-from pacelinepb.memory_guard import FREE_BYTES, Callers, MemoryGuard
+from pacelinepb.memory_guard import BLOCK_SECONDS, FREE_BYTES, Callers, Looks, MemoryGuard
 from pacelinepb.pieces import cut, in_messages
 from pacelinepb.server_sockets import block, block_of, seen
 from pacelinepb.v1 import admin_pb2, peer_pb2
@@ -35,6 +35,8 @@ from pacelinepb.v1.store_pb2_grpc import StoreServiceStub
 from support.coordinator import RawSession, run
 from support.http2 import HEADERS, PREFACE, SETTINGS, frame, open_call
 
+ALWAYS = -1
+"""Growth for which a guard looks at connections 20 times a second."""
 HERE, THERE = "127.0.0.1", "127.0.0.2"
 PATIENCE = 20.0
 IGNORED = frame(0xBE, 0, 0, bytes(FREE_BYTES))
@@ -51,13 +53,13 @@ class House:
         guard: of the port.
     """
 
-    def __init__(self, stack: ExitStack, idle: float = 60.0) -> None:
+    def __init__(self, stack: ExitStack, block_s: float = BLOCK_SECONDS) -> None:
         self._stack = stack
         self.listener = stack.enter_context(socket.create_server(("0.0.0.0", 0)))
         self.listener.settimeout(PATIENCE)
         port = self.listener.getsockname()[1]
-        self.callers = Callers(idle)
-        self.guard = MemoryGuard(self.callers, {port})
+        self.callers = Callers(60.0)
+        self.guard = MemoryGuard(self.callers, {port}, growth_bytes=ALWAYS, block_s=block_s)
         stack.callback(self.guard.close)
         self._address = (HERE, port)
 
@@ -78,11 +80,6 @@ def works(pair: tuple[socket.socket, socket.socket]) -> bool:
     caller, ours = pair
     ours.sendall(b"x")
     return caller.recv(1) == b"x"
-
-
-@pytest.fixture(autouse=True)
-def _grown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_guard, "GROWTH_BYTES", -1)  # it looks 20 times a second
 
 
 @pytest.fixture
@@ -108,7 +105,7 @@ def test_only_unproven_connections_that_sent_much_are_cut_off(house: House) -> N
     assert all(works(pair) for pair in (begins, calls, called))
 
 
-def test_an_address_is_blocked_briefly_but_its_connections_stay(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_is_blocked_briefly_but_its_connections_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     blocked = threading.Event()
 
     def blocks(fd: int, blocks: Collection[bytes]) -> None:
@@ -116,10 +113,10 @@ def test_an_address_is_blocked_briefly_but_its_connections_stay(house: House, mo
         blocked.set()
 
     monkeypatch.setattr(memory_guard, "block", blocks)
-    monkeypatch.setattr(memory_guard, "BLOCK_SECONDS", 2.5)  # TCP tries again after 1 s and after 3 s
-    member, _ = house.come(100, THERE), house.come(FREE_BYTES + 1, THERE)
-    assert blocked.wait(PATIENCE)
     with ExitStack() as stack:
+        house = House(stack, block_s=2.5)  # TCP tries again after 1 s and after 3 s
+        member, _ = house.come(100, THERE), house.come(FREE_BYTES + 1, THERE)
+        assert blocked.wait(PATIENCE)
         again = stack.enter_context(socket.socket())
         again.bind((THERE, 0))
         again.setblocking(False)
@@ -131,7 +128,7 @@ def test_an_address_is_blocked_briefly_but_its_connections_stay(house: House, mo
         assert not again.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
 
 
-def test_a_listener_opened_later_is_blocked_as_well(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listener_opened_later_is_blocked_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     """A door that moves to another port opens a new one."""
     blocked = threading.Event()
 
@@ -139,10 +136,10 @@ def test_a_listener_opened_later_is_blocked_as_well(house: House, monkeypatch: p
         if fd == later.fileno() and blocks:
             blocked.set()
 
-    with socket.create_server((HERE, 0)) as later:
+    with ExitStack() as stack, socket.create_server((HERE, 0)) as later:
         later.setblocking(False)
         monkeypatch.setattr(memory_guard, "block", blocks)
-        monkeypatch.setattr(memory_guard, "BLOCK_SECONDS", PATIENCE)
+        house = House(stack, block_s=PATIENCE)
         with pytest.raises(ConnectionResetError):
             house.come(FREE_BYTES + 1)[0].recv(1)
         assert not blocked.is_set()
@@ -208,6 +205,12 @@ def test_a_block_of_an_ipv6_address_covers_its_network() -> None:
     assert memory_guard._MOST_BLOCKED <= 60, "`block` takes no more"
 
 
+def watch(guard: MemoryGuard | None) -> None:
+    """From now on the guard of a coordinator or a door looks at connections as if its process always grew."""
+    assert guard is not None
+    guard._looks = Looks(growth_bytes=ALWAYS)
+
+
 def look(port: int) -> None:
     """Returns when the guard of this port has looked at all connections: when it has cut off two, one after another."""
     for origin in ("127.0.0.2", "127.0.0.3"):
@@ -233,6 +236,7 @@ async def serving(observer: Observer | None = None) -> AsyncIterator[tuple[Coord
     coordinator._callers._idle = PATIENCE  # this machine may be slow
     try:
         address = await coordinator.start()
+        watch(coordinator._guard)
         async with aio.insecure_channel(address) as channel:
             yield coordinator, parse_endpoint(address).port, channel
     finally:
@@ -293,6 +297,7 @@ def test_a_link_is_not_cut_off_at_a_door() -> None:
         return float(group.all_reduce(np.ones(50_000))[-1])
 
     def forget(door: Door) -> None:
+        watch(door._guard)
         door._callers._idle = 0.0  # the Hello of the link is long ago
 
     with mixed_world([Place(links=("grpc",))] * 2, prepare=forget) as world:
@@ -309,6 +314,7 @@ def test_a_member_is_not_cut_off_at_a_door_between_its_calls() -> None:
         door = Door("job", IN_THE_CLEAR)
         door._callers._idle = PATIENCE  # this machine may be slow
         port = await door.start(HERE, 0)
+        watch(door._guard)
         async with AsyncExitStack() as stack, aio.insecure_channel(f"{HERE}:{port}") as channel:
             stack.push_async_callback(door.close)
             peer: Any = PeerServiceStub(channel)

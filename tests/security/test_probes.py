@@ -9,17 +9,14 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from paceline_server.services import probes
-from paceline_server.services.probes import MOST_PROBES, PROBE
+from paceline_server.services.probes import MOST_PROBES, PROBE, Probes
 from support.coordinator import run, running
 
 
 @pytest.mark.parametrize("token", ["", "a-token-that-nobody-guesses"])
-def test_the_oldest_unfinished_probe_gives_way(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "_PATIENCE_S", 3_600.0)
-
+def test_the_oldest_unfinished_probe_gives_way(token: str) -> None:
     async def main() -> None:
-        async with running(**({"token": token} if token else {})) as channel:
+        async with running(probes=Probes(patience_s=3_600.0), **({"token": token} if token else {})) as channel:
             health: Any = health_pb2_grpc.HealthStub(channel)
             silent: list[Any] = [channel.stream_stream(PROBE)() for _ in range(3 * MOST_PROBES)]
             ends = asyncio.as_completed([call.code() for call in silent])
@@ -35,15 +32,13 @@ def test_the_oldest_unfinished_probe_gives_way(token: str, monkeypatch: pytest.M
     run(main)
 
 
-def test_an_unfinished_probe_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "_PATIENCE_S", 0.05)
-
+def test_an_unfinished_probe_times_out() -> None:
     async def main() -> None:
-        async with running() as channel:
+        async with running(probes=Probes(patience_s=0.05)) as channel:
             call = channel.stream_stream(PROBE)()
             assert (await call.code()).name == "DEADLINE_EXCEEDED"
             assert "a probe takes 0.05 s at most" in await call.details()
-            monkeypatch.setattr(probes, "_PATIENCE_S", 3_600.0)
+        async with running(probes=Probes(patience_s=3_600.0)) as channel:
             call = channel.stream_stream(PROBE)()
             await call.done_writing()
             assert (await call.code()).name == "INVALID_ARGUMENT"
@@ -73,15 +68,14 @@ class Call:
         self.ended = code.name
 
 
-def test_a_connection_with_many_probes_does_not_end_others_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_with_many_probes_does_not_end_others_probes() -> None:
     """As after a flood, when thousands of calls reach the handler before the request of an honest one is read."""
-    monkeypatch.setattr(probes, "_PATIENCE_S", 3_600.0)
 
     async def answer(request: str, context: Call) -> str:
         return f"an answer to a {request}"
 
     async def main() -> None:
-        served = probes.Probes()
+        served = Probes(patience_s=3_600.0)
 
         async def open_one(connection: str) -> tuple[Call, asyncio.Task[None]]:
             call = Call(connection)

@@ -46,7 +46,7 @@ from paceline_protocol.coordinator import Session
 from paceline_protocol.messages import MemberList
 from paceline_server import dispatcher, failover, timers
 from paceline_server.errors import Refused
-from paceline_server.storage import etcd
+from paceline_server.storage.etcd import FENCE_S, EtcdStorage
 from pacelinepb.v1 import session_pb2 as pb
 
 if TYPE_CHECKING:
@@ -304,7 +304,7 @@ def installed(world: World) -> Iterator[None]:
             ),
         ),
         (dispatcher, "AddressProbes", lambda **_: _Knocks(world)),
-        (etcd, "FENCE_S", 1e9 if world.shape.unfenced else etcd.FENCE_S),
+        (failover, "EtcdStorage", functools.partial(EtcdStorage, fence_s=1e9 if world.shape.unfenced else FENCE_S)),
         (failover, "secrets", SimpleNamespace(token_hex=lambda _: f"k{world.number()}")),
         (timers, "_PULSE", _PULSE),
     ]

@@ -39,6 +39,8 @@ from paceline_protocol.coordinator import (
 from paceline_server import Coordinator, ServerSettings
 from paceline_server._grpc import EOF, aio
 from paceline_server.dispatcher import Observer
+from paceline_server.services.admin import AdminLimits
+from paceline_server.services.probes import Probes
 from paceline_server.storage.base import Storage
 from pacelinepb import ERROR_DOMAIN, checks
 from pacelinepb.v1 import session_pb2 as pb
@@ -65,11 +67,18 @@ def run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 @asynccontextmanager
 async def running(
-    storage: Storage | None = None, observer: Observer | None = None, **settings: Any
+    storage: Storage | None = None,
+    observer: Observer | None = None,
+    *,
+    probes: Probes | None = None,
+    admin_limits: AdminLimits | None = None,
+    **settings: Any,
 ) -> AsyncIterator[aio.Channel]:
     """A coordinator on a free port and a channel to it; both are closed at the end."""
     settings.setdefault("listen", "127.0.0.1:0")
-    coordinator = Coordinator(ServerSettings(**settings), storage=storage, observer=observer)
+    coordinator = Coordinator(
+        ServerSettings(**settings), storage=storage, observer=observer, probes=probes, admin_limits=admin_limits
+    )
     address = await coordinator.start()
     try:
         async with aio.insecure_channel(address) as channel:

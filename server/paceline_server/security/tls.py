@@ -191,8 +191,9 @@ FIRST_S = 10.0
 class CertificateKeeper:
     """The certificates in force. If new files cannot be used, it logs an error and the last ones stay in force."""
 
-    def __init__(self, paths: TlsPaths, held: Certificates) -> None:
+    def __init__(self, paths: TlsPaths, held: Certificates, *, look_s: float = LOOK_S) -> None:
         self._paths = paths
+        self._look_s = look_s
         self.held = held
         self._changed: deque[Certificates] = deque(maxlen=1)
         self._trouble = ""
@@ -205,13 +206,13 @@ class CertificateKeeper:
         threading.Thread(target=self._watch, name="paceline-certificates", daemon=True).start()
 
     @classmethod
-    async def open(cls, paths: TlsPaths) -> CertificateKeeper:
-        """Reads the files; raises `TlsUnusable` also if that takes longer than `FIRST_S`."""
+    async def open(cls, paths: TlsPaths, *, look_s: float = LOOK_S, first_s: float = FIRST_S) -> CertificateKeeper:
+        """Reads the files; raises `TlsUnusable` also if that takes longer than `first_s`."""
         try:
-            return cls(paths, await call_apart(paths.read, "paceline-first-certificates", FIRST_S))
+            return cls(paths, await call_apart(paths.read, "paceline-first-certificates", first_s), look_s=look_s)
         except TimeoutError:
             raise TlsUnusable(
-                f"cannot read {paths} within {FIRST_S:g} s. Are they on a network file system that does not answer?"
+                f"cannot read {paths} within {first_s:g} s. Are they on a network file system that does not answer?"
             ) from None
 
     def close(self) -> None:
@@ -237,7 +238,7 @@ class CertificateKeeper:
             _log.error("cannot read %s; the last certificate stays in force", self._paths, exc_info=error)
 
     def _watch(self) -> None:
-        while not self._closed.wait(LOOK_S):
+        while not self._closed.wait(self._look_s):
             try:
                 found = self._paths.read(self.held)
             except Exception as error:  # noqa: BLE001  # nothing above catches it, and the next look may succeed

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -21,18 +22,23 @@ from pacelinepb.private_files import FileTooOpen, read_private
 
 _log = logging.getLogger(__name__)
 
-LOOK_S = 1.0
-"""Seconds between two looks at the file."""
-
-PATIENCE_S = 1.0
-"""Seconds from the beginning of a look for which calls wait for it; after that they use the last tokens."""
-
-FIRST_S = 10.0
-"""Seconds to wait for the first look, without which the coordinator has no tokens."""
-
 _THREAD = "paceline-tokens"
 
 MAX_FILE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLimits:
+    """How often the file is looked at, and how long a look is waited for."""
+
+    look_s: float = 1.0
+    """Seconds between two looks at the file."""
+
+    patience_s: float = 1.0
+    """Seconds from the beginning of a look for which calls wait for it; after that they use the last tokens."""
+
+    first_s: float = 10.0
+    """Seconds to wait for the first look, without which the coordinator has no tokens."""
 
 
 def read_tokens(path: Path) -> Tokens:
@@ -56,25 +62,28 @@ def read_tokens(path: Path) -> Tokens:
 class TokenKeeper:
     """The tokens in force now, which `read` reads again; None if they never change. Used on one loop."""
 
-    def __init__(self, tokens: Tokens, read: Callable[[], Tokens] | None = None) -> None:
+    def __init__(
+        self, tokens: Tokens, read: Callable[[], Tokens] | None = None, *, limits: TokenLimits = TokenLimits()
+    ) -> None:
         self._tokens = tokens
         self._read = read
+        self._limits = limits
         self._look: asyncio.Task[None] | None = None
         self._began_at = self._looked_at = float("-inf")
         self._hangs = False
         self._trouble = ""
 
     @classmethod
-    async def of_file(cls, path: Path) -> Self:
-        """Makes a keeper of the tokens of a file; raises `TokensUnusable` also if it is not read within `FIRST_S`."""
+    async def of_file(cls, path: Path, *, limits: TokenLimits = TokenLimits()) -> Self:
+        """Makes a keeper of the tokens of a file; raises `TokensUnusable` also if it is not read within `first_s`."""
         try:
-            first = await call_apart(lambda: read_tokens(path), _THREAD, FIRST_S)
+            first = await call_apart(lambda: read_tokens(path), _THREAD, limits.first_s)
         except TimeoutError:
             raise TokensUnusable(
-                f"cannot read the token file {path} within {FIRST_S:g} s. Is it on a network file system that does not "
-                "answer?"
+                f"cannot read the token file {path} within {limits.first_s:g} s. Is it on a network file system that "
+                "does not answer?"
             ) from None
-        return cls(first, lambda: read_tokens(path))
+        return cls(first, lambda: read_tokens(path), limits=limits)
 
     @property
     def last(self) -> Tokens:
@@ -85,15 +94,17 @@ class TokenKeeper:
         """Returns the tokens in force; looks at the file if the last look was a second ago."""
         if self._read is None:
             return self._tokens
-        now = asyncio.get_running_loop().time()
-        if self._look is None and now - self._looked_at >= LOOK_S:
+        now, limits = asyncio.get_running_loop().time(), self._limits
+        if self._look is None and now - self._looked_at >= limits.look_s:
             self._began_at, self._hangs = now, False
             self._look = asyncio.create_task(self._look_at(self._read))
         if self._look is not None and not self._hangs:
-            _, hanging = await asyncio.wait({self._look}, timeout=max(0.0, self._began_at + PATIENCE_S - now))
+            _, hanging = await asyncio.wait({self._look}, timeout=max(0.0, self._began_at + limits.patience_s - now))
             if hanging and not self._hangs:
                 self._hangs = True
-                _log.error("the token file has not been read for %g s; the last tokens stay in force", PATIENCE_S)
+                _log.error(
+                    "the token file has not been read for %g s; the last tokens stay in force", limits.patience_s
+                )
         return self._tokens
 
     async def close(self) -> None:

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -30,19 +31,12 @@ T = TypeVar("T")
 _Context = aio.ServicerContext[Any, Any]
 
 _MOST_PATIENCE_S = 60.0
-_LONGEST_ASK_S = 120.0
-_MOST_UNREAD_S = 60.0
-"""Seconds after `_LONGEST_ASK_S` for an operator to read what is left."""
 
 _MOST_SUM = (1 << 64) - 1
 """The most that a message can say. Members choose their numbers, and the sum of one job's must not fail all others."""
 
 AT_ONCE = 200
 """Members or jobs that are written into an answer before other calls have a turn: 5 to 8 ms."""
-
-_KEPT_S = 200e-6
-"""Seconds, for each member or job of an answer with more, for which the answer is given to others who ask. To write it
-takes 25 us for a member, and up to 40 us for a job, so at most a fifth of a core goes into this."""
 
 _ALL = ""
 """Stands for the list of all jobs where other answers have the name of a job."""
@@ -51,11 +45,28 @@ MOST_LISTED = 1_000
 """The most events in one answer."""
 
 
+@dataclass(frozen=True, slots=True)
+class AdminLimits:
+    """How long answers to operators may take, and how long they are kept."""
+
+    longest_ask_s: float = 120.0
+    """Seconds for members to answer a question, whatever the operator's patience with a silent one."""
+
+    most_unread_s: float = 60.0
+    """Seconds after `longest_ask_s` for an operator to read what is left."""
+
+    kept_s: float = 200e-6
+    """Seconds, for each member or job of an answer with more than `AT_ONCE`, for which the answer is given to others
+    who ask. To write it takes 25 us for a member, and up to 40 us for a job, so at most a fifth of a core goes into
+    this."""
+
+
 class AdminHandlers(AdminServiceServicer):
     """Handlers of pacelinepb.v1.AdminService."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: Dispatcher, limits: AdminLimits = AdminLimits()) -> None:
         self._dispatcher = dispatcher
+        self._limits = limits
         self._answers: dict[str, asyncio.Task[Any]] = {}  # the long ones of the last moment
         self._giving = asyncio.Lock()
 
@@ -77,7 +88,7 @@ class AdminHandlers(AdminServiceServicer):
                 return await write()
             answer = self._answers[key] = asyncio.create_task(write())
             loop = asyncio.get_running_loop()
-            answer.add_done_callback(lambda _: loop.call_later(_KEPT_S * count, self._answers.pop, key))
+            answer.add_done_callback(lambda _: loop.call_later(self._limits.kept_s * count, self._answers.pop, key))
         await asyncio.shield(answer)
         await self._turn()
         return answer.result()
@@ -154,10 +165,10 @@ class AdminHandlers(AdminServiceServicer):
         if len(request.pids) > MOST_PIDS:
             raise LimitMet(f"an AskMembers request names at most {MOST_PIDS} processes, not {len(request.pids)}")
         by_id = {session.member_id: session for session in sessions}
-        clock, wall = asyncio.get_running_loop().time(), time.time()
-        answers = self._dispatcher.questions.ask(request.job, asked, list(by_id), patience, _LONGEST_ASK_S)
+        clock, wall, limits = asyncio.get_running_loop().time(), time.time(), self._limits
+        answers = self._dispatcher.questions.ask(request.job, asked, list(by_id), patience, limits.longest_ask_s)
         try:
-            async with asyncio.timeout(_LONGEST_ASK_S + _MOST_UNREAD_S), aclosing(answers):
+            async with asyncio.timeout(limits.longest_ask_s + limits.most_unread_s), aclosing(answers):
                 async for answer in answers:
                     session = by_id[answer.member_id]
                     response = pb.AskMembersResponse(

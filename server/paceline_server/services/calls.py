@@ -123,7 +123,7 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
     """Paces all calls but probes, by payer. Messages of a session's stream are paced where they are read.
 
     `payer_of` gives the payer of a call, from its `authorization` and its peer. `callers` is told of the calls that
-    have a valid token, or need none.
+    have a valid token, or need none. `probes` serves the probes.
     """
 
     def __init__(
@@ -133,6 +133,7 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
         payer_of: Callable[[str | None, str], str],
         vitals: Vitals,
         callers: Callers,
+        probes: Probes,
     ) -> None:
         self._pacers = Pacers(settings.call_rate, settings.call_burst, _MOST_PAYERS)
         self._settings = settings
@@ -140,7 +141,7 @@ class PacingInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not
         self._payer_of = payer_of
         self._vitals = vitals
         self._callers = callers
-        self._probes = Probes()
+        self._probes = probes
 
     async def intercept_service(
         self,

@@ -23,15 +23,16 @@ _PATIENCE_S = 10.0
 
 
 class Probes:
-    """All open probes."""
+    """All open probes. Each may take `patience_s` seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, patience_s: float = _PATIENCE_S) -> None:
+        self._patience_s = patience_s
         self._open: Places[asyncio.Timeout] = Places(MOST_PROBES)
 
     async def serve(self, inner: Any, context: aio.ServicerContext[Any, Any]) -> None:
-        """Answers a probe through its handler, or ends it after `_PATIENCE_S` or to make room for another."""
+        """Answers a probe through its handler, or ends it after `patience_s` or to make room for another."""
         try:
-            async with asyncio.timeout(_PATIENCE_S) as limit:
+            async with asyncio.timeout(self._patience_s) as limit:
                 if (oldest := self._open.take(context.peer(), limit)) is not None:
                     oldest.reschedule(asyncio.get_running_loop().time())
                 try:
@@ -43,7 +44,7 @@ class Probes:
                     self._open.free(limit)
         except TimeoutError:
             text = (
-                f"a probe takes {_PATIENCE_S:g} s at most; if more than {MOST_PROBES} are open, the oldest one of "
+                f"a probe takes {self._patience_s:g} s at most; if more than {MOST_PROBES} are open, the oldest one of "
                 "the connection with the most probes is ended"
             )
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)

@@ -95,7 +95,7 @@ class EtcdStorage:
 
     `keys` is closed by its creator. `record` is the leader's, as this coordinator wrote it at `revision`. `on_deposed`
     is called once, with a sentence, as soon as this coordinator knows that it leads no longer; no write is answered
-    before.
+    before. `tick_s` and `fence_s` replace `TICK_S` and `FENCE_S`.
     """
 
     def __init__(
@@ -105,6 +105,9 @@ class EtcdStorage:
         record: LeaderRecord,
         revision: int,
         on_deposed: Callable[[str], None] = lambda _: None,
+        *,
+        tick_s: float = TICK_S,
+        fence_s: float = FENCE_S,
     ) -> None:
         self.epoch = record.epoch
         self._keys = keys
@@ -112,6 +115,7 @@ class EtcdStorage:
         self._record = record
         self._revision, self._held = revision, record.to_bytes()
         self._on_deposed = on_deposed
+        self._tick_s, self._fence_s = tick_s, fence_s
         self._jobs = MemoryStorage()  # what is stored, with the batch that is being stored
         self._waiting: deque[_Write] = deque()
         self._wake = asyncio.Event()
@@ -159,7 +163,7 @@ class EtcdStorage:
     @property
     def is_sure(self) -> bool:
         """True if a batch was stored so recently that no standby has tried to take over yet."""
-        return not self._deposed and asyncio.get_running_loop().time() - self._stored_at < FENCE_S
+        return not self._deposed and asyncio.get_running_loop().time() - self._stored_at < self._fence_s
 
     async def resign(self) -> None:
         """Stores what is queued, and then a record without an address: a standby takes over at once."""
@@ -191,7 +195,7 @@ class EtcdStorage:
                     return
                 self._wake.clear()
                 try:
-                    async with asyncio.timeout(TICK_S):
+                    async with asyncio.timeout(self._tick_s):
                         await self._wake.wait()
                 except TimeoutError:
                     pass
@@ -287,7 +291,7 @@ class EtcdStorage:
             except KeysUnavailable as error:
                 tries += 1
                 # After this process was frozen the first try fails in any case.
-                if tries > 1 and loop.time() - self._stored_at > FENCE_S:
+                if tries > 1 and loop.time() - self._stored_at > self._fence_s:
                     raise _Deposed(
                         f"nothing could be stored for {loop.time() - self._stored_at:.1f} s: {error}"
                     ) from None

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from paceline_server.errors import NotLeader
-from paceline_server.storage import etcd
 from paceline_server.storage.base import FinishedStored, KeySet, StateUnusable, StoreCleared, StoredJob, ViewFormed
 from paceline_server.storage.etcd import EtcdStorage, leader_key
 from paceline_server.storage.shared_keys import Item, KeysRefused, KeysUnavailable, LeaderRecord
@@ -23,7 +22,7 @@ from support.views import view
 class Leader:
     """A storage of one epoch, and what it was told."""
 
-    def __init__(self, node: Node, epoch: int = 1) -> None:
+    def __init__(self, node: Node, epoch: int = 1, **times: float) -> None:
         self.keys = MemoryKeys(node)
         self.why: list[str] = []
         key = leader_key("p")
@@ -31,7 +30,7 @@ class Leader:
         record = LeaderRecord(epoch, f"k{epoch}", f"k{epoch}:7400")
         revision = node.swap(key, 0 if found is None else found.revision, record.to_bytes(), {}, ())
         assert isinstance(revision, int)
-        self.storage = EtcdStorage(self.keys, "p", record, revision, self.why.append)
+        self.storage = EtcdStorage(self.keys, "p", record, revision, self.why.append, **times)
 
 
 async def load(node: Node) -> list[StoredJob]:
@@ -107,9 +106,9 @@ def test_a_delayed_duplicate_of_a_batch_is_ignored() -> None:
     run(main)
 
 
-def test_a_leader_that_cannot_store_gives_up_after_the_fence_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leader_that_cannot_store_gives_up_after_the_fence_time() -> None:
     async def main() -> None:
-        leader = Leader(Node())
+        leader = Leader(Node(), fence_s=0.1)
         await leader.storage.load()
         leader.keys.away = True
         with pytest.raises(NotLeader):
@@ -117,7 +116,6 @@ def test_a_leader_that_cannot_store_gives_up_after_the_fence_time(monkeypatch: p
         assert leader.why[0].startswith("nothing could be stored for 0.1 s: nobody answers")
         await leader.storage.close()
 
-    monkeypatch.setattr(etcd, "FENCE_S", 0.1)
     run(main)
 
 
@@ -147,23 +145,21 @@ def test_a_leader_that_cannot_read_its_state_after_a_refusal_steps_down(error: E
     run(main)
 
 
-def test_a_leader_is_sure_only_within_the_fence_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leader_is_sure_only_within_the_fence_time() -> None:
     async def main() -> None:
-        leader = Leader(Node())
-        await leader.storage.load()
-        assert leader.storage.is_sure
-        monkeypatch.setattr(etcd, "FENCE_S", 0.0)
-        assert not leader.storage.is_sure
-        monkeypatch.undo()
-        await leader.storage.close()
+        for fence_s, is_sure in ((60.0, True), (0.0, False)):
+            leader = Leader(Node(), fence_s=fence_s)
+            await leader.storage.load()
+            assert leader.storage.is_sure is is_sure
+            await leader.storage.close()
 
     run(main)
 
 
-def test_an_idle_leader_renews_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_leader_renews_its_record() -> None:
     async def main() -> None:
         node = Node()
-        leader = Leader(node)
+        leader = Leader(node, tick_s=0.01)
         seen: list[int] = []
         twice = asyncio.Event()
 
@@ -178,14 +174,13 @@ def test_an_idle_leader_renews_its_record(monkeypatch: pytest.MonkeyPatch) -> No
         assert seen == [2, 3]
         await leader.storage.close()
 
-    monkeypatch.setattr(etcd, "TICK_S", 0.01)
     run(main)
 
 
-def test_a_leader_keeps_renewing_its_record_during_a_long_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leader_keeps_renewing_its_record_during_a_long_load() -> None:
     async def main() -> None:
         node = Node()
-        leader = Leader(node)
+        leader = Leader(node, tick_s=0.01)
         stored: list[int] = []
         five = asyncio.Event()
 
@@ -205,7 +200,6 @@ def test_a_leader_keeps_renewing_its_record_during_a_long_load(monkeypatch: pyte
         assert not leader.why
         await leader.storage.close()
 
-    monkeypatch.setattr(etcd, "TICK_S", 0.01)
     run(main)
 
 

@@ -17,7 +17,7 @@ from paceline_protocol.coordinator import LeftJob, Membership
 from paceline_server.dispatcher import Dispatcher
 from paceline_server.errors import LimitMet, NotFound
 from paceline_server.services import admin
-from paceline_server.services.admin import AdminHandlers
+from paceline_server.services.admin import AdminHandlers, AdminLimits
 from paceline_server.settings import ServerSettings
 from paceline_server.storage.memory import MemoryStorage
 from paceline_server.streams import SessionStream
@@ -28,7 +28,7 @@ from pacelinepb.v1 import session_pb2 as pb
 from support.counted_lines import lines_of
 
 MANY = 1_000
-FOREVER = 1e6
+FOREVER = AdminLimits(kept_s=1e6)
 
 
 def run(main: Callable[[Dispatcher], Awaitable[None]], **settings: Any) -> None:
@@ -107,14 +107,10 @@ def test_the_job_page_yields_the_loop_while_converting_many_members(monkeypatch:
     run(main)
 
 
-def test_callers_of_get_job_share_one_answer_about_a_large_job(
-    monkeypatch: pytest.MonkeyPatch, written: list[str]
-) -> None:
-    monkeypatch.setattr(admin, "_KEPT_S", FOREVER)
-
+def test_callers_of_get_job_share_one_answer_about_a_large_job(written: list[str]) -> None:
     async def main(dispatcher: Dispatcher) -> None:
         register(dispatcher, "job", MANY)
-        handlers, request = AdminHandlers(dispatcher), admin_pb2.GetJobRequest(job="job")
+        handlers, request = AdminHandlers(dispatcher, FOREVER), admin_pb2.GetJobRequest(job="job")
         calls = [asyncio.ensure_future(handlers.GetJob(request)) for _ in range(20)]
         await asyncio.sleep(0)
         calls[0].cancel()  # others wait for what it has begun
@@ -128,12 +124,10 @@ def test_callers_of_get_job_share_one_answer_about_a_large_job(
     run(main)
 
 
-def test_a_shared_answer_expires_and_is_rebuilt(monkeypatch: pytest.MonkeyPatch, written: list[str]) -> None:
-    monkeypatch.setattr(admin, "_KEPT_S", 0.0)
-
+def test_a_shared_answer_expires_and_is_rebuilt(written: list[str]) -> None:
     async def main(dispatcher: Dispatcher) -> None:
         register(dispatcher, "job", MANY)
-        handlers, request = AdminHandlers(dispatcher), admin_pb2.GetJobRequest(job="job")
+        handlers, request = AdminHandlers(dispatcher, AdminLimits(kept_s=0.0)), admin_pb2.GetJobRequest(job="job")
         first = await handlers.GetJob(request)
         for _ in range(5):
             await asyncio.sleep(0)
@@ -143,11 +137,9 @@ def test_a_shared_answer_expires_and_is_rebuilt(monkeypatch: pytest.MonkeyPatch,
     run(main)
 
 
-def test_an_answer_about_a_small_job_is_never_stale(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admin, "_KEPT_S", FOREVER)
-
+def test_an_answer_about_a_small_job_is_never_stale() -> None:
     async def main(dispatcher: Dispatcher) -> None:
-        handlers, request = AdminHandlers(dispatcher), admin_pb2.GetJobRequest(job="job")
+        handlers, request = AdminHandlers(dispatcher, FOREVER), admin_pb2.GetJobRequest(job="job")
         for count in range(1, 4):
             register(dispatcher, "job", 1)
             assert len((await handlers.GetJob(request)).members) == count
@@ -197,13 +189,11 @@ def test_a_job_that_ends_while_jobs_are_listed_is_left_out() -> None:
     run(main)
 
 
-def test_callers_share_one_list_of_many_jobs(monkeypatch: pytest.MonkeyPatch, listed: list[str]) -> None:
-    monkeypatch.setattr(admin, "_KEPT_S", FOREVER)
-
+def test_callers_share_one_list_of_many_jobs(listed: list[str]) -> None:
     async def main(dispatcher: Dispatcher) -> None:
         for number in range(300):
             register(dispatcher, f"job-{number}", 1)
-        handlers = AdminHandlers(dispatcher)
+        handlers = AdminHandlers(dispatcher, FOREVER)
         answers = await asyncio.gather(*(handlers.ListJobs(admin_pb2.ListJobsRequest()) for _ in range(20)))
         answers.append(await handlers.ListJobs(admin_pb2.ListJobsRequest()))
         assert {len(answer.jobs) for answer in answers} == {300}

@@ -65,9 +65,8 @@ def test_answers_is_true_only_when_bytes_arrive(monkeypatch: pytest.MonkeyPatch)
     wire = Wire(monkeypatch, **ends, **{"10.0.0.5": OSError("no route"), "10.0.0.6": ConnectionResetError()})
     assert asyncio.run(answers("10.0.0.1:1", b"hello"))
     assert wire.sent == b"hello"
-    monkeypatch.setattr(probe_address, "_TIMEOUT_S", 0.05)
     for host in (2, 3, 4, 5, 6):
-        assert not asyncio.run(answers(f"10.0.0.{host}:1", b""))
+        assert not asyncio.run(answers(f"10.0.0.{host}:1", b"", timeout_s=0.05))
 
 
 def name(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
@@ -88,12 +87,11 @@ def test_answers_is_true_if_one_address_of_a_name_answers(monkeypatch: pytest.Mo
 
 
 def test_an_answer_does_not_wait_for_silent_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe_address, "_TIMEOUT_S", 600.0)
     name(monkeypatch, "10.0.0.1", "10.0.0.2", "10.0.0.3")
 
     async def ask() -> bool:
         Wire(monkeypatch, **{"10.0.0.1": asyncio.Event(), "10.0.0.2": b"\0", "10.0.0.3": asyncio.Event()})
-        answer = await asyncio.wait_for(answers("node:1", b""), 10.0)
+        answer = await asyncio.wait_for(answers("node:1", b"", timeout_s=600.0), 10.0)
         for task in asyncio.all_tasks() - {asyncio.current_task()}:  # nobody asks any more
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait_for(task, 10.0)
@@ -138,11 +136,10 @@ def test_is_refused_requires_all_addresses_of_a_name_to_refuse(monkeypatch: pyte
 def test_a_stalled_resolver_does_not_exceed_the_probe_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many names too: neither asyncio's pool nor the end of the loop waits for them, and threads are bounded."""
     release = threading.Event()
-    monkeypatch.setattr(probe_address, "_TIMEOUT_S", 0.05)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: release.wait(20) and [])
 
     async def ask() -> None:
-        asking = [asyncio.ensure_future(is_refused(f"dead-{n}:1")) for n in range(100)]
+        asking = [asyncio.ensure_future(is_refused(f"dead-{n}:1", timeout_s=0.05)) for n in range(100)]
         await asyncio.sleep(0)
         assert await asyncio.to_thread(int, "7") == 7
         assert not any(await asyncio.gather(*asking))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from unit.server.test_etcd_storage import Leader
 
-from paceline_server import dispatcher, election, failover
+from paceline_server import dispatcher, failover
 from paceline_server.dispatcher import Dispatcher
 from paceline_server.errors import NotLeader
 from paceline_server.failover import Candidacy, FailoverCoordinator
@@ -215,19 +215,15 @@ def test_a_new_epoch_exceeds_all_seen_even_if_the_record_is_lost() -> None:
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_a_standby_logs_once_that_etcd_refuses_writes(
-    silent: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_standby_logs_once_that_etcd_refuses_writes(silent: bool, caplog: pytest.LogCaptureFixture) -> None:
     """A full etcd answers each look and refuses each try. Once it has room again, the next trouble is said too."""
-    monkeypatch.setattr(failover, "LOOK_S", 0.001)
-    monkeypatch.setattr(election, "FENCE_S", 0.01)
     caplog.set_level("INFO", "paceline_server.failover")
 
     async def main() -> None:
         keys = MemoryKeys(Node())
         if silent:  # for longer with each look
             keys.node.swap(leader_key("p"), 0, LeaderRecord(1, "other", "k:2").to_bytes(), {}, ())
-        candidacy = Candidacy(keys, "p", "me", "k:1")
+        candidacy = Candidacy(keys, "p", "me", "k:1", look_s=0.001, fence_s=0.01)
         tries = []
 
         def refuse() -> None:
@@ -261,11 +257,7 @@ def test_a_standby_refuses_to_start_with_a_later_state_format() -> None:
     run(main)
 
 
-def test_a_standby_does_not_take_over_while_the_format_is_too_new(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(failover, "LOOK_S", 0.001)
-
+def test_a_standby_does_not_take_over_while_the_format_is_too_new(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         keys = MemoryKeys(Node())
         keys.node.items[_LATER.key] = _LATER
@@ -282,7 +274,7 @@ def test_a_standby_does_not_take_over_while_the_format_is_too_new(
             return await honest(key)
 
         keys.get = get  # type: ignore[method-assign]
-        await Candidacy(keys, "p", "me", "k:1").win()
+        await Candidacy(keys, "p", "me", "k:1", look_s=0.001).win()
         assert sum(_SAYS in record.getMessage() for record in caplog.records) == 1
 
     run(main)

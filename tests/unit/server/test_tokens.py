@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from paceline_server.errors import PermissionDenied, Unauthenticated
 from paceline_server.security import token_file
-from paceline_server.security.token_file import TokenKeeper, read_tokens
+from paceline_server.security.token_file import TokenKeeper, TokenLimits, read_tokens
 from paceline_server.security.tokens import MAX_TOKENS, Grant, Role, Tokens, TokensUnusable, exposure
 from paceline_server.services.authenticate import JOB_OF, LIST_JOBS, role_for
 from paceline_server.settings import ServerSettings, token_settings
@@ -182,7 +182,7 @@ def rotation(steps: list[Callable[[], object]], path: Path) -> list[Tokens]:
     """The tokens in force after each step."""
 
     async def main() -> list[Tokens]:
-        keeper = TokenKeeper(read_tokens(path), lambda: read_tokens(path))
+        keeper = TokenKeeper(read_tokens(path), lambda: read_tokens(path), limits=TokenLimits(look_s=0.0))
         found = []
         for step in steps:
             step()
@@ -193,10 +193,7 @@ def rotation(steps: list[Callable[[], object]], path: Path) -> list[Tokens]:
     return asyncio.run(main())
 
 
-def test_tokens_are_reloaded_when_their_file_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(token_file, "LOOK_S", 0.0)
+def test_tokens_are_reloaded_when_their_file_changes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "tokens"
     path.touch(0o600)
     path.write_text(ALL)
@@ -223,8 +220,7 @@ def test_tokens_are_reloaded_when_their_file_changes(
     assert not any(token in caplog.text for token in (ALL, ONE, "short"))
 
 
-def test_concurrent_callers_share_one_read_of_the_token_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_file, "LOOK_S", 3_600.0)  # no second passes
+def test_concurrent_callers_share_one_read_of_the_token_file() -> None:
     looks: list[None] = []
 
     def read() -> Tokens:
@@ -232,7 +228,7 @@ def test_concurrent_callers_share_one_read_of_the_token_file(monkeypatch: pytest
         return Tokens.single(ALL)
 
     async def main() -> None:
-        keeper = TokenKeeper(Tokens.single(ALL), read)
+        keeper = TokenKeeper(Tokens.single(ALL), read, limits=TokenLimits(look_s=3_600.0))  # no second passes
         await asyncio.gather(*(keeper.current() for _ in range(50)))
         await keeper.current()
 
@@ -241,10 +237,8 @@ def test_concurrent_callers_share_one_read_of_the_token_file(monkeypatch: pytest
 
 
 def test_a_hanging_read_of_the_token_file_delays_callers_only_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(token_file, "LOOK_S", 0.0)
-    monkeypatch.setattr(token_file, "PATIENCE_S", 0.2)
     path = tmp_path / "tokens"
     path.touch(0o600)
     path.write_text(ALL)
@@ -255,7 +249,7 @@ def test_a_hanging_read_of_the_token_file_delays_callers_only_once(
         return read_tokens(path)
 
     async def main() -> None:
-        keeper = TokenKeeper(read_tokens(path), read)
+        keeper = TokenKeeper(read_tokens(path), read, limits=TokenLimits(look_s=0.0, patience_s=0.2))
         with hanging(path):
             began = time.monotonic()
             found = await asyncio.gather(*(keeper.current() for _ in range(100)))
