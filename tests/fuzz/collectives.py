@@ -13,14 +13,17 @@ import numpy as np
 from fuzz.decoders import SEGMENT
 from fuzz.wire import ScriptedMesh, pack_frames, unpack_frames
 from paceline._base.arrays import Array
+from paceline._collectives.mailbox import Mailbox
 from paceline._group import Group
+from paceline._links.base import Mesh
 from paceline._links.faulty import FaultyMesh
 from paceline._links.frame import Frame
 from paceline._links.local import local_meshes
 from paceline.config import Config
 from paceline.errors import LimitExceeded, OperationTimeout, PacelineError, SizeMismatch, UnsupportedOp
+from support.parts import be_patient
 
-__all__ = ["SEEDS", "collective", "receive", "short_frames"]
+__all__ = ["SEEDS", "collective", "fuzzed_group", "receive", "short_frames"]
 
 N = 640
 """Elements of each float32 argument: 2,560 bytes, three frames."""
@@ -71,15 +74,21 @@ _CALLS: tuple[_Call, ...] = (
 
 @contextlib.contextmanager
 def short_frames() -> Iterator[None]:
-    """Short frames, small arrays, and little patience."""
+    """Short frames of collectives, and small arrays."""
     with (
         mock.patch("paceline._base.arrays.MAX_ARRAY_BYTES", 4 << 20),
         mock.patch("paceline._collectives.gather_tasks.MAX_ARRAY_BYTES", 4 << 20),
         mock.patch("paceline._collectives.tasks.SEGMENT_BYTES", SEGMENT),
-        mock.patch("paceline._collectives.mailbox.SEGMENT_BYTES", SEGMENT),
-        mock.patch("paceline._collectives.exchange.PATIENCE", 0.0005),
     ):
         yield
+
+
+def fuzzed_group(mesh: Mesh) -> Group:
+    """A group with short frames of messages, and little patience."""
+    group = Group(mesh, Config())
+    group._bound._mailbox = Mailbox(mesh, segment_bytes=SEGMENT)
+    be_patient(group, 0.0005)
+    return group
 
 
 def collective(data: bytes) -> None:
@@ -88,7 +97,7 @@ def collective(data: bytes) -> None:
         return
     call = _CALLS[data[0] % len(_CALLS)]
     mesh = ScriptedMesh(list(unpack_frames(data[2:])), data[1] % 4)
-    group = Group(mesh, Config())
+    group = fuzzed_group(mesh)
     memory = np.full(call.out + 2 * _PAD, _GUARD, np.float32)
     x = _X.copy()
     with short_frames():
@@ -118,7 +127,7 @@ def receive(data: bytes) -> None:
     if len(data) < 2:
         return
     mesh = ScriptedMesh(list(unpack_frames(data[2:])), data[1] % 4)
-    group = Group(mesh, Config())
+    group = fuzzed_group(mesh)
     memory = np.full(N + 2 * _PAD, _GUARD, np.float32)
     out = memory[_PAD : _PAD + N] if data[0] & 1 else None
     src = 0 if data[0] & 2 else None
@@ -148,7 +157,7 @@ def _conversation(theirs: Callable[[Group], Any], mine: Callable[[Group], Any]) 
         return frame
 
     meshes = local_meshes(2)
-    groups = [Group(FaultyMesh(meshes[0], note), Config()), Group(meshes[1], Config())]
+    groups = [fuzzed_group(FaultyMesh(meshes[0], note)), fuzzed_group(meshes[1])]
     with short_frames():
         other = Thread(target=theirs, args=(groups[0],), daemon=True)
         other.start()

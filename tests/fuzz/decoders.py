@@ -7,9 +7,9 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
-from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -107,28 +107,27 @@ def _footprint(o: Any) -> int:
 
 def messages(data: bytes) -> None:
     """No message ever has more bytes, or other ones, than its first frame announced."""
-    with mock.patch("paceline._collectives.mailbox.SEGMENT_BYTES", SEGMENT):
-        assembler, taken, payload = Assembler(0), 0, b""
-        for each in unpack_frames(data):
-            try:
-                message = assembler.add(each)
-            except ValueError:
-                return
-            payload = (b"" if each.part == 0 else payload) + bytes(each.payload)
-            under_way = message or assembler._message
-            assert under_way is not None
-            nbytes = prod(under_way.shape) * under_way.dtype.itemsize
-            assert under_way.weight == len(payload) + 1024
-            assert under_way.missing == nbytes - len(payload) >= 0
-            assert len(under_way.payloads) <= max(1, len(payload))
-            if message is None:
-                continue
-            taken += 1
-            assert each.operation >= taken
-            assert message.missing == 0
-            result = np.empty(message.shape, message.dtype)
-            message.unpack(result)
-            assert result.tobytes() == payload
+    assembler, taken, payload = Assembler(0, segment_bytes=SEGMENT), 0, b""
+    for each in unpack_frames(data):
+        try:
+            message = assembler.add(each)
+        except ValueError:
+            return
+        payload = (b"" if each.part == 0 else payload) + bytes(each.payload)
+        under_way = message or assembler._message
+        assert under_way is not None
+        nbytes = prod(under_way.shape) * under_way.dtype.itemsize
+        assert under_way.weight == len(payload) + 1024
+        assert under_way.missing == nbytes - len(payload) >= 0
+        assert len(under_way.payloads) <= max(1, len(payload))
+        if message is None:
+            continue
+        taken += 1
+        assert each.operation >= taken
+        assert message.missing == 0
+        result = np.empty(message.shape, message.dtype)
+        message.unpack(result)
+        assert result.tobytes() == payload
 
 
 def verdict(data: bytes) -> None:
@@ -247,9 +246,9 @@ def _object_seeds() -> Sequence[bytes]:
 
 def _message_seeds() -> Sequence[bytes]:
     arrays = [np.arange(320, dtype=np.float64), np.empty((0, 2), np.int8), np.ones((), bool)]
-    with mock.patch("paceline._collectives.mailbox.SEGMENT_BYTES", SEGMENT):
-        whole = [f for number, array in enumerate(arrays, 1) for f in to_frames(array, number, 1, number)]
-        given_up = [*list(to_frames(arrays[0], 1, 1, 1))[:2], *to_frames(arrays[2], 1, 1, 2)]
+    frames = partial(to_frames, segment_bytes=SEGMENT)
+    whole = [f for number, array in enumerate(arrays, 1) for f in frames(array, number, 1, number)]
+    given_up = [*list(frames(arrays[0], 1, 1, 1))[:2], *frames(arrays[2], 1, 1, 2)]
     return [pack_frames(whole), pack_frames(given_up)]
 
 

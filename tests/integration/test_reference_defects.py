@@ -32,14 +32,13 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 
 import paceline
 from paceline._base.waits import loop_thread
-from paceline._collectives import exchange
+from paceline._collectives.exchange import PATIENCE
 from paceline._collectives.schedules import SCHEDULES
 from paceline._group import Group
 from paceline._links import grpc_mesh
@@ -195,7 +194,7 @@ DISAGREE: dict[str, tuple[Callable[[Group], object], Callable[[Group], object], 
 }
 
 
-def check_told(name: str, world: int, link: str) -> None:
+def check_told(name: str, world: int, link: str, patience_s: float = PATIENCE) -> None:
     first, other, *facts = DISAGREE[name]
     odd = world - 1
 
@@ -203,7 +202,7 @@ def check_told(name: str, world: int, link: str) -> None:
         (other if group.rank == odd else first)(group)
         group.barrier()
 
-    raised = errors_over(link, world, call)
+    raised = errors_over(link, world, call, patience_s=patience_s)
     for error in raised:
         assert isinstance(error, CollectiveMismatch), raised
         for fact in (*facts, f"rank {odd} ("):
@@ -217,8 +216,7 @@ def check_told(name: str, world: int, link: str) -> None:
 
 @pytest.mark.parametrize("name", DISAGREE)
 def test_2_a_mismatch_names_both_calls(name: str, link: str) -> None:
-    with mock.patch("paceline._collectives.exchange.PATIENCE", 0.05):
-        check_told(name, 2, link)
+    check_told(name, 2, link, patience_s=0.05)
 
 
 @pytest.mark.slow
@@ -237,8 +235,7 @@ def test_2_a_mismatch_is_found_while_links_are_still_being_dialed(link: str, mon
         return await dial(*arguments)
 
     monkeypatch.setattr(grpc_mesh, "dial", late)
-    monkeypatch.setattr(exchange, "PATIENCE", 0.05)
-    for error in errors_over(link, 2, lambda group: group.gather(X, root=group.rank)):
+    for error in errors_over(link, 2, lambda group: group.gather(X, root=group.rank), patience_s=0.05):
         assert isinstance(error, CollectiveMismatch)
 
 

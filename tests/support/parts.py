@@ -16,7 +16,7 @@ from paceline._links.base import Mesh
 from paceline._links.local import LocalMesh, local_meshes
 from paceline.config import Config
 
-__all__ = ["SOON", "at_once", "each", "local_mesh", "on_hosts", "total", "world_of"]
+__all__ = ["SOON", "at_once", "be_patient", "each", "local_mesh", "on_hosts", "total", "world_of"]
 
 SOON = Config(failure_timeout=0.6)
 
@@ -44,6 +44,11 @@ def at_once(doings: Sequence[Callable[[], Any]], seconds: float = 15.0) -> list[
 def each(groups: Sequence[Group], do: Callable[[Group], Any]) -> list[Any]:
     """What every rank does at the same time."""
     return at_once([lambda group=group: do(group) for group in groups])
+
+
+def be_patient(group: Group, patience_s: float) -> None:
+    """Sets how long the group's collectives wait before they look around, in this generation."""
+    group._bound.engine._exchange.patience_s = patience_s
 
 
 def total(group: Group) -> Any:

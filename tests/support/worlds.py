@@ -16,6 +16,7 @@ import pytest
 
 from paceline._collectives.choose import choose as choose_by_rules
 from paceline._collectives.choose import only
+from paceline._collectives.exchange import PATIENCE
 from paceline._collectives.schedules import SCHEDULES
 from paceline._group import Group
 from paceline._links.faulty import FaultyMesh, Tamper
@@ -23,6 +24,7 @@ from paceline.config import Config
 from paceline.errors import PacelineError
 from paceline.testing import local_groups, run_groups
 from support.grpc_pair import grpc_world
+from support.parts import be_patient
 
 __all__ = [
     "EACH_LINK",
@@ -112,11 +114,12 @@ def run_over(
 
 
 def errors_over(
-    link: str, world: int, fn: Callable[[Group], object], *, timeout: float = 30.0
+    link: str, world: int, fn: Callable[[Group], object], *, patience_s: float = PATIENCE, timeout: float = 30.0
 ) -> list[PacelineError | None]:
-    """What each rank raises, None for one that does not."""
+    """What each rank raises, None for one that does not; each looks around when it has waited for `patience_s`."""
 
     def rank(group: Group) -> PacelineError | None:
+        be_patient(group, patience_s)
         try:
             fn(group)
         except PacelineError as error:

@@ -49,12 +49,13 @@ class Exchange:
 
     Calls raise `Disagreement` if some rank is in another call than this member, and otherwise what `Link` raises.
     `lent` has the ranks that may still read arrays lent to them. `releasing` is the rank that took back an array while
-    this member read it.
+    this member read it. `patience_s` is how long a call waits before it looks around.
     """
 
-    def __init__(self, mesh: Mesh, history: History) -> None:
+    def __init__(self, mesh: Mesh, history: History, *, patience_s: float = PATIENCE) -> None:
         self._mesh = mesh
         self._history = history
+        self.patience_s = patience_s
         self.lent: set[int] = set()
         self.releasing: int | None = None
         self._taken: dict[int, None] = {}  # ranks from which a received frame may not be released yet
@@ -83,7 +84,7 @@ class Exchange:
     def _patiently(self, act: Callable[..., M], deadline: float, *args: object) -> M:
         """Calls `act(*args, until)` with short deadlines until it succeeds, and looks around in between."""
         while True:
-            until = monotonic() + PATIENCE
+            until = monotonic() + self.patience_s
             try:
                 return act(*args, until if until < deadline else deadline)
             except LinkTimeout:
@@ -122,7 +123,7 @@ class Exchange:
         while True:
             if self._early and (early := self._early.pop(peer, None)) is not None:
                 return early
-            until = monotonic() + PATIENCE
+            until = monotonic() + self.patience_s
             try:
                 frame = receive(until if until < deadline else deadline, *args)
             except LinkTimeout:
@@ -183,8 +184,8 @@ class Exchange:
         compared = threading.Event()
         self._mesh.fault.on_failure(compared.set)
         self._tell(self.link(peer))
-        # The rank looks around only after it has waited for PATIENCE. Other ranks' deadlines are close to ours.
-        compared.wait(max(0.0, min(PATIENCE + 0.5, (deadline - monotonic()) / 2)))
+        # The rank looks around only after it has waited for `patience_s`. Other ranks' deadlines are close to ours.
+        compared.wait(max(0.0, min(self.patience_s + 0.5, (deadline - monotonic()) / 2)))
         self._mesh.fault.forget(compared.set)
         self._mesh.fault.check()
 

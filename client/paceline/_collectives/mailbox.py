@@ -58,20 +58,23 @@ class ArrayMessage:
             at += len(payload)
 
 
-def to_frames(x: Array, tag: int, generation: int, number: int) -> Iterator[Frame]:
+def to_frames(
+    x: Array, tag: int, generation: int, number: int, *, segment_bytes: int = SEGMENT_BYTES
+) -> Iterator[Frame]:
     """Yields the frames of a message; payloads are views of `x` if its layout allows (errors: `Signature.encode`)."""
     signature = Signature("send", f"tag={tag}", native(x.dtype), x.shape).encode()
     data = as_bytes(as_flat(x))
-    for part, at in enumerate(range(0, max(1, len(data)), SEGMENT_BYTES)):
-        yield Frame(FrameKind.DATA, generation, number, part, signature, data[at : at + SEGMENT_BYTES])
+    for part, at in enumerate(range(0, max(1, len(data)), segment_bytes)):
+        yield Frame(FrameKind.DATA, generation, number, part, signature, data[at : at + segment_bytes])
         signature = b""
 
 
 class Assembler:
     """Puts messages together from the frames of one source, in the order of arrival."""
 
-    def __init__(self, source: int) -> None:
+    def __init__(self, source: int, *, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._source = source
+        self._segment_bytes = segment_bytes
         self._number = 0
         self._part = 0
         self._message: ArrayMessage | None = None
@@ -89,7 +92,7 @@ class Assembler:
         message = self._message
         if message is None or frame.operation != self._number or frame.part != self._part:
             raise ValueError(f"frame {frame.part} of message {frame.operation} out of order")
-        due = min(SEGMENT_BYTES, message.missing)
+        due = min(self._segment_bytes, message.missing)
         if len(frame.payload) != due:
             raise ValueError(f"{len(frame.payload)} bytes in frame {frame.part} where {due} were due")
         message.payloads.append(frame.payload)
@@ -124,8 +127,12 @@ _ALL = -1
 class Mailbox:
     """Messages to and from the members of one generation. Thread-safe."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(
+        self, mesh: Mesh, *, max_waiting_bytes: int = MAX_WAITING_BYTES, segment_bytes: int = SEGMENT_BYTES
+    ) -> None:
         self._mesh = mesh
+        self._max_waiting_bytes = max_waiting_bytes
+        self._segment_bytes = segment_bytes
         # `with` enters an RLock in C: an interrupt cannot leave it locked, as it can a Condition.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # signals new messages and a free pump
@@ -135,8 +142,8 @@ class Mailbox:
         self._links: dict[int, Link] = {}
         self._pumping = False
         self._doorbell: queue.SimpleQueue[int] = queue.SimpleQueue()  # ranks whose links may have something
-        self._assemblers = [Assembler(rank) for rank in range(mesh.size)]  # only the pump uses these and `_ended`
-        self._ended: dict[int, LinkEnded] = {}
+        self._assemblers = [Assembler(rank, segment_bytes=segment_bytes) for rank in range(mesh.size)]
+        self._ended: dict[int, LinkEnded] = {}  # only the pump uses this and `_assemblers`
         self._sent = [0] * mesh.size  # by destination: number of the last message, guarded by that rank's lock
         self._sending = [threading.Lock() for _ in range(mesh.size)]
         self._wake = partial(self._doorbell.put, _ALL)
@@ -153,7 +160,7 @@ class Mailbox:
             self._send_late(dst, tag, started)
         try:
             number = self._sent[dst] + 1
-            frames = to_frames(x, tag, mesh.generation, number)
+            frames = to_frames(x, tag, mesh.generation, number, segment_bytes=self._segment_bytes)
             if dst == mesh.rank:
                 self._send_to_self(frames)
                 self._sent[dst] = number
@@ -255,7 +262,7 @@ class Mailbox:
         link = self._links.get(rank)
         if link is None or rank in self._ended:
             return
-        while self._weight[rank] < MAX_WAITING_BYTES:
+        while self._weight[rank] < self._max_waiting_bytes:
             try:
                 frame = link.recv(0.0)
             except LinkTimeout:

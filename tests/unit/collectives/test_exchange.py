@@ -76,10 +76,14 @@ class Links(Mesh):
         return 0
 
 
-def test_an_early_frame_of_the_next_operation_does_not_hide_a_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(links: Links) -> Exchange:
+    """An exchange that looks around at once when it has to wait."""
+    return Exchange(links, lambda operation: None, patience_s=0.0)
+
+
+def test_an_early_frame_of_the_next_operation_does_not_hide_a_mark() -> None:
     """Rank 1 comes late to barrier 5; by then rank 2 has passed it, and its next operation's frame has come."""
-    monkeypatch.setattr("paceline._collectives.exchange.PATIENCE", 0.0)
-    exchange = Exchange(Links(Marking(1, [5], [], late=1), Marking(2, [5], [frame(6)])), lambda operation: None)
+    exchange = impatient(Links(Marking(1, [5], [], late=1), Marking(2, [5], [frame(6)])))
     exchange.begin(5, b"barrier")
     soon = monotonic() + 10.0
     assert exchange.await_mark(1, soon) == 5
@@ -88,18 +92,16 @@ def test_an_early_frame_of_the_next_operation_does_not_hide_a_mark(monkeypatch: 
     assert exchange.recv(2, soon) == frame(6)
 
 
-def test_a_frame_in_place_of_a_mark_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline._collectives.exchange.PATIENCE", 0.0)
-    exchange = Exchange(Links(Marking(1, [5], [], late=1), Marking(2, [], [frame(6)])), lambda operation: None)
+def test_a_frame_in_place_of_a_mark_is_returned() -> None:
+    exchange = impatient(Links(Marking(1, [5], [], late=1), Marking(2, [], [frame(6)])))
     exchange.begin(6, frame(6).signature)
     soon = monotonic() + 10.0
     assert exchange.await_mark(1, soon) == 5
     assert exchange.await_mark(2, soon) == frame(6)
 
 
-def test_await_mark_returns_a_later_frame_of_a_rank_that_sent_no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline._collectives.exchange.PATIENCE", 0.0)
-    exchange = Exchange(Links(Marking(1, [5], [], late=1), Marking(2, [], [frame(6)])), lambda operation: None)
+def test_await_mark_returns_a_later_frame_of_a_rank_that_sent_no_mark() -> None:
+    exchange = impatient(Links(Marking(1, [5], [], late=1), Marking(2, [], [frame(6)])))
     exchange.begin(5, b"barrier")
     soon = monotonic() + 10.0
     assert exchange.await_mark(1, soon) == 5
@@ -136,20 +138,18 @@ class TakenBack(Marking):
         raise LinkEnded("taken back")
 
 
-def test_a_disagreement_is_raised_even_if_its_frame_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disagreement_is_raised_even_if_its_frame_is_taken_back() -> None:
     """Whoever has found out first has failed, and takes back what it lent: the others are to say why, not that."""
-    monkeypatch.setattr("paceline._collectives.exchange.PATIENCE", 0.0)
     other = TakenBack(2, [], [replace(frame(5), signature=b"all_reduce op=max float32[4]")])
-    exchange = Exchange(Links(Marking(1, [5], [], late=1), other), lambda operation: None)
+    exchange = impatient(Links(Marking(1, [5], [], late=1), other))
     exchange.begin(5, frame(5).signature)
     with pytest.raises(Disagreement):
         exchange.recv(1, monotonic() + 10.0)
     assert (other.released, exchange.releasing) == (1, None)
 
 
-def test_an_early_frame_that_is_taken_back_raises_link_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline._collectives.exchange.PATIENCE", 0.0)
-    exchange = Exchange(Links(Marking(1, [5], [], late=1), TakenBack(2, [], [frame(5)])), lambda operation: None)
+def test_an_early_frame_that_is_taken_back_raises_link_ended() -> None:
+    exchange = impatient(Links(Marking(1, [5], [], late=1), TakenBack(2, [], [frame(5)])))
     exchange.begin(5, frame(5).signature)
     with pytest.raises(LinkEnded):
         exchange.recv(1, monotonic() + 10.0)

@@ -23,7 +23,7 @@ from paceline.errors import (
     PeerRaised,
 )
 from paceline.testing import local_groups
-from support.parts import each
+from support.parts import be_patient, each
 from support.waiting import Background, wait_for
 
 CONFIG = Config(failure_timeout=0.6)
@@ -161,10 +161,10 @@ def test_a_timeout_names_the_operation_the_waiter_and_the_awaited_rank() -> None
         group.close()
 
 
-def test_an_abort_wakes_a_blocked_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline._collectives.exchange.PATIENCE", 3_600.0)  # by itself it looks around only then
+def test_an_abort_wakes_a_blocked_call() -> None:
     meshes = local_meshes(2)
     groups = [Group(mesh, CONFIG) for mesh in meshes]
+    be_patient(groups[0], 3_600.0)  # by itself it looks around only then
     call = Background(lambda: groups[0].all_reduce(np.ones(N)))
     wait_for(lambda: groups[0].progress().inside)
     meshes[1].cut()

@@ -4,20 +4,19 @@ import threading
 from functools import partial
 
 import numpy as np
-import pytest
 
-from paceline._collectives import exchange
 from paceline._collectives.choose import choose, only
 from paceline._group import Group
 from paceline.testing import run_ranks
+from support.parts import be_patient
 
 
-def test_looking_for_early_frames_does_not_release_lent_arrays_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_looking_for_early_frames_does_not_release_lent_arrays_in_use() -> None:
     """The root holds rank 1's lent array while it waits for rank 2, longer than it takes it to look around."""
-    monkeypatch.setattr(exchange, "PATIENCE", 0.02)
     late = threading.Event()
 
     def rank(group: Group) -> float | None:
+        be_patient(group, 0.02)
         group.choose = partial(choose, rules=only("reduce", "star"))
         x = np.full(50_000, 1.0)
         if group.rank == 2:

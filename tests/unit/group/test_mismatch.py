@@ -5,7 +5,6 @@ Other mismatches, over every kind of link: integration/test_reference_defects.
 
 import threading
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from paceline._group import Group
 from paceline.errors import CollectiveMismatch
 from paceline.testing import local_groups
 from support.collective_calls import segments_of
-from support.parts import each
+from support.parts import be_patient, each
 from support.worlds import errors_over
 
 X = np.ones(4, np.float32)
@@ -30,16 +29,15 @@ def test_different_roots_are_a_mismatch_on_every_rank(roots: Any, known: Any) ->
         group.broadcast(X if known or root == group.rank else None, root=root)
         group.barrier()
 
-    with mock.patch("paceline._collectives.exchange.PATIENCE", 0.05):
-        errors = errors_over("local", len(roots), rank)
+    errors = errors_over("local", len(roots), rank, patience_s=0.05)
     assert all(isinstance(error, CollectiveMismatch) for error in errors), errors
     assert len({str(error) for error in errors}) == 1
     assert "root=" in str(errors[0])
 
 
 def test_two_roots_that_both_send_more_than_links_hold_are_a_mismatch() -> None:
-    with mock.patch("paceline._collectives.exchange.PATIENCE", 0.05), segments_of(64):
-        errors = errors_over("local", 2, lambda group: group.broadcast(np.ones(1000), root=group.rank))
+    with segments_of(64):
+        errors = errors_over("local", 2, lambda group: group.broadcast(np.ones(1000), root=group.rank), patience_s=0.05)
     assert all(isinstance(error, CollectiveMismatch) for error in errors), errors
     assert "root=0" in str(errors[0])
     assert "root=1" in str(errors[0])
@@ -49,6 +47,7 @@ def test_a_late_rank_is_not_a_mismatch() -> None:
     groups, late = local_groups(3), threading.Event()
 
     def rank(group: Group) -> float:
+        be_patient(group, 0.01)
         if group.rank == 2:
             late.wait(10)
         total = 0.0
@@ -58,7 +57,6 @@ def test_a_late_rank_is_not_a_mismatch() -> None:
         return total
 
     threading.Timer(0.1, late.set).start()  # the others lose patience several times
-    with mock.patch("paceline._collectives.exchange.PATIENCE", 0.01):
-        assert each(groups, rank) == [9.0] * 3
+    assert each(groups, rank) == [9.0] * 3
     for group in groups:
         group.close()

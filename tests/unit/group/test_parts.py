@@ -22,7 +22,7 @@ from paceline.errors import (
     UnsupportedOp,
 )
 from paceline.testing import local_groups, next_generation, run_groups
-from support.parts import at_once, each, local_mesh, on_hosts, total, world_of
+from support.parts import at_once, be_patient, each, local_mesh, on_hosts, total, world_of
 
 # Who is in a part
 
@@ -283,9 +283,11 @@ def test_parts_continue_in_the_next_generation_after_a_failure_in_one() -> None:
 
 def test_calls_of_an_earlier_generation_do_not_cause_a_mismatch() -> None:
     """A member that has waited for long compares what others sent with its own calls: those of this generation."""
-    with world_of(3) as groups, mock.patch("paceline._collectives.exchange.PATIENCE", 0.02):
+    with world_of(3) as groups:
         each(groups, lambda group: [group.barrier() for _ in range(5)])
         next_generation(groups)
+        for group in groups:
+            be_patient(group, 0.02)
         looked = threading.Event()
 
         def rank(group: Group) -> Any:

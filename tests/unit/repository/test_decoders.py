@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fuzz.collectives import N, short_frames
+from fuzz.collectives import N, fuzzed_group, short_frames
 from fuzz.targets import TARGETS, seeds
 from fuzz.wire import ScriptedMesh, unpack_frames
 from paceline._collectives.objects import decode_object
@@ -115,7 +115,7 @@ def test_decoding_an_object_takes_memory_in_proportion_to_its_bytes(choice: st.D
 def test_damaged_frames_over_a_link_raise_only_typed_errors_in_time(choice: st.DataObject) -> None:
     frames = list(unpack_frames(choice.draw(damaged("collective"))[2:]))
     meshes = local_meshes(2)
-    group = Group(meshes[1], Config())
+    group = fuzzed_group(meshes[1])
     link = meshes[0].link(1, Purpose.COLLECTIVE)
     with contextlib.suppress(LinkTimeout):
         for frame in frames:
