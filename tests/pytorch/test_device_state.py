@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from paceline import ElasticSampler, TrainState
-from paceline._elastic import device_array, foreign
+from paceline._elastic import foreign
 from paceline._elastic.device_array import DeviceArray, DeviceBytes
 from paceline._elastic.differences import digests_of, partial_digest
 from paceline._elastic.offer import CHUNK_BYTES, Description, OfferedState
@@ -112,10 +112,9 @@ def test_device_bytes_may_be_sliced_inside_an_element() -> None:
         assert found[low:high].tobytes() == whole[low:high].tobytes()
 
 
-def test_copy_and_write_go_in_parcels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_array, "_PARCEL_BYTES", 64)
+def test_copy_and_write_go_in_parcels() -> None:
     tensor = torch.randn(7, 11)
-    array = DeviceArray(tensor)
+    array = DeviceArray(tensor, parcel_bytes=64)
     copy = array.copy()
     assert copy.tobytes() == tensor.numpy().tobytes()
     array.write(copy + 1)

@@ -47,13 +47,14 @@ def memory_of(value: Any) -> NDArray[Any]:
 class DeviceArray:
     """An array of a framework on a device; shared, not copied. Its `address` tells the memory from others."""
 
-    def __init__(self, array: Any) -> None:
+    def __init__(self, array: Any, *, parcel_bytes: int = _PARCEL_BYTES) -> None:
         self._array = array.detach()
         self._module = sys.modules[type(array).__module__.partition(".")[0]]
         self.shape = tuple(array.shape)
         self.dtype = memory_of(self._module.empty(1, dtype=array.dtype)).dtype
         self.size = prod(self.shape)
         self.nbytes = self.size * self.dtype.itemsize
+        self._parcel_elements = max(1, parcel_bytes // self.dtype.itemsize)
         self.address = int(array.data_ptr())
 
     def parcel(self, first: int, count: int, stride: int = 1) -> NDArray[Any]:
@@ -65,7 +66,7 @@ class DeviceArray:
         """Returns a copy of the whole array in ordinary memory, in C order."""
         del order
         flat = np.empty(self.size, self.dtype)
-        count = max(1, _PARCEL_BYTES // self.dtype.itemsize)
+        count = self._parcel_elements
         for first in range(0, self.size, count):
             flat[first : first + count] = self.parcel(first, count)
         return flat.reshape(self.shape)
@@ -79,7 +80,7 @@ class DeviceArray:
             self._array.copy_(staged.view(self.shape))
             return
         target = self._array.view(-1)
-        count = max(1, _PARCEL_BYTES // self.dtype.itemsize)
+        count = self._parcel_elements
         for first in range(0, self.size, count):
             part = flat[first : first + count]
             staged = self._pinned(part.size)

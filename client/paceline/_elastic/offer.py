@@ -45,6 +45,7 @@ class Content:
         arrays: by name, the arrays that every member has whole; referred to, not copied. Those on a device can be read,
             not written.
         shards: by name, this member's shards of sharded arrays.
+        chunk_bytes: the size of a chunk.
     """
 
     def __init__(
@@ -52,10 +53,13 @@ class Content:
         skeleton: Skeleton,
         arrays: Mapping[str, Any],
         shards: Mapping[str, Sequence[Shard]] | None = None,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         self.skeleton = skeleton
         self.arrays = arrays
         self.shards = shards or {}
+        self.chunk_bytes = chunk_bytes
         self._flat = [_bytes_of(array) for array in arrays.values()]
         self._starts = np.cumsum([0, *(flat.size for flat in self._flat)]).tolist()
 
@@ -65,6 +69,8 @@ class Content:
         tree: Any,
         more: Sequence[Mapping[str, Shard]] = (),
         on_device: Mapping[int, DeviceArray] | None = None,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
     ) -> Content:
         """Makes the content of nested values, with `Shard`s in place of sharded arrays.
 
@@ -79,7 +85,7 @@ class Content:
             for name, leaf in leaves.items()
             if isinstance(leaf, Shard)
         }
-        return cls(skeleton, arrays, shards)
+        return cls(skeleton, arrays, shards, chunk_bytes=chunk_bytes)
 
     def select(self, runs: Sequence[ElementRun], most_bytes: int) -> list[NDArray[Any]]:
         """Returns views of some runs of the sharded arrays, shape [count] each."""
@@ -103,7 +109,7 @@ class Content:
     @property
     def chunks(self) -> int:
         """Number of chunks; the last one may be shorter."""
-        return -(-self.size // CHUNK_BYTES)
+        return -(-self.size // self.chunk_bytes)
 
     def read(self, chunk: int) -> bytes:
         """Returns a copy of a chunk."""
@@ -140,7 +146,7 @@ class Content:
                 array.finish()
 
     def _pieces(self, chunk: int) -> Iterator[NDArray[np.uint8]]:
-        low, high = chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self.size)
+        low, high = chunk * self.chunk_bytes, min((chunk + 1) * self.chunk_bytes, self.size)
         first = int(np.searchsorted(self._starts, low, side="right")) - 1
         for start, flat in zip(self._starts[first:], self._flat[first:], strict=False):
             if start >= high:
@@ -177,18 +183,21 @@ class Description:
         arrays: Sequence[tuple[str, str, tuple[int, ...]]],
         hashes: bytes,
         spread: Sequence[str] = (),
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         self.skeleton = skeleton
         self.arrays = list(arrays)
         self.hashes = hashes
         self.spread = list(spread)
+        self._chunk_bytes = chunk_bytes
 
     @classmethod
     def of(cls, content: Content) -> Description:
         """Makes the description of a content."""
         arrays = [(name, dtype_name(array.dtype), array.shape) for name, array in content.arrays.items()]
         hashes = b"".join(content.of_each(content.hash))
-        return cls(content.skeleton, arrays, hashes, list(content.shards))
+        return cls(content.skeleton, arrays, hashes, list(content.shards), chunk_bytes=content.chunk_bytes)
 
     def to_json(self) -> bytes:
         """Returns everything except the hashes."""
@@ -196,7 +205,7 @@ class Description:
         return json.dumps(fields, separators=(",", ":")).encode()
 
     @classmethod
-    def from_json(cls, data: bytes, hashes: bytes, most_bytes: int) -> Description:
+    def from_json(cls, data: bytes, hashes: bytes, most_bytes: int, *, chunk_bytes: int = CHUNK_BYTES) -> Description:
         """Reads another member's description; never evaluates it (I9). ValueError if it is malformed or too big."""
         try:
             fields = json.loads(data)
@@ -210,10 +219,10 @@ class Description:
         size = sum(prod(dims) * dtype_named(dtype).itemsize for _, dtype, dims in arrays)
         if size > most_bytes:
             raise ValueError(f"the state has {size} bytes, which is implausible for this model")
-        if len(hashes) != -(-size // CHUNK_BYTES) * HASH_BYTES:
+        if len(hashes) != -(-size // chunk_bytes) * HASH_BYTES:
             raise ValueError(f"{len(hashes)} bytes of hashes for a state of {size} bytes")
         join(skeleton, dict.fromkeys(names, np.empty(0)))  # a malformed skeleton fails here, not later
-        return cls(skeleton, arrays, hashes, spread)
+        return cls(skeleton, arrays, hashes, spread, chunk_bytes=chunk_bytes)
 
     def hash(self, chunk: int) -> bytes:
         """Returns the hash of a chunk."""
@@ -225,14 +234,14 @@ class Description:
         Returns the state, and the numbers of the chunks that it lacks.
         """
         like = {name: np.empty(shape, dtype_named(dtype)) for name, dtype, shape in self.arrays}
-        content = Content(self.skeleton, like, dict.fromkeys(self.spread, ()))
+        content = Content(self.skeleton, like, dict.fromkeys(self.spread, ()), chunk_bytes=self._chunk_bytes)
         mine = {
             name: own[name]
             if name in own and own[name].shape == new.shape and own[name].dtype == new.dtype
             else np.zeros(new.shape, new.dtype)
             for name, new in like.items()
         }
-        held = Content(self.skeleton, mine)
+        held = Content(self.skeleton, mine, chunk_bytes=self._chunk_bytes)
 
         def lacks(chunk: int) -> bool:
             data = held.read(chunk)

@@ -14,6 +14,7 @@ import zlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import NamedTuple, TypeVar
@@ -153,7 +154,8 @@ async def _describe(channel: aio.Channel, job: str, tag: Tag, peer: Peer, own: C
                 call.cancel()
                 raise ValueError(f"the description of a state is longer than {_MAX_DESCRIPTION} bytes")
             limit.reschedule(asyncio.get_running_loop().time() + patience)
-    return Description.from_json(bytes(words), bytes(hashes), _ROOM * own.size + (64 << 20))
+    most_bytes = _ROOM * own.size + (64 << 20)
+    return Description.from_json(bytes(words), bytes(hashes), most_bytes, chunk_bytes=own.chunk_bytes)
 
 
 async def _fetch(
@@ -243,8 +245,20 @@ def refusal_text(error: Exception) -> str:
 _PARCELS_AT_ONCE = 2
 """Parcels that one holder packs for one taker at a time: while one is unpacked, the next is packed."""
 
-_MAX_REQUEST = 48 << 10
-"""Bytes of names in one request; the receiver accepts requests of up to 64 KiB."""
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """Limits of one call for runs.
+
+    Attributes:
+        parcel_bytes: most bytes of the runs together.
+        runs: most runs.
+        name_bytes: most bytes of their names; the receiver accepts requests of up to 64 KiB.
+    """
+
+    parcel_bytes: int = MAX_PARCEL_BYTES
+    runs: int = MAX_RUNS
+    name_bytes: int = 48 << 10
 
 
 class Holder(NamedTuple):
@@ -263,13 +277,14 @@ async def take_shards(
     credentials: Credentials,
     *,
     received: Callable[[int], None] = _ignore,
+    limits: RequestLimits = RequestLimits(),
 ) -> None:
     """Fetches the runs that a plan still needs, as `take_state` does; the plan needs nothing afterwards.
 
     Raises:
         LinkUnavailable: no member gave a run; the text says which, and the answer of each.
     """
-    taking = _ShardFetcher(job, tag, plan, patience, received)
+    taking = _ShardFetcher(job, tag, plan, patience, received, limits)
     holders = random.sample(holders, len(holders))  # spreads the load over replicas
     held = {number: holder.shares for number, holder in enumerate(holders)}
     channels: dict[int, aio.Channel] = {}
@@ -301,9 +316,16 @@ class _ShardFetcher:
     """Fetches one share for one member."""
 
     def __init__(
-        self, job: str, tag: Tag, plan: ReshardPlan, patience: float, received: Callable[[int], None] = _ignore
+        self,
+        job: str,
+        tag: Tag,
+        plan: ReshardPlan,
+        patience: float,
+        received: Callable[[int], None] = _ignore,
+        limits: RequestLimits = RequestLimits(),
     ) -> None:
         self._received = received
+        self._limits = limits
         self.failures: list[str] = []
         self._job = job
         self._tag = tag
@@ -381,15 +403,16 @@ class _ShardFetcher:
     def _batches(self, runs: Sequence[ElementRun]) -> Iterator[list[ElementRun]]:
         """Cuts runs into batches of the size that one call may request."""
         batch: list[ElementRun] = []
-        room, words = MAX_PARCEL_BYTES, _MAX_REQUEST
+        limits = self._limits
+        room, words = limits.parcel_bytes, limits.name_bytes
         for run in runs:
             width = self._plan.into(run).itemsize
             start, rest = run.start, run.count
             while rest:
                 name = len(run.name.encode()) + 32  # for the fields around it
-                if batch and (room < width or words < name or len(batch) == MAX_RUNS):
+                if batch and (room < width or words < name or len(batch) == limits.runs):
                     yield batch
-                    batch, room, words = [], MAX_PARCEL_BYTES, _MAX_REQUEST
+                    batch, room, words = [], limits.parcel_bytes, limits.name_bytes
                 count = min(rest, max(room // width, 1))
                 batch.append(ElementRun(run.name, start, count))
                 start, rest = start + count, rest - count

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import tracemalloc
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -13,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline._elastic import offer
 from paceline._elastic.offer import HASH_BYTES, Content, Description, OfferedState
 from paceline.errors import PacelineError, SizeMismatch
 from paceline_protocol import Tag
@@ -26,9 +26,7 @@ shapes = st.sampled_from([(), (0,), (3, 0, 2), (1,), (5,), (3, 4), (2, 3, 4), (6
 layouts = st.sampled_from(["C", "F", "sliced"])
 
 
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offer, "CHUNK_BYTES", CHUNK)
+content_of = partial(Content.of, chunk_bytes=CHUNK)
 
 
 @st.composite
@@ -59,22 +57,22 @@ def kind_of(array: Any) -> tuple[Any, Any]:
 def described(content: Content) -> Description:
     """As it arrives."""
     sent = Description.of(content)
-    return Description.from_json(sent.to_json(), sent.hashes, 1 << 20)
+    return Description.from_json(sent.to_json(), sent.hashes, 1 << 20, chunk_bytes=CHUNK)
 
 
 @given(given_arrays=arrays(), own=arrays())
 @settings(deadline=None, max_examples=40)
 def test_a_state_arrives_intact_and_only_differing_chunks_are_missing(given_arrays: Any, own: Any) -> None:
-    content = Content.of({"x": given_arrays, "n": 1})
+    content = content_of({"x": given_arrays, "n": 1})
     assert content.size == sum(array.nbytes for array in given_arrays.values())
     assert content.chunks == -(-content.size // CHUNK)
     assert b"".join(content.read(n) for n in range(content.chunks)) == b"".join(
         array.tobytes() for array in given_arrays.values()
     )
     description = described(content)
-    mine = Content.of({"x": own}).arrays
+    mine = content_of({"x": own}).arrays
     taken, lacking = description.allocate(mine)
-    held = Content.of({
+    held = content_of({
         name: mine[name] if name in mine and kind_of(mine[name]) == kind_of(x) else np.zeros_like(x)
         for name, x in taken.arrays.items()
     })  # fmt: skip
@@ -90,7 +88,7 @@ def test_a_state_arrives_intact_and_only_differing_chunks_are_missing(given_arra
 
 def test_writing_received_chunks_leaves_own_arrays_unchanged() -> None:
     mine = {"a": np.ones(3), "b": np.ones(2, int)}
-    taken, _ = described(Content.of({"a": np.zeros(3), "b": np.zeros(2)})).allocate(mine)
+    taken, _ = described(content_of({"a": np.zeros(3), "b": np.zeros(2)})).allocate(mine)
     for chunk in range(taken.chunks):
         taken.write(chunk, bytes(len(taken.read(chunk))))
     assert mine["a"].tolist() == [1] * 3
@@ -99,14 +97,14 @@ def test_writing_received_chunks_leaves_own_arrays_unchanged() -> None:
 
 @pytest.mark.parametrize("length", [0, 1, CHUNK - 1, CHUNK + 1, 200])
 def test_a_chunk_of_the_wrong_length_is_refused(length: int) -> None:
-    content = Content.of({"a": np.zeros(CHUNK + 8, np.uint8)})
+    content = content_of({"a": np.zeros(CHUNK + 8, np.uint8)})
     with pytest.raises(SizeMismatch, match="chunk 0 of a state has"):
         content.write(0, b"1" * length)
 
 
 def test_content_reads_the_current_values_of_live_arrays() -> None:
     array, scalar = np.zeros(4), np.zeros(())
-    content = Content.of({"a": array, "s": scalar})
+    content = content_of({"a": array, "s": scalar})
     array[0], scalar[()] = 1, 2
     assert content.read(0) == array.tobytes() + scalar.tobytes()
 
@@ -124,7 +122,7 @@ def test_arbitrary_json_is_parsed_or_raises_value_error(arrays: Any, skeleton: A
     sides = ({"arrays": arrays, "skeleton": skeleton, "spread": []}, {"arrays": [], "skeleton": 1, "spread": spread})
     for value in (*sides, arrays):
         try:
-            found = Description.from_json(json.dumps(value).encode(), hashes, 1 << 16)
+            found = Description.from_json(json.dumps(value).encode(), hashes, 1 << 16, chunk_bytes=CHUNK)
         except ValueError:
             continue
         found.allocate({})[0].tree()
@@ -182,23 +180,23 @@ def test_hostile_descriptions_are_refused_and_take_little_memory(data: bytes) ->
     tracemalloc.start()
     try:
         with pytest.raises(ValueError):
-            Description.from_json(data, b"", 1 << 62)
+            Description.from_json(data, b"", 1 << 62, chunk_bytes=CHUNK)
         assert tracemalloc.get_traced_memory()[1] < 32 * len(data) + (1 << 20)
     finally:
         tracemalloc.stop()
 
 
 def test_a_description_with_implausible_size_or_hashes_is_refused() -> None:
-    sent = Description.of(Content.of({"a": np.zeros(100)}))
+    sent = Description.of(content_of({"a": np.zeros(100)}))
     assert len(sent.hashes) == 13 * HASH_BYTES
     with pytest.raises(ValueError, match="implausible for this model"):
-        Description.from_json(sent.to_json(), sent.hashes, 799)
+        Description.from_json(sent.to_json(), sent.hashes, 799, chunk_bytes=CHUNK)
     with pytest.raises(ValueError, match="bytes of hashes"):
-        Description.from_json(sent.to_json(), sent.hashes[1:], 800)
+        Description.from_json(sent.to_json(), sent.hashes[1:], 800, chunk_bytes=CHUNK)
 
 
 def test_offered_state_serves_only_the_tag_that_is_offered() -> None:
-    offered, content = OfferedState(), Content.of({"a": np.arange(20.0)})
+    offered, content = OfferedState(), content_of({"a": np.arange(20.0)})
     with pytest.raises(PacelineError, match="does not hold the state g00000003-s0000000007 now"):
         offered.describe(TAG)
     offered.offer(TAG, content)
@@ -210,7 +208,7 @@ def test_offered_state_serves_only_the_tag_that_is_offered() -> None:
             offered.read(TAG, chunk)
     with pytest.raises(PacelineError, match="does not hold"):
         offered.read(Tag(3, 8), 0)
-    offered.offer(Tag(4, 8), Content.of({"a": np.zeros(1)}))
+    offered.offer(Tag(4, 8), content_of({"a": np.zeros(1)}))
     with pytest.raises(PacelineError, match="does not hold"):
         offered.describe(TAG)
     assert offered.describe(Tag(4, 8)) is not description
@@ -221,11 +219,11 @@ def test_a_read_succeeds_if_the_same_tag_is_offered_again_meanwhile() -> None:
 
     class Again(Content):
         def read(self, chunk: int) -> bytes:
-            offered.offer(TAG, Content.of({"a": np.zeros(4)}))
+            offered.offer(TAG, content_of({"a": np.zeros(4)}))
             return super().read(chunk)
 
     offered = OfferedState()
-    offered.offer(TAG, Again.of({"a": np.zeros(4)}))
+    offered.offer(TAG, Again.of({"a": np.zeros(4)}, chunk_bytes=CHUNK))
     assert offered.read(TAG, 0) == bytes(32)
 
 
@@ -246,7 +244,7 @@ def test_a_read_fails_if_the_state_is_withdrawn_or_replaced_meanwhile(what: str,
             return super().hash(chunk)
 
     offered, outcome = OfferedState(), []
-    offered.offer(TAG, Slow.of({"a": np.zeros(4)}))
+    offered.offer(TAG, Slow.of({"a": np.zeros(4)}, chunk_bytes=CHUNK))
 
     def read() -> None:
         try:
@@ -260,7 +258,7 @@ def test_a_read_fails_if_the_state_is_withdrawn_or_replaced_meanwhile(what: str,
     if then == "withdraw":
         offered.withdraw()
     else:
-        offered.offer(Tag(TAG.generation, TAG.step + 1), Content.of({"a": np.ones(4)}))
+        offered.offer(Tag(TAG.generation, TAG.step + 1), content_of({"a": np.ones(4)}))
     go_on.set()
     thread.join(10)
     assert outcome == [f"the state {TAG} is no longer offered"]

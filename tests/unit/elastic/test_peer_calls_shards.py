@@ -18,7 +18,7 @@ from paceline._elastic import parcel as parcels
 from paceline._elastic import peer_calls as taking
 from paceline._elastic.offer import Content, OfferedState
 from paceline._elastic.parcel import Parcel, borrow, unpack
-from paceline._elastic.peer_calls import Holder, take_shards
+from paceline._elastic.peer_calls import Holder, RequestLimits, take_shards
 from paceline._elastic.reshard_plan import ElementRun, ReshardPlan, checksum
 from paceline._links import grpc_state
 from paceline._links.base import Peer
@@ -161,27 +161,23 @@ def test_shards_on_the_same_machine_are_read_from_lent_memory(givers: Any, monke
     assert sum(borrowed) == 75_000 * 8 + 4
 
 
-def test_replicas_share_the_work(givers: Any, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(taking, "MAX_PARCEL_BYTES", 100_000)
+def test_replicas_share_the_work(givers: Any, way: str) -> None:
     holders = givers(*(Share(part, 2) for part in (0, 1, 0, 1)))
     plan = plan_for(WHOLE)
-    take(plan, holders)
+    take(plan, holders, limits=RequestLimits(parcel_bytes=100_000))
     check(plan)
     asked = [sum(run.count for run in giver.asked) for giver in holders]
     assert sum(asked) == sum(values.size for values in VALUES.values())
     assert sum(map(bool, asked)) >= 2
 
 
-@pytest.mark.parametrize("limit", [("MAX_RUNS", 1), ("_MAX_REQUEST", 40), ("MAX_PARCEL_BYTES", 5_000)])
-def test_request_limits_split_a_take_into_many_calls(
-    givers: Any, way: str, limit: tuple[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(taking, *limit)
+@pytest.mark.parametrize(("limit", "most"), [("runs", 1), ("name_bytes", 40), ("parcel_bytes", 5_000)])
+def test_request_limits_split_a_take_into_many_calls(givers: Any, way: str, limit: str, most: int) -> None:
     plan = plan_for(Share(1, 3))
     holders = givers(Share(0, 2), Share(1, 2))
-    take(plan, holders)
+    take(plan, holders, limits=RequestLimits(**{limit: most}))
     check(plan)
-    assert max(run.count * 8 for giver in holders for run in giver.asked) <= max(5_000, limit[1] * 1 << 20)
+    assert max(run.count * 8 for giver in holders for run in giver.asked) <= max(5_000, most * 1 << 20)
 
 
 def _dead(giver: Giver) -> None:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -64,9 +65,7 @@ def state(value: float = 1.0) -> dict[str, Any]:
     return {"w": rng.standard_normal(CHUNKS * 8 - 3), "n": value}
 
 
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offer, "CHUNK_BYTES", 64)
+content_of = partial(Content.of, chunk_bytes=64)
 
 
 @contextmanager
@@ -76,13 +75,13 @@ def donors(count: int, tree: Any = None) -> Iterator[list[Donor]]:
         for rank in range(count):
             donor = Donor(rank)
             stack.callback(lambda door=donor.door: loop_thread().run(door.close(0.0)))
-            donor.offer(TAG, Content.of(state() if tree is None else tree))
+            donor.offer(TAG, content_of(state() if tree is None else tree))
             made.append(donor)
         yield made
 
 
 def take(givers: list[Donor], own: Any = None, patience: float = PATIENCE, **more: Any) -> Any:
-    content = Content.of(state(7) if own is None else own)
+    content = content_of(state(7) if own is None else own)
     peers = [giver.peer for giver in givers]
     taking = take_state(JOB, TAG, peers, content, patience, IN_THE_CLEAR, **more)
     taken = loop_thread().run(asyncio.wait_for(taking, 30))
@@ -308,7 +307,7 @@ def test_a_closed_door_is_not_retried_as_crowded() -> None:
 def test_a_take_refused_by_all_donors_names_each_of_them() -> None:
     with donors(3) as givers:
         givers[0].withdraw()
-        givers[1].offer(Tag(2, 6), Content.of(state()))
+        givers[1].offer(Tag(2, 6), content_of(state()))
         loop_thread().run(givers[2].door.close(0.0))
         with pytest.raises(LinkUnavailable) as caught:
             take(givers)
