@@ -201,8 +201,8 @@ class FakeStreams(DeviceStreams):
 class FakeNcclEngine(_device_engine.DeviceEngine):
     """The engine, for a device that is really the CPU."""
 
-    def __init__(self) -> None:
-        super().__init__("nccl", torch.device("cpu"))
+    def __init__(self, **times: float) -> None:
+        super().__init__("nccl", torch.device("cpu"), **times)
         self.traits = replace(self.traits, dtypes=frozenset({"float32", "float64"}))  # those of NumPy
 
 
@@ -435,9 +435,8 @@ def test_a_group_whose_shutdown_hangs_or_fails_is_aborted(how: str) -> None:
         assert leave.wait(10), "nobody has aborted the communicator"
 
 
-def test_the_next_generation_does_not_wait_for_the_old_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_device_engine, "_END_SECONDS", 30.0)
-    with engines_of(FakeNcclEngine, 2) as engines:
+def test_the_next_generation_does_not_wait_for_the_old_communicator() -> None:
+    with engines_of(partial(FakeNcclEngine, end_s=30.0), 2) as engines:
         open_engines(engines)
         group, leave = engines[0]._group, threading.Event()
         group.shutdown = leave.wait

@@ -17,7 +17,9 @@ from paceline import checkpoint
 from paceline.checkpoint import folder as folders
 from paceline.checkpoint.folder import MANIFEST, is_there, publish
 from paceline.checkpoint.part import CHUNK_BYTES, Part, PieceEntry
+from paceline.checkpoint.pieces import pieces_of
 from paceline.checkpoint.reading import Reader
+from paceline.checkpoint.writing import write_part
 from paceline.cli.app import app
 from paceline.errors import CheckpointDamaged, CheckpointFailed
 from paceline.testing import run_ranks
@@ -80,14 +82,16 @@ def test_a_file_that_is_not_regular_is_not_opened(two: Path, name: str) -> None:
         falls_back(two, "not a regular file")
 
 
-def test_the_size_of_a_manifest_is_bounded(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_a_manifest_is_bounded(two: Path) -> None:
     """It is not read to find that out; and none is written that could not be read."""
     with (two / str(Tag(*BAD)) / MANIFEST).open("r+b") as file:
         file.truncate(HUGE)
     falls_back(two, "68,719,476,736 bytes; a manifest has at most 268,435,456")
-    monkeypatch.setattr(folders, "MAX_MANIFEST_BYTES", 2_000)
+    tag, skeleton = Tag(1, 3), {"w": {"$array": "w"}, "text": "x" * 2_000}
+    folders.open_folder(two, tag, "a")
+    part = write_part(two, tag, "a", 0, 1, pieces_of(STATE, 0, 1))
     with pytest.raises(CheckpointFailed, match="bytes as JSON, more than 2,000: keep large data in arrays"):
-        checkpoint.save(two, {**STATE, "text": "x" * 2_000}, (1, 3))
+        publish(two, tag, "a", [part], skeleton, max_manifest_bytes=2_000)
     assert [str(tag) for tag in checkpoint.tags(two)] == [str(Tag(*GOOD)), str(Tag(*BAD))]
 
 

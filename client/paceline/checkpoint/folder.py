@@ -130,14 +130,22 @@ def open_folder(directory: Path, tag: Tag, attempt: str) -> None:
     hidden_folder(directory, tag, attempt).mkdir()
 
 
-def publish(directory: Path, tag: Tag, attempt: str, parts: Sequence[Part], skeleton: Skeleton) -> Path:
+def publish(
+    directory: Path,
+    tag: Tag,
+    attempt: str,
+    parts: Sequence[Part],
+    skeleton: Skeleton,
+    *,
+    max_manifest_bytes: int = MAX_MANIFEST_BYTES,
+) -> Path:
     """Makes a checkpoint of the entries that `write_part` returned for all its parts, in order; called by one process.
 
     Returns its folder, which is durable. If the tag exists already, that checkpoint stays: equal tags are equal states.
 
     Raises:
         CheckpointFailed: the parts are not all of one state, some are not on this disk, or the manifest would be larger
-            than `MAX_MANIFEST_BYTES`.
+            than `max_manifest_bytes`.
     """
     try:
         index_of(parts)
@@ -152,10 +160,10 @@ def publish(directory: Path, tag: Tag, attempt: str, parts: Sequence[Part], skel
         separators=(",", ":"),
     )
     manifest = json.dumps({"blake2b": _digest(text), "body": text}).encode()
-    if len(manifest) > MAX_MANIFEST_BYTES:
+    if len(manifest) > max_manifest_bytes:
         raise CheckpointFailed(
             f"checkpoint {tag} was not written: its values other than arrays, and the names of its arrays, take "
-            f"{len(manifest):,} bytes as JSON, more than {MAX_MANIFEST_BYTES:,}: keep large data in arrays"
+            f"{len(manifest):,} bytes as JSON, more than {max_manifest_bytes:,}: keep large data in arrays"
         )
     write_file(hidden / MANIFEST, [memoryview(manifest)])
     sync_folder(hidden)

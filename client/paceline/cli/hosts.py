@@ -60,13 +60,19 @@ def find_notices(text: str | None) -> dict[str, Notice]:
 
 
 def reasons_to_leave(
-    host: Host | None, drain_before: float, notices: Mapping[str, Notice], say: Callable[[str], None]
+    host: Host | None,
+    drain_before: float,
+    notices: Mapping[str, Notice],
+    say: Callable[[str], None],
+    *,
+    ask_s: float = _ASK_S,
 ) -> Sequence[DrainSource]:
     """Returns what may tell the workers to leave.
 
-    They leave `drain_before` seconds before the end of the host's time, at the latest; 0 for never.
+    They leave `drain_before` seconds before the end of the host's time, at the latest; 0 for never. Notices are asked
+    every `ask_s` seconds.
     """
-    sources: list[DrainSource] = [functools.partial(_heed, name, each, say) for name, each in notices.items()]
+    sources: list[DrainSource] = [functools.partial(_heed, name, each, say, ask_s) for name, each in notices.items()]
     if host is not None and (at := drain_at(time.time(), host.ends_at, drain_before)) is not None:
         sources.append(functools.partial(_leave_at, at, drain_before, host.title))
     return sources
@@ -100,10 +106,11 @@ def _heed(
     name: str,
     notice: Notice,
     say: Callable[[str], None],
+    ask_s: float,
     drain: Callable[[str, float], None],
     ended: threading.Event,
 ) -> None:
-    """Asks each second, until the machine will be taken or the workers have ended (`DrainSource`)."""
+    """Asks every `ask_s` seconds, until the machine will be taken or the workers have ended (`DrainSource`)."""
     has_said = False
     while not ended.is_set():
         try:
@@ -115,4 +122,4 @@ def _heed(
                 has_said = True
                 words = str(error) if isinstance(error, OSError | ValueError) else repr(error)
                 say(f"--notice {name}: {printable(words)}; this launcher keeps asking")
-        ended.wait(_ASK_S)
+        ended.wait(ask_s)

@@ -62,11 +62,13 @@ class DeviceEngine(C10dEngine[ContactStore]):
 
     Libraries that are not `_KNOWN` meet in a store at rank 0, neither encrypted nor authenticated. One rank sums each
     element and sends its bytes to the others. A sum that cannot be aborted ends by c10d's timeout. Tensors lie by
-    default on the current device of the type that the library is for.
+    default on the current device of the type that the library is for. `close` waits `end_s` seconds for a communicator
+    to end, and an abort is repeated after as many.
     """
 
-    def __init__(self, name: str, device: Any = None) -> None:
+    def __init__(self, name: str, device: Any = None, *, end_s: float = _END_SECONDS) -> None:
         super().__init__()
+        self._end_s = end_s
         self.name, self.title = name, name.upper()
         self._make_group: Any = getattr(dist, f"ProcessGroup{self.title}", None)
         if self._make_group is None:
@@ -157,10 +159,10 @@ class DeviceEngine(C10dEngine[ContactStore]):
         self._ending.set()
 
     def _release(self, deadline: float) -> None:
-        self._closes_by = self._closes_by or max(deadline, monotonic() + _END_SECONDS)
+        self._closes_by = self._closes_by or max(deadline, monotonic() + self._end_s)
         self._ending.set()
         if self._ender is not None:
-            self._ender.join(min(_END_SECONDS, max(0.0, deadline - monotonic())))
+            self._ender.join(min(self._end_s, max(0.0, deadline - monotonic())))
 
     def _end_group(self) -> None:
         """Ends the group once the engine is aborted or closed; in a thread of its own."""
@@ -203,7 +205,7 @@ class DeviceEngine(C10dEngine[ContactStore]):
                 if not told:
                     _log.error("%s could not be aborted, and is aborted again until it lets go: %s", self.title, error)
                 told = True
-            if self._left.wait(_END_SECONDS) and self.drained(monotonic() + _END_SECONDS):
+            if self._left.wait(self._end_s) and self.drained(monotonic() + self._end_s):
                 return
 
 

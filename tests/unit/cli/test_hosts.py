@@ -98,10 +98,7 @@ def test_only_a_host_with_an_end_time_gives_a_reason_to_leave() -> None:
 @pytest.mark.parametrize(
     ("error", "shown"), [(OSError("no route"), "no route"), (KeyError("moon"), "KeyError('moon')")], ids=["away", "bug"]
 )
-def test_a_failing_notice_service_is_reported_once_and_asked_again(
-    error: Exception, shown: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hosts, "_ASK_S", 0.0)
+def test_a_failing_notice_service_is_reported_once_and_asked_again(error: Exception, shown: str) -> None:
     answers: list[str | Exception] = [error, ValueError("no JSON"), "", "it goes"]
 
     def ask() -> str:
@@ -112,7 +109,7 @@ def test_a_failing_notice_service_is_reported_once_and_asked_again(
 
     said: list[str] = []
     told: list[tuple[str, float]] = []
-    (source,) = reasons_to_leave(None, 60.0, {"moon": Notice(ask, leave_s=7.0)}, said.append)
+    (source,) = reasons_to_leave(None, 60.0, {"moon": Notice(ask, leave_s=7.0)}, said.append, ask_s=0.0)
     source(lambda why, seconds: told.append((why, seconds)), threading.Event())
     assert said == [f"--notice moon: {shown}; this launcher keeps asking"]
     assert told == [("it goes", 7.0)]
