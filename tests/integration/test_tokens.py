@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 import paceline
-from paceline._base import proofs as _token_source
+from paceline._base.proofs import TokenSource, TokenTimes
 from paceline._base.waits import loop_thread
 from paceline.cli import admin
 from paceline.config import Config
@@ -54,9 +54,8 @@ METHODS = {
 
 @pytest.fixture
 def tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file of tokens that is looked at for every call, and so are those of workers."""
+    """A file of tokens that is looked at for every call."""
     monkeypatch.setattr(TokenKeeper, "of_file", partial(TokenKeeper.of_file, limits=TokenLimits(look_s=0.0)))
-    monkeypatch.setattr(_token_source, "LOOK_S", 0.0)
     path = tmp_path / "tokens"
     path.touch(0o600)
     path.write_text(f"{ALL}\n{ONE} one\n{TWO} two\n")
@@ -64,7 +63,9 @@ def tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def join(address: str, token: str | Path | None, job: str = "one") -> paceline.Session:
-    return paceline.join(address, job=job, credentials=Credentials(token=token), config=QUICK)
+    """Joins; a file of a token is looked at for every call."""
+    source = TokenSource(token, TokenTimes(look_s=0.0)) if isinstance(token, Path) else token
+    return paceline.join(address, job=job, credentials=Credentials(token=source), config=QUICK)
 
 
 def refusal(kind: type[paceline.PacelineError], address: str, token: str | None, job: str = "one") -> str:

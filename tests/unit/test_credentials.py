@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline._base import proofs as _token_source
-from paceline._base.proofs import TokenSource
+from paceline._base.proofs import TokenSource, TokenTimes
 from paceline._base.rpc import aio, grpc
 from paceline.credentials import IN_THE_CLEAR, Credentials
 from support.certificates import CertificateFolder, make_folder
@@ -158,14 +157,11 @@ def test_repr_shows_no_secret(good: CertificateFolder, tmp_path: Path) -> None:
     assert repr(whole) == "Credentials(tls='mutual', token=None)"
 
 
-def test_a_changed_token_file_is_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(_token_source, "LOOK_S", 0.0)
+def test_a_changed_token_file_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "token"
     path.touch(0o600)
     path.write_text(f"# comment\n\n{TOKEN} job\nanother-token\n")
-    credentials = Credentials(token=path)
+    credentials = Credentials(token=TokenSource(path, TokenTimes(look_s=0.0)))
     assert shown(credentials) == [("authorization", f"Bearer {TOKEN}")]
     path.write_text("the-next-token-of-all\n")
     assert shown(credentials) == [("authorization", "Bearer the-next-token-of-all")]
@@ -188,15 +184,11 @@ def test_a_token_file_is_checked_at_most_once_a_second(tmp_path: Path) -> None:
     assert shown(credentials) == [("authorization", f"Bearer {TOKEN}")]
 
 
-def test_calls_wait_only_once_for_a_token_file_that_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(_token_source, "LOOK_S", 0.0)
-    monkeypatch.setattr(_token_source, "PATIENCE_S", 0.2)
+def test_calls_wait_only_once_for_a_token_file_that_hangs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "token"
     path.touch(0o600)
     path.write_text(TOKEN)
-    source = TokenSource(path)
+    source = TokenSource(path, TokenTimes(look_s=0.0, patience_s=0.2))
 
     async def main() -> None:
         began = time.monotonic()
@@ -218,13 +210,12 @@ def test_calls_wait_only_once_for_a_token_file_that_hangs(
         assert time.monotonic() < end, "it is not looked at any more"
 
 
-def test_a_token_file_that_hangs_at_the_first_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_token_source, "FIRST_S", 0.1)
+def test_a_token_file_that_hangs_at_the_first_read_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.touch(0o600)
     path.write_text(TOKEN)
     with hanging(path), pytest.raises(ValueError, match=f"cannot read the token file {path}: no answer in"):
-        Credentials.from_environment({"PACELINE_TOKEN_FILE": str(path)})
+        TokenSource(path, TokenTimes(first_s=0.1))
 
 
 def test_unary_calls_add_the_token_to_their_metadata() -> None:

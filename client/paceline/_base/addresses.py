@@ -166,7 +166,7 @@ def _resolve(host: str, flags: int) -> Found:
 DEFAULT_PORT = 7400
 """Default port of a coordinator."""
 
-_SLOW, _RETRY, _KNOCK = 0.7, 0.5, 1.0
+_SLOW_S, _RETRY_S, _KNOCK_S = 0.7, 0.5, 1.0
 """Seconds: until a look-up is reported as slow, between two tries, and for an address to answer."""
 
 _IPV6_ADDR_PREFERENCES, _IPV6_PREFER_SRC_PUBLIC = 72, 2
@@ -279,7 +279,13 @@ def _is_name(host: str) -> bool:
 
 
 async def reachable_endpoint(
-    coordinator: Endpoint, advertise: str | None, timeout: float = 0.0, say: Callable[[str], None] = lambda _: None
+    coordinator: Endpoint,
+    advertise: str | None,
+    timeout: float = 0.0,
+    say: Callable[[str], None] = lambda _: None,
+    *,
+    slow_s: float = _SLOW_S,
+    retry_s: float = _RETRY_S,
 ) -> Endpoint:
     """Returns the endpoint at which peers can reach this worker.
 
@@ -288,8 +294,9 @@ async def reachable_endpoint(
     coordinator has several addresses, reached through different interfaces, the one at which it answers counts.
 
     The coordinator's name may appear later than this worker (a container that starts beside it), and so may the
-    advertised name: both are looked up repeatedly for `timeout` seconds, once if it is 0. `say` gets a sentence about
-    the problem within a second, and again when the problem changes.
+    advertised name: both are looked up repeatedly for `timeout` seconds, once if it is 0, with `retry_s` seconds
+    between two tries. `say` gets a sentence about the problem when it is found, or when a look-up has taken `slow_s`
+    seconds, and again when the problem changes.
 
     Raises:
         ValueError: `advertise` is malformed, or the address that leads to the coordinator is link-local.
@@ -297,7 +304,7 @@ async def reachable_endpoint(
             addresses and answers at none.
         LinkUnavailable: the advertised name does not resolve.
     """
-    patience = _Patience(timeout, say)
+    patience = _Patience(timeout, say, slow_s, retry_s)
     own = parse_endpoint(advertise, default_port=0) if advertise else None
     if own is None and coordinator.is_loopback:
         return Endpoint("127.0.0.1" if coordinator.host == "localhost" else coordinator.host, 0)
@@ -334,19 +341,19 @@ def listening_host(own: Endpoint, advertise: str | None) -> str:
     return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104  # asked for
 
 
-async def is_refused(endpoint: Endpoint, timeout: float) -> bool:
+async def is_refused(endpoint: Endpoint, timeout: float, *, knock_s: float = _KNOCK_S) -> bool:
     """Returns True if the host answers that no process listens on the port: the process is gone, not slow.
 
     False if nothing is proved. Raises OSError as `probe` does.
     """
-    return await probe(endpoint, timeout) is False
+    return await probe(endpoint, timeout, knock_s=knock_s) is False
 
 
-async def probe(endpoint: Endpoint, timeout: float) -> bool | None:
+async def probe(endpoint: Endpoint, timeout: float, *, knock_s: float = _KNOCK_S) -> bool | None:
     """Checks whether a process listens: True at any of the host's addresses, False if all refuse the connection.
 
     None if nothing is known: the name does not resolve, the host cannot be reached, or it does not answer in time.
-    `timeout` is for the look-up and the addresses, which get at most 1 s of it.
+    `timeout` is for the look-up and the addresses, which get at most `knock_s` of it.
 
     Raises:
         OSError: this process has no descriptor left, which says nothing about the other side.
@@ -354,7 +361,7 @@ async def probe(endpoint: Endpoint, timeout: float) -> bool | None:
     try:
         async with asyncio.timeout(timeout):
             found = await look_up(endpoint.host)
-            said = await asyncio.gather(*(_answers(target, endpoint.port) for _, target in found))
+            said = await asyncio.gather(*(_answers(target, endpoint.port, knock_s) for _, target in found))
     except OSError as error:  # TimeoutError is one
         if is_exhausted(error):
             raise
@@ -365,19 +372,21 @@ async def probe(endpoint: Endpoint, timeout: float) -> bool | None:
 class _Patience:
     """Tracks the time left for tries, and the last problem that was reported."""
 
-    def __init__(self, timeout: float, say: Callable[[str], None]) -> None:
+    def __init__(self, timeout: float, say: Callable[[str], None], slow_s: float, retry_s: float) -> None:
         self._start = time.monotonic()
         self._timeout = timeout
         self._say = say
+        self._slow_s = slow_s
+        self._retry_s = retry_s
         self._said = ""
 
     async def look_up(self, host: str) -> Found:
         """Calls `look_up_within` with the time that is left."""
         patient = asyncio.get_running_loop().call_later(
-            _SLOW, lambda: self.say(f"still looking up the name {host!r}: the resolver has not answered yet")
+            self._slow_s, lambda: self.say(f"still looking up the name {host!r}: the resolver has not answered yet")
         )
         try:
-            return await look_up_within(host, max(_SLOW, self._start + self._timeout - time.monotonic()))
+            return await look_up_within(host, max(self._slow_s, self._start + self._timeout - time.monotonic()))
         finally:
             patient.cancel()
 
@@ -387,7 +396,7 @@ class _Patience:
         if left <= 0:
             raise problem
         self.say(str(problem))
-        await asyncio.sleep(min(_RETRY, left))
+        await asyncio.sleep(min(self._retry_s, left))
 
     def say(self, text: str) -> None:
         """Reports a text, if it differs from the last one."""
@@ -410,7 +419,7 @@ async def _way_to(port: int, found: Found) -> str:
     if len(ways) == 1:
         return next(iter(ways))
     for own, target in ways.items():
-        if await _answers(target, port):
+        if await _answers(target, port, _KNOCK_S):
             return own
     raise OSError(f"it answers at none of its addresses ({', '.join(str(target[0]) for target in ways.values())})")
 
@@ -431,10 +440,10 @@ def _source(family: socket.AddressFamily, target: tuple[Any, ...]) -> str:
     return own
 
 
-async def _answers(target: tuple[Any, ...], port: int) -> bool | None:
+async def _answers(target: tuple[Any, ...], port: int, knock_s: float) -> bool | None:
     """Returns True if a process listens there, False if the connection is refused, None if neither shows in time."""
     try:
-        async with asyncio.timeout(_KNOCK):
+        async with asyncio.timeout(knock_s):
             scope = f"%{target[3]}" if target[3:] and target[3] else ""
             _, writer = await asyncio.open_connection(f"{target[0]}{scope}", port)
     except ConnectionRefusedError:

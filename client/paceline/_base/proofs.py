@@ -25,6 +25,7 @@ import threading
 import time
 from collections import OrderedDict
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,21 @@ from pacelinepb.token_lines import token_flaw, token_lines
 
 _log = logging.getLogger("paceline.session")
 
-LOOK_S = 1.0
-"""Seconds between two readings of the file."""
 
-PATIENCE_S = 0.5
-"""Seconds that calls wait for a reading, from its beginning. If it ends later, later calls use its token."""
+@dataclass(frozen=True, slots=True)
+class TokenTimes:
+    """Times of a `TokenSource` that reads a file.
 
-FIRST_S = 10.0
-"""Seconds to wait for the first reading, without which there is no token."""
+    Attributes:
+        look_s: seconds between two readings.
+        patience_s: seconds that calls wait for a reading, from its beginning. If it ends later, later calls use it.
+        first_s: seconds to wait for the first reading, without which there is no token.
+    """
+
+    look_s: float = 1.0
+    patience_s: float = 0.5
+    first_s: float = 10.0
+
 
 _MAX_FILE_BYTES = 1 << 20
 
@@ -59,7 +67,8 @@ class TokenSource:
             read it.
     """
 
-    def __init__(self, token: str | Path) -> None:
+    def __init__(self, token: str | Path, times: TokenTimes = TokenTimes()) -> None:
+        self._times = times
         self._path = token if isinstance(token, Path) else None
         self._lock = threading.Lock()
         self._reading: Future[str] | None = None
@@ -71,20 +80,20 @@ class TokenSource:
             self._token = token
             return
         try:
-            self._token = _start(token).result(FIRST_S)
+            self._token = _start(token).result(times.first_s)
         except TimeoutError:
-            raise ValueError(f"cannot read the token file {token}: no answer in {FIRST_S:g} s") from None
+            raise ValueError(f"cannot read the token file {token}: no answer in {times.first_s:g} s") from None
 
     async def current(self) -> str:
         """Returns the token to show now. Waits for a reading of the file, for half a second at most."""
         reading = None if self._path is None else self._newest_reading(self._path)
-        left = self._began_at + PATIENCE_S - time.monotonic()
+        left = self._began_at + self._times.patience_s - time.monotonic()
         if reading is not None and not reading.done() and left > 0:
             try:
                 async with asyncio.timeout(left):
                     await asyncio.wrap_future(reading)
             except TimeoutError:
-                self._complain(f"the token file {self._path} has not been read for {PATIENCE_S:g} s")
+                self._complain(f"the token file {self._path} has not been read for {self._times.patience_s:g} s")
             except ValueError:
                 pass  # `_take` has logged it
         return self._token
@@ -96,7 +105,7 @@ class TokenSource:
         """Returns the reading that is under way, or the last one; starts a new one if it is time."""
         with self._lock:
             free = self._reading is None or self._reading.done()
-            if free and time.monotonic() - self._began_at >= LOOK_S:
+            if free and time.monotonic() - self._began_at >= self._times.look_s:
                 self._began_at = time.monotonic()
                 try:
                     self._reading = _start(path)
@@ -174,7 +183,8 @@ class DoorKey:
     It refuses every call before `learn`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_callers: int = MAX_CALLERS) -> None:
+        self._max_callers = max_callers
         self._secret = b""
         self._member_id = b""
         self._numbers = itertools.count(1)
@@ -211,7 +221,7 @@ class DoorKey:
         elif not again:
             seen |= 1 << -ahead
         self._seen[caller] = highest, seen
-        if len(self._seen) > MAX_CALLERS:
+        if len(self._seen) > self._max_callers:
             self._seen.popitem(last=False)
         return "this call was made before" if again else ""
 

@@ -103,13 +103,17 @@ class Resolver:
 
 @pytest.fixture
 def resolver(monkeypatch: pytest.MonkeyPatch) -> Resolver:
-    monkeypatch.setattr(address, "_RETRY", 0.001)
     return Resolver(monkeypatch)
+
+
+def _reachable(*arguments: Any) -> Endpoint:
+    """What `reachable_endpoint` returns; between two tries it waits only briefly."""
+    return asyncio.run(reachable_endpoint(*arguments, retry_s=0.001))
 
 
 def _find(coordinator: str, advertise: str | None, timeout: float = 0.0) -> tuple[Endpoint, list[str]]:
     said: list[str] = []
-    return asyncio.run(reachable_endpoint(parse_endpoint(coordinator), advertise, timeout, said.append)), said
+    return _reachable(parse_endpoint(coordinator), advertise, timeout, said.append), said
 
 
 def test_an_unresolvable_name_is_named_in_the_error(resolver: Resolver) -> None:
@@ -132,7 +136,7 @@ def test_a_name_that_appears_later_is_waited_for(resolver: Resolver, trouble: in
         resolver.names["coord"] = ["127.0.0.9"]
 
     said: list[str] = []
-    found = asyncio.run(reachable_endpoint(Endpoint("coord", 7400), None, 10.0, say))
+    found = _reachable(Endpoint("coord", 7400), None, 10.0, say)
     assert found.is_loopback
     assert said == ["cannot reach the coordinator at coord:7400: the name 'coord' does not resolve: not yet"]
 
@@ -140,13 +144,12 @@ def test_a_name_that_appears_later_is_waited_for(resolver: Resolver, trouble: in
 def test_a_lasting_lookup_failure_is_reported_once_until_the_timeout(resolver: Resolver) -> None:
     said: list[str] = []
     with pytest.raises(CoordinatorUnreachable, match="'coord' does not resolve"):
-        asyncio.run(reachable_endpoint(Endpoint("coord", 7400), None, 0.05, said.append))
+        _reachable(Endpoint("coord", 7400), None, 0.05, said.append)
     assert len(said) == 1
     assert len(resolver.asked) > 1
 
 
 def test_a_stalled_resolver_is_reported_and_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(address, "_SLOW", 0.01)
     release = threading.Event()
     resolver = Resolver(monkeypatch)
     resolver.names["coord"] = ["127.0.0.1"]
@@ -162,7 +165,7 @@ def test_a_stalled_resolver_is_reported_and_times_out(monkeypatch: pytest.Monkey
     start = time.monotonic()
     try:
         with pytest.raises(CoordinatorUnreachable, match="'coord' does not resolve: the resolver does not answer"):
-            asyncio.run(reachable_endpoint(Endpoint("coord", 7400), None, 0.05, said.append))
+            asyncio.run(reachable_endpoint(Endpoint("coord", 7400), None, 0.05, said.append, slow_s=0.01))
         assert said[0] == "still looking up the name 'coord': the resolver has not answered yet"
         assert time.monotonic() - start < 5  # asyncio's own pool would be waited for at the end of the loop
     finally:
@@ -195,7 +198,7 @@ def test_the_route_to_an_answering_coordinator_address_is_chosen(
     ways = {"10.0.0.1": "10.0.0.7", "10.1.0.1": "10.1.0.7", "10.2.0.1": "10.2.0.7"}
     there = {"10.1.0.1"}
 
-    async def answers(target: tuple[Any, ...], port: int) -> bool:
+    async def answers(target: tuple[Any, ...], port: int, knock_s: float) -> bool:
         return target[0] in there
 
     monkeypatch.setattr(address, "_source", lambda _, target: ways[target[0]])
@@ -263,10 +266,9 @@ def test_probe_combines_the_results_of_all_addresses_of_a_host(
         return None, mock.Mock()
 
     monkeypatch.setattr(address, "look_up", look_up)
-    monkeypatch.setattr(address, "_KNOCK", 0.01)
     monkeypatch.setattr(asyncio, "open_connection", connect)
-    assert asyncio.run(address.probe(Endpoint("node", 1), 60.0)) is said
-    assert asyncio.run(address.is_refused(Endpoint("node", 1), 60.0)) is (said is False)
+    assert asyncio.run(address.probe(Endpoint("node", 1), 60.0, knock_s=0.01)) is said
+    assert asyncio.run(address.is_refused(Endpoint("node", 1), 60.0, knock_s=0.01)) is (said is False)
 
 
 def test_probe_with_a_stalled_lookup_returns_none_at_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import random
 
-import pytest
-
-from paceline._base import proofs as door_key
 from paceline._base.proofs import WINDOW, DoorKey
 from pacelinepb.v1 import peer_pb2
 
@@ -15,8 +12,8 @@ REQUEST = peer_pb2.KnockRequest(job="job", from_member="a", to_member="b")
 NAME, DATA = "KnockRequest", REQUEST.SerializeToString()
 
 
-def key(member_id: str, secret: bytes = SECRET) -> DoorKey:
-    made = DoorKey()
+def key(member_id: str, secret: bytes = SECRET, **limits: int) -> DoorKey:
+    made = DoorKey(**limits)
     made.learn(secret, member_id)
     return made
 
@@ -65,9 +62,8 @@ def test_reordered_calls_are_accepted_once_within_the_window() -> None:
         seen.add(number)
 
 
-def test_the_number_of_remembered_callers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door_key, "MAX_CALLERS", 3)
-    door = key("b")
+def test_the_number_of_remembered_callers_is_bounded() -> None:
+    door = key("b", max_callers=3)
     callers = [key(f"a{n}") for n in range(5)]
     assert [door.check(NAME, DATA, caller.prove(REQUEST)) for caller in callers] == [""] * 5
     assert len(door._seen) == 3
