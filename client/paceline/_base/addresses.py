@@ -43,18 +43,29 @@ Found = list[tuple[socket.AddressFamily, tuple[Any, ...]]]
 _AT_ONCE = 32
 """Most names of one list that are looked up at a time."""
 
-_AGAIN_S = 0.5
-"""Seconds between two queries for one name."""
-
-_SILENCE_S = 4.5
-"""A query that reports trouble of the name server after more seconds than this got no answer: glibc waits for 5 s. If
-it is configured to wait for less, silence counts as an answer, and the callers ask again."""
-
 _THREADS = 12
 """Most threads that query one name at a time: when the last starts, glibc repeats the query of the first."""
 
 
-async def look_up(host: str, *, again: bool = True) -> Found:
+class Lookups:
+    """The look-ups of this process that are under way, by name.
+
+    `again_s` are the seconds between two queries for one name. A query that reports trouble of the name server after
+    more than `silence_s` seconds got no answer: glibc waits for 5 s. If it is configured to wait for less, silence
+    counts as an answer, and the callers ask again.
+    """
+
+    def __init__(self, *, again_s: float = 0.5, silence_s: float = 4.5) -> None:
+        self.again_s = again_s
+        self.silence_s = silence_s
+        self.lock = threading.Lock()
+        self.under_way: dict[str, _Question] = {}
+
+
+_OURS = Lookups()
+
+
+async def look_up(host: str, *, again: bool = True, lookups: Lookups = _OURS) -> Found:
     """Returns the addresses of a host, asking `again` while there is no answer. An IP literal needs no thread.
 
     Raises:
@@ -64,38 +75,38 @@ async def look_up(host: str, *, again: bool = True) -> Found:
         return _resolve(host, socket.AI_NUMERICHOST)
     except socket.gaierror:
         pass  # it is a name
-    with _lock:
-        question = _under_way.setdefault(host, _Question(host))
+    with lookups.lock:
+        question = lookups.under_way.setdefault(host, _Question(host, lookups))
         question.ask()
     answer = asyncio.wrap_future(question.answer)
     try:
-        while not (await asyncio.wait([answer], timeout=_AGAIN_S if again else None))[0]:
-            with _lock:
+        while not (await asyncio.wait([answer], timeout=lookups.again_s if again else None))[0]:
+            with lookups.lock:
                 question.ask()
         return answer.result()
     finally:
         answer.cancel()
 
 
-async def look_up_within(host: str, timeout: float) -> Found:
+async def look_up_within(host: str, timeout: float, *, lookups: Lookups = _OURS) -> Found:
     """Calls `look_up`, for at most `timeout` seconds. Without an address it raises OSError, which has the name."""
     try:
         async with asyncio.timeout(timeout):
-            return await look_up(host)
+            return await look_up(host, lookups=lookups)
     except TimeoutError:
         raise OSError(f"the name {host!r} does not resolve: the resolver does not answer") from None
     except OSError as error:
         raise OSError(f"the name {host!r} does not resolve: {error.strerror or error}") from None
 
 
-async def look_up_all(hosts: Iterable[str]) -> dict[str, set[str]]:
+async def look_up_all(hosts: Iterable[str], *, lookups: Lookups = _OURS) -> dict[str, set[str]]:
     """Returns the IP addresses of each host; an empty set for a name that does not resolve."""
     turn = asyncio.Semaphore(_AT_ONCE)
 
     async def addresses(host: str) -> set[str]:
         async with turn:
             try:
-                return {str(target[0]) for _, target in await look_up(host, again=False)}
+                return {str(target[0]) for _, target in await look_up(host, again=False, lookups=lookups)}
             except OSError:
                 return set()
 
@@ -109,17 +120,18 @@ class _Question:
     Silence counts as an answer when no other thread is asking.
     """
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, lookups: Lookups) -> None:
         self.answer: Future[Found] = Future()
         self.answer.set_running_or_notify_cancel()  # a caller that stops waiting must not cancel it for the others
         self._host = host
+        self._lookups = lookups
         self._threads = 0
         self._asked_at = float("-inf")
 
     def ask(self) -> None:
         """Asks on another thread, unless one asked just now. The caller holds the lock."""
         now = time.monotonic()
-        if self.answer.done() or self._threads == _THREADS or now - self._asked_at < _AGAIN_S:
+        if self.answer.done() or self._threads == _THREADS or now - self._asked_at < self._lookups.again_s:
             return
         self._asked_at = now
         self._threads += 1
@@ -137,22 +149,18 @@ class _Question:
         except BaseException as error:  # noqa: BLE001  all waiting callers get the error, whatever it is
             found = error
         silence = isinstance(found, socket.gaierror) and found.errno == socket.EAI_AGAIN
-        silence = silence and time.monotonic() - began > _SILENCE_S
-        with _lock:
+        silence = silence and time.monotonic() - began > self._lookups.silence_s
+        with self._lookups.lock:
             self._threads -= 1
             if not (self.answer.done() or (silence and self._threads)):
                 self._answer_with(found)
 
     def _answer_with(self, found: Found | BaseException) -> None:
-        del _under_way[self._host]
+        del self._lookups.under_way[self._host]
         if isinstance(found, BaseException):
             self.answer.set_exception(found)
         else:
             self.answer.set_result(found)
-
-
-_lock = threading.Lock()
-_under_way: dict[str, _Question] = {}
 
 
 def _resolve(host: str, flags: int) -> Found:

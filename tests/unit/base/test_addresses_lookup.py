@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from paceline._base import addresses as lookup
-from paceline._base.addresses import look_up, look_up_all, look_up_within
+from paceline._base.addresses import _THREADS, Lookups, look_up, look_up_all, look_up_within
 
 
 class Stall:
@@ -26,6 +25,7 @@ class Stall:
         release: all questions are answered.
         lost: so many are not, the first ones: whoever asked gives up when `late` says so.
         loser: the last of them.
+        lookups: those of this test.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +36,7 @@ class Stall:
         self.release, self.late = threading.Event(), threading.Event()
         self._real = socket.getaddrinfo
         monkeypatch.setattr(socket, "getaddrinfo", self)
-        monkeypatch.setattr(lookup, "_SILENCE_S", 0.0)
+        self.lookups = Lookups(silence_s=0.0)
 
     def __call__(self, host: str, *arguments: Any, **options: Any) -> Any:
         if options.get("flags") == socket.AI_NUMERICHOST:
@@ -63,9 +63,9 @@ class Stall:
 
 
 @pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def soon(stall: Stall) -> None:
     """Questions are put again at once."""
-    monkeypatch.setattr(lookup, "_AGAIN_S", 0.01)
+    stall.lookups = Lookups(again_s=0.01, silence_s=0.0)
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_an_unknown_name_raises() -> None:
 
 def test_concurrent_lookups_of_one_name_share_one_query(stall: Stall) -> None:
     async def ask() -> None:
-        impatient, *others = (asyncio.ensure_future(look_up("node")) for _ in range(5))
+        impatient, *others = (asyncio.ensure_future(look_up("node", lookups=stall.lookups)) for _ in range(5))
         await asyncio.sleep(0)
         impatient.cancel()  # this one gives up, and takes the answer from nobody
         await asyncio.sleep(0)
@@ -112,10 +112,10 @@ def test_concurrent_lookups_of_one_name_share_one_query(stall: Stall) -> None:
 def test_a_lost_query_is_repeated(stall: Stall) -> None:
     stall.lost = 1
     stall.release.set()
-    found = asyncio.run(look_up("node"))
+    found = asyncio.run(look_up("node", lookups=stall.lookups))
     assert [target[0] for _, target in found] == ["10.0.0.1"]
     assert len(stall.asked) >= 2
-    assert not lookup._under_way
+    assert not stall.lookups.under_way
 
 
 @pytest.mark.usefixtures("soon")
@@ -123,11 +123,11 @@ def test_a_query_that_times_out_does_not_fail_the_other_queries(stall: Stall) ->
     stall.lost = 1
 
     async def ask() -> None:
-        asking = asyncio.ensure_future(look_up("node"))
+        asking = asyncio.ensure_future(look_up("node", lookups=stall.lookups))
         await stall.wait_for("node", 2)
         stall.late.set()
         await asyncio.to_thread(stall.loser.join, 20)
-        assert not lookup._under_way["node"].answer.done()
+        assert not stall.lookups.under_way["node"].answer.done()
         stall.release.set()
         assert await asking
 
@@ -139,40 +139,38 @@ def test_a_query_that_times_out_does_not_fail_the_other_queries(stall: Stall) ->
     ("lost", "silence_s"),
     [pytest.param(100, 0.0, id="when all have given up"), pytest.param(1, 60.0, id="when a name server says so")],
 )
-def test_a_lookup_fails_when_all_queries_or_a_name_server_fail(
-    lost: int, silence_s: float, stall: Stall, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lookup_fails_when_all_queries_or_a_name_server_fail(lost: int, silence_s: float, stall: Stall) -> None:
     """Silence of one counts for nothing while another still asks; a word of a name server, which comes sooner, does."""
-    monkeypatch.setattr(lookup, "_SILENCE_S", silence_s)
+    stall.lookups = Lookups(again_s=0.01, silence_s=silence_s)
     stall.lost = lost
 
     async def ask() -> None:
-        asking = asyncio.ensure_future(look_up("node"))
+        asking = asyncio.ensure_future(look_up("node", lookups=stall.lookups))
         await stall.wait_for("node", 2)
         stall.late.set()
         with pytest.raises(socket.gaierror, match="Temporary failure"):
             await asking
 
     asyncio.run(ask())
-    assert not lookup._under_way
+    assert not stall.lookups.under_way
 
 
 @pytest.mark.usefixtures("soon")
 def test_lookup_threads_per_name_are_limited(stall: Stall) -> None:
     async def ask() -> None:
-        patient = asyncio.ensure_future(look_up_all(["a list's"]))
-        asking = asyncio.ensure_future(look_up("node"))
-        await stall.wait_for("node", lookup._THREADS)
-        question = lookup._under_way["node"]
+        patient = asyncio.ensure_future(look_up_all(["a list's"], lookups=stall.lookups))
+        asking = asyncio.ensure_future(look_up("node", lookups=stall.lookups))
+        await stall.wait_for("node", _THREADS)
+        question = stall.lookups.under_way["node"]
         question._asked_at = float("-inf")
-        with lookup._lock:
+        with stall.lookups.lock:
             question.ask()
-        assert (question._threads, stall.asked.count("a list's")) == (lookup._THREADS, 1)
+        assert (question._threads, stall.asked.count("a list's")) == (_THREADS, 1)
         stall.release.set()
         await asyncio.gather(patient, asking)
 
     asyncio.run(ask())
-    assert stall.asked.count("node") == lookup._THREADS
+    assert stall.asked.count("node") == _THREADS
 
 
 @pytest.mark.usefixtures("soon")
@@ -193,7 +191,7 @@ def test_failure_to_start_a_thread_raises_unless_a_query_is_running(
     monkeypatch.setattr(threading.Thread, "start", none_left)
 
     async def ask() -> None:
-        asking = asyncio.ensure_future(look_up("node"))
+        asking = asyncio.ensure_future(look_up("node", lookups=stall.lookups))
         if others:
             assert await asyncio.to_thread(refused.wait, 20)
             stall.release.set()
@@ -203,24 +201,24 @@ def test_failure_to_start_a_thread_raises_unless_a_query_is_running(
                 await asking
 
     asyncio.run(ask())
-    assert not lookup._under_way
+    assert not stall.lookups.under_way
 
 
 def test_look_up_within_raises_at_the_timeout(stall: Stall) -> None:
     with pytest.raises(OSError, match="the name 'node' does not resolve: the resolver does not answer"):
-        asyncio.run(look_up_within("node", 0.05))
+        asyncio.run(look_up_within("node", 0.05, lookups=stall.lookups))
     stall.release.set()
-    assert asyncio.run(look_up_within("node", 20.0))
+    assert asyncio.run(look_up_within("node", 20.0, lookups=stall.lookups))
 
 
 def test_stalled_lookups_block_no_other_lookup_nor_the_loop_s_end(stall: Stall) -> None:
     async def ask() -> None:
-        waiting = [asyncio.ensure_future(look_up(f"dead-{n}")) for n in range(100)]
+        waiting = [asyncio.ensure_future(look_up(f"dead-{n}", lookups=stall.lookups)) for n in range(100)]
         await asyncio.sleep(0)
         assert await asyncio.wait_for(asyncio.to_thread(int, "7"), 10) == 7
-        assert await asyncio.wait_for(look_up("10.0.0.2"), 10)
+        assert await asyncio.wait_for(look_up("10.0.0.2", lookups=stall.lookups), 10)
         assert not any(future.done() for future in waiting)
-        assert len(lookup._under_way) == 100
+        assert len(stall.lookups.under_way) == 100
 
     with ThreadPoolExecutor(1) as pool:  # the loop's end does not wait for the resolver
         pool.submit(asyncio.run, ask()).result(20)
@@ -228,10 +226,10 @@ def test_stalled_lookups_block_no_other_lookup_nor_the_loop_s_end(stall: Stall) 
 
 def test_look_up_all_limits_concurrent_lookups(stall: Stall) -> None:
     async def ask() -> dict[str, set[str]]:
-        asking = asyncio.ensure_future(look_up_all(f"node-{n}" for n in range(100)))
+        asking = asyncio.ensure_future(look_up_all((f"node-{n}" for n in range(100)), lookups=stall.lookups))
         for _ in range(10):
             await asyncio.sleep(0)
-        assert 0 < len(lookup._under_way) <= 32
+        assert 0 < len(stall.lookups.under_way) <= 32
         stall.release.set()
         return await asking
 
