@@ -21,9 +21,9 @@ from paceline._links.frame import Frame
 from paceline._links.local import local_meshes
 from paceline.config import Config
 from paceline.errors import LimitExceeded, OperationTimeout, PacelineError, SizeMismatch, UnsupportedOp
-from support.parts import be_patient
+from support.parts import be_patient, cut_frames
 
-__all__ = ["SEEDS", "collective", "fuzzed_group", "receive", "short_frames"]
+__all__ = ["SEEDS", "collective", "fuzzed_group", "receive", "small_arrays"]
 
 N = 640
 """Elements of each float32 argument: 2,560 bytes, three frames."""
@@ -73,21 +73,21 @@ _CALLS: tuple[_Call, ...] = (
 
 
 @contextlib.contextmanager
-def short_frames() -> Iterator[None]:
-    """Short frames of collectives, and small arrays."""
+def small_arrays() -> Iterator[None]:
+    """No array is large."""
     with (
         mock.patch("paceline._base.arrays.MAX_ARRAY_BYTES", 4 << 20),
         mock.patch("paceline._collectives.gather_tasks.MAX_ARRAY_BYTES", 4 << 20),
-        mock.patch("paceline._collectives.tasks.SEGMENT_BYTES", SEGMENT),
     ):
         yield
 
 
 def fuzzed_group(mesh: Mesh) -> Group:
-    """A group with short frames of messages, and little patience."""
+    """A group with short frames, and little patience."""
     group = Group(mesh, Config())
     group._bound._mailbox = Mailbox(mesh, segment_bytes=SEGMENT)
     be_patient(group, 0.0005)
+    cut_frames(group, SEGMENT)
     return group
 
 
@@ -100,7 +100,7 @@ def collective(data: bytes) -> None:
     group = fuzzed_group(mesh)
     memory = np.full(call.out + 2 * _PAD, _GUARD, np.float32)
     x = _X.copy()
-    with short_frames():
+    with small_arrays():
         try:
             call.mine(group, x, memory[_PAD : _PAD + call.out])
         except PacelineError as error:
@@ -131,7 +131,7 @@ def receive(data: bytes) -> None:
     memory = np.full(N + 2 * _PAD, _GUARD, np.float32)
     out = memory[_PAD : _PAD + N] if data[0] & 1 else None
     src = 0 if data[0] & 2 else None
-    with short_frames():
+    with small_arrays():
         for _ in range(3):
             try:
                 array, source = group.recv(src, tag=data[0] >> 2 & 3, out=out, timeout=_TIMEOUT)
@@ -158,7 +158,7 @@ def _conversation(theirs: Callable[[Group], Any], mine: Callable[[Group], Any]) 
 
     meshes = local_meshes(2)
     groups = [fuzzed_group(FaultyMesh(meshes[0], note)), fuzzed_group(meshes[1])]
-    with short_frames():
+    with small_arrays():
         other = Thread(target=theirs, args=(groups[0],), daemon=True)
         other.start()
         mine(groups[1])

@@ -16,8 +16,9 @@ from integration.mixed_world import MixedWorld, Place, kinds_of, mixed_world, ru
 from paceline._collectives.choose import choose, nodes_of, only
 from paceline._collectives.schedules import SCHEDULES
 from paceline._group import Group
-from support.collective_calls import WAYS, Call, exact_values, segments_of
+from support.collective_calls import WAYS, Call, exact_values
 from support.netns import Host, network
+from support.parts import cut_frames
 from support.processes import Worker
 
 LAYOUTS: dict[str, list[Place]] = {
@@ -73,6 +74,7 @@ def test_every_schedule_matches_numpy(
 
     def at(group: Group) -> Any:
         group.choose = partial(choose, rules=only(collective, schedule))
+        cut_frames(group, 1 << 17)
         x = group.empty(xs[group.rank].shape, np.float32)  # small ones are ordinary
         x[:] = xs[group.rank]
         given = x.reshape(4, -1) if collective == "scatter" else x
@@ -80,8 +82,7 @@ def test_every_schedule_matches_numpy(
         assert np.array_equal(x, xs[group.rank])
         return result
 
-    with segments_of(1 << 17):
-        found = run_all(world.groups, at)
+    found = run_all(world.groups, at)
     for result, expected in zip(found, call.expected(), strict=True):
         assert (result is None) == (expected is None)
         assert result is None or np.array_equal(result, expected)

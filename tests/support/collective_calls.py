@@ -1,11 +1,9 @@
 """Calls of every collective by every schedule, with what NumPy makes of them: dtypes, ops, lengths, layouts, places."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from functools import partial, reduce
 from math import prod
 from typing import Any, NamedTuple
-from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -13,10 +11,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from paceline._collectives.choose import choose, only
+from paceline._collectives.program import SEGMENT_BYTES
 from paceline._collectives.schedules import SCHEDULES
 from paceline._group import Group
 from paceline._links.local import local_meshes
 from paceline.config import Config
+from support.parts import cut_frames
 
 __all__ = [
     "BF16",
@@ -40,7 +40,6 @@ __all__ = [
     "ops_of",
     "quick",
     "random_values",
-    "segments_of",
 ]
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -79,14 +78,12 @@ def ops_of(dtype: Any) -> list[str]:
     return ops + (["band", "bor", "bxor"] if dtype.kind in "biu" else ["mean"])
 
 
-def groups_by(world: int, collective: str, schedule: str) -> list[Group]:
+def groups_by(world: int, collective: str, schedule: str, segment_bytes: int = SEGMENT_BYTES) -> list[Group]:
     pick = partial(choose, rules=only(collective, schedule))
-    return [Group(mesh, Config(), choose=pick) for mesh in local_meshes(world)]
-
-
-def segments_of(nbytes: int) -> AbstractContextManager[Any]:
-    """Small segments, so that small arrays are cut as large ones are."""
-    return mock.patch("paceline._collectives.tasks.SEGMENT_BYTES", nbytes)
+    groups = [Group(mesh, Config(), choose=pick) for mesh in local_meshes(world)]
+    for group in groups:
+        cut_frames(group, segment_bytes)
+    return groups
 
 
 def exact_values(rng: Any, shape: Any, dtype: Any) -> Any:

@@ -16,7 +16,7 @@ from paceline._links.base import Mesh
 from paceline._links.local import LocalMesh, local_meshes
 from paceline.config import Config
 
-__all__ = ["SOON", "at_once", "be_patient", "each", "local_mesh", "on_hosts", "total", "world_of"]
+__all__ = ["SOON", "at_once", "be_patient", "cut_frames", "each", "local_mesh", "on_hosts", "total", "world_of"]
 
 SOON = Config(failure_timeout=0.6)
 
@@ -49,6 +49,11 @@ def each(groups: Sequence[Group], do: Callable[[Group], Any]) -> list[Any]:
 def be_patient(group: Group, patience_s: float) -> None:
     """Sets how long the group's collectives wait before they look around, in this generation."""
     group._bound.engine._exchange.patience_s = patience_s
+
+
+def cut_frames(group: Group, segment_bytes: int) -> None:
+    """Sets the length of segments in this generation, so that small arrays are cut as large ones are."""
+    group._bound.engine.segment_bytes = segment_bytes
 
 
 def total(group: Group) -> Any:

@@ -21,7 +21,7 @@ from paceline._collectives import blame
 from paceline._collectives.arithmetic import Arithmetic
 from paceline._collectives.choose import nodes_of
 from paceline._collectives.exchange import Disagreement, Exchange, History
-from paceline._collectives.program import Area, Do, Move, Program
+from paceline._collectives.program import SEGMENT_BYTES, Area, Do, Move, Program
 from paceline._links.base import LEND_BYTES, LinkEnded, LinkTimeout, Mesh
 from paceline._links.fault import Suspicion
 from paceline._links.frame import Frame, FrameKind
@@ -60,12 +60,13 @@ class Engine:
     """Runs one program at a time over a mesh's links for collectives.
 
     `history` returns the signatures of this member's operations in the group. Members of a part of the view must agree
-    on `label`, which is part of every signature. Tasks store in `plans` the programs and signatures of earlier
-    operations, by arguments.
+    on `label`, which is part of every signature, and on `segment_bytes`, from which the length of frames follows. Tasks
+    store in `plans` the programs and signatures of earlier operations, by arguments.
     """
 
-    def __init__(self, mesh: Mesh, history: History, label: str = "") -> None:
+    def __init__(self, mesh: Mesh, history: History, label: str = "", *, segment_bytes: int = SEGMENT_BYTES) -> None:
         self.mesh = mesh
+        self.segment_bytes = segment_bytes
         self.nodes = nodes_of(mesh.peers)
         self.neighbours = mesh.neighbours  # read once, because it counts all peers
         self.plans: dict[Any, Any] = {}

@@ -30,7 +30,6 @@ from paceline._collectives.arithmetic import (
 from paceline._collectives.choose import Choice, where_of
 from paceline._collectives.engine import CollectiveCall, Engine
 from paceline._collectives.program import (
-    SEGMENT_BYTES,
     Program,
     all_reduce_program,
     barrier_program,
@@ -76,7 +75,7 @@ def segment(dtype: np.dtype[Any], engine: Engine) -> int:
 
     Source: W=2, lent arrays of 16 and 64 MiB: 1.9 and 12.7 ms with frames of 1 MiB, 1.4 and 8.1 ms with 2 MiB.
     """
-    nbytes = SEGMENT_BYTES * (2 if where_of(engine.nodes) == "one_node" else 1)
+    nbytes = engine.segment_bytes * (2 if where_of(engine.nodes) == "one_node" else 1)
     return min(nbytes, frame_bytes(engine.neighbours)) // dtype.itemsize
 
 

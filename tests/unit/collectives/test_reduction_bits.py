@@ -28,7 +28,6 @@ from support.collective_calls import (
     ops_of,
     quick,
     random_values,
-    segments_of,
 )
 
 
@@ -40,12 +39,11 @@ def test_all_ranks_hold_the_same_bits(schedule: str, data: Any, world: int, dtyp
     order = data.draw(st.sampled_from(["fastest", "fastest", "rank"]))
     rng = np.random.default_rng(data.draw(st.integers(0, 999)))
     xs = [random_values(rng, 53, dtype) for _ in range(world)]
-    with segments_of(data.draw(st.sampled_from([64, 1 << 20]))):
-        results = run_groups(
-            groups_by(world, "all_reduce", schedule),
-            lambda group: bits(group.all_reduce(xs[group.rank], op=op, order=order)),
-            timeout=20,
-        )
+    results = run_groups(
+        groups_by(world, "all_reduce", schedule, data.draw(st.sampled_from([64, 1 << 20]))),
+        lambda group: bits(group.all_reduce(xs[group.rank], op=op, order=order)),
+        timeout=20,
+    )
     assert len(set(results)) == 1
 
 
@@ -81,8 +79,8 @@ def test_order_rank_reduces_in_rank_order(collective: str, schedule: str, data: 
         assert (result is None) == (expected[group.rank] is None)
         assert result is None or bits(result) == bits(expected[group.rank])
 
-    with segments_of(data.draw(st.sampled_from([16, 64, 1 << 20]))):
-        run_groups(groups_by(world, collective, schedule), rank, timeout=20)
+    groups = groups_by(world, collective, schedule, data.draw(st.sampled_from([16, 64, 1 << 20])))
+    run_groups(groups, rank, timeout=20)
 
 
 def limits(dtype: Any) -> Any:
@@ -117,12 +115,11 @@ def test_a_mean_is_within_an_ulp(collective: str, schedule: str, data: Any, worl
     for x, real in zip(xs, reals, strict=True):
         assert (x.real.astype("f8") == real).all(), "the values are numbers of the dtype"
 
-    with segments_of(64):
-        results = run_groups(
-            groups_by(world, collective, schedule),
-            lambda group: getattr(group, collective)(xs[group.rank], op="mean"),
-            timeout=20,
-        )
+    results = run_groups(
+        groups_by(world, collective, schedule, 64),
+        lambda group: getattr(group, collective)(xs[group.rank], op="mean"),
+        timeout=20,
+    )
     means = np.concatenate(results) if collective == "reduce_scatter" else results[0]
     in_order = SCHEDULES[collective][schedule].sums is SumRule.IN_RANK_ORDER
     for i, found in enumerate(means):

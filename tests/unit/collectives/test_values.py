@@ -25,7 +25,6 @@ from support.collective_calls import (
     groups_by,
     ops_of,
     quick,
-    segments_of,
 )
 
 
@@ -41,8 +40,7 @@ def test_every_collective_and_schedule_agrees_with_numpy(
         place = places[group.rank]
         place.check(call.at(group, place.x, place.out))
 
-    with segments_of(segment):
-        run_groups(groups_by(len(places), collective, schedule), rank, timeout=20)
+    run_groups(groups_by(len(places), collective, schedule, segment), rank, timeout=20)
 
 
 @pytest.mark.parametrize("n", [13, 4096])
@@ -100,8 +98,7 @@ def test_the_caller_may_change_its_arrays_after_a_call_returns(collective: str, 
         for result in kept:
             assert bits(result) == bits(expected[group.rank])
 
-    with segments_of(2 * LEND_BYTES):
-        run_groups(groups_by(world, collective, schedule), rank, timeout=30)
+    run_groups(groups_by(world, collective, schedule, 2 * LEND_BYTES), rank, timeout=30)
 
 
 def test_supported_ops_of_each_dtype_match_the_tested_ones() -> None:

@@ -3,7 +3,6 @@
 import time
 from time import monotonic
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ from paceline.errors import (
     PeerRaised,
 )
 from paceline.testing import local_groups
-from support.parts import be_patient, each
+from support.parts import be_patient, cut_frames, each
 from support.waiting import Background, wait_for
 
 CONFIG = Config(failure_timeout=0.6)
@@ -34,8 +33,9 @@ def outcomes(world: int, fn: Any, tamper: Any = None, at: int = 0, segment: int 
     """What each rank raises; `tamper` befalls the frames of rank `at`."""
     meshes = local_meshes(world)
     groups = [Group(FaultyMesh(m, tamper) if tamper and m.rank == at else m, CONFIG) for m in meshes]
-    with mock.patch("paceline._collectives.tasks.SEGMENT_BYTES", segment):
-        ended = each(groups, fn)
+    for group in groups:
+        cut_frames(group, segment)
+    ended = each(groups, fn)
     for group in groups:
         group.close()
     return [end if isinstance(end, BaseException) else None for end in ended]

@@ -24,7 +24,7 @@ from paceline._links.local import local_meshes
 from paceline.config import Config
 from paceline.errors import CollectiveMismatch, OperationTimeout, PacelineError, PeerBrokeProtocol, PeerLost, PeerRaised
 from paceline.testing import next_generation
-from support.parts import at_once
+from support.parts import at_once, cut_frames
 
 WORLD = 4
 AT = (0, 2)
@@ -115,6 +115,7 @@ class Case(NamedTuple):
 
     def attempt(self, nbytes: int, timeout: float, group: Group) -> Attempt:
         """Calls it; the arrays are the caller's when this returns."""
+        cut_frames(group, self.segment(nbytes))
         x, kwargs = self.argument(group.rank, nbytes), dict[str, Any](timeout=timeout)
         args: list[Any] = [x]
         expected = self.expected(group.rank, nbytes)
@@ -275,13 +276,12 @@ def check_kind(error: PacelineError, act: Callable[[], None], at: int, label: An
 @contextmanager
 def worlds_of(way: tuple[str, str, str], nbytes: int, count: int = 1) -> Iterator[Worlds]:
     case = Case(*way)
-    with mock.patch("paceline._collectives.tasks.SEGMENT_BYTES", case.segment(nbytes)):
-        worlds = Worlds(case, nbytes, count)
-        try:
-            worlds.check_clean()
-            yield worlds
-        finally:
-            worlds.close()
+    worlds = Worlds(case, nbytes, count)
+    try:
+        worlds.check_clean()
+        yield worlds
+    finally:
+        worlds.close()
 
 
 def frames(worlds: Worlds, at: int) -> list[str]:

@@ -12,8 +12,7 @@ import pytest
 from paceline._group import Group
 from paceline.errors import CollectiveMismatch
 from paceline.testing import local_groups
-from support.collective_calls import segments_of
-from support.parts import be_patient, each
+from support.parts import be_patient, cut_frames, each
 from support.worlds import errors_over
 
 X = np.ones(4, np.float32)
@@ -36,8 +35,11 @@ def test_different_roots_are_a_mismatch_on_every_rank(roots: Any, known: Any) ->
 
 
 def test_two_roots_that_both_send_more_than_links_hold_are_a_mismatch() -> None:
-    with segments_of(64):
-        errors = errors_over("local", 2, lambda group: group.broadcast(np.ones(1000), root=group.rank), patience_s=0.05)
+    def rank(group: Group) -> None:
+        cut_frames(group, 64)
+        group.broadcast(np.ones(1000), root=group.rank)
+
+    errors = errors_over("local", 2, rank, patience_s=0.05)
     assert all(isinstance(error, CollectiveMismatch) for error in errors), errors
     assert "root=0" in str(errors[0])
     assert "root=1" in str(errors[0])

@@ -13,7 +13,7 @@ from paceline._group import Group
 from paceline._microbatch.sum_tree import joined, leaves_of, maximal_subtrees, split_of, subtrees_by_rank
 from paceline.errors import CollectiveMismatch, SizeMismatch, UnsupportedOp
 from paceline.testing import run_groups
-from support.collective_calls import BF16, bits, groups_by, quick, random_values, segments_of
+from support.collective_calls import BF16, bits, groups_by, quick, random_values
 
 F4, F8 = np.dtype("f4"), np.dtype("f8")
 
@@ -59,8 +59,8 @@ def test_all_reduce_tree_has_the_bits_of_the_tree_in_every_world(
         return bits(result)
 
     data_in_place = data.draw(st.booleans())
-    with segments_of(data.draw(st.sampled_from([64, 1 << 20]))):
-        results = run_groups(groups_by(world, "all_reduce", schedule), rank, timeout=20)
+    groups = groups_by(world, "all_reduce", schedule, data.draw(st.sampled_from([64, 1 << 20])))
+    results = run_groups(groups, rank, timeout=20)
     assert set(results) == {bits(expected)}
 
 
@@ -118,8 +118,7 @@ def test_reduce_scatter_tree_gives_each_rank_the_bits_of_its_shard(
         assert [bits(term) for term in terms] == [bits(term) for term in kept]
         return bits(result)
 
-    with segments_of(64):
-        results = run_groups(groups_by(world, "reduce_scatter", "ring"), rank, timeout=20)
+    results = run_groups(groups_by(world, "reduce_scatter", "ring", 64), rank, timeout=20)
     assert results == [bits(expected[r * 53 : (r + 1) * 53].copy()) for r in range(world)]
 
 
@@ -163,8 +162,8 @@ def test_nodes_of_a_repaired_step_give_the_same_bits(schedule: str, data: Any, w
         terms = [tree(leaves, *node).copy() for node in nodes[group.rank]] or [np.full(n, np.nan, F4)]
         return bits(group.all_reduce_tree(terms, leaves=count, out=np.empty(n, F4), nodes=nodes))
 
-    with segments_of(data.draw(st.sampled_from([64, 1 << 20]))):
-        results = run_groups(groups_by(world, "all_reduce", schedule), rank, timeout=20)
+    groups = groups_by(world, "all_reduce", schedule, data.draw(st.sampled_from([64, 1 << 20])))
+    results = run_groups(groups, rank, timeout=20)
     assert set(results) == {bits(tree(leaves))}
 
 

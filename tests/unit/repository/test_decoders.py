@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fuzz.collectives import N, fuzzed_group, short_frames
+from fuzz.collectives import N, fuzzed_group, small_arrays
 from fuzz.targets import TARGETS, seeds
 from fuzz.wire import ScriptedMesh, unpack_frames
 from paceline._collectives.objects import decode_object
@@ -122,7 +122,7 @@ def test_damaged_frames_over_a_link_raise_only_typed_errors_in_time(choice: st.D
             link.send(frame, time.monotonic())
     x = np.ones(N, np.float32)
     started = time.monotonic()
-    with short_frames():
+    with small_arrays():
         with contextlib.suppress(PacelineError):
             group.all_reduce(x, timeout=0.02)
         assert (x == 1).all()
