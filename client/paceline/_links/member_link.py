@@ -29,16 +29,18 @@ class MemberLink(Link):
 
     `kind` is that of the half that carries frames to the peer; empty until that is known. `drained` is set once the
     peer has received everything, or will receive nothing more. `asked` is True once an operation has asked for this
-    link; guarded by the mesh.
+    link; guarded by the mesh. A failure wakes a thread that waits for a half, which also looks by itself every
+    `slice_s` seconds.
     """
 
-    def __init__(self, peer: Peer, fault: Fault, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, peer: Peer, fault: Fault, loop: asyncio.AbstractEventLoop, *, slice_s: float = SLICE) -> None:
         self.peer = peer
         self.kind = ""
         self.stream = Outbox(loop)
         self.drained = Latch()
         self.asked = False
         self._fault = fault
+        self._slice_s = slice_s
         self._out: Outgoing | None = None
         self._in: Incoming | None = None
         self._opened = Latch()  # the outgoing half is known, or there will be none
@@ -177,7 +179,7 @@ class MemberLink(Link):
         return half
 
     def _await(self, latch: Latch, deadline: float, text: str) -> None:
-        while not latch.wait(max(0.0, min(SLICE, deadline - time.monotonic()))):
+        while not latch.wait(max(0.0, min(self._slice_s, deadline - time.monotonic()))):
             self._fault.check()
             if time.monotonic() >= deadline:
                 raise LinkTimeout(text)

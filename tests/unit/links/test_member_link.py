@@ -11,7 +11,6 @@ import pytest
 from unit.links.shm_pair import halves
 
 from paceline._base.waits import loop_thread
-from paceline._links import member_link
 from paceline._links.base import LinkEnded, LinkTimeout, Peer
 from paceline._links.fault import Fault
 from paceline._links.frame import Frame, FrameKind
@@ -159,13 +158,11 @@ def test_recv_waits_until_the_incoming_half_has_its_notify_callback() -> None:
 
 @pytest.mark.parametrize("call", ["send", "recv", "mark", "await_mark"])
 @pytest.mark.parametrize("end", ["failure", "end", "shut"])
-def test_a_failure_end_or_shut_wakes_a_thread_waiting_for_the_peer(
-    call: str, end: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_end_or_shut_wakes_a_thread_waiting_for_the_peer(call: str, end: str) -> None:
     """Before the halves are there (I7)."""
-    monkeypatch.setattr(member_link, "SLICE", 3_600.0)  # by itself it looks around only then
     fault = Fault(1, 0, 0.0)
-    link = MemberLink(Peer(1, "b", "host-b"), fault, loop_thread().loop)
+    loop = loop_thread().loop
+    link = MemberLink(Peer(1, "b", "host-b"), fault, loop, slice_s=3_600.0)  # by itself it looks around only then
     raised: list[BaseException] = []
 
     def wait() -> None:
