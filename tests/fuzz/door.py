@@ -20,7 +20,7 @@ from paceline._base.rpc import EOF
 from paceline._links.base import MAX_GROUP_NAME, LinkEnded, Peer, Purpose
 from paceline._links.fault import MAX_TEXT, Fault
 from paceline._links.frame import Frame, FrameKind, encode
-from paceline._links.grpc_door import Door, Intake, _relay
+from paceline._links.grpc_door import Door, DoorLimits, Intake, _relay
 from paceline._links.grpc_kind import GrpcIncoming
 from paceline._links.grpc_knock import MAX_ADDRESS_BYTES, Knocks
 from paceline._links.registry import LinkKinds
@@ -180,14 +180,13 @@ def hello(data: bytes) -> None:
     shm, tcp = _Listening(), _Listening()
 
     async def knock() -> Any:
-        door = Door(_JOB, IN_THE_CLEAR)
+        door = Door(_JOB, IN_THE_CLEAR, limits=DoorLimits(ticket_s=0.0))
         door.kinds.of(ShmKind).host, door.kinds.of(TcpKind).host = shm, tcp  # type: ignore[assignment]
         door.enter(house)
         return await door._hello(request, context)
 
     try:
-        with mock.patch("paceline._links.grpc_door.TICKET_LIFETIME", 0.0):
-            answer = _loop().run_until_complete(knock())
+        answer = _loop().run_until_complete(knock())
     except _Refused:
         assert context.refusal.details
         assert not shm.expected + tcp.expected

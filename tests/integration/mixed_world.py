@@ -16,7 +16,7 @@ from paceline._base.waits import loop_thread
 from paceline._group import Group
 from paceline._links.base import Peer
 from paceline._links.fault import Fault
-from paceline._links.grpc_door import Door
+from paceline._links.grpc_door import Door, DoorLimits
 from paceline._links.grpc_mesh import GrpcMesh
 from paceline.config import LINKS, Config
 from paceline.credentials import IN_THE_CLEAR, Credentials
@@ -27,6 +27,8 @@ __all__ = ["MixedWorld", "Place", "kinds_of", "mixed_world", "run_all"]
 T = TypeVar("T")
 
 JOB = "mixed"
+
+_LIMITS = DoorLimits()
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ def mixed_world(
     config: Config | None = None,
     prepare: Callable[[Door], object] = id,
     patience: float = 3.0,
+    limits: DoorLimits = _LIMITS,
 ) -> Iterator[MixedWorld]:
     """Groups of a generation without a coordinator: what each raises is what it saw itself.
 
@@ -71,13 +74,15 @@ def mixed_world(
         config: timeouts.
         prepare: does something to each door before anybody knocks.
         patience: seconds to knock at a door that does not answer.
+        limits: of each door.
     """
     thread = loop_thread()
     timeouts = config or Config(failure_timeout=3.0)
     with ExitStack() as stack:
         doors, ports = [], []
         for place in places:
-            door = Door(JOB, place.credentials, Config(links=place.links, tcp_streams=place.streams))
+            own = Config(links=place.links, tcp_streams=place.streams)
+            door = Door(JOB, place.credentials, own, limits=limits)
             stack.callback(_close, door)
             doors.append(door)
             ports.append(thread.run(door.start("127.0.0.1", 0)))

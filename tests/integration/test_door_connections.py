@@ -12,8 +12,7 @@ import pytest
 
 from integration.mixed_world import Place, kinds_of, mixed_world, run_all
 from paceline._base.waits import loop_thread
-from paceline._links import grpc_door
-from paceline._links.grpc_door import Door
+from paceline._links.grpc_door import Door, DoorLimits
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
 from support.grpc_pair import JOB
@@ -43,9 +42,9 @@ def _is_closed(there: socket, seconds: float, on_frame: Callable[[int, int, byte
 
 
 @pytest.mark.parametrize("link", ["grpc", "tcp", "shm"])
-def test_an_idle_connection_is_closed_but_an_idle_link_stays_open(link: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_door, "IDLE_SECONDS", 0.3)
-    with mixed_world([Place(links=(link, "grpc"))] * 2) as world, ExitStack() as stack:
+def test_an_idle_connection_is_closed_but_an_idle_link_stays_open(link: str) -> None:
+    places, limits = [Place(links=(link, "grpc"))] * 2, DoorLimits(idle_s=0.3)
+    with mixed_world(places, limits=limits) as world, ExitStack() as stack:
         run_all(world.groups, lambda group: group.barrier())
         made = [dict(mesh._links) for mesh in world.meshes]
         for _ in range(3):
@@ -59,10 +58,9 @@ def test_an_idle_connection_is_closed_but_an_idle_link_stays_open(link: str, mon
 
 
 @pytest.mark.parametrize("answers", [False, True])
-def test_calls_of_a_host_that_answers_no_pings_are_ended(answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_of_a_host_that_answers_no_pings_are_ended(answers: bool) -> None:
     """It has a call that lasts, and answers no ping; nothing else tells it from one that has nothing to say."""
-    monkeypatch.setattr(grpc_door, "PING_SECONDS", 0.2)
-    monkeypatch.setattr(grpc_door, "PONG_SECONDS", 1.5)
+    limits = DoorLimits(ping_s=0.2, pong_s=1.5)
     pings = []
 
     def answer(kind: int, flags: int, payload: bytes) -> None:
@@ -72,7 +70,7 @@ def test_calls_of_a_host_that_answers_no_pings_are_ended(answers: bool, monkeypa
                 there.sendall(frame(PING, 1, 0, payload))
 
     with ExitStack() as stack:
-        door = Door(JOB, IN_THE_CLEAR, Config(failure_timeout=0.2))
+        door = Door(JOB, IN_THE_CLEAR, Config(failure_timeout=0.2), limits=limits)
         port = loop_thread().run(door.start("127.0.0.1", 0))
         stack.callback(lambda: loop_thread().run(door.close(0.0)))
         there = stack.enter_context(connect(f"127.0.0.1:{port}"))
@@ -83,4 +81,4 @@ def test_calls_of_a_host_that_answers_no_pings_are_ended(answers: bool, monkeypa
 
 def test_the_doors_ping_timeout_is_at_least_failure_timeout() -> None:
     assert Door(JOB, IN_THE_CLEAR, Config(failure_timeout=100.0))._pong_seconds == 100.0
-    assert Door(JOB, IN_THE_CLEAR)._pong_seconds == grpc_door.PONG_SECONDS
+    assert Door(JOB, IN_THE_CLEAR)._pong_seconds == DoorLimits().pong_s

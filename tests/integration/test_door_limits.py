@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,11 +20,11 @@ from grpc_status import rpc_status
 from paceline._base.rpc import aio, grpc, untyped
 from paceline._base.waits import loop_thread
 from paceline._elastic.peer_calls import get_manifest, out_of_reach, take_state
-from paceline._links import grpc_door, grpc_methods
+from paceline._links import grpc_door
 from paceline._links.frame import MAX_FRAME_BYTES
-from paceline._links.grpc_door import Door
+from paceline._links.grpc_door import Door, DoorLimits
 from paceline._links.grpc_mesh import GrpcMesh
-from paceline._links.grpc_methods import MAX_REQUEST_BYTES
+from paceline._links.grpc_methods import MAX_REQUEST_BYTES, RequestLimits
 from paceline.cli.launcher.reports import ExitReports
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.bounds import MOST
@@ -40,6 +41,8 @@ METHODS = ("Hello", "DescribeState", "GetState", "GetManifest", "Knock")
 SOON = 20.0
 FAR = 2**63
 """A generation that will not come."""
+
+SHORT = DoorLimits(requests=RequestLimits(read_s=0.4, hurried_s=0.2))
 
 
 class Flood:
@@ -105,12 +108,6 @@ class Flood:
                 self.ended.add(stream)
 
 
-@pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_methods, "READ_SECONDS", 0.4)
-    monkeypatch.setattr(grpc_methods, "HURRIED_SECONDS", 0.2)
-
-
 def door_of(world: GrpcWorld) -> str:
     return world.meshes[0].peers[1].address
 
@@ -167,8 +164,8 @@ def resident() -> int:
         return int(file.read().split()[1]) * 4096
 
 
-def test_unfinished_requests_are_ended_after_a_time_limit(short: None) -> None:
-    with grpc_world() as world, ExitStack() as stack:
+def test_unfinished_requests_are_ended_after_a_time_limit() -> None:
+    with grpc_world(limits=SHORT) as world, ExitStack() as stack:
         floods = [Flood(door_of(world), 2, MAX_FRAME_BYTES, method) for method in METHODS]
         for flood in floods:
             stack.callback(flood.close)
@@ -181,9 +178,9 @@ def test_unfinished_requests_are_ended_after_a_time_limit(short: None) -> None:
         assert not world.doors[1]._requests._reading
 
 
-def test_unfinished_requests_of_one_connection_hold_little_memory(short: None) -> None:
+def test_unfinished_requests_of_one_connection_hold_little_memory() -> None:
     """100 requests of 4 MiB each, again and again: the door takes few of them in, and lets go of those."""
-    with grpc_world() as world, ExitStack() as stack:
+    with grpc_world(limits=SHORT) as world, ExitStack() as stack:
         before, sizes = resident(), []
         for _ in range(2):
             flood = Flood(door_of(world), 100, MAX_FRAME_BYTES)
@@ -196,14 +193,14 @@ def test_unfinished_requests_of_one_connection_hold_little_memory(short: None) -
         assert sizes[1] - sizes[0] < 24 << 20, f"it grows each time: {sizes}"
 
 
-def test_excess_calls_and_oversized_messages_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_excess_calls_and_oversized_messages_are_refused_at_once() -> None:
     """One call too many on a connection, and a message whose head says that it is longer than any."""
-    monkeypatch.setattr(grpc_methods, "HURRIED_SECONDS", 600.0)
-    with grpc_world() as world, ExitStack() as stack:
-        flood = Flood(door_of(world), grpc_methods.MAX_READING_EACH + 4, 1000)
+    requests = RequestLimits(hurried_s=600.0)
+    with grpc_world(limits=DoorLimits(requests=requests)) as world, ExitStack() as stack:
+        flood = Flood(door_of(world), requests.max_reading_each + 4, 1000)
         stack.callback(flood.close)
         flood.pump(SOON, lambda: len(flood.ended) == 4)
-        assert world.doors[1]._requests._reading.total() == grpc_methods.MAX_READING_EACH
+        assert world.doors[1]._requests._reading.total() == requests.max_reading_each
         flood = Flood(door_of(world), 1, grpc_door.MAX_MESSAGE_BYTES + 1)
         stack.callback(flood.close)
         flood.pump(SOON, lambda: bool(flood.ended))
@@ -217,23 +214,24 @@ def test_a_get_state_request_with_the_most_chunks_fits_the_limit() -> None:
     assert request.ByteSize() < MAX_REQUEST_BYTES
 
 
-def test_unfinished_requests_are_ended_sooner_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While there are as many as can be, a caller is told to try again; one beyond `MANY` hurries all of them."""
-    monkeypatch.setattr(grpc_methods, "READ_SECONDS", 600.0)
-    monkeypatch.setattr(grpc_methods, "HURRIED_SECONDS", 0.5)
-    monkeypatch.setattr(grpc_methods, "MANY", 12)
-    monkeypatch.setattr(grpc_methods, "MAX_READING", 12)
-    with grpc_world() as world, ExitStack() as stack:
-        floods = [Flood(door_of(world), 3, 1000) for _ in range(4)]
-        for flood in floods:
-            stack.callback(flood.close)
-        wait_for(lambda: world.doors[1]._requests._reading.total() == 12)
-        code, reason, _ = refused(world, "Hello", hello())
-        assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "LIMIT")
-        monkeypatch.setattr(grpc_methods, "MAX_READING", 13)
-        assert len(on_loop(world, knock)) == 16
-        for flood in floods:
-            flood.pump(SOON, lambda flood=flood: len(flood.ended) == 3)  # type: ignore[misc]
+def test_unfinished_requests_are_ended_sooner_when_there_are_many() -> None:
+    """While there are as many as can be, a caller is told to try again; one beyond `many` hurries all of them."""
+    for max_reading in (12, 13):
+        requests = RequestLimits(read_s=600.0, hurried_s=0.5, many=12, max_reading=max_reading)
+        with grpc_world(limits=DoorLimits(requests=requests)) as world, ExitStack() as stack:
+            links = [link for mesh in world.meshes for link in mesh._dialled]
+            wait_for(lambda links=links: all(link.opened for link in links))  # type: ignore[misc]  else theirs count too
+            floods = [Flood(door_of(world), 3, 1000) for _ in range(4)]
+            for flood in floods:
+                stack.callback(flood.close)
+            wait_for(lambda door=world.doors[1]: door._requests._reading.total() == 12)  # type: ignore[misc]
+            if max_reading == 12:
+                code, reason, _ = refused(world, "Hello", hello())
+                assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "LIMIT")
+                continue
+            assert len(on_loop(world, knock)) == 16
+            for flood in floods:
+                flood.pump(SOON, lambda flood=flood: len(flood.ended) == 3)  # type: ignore[misc]
 
 
 def test_an_oversized_request_is_refused_with_reason_limit() -> None:
@@ -289,13 +287,8 @@ def test_hello_to_another_member_is_refused_without_waiting() -> None:
         assert time.monotonic() - start < 2.0
 
 
-@pytest.mark.parametrize("limit", ["MAX_WAITING", "MAX_WAITING_EACH"])
-def test_callers_waiting_for_a_later_view_do_not_block_current_ones(
-    limit: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(grpc_door, limit, 3)
-    monkeypatch.setattr(grpc_door, "TICKET_LIFETIME", 0.5)
-
+@pytest.mark.parametrize("limits", [DoorLimits(max_waiting=3), DoorLimits(max_waiting_each=3)], ids=["all", "each"])
+def test_callers_waiting_for_a_later_view_do_not_block_current_ones(limits: DoorLimits) -> None:
     async def talk(channel: aio.Channel) -> None:
         early = [asyncio.create_task(knock(channel, generation=FAR)) for _ in range(5)]
         done, waiting = await asyncio.wait(early, timeout=0.2)
@@ -307,7 +300,7 @@ def test_callers_waiting_for_a_later_view_do_not_block_current_ones(
             assert isinstance(error, aio.AioRpcError)
             assert error.code() is grpc.StatusCode.UNAVAILABLE
 
-    with grpc_world() as world:
+    with grpc_world(limits=replace(limits, ticket_s=0.5)) as world:
         on_loop(world, talk)
         assert not world.doors[1]._waiting
 

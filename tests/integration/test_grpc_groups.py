@@ -7,19 +7,16 @@ import numpy as np
 import pytest
 
 from paceline._group import Group
-from paceline._links import grpc_mesh
 from paceline._links.base import Purpose
 from paceline._links.grpc_mesh import GrpcMesh
 from paceline.config import Config
 from paceline.errors import PacelineError, PeerRaised
 from paceline.testing import run_groups
 from support.grpc_pair import grpc_world
-from support.worlds import member_groups
 
 
-def test_closed_subgroups_leave_no_links_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_subgroups_leave_no_links_behind() -> None:
     """A receiver that only listens dials too, late perhaps: that must not bring back what the other side has closed."""
-    monkeypatch.setattr(grpc_mesh, "MAX_EARLY_GROUPS", 8)
 
     def rank(group: Group) -> tuple[int, int]:
         group.barrier()
@@ -34,15 +31,17 @@ def test_closed_subgroups_leave_no_links_behind(monkeypatch: pytest.MonkeyPatch)
         group.barrier()
         return len(mesh._links), len(mesh.fault._wakers)
 
-    with member_groups("grpc", 2) as groups:
+    with grpc_world(max_early_groups=8) as world:
+        groups = [Group(mesh, Config(failure_timeout=0.6)) for mesh in world.meshes]
         for links, wakers in run_groups(groups, rank):
             assert links <= 2
             assert wakers <= 4
+        for group in groups:
+            group.close(0.2)
 
 
-def test_links_for_subgroups_not_yet_made_here_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_mesh, "MAX_EARLY_GROUPS", 3)
-    with grpc_world() as world:
+def test_links_for_subgroups_not_yet_made_here_are_bounded() -> None:
+    with grpc_world(max_early_groups=3) as world:
         group = Group(world.meshes[0], Config(failure_timeout=0.6))
         parts = [group.subgroup([0, 1], name=f"n{i}") for i in range(6)]
         for part in parts[:3]:

@@ -15,7 +15,7 @@ from paceline._base.waits import loop_thread
 from paceline._elastic.peer_calls import out_of_reach
 from paceline._links import grpc_knock
 from paceline._links.base import Peer
-from paceline._links.grpc_door import Door
+from paceline._links.grpc_door import Door, DoorLimits
 from paceline._links.grpc_knock import Knocker, knock, process_runs
 from paceline.credentials import IN_THE_CLEAR, Credentials
 from paceline.errors import LinkUnavailable
@@ -33,12 +33,16 @@ LONG = 10.0
 NOBODY = "127.0.0.1:9"
 """An address where nobody listens (discard; RFC 863)."""
 
+_LIMITS = DoorLimits()
+
 
 @contextmanager
-def _door(name: str, credentials: Credentials = IN_THE_CLEAR) -> Iterator[tuple[Door, str]]:
+def _door(
+    name: str, credentials: Credentials = IN_THE_CLEAR, limits: DoorLimits = _LIMITS
+) -> Iterator[tuple[Door, str]]:
     """A door that is open, and its address."""
     thread = loop_thread()
-    door = Door(JOB, credentials)
+    door = Door(JOB, credentials, limits=limits)
     door.window.member_id = name
     port = thread.run(door.start("127.0.0.1", 0))
     try:
@@ -143,16 +147,17 @@ def test_a_strangers_knock_request_is_refused_without_dialing(
     assert not dialled
 
 
-def test_concurrent_knocks_in_turn_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_knocks_in_turn_are_limited() -> None:
     """One more is told so, and has not been let through."""
-    monkeypatch.setattr(grpc_knock, "MAX_AT_ONCE", 2)
+    limits = DoorLimits(max_knocks=2)
 
     async def ask(there: str, silent: str) -> list[object]:
         async with IN_THE_CLEAR.member_channel(there, options=()) as channel:
             calls = [knock(channel, JOB, "b", Knocker("a", silent), PATIENCE) for _ in range(5)]
             return list(await asyncio.gather(*calls, return_exceptions=True))
 
-    with socket.create_server(("127.0.0.1", 0)) as silent, _door("b") as (door, there):  # takes all, says nothing
+    # The first takes all, and says nothing.
+    with socket.create_server(("127.0.0.1", 0)) as silent, _door("b", limits=limits) as (door, there):
         told = loop_thread().run(ask(there, f"127.0.0.1:{silent.getsockname()[1]}"))
         assert door._knocks._under_way == 0
     refused = [error for error in told if isinstance(error, aio.AioRpcError)]
@@ -187,7 +192,7 @@ def test_a_door_that_cannot_move_keeps_its_address() -> None:
         assert _tried([_peer(0, "b", there)], Knocker("b", there)) == []
 
 
-def test_a_crowded_door_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crowded_door_is_tried_again() -> None:
     loop = loop_thread().loop
     with _door("a") as (_, here), _door("b") as (door, there):
         door._knocks._under_way = grpc_knock.MAX_AT_ONCE
@@ -204,12 +209,14 @@ def test_the_time_for_a_knock_in_turn_is_bounded(left: float | None, seconds: fl
     assert grpc_knock._seconds_in_turn(left) == pytest.approx(seconds)
 
 
-def test_a_door_with_a_slow_knock_in_turn_is_not_reported_as_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_door_with_a_slow_knock_in_turn_is_not_reported_as_silent() -> None:
     """Its knock in turn takes longer than the caller waits."""
-    monkeypatch.setattr(grpc_knock, "_WORDS_SECONDS", 5 * PATIENCE)
-    monkeypatch.setattr(grpc_knock, "_LEAST_SECONDS", 30.0)
-    with socket.create_server(("127.0.0.1", 0)) as silent, _door("b") as (_, there):
-        own = Knocker("a", f"127.0.0.1:{silent.getsockname()[1]}")
-        first, _ = loop_thread().run(out_of_reach(JOB, [_peer(0, "b", there)], own, 0.1, IN_THE_CLEAR))
-    assert "cannot connect to this worker" in first
-    assert first.endswith("it did not confirm within 0.1 s that it can")
+
+    async def ask(there: str, silent: str) -> str:
+        async with IN_THE_CLEAR.member_channel(there, options=()) as channel:
+            return await knock(channel, JOB, "b", Knocker("a", silent), 0.1, words_s=5 * PATIENCE)
+
+    limits = DoorLimits(least_knock_s=30.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent, _door("b", limits=limits) as (_, there):
+        told = loop_thread().run(ask(there, f"127.0.0.1:{silent.getsockname()[1]}"))
+    assert told == "it did not confirm within 0.1 s that it can"

@@ -17,8 +17,7 @@ import pytest
 
 from integration.mixed_world import MixedWorld, Place, kinds_of, mixed_world, run_all
 from paceline._group import Group
-from paceline._links import registry
-from paceline._links.grpc_door import Door
+from paceline._links.grpc_door import Door, DoorLimits
 from paceline._links.registry import LinkKinds
 from paceline._links.shm import handover, shm_kind
 from paceline._links.shm.arena import Arena
@@ -119,8 +118,7 @@ def silent_port() -> Iterator[int]:
         yield full.getsockname()[1]
 
 
-def test_links_fall_back_to_grpc_when_the_data_port_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "OPEN_SECONDS", 0.2)
+def test_links_fall_back_to_grpc_when_the_data_port_is_silent() -> None:
     with silent_port() as port:
 
         def drop(door: Door) -> None:
@@ -128,7 +126,7 @@ def test_links_fall_back_to_grpc_when_the_data_port_is_silent(monkeypatch: pytes
             assert tcp is not None
             tcp.port = port
 
-        with mixed_world([Place(links=("tcp",))] * 2, prepare=drop) as world:
+        with mixed_world([Place(links=("tcp",))] * 2, prepare=drop, limits=DoorLimits(open_s=0.2)) as world:
             check_works_over(world, "grpc")
 
 

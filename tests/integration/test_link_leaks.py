@@ -18,10 +18,9 @@ import pytest
 
 from paceline._base.waits import loop_thread
 from paceline._group import Group
-from paceline._links import registry
 from paceline._links.base import Peer, Purpose
 from paceline._links.fault import Fault
-from paceline._links.grpc_door import Door
+from paceline._links.grpc_door import Door, DoorLimits
 from paceline._links.grpc_mesh import GrpcMesh
 from paceline._links.shm.handover import ShmHost
 from paceline._links.shm.shm_kind import ShmKind
@@ -40,6 +39,9 @@ GENERATIONS = 120
 MAPS = min(16 * (os.cpu_count() or 1) + 16, GENERATIONS // 2)
 """Mappings that may be more: two for each arena of glibc's malloc, up to 8 a core (mallopt(3)) once
 so many threads have come and gone, and the stacks of threads that are kept. One a generation would be far more."""
+
+TICKET_S = 1.0
+"""For which a ticket is valid, in seconds: what links that were given up have left at the doors goes sooner."""
 
 
 @dataclass(frozen=True)
@@ -80,13 +82,14 @@ class Members:
         self._kind = kind
         self._thread = loop_thread()
         self._config = Config(links=(kind,), failure_timeout=3.0)
-        self._doors = [Door("leaks", IN_THE_CLEAR, self._config) for _ in range(2)]
+        limits = DoorLimits(ticket_s=TICKET_S)
+        self._doors = [Door("leaks", IN_THE_CLEAR, self._config, limits=limits) for _ in range(2)]
         self._generation = 0
         ports = [self._thread.run(door.start("127.0.0.1", 0)) for door in self._doors]
         for door in self._doors:
             stack.callback(lambda door: self._thread.run(door.close()), door)
             for host in _hosts(door):
-                host.limits = replace(host.limits, ticket_s=1.0)  # what links that were given up have left goes sooner
+                host.limits = replace(host.limits, ticket_s=TICKET_S)
         self._peers = [Peer(n, f"m{n}", "host", f"127.0.0.1:{port}", 0, "node") for n, port in enumerate(ports)]
         self._pool = stack.enter_context(ThreadPoolExecutor(2))
 
@@ -172,9 +175,8 @@ def _hosts(door: Door) -> list[ShmHost | TcpHost]:
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 @pytest.mark.sampled(2)
-def test_hundreds_of_joins_and_losses_leak_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hundreds_of_joins_and_losses_leak_nothing(kind: str) -> None:
     """After some rounds, in which the interpreter and grpc take what they keep, no less than after hundreds."""
-    monkeypatch.setattr(registry, "TICKET_LIFETIME", 1.0)  # what links that were given up have left goes sooner
     ends = [Members.whole, Members.cut, Members.early, Members.cut]
     with ExitStack() as stack:
         members = Members(kind, stack)

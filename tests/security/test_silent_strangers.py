@@ -12,8 +12,7 @@ import pytest
 
 from integration.mixed_world import Place, kinds_of, mixed_world, run_all
 from paceline._group import Group
-from paceline._links import registry
-from paceline._links.grpc_door import Door
+from paceline._links.grpc_door import Door, DoorLimits
 from paceline._links.kind import TICKET_LIFETIME
 from paceline._links.tcp import TcpKind
 
@@ -72,11 +71,8 @@ def crowds() -> Iterator[list[Crowd]]:
 
 
 @pytest.mark.parametrize("come_again", [False, True], ids=["who stay", "who come again"])
-def test_members_get_tcp_links_despite_silent_strangers(
-    come_again: bool, crowds: list[Crowd], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_members_get_tcp_links_despite_silent_strangers(come_again: bool, crowds: list[Crowd]) -> None:
     """Strangers may stay for 10 s here, and a member waits for 8: so the oldest of them have to give way."""
-    monkeypatch.setattr(registry, "OPEN_SECONDS", 0.8 * TICKET_LIFETIME)
 
     def besiege(door: Door) -> None:
         tcp = door.kinds.of(TcpKind).host
@@ -88,7 +84,8 @@ def test_members_get_tcp_links_despite_silent_strangers(
     def total(group: Group) -> int:
         return int(group.all_reduce(group.empty(1, "int64") * 0 + group.rank)[0])
 
-    with mixed_world([Place(links=("tcp",))] * 3, prepare=besiege) as world:
+    places, limits = [Place(links=("tcp",))] * 3, DoorLimits(open_s=0.8 * TICKET_LIFETIME)
+    with mixed_world(places, prepare=besiege, limits=limits) as world:
         assert run_all(world.groups, total) == [3, 3, 3]
         assert [set(kinds_of(mesh).values()) for mesh in world.meshes] == [{"tcp"}] * 3
         assert come_again or not crowds[0].came_again

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from paceline._base.waits import loop_thread
 from paceline._links.base import Peer
 from paceline._links.fault import Fault
-from paceline._links.grpc_door import Door
-from paceline._links.grpc_mesh import GrpcMesh
+from paceline._links.grpc_door import Door, DoorLimits
+from paceline._links.grpc_mesh import MAX_EARLY_GROUPS, GrpcMesh
 from paceline.config import Config
 from paceline.credentials import IN_THE_CLEAR
 from paceline_protocol import OURS
@@ -20,6 +20,8 @@ from paceline_protocol import OURS
 __all__ = ["JOB", "GrpcWorld", "grpc_world"]
 
 JOB = "pair"
+
+_LIMITS = DoorLimits()
 
 
 @dataclass
@@ -48,7 +50,14 @@ async def _drop_streams(mesh: GrpcMesh) -> None:
 
 @contextmanager
 def grpc_world(
-    world: int = 2, *, generation: int = 1, verdict_timeout: float = 0.05, kind: str = "grpc", streams: int = 1
+    world: int = 2,
+    *,
+    generation: int = 1,
+    verdict_timeout: float = 0.05,
+    kind: str = "grpc",
+    streams: int = 1,
+    limits: DoorLimits = _LIMITS,
+    max_early_groups: int = MAX_EARLY_GROUPS,
 ) -> Iterator[GrpcWorld]:
     """Meshes of `world` members without a coordinator: what each raises is what it saw itself.
 
@@ -58,10 +67,12 @@ def grpc_world(
         verdict_timeout: seconds, as for `Fault`.
         kind: of the links.
         streams: as in `Config`.
+        limits: of each door.
+        max_early_groups: as for `GrpcMesh`.
     """
     thread = loop_thread()
     config = Config(links=(kind,), tcp_streams=streams)
-    doors = [Door(JOB, IN_THE_CLEAR, config) for _ in range(world)]
+    doors = [Door(JOB, IN_THE_CLEAR, config, limits=limits) for _ in range(world)]
     ports = [thread.run(door.start("127.0.0.1", 0)) for door in doors]
     peers = [
         Peer(rank, f"member-{rank}", f"host-{rank}", f"127.0.0.1:{ports[rank]}", 100 + rank, "node")
@@ -69,7 +80,19 @@ def grpc_world(
     ]
     faults = [Fault(generation, rank, verdict_timeout) for rank in range(world)]
     meshes = [
-        GrpcMesh(JOB, generation, OURS.newest, rank, peers, faults[rank], thread, 3.0, IN_THE_CLEAR, doors[rank].kinds)
+        GrpcMesh(
+            JOB,
+            generation,
+            OURS.newest,
+            rank,
+            peers,
+            faults[rank],
+            thread,
+            3.0,
+            IN_THE_CLEAR,
+            doors[rank].kinds,
+            max_early_groups=max_early_groups,
+        )
         for rank in range(world)
     ]
     for door, mesh in zip(doors, meshes, strict=True):

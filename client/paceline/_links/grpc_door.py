@@ -13,7 +13,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from google.protobuf.message import DecodeError
@@ -24,13 +24,13 @@ from paceline._links.base import MAX_GROUP_NAME, LinkEnded, Peer, Purpose
 from paceline._links.fault import MAX_TEXT, Fault, Suspicion
 from paceline._links.frame import MAX_FRAME_BYTES, Frame, FrameDamaged, FrameError, FrameKind, decode
 from paceline._links.grpc_kind import GrpcIncoming
-from paceline._links.grpc_knock import Knocks
+from paceline._links.grpc_knock import LEAST_SECONDS, MAX_AT_ONCE, Knocks
 from paceline._links.grpc_mesh import GrpcMesh
-from paceline._links.grpc_methods import MAX_REQUEST_BYTES, Requests, refuse, shown
+from paceline._links.grpc_methods import MAX_REQUEST_BYTES, RequestLimits, Requests, refuse, shown
 from paceline._links.grpc_state import StateWindow
 from paceline._links.kind import TICKET_BYTES, TICKET_LIFETIME, LinkContext
 from paceline._links.member_link import MemberLink
-from paceline._links.registry import LinkKinds
+from paceline._links.registry import OPEN_SECONDS, LinkKinds
 from paceline.config import Config
 from paceline.credentials import Credentials
 from paceline.errors import LinkUnavailable
@@ -49,12 +49,6 @@ MAX_WORD_BYTES = 4 * MAX_TEXT + 64
 MAX_TICKETS = 4096
 """Unused tickets that a door remembers. If there is one more, it forgets expired ones, or the oldest."""
 
-MAX_WAITING = 4096
-"""Callers that may wait until this worker hears of its view."""
-
-MAX_WAITING_EACH = 64
-"""The same on one connection. The door refuses one more at once, and the caller tries again."""
-
 MAX_STREAMS = 1024
 """Calls of one connection at one time; more wait at the caller. A member has one for each purpose of each group, and
 for a moment those of the generation before."""
@@ -62,14 +56,6 @@ for a moment those of the generation before."""
 MAX_MESSAGE_BYTES = MAX_FRAME_BYTES + MAX_REQUEST_BYTES
 """Longest message of any method; grpc has one limit for all. We refuse a frame that is too long, and name its sender.
 If a message is longer than this, grpc breaks the stream."""
-
-IDLE_SECONDS = 5.0
-"""Seconds for which a connection may exist without a call; otherwise a stranger's thousand connections would use up all
-descriptors. No link is ever idle, whatever its kind, because its Frames stream stays open."""
-
-PING_SECONDS, PONG_SECONDS = 60.0, 20.0
-"""Seconds of silence after which grpc pings a connection with calls, and seconds that it waits for the answer, or
-`failure_timeout` if that is longer. Without this, streams of a host that is gone would stay for ever."""
 
 LAST_WORD_SECONDS = 2.0
 """Seconds for the last message on each stream when the door closes. It is written at once unless this host is busy."""
@@ -79,28 +65,74 @@ _SERVICE = "pacelinepb.v1.PeerService"
 _DEFAULT = Config()
 
 
+@dataclass(frozen=True, slots=True)
+class DoorLimits:
+    """Limits of a `Door` for its callers."""
+
+    idle_s: float = 5.0
+    """Seconds for which a connection may exist without a call; otherwise a stranger's thousand connections would use up
+    all descriptors. No link is ever idle, whatever its kind: its Frames stream stays open."""
+
+    ping_s: float = 60.0
+    """Seconds of silence after which grpc pings a connection with calls. Without this, streams of a host that is gone
+    would stay for ever."""
+
+    pong_s: float = 20.0
+    """Seconds that it waits for the answer, or `failure_timeout` if that is longer."""
+
+    max_waiting: int = 4096
+    """Callers that may wait until this worker hears of its view."""
+
+    max_waiting_each: int = 64
+    """The same on one connection. The door refuses one more at once, and the caller tries again."""
+
+    ticket_s: float = TICKET_LIFETIME
+    """Seconds for which a ticket is valid, and for which a caller may wait until this worker hears of its view."""
+
+    open_s: float = OPEN_SECONDS
+    """See `LinkKinds`."""
+
+    max_knocks: int = MAX_AT_ONCE
+    """`max_at_once` of `Knocks`."""
+
+    least_knock_s: float = LEAST_SECONDS
+    """`least_s` of `Knocks`."""
+
+    requests: RequestLimits = field(default_factory=RequestLimits)
+    """How the requests are read."""
+
+
 class Door:
     """The PeerService of one worker. Everything runs on the loop that started it.
 
     With TLS a caller needs a member's certificate. `window` serves the training state.
     """
 
-    def __init__(self, job: str, credentials: Credentials, config: Config = _DEFAULT) -> None:
+    def __init__(
+        self, job: str, credentials: Credentials, config: Config = _DEFAULT, *, limits: DoorLimits = DoorLimits()
+    ) -> None:
         self._job = job
         self._credentials = credentials
-        self._pong_seconds = max(PONG_SECONDS, config.failure_timeout)
-        self.kinds = LinkKinds(config, credentials)
+        self._limits = limits
+        self._pong_seconds = max(limits.pong_s, config.failure_timeout)
+        self.kinds = LinkKinds(config, credentials, open_s=limits.open_s, ticket_s=limits.ticket_s)
         self.window = StateWindow(job)
-        self._knocks = Knocks(job, lambda: self.window.member_id, credentials)
+        self._knocks = Knocks(
+            job,
+            lambda: self.window.member_id,
+            credentials,
+            max_at_once=limits.max_knocks,
+            least_s=limits.least_knock_s,
+        )
         self._servers: list[aio.Server] = []  # one; two while the address changes
         self._starting: asyncio.Future[None] | None = None
         self._mesh: GrpcMesh | None = None
         self._entered = asyncio.Event()
-        self._callers = Callers(IDLE_SECONDS)
+        self._callers = Callers(limits.idle_s)
         self._guard: MemoryGuard | None = None
         self._intake = Intake(self.kinds, self._callers)
         self._closing = asyncio.Event()
-        self._requests = Requests(credentials.door_key, self._callers)
+        self._requests = Requests(credentials.door_key, self._callers, limits=limits.requests)
         self._waiting: Counter[str] = Counter()  # by connection
 
     def on_exhausted(self, hear: Callable[[BaseException], None]) -> None:
@@ -121,8 +153,8 @@ class Door:
             ("grpc.max_concurrent_streams", MAX_STREAMS),
             ("grpc.so_reuseport", 0),
             ("grpc.server_handshake_timeout_ms", round(1000 * TICKET_LIFETIME)),
-            ("grpc.max_connection_idle_ms", round(1000 * IDLE_SECONDS)),
-            ("grpc.keepalive_time_ms", round(1000 * PING_SECONDS)),
+            ("grpc.max_connection_idle_ms", round(1000 * self._limits.idle_s)),
+            ("grpc.keepalive_time_ms", round(1000 * self._limits.ping_s)),
             ("grpc.keepalive_timeout_ms", round(1000 * self._pong_seconds)),
             # This option ends a connection that does not answer: grpc ignores keepalive_timeout_ms while a ping of its
             # own, which measures the network, is under way, and waits a minute for that one.
@@ -235,11 +267,12 @@ class Door:
         ever.
         """
         if self._is_early(generation):
-            if self._waiting.total() >= MAX_WAITING or self._waiting[connection] >= MAX_WAITING_EACH:
+            limits = self._limits
+            if self._waiting.total() >= limits.max_waiting or self._waiting[connection] >= limits.max_waiting_each:
                 return None
             self._waiting[connection] += 1
             try:
-                async with asyncio.timeout(TICKET_LIFETIME):
+                async with asyncio.timeout(limits.ticket_s):
                     while self._is_early(generation):
                         self._entered.clear()
                         await self._entered.wait()
@@ -312,7 +345,7 @@ class Intake:
             for old in stale or [next(iter(self._tickets))]:
                 del self._tickets[old]
                 self._kinds.drop(old)
-        self._tickets[ticket] = _Admission(mesh, peer, link, now + TICKET_LIFETIME)
+        self._tickets[ticket] = _Admission(mesh, peer, link, now + self._kinds.ticket_s)
 
     async def serve(self, _: Any, context: Any) -> None:
         """Serves one call of Frames, from its ticket to its end."""

@@ -34,7 +34,7 @@ MAX_TEXT = 500
 _MOST_SECONDS = 10.0
 """Longest time in seconds for a knock in turn, whatever the caller's deadline."""
 
-_LEAST_SECONDS = 0.2
+LEAST_SECONDS = 0.2
 """Shortest time in seconds for a knock in turn, whatever the caller's deadline: no connection is made in less."""
 
 _SHARE = 2 / 3
@@ -56,12 +56,25 @@ class Knocker:
 
 
 class Knocks:
-    """The handler of Knock at one door; `member_id` returns this worker's member id, "" until it is known."""
+    """The handler of Knock at one door; `member_id` returns this worker's member id, "" until it is known.
 
-    def __init__(self, job: str, member_id: Callable[[], str], credentials: Credentials) -> None:
+    It knocks at `max_at_once` doors at one time, and gives each `least_s` seconds, whatever the caller's deadline.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        member_id: Callable[[], str],
+        credentials: Credentials,
+        *,
+        max_at_once: int = MAX_AT_ONCE,
+        least_s: float = LEAST_SECONDS,
+    ) -> None:
         self._job = job
         self._member_id = member_id
         self._credentials = credentials
+        self._max_at_once = max_at_once
+        self._least_s = least_s
         self._under_way = 0
 
     def handlers(self, requests: Requests) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
@@ -78,10 +91,10 @@ class Knocks:
         if not _is_address(request.address):
             text = f"{shown(request.address)} is not the address of a door"
             await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, ErrorReason.ERROR_REASON_BAD_REQUEST, text)
-        if self._under_way >= MAX_AT_ONCE:
-            text = f"this worker is knocking at {MAX_AT_ONCE} doors already"
+        if self._under_way >= self._max_at_once:
+            text = f"this worker is knocking at {self._max_at_once} doors already"
             await refuse(context, grpc.StatusCode.UNAVAILABLE, ErrorReason.ERROR_REASON_LIMIT, text)
-        seconds = _seconds_in_turn(context.time_remaining())
+        seconds = _seconds_in_turn(context.time_remaining(), self._least_s)
         self._under_way += 1
         try:
             async with self._credentials.member_channel(request.address, options=call_options(seconds)) as channel:
@@ -93,11 +106,14 @@ class Knocks:
         return peer_pb2.KnockResponse()
 
 
-async def knock(channel: aio.Channel, job: str, to_member: str, own: Knocker, seconds: float) -> str:
+async def knock(
+    channel: aio.Channel, job: str, to_member: str, own: Knocker, seconds: float, *, words_s: float = _WORDS_SECONDS
+) -> str:
     """Knocks at a door, and retries while it cannot be reached, for at most `seconds`.
 
     Returns the reason why that member cannot reach the caller's door, empty if it can: if `own` has an address, the
-    member knocks at that door in turn. Raises AioRpcError if there is no answer, or the call is refused.
+    member knocks at that door in turn. Raises AioRpcError if there is no answer, or the call is refused. After a
+    timeout it takes up to `words_s` more to learn from grpc why.
     """
     method = PeerServiceStub(channel).Knock
     request = peer_pb2.KnockRequest(job=job, from_member=own.member_id, to_member=to_member, address=own.address)
@@ -109,7 +125,7 @@ async def knock(channel: aio.Channel, job: str, to_member: str, own: Knocker, se
         # A call that waits until the channel is ready does not say why it is not.
         request.address = ""
         try:
-            await method(request, timeout=_WORDS_SECONDS)
+            await method(request, timeout=words_s)
         except aio.AioRpcError as known:
             if known.code() is grpc.StatusCode.UNAVAILABLE:
                 raise known from error
@@ -134,11 +150,11 @@ async def process_runs(address: str, credentials: Credentials) -> bool:
         return True
 
 
-def _seconds_in_turn(left: float | None) -> float:
+def _seconds_in_turn(left: float | None, least_s: float = LEAST_SECONDS) -> float:
     """Returns the seconds for a knock in turn. `left` is the caller's remaining time, None for no limit."""
     if left is None:
         return _MOST_SECONDS
-    return min(_MOST_SECONDS, max(_LEAST_SECONDS, _SHARE * left - _WORDS_SECONDS))
+    return min(_MOST_SECONDS, max(least_s, _SHARE * left - _WORDS_SECONDS))
 
 
 def _is_address(text: str) -> bool:

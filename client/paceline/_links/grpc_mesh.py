@@ -92,6 +92,8 @@ class GrpcMesh(Mesh):
         patience: float,
         credentials: Credentials,
         kinds: LinkKinds,
+        *,
+        max_early_groups: int = MAX_EARLY_GROUPS,
     ) -> None:
         self.generation = generation
         self.version = version
@@ -105,6 +107,7 @@ class GrpcMesh(Mesh):
         self._credentials = credentials
         self.node = self.peers[rank].node
         self._kinds = kinds
+        self._max_early_groups = max_early_groups
         self._openings = kinds.openings(self.node, self.neighbours, fault)
         self._by_id = {peer.member_id: peer for peer in self.peers}
         self._lock = threading.Lock()
@@ -213,7 +216,7 @@ class GrpcMesh(Mesh):
                 unread.shut()  # what still arrives is not read
                 return unread
             early = {key[2] for key, link in self._links.items() if key[0] == rank and link not in self._dialled}
-            if group not in early and len(early) >= MAX_EARLY_GROUPS:
+            if group not in early and len(early) >= self._max_early_groups:
                 return None
         return self._get(rank, purpose, group)
 

@@ -5,8 +5,8 @@ and the text of a Python exception. It does not bound what it keeps either. It h
 all methods, that of a frame, and applies it only while a handler reads. For an unread stream it keeps a window, which
 grows to tens of MiB on a fast network. So this module reads every request at once, to the end of its stream, and limits
 how many are read at one time, and for how long. A caller that reaches the port can make a door keep 4 MiB for each of
-`MANY` requests, and beyond them the bytes that arrive within `HURRIED_SECONDS`. One connection can make it keep 4 MiB
-for each of `MAX_READING_EACH` requests.
+`RequestLimits.many` requests, and beyond them the bytes that arrive within `hurried_s`. One connection can make it keep
+4 MiB for each of `max_reading_each` requests.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from google.protobuf import any_pb2
@@ -35,30 +36,35 @@ R = TypeVar("R", bound=Message)
 MAX_REQUEST_BYTES = 64 << 10
 """Longest request in bytes; the longest that members send are well below 1 KiB."""
 
-READ_SECONDS = 10.0
-"""Seconds for a request to arrive."""
-
-HURRIED_SECONDS = 1.0
-"""The same while there are many requests."""
-
-MANY = 32
-"""Requests read at one time; if there are more, all of them get `HURRIED_SECONDS`."""
-
-MANY_EACH = 4
-"""The same for one connection; only the requests above this number get `HURRIED_SECONDS`."""
-
-MAX_READING = 512
-"""Most requests read at one time. The door refuses one more at once, and its caller tries again."""
-
-MAX_READING_EACH = 16
-"""The same for one connection."""
-
 MAX_REFUSAL_BYTES = 1000
 """Longest text of a refusal. The trailers contain it twice, once with up to 3 bytes for each, and grpc accepts 8 KiB of
 trailers. With more, the caller would get a status of grpc's own and no reason."""
 
 MAX_SHOWN = 80
 """Characters of a caller's own text that a refusal repeats."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """Limits of `Requests` for what is still on its way."""
+
+    read_s: float = 10.0
+    """Seconds for a request to arrive."""
+
+    hurried_s: float = 1.0
+    """The same while there are many requests."""
+
+    many: int = 32
+    """Requests read at one time; if there are more, all of them get `hurried_s`."""
+
+    many_each: int = 4
+    """The same for one connection; only the requests above this number get `hurried_s`."""
+
+    max_reading: int = 512
+    """Most requests read at one time. The door refuses one more at once, and its caller tries again."""
+
+    max_reading_each: int = 16
+    """The same for one connection."""
 
 
 class Requests:
@@ -68,9 +74,10 @@ class Requests:
     `on_exhausted` is called if a method fails because this process has no memory, thread or descriptor left.
     """
 
-    def __init__(self, key: DoorKey | None, callers: Callers) -> None:
+    def __init__(self, key: DoorKey | None, callers: Callers, *, limits: RequestLimits = RequestLimits()) -> None:
         self._key = key
         self._callers = callers
+        self._limits = limits
         self.on_exhausted: Callable[[BaseException], None] = lambda error: None
         self._reading: Counter[str] = Counter()  # by connection
         self._unhurried: set[asyncio.Timeout] = set()
@@ -141,8 +148,8 @@ class Requests:
 
     async def _read(self, name: str, context: Any) -> tuple[bytes, bool]:
         """Returns the first message of a call, and whether it is the only one."""
-        connection = context.peer()
-        if self._reading.total() >= MAX_READING or self._reading[connection] >= MAX_READING_EACH:
+        connection, limits = context.peer(), self._limits
+        if self._reading.total() >= limits.max_reading or self._reading[connection] >= limits.max_reading_each:
             text = "too many calls at one time are waiting for their request"
             await refuse(context, grpc.StatusCode.UNAVAILABLE, ErrorReason.ERROR_REASON_LIMIT, text)
         self._reading[connection] += 1
@@ -167,15 +174,16 @@ class Requests:
 
     def _seconds(self, connection: str) -> float:
         """Returns the seconds for one more request on a connection. If it makes too many, hurries the others too."""
-        if self._reading.total() > MANY:
-            soon = asyncio.get_running_loop().time() + HURRIED_SECONDS
+        limits = self._limits
+        if self._reading.total() > limits.many:
+            soon = asyncio.get_running_loop().time() + limits.hurried_s
             for limit in self._unhurried:
                 when = limit.when()
                 if when is not None and when > soon and not limit.expired():
                     limit.reschedule(soon)
             self._unhurried.clear()
-            return HURRIED_SECONDS
-        return HURRIED_SECONDS if self._reading[connection] > MANY_EACH else READ_SECONDS
+            return limits.hurried_s
+        return limits.hurried_s if self._reading[connection] > limits.many_each else limits.read_s
 
 
 def _proof(context: Any) -> bytes | None:

@@ -63,10 +63,20 @@ register(GrpcKind)
 class LinkKinds:
     """The kinds of links that one worker has, the best first. Used on the loop, except for `empty`.
 
-    The settings say which kinds may be used; gRPC always may.
+    The settings say which kinds may be used; gRPC always may. A half has `open_s` seconds to open. One that has come
+    waits `ticket_s` seconds for its stream.
     """
 
-    def __init__(self, config: Config, credentials: Credentials) -> None:
+    def __init__(
+        self,
+        config: Config,
+        credentials: Credentials,
+        *,
+        open_s: float = OPEN_SECONDS,
+        ticket_s: float = TICKET_LIFETIME,
+    ) -> None:
+        self.open_s = open_s
+        self.ticket_s = ticket_s
         allowed = [kind for name, kind in _kinds.items() if name in (*config.links, GrpcKind.name)]
         allowed.sort(key=lambda kind: -kind.preference)
         self._kinds = {kind.number: kind(config, credentials) for kind in allowed}
@@ -136,7 +146,7 @@ class LinkKinds:
             half.close()
 
     def _keep(self, ticket: bytes, half: Incoming) -> None:
-        self._come[ticket] = half, asyncio.get_running_loop().call_later(TICKET_LIFETIME, self.drop, ticket)
+        self._come[ticket] = half, asyncio.get_running_loop().call_later(self.ticket_s, self.drop, ticket)
 
 
 class Openings:
@@ -167,7 +177,7 @@ class Openings:
             raise LinkUnavailable(f"{peer} chose a kind of link that was not offered")
         if len(answer.ticket) != TICKET_BYTES:
             raise LinkUnavailable(f"{peer} sent an invalid answer when a link was opened")
-        return await kind.open(answer, self._context(peer), stream, OPEN_SECONDS)
+        return await kind.open(answer, self._context(peer), stream, self._kinds.open_s)
 
     def _context(self, peer: Peer) -> LinkContext:
         return LinkContext(peer, self._node, self._neighbours, self._fault)
