@@ -247,7 +247,7 @@ _PARCELS_AT_ONCE = 2
 
 
 @dataclass(frozen=True, slots=True)
-class RequestLimits:
+class RunLimits:
     """Limits of one call for runs.
 
     Attributes:
@@ -277,7 +277,7 @@ async def take_shards(
     credentials: Credentials,
     *,
     received: Callable[[int], None] = _ignore,
-    limits: RequestLimits = RequestLimits(),
+    limits: RunLimits = RunLimits(),
 ) -> None:
     """Fetches the runs that a plan still needs, as `take_state` does; the plan needs nothing afterwards.
 
@@ -322,7 +322,7 @@ class _ShardFetcher:
         plan: ReshardPlan,
         patience: float,
         received: Callable[[int], None] = _ignore,
-        limits: RequestLimits = RequestLimits(),
+        limits: RunLimits = RunLimits(),
     ) -> None:
         self._received = received
         self._limits = limits

@@ -18,7 +18,7 @@ from paceline._elastic import parcel as parcels
 from paceline._elastic import peer_calls as taking
 from paceline._elastic.offer import Content, OfferedState
 from paceline._elastic.parcel import Parcel, borrow, unpack
-from paceline._elastic.peer_calls import Holder, RequestLimits, take_shards
+from paceline._elastic.peer_calls import Holder, RunLimits, take_shards
 from paceline._elastic.reshard_plan import ElementRun, ReshardPlan, checksum
 from paceline._links import grpc_state
 from paceline._links.base import Peer
@@ -164,7 +164,7 @@ def test_shards_on_the_same_machine_are_read_from_lent_memory(givers: Any, monke
 def test_replicas_share_the_work(givers: Any, way: str) -> None:
     holders = givers(*(Share(part, 2) for part in (0, 1, 0, 1)))
     plan = plan_for(WHOLE)
-    take(plan, holders, limits=RequestLimits(parcel_bytes=100_000))
+    take(plan, holders, limits=RunLimits(parcel_bytes=100_000))
     check(plan)
     asked = [sum(run.count for run in giver.asked) for giver in holders]
     assert sum(asked) == sum(values.size for values in VALUES.values())
@@ -175,7 +175,7 @@ def test_replicas_share_the_work(givers: Any, way: str) -> None:
 def test_request_limits_split_a_take_into_many_calls(givers: Any, way: str, limit: str, most: int) -> None:
     plan = plan_for(Share(1, 3))
     holders = givers(Share(0, 2), Share(1, 2))
-    take(plan, holders, limits=RequestLimits(**{limit: most}))
+    take(plan, holders, limits=RunLimits(**{limit: most}))
     check(plan)
     assert max(run.count * 8 for giver in holders for run in giver.asked) <= max(5_000, most * 1 << 20)
 
