@@ -11,10 +11,9 @@ import torch
 from pytorch.torch_models import data, loss_of, made, net, wrap
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from unit.parallel.sharding.models import chosen
+from unit.parallel.sharding.models import HASTY, chosen
 
 from paceline._group import Group
-from paceline.config import Config
 from paceline.errors import StepOrderError
 from paceline.testing import run_ranks
 from paceline.torch import FSDP
@@ -184,7 +183,7 @@ def test_training_recovers_after_a_backward_pass_raises() -> None:
 
     reference = net()
     loss_of(reference(x), t).backward()
-    ranks = run_ranks(2, rank, config=Config(step_timeout=5.0))
+    ranks = run_ranks(2, rank, config=HASTY)
     for path, parameter in reference.named_parameters():
         torch.testing.assert_close(torch.from_numpy(ranks[0][path] + ranks[1][path]), parameter.grad)
 
@@ -197,4 +196,4 @@ def test_backward_inside_unshard_raises_step_order_error() -> None:
             loss_of(model(x), t).backward()
         loss_of(model(x), t).backward()
 
-    run_ranks(2, rank, config=Config(step_timeout=5.0))
+    run_ranks(2, rank, config=HASTY)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from pytorch.torch_models import assert_close, data, loss_of, made, net, rows_of, train, wrap
 from torch import nn
-from unit.parallel.sharding.models import chosen, strategies
+from unit.parallel.sharding.models import cases, chosen, each_strategy, strategies
 
 from paceline._group import Group
 from paceline.errors import StepOrderError, UnsupportedOp
@@ -20,8 +20,7 @@ from support.turns import by_turns
 
 pytestmark = pytest.mark.needs(what="torch")
 
-CASES = [(world, name) for world in (1, 2, 3, 4) for name in strategies(world)]
-each_strategy = pytest.mark.parametrize("name", strategies(2))
+CASES = cases(1, 2, 3, 4)
 
 
 def alone(kind: str = "adamw", dtype: Any = torch.float64) -> dict[str, Any]:
@@ -37,9 +36,9 @@ def gradients(model: Any, group: Group) -> dict[str, Any]:
     return {k: None if g is None else torch.from_numpy(group.all_reduce(g) / copies) for k, g in padded.items()}
 
 
-def expected_gradients(x: Any, t: Any, factor: float = 1.0) -> dict[str, Any]:
+def expected_gradients(x: Any, t: Any) -> dict[str, Any]:
     model = net()
-    (factor * loss_of(model(x), t)).backward()
+    loss_of(model(x), t).backward()
     return {path: p.grad for path, p in model.named_parameters()}
 
 
@@ -102,11 +101,6 @@ def dropped_then_by_hand(model: Any, x: Any, t: Any, rank: int) -> None:
     model.sync_gradients()
 
 
-def twice_without_zero_grad(model: Any, x: Any, t: Any, rank: int) -> None:
-    for _ in range(2):
-        loss_of(model(x), t).backward()
-
-
 def one_rank_that_counts_nothing(model: Any, x: Any, t: Any, rank: int) -> None:
     """It may have anything, NaN too; it takes part in all that is sent."""
     x, t = data(24)
@@ -114,15 +108,14 @@ def one_rank_that_counts_nothing(model: Any, x: Any, t: Any, rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("passes", "world", "name", "factor"),
+    ("passes", "world", "name"),
     [
-        *((micro_batches, world, name, 1.0) for world, name in CASES),
-        *((dropped_then_by_hand, 2, name, 1.0) for name in strategies(2)),
-        *((twice_without_zero_grad, 2, name, 2.0) for name in strategies(2)),
-        *((one_rank_that_counts_nothing, 2, name, 1.0) for name in strategies(2)),
+        *((micro_batches, *case) for case in CASES),
+        *((dropped_then_by_hand, *case) for case in cases(2)),
+        *((one_rank_that_counts_nothing, *case) for case in cases(2)),
     ],
 )
-def test_gradients_match_one_process(passes: Any, world: int, name: str, factor: float) -> None:
+def test_gradients_match_one_process(passes: Any, world: int, name: str) -> None:
     x, t = data(24)
 
     def rank(group: Group) -> Any:
@@ -132,7 +125,7 @@ def test_gradients_match_one_process(passes: Any, world: int, name: str, factor:
         return gradients(model, group)
 
     for found in run_ranks(world, rank):
-        assert_close(found, expected_gradients(x, t, factor))
+        assert_close(found, expected_gradients(x, t))
 
 
 def test_weights_that_sum_to_zero_raise_step_order_error() -> None:
@@ -239,9 +232,7 @@ def test_norms_of_a_gradient_shard_are_refused() -> None:
     run_ranks(2, rank)
 
 
-@pytest.mark.parametrize(
-    ("world", "name", "units"), by_turns([case for case in CASES if case[0] in (1, 2, 4)], [("one",), ("nested",)])
-)
+@pytest.mark.parametrize(("world", "name", "units"), by_turns(cases(1, 2, 4), [("one",), ("nested",)]))
 def test_mixed_precision_trains_close_to_full_precision(world: int, name: str, units: str) -> None:
     """Close to all bits; the pieces, their gradients and the optimizer keep theirs; nothing of the masters is lost."""
 
@@ -278,7 +269,7 @@ def shares(world: int) -> list[Any]:
     return [rows_of(rank, world, 22) for rank in range(world)]
 
 
-@pytest.mark.parametrize("name", strategies(2))
+@each_strategy
 def test_a_full_precision_unit_inside_a_bf16_model(name: str) -> None:
     """Statistics of a batch are buffers, which are not narrowed."""
 
