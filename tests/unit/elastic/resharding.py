@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from unit.parallel.sharding.models import chosen
 
 import paceline
 from paceline._elastic.reshard_plan import ReshardPlan, assign
@@ -20,13 +21,6 @@ from support.parts import SOON, each
 __all__ = ["BATCH", "Trainee", "fill_from", "form", "one_process", "reshard", "together"]
 
 BATCH = 8
-_STRATEGIES = {
-    "full": {"strategy": paceline.ShardingStrategy.FULL_SHARD},
-    "grad": {"strategy": paceline.ShardingStrategy.SHARD_GRAD_OP},
-    "none": {"strategy": paceline.ShardingStrategy.NO_SHARD},
-    "hybrid1": {"strategy": paceline.ShardingStrategy.HYBRID_SHARD, "intra_node_size": 1},
-    "hybrid2": {"strategy": paceline.ShardingStrategy.HYBRID_SHARD, "intra_node_size": 2},
-}
 
 
 class Block:
@@ -94,7 +88,7 @@ class Trainee:
         self.state = TrainState(model=self.model, optimizer=self.optimizer, notes={"n": np.zeros(3)})
 
     def _wrap(self, name: str, block: Any) -> Any:
-        return paceline.FSDP(block, self.group, **_STRATEGIES[name]) if name else block  # type: ignore[arg-type]
+        return paceline.FSDP(block, self.group, **chosen(name)) if name else block
 
     def step(self, number: int, rank: int = 0, world: int = 1) -> None:
         low, high = BATCH * rank // world, BATCH * (rank + 1) // world
