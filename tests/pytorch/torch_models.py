@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ __all__ = [
     "Net",
     "Part",
     "assert_close",
+    "assert_same_gradients",
     "check_gradients",
     "data",
     "loss_of",
@@ -129,6 +130,12 @@ def assert_close(found: Any, expected: Any, tolerance: float = 1e-12) -> None:
             )
 
 
+def assert_same_gradients(ranks: Sequence[Any], name: str, reference: Any, tolerance: float = 1e-12) -> None:
+    """What `padded_gradients` gave on each rank under a strategy are the gradients of a module in one process."""
+    found = {path: None if g is None else torch.from_numpy(g) for path, g in joined(ranks, name).items()}
+    assert_close(found, {path: p.grad for path, p in reference.named_parameters()}, tolerance)
+
+
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(4, 6)
 """What `Part` and `Chain` are called with."""
 
@@ -198,9 +205,6 @@ def check_gradients(case: Case, name: str) -> None:
             case.call(model, X[2 * group.rank : 2 * group.rank + 2], number).backward()
         return model.sharded.padded_gradients()
 
-    found = joined(run_ranks(2, rank, config=HASTY), name)
-    assert {path for path, gradient in found.items() if gradient is None} == set(case.unused)
-    assert_close(
-        {path: None if gradient is None else torch.from_numpy(gradient) for path, gradient in found.items()},
-        {path: p.grad for path, p in reference.named_parameters()},
-    )
+    ranks = run_ranks(2, rank, config=HASTY)
+    assert {path for path, gradient in ranks[0].items() if gradient is None} == set(case.unused)
+    assert_same_gradients(ranks, name, reference)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from paceline._parallel._parameter import Parameter
 from paceline_protocol import Share, share_of
 from support.parts import SOON, each
 
-__all__ = ["BATCH", "Trainee", "fill_from", "form", "one_process", "reshard", "together"]
+__all__ = ["BATCH", "Trainee", "all_do", "fill_from", "form", "one_process", "reshard", "together"]
 
 BATCH = 8
 
@@ -117,23 +117,25 @@ def one_process(steps: int) -> list[list[bytes]]:
     return found
 
 
-def form(trainees: Sequence[Trainee], generation: int) -> None:
-    """A view of these, in this order of ranks."""
+def form(trainees: Sequence[Any], generation: int, *, vouched: bool = True) -> None:
+    """A view of these, in this order of ranks; `vouched` if they are known to have the same state."""
     for trainee, mesh in zip(trainees, local_meshes(len(trainees), generation=generation), strict=True):
         trainee.group.move(mesh)
-        trainee.group.confirm_same_state()
+        if vouched:
+            trainee.group.confirm_same_state()
 
 
-def together(trainees: Sequence[Trainee], number: int) -> None:
-    """One step of all."""
+def all_do(trainees: Sequence[Any], do: Callable[[Any], Any]) -> None:
+    """Each does it, all at the same time."""
     by_group = {id(trainee.group): trainee for trainee in trainees}
-    outcomes = each(
-        [trainee.group for trainee in trainees],
-        lambda group: by_group[id(group)].step(number, group.rank, group.size),
-    )
-    for outcome in outcomes:
+    for outcome in each([trainee.group for trainee in trainees], lambda group: do(by_group[id(group)])):
         if isinstance(outcome, BaseException):
             raise outcome
+
+
+def together(trainees: Sequence[Any], number: int) -> None:
+    """One step of all."""
+    all_do(trainees, lambda trainee: trainee.step(number, trainee.group.rank, trainee.group.size))
 
 
 def fill_from(plan: ReshardPlan, holders: Sequence[Trainee]) -> None:
