@@ -1,113 +1,220 @@
-"""What torch modules do: share, freeze and skip parameters, run twice, recompute, and return whatever they like."""
+"""What torch modules do: share, freeze and skip parameters, run twice, recompute, take and return what they like."""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from pytorch.torch_models import Chain, Part, X, assert_close, check_gradients, data, loss_of, made, net, wrap
+from pytorch.torch_models import (
+    Case,
+    Chain,
+    Part,
+    X,
+    assert_close,
+    assert_same_gradients,
+    check_gradients,
+    data,
+    loss_of,
+    made,
+    net,
+    one_after_the_other,
+    wrap,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from unit.parallel.sharding.models import chosen, strategies
+from unit.parallel.sharding.models import HASTY, chosen, each_strategy
 
 from paceline._group import Group
-from paceline.config import Config
 from paceline.errors import SizeMismatch, StepOrderError, UnsupportedOp
 from paceline.testing import run_ranks
 from paceline.torch import FSDP
 
 pytestmark = pytest.mark.needs(what="torch")
 
-HASTY = Config(step_timeout=5.0)
-each_strategy = pytest.mark.parametrize("name", strategies(2))
+
+# Modules, and calls of them.
 
 
-@each_strategy
-def test_units_may_run_twice_in_a_pass(name: str) -> None:
-    class Twice(Chain):
-        def forward(self, x: Any) -> Any:
-            return super().forward(super().forward(x)) + x
-
-    check_gradients(Twice, name)
+def recomputed(parts: Any, x: Any, *, reentrant: bool = False) -> Any:
+    return one_after_the_other([partial(checkpoint, part, use_reentrant=reentrant) for part in parts], x)
 
 
-@each_strategy
-def test_units_may_run_in_parallel_branches(name: str) -> None:
-    """One input, several units of it; and a unit whose output is used by several."""
-
-    class Branches(Chain):
-        def forward(self, x: Any) -> Any:
-            x = self.parts[0](x)
-            return self.parts[1](x) * self.parts[2](x) + x
-
-    check_gradients(Branches, name)
-
-
-class Recomputing(Chain):
-    reentrant = False
-
-    def forward(self, x: Any) -> Any:
-        for part in self.parts:
-            x = checkpoint(part, x, use_reentrant=self.reentrant)
-        return x
-
-
-class Reentrant(Recomputing):
-    reentrant = True
-
-
-class Inner(Part):
+class Recomputing(Part):
     def forward(self, x: Any) -> Any:
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-class RecomputingInside(Chain):
+class Bending(Part):
+    """Changes its input in place."""
+
+    def forward(self, x: Any) -> Any:
+        return self.linear(F.relu_(x.mul_(2)))
+
+
+@dataclass(frozen=True)
+class Packed:
+    x: Any
+    more: tuple[Any, ...] = ()
+
+
+class Secret:
+    """Nobody looks into it."""
+
+    def __init__(self, y: Any) -> None:
+        self.y = y
+
+
+class Packing(Part):
+    """Takes and returns nested values."""
+
+    def __init__(self, pack: Any) -> None:
+        super().__init__()
+        self.pack = pack
+
+    def forward(self, given: Any, *, scale: Any) -> Any:  # type: ignore[override]
+        return self.pack(super().forward(given["a"][0] * given["b"]) * scale[0])
+
+
+class Nesting(nn.Module):
+    def __init__(self, pack: Any, unpack: Any) -> None:
+        super().__init__()
+        self.part = Packing(pack)
+        self.unpack = unpack
+
+    def forward(self, x: Any) -> Any:
+        return self.unpack(self.part({"a": [x, None], "b": 2}, scale=(x * 2, "text")))
+
+
+class Taking(Part):
+    def forward(self, given: Packed) -> Any:  # type: ignore[override]
+        return super().forward(given.x) * given.more[0]
+
+
+def packing(parts: Any, x: Any) -> Any:
+    for part in parts:
+        x = part(Packed(x, (x, "text")))
+    return x
+
+
+class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(Inner() for _ in range(3))
+        self.embed = nn.Embedding(5, 6)
+        self.part = Part()
+        self.head = nn.Linear(6, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Any) -> Any:
+        return self.head(self.part(self.embed((x.abs() * 4).long().sum(dim=1) % 5)))
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Any) -> Any:
+        return self.layer(x.reshape(-1, 2, 6) if len(x) % 2 == 0 else x[:, None])
+
+
+class Convolving(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolve = nn.Conv1d(1, 3, 3, padding=1)
+        self.recur = nn.GRU(3, 4, batch_first=True)
+        self.embed = nn.Embedding(4, 4)
+
+    def forward(self, x: Any) -> Any:
+        y, _ = self.recur(self.convolve(x[:, None]).transpose(1, 2))
+        return y + self.embed(torch.arange(6) % 4)
+
+
+FROZEN = ("parts.0.linear.bias", "parts.1.linear.weight", "parts.1.linear.bias")
+
+
+def partly_frozen() -> Any:
+    model = Chain()
+    for path in FROZEN:
+        model.get_parameter(path).requires_grad_(False)
+    return model
+
+
+def with_leaf(model: Any, x: Any, number: int) -> Any:
+    return (model(x.clone().requires_grad_()) ** 2).mean()
+
+
+def twice_backward(model: Any, x: Any, number: int) -> Any:
+    loss = (model(x) ** 2).mean()
+    loss.backward(retain_graph=True)
+    return loss
+
+
+def skipping(model: Any, x: Any, number: int) -> Any:
+    """Another unit is left out each time, and the last one always."""
+    used = ((0, 2), (0, 1), (0, 1, 2))[number]
+    getattr(model, "module", model).flow = lambda parts, x: one_after_the_other([parts[n] for n in used], x)
+    return (model(x) ** 2).mean()
+
+
+def freezing(model: Any, x: Any, number: int) -> Any:
+    parameters = dict(model.named_parameters())
+    parameters["parts.0.linear.weight"].requires_grad_(number == 1)
+    parameters["parts.2.linear.bias"].requires_grad_(number == 0)
+    return (model(x) ** 2).mean()
+
+
+def evaluating(model: Any, x: Any, number: int) -> Any:
+    model.eval()
+    with torch.no_grad():
+        before = model(x)
+    model.train()
+    y = model(x)
+    torch.testing.assert_close(y.detach(), before)
+    return (y**2).mean()
+
+
+def nested(pack: Any, unpack: Any) -> Case:
+    return Case(lambda: nn.Sequential(Part(), Nesting(pack, unpack), Part()))
+
+
+CASES = {
+    "units run twice": Case(lambda: Chain(lambda parts, x: one_after_the_other([*parts, *parts], x) + x)),
+    "units in parallel branches": Case(lambda: Chain(lambda parts, x: parts[1](x := parts[0](x)) * parts[2](x) + x)),
+    "recomputed units": Case(lambda: Chain(recomputed)),
+    "recomputed units, of a leaf": Case(lambda: Chain(recomputed), with_leaf),
+    "recomputed in units": Case(lambda: Chain(part=Recomputing)),
+    "recomputed in units, of a leaf": Case(lambda: Chain(part=Recomputing), with_leaf),
+    "recomputed by a reentrant pass": Case(lambda: Chain(partial(recomputed, reentrant=True)), with_leaf),
+    "skipped units": Case(
+        lambda: Chain(count=4), skipping, steps=3, unused=("parts.3.linear.weight", "parts.3.linear.bias")
+    ),
+    "frozen parameters": Case(partly_frozen, unused=FROZEN),
+    "frozen and unfrozen between steps": Case(Chain, freezing),
+    "tied parameters of a unit": Case(Tied),
+    "two backward passes of one forward pass": Case(Chain, twice_backward),
+    "evaluation between steps": Case(Chain, evaluating),
+    "inputs changed in place": Case(
+        lambda: nn.Sequential(nn.Linear(6, 6), Bending(), Bending(), nn.Tanh()), kinds=Bending
+    ),
+    "a dict": nested(lambda y: {"y": y, "z": None}, lambda found: found["y"]),
+    "a dataclass": nested(lambda y: Packed(y, ({"z": y * 2},)), lambda found: found.x),
+    "an object": nested(Secret, lambda found: found.y),
+    "frozen dataclasses as inputs": Case(lambda: Chain(packing, part=Taking)),
+    "attention": Case(Attending, kinds=nn.TransformerEncoderLayer),
+    "convolution and recurrence": Case(Convolving, kinds=(nn.Conv1d, nn.GRU)),
+}
 
 
 @each_strategy
-@pytest.mark.parametrize(
-    ("make", "leaf"),
-    [
-        (Recomputing, False),
-        (Recomputing, True),
-        (RecomputingInside, False),
-        (RecomputingInside, True),
-        (Reentrant, True),
-    ],
-)
-def test_activation_checkpointing(make: Any, name: str, leaf: bool) -> None:
-    def call(model: Any, x: Any, number: int) -> Any:
-        return (model(x.clone().requires_grad_(leaf)) ** 2).mean()
-
-    check_gradients(make, name, call=call, kinds=(Part, Inner))
-
-
-@each_strategy
-def test_units_may_be_skipped_in_a_pass(name: str) -> None:
-    """Another unit is left out each time, and one always is."""
-
-    class Skipping(Chain):
-        skip: tuple[int, ...] = ()
-
-        def forward(self, x: Any) -> Any:
-            for number, part in enumerate(self.parts):
-                x = x if number in self.skip else part(x)
-            return x
-
-    def call(model: Any, x: Any, number: int) -> Any:
-        getattr(model, "module", model).skip = ((1, 3), (2, 3), (3,))[number]
-        return (model(x) ** 2).mean()
-
-    check_gradients(
-        lambda: Skipping(4), name, call=call, steps=3, unused=("parts.3.linear.weight", "parts.3.linear.bias")
-    )
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_one_process(case: str, name: str) -> None:
+    check_gradients(CASES[case], name)
 
 
 @each_strategy
@@ -130,43 +237,7 @@ def test_parameters_unused_on_one_rank_get_gradients(name: str) -> None:
 
 
 @each_strategy
-def test_frozen_parameters(name: str) -> None:
-    def make() -> Any:
-        model = Chain()
-        for p in [*model.parts[1].parameters(), model.parts[0].linear.bias]:
-            p.requires_grad_(False)
-        return model
-
-    unused = ("parts.0.linear.bias", "parts.1.linear.weight", "parts.1.linear.bias")
-    check_gradients(make, name, unused=unused)
-
-
-@each_strategy
-def test_freezing_between_steps(name: str) -> None:
-    def call(model: Any, x: Any, number: int) -> Any:
-        parameters = dict(model.named_parameters())
-        parameters["parts.0.linear.weight"].requires_grad_(number == 1)
-        parameters["parts.2.linear.bias"].requires_grad_(number == 0)
-        return (model(x) ** 2).mean()
-
-    check_gradients(Chain, name, call=call)
-
-
-@each_strategy
-def test_tied_parameters_of_one_unit(name: str) -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(5, 6)
-            self.part = Part()
-            self.head = nn.Linear(6, 5, bias=False)
-            self.head.weight = self.embed.weight
-
-        def forward(self, x: Any) -> Any:
-            return self.head(self.part(self.embed((x.abs() * 4).long().sum(dim=1) % 5)))
-
-    check_gradients(Tied, name)
-
+def test_tied_parameters_load_into_another_model(name: str) -> None:
     def rank(group: Group) -> Any:
         model = FSDP(made(Tied), group, auto_wrap=Part, **chosen(name))
         state = model.state_dict()
@@ -188,38 +259,6 @@ def test_parameters_tied_across_units_are_refused() -> None:
             FSDP(nn.Sequential(first, second), group, auto_wrap=Part)
 
     run_ranks(1, rank)
-
-
-class Attending(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True)
-
-    def forward(self, x: Any) -> Any:
-        return self.layer(x.reshape(-1, 2, 6) if len(x) % 2 == 0 else x[:, None])
-
-
-class Convolving(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolve = nn.Conv1d(1, 3, 3, padding=1)
-        self.recur = nn.GRU(3, 4, batch_first=True)
-        self.embed = nn.Embedding(4, 4, sparse=True)
-
-    def forward(self, x: Any) -> Any:
-        y, _ = self.recur(self.convolve(x[:, None]).transpose(1, 2))
-        return y + self.embed(torch.arange(6) % 4)
-
-
-@each_strategy
-@pytest.mark.parametrize("make", [Attending, Convolving])
-def test_attention_convolution_and_recurrent_layers(make: Any, name: str) -> None:
-    if make is Convolving:  # sparse gradients arrive dense, as FSDP cuts them
-        check_dense = copy.deepcopy(made(make).double())
-        check_dense.embed.sparse = False
-        check_gradients(lambda: copy.deepcopy(check_dense).float(), name, kinds=(nn.Conv1d, nn.GRU))
-        return
-    check_gradients(make, name, kinds=(nn.TransformerEncoderLayer,))
 
 
 def test_sparse_gradients_arrive_dense() -> None:
@@ -285,3 +324,56 @@ def test_calling_the_bare_module_returns_nan() -> None:
         assert loss_of(model(X.float()), torch.zeros(4, 6)).isfinite()
 
     run_ranks(2, rank)
+
+
+def test_backward_is_weighted_by_the_samples_of_its_own_forward_pass() -> None:
+    """Not those of a later evaluation."""
+
+    def rank(group: Group) -> Any:
+        model = FSDP(made(lambda: Chain().double()), group)
+        rows = X[: 1 + 2 * group.rank]
+        y = model(rows)
+        model(X[:2])
+        (y**2).mean().backward()
+        return model.sharded.padded_gradients()
+
+    reference = made(lambda: Chain().double())
+    rows = torch.cat([X[:1], X[:3]])
+    (reference(rows) ** 2).mean().backward()
+    assert_same_gradients(run_ranks(2, rank, config=HASTY), "full", reference)
+
+
+def test_input_gradients_are_not_scaled() -> None:
+    """They are this rank's own, and scaled by nothing."""
+
+    def rank(group: Group) -> Any:
+        model = FSDP(made(lambda: Chain().double()), group, auto_wrap=Part)
+        x = X.clone().requires_grad_()
+        (model(x) ** 2).mean().backward()
+        (other,) = torch.autograd.grad((model(x) ** 2).mean(), x)
+        torch.testing.assert_close(other, x.grad)
+        return x.grad, sum(p.grad.abs().sum() > 0 for p in model.parameters() if p.grad.numel())
+
+    reference, x = made(lambda: Chain().double()), X.clone().requires_grad_()
+    (reference(x) ** 2).mean().backward()
+    for gradient, trained in run_ranks(2, rank, config=HASTY):
+        torch.testing.assert_close(gradient, x.grad)
+        assert trained
+
+
+@each_strategy
+def test_an_optimizer_made_before_wrapping_raises_step_order_error(name: str) -> None:
+    """One that was made before the module was wrapped; torch's would pass over parameters without gradients."""
+
+    def rank(group: Group) -> None:
+        net = made(lambda: Chain().double())
+        early, stranger = torch.optim.SGD(net.parameters(), lr=0.1), nn.Linear(2, 2)
+        model = FSDP(net, group, auto_wrap=Part, **chosen(name))
+        for _ in range(2):
+            (model(X) ** 2).mean().backward()
+            with pytest.raises(StepOrderError, match=r"this SGD has: wrap the module first, then .*model.parameters"):
+                early.step()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            torch.optim.SGD(stranger.parameters(), lr=0.1).step()
+
+    run_ranks(2, rank, config=HASTY)

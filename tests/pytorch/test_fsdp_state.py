@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from pytorch.torch_models import assert_close, data, loss_of, net, rows_of, wrap
-from unit.parallel.sharding.models import strategies
+from unit.parallel.sharding.models import each_strategy, strategies
 
 import paceline
 from paceline import checkpoint
@@ -199,7 +199,7 @@ def test_optimizers_whose_state_cannot_be_sharded_are_refused(make: Any, text: s
     run_ranks(1, rank)
 
 
-@pytest.mark.parametrize("name", strategies(2))
+@each_strategy
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_changes_inside_unshard_are_kept(name: str, precision: str | None) -> None:
     def rank(group: Group) -> Any:

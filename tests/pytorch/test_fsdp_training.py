@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pytorch.torch_models import assert_close, data, loss_of, made, net, rows_of, train, wrap
+from pytorch.torch_models import assert_close, assert_same_gradients, data, loss_of, made, net, rows_of, train, wrap
 from torch import nn
-from unit.parallel.sharding.models import chosen, strategies
+from unit.parallel.sharding.models import cases, chosen, each_strategy, strategies
 
 from paceline._group import Group
 from paceline.errors import StepOrderError, UnsupportedOp
@@ -20,8 +20,7 @@ from support.turns import by_turns
 
 pytestmark = pytest.mark.needs(what="torch")
 
-CASES = [(world, name) for world in (1, 2, 3, 4) for name in strategies(world)]
-each_strategy = pytest.mark.parametrize("name", strategies(2))
+CASES = cases(1, 2, 3, 4)
 
 
 def alone(kind: str = "adamw", dtype: Any = torch.float64) -> dict[str, Any]:
@@ -30,17 +29,11 @@ def alone(kind: str = "adamw", dtype: Any = torch.float64) -> dict[str, Any]:
     return dict(model.state_dict())
 
 
-def gradients(model: Any, group: Group) -> dict[str, Any]:
-    """Whole gradients by path, on every rank; None for none."""
-    padded = model.sharded.padded_gradients()
-    copies = len(model.sharded.unit.placement.replicas)
-    return {k: None if g is None else torch.from_numpy(group.all_reduce(g) / copies) for k, g in padded.items()}
-
-
-def expected_gradients(x: Any, t: Any, factor: float = 1.0) -> dict[str, Any]:
+def backpropagated(x: Any, t: Any) -> Any:
+    """One process's model, with gradients."""
     model = net()
-    (factor * loss_of(model(x), t)).backward()
-    return {path: p.grad for path, p in model.named_parameters()}
+    loss_of(model(x), t).backward()
+    return model
 
 
 @pytest.mark.parametrize(
@@ -102,11 +95,6 @@ def dropped_then_by_hand(model: Any, x: Any, t: Any, rank: int) -> None:
     model.sync_gradients()
 
 
-def twice_without_zero_grad(model: Any, x: Any, t: Any, rank: int) -> None:
-    for _ in range(2):
-        loss_of(model(x), t).backward()
-
-
 def one_rank_that_counts_nothing(model: Any, x: Any, t: Any, rank: int) -> None:
     """It may have anything, NaN too; it takes part in all that is sent."""
     x, t = data(24)
@@ -114,25 +102,23 @@ def one_rank_that_counts_nothing(model: Any, x: Any, t: Any, rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("passes", "world", "name", "factor"),
+    ("passes", "world", "name"),
     [
-        *((micro_batches, world, name, 1.0) for world, name in CASES),
-        *((dropped_then_by_hand, 2, name, 1.0) for name in strategies(2)),
-        *((twice_without_zero_grad, 2, name, 2.0) for name in strategies(2)),
-        *((one_rank_that_counts_nothing, 2, name, 1.0) for name in strategies(2)),
+        *((micro_batches, *case) for case in CASES),
+        *((dropped_then_by_hand, *case) for case in cases(2)),
+        *((one_rank_that_counts_nothing, *case) for case in cases(2)),
     ],
 )
-def test_gradients_match_one_process(passes: Any, world: int, name: str, factor: float) -> None:
+def test_gradients_match_one_process(passes: Any, world: int, name: str) -> None:
     x, t = data(24)
 
     def rank(group: Group) -> Any:
         model = wrap(net(), group, name)
         rows = rows_of(group.rank, world, 24)
         passes(model, x[rows], t[rows], group.rank)
-        return gradients(model, group)
+        return model.sharded.padded_gradients()
 
-    for found in run_ranks(world, rank):
-        assert_close(found, expected_gradients(x, t, factor))
+    assert_same_gradients(run_ranks(world, rank), name, backpropagated(x, t))
 
 
 def test_weights_that_sum_to_zero_raise_step_order_error() -> None:
@@ -143,17 +129,15 @@ def test_weights_that_sum_to_zero_raise_step_order_error() -> None:
         with pytest.raises(StepOrderError, match="add up to 0"):
             model.backward(loss_of(model(x), t), weight=0.0)
         loss_of(model(x), t).backward()
-        return gradients(model, group)
+        return model.sharded.padded_gradients()
 
-    for found in run_ranks(2, rank):
-        assert_close(found, expected_gradients(x, t))
+    assert_same_gradients(run_ranks(2, rank), "full", backpropagated(x, t))
 
 
 @pytest.mark.parametrize(("world", "name", "p"), by_turns(CASES, [(2.0,), (float("inf"),), (1.5,)]))
 def test_clip_grad_norm_matches_torch(world: int, name: str, p: float) -> None:
     x, t = data(8)
-    reference = net()
-    loss_of(reference(x), t).backward()
+    reference = backpropagated(x, t)
     filled = [q for q in reference.parameters() if q.numel()]  # torch knows no largest of nothing
     expected = float(torch.nn.utils.clip_grad_norm_(filled, 0.1, p))
 
@@ -161,11 +145,11 @@ def test_clip_grad_norm_matches_torch(world: int, name: str, p: float) -> None:
         model = wrap(net(), group, name)
         rows = rows_of(group.rank, world, 8)
         loss_of(model(x[rows]), t[rows]).backward()
-        return model.clip_grad_norm(0.1, p), gradients(model, group)
+        return model.clip_grad_norm(0.1, p), model.sharded.padded_gradients()
 
-    for norm, found in run_ranks(world, rank):
-        assert norm == pytest.approx(expected, rel=1e-12)
-        assert_close(found, {path: q.grad for path, q in reference.named_parameters()}, 1e-6)
+    norms, found = zip(*run_ranks(world, rank), strict=True)
+    assert norms == pytest.approx([expected] * world, rel=1e-12)
+    assert_same_gradients(found, name, reference, 1e-6)
 
 
 @pytest.mark.parametrize("name", ["full", "grad"])
@@ -191,11 +175,11 @@ def test_torch_clip_grad_norm_is_refused_and_the_method_clips(name: str) -> None
         for _ in range(3):
             optimizer.zero_grad()
             loss_of(model(x[rows]), t[rows]).backward()
-            before = gradients(model, group)
+            before = [p.grad.clone() for p in model.parameters()]
             for foreach in (None, False, True):
                 with pytest.raises(UnsupportedOp, match=r"call model\.clip_grad_norm_\(max_norm\)"):
                     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, foreach=foreach)
-            assert_close(gradients(model, group), before, 0)
+            assert all(torch.equal(p.grad, values) for p, values in zip(model.parameters(), before, strict=True))
             found.append(model.clip_grad_norm_(0.05))
             optimizer.step()
         return found, model.state_dict()
@@ -208,8 +192,7 @@ def test_torch_clip_grad_norm_is_refused_and_the_method_clips(name: str) -> None
 
 def test_torch_clip_grad_norm_works_without_sharding() -> None:
     x, t = data(8)
-    reference = net()
-    loss_of(reference(x), t).backward()
+    reference = backpropagated(x, t)
     torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
 
     def rank(group: Group) -> Any:
@@ -217,10 +200,9 @@ def test_torch_clip_grad_norm_works_without_sharding() -> None:
         rows = rows_of(group.rank, group.size, 8)
         loss_of(model(x[rows]), t[rows]).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        return gradients(model, group)
+        return model.sharded.padded_gradients()
 
-    for found in run_ranks(2, rank):
-        assert_close(found, {path: q.grad for path, q in reference.named_parameters()}, 1e-6)
+    assert_same_gradients(run_ranks(2, rank), "none", reference, 1e-6)
 
 
 def test_norms_of_a_gradient_shard_are_refused() -> None:
@@ -239,9 +221,7 @@ def test_norms_of_a_gradient_shard_are_refused() -> None:
     run_ranks(2, rank)
 
 
-@pytest.mark.parametrize(
-    ("world", "name", "units"), by_turns([case for case in CASES if case[0] in (1, 2, 4)], [("one",), ("nested",)])
-)
+@pytest.mark.parametrize(("world", "name", "units"), by_turns(cases(1, 2, 4), [("one",), ("nested",)]))
 def test_mixed_precision_trains_close_to_full_precision(world: int, name: str, units: str) -> None:
     """Close to all bits; the pieces, their gradients and the optimizer keep theirs; nothing of the masters is lost."""
 
@@ -278,7 +258,7 @@ def shares(world: int) -> list[Any]:
     return [rows_of(rank, world, 22) for rank in range(world)]
 
 
-@pytest.mark.parametrize("name", strategies(2))
+@each_strategy
 def test_a_full_precision_unit_inside_a_bf16_model(name: str) -> None:
     """Statistics of a batch are buffers, which are not narrowed."""
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from unit.parallel.sharding.models import chosen
 
 import paceline
 import paceline.torch
-from paceline import ShardingStrategy
 from paceline._base.sum_order import EVEN
 from paceline._group import Group
 from paceline.testing import run_ranks
@@ -22,7 +23,6 @@ from support.microbatches import microbatches as in_turn
 pytestmark = [pytest.mark.needs(what="torch")]
 
 V, N, BATCH = 8, 90, 29
-HYBRID = ShardingStrategy.HYBRID_SHARD
 
 _seeding = threading.Lock()
 """Ranks are threads, which share torch's generator."""
@@ -55,7 +55,7 @@ class Net(nn.Module):
         return self.out(self.body(self.head(x)))
 
 
-def train(group: Group, how: Any, node: int | None, kind: str, optimizer_of: Any) -> tuple[str, str]:
+def train(group: Group, name: str, kind: str, optimizer_of: Any) -> tuple[str, str]:
     """What `session.steps` does with microbatches, without a coordinator.
 
     Returns:
@@ -70,8 +70,8 @@ def train(group: Group, how: Any, node: int | None, kind: str, optimizer_of: Any
         net = Net(normed=precision is None).to(dtype)
     model: Any = (
         paceline.torch.DDP(net, group, bucket_mb=1e-3)
-        if how == "ddp"
-        else paceline.torch.FSDP(net, group, how, node, auto_wrap=Block, mixed_precision=precision)
+        if name == "ddp"
+        else paceline.torch.FSDP(net, group, auto_wrap=Block, mixed_precision=precision, **chosen(name))
     )
     optimizer = optimizer_of(model.parameters())
     sampler = paceline.ElasticSampler(N, global_batch=BATCH, microbatches=V)
@@ -86,7 +86,7 @@ def train(group: Group, how: Any, node: int | None, kind: str, optimizer_of: Any
         optimizer.step()
         sampler.advance(group.size)
     group.set_order(EVEN)
-    weights = net.state_dict() if how == "ddp" else model.state_dict()
+    weights = net.state_dict() if name == "ddp" else model.state_dict()
     digest = hashlib.sha256()
     for path, tensor in sorted(weights.items()):
         digest.update(path.encode() + tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -101,17 +101,17 @@ def momentum(parameters: Any) -> Any:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-3)
 
 
-KINDS: dict[str, list[tuple[int, Any, int | None]]] = {
+KINDS = {
     "float32": [
-        (2, "ddp", None),
-        *((world, ShardingStrategy.FULL_SHARD, None) for world in (1, 2, 3, 4)),
-        (3, ShardingStrategy.SHARD_GRAD_OP, None),
-        (4, ShardingStrategy.NO_SHARD, None),
-        (2, HYBRID, 1),
-        (4, HYBRID, 2),
+        (2, "ddp"),
+        *((world, "full") for world in (1, 2, 3, 4)),
+        (3, "grad"),
+        (4, "none"),
+        (2, "hybrid1"),
+        (4, "hybrid2"),
     ],
-    "float64": [(world, ShardingStrategy.FULL_SHARD, None) for world in (1, 3)],
-    "bf16": [(1, HYBRID, 1), (2, ShardingStrategy.SHARD_GRAD_OP, None), (3, ShardingStrategy.FULL_SHARD, None)],
+    "float64": [(1, "full"), (3, "full")],
+    "bf16": [(1, "hybrid1"), (2, "grad"), (3, "full")],
 }
 
 
@@ -122,12 +122,12 @@ def test_every_strategy_and_world_trains_the_same_bits(dtype: str) -> None:
     torch.set_num_threads(1)
     try:
         found = {
-            kind: set(
-                run_ranks(kind[0], lambda group, kind=kind: train(group, *kind[1:], dtype, optimizer_of), timeout=60)
+            (world, name): set(
+                run_ranks(world, partial(train, name=name, kind=dtype, optimizer_of=optimizer_of), timeout=60)
             )
-            for kind in KINDS[dtype]
+            for world, name in KINDS[dtype]
         }
     finally:
         torch.set_num_threads(before)
     assert len({weights for digests in found.values() for weights, _ in digests}) == 1, found
-    assert len({whole for (_, how, _), digests in found.items() if how != "ddp" for _, whole in digests}) == 1, found
+    assert len({whole for (_, name), digests in found.items() if name != "ddp" for _, whole in digests}) == 1, found

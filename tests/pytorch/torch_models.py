@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
-from unit.parallel.sharding.models import chosen
+from unit.parallel.sharding.models import HASTY, chosen, joined
 
 from paceline._group import Group
-from paceline.config import Config
 from paceline.testing import run_ranks
 from paceline.torch import FSDP
 
 __all__ = [
     "X",
     "Block",
+    "Case",
     "Chain",
     "Net",
     "Part",
     "assert_close",
+    "assert_same_gradients",
     "check_gradients",
     "data",
     "loss_of",
     "made",
     "net",
+    "one_after_the_other",
     "rows_of",
     "train",
     "wrap",
@@ -128,6 +130,12 @@ def assert_close(found: Any, expected: Any, tolerance: float = 1e-12) -> None:
             )
 
 
+def assert_same_gradients(ranks: Sequence[Any], name: str, reference: Any, tolerance: float = 1e-12) -> None:
+    """What `padded_gradients` gave on each rank under a strategy are the gradients of a module in one process."""
+    found = {path: None if g is None else torch.from_numpy(g) for path, g in joined(ranks, name).items()}
+    assert_close(found, {path: p.grad for path, p in reference.named_parameters()}, tolerance)
+
+
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(4, 6)
 """What `Part` and `Chain` are called with."""
 
@@ -143,48 +151,60 @@ class Part(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-def check_gradients(
-    make: Any, name: str, *, steps: int = 2, kinds: Any = Part, call: Any = None, unused: Any = ()
-) -> None:
-    """Gradients of two ranks with two rows each are those of one process with all four.
-
-    Args:
-        make: makes a module.
-        name: the strategy.
-        steps: forward and backward passes; gradients add up.
-        kinds: what is a unit.
-        call: of (model, x, number of the step) to the loss; by default the sum of squares.
-        unused: paths that get no gradient.
-    """
-    call = (lambda model, x, number: (model(x) ** 2).mean()) if call is None else call
-    reference = made(make).double()
-    for number in range(steps):
-        call(reference, X, number).backward()
-
-    def rank(group: Group) -> Any:
-        model = FSDP(made(make).double(), group, auto_wrap=kinds, **chosen(name))
-        for number in range(steps):
-            call(model, X[2 * group.rank : 2 * group.rank + 2], number).backward()
-        return model.sharded.padded_gradients(), len(model.sharded.unit.placement.replicas)
-
-    ranks = run_ranks(2, rank, config=Config(step_timeout=5.0))
-    expected = {path: p.grad for path, p in reference.named_parameters()}
-    found: dict[str, Any] = {}
-    for path in expected:
-        parts = [padded[path] for padded, _ in ranks]
-        found[path] = None if parts[0] is None else torch.from_numpy(parts[0] + parts[1]) / ranks[0][1]
-    assert {path for path, gradient in found.items() if gradient is None} == set(unused)
-    assert_close(found, expected)
+def one_after_the_other(parts: Any, x: Any) -> Any:
+    for part in parts:
+        x = part(x)
+    return x
 
 
 class Chain(nn.Module):
-    """Parts, one after the other."""
+    """Parts, one after the other.
 
-    def __init__(self, count: int = 3) -> None:
+    Args:
+        flow: of (parts, x) to the output, for another way through them.
+        count: number of parts.
+        part: makes one.
+    """
+
+    def __init__(self, flow: Callable[[Any, Any], Any] = one_after_the_other, count: int = 3, part: Any = Part) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(Part() for _ in range(count))
+        self.flow = flow
+        self.parts = nn.ModuleList(part() for _ in range(count))
 
     def forward(self, x: Any) -> Any:
-        for part in self.parts:
-            x = part(x)
-        return x
+        return self.flow(self.parts, x)
+
+
+class Case(NamedTuple):
+    """A model whose gradients are compared with those of one process.
+
+    Attributes:
+        make: makes the module.
+        call: of (model, x, number of the step) to the loss.
+        steps: forward and backward passes; gradients add up.
+        kinds: what is a unit.
+        unused: paths that get no gradient.
+    """
+
+    make: Callable[[], Any]
+    call: Callable[[Any, Any, int], Any] = lambda model, x, number: (model(x) ** 2).mean()
+    steps: int = 2
+    kinds: Any = Part
+    unused: tuple[str, ...] = ()
+
+
+def check_gradients(case: Case, name: str) -> None:
+    """Gradients of two ranks with two rows each are those of one process with all four. `name` is the strategy's."""
+    reference = made(case.make).double()
+    for number in range(case.steps):
+        case.call(reference, X, number).backward()
+
+    def rank(group: Group) -> Any:
+        model = FSDP(made(case.make).double(), group, auto_wrap=case.kinds, **chosen(name))
+        for number in range(case.steps):
+            case.call(model, X[2 * group.rank : 2 * group.rank + 2], number).backward()
+        return model.sharded.padded_gradients()
+
+    ranks = run_ranks(2, rank, config=HASTY)
+    assert {path for path, gradient in ranks[0].items() if gradient is None} == set(case.unused)
+    assert_same_gradients(ranks, name, reference)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from unit.parallel.sharding.models import chosen
 
 import paceline
 from paceline._elastic.reshard_plan import ReshardPlan, assign
@@ -17,16 +18,9 @@ from paceline._parallel._parameter import Parameter
 from paceline_protocol import Share, share_of
 from support.parts import SOON, each
 
-__all__ = ["BATCH", "Trainee", "fill_from", "form", "one_process", "reshard", "together"]
+__all__ = ["BATCH", "Trainee", "all_do", "fill_from", "form", "one_process", "reshard", "together"]
 
 BATCH = 8
-_STRATEGIES = {
-    "full": {"strategy": paceline.ShardingStrategy.FULL_SHARD},
-    "grad": {"strategy": paceline.ShardingStrategy.SHARD_GRAD_OP},
-    "none": {"strategy": paceline.ShardingStrategy.NO_SHARD},
-    "hybrid1": {"strategy": paceline.ShardingStrategy.HYBRID_SHARD, "intra_node_size": 1},
-    "hybrid2": {"strategy": paceline.ShardingStrategy.HYBRID_SHARD, "intra_node_size": 2},
-}
 
 
 class Block:
@@ -94,7 +88,7 @@ class Trainee:
         self.state = TrainState(model=self.model, optimizer=self.optimizer, notes={"n": np.zeros(3)})
 
     def _wrap(self, name: str, block: Any) -> Any:
-        return paceline.FSDP(block, self.group, **_STRATEGIES[name]) if name else block  # type: ignore[arg-type]
+        return paceline.FSDP(block, self.group, **chosen(name)) if name else block
 
     def step(self, number: int, rank: int = 0, world: int = 1) -> None:
         low, high = BATCH * rank // world, BATCH * (rank + 1) // world
@@ -123,23 +117,25 @@ def one_process(steps: int) -> list[list[bytes]]:
     return found
 
 
-def form(trainees: Sequence[Trainee], generation: int) -> None:
-    """A view of these, in this order of ranks."""
+def form(trainees: Sequence[Any], generation: int, *, vouched: bool = True) -> None:
+    """A view of these, in this order of ranks; `vouched` if they are known to have the same state."""
     for trainee, mesh in zip(trainees, local_meshes(len(trainees), generation=generation), strict=True):
         trainee.group.move(mesh)
-        trainee.group.confirm_same_state()
+        if vouched:
+            trainee.group.confirm_same_state()
 
 
-def together(trainees: Sequence[Trainee], number: int) -> None:
-    """One step of all."""
+def all_do(trainees: Sequence[Any], do: Callable[[Any], Any]) -> None:
+    """Each does it, all at the same time."""
     by_group = {id(trainee.group): trainee for trainee in trainees}
-    outcomes = each(
-        [trainee.group for trainee in trainees],
-        lambda group: by_group[id(group)].step(number, group.rank, group.size),
-    )
-    for outcome in outcomes:
+    for outcome in each([trainee.group for trainee in trainees], lambda group: do(by_group[id(group)])):
         if isinstance(outcome, BaseException):
             raise outcome
+
+
+def together(trainees: Sequence[Any], number: int) -> None:
+    """One step of all."""
+    all_do(trainees, lambda trainee: trainee.step(number, trainee.group.rank, trainee.group.size))
 
 
 def fill_from(plan: ReshardPlan, holders: Sequence[Trainee]) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from unit.elastic.resharding import all_do, form
 from unit.elastic.solo import ENVIRONMENT, fail
 
 import paceline
@@ -100,21 +101,6 @@ def plain(seed: int, steps: int) -> list[Any]:
         model.backward(dy)
         optimizer.step()
     return [p.data.copy() for _, p in model.named_parameters()]
-
-
-def form(workers: Sequence[Worker], generation: int, *, vouched: bool) -> None:
-    """A view of these, in this order of ranks."""
-    for worker, mesh in zip(workers, local_meshes(len(workers), generation=generation), strict=True):
-        worker.group.move(mesh)
-        if vouched:
-            worker.group.confirm_same_state()
-
-
-def all_do(workers: Sequence[Worker], do: Callable[[Worker], Any]) -> None:
-    by_group = {id(worker.group): worker for worker in workers}
-    for outcome in each([worker.group for worker in workers], lambda group: do(by_group[id(group)])):
-        if isinstance(outcome, BaseException):
-            raise outcome
 
 
 VIEWS = ["AB", "BCA", "C", "CA", "ADCB", "D"]

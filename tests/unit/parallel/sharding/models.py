@@ -1,25 +1,46 @@
-"""A small network with parameters of awkward sizes, the strategies by name, and one process's training of it."""
+"""What FSDP is tested with: strategies by name, models by name, and training that must be that of one process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 from numpy.typing import DTypeLike
-from unit.parallel.helpers import Array, Weights
+from unit.parallel.helpers import Array, Branches, Weights, scale
 
 from paceline import nn
+from paceline._elastic.sampler import ElasticSampler
+from paceline._group import Group
 from paceline._parallel import FSDP, Parameter, ShardingStrategy
+from paceline._parallel._parameter import HasParameters, parameters_of
+from paceline.config import Config
+from paceline.optim import SGD, Adam, Optimizer
+from paceline.testing import run_ranks
 
 INPUTS, OUTPUTS = 5, 2
+SAMPLES, BATCH = 23, 11  # batches of 11, 11 and 1: shares are uneven, and some ranks get no sample
 Gradients = dict[str, Array | None]
+
+ONE = np.ones((1, 2))
+HASTY = Config(step_timeout=5.0)
+"""Where a defect may leave a rank waiting."""
 
 
 def strategies(world: int) -> list[str]:
     """Every strategy that a world can have, by name; "hybrid2" has nodes of two ranks."""
     nodes = sorted({n for n in (1, 2, world) if world % n == 0})
     return ["full", "grad", "none", *(f"hybrid{n}" for n in nodes)]
+
+
+def cases(*worlds: int) -> list[tuple[int, str]]:
+    """Each world with every strategy that it can have."""
+    return [(world, name) for world in worlds for name in strategies(world)]
+
+
+each_strategy = pytest.mark.parametrize("name", strategies(2))
 
 
 def chosen(name: str) -> dict[str, Any]:
@@ -123,8 +144,9 @@ def squared(y: Array, t: Array) -> tuple[float, Array]:
     return float(((y - t) ** 2).sum(axis=1).mean()), 2 * (y - t) / len(y)
 
 
-def joined(ranks: Sequence[Gradients], copies: int) -> Gradients:
-    """Whole gradients from what `padded_gradients` gave on each rank, where so many ranks hold the same part."""
+def joined(ranks: Sequence[Gradients], name: str) -> Gradients:
+    """Whole gradients from what `padded_gradients` gave on each rank under a strategy."""
+    copies = len(ranks) // shard_size(name, len(ranks))
     for other in ranks:
         assert {k for k, g in other.items() if g is None} == {k for k, g in ranks[0].items() if g is None}
     return {path: None if g is None else sum(r[path] for r in ranks) / copies for path, g in ranks[0].items()}  # type: ignore[misc]
@@ -146,3 +168,174 @@ def close(found: Any, expected: Any, tolerance: float = 1e-12) -> None:
         if values is not None:
             assert found[path].shape == values.shape
             np.testing.assert_allclose(found[path], values, rtol=tolerance, atol=tolerance, err_msg=path)
+
+
+class Wrapping:
+    """A module around another one, without parameters of its own."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        yield from self.inner.named_parameters()
+
+    def forward(self, x: Array) -> Array:
+        return self.inner.forward(x)  # type: ignore[no-any-return]
+
+    def backward(self, dy: Array) -> Array:
+        return self.inner.backward(dy)  # type: ignore[no-any-return]
+
+
+class Ordered(nn.Sequential):
+    """Runs its modules in the order that `use` has, and calls `last` at the end."""
+
+    use: tuple[int, ...] = ()
+
+    def forward(self, x: Any) -> Any:
+        for number in self.use:
+            x = self.modules[number].forward(x)
+        self.last()
+        return x
+
+    def backward(self, dy: Any) -> Any:
+        for number in reversed(self.use):
+            dy = self.modules[number].backward(dy)
+        return dy
+
+    def last(self) -> None:
+        """Nothing."""
+
+
+class ByTurns(Ordered):
+    """Three scales, of which each pass leaves out some, or runs them in another order."""
+
+    TURNS = ((0, 2), (0, 1, 2), (2, 1, 0), (1,))
+
+    def __init__(self, wrap: Callable[[Any], Any], size: int) -> None:
+        super().__init__(*(wrap(Branches("a", a=scale(*[1.0 + n] * size))) for n in range(3)))
+        self.passes = 0
+
+    def forward(self, x: Any) -> Any:
+        self.use = self.TURNS[self.passes % 4]
+        self.passes += 1
+        return super().forward(x)
+
+
+def frozen(layer: Layer) -> Layer:
+    for _, p in layer.named_parameters():
+        p.requires_grad = False
+    return layer
+
+
+def tied(size: int) -> Branches:
+    """y = w * w * x."""
+    shared = scale(*np.linspace(0.5, 1.5, size))
+    return Branches("ab", a=shared, b=shared)
+
+
+MODELS: dict[str, Callable[[Callable[[Any], Any], Any, Any, Any], Any]] = {
+    "one unit": lambda wrap, *layers: wrap(nn.Sequential(*layers)),
+    "some layers in units": lambda wrap, a, b, c: wrap(nn.Sequential(wrap(a), b, wrap(c))),
+    "each layer in a unit": lambda wrap, *layers: wrap(nn.Sequential(*map(wrap, layers))),
+    "units in units in units": lambda wrap, a, b, c: wrap(nn.Sequential(wrap(nn.Sequential(a, wrap(b))), c)),
+    "a unit whose parameters are in units": lambda wrap, a, b, c: wrap(nn.Sequential(a, wrap(Wrapping(wrap(b))), c)),
+    "a frozen layer": lambda wrap, a, b, c: wrap(nn.Sequential(frozen(a), wrap(frozen(b)), c)),
+    "tied parameters": lambda wrap, a, b, c: wrap(nn.Sequential(a, wrap(tied(7)), b, c)),
+    "units by turns": lambda wrap, a, b, c: wrap(nn.Sequential(a, ByTurns(wrap, 7), b, c)),
+    "a unit without parameters": lambda wrap, a, b, c: wrap(nn.Sequential(nn.Sequential(a, wrap(nn.ReLU())), b, c)),
+}
+"""A function that makes a model of three layers, given another that wraps a module in a unit."""
+
+
+OPTIMIZERS: dict[str, Callable[[HasParameters], Optimizer]] = {
+    "sgd": partial(SGD, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "adam": partial(Adam, lr=0.01),
+}
+
+
+class Case(NamedTuple):
+    """Training that is compared with that of one process.
+
+    Attributes:
+        world: number of ranks.
+        name: of the strategy; "hosts" for nodes that are found.
+        model: a key of `MODELS`.
+        kind: a key of `OPTIMIZERS`.
+        dtype: of weights, and of other parameters.
+        steps: number of steps.
+        tolerance: of losses and weights.
+    """
+
+    world: int
+    name: str
+    model: str
+    kind: str
+    dtype: tuple[str, str] = ("float64", "float64")
+    steps: int = 5
+    tolerance: float = 1e-12
+
+
+class Result(NamedTuple):
+    """The mean loss of all samples in each step; weights, and paths that the optimizer has a state of, in the end."""
+
+    losses: list[float]
+    weights: Weights
+    trained: list[str]
+
+
+def result(losses: list[float], weights: Weights, optimizer: Optimizer) -> Result:
+    return Result(losses, weights, sorted(optimizer.state_dict()["state"]))
+
+
+def alone(module: Any, kind: str, dtype: str = "float64", steps: int = 5) -> Result:
+    """One process without Paceline."""
+    x, t = data(SAMPLES, dtype)
+    sampler, optimizer, losses = ElasticSampler(SAMPLES, BATCH, seed=3), OPTIMIZERS[kind](module), []
+    for step in range(steps):
+        indices = sampler.batch(step)
+        loss, dy = squared(module.forward(x[indices]), t[indices])
+        optimizer.zero_grad()
+        module.backward(dy)
+        optimizer.step()
+        losses.append(loss)
+    return result(losses, {path: p.data for path, p in parameters_of(module).items()}, optimizer)
+
+
+def spread(fsdp: FSDP, group: Group, kind: str, dtype: str = "float64", steps: int = 5) -> Result:
+    """One of several ranks."""
+    x, t = data(SAMPLES, dtype)
+    sampler, optimizer, losses = ElasticSampler(SAMPLES, BATCH, seed=3), OPTIMIZERS[kind](fsdp), []
+    for step in range(steps):
+        indices, weight = sampler.share(step, group.rank, group.size)
+        loss, dy = squared(fsdp(x[indices]), t[indices])
+        optimizer.zero_grad()
+        fsdp.backward(dy, weight)
+        optimizer.step()
+        losses.append(loss * weight)
+    return result(np.asarray(group.all_reduce(np.array(losses))).tolist(), fsdp.state_dict(), optimizer)
+
+
+def check(ranks: list[Result], expected: Result, tolerance: float = 1e-12) -> None:
+    same_bits([found.weights for found in ranks])
+    for found in ranks:
+        np.testing.assert_allclose(found.losses, expected.losses, rtol=tolerance, atol=tolerance)
+        assert found.trained == expected.trained
+    close(ranks[0].weights, expected.weights, tolerance)
+    if len(ranks) == 1:
+        assert ranks[0].losses == expected.losses
+        same_bits([expected.weights, ranks[0].weights])
+
+
+def check_training(case: Case, run: Callable[..., list[Result]] = run_ranks) -> None:
+    """Each rank starts from weights of its own; rank 0's must prevail. `run` has the arguments of `run_ranks`."""
+    make, (dtype, _) = MODELS[case.model], case.dtype
+    hosts = case.name == "hosts"  # all ranks of these groups are in one process: one node, as FULL_SHARD
+    settings = {"strategy": ShardingStrategy.HYBRID_SHARD} if hosts else chosen(case.name)
+
+    def rank(g: Group) -> Result:
+        fsdp = make(lambda module: FSDP(module, g, **settings), *layers(g.rank, *case.dtype))
+        return spread(fsdp, g, case.kind, dtype, case.steps)
+
+    expected = alone(make(lambda module: module, *layers(0, *case.dtype)), case.kind, dtype, case.steps)
+    check(run(case.world, rank), expected, case.tolerance)
+    assert {values.dtype.name for values in expected.weights.values()} == set(case.dtype)

@@ -7,37 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 from unit.parallel.helpers import Branches, scale
+from unit.parallel.sharding.models import HASTY, ONE, Ordered, chosen, each_strategy
 
 from paceline import nn
 from paceline._group import Group
 from paceline._parallel import FSDP, ShardingStrategy
-from paceline.config import Config
 from paceline.errors import CollectiveMismatch, SizeMismatch
 from paceline.optim import SGD
 from paceline.testing import run_ranks
 
-ONE = np.ones((1, 6))
-HASTY = Config(step_timeout=5.0)
-
-
-class Ordered(nn.Sequential):
-    """Runs its modules in the order that `use` has, and calls `last` at the end."""
-
-    use: tuple[int, ...] = ()
-
-    def forward(self, x: Any) -> Any:
-        for number in self.use:
-            x = self.modules[number].forward(x)
-        self.last()
-        return x
-
-    def backward(self, dy: Any) -> Any:
-        for number in reversed(self.use):
-            dy = self.modules[number].backward(dy)
-        return dy
-
-    def last(self) -> None:
-        """Nothing."""
+SIX = np.ones((1, 6))
 
 
 def ordered(group: Group, *use: int, ahead: int = 1) -> tuple[FSDP, Ordered, list[Branches]]:
@@ -59,7 +38,7 @@ def test_an_error_after_the_last_unit_on_one_rank_keeps_the_unit_order() -> None
         if g.rank == 0:
             model.last = fail  # type: ignore[method-assign]
         try:
-            fsdp(ONE)
+            fsdp(SIX)
         except ZeroDivisionError:
             assert g.rank == 0
         model.last = lambda: None  # type: ignore[method-assign]
@@ -72,7 +51,7 @@ def test_an_error_after_the_last_unit_on_one_rank_keeps_the_unit_order() -> None
 
             block.forward = look  # type: ignore[method-assign]
         for _ in range(3):  # with an order that all have agreed on from the second pass on
-            fsdp.backward(fsdp(ONE))
+            fsdp.backward(fsdp(SIX))
         return seen
 
     assert run_ranks(2, rank, config=HASTY) == [[1, 100, 10] * 3] * 2
@@ -83,7 +62,7 @@ def test_different_unit_orders_between_ranks_raise_mismatch(ahead: int) -> None:
     def rank(g: Group) -> str:
         fsdp, _, _ = ordered(g, *([0, 1, 2] if g.rank == 0 else [0, 2, 1]), ahead=ahead)
         with pytest.raises(CollectiveMismatch) as caught:
-            fsdp.backward(fsdp(ONE))
+            fsdp.backward(fsdp(SIX))
         return str(caught.value)
 
     for text in run_ranks(2, rank, config=HASTY):
@@ -122,17 +101,17 @@ def test_a_load_refused_on_one_rank_does_not_desynchronize_a_prefetch() -> None:
 
 
 @pytest.mark.parametrize("from_the_start", [True, False])
-@pytest.mark.parametrize("strategy", ShardingStrategy)
-def test_a_gradient_set_on_a_frozen_parameter_is_ignored(strategy: ShardingStrategy, from_the_start: bool) -> None:
+@each_strategy
+def test_a_gradient_set_on_a_frozen_parameter_is_ignored(name: str, from_the_start: bool) -> None:
     def rank(g: Group) -> Any:
         frozen = scale(2, 2, requires_grad=not from_the_start)
         module = Branches("b", a=frozen, b=scale(1, 1))
-        fsdp = FSDP(module, g, strategy, 1 if strategy is ShardingStrategy.HYBRID_SHARD else None)
+        fsdp = FSDP(module, g, **chosen(name))
         fsdp.prepare()
         frozen.requires_grad = False
         frozen.grad = np.full(2, 5.0)
-        fsdp(np.ones((1, 2)))
-        fsdp.backward(np.ones((1, 2)))
+        fsdp(ONE)
+        fsdp.backward(ONE)
         return fsdp.padded_gradients()["a"], fsdp.clip_grad_norm(100.0)
 
     assert run_ranks(2, rank, config=HASTY) == [(None, pytest.approx(np.sqrt(2)))] * 2
@@ -142,7 +121,7 @@ def test_refused_sync_arguments_keep_the_gradients() -> None:
     def rank(g: Group) -> Any:
         module = Branches("a", a=scale(1, 1))
         fsdp = FSDP(module, g)
-        fsdp.backward(fsdp(np.ones((1, 2))))
+        fsdp.backward(fsdp(ONE))
         before = fsdp.padded_gradients()["a"]
         module.scales["a"].grad = np.ones(2)
         with pytest.raises(ValueError, match="weight"):
@@ -160,7 +139,7 @@ def test_units_with_equal_placement_share_their_groups() -> None:
             unit.prepare()  # one by one, as where the whole model fits nowhere
             units.append(unit)
         fsdp = FSDP(nn.Sequential(*units), g, ShardingStrategy.HYBRID_SHARD, 2)
-        fsdp.backward(fsdp(np.ones((1, 2))))
+        fsdp.backward(fsdp(ONE))
         SGD(fsdp, lr=0.1).step()
         assert len(g._parts) == 2
 

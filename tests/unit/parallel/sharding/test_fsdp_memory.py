@@ -7,13 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 from unit.parallel.helpers import Array
-from unit.parallel.sharding.models import chosen, wrap
+from unit.parallel.sharding.models import ONE, chosen, wrap
 
 from paceline import nn
 from paceline._group import Group
 from paceline.testing import run_ranks
-
-ONE = np.ones((1, 2))
 
 
 @pytest.mark.parametrize("wire", [None, np.float16])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.parallel.helpers import CLASSES, INPUTS, N, mlp, samples
+from unit.parallel.sharding.models import cases, chosen
 
 import paceline
 from paceline import nn, optim
@@ -18,15 +20,13 @@ from paceline._base.sum_order import EVEN
 from paceline._elastic.sampler import ElasticSampler
 from paceline._group import Group
 from paceline._microbatch.sum_tree import leaves_of, maximal_subtrees
-from paceline._parallel import DDP, FSDP, Parameter, ShardingStrategy
+from paceline._parallel import DDP, FSDP, Parameter
 from paceline._parallel.sharding._tree_sums import TreeSums
 from paceline.errors import StepOrderError, UnsupportedOp
 from paceline.testing import run_ranks
 from support.microbatches import microbatches as in_turn
 
 STEPS = 3
-STRATEGIES = list(ShardingStrategy)
-HYBRID = ShardingStrategy.HYBRID_SHARD
 
 
 class Gated:
@@ -88,14 +88,12 @@ def blocks_of(dtype: Any) -> list[Any]:
     return [*mlp(3, dtype).modules, Gated(dtype)]
 
 
-def wrapped(group: Group, dtype: Any, how: ShardingStrategy | str, node: int | None) -> Any:
+def wrapped(group: Group, dtype: Any, name: str) -> Any:
     """The model in DDP, or in FSDP with some blocks as units."""
-    if how == "ddp":
+    if name == "ddp":
         return DDP(Model(blocks_of(dtype)), group, bucket_mb=1e-3)
-    blocks = [
-        FSDP(block, group, how, node) if number in (0, 4, 5) else block for number, block in enumerate(blocks_of(dtype))
-    ]
-    return FSDP(Model(blocks), group, how, node)
+    wrap = partial(FSDP, group=group, **chosen(name))
+    return wrap(Model([wrap(block) if n in (0, 4, 5) else block for n, block in enumerate(blocks_of(dtype))]))
 
 
 def in_microbatches(group: Group, sampler: ElasticSampler, compute: Any) -> None:
@@ -106,12 +104,10 @@ def in_microbatches(group: Group, sampler: ElasticSampler, compute: Any) -> None
         compute(number, indices)
 
 
-def train(
-    group: Group, how: ShardingStrategy | str, *, microbatches: int, dtype: Any, batch: int, node: int | None, p: float
-) -> tuple[str, str]:
+def train(group: Group, name: str, *, microbatches: int, dtype: Any, batch: int, p: float) -> tuple[str, str]:
     """Returns a digest of weights and buffers, and one of the whole state."""
     x, t = samples(dtype)
-    model = wrapped(group, dtype, how, node)
+    model = wrapped(group, dtype, name)
     optimizer = optim.Adam(model, lr=0.01)
     sampler = ElasticSampler(N, global_batch=batch, microbatches=microbatches)
     state = paceline.TrainState(model=model, optimizer=optimizer, sampler=sampler)
@@ -145,18 +141,11 @@ def train(
 def test_every_strategy_and_world_size_has_the_bits_of_one_process(
     microbatches: int, dtype: str, batch: int, p: float
 ) -> None:
-    kinds: list[tuple[Any, int | None]] = [("ddp", None), *((how, None) for how in STRATEGIES if how is not HYBRID)]
+    run = partial(train, microbatches=microbatches, dtype=np.dtype(dtype), batch=batch, p=p)
     found = {
-        (world, str(how), node): set(
-            run_ranks(
-                world,
-                lambda group, how=how, node=node: train(
-                    group, how, microbatches=microbatches, dtype=np.dtype(dtype), batch=batch, node=node, p=p
-                ),
-            )
-        )
+        case: set(run_ranks(case[0], partial(run, name=case[1])))
         for world in (1, 2, 3, 4)
-        for how, node in [*kinds, *((HYBRID, size) for size in (1, 2) if world % size == 0)]
+        for case in [(world, "ddp"), *cases(world)]
     }
     assert len({weights for digests in found.values() for weights, _ in digests}) == 1, found
     assert len({whole for digests in found.values() for _, whole in digests}) == 1, found
@@ -209,7 +198,7 @@ def test_units_are_gathered_once_for_a_step_and_freed_at_its_end() -> None:
     """With two microbatches on one rank and three on others, all ranks gather equally often."""
 
     def gathers(group: Group) -> tuple[list[str], bool, bool]:
-        model = wrapped(group, np.dtype("f4"), ShardingStrategy.FULL_SHARD, None)
+        model = wrapped(group, np.dtype("f4"), "full")
         model.prepare()
         inner = model._sharded.units()[1].flats[0]
         found: list[str] = []
@@ -234,7 +223,7 @@ def test_unsupported_uses_of_microbatches_are_refused() -> None:
         one_step(group, FSDP(mlp(3, "f4"), group, communication_dtype="f2"))
 
     def odd_nodes(group: Group) -> None:
-        model = FSDP(mlp(3, "f4"), group, HYBRID, 2)
+        model = FSDP(mlp(3, "f4"), group, **chosen("hybrid2"))
         model.prepare()
         object.__setattr__(model._sharded.unit.placement, "nodes", ((0, 2), (1, 3)))
         one_step(group, model)

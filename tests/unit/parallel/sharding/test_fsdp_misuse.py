@@ -9,13 +9,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from unit.parallel.helpers import Array, Branches, scale
-from unit.parallel.sharding.models import chosen, holding, strategies
+from unit.parallel.sharding.models import HASTY, ONE, chosen, each_strategy, holding
 
 from paceline import nn
 from paceline._group import Group
 from paceline._parallel import FSDP, Parameter, ShardingStrategy
 from paceline._parallel.sharding._runner import MAX_SCATTERING
-from paceline.config import Config
 from paceline.errors import (
     DivergenceError,
     InvalidWorldSize,
@@ -29,10 +28,7 @@ from paceline.testing import local_groups, run_groups, run_ranks
 
 pytestmark = pytest.mark.slow
 
-HASTY = Config(step_timeout=5.0)
-each_strategy = pytest.mark.parametrize("name", strategies(2))
 gathering = pytest.mark.parametrize("name", ["full", "hybrid2"])
-ONE = np.ones((1, 2))
 
 
 # Memory.

@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.parallel.helpers import Array, Branches, gradient, scale, weights
 from unit.parallel.sharding.models import (
+    HASTY,
+    cases,
     chosen,
     close,
     data,
@@ -20,20 +22,17 @@ from unit.parallel.sharding.models import (
     layers,
     net,
     same_bits,
-    shard_size,
     squared,
     strategies,
     wrap,
 )
 
 from paceline._group import Group
-from paceline.config import Config
 from paceline.errors import StepOrderError, UnsupportedOp
 from paceline.optim import SGD
 from paceline.testing import run_ranks
 from support.turns import by_turns
 
-HASTY = Config(step_timeout=5.0)
 WORDS = """forward backward micro_batch step zero_grad prefetch update_shards load load_shards read_whole write_whole
 broadcast clip sync forward_fails backward_fails"""
 OPERATIONS = WORDS.split()
@@ -303,7 +302,6 @@ def check(world: int, name: str, units: str, program: list[tuple[str, int]]) -> 
         return [me.do(*one) for one, _ in asked]
 
     ranks = run_ranks(world, rank, config=HASTY, timeout=20)
-    copies = world // shard_size(name, world)
     for number, (one, (outcome, state, gradients, prefetched, norm)) in enumerate(asked):
         found = [results[number] for results in ranks]
         where = f"operation {number}, {one}"
@@ -311,7 +309,7 @@ def check(world: int, name: str, units: str, program: list[tuple[str, int]]) -> 
         same_bits([f[1] for f in found])
         close(found[0][1], state, 1e-9)
         if gradients is not None:
-            close(joined([f[2] for f in found], copies), gradients, 1e-9)
+            close(joined([f[2] for f in found], name), gradients, 1e-9)
         assert [f[3] for f in found] == [prefetched] * world, where
         assert found[0][4] == pytest.approx(norm, rel=1e-9, abs=1e-12), where
         assert len({f[4] for f in found}) == 1, where
@@ -356,7 +354,7 @@ def test_known_orders_of_calls_train_as_one_process(order: str, world: int, name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "name"), [(w, name) for w in (2, 3) for name in strategies(w)])
+@pytest.mark.parametrize(("world", "name"), cases(2, 3))
 @pytest.mark.parametrize("units", ["each", "some"])
 @settings(max_examples=10, deadline=None, derandomize=True)
 @given(programs)

@@ -11,13 +11,17 @@ import numpy as np
 import pytest
 from unit.parallel.helpers import Branches, Weights, scale
 from unit.parallel.sharding.models import (
+    HASTY,
+    cases,
     chosen,
     data,
+    each_strategy,
     holding,
     inside,
     layers,
     net,
     same_bits,
+    shard_size,
     squared,
     strategies,
     wrap,
@@ -25,16 +29,12 @@ from unit.parallel.sharding.models import (
 
 from paceline._group import Group
 from paceline._parallel import FSDP
-from paceline.config import Config
 from paceline.errors import InvalidRank, SizeMismatch, StepOrderError
 from paceline.optim import SGD
 from paceline.testing import run_ranks
 
-HASTY = Config(step_timeout=5.0)
-CASES = [(world, name) for world in (1, 2, 3) for name in strategies(world)]
-each_case = pytest.mark.parametrize(("world", "name"), CASES)
-each_strategy = pytest.mark.parametrize("name", strategies(2))
-ONE = np.ones((1, 2))
+each_case = pytest.mark.parametrize(("world", "name"), cases(1, 2, 3))
+INPUTS = data(4)[0]
 
 
 def train(fsdp: FSDP, optimizer: SGD, steps: int = 2) -> None:
@@ -56,6 +56,15 @@ def whole(fsdp: FSDP) -> Weights:
     return {path: p.data.copy() for path, p in inside(fsdp).items()}
 
 
+def outputs(state: Weights) -> Any:
+    """What the bare module makes of the inputs with these values."""
+    bare = net()
+    for path, p in bare.named_parameters():
+        assert state[path].shape == p.shape
+        p.data = state[path]
+    return bare.forward(INPUTS)
+
+
 # Full states.
 
 
@@ -64,19 +73,14 @@ def whole(fsdp: FSDP) -> Weights:
 def test_state_of_four_ranks_loads_in_any_world_and_strategy(source: str) -> None:
     saved = run_ranks(4, lambda g: trained(g, source).state_dict())
     same_bits(saved)
-    bare = net(3)
-    for path, p in bare.named_parameters():
-        assert saved[0][path].shape == p.shape
-        p.data = saved[0][path]
-    x, _ = data(4)
-    expected = bare.forward(x)
+    expected = outputs(saved[0])
 
     def rank(g: Group, name: str, used: bool) -> Any:
         fsdp = trained(g, name, "each") if used else wrap(layers(9), g, "one", **chosen(name))
         fsdp.load_state_dict(saved[0])
-        return fsdp.state_dict(), fsdp(x)
+        return fsdp.state_dict(), fsdp(INPUTS)
 
-    for world, name in CASES:
+    for world, name in cases(1, 2, 3):
         for used in (False, True):
             for state, y in run_ranks(world, lambda g, name=name, used=used: rank(g, name, used)):  # type: ignore[misc]
                 same_bits([saved[0], state])
@@ -140,14 +144,10 @@ def test_a_refused_load_on_one_rank_keeps_a_pending_prefetch(name: str) -> None:
                 fsdp.load_state_dict({})
             with pytest.raises(SizeMismatch):
                 fsdp.load_sharded_state_dict({})
-        x, _ = data(4)
-        return state, fsdp(x), fsdp.state_dict()
+        return state, fsdp(INPUTS), fsdp.state_dict()
 
     for before, y, after in run_ranks(2, rank, config=HASTY, timeout=10):
-        bare = net()
-        for path, p in bare.named_parameters():
-            p.data = before[path]
-        np.testing.assert_array_equal(y, bare.forward(data(4)[0]))
+        np.testing.assert_array_equal(y, outputs(before))
         same_bits([before, after])
 
 
@@ -164,7 +164,7 @@ def test_sharded_state_round_trip(world: int, name: str, used: bool) -> None:
         shard, full = copy.deepcopy(fsdp.sharded_state_dict()), fsdp.state_dict()
         other = trained(g, name) if used else wrap(layers(g.rank + 5), g, "some", **chosen(name))
         other.load_sharded_state_dict(shard)
-        other(data(4)[0])
+        other(INPUTS)
         return shard, full, other.state_dict(), other.sharded_state_dict()
 
     ranks = run_ranks(world, rank)
@@ -179,8 +179,7 @@ def test_sharded_state_round_trip(world: int, name: str, used: bool) -> None:
             assert values.tobytes() == entry["values"].tobytes()
     counted = sum(entry["values"].size for shard, *_ in ranks for entry in shard.values())
     total = sum(values.size for values in ranks[0][1].values())
-    size = {"full": world, "grad": world, "none": 1}.get(name) or int(name[6:])
-    assert counted == total * world // size
+    assert counted == total * world // shard_size(name, world)
 
 
 @pytest.mark.parametrize(("world", "name"), [(1, "full"), (3, "full"), (3, "grad"), (2, "none"), (2, "hybrid1")])
@@ -229,7 +228,7 @@ def test_state_loaded_before_the_first_pass_survives_the_agreement(world: int, n
                 fsdp.update_shards(np.concatenate(flat))
             else:
                 fsdp.load_sharded_state_dict(shard)
-        fsdp(data(4)[0])
+        fsdp(INPUTS)
         return fsdp.state_dict()
 
     for state in run_ranks(world, rank):
@@ -247,11 +246,8 @@ def test_unshard_shows_exact_values_and_keeps_changes(world: int, name: str, wir
         before = fsdp.state_dict()
         with fsdp.unshard():
             same_bits([before, whole(fsdp)])
-            y = fsdp(data(4)[0])
-            bare = net()
-            for path, p in bare.named_parameters():
-                p.data = before[path]
-            np.testing.assert_array_equal(y, bare.forward(data(4)[0]))
+            y = fsdp(INPUTS)
+            np.testing.assert_array_equal(y, outputs(before))
             same_bits([before, whole(fsdp)])
             for p in inside(fsdp).values():
                 p.data[...] *= 3
@@ -269,17 +265,10 @@ def test_unshard_shows_exact_values_and_keeps_changes(world: int, name: str, wir
         after = {path: values * 3 for path, values in before.items()}
         same_bits([after, fsdp.state_dict()])
         assert name == "grad" or not holding(fsdp)
-        np.testing.assert_allclose(fsdp(data(4)[0]), data_output(after), rtol=0.1 if wire else 1e-12, atol=0.1)
+        np.testing.assert_allclose(fsdp(INPUTS), outputs(after), rtol=0.1 if wire else 1e-12, atol=0.1)
         train(fsdp, SGD(fsdp, lr=0.1), 1)
 
     run_ranks(world, rank)
-
-
-def data_output(state: Weights) -> Any:
-    bare = net()
-    for path, p in bare.named_parameters():
-        p.data = state[path]
-    return bare.forward(data(4)[0])
 
 
 @each_strategy
