@@ -6,12 +6,13 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from support.python_process import ONE_THREAD, start_python
 
 __all__ = ["SAID_WHEN_BUSY", "Command", "command", "gone", "script", "wait_until_gone"]
 
@@ -34,15 +35,11 @@ class Command:
         self, arguments: tuple[str, ...], environment: dict[str, str], program: tuple[str, ...] = ("-m", "paceline")
     ) -> None:
         kept = "PACELINE_FLIGHT_DIR"  # the tests' own
-        clean = {name: value for name, value in os.environ.items() if name == kept or not name.startswith("PACELINE_")}
-        self.process = subprocess.Popen(
-            [sys.executable, *program, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=clean | environment,
-        )
+        ours = [name for name in os.environ if name.startswith("PACELINE_") and name != kept]
+        clean = dict.fromkeys(ours) | {name: os.environ.get(name) for name in ONE_THREAD}
+        self.process = start_python([*program, *arguments], {**clean, **environment})
+        assert self.process.stdin is not None
+        self.process.stdin.close()
         self._changed = threading.Condition()
         self._lines: dict[str, list[str]] = {"stdout": [], "stderr": []}
         self._readers = [threading.Thread(target=self._read, args=(name,), daemon=True) for name in self._lines]

@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +27,7 @@ from typing import TypeAlias
 
 from support.netns import Host
 
-__all__ = ["Process", "PythonProcess", "fresh", "start_python"]
+__all__ = ["ONE_THREAD", "Process", "PythonProcess", "fresh", "start_python"]
 
 _SERVER = Path(__file__).with_name("fork_server.py")
 _SERVERS = 2
@@ -38,6 +38,9 @@ _MODULES = (
     "paceline._elastic",
     "paceline._parallel",
     "paceline.checkpoint",
+    "paceline.cli.app",
+    "paceline.cli.coordinator",
+    "paceline.cli.launcher.launcher",
     "paceline_server.app",
 )
 _TORCH_MODULES = ("paceline.torch.backend", "paceline.torch.ddp", "paceline.torch.fsdp")
@@ -47,7 +50,7 @@ _DYNAMO = ("torch._dynamo",) if find_spec("triton") is None else ()
 """Torch's first optimizer loads it: 1.5 s of a processor for each worker. It loads Triton if that is installed, which
 complains of leaks when a forked process ends."""
 
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 _fresh = False
 
@@ -128,7 +131,7 @@ class _Server:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, **_ONE_THREAD},
+                env={**os.environ, **ONE_THREAD},
             )
         atexit.register(self._close)
 
@@ -164,17 +167,23 @@ def _servers(modules: tuple[str, ...]) -> Iterator[_Server]:
 
 
 def start_python(
-    command: Sequence[str], environment: dict[str, str], host: Host | None = None, *, stderr: int | None = None
+    command: Sequence[str],
+    environment: Mapping[str, str | None],
+    host: Host | None = None,
+    *,
+    stderr: int | None = None,
 ) -> Process:
     """Starts a process.
 
     Args:
         command: what follows the interpreter: `-c CODE`, `-m MODULE` or a script, and arguments.
-        environment: variables on top of this process's own; arithmetic has one thread unless they say otherwise.
+        environment: variables on top of this process's own, None for one that is not to be there; arithmetic has one
+            thread unless they say otherwise.
         host: of the test's network; None for this one.
         stderr: a file for standard error; a pipe by default.
     """
-    whole = {**os.environ, **_ONE_THREAD, **environment}
+    given = {**os.environ, **ONE_THREAD, **environment}
+    whole = {name: value for name, value in given.items() if value is not None}
     if _fresh or host is not None:
         words, pipe = [sys.executable, *command], subprocess.PIPE
         words = words if host is None else host.command(words)
