@@ -13,7 +13,9 @@ help:         ## show this list
 	@$(PYTHON) tests/stages.py | sed 's/^/test-/' | expand -t 24
 demo: .venv/.installed  ## train the digits with 4 workers on this machine
 	$(BIN)/paceline demo
-test: lint types test-fast  ## lint, check types, and run all tests that need neither root nor containers nor torch
+test: lint  ## lint, check types, and run all tests that need neither root nor containers nor torch
+	$(MAKE) --jobs=2 types tests/support/__pycache__
+	$(MAKE) test-fast
 lint: .venv/.installed  ## ruff and buf
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -25,6 +27,8 @@ fmt: .venv/.installed  ## reformat all code
 	$(BIN)/ruff format .
 protos: .venv/.installed  ## regenerate the stubs beside the .proto files
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python protos/generate.py
+tests/support/__pycache__: | .venv/.installed  # in a new clone: else each of pytest's processes compiles all tests
+	$(BIN)/pytest --collect-only -qq >/dev/null || true  # the stage says what is wrong
 test-root: test-root-together test-root-alone  ## run the tests that need root
 test-%: .venv/.installed
 	$(PYTHON) tests/stages.py $*
