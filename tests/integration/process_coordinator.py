@@ -1,4 +1,4 @@
-"""A coordinator with a state file, as a process that is killed and started again at one address."""
+"""Coordinators as processes, among them one that is killed and started again at one address."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from support.ports import free_port
 from support.python_process import Process, start_python
 
-__all__ = ["CoordinatorProcess", "coordinator_process"]
+__all__ = ["CoordinatorProcess", "coordinator_process", "server_process"]
 
 _SERVE = """
 import sys
@@ -63,3 +63,22 @@ def coordinator_process(folder: Path, plant: str = "") -> Iterator[CoordinatorPr
         yield started
     finally:
         started.close()
+
+
+@contextmanager
+def server_process(*arguments: str, stderr: int | None = None) -> Iterator[Process]:
+    """`python -m paceline_server`, killed at the end of the block if it still runs.
+
+    Args:
+        arguments: its own.
+        stderr: a file for standard error; a pipe by default.
+    """
+    started = start_python(["-m", "paceline_server", *arguments], {}, stderr=stderr)
+    try:
+        yield started
+    finally:
+        started.kill()
+        started.wait()
+        for pipe in (started.stdin, started.stdout, started.stderr):
+            if pipe is not None:
+                pipe.close()

@@ -10,7 +10,6 @@ import re
 import resource
 import signal
 import ssl
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from integration.process_coordinator import server_process
 from paceline_server._grpc import aio, grpc
 from paceline_server.services.audit import Audit, Caller
 from pacelinepb.pieces import in_messages
@@ -27,6 +27,7 @@ from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
 from pacelinepb.v1.store_pb2_grpc import StoreServiceStub
 from support.certificates import CertificateFolder, make_folder
 from support.coordinator import RawSession, reason_of, run
+from support.python_process import Process
 
 OPERATOR, WORKER, OTHER = "the-token-of-operators-0", "the-token-of-a-worker-00", "the-token-of-another-job"
 TOKENS = f"# Those of this test.\n{OPERATOR}\n{WORKER} role=worker digits\n{OTHER} other\n"
@@ -44,9 +45,7 @@ class Operated:
         log: what it has written so far.
     """
 
-    def __init__(
-        self, process: asyncio.subprocess.Process, channel: aio.Channel, http: aiohttp.ClientSession, token: str
-    ) -> None:
+    def __init__(self, process: Process, channel: aio.Channel, http: aiohttp.ClientSession, token: str) -> None:
         self.pid = process.pid
         self.http_port = http._base_url.port  # type: ignore[union-attr]
         self.channel = channel
@@ -79,9 +78,9 @@ class Operated:
         """The lines of the audit so far, once there are so many."""
         assert self._process.stderr is not None
         while len(found := re.findall(r"^\S+ \S+ INFO paceline\.audit: (.*)$", self.log, re.MULTILINE)) < count:
-            line = await self._process.stderr.readline()
+            line = await asyncio.to_thread(self._process.stderr.readline)
             assert line, self.log
-            self.log += line.decode()
+            self.log += line
         return [json.loads(line) for line in found]
 
 
@@ -89,12 +88,9 @@ class Operated:
 async def operated(
     *arguments: str, token: str = "", folder: CertificateFolder | None = None
 ) -> AsyncIterator[Operated]:
-    command = ("-m", "paceline_server", "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", *arguments)
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=pipe, stderr=pipe)
-    try:
+    with server_process("--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", *arguments) as process:
         assert process.stdout is not None
-        address, url = [(await process.stdout.readline()).decode().split()[-1] for _ in range(2)]
+        address, url = [(await asyncio.to_thread(process.stdout.readline)).split()[-1] for _ in range(2)]
         channel, trusting = aio.insecure_channel(address), None
         if folder is not None:
             files = [(folder.path / name).read_bytes() for name in ("ca.pem", "member.key", "member.pem")]
@@ -104,10 +100,6 @@ async def operated(
         connector = aiohttp.TCPConnector(ssl=trusting or True)
         async with channel, aiohttp.ClientSession(url, connector=connector) as http:
             yield Operated(process, channel, http, token)
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
 
 
 @pytest.fixture

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from integration.process_coordinator import server_process
 from support.ports import free_port
 from support.processes import Worker, workers
+from support.python_process import Process
 
 GOING_ON = """
 with paceline.join() as session:
@@ -25,20 +25,10 @@ with paceline.join() as session:
 
 
 @contextmanager
-def coordinator_process(listen: str, state: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "paceline_server", "--listen", listen, "--state", str(state)],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
+def coordinator_process(listen: str, state: Path) -> Iterator[tuple[Process, str]]:
+    with server_process("--listen", listen, "--state", str(state), stderr=2) as process:
         assert process.stdout is not None
         yield process, process.stdout.readline().split()[-1]
-    finally:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
 
 
 def expect_all(started: list[Worker], event: str) -> list[dict[str, object]]:
