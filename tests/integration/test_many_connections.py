@@ -23,13 +23,12 @@ from support.coordinator import RawSession, duration
 from support.http2 import PREFACE, SETTINGS, connect, frame, open_call
 from support.waiting import wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(120)]
 
 CONNECTIONS = 10_000
 BEGINNINGS = {"silent": b"", "settled": PREFACE + frame(SETTINGS, 0, 0, b"")}
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("beginning", ["silent", pytest.param("settled", marks=pytest.mark.exhaustive)])
 def test_ten_thousand_abandoned_connections_leave_no_files_or_memory(beginning: str, tmp_path: Path) -> None:
     with _files(1_024), targets_in(tmp_path) as targets, _files(CONNECTIONS + 2_000):
@@ -66,7 +65,6 @@ def test_a_door_recovers_from_more_connections_than_its_file_limit(beginning: st
         targets.check()
 
 
-@pytest.mark.alone
 def test_slow_callers_do_not_delay_other_calls(tmp_path: Path) -> None:
     """A byte of a preface now and then, and calls whose message never ends: 500 of each, for five seconds."""
     call = open_call("/pacelinepb.v1.SessionService/GetView")
@@ -84,7 +82,6 @@ def test_slow_callers_do_not_delay_other_calls(tmp_path: Path) -> None:
         targets.check()
 
 
-@pytest.mark.alone
 def test_members_that_flood_their_sessions_do_not_delay_other_calls(tmp_path: Path) -> None:
     async def flood(address: str, until: float) -> int:
         async with aio.insecure_channel(address) as channel:

@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is collected stays: looking for garbage meanwhile took a fifth of the time."""
+    """Looks for no garbage meanwhile, which took a fifth of the time: collected tests stay."""
     gc.disable()
     try:
         return (yield)
