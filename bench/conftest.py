@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,7 @@ from support.python_process import fresh
 
 @pytest.fixture(autouse=True)
 def fresh_processes() -> Iterator[None]:
-    """Starts worker processes without forking one that has loaded Paceline."""
+    """Starts worker processes without forking one that has loaded Paceline; garbage is looked for everywhere again."""
+    gc.unfreeze()  # `support.every_test` has kept what was loaded out of it
     with fresh():
         yield

@@ -72,9 +72,9 @@ _HEALTH_S = 0.2
 class Coordinator:
     """A coordinator that can be started once and stopped once.
 
-    `storage` replaces the one that `settings` name, for tests, which also pass their own `probes` and `admin_limits`.
-    `failover` sets `epoch` and `standby`, see `Dispatcher`. `http_url` is the URL of the page once it is served; empty
-    without `settings.http`.
+    `storage` replaces the one that `settings` name, for tests, which also pass their own `probes`, and
+    `admin_limits` for the service over gRPC. `failover` sets `epoch` and `standby`, see `Dispatcher`. `http_url` is the
+    URL of the page once it is served; empty without `settings.http`.
     """
 
     def __init__(

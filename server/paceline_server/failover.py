@@ -37,7 +37,10 @@ _CONNECT_S = 1.0
 
 
 class Candidacy:
-    """One process's part in the election: looks at the record, and tries to take over when `Election` says so."""
+    """One process's part in the election: looks at the record, and tries to take over when `Election` says so.
+
+    It looks every `look_s` seconds; `fence_s` is for `Election`.
+    """
 
     def __init__(
         self,

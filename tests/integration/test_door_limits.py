@@ -24,7 +24,7 @@ from paceline._links import grpc_door
 from paceline._links.frame import MAX_FRAME_BYTES
 from paceline._links.grpc_door import Door, DoorLimits
 from paceline._links.grpc_mesh import GrpcMesh
-from paceline._links.grpc_methods import MAX_REQUEST_BYTES, RequestLimits
+from paceline._links.grpc_methods import MAX_READING_EACH, MAX_REQUEST_BYTES, RequestLimits
 from paceline.cli.launcher.reports import ExitReports
 from pacelinepb import PROTOCOL_VERSION
 from pacelinepb.bounds import MOST
@@ -197,10 +197,10 @@ def test_excess_calls_and_oversized_messages_are_refused_at_once() -> None:
     """One call too many on a connection, and a message whose head says that it is longer than any."""
     requests = RequestLimits(hurried_s=600.0)
     with grpc_world(limits=DoorLimits(requests=requests)) as world, ExitStack() as stack:
-        flood = Flood(door_of(world), requests.max_reading_each + 4, 1000)
+        flood = Flood(door_of(world), MAX_READING_EACH + 4, 1000)
         stack.callback(flood.close)
         flood.pump(SOON, lambda: len(flood.ended) == 4)
-        assert world.doors[1]._requests._reading.total() == requests.max_reading_each
+        assert world.doors[1]._requests._reading.total() == MAX_READING_EACH
         flood = Flood(door_of(world), 1, grpc_door.MAX_MESSAGE_BYTES + 1)
         stack.callback(flood.close)
         flood.pump(SOON, lambda: bool(flood.ended))

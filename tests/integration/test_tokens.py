@@ -26,7 +26,7 @@ from paceline.config import Config
 from paceline.credentials import Credentials
 from paceline.testing import coordinator
 from paceline_server._grpc import aio, grpc
-from paceline_server.security.token_file import TokenKeeper, TokenLimits
+from paceline_server.security.token_file import KeeperTimes, TokenKeeper
 from paceline_server.security.tokens import Role
 from paceline_server.services.authenticate import JOB_OF, LIST_JOBS, role_for
 from pacelinepb import checks
@@ -55,7 +55,7 @@ METHODS = {
 @pytest.fixture
 def tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file of tokens that is looked at for every call."""
-    monkeypatch.setattr(TokenKeeper, "of_file", partial(TokenKeeper.of_file, limits=TokenLimits(look_s=0.0)))
+    monkeypatch.setattr(TokenKeeper, "of_file", partial(TokenKeeper.of_file, times=KeeperTimes(look_s=0.0)))
     path = tmp_path / "tokens"
     path.touch(0o600)
     path.write_text(f"{ALL}\n{ONE} one\n{TWO} two\n")
@@ -196,8 +196,8 @@ def program(limits: str) -> str:
     return (
         "from functools import partial\n"
         "from paceline_server.__main__ import main\n"
-        "from paceline_server.security.token_file import TokenKeeper, TokenLimits\n"
-        f"TokenKeeper.of_file = partial(TokenKeeper.of_file, limits=TokenLimits({limits}))\n"
+        "from paceline_server.security.token_file import KeeperTimes, TokenKeeper\n"
+        f"TokenKeeper.of_file = partial(TokenKeeper.of_file, times=KeeperTimes({limits}))\n"
         "raise SystemExit(main())\n"
     )
 
@@ -210,9 +210,12 @@ def test_processes_can_exit_while_their_token_files_hang(tmp_path: Path) -> None
     mine.touch(0o600)
     mine.write_text(ALL)
     script = (
-        "import paceline, paceline._base.proofs, sys\n"
-        "paceline._base.proofs.LOOK_S = 0.0\n"
-        "with paceline.join(job='one') as session:\n"
+        "import logging, os, pathlib, sys, paceline\n"
+        "from paceline._base.proofs import TokenSource, TokenTimes\n"
+        "logging.basicConfig()\n"
+        "times = TokenTimes(look_s=0.0, patience_s=0.1)\n"
+        "token = TokenSource(pathlib.Path(os.environ['PACELINE_TOKEN_FILE']), times)\n"
+        "with paceline.join(job='one', credentials=paceline.Credentials(token=token)) as session:\n"
         "    print('joined', flush=True)\n"
         "    sys.stdin.readline()\n"
         "    session.store.set('key', b'value')\n"
@@ -227,7 +230,9 @@ def test_processes_can_exit_while_their_token_files_hang(tmp_path: Path) -> None
         assert worker.stdout.readline() == "joined\n"
         stack.enter_context(hanging(theirs))
         stack.enter_context(hanging(mine))
-        assert "Error" not in worker.communicate("\n", timeout=10.0)[1]
+        said = worker.communicate("\n", timeout=10.0)[1]
+        assert "Error" not in said
+        assert f"the token file {mine} has not been read for 0.1 s" in said
         assert worker.returncode == 0
         server.send_signal(signal.SIGTERM)
         said = server.communicate(timeout=5.0)[1]

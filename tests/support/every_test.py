@@ -11,6 +11,8 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
+from support.needs import NEEDS
+
 # The loop thread and grpc's pollers live as long as the process; they are no leak.
 _LASTING = ("paceline-loop", "grpc", "asyncio_", "Thread-grpc", "_poll_wrapper")
 
@@ -90,7 +92,10 @@ def _check_marks(items: list[pytest.Item]) -> None:
     found = set()
     for item in items:
         found |= {(item.path, f"mark.{name}") for name in ("alone", "slow") if item.get_closest_marker(name)}
-        found |= {(item.path, f'needs(what="{mark.kwargs["what"]}")') for mark in item.iter_markers("needs")}
+        for mark in item.iter_markers("needs"):
+            if mark.args or mark.kwargs.get("what") not in NEEDS:
+                raise pytest.UsageError(f"{item.nodeid}: write needs(what=...), with one of {', '.join(NEEDS)}")
+            found.add((item.path, f'needs(what="{mark.kwargs["what"]}")'))
     for path, words in sorted(found):
         if words not in path.read_text():
             raise pytest.UsageError(f"{path}: its tests have {words}, which this file must name itself")

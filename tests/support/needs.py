@@ -1,6 +1,6 @@
-"""What a test needs beside Python: where it is missing, the test is skipped, or fails if it is required.
+"""Skips tests that need something beside Python which is not there, or fails them if it is required.
 
-REQUIRE=root,etcd (names of the mark `needs`, and "fuzzing") turns these skips into failures.
+REQUIRE=root,etcd (values of the mark `needs`, and "fuzzing") turns these skips into failures.
 """
 
 from __future__ import annotations
@@ -10,10 +10,18 @@ from typing import NoReturn
 
 import pytest
 
+NEEDS = ("root", "etcd", "browser", "containers", "slurm", "torch", "ray", "peers")
+"""Values of `pytest.mark.needs(what=...)`; each has stages in `stages.py`."""
+
+_REQUIRED = {word.strip() for word in os.environ.get("REQUIRE", "").split(",")} - {""}
+
+if unknown := _REQUIRED - {*NEEDS, "fuzzing"}:
+    raise pytest.UsageError(f"REQUIRE names {', '.join(sorted(unknown))}; it can name {', '.join(NEEDS)} and fuzzing")
+
 
 def is_required(what: str) -> bool:
     """True if REQUIRE names it."""
-    return what in os.environ.get("REQUIRE", "").split(",")
+    return what in _REQUIRED
 
 
 def missing(what: str, text: str) -> NoReturn:

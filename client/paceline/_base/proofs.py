@@ -44,7 +44,7 @@ class TokenTimes:
 
     Attributes:
         look_s: seconds between two readings.
-        patience_s: seconds that calls wait for a reading, from its beginning. If it ends later, later calls use it.
+        patience_s: seconds that calls wait for a reading, from its beginning. Later calls use a token that comes later.
         first_s: seconds to wait for the first reading, without which there is no token.
     """
 
@@ -60,11 +60,11 @@ class TokenSource:
     """The current token. Its `repr` does not contain the token. Thread-safe.
 
     It is given as the text, or as the path of a file, whose token is the first word of the first line that is neither
-    empty nor a comment (`#`). So a coordinator's file can be used.
+    empty nor a comment (`#`). So a coordinator's file can be used. `times` are for a file.
 
     Raises:
-        ValueError: the file cannot be read within 10 s, or contains no valid token; `FileTooOpen` if other users may
-            read it.
+        ValueError: the file cannot be read within `times.first_s`, or contains no valid token; `FileTooOpen` if other
+            users may read it.
     """
 
     def __init__(self, token: str | Path, times: TokenTimes = TokenTimes()) -> None:
@@ -180,7 +180,7 @@ _MAX_ID_BYTES = 64
 class DoorKey:
     """Makes the proofs of one member, and checks those of its callers. Everything runs on the loop.
 
-    It refuses every call before `learn`.
+    It refuses every call before `learn`. It remembers the numbers of `max_callers` callers, and forgets the oldest.
     """
 
     def __init__(self, *, max_callers: int = MAX_CALLERS) -> None:

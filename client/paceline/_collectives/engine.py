@@ -60,13 +60,13 @@ class Engine:
     """Runs one program at a time over a mesh's links for collectives.
 
     `history` returns the signatures of this member's operations in the group. Members of a part of the view must agree
-    on `label`, which is part of every signature, and on `segment_bytes`, from which the length of frames follows. Tasks
-    store in `plans` the programs and signatures of earlier operations, by arguments.
+    on `label`, which is part of every signature. The length of frames follows from `segment_bytes`, the same at all
+    members. Tasks store in `plans` the programs and signatures of earlier operations, by arguments.
     """
 
-    def __init__(self, mesh: Mesh, history: History, label: str = "", *, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(self, mesh: Mesh, history: History, label: str = "") -> None:
         self.mesh = mesh
-        self.segment_bytes = segment_bytes
+        self.segment_bytes = SEGMENT_BYTES
         self.nodes = nodes_of(mesh.peers)
         self.neighbours = mesh.neighbours  # read once, because it counts all peers
         self.plans: dict[Any, Any] = {}

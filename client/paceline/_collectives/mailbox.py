@@ -125,7 +125,11 @@ _ALL = -1
 
 
 class Mailbox:
-    """Messages to and from the members of one generation. Thread-safe."""
+    """Messages to and from the members of one generation. Thread-safe.
+
+    It reads no more frames of a member of whom `max_waiting_bytes` wait. All members have the same `segment_bytes`, the
+    longest payload of a frame.
+    """
 
     def __init__(
         self, mesh: Mesh, *, max_waiting_bytes: int = MAX_WAITING_BYTES, segment_bytes: int = SEGMENT_BYTES

@@ -54,8 +54,8 @@ class LinkPair:
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
-    """How long a check waits for a link."""
+class LinkPatience:
+    """Times that a check gives a link."""
 
     prompt_s: float = 1.0
     """Seconds within which a failure must wake a blocked call (I7), and a deadline must end one. Links do it in well
@@ -69,7 +69,7 @@ class Patience:
         return monotonic() + self.long_s
 
 
-Rule: TypeAlias = Callable[[LinkPair, Patience], None]
+LinkRule: TypeAlias = Callable[[LinkPair, LinkPatience], None]
 
 
 def check_link(make_pair: Callable[[], AbstractContextManager[LinkPair]]) -> None:
@@ -82,10 +82,12 @@ def check_link(make_pair: Callable[[], AbstractContextManager[LinkPair]]) -> Non
         AssertionError: a rule is broken; the text names it.
     """
     for rule in RULES:
-        check_rule(rule, make_pair, Patience())
+        check_rule(rule, make_pair, LinkPatience())
 
 
-def check_rule(rule: Rule, make_pair: Callable[[], AbstractContextManager[LinkPair]], patience: Patience) -> None:
+def check_rule(
+    rule: LinkRule, make_pair: Callable[[], AbstractContextManager[LinkPair]], patience: LinkPatience
+) -> None:
     """Checks that a kind of link keeps one rule, as `check_link` does."""
     with make_pair() as pair:
         try:
@@ -94,7 +96,7 @@ def check_rule(rule: Rule, make_pair: Callable[[], AbstractContextManager[LinkPa
             raise AssertionError(f"{rule.__name__}: {rule.__doc__}\n{type(error).__name__}: {error}") from error
 
 
-def rule_1_frames(pair: LinkPair, patience: Patience) -> None:
+def rule_1_frames(pair: LinkPair, patience: LinkPatience) -> None:
     """Frames arrive whole, in order, once, and unchanged, both ways."""
     frames = [
         _frame(pair, 1, 0, b"all_reduce op=sum float32[3]", b"\x00\x01\x02"),
@@ -113,7 +115,7 @@ def rule_1_frames(pair: LinkPair, patience: Patience) -> None:
         _nothing_comes(target)
 
 
-def rule_2_send(pair: LinkPair, patience: Patience) -> None:
+def rule_2_send(pair: LinkPair, patience: LinkPatience) -> None:
     """`send` lets go of the payload, takes 8 MiB without a reader, and blocks no longer than its deadline."""
     buffer = bytearray(b"before")
     pair.a.send(_frame(pair, 1, 0, b"", memoryview(buffer)), patience.soon())
@@ -138,7 +140,7 @@ def rule_2_send(pair: LinkPair, patience: Patience) -> None:
     _nothing_comes(pair.b)
 
 
-def rule_3_recv(pair: LinkPair, patience: Patience) -> None:
+def rule_3_recv(pair: LinkPair, patience: LinkPatience) -> None:
     """`recv` waits until its deadline, consumes nothing then, polls with a deadline that is past; arrivals notify."""
     started = monotonic()
     _nothing_comes(pair.b, 0.05)
@@ -157,7 +159,7 @@ def rule_3_recv(pair: LinkPair, patience: Patience) -> None:
     assert rung.wait(patience.long_s), "on_readable's callback was not called for the end of the link"
 
 
-def rule_4_failure(pair: LinkPair, patience: Patience) -> None:
+def rule_4_failure(pair: LinkPair, patience: LinkPatience) -> None:
     """A failure wakes a blocked `send` and `recv` within 100 ms, and every later call raises at once."""
     _fill(pair, 0, patience)
     sender = _Blocked(lambda: _send_for_ever(pair, patience))
@@ -177,7 +179,7 @@ def rule_4_failure(pair: LinkPair, patience: Patience) -> None:
         assert isinstance(call.error, PacelineError), f"a later {name} gave {call.error!r}"
 
 
-def rule_4_cut(pair: LinkPair, patience: Patience) -> None:
+def rule_4_cut(pair: LinkPair, patience: LinkPatience) -> None:
     """The death of the other side wakes a blocked `recv`, and is no orderly end."""
     receiver = _Blocked(lambda: pair.a.recv(patience.soon()))
     sleep(0.02)  # lets the call block; if it does not block yet, the check is only weaker
@@ -189,7 +191,7 @@ def rule_4_cut(pair: LinkPair, patience: Patience) -> None:
     assert not (isinstance(error, LinkEnded) and error.orderly), "a death was reported as an orderly end"
 
 
-def rule_5_close(pair: LinkPair, patience: Patience) -> None:
+def rule_5_close(pair: LinkPair, patience: LinkPatience) -> None:
     """`close` delivers what was sent; the other side reads all of it, then gets an orderly `LinkEnded`."""
     frames = [_frame(pair, 1, part, b"", bytes([part]) * 1000) for part in range(20)]
     for frame in frames:
@@ -212,7 +214,7 @@ def rule_5_close(pair: LinkPair, patience: Patience) -> None:
     assert isinstance(late.error, LinkEnded), f"send on a closed link gave {late.error!r}"
 
 
-def rule_6_threads(pair: LinkPair, patience: Patience) -> None:
+def rule_6_threads(pair: LinkPair, patience: LinkPatience) -> None:
     """One thread may send while another receives, at both ends at once."""
     frames = [_frame(pair, 1, part, b"", part.to_bytes(4, "little") * 16384) for part in range(200)]
 
@@ -231,7 +233,7 @@ def rule_6_threads(pair: LinkPair, patience: Patience) -> None:
             raise call.error
 
 
-def rule_7_lend(pair: LinkPair, patience: Patience) -> None:
+def rule_7_lend(pair: LinkPair, patience: LinkPatience) -> None:
     """A lent array stays as it was until `await_release` or `recall` has returned; failing ends the wait in 100 ms."""
     for size, make in itertools.product((100, 1 << 18), (pair.empty, _anywhere)):
         buffer = make(size)
@@ -274,7 +276,7 @@ def rule_7_lend(pair: LinkPair, patience: Patience) -> None:
     assert recall.over.wait(patience.long_s), "recall did not return when the other side had read"
 
 
-def rule_8_marks(pair: LinkPair, patience: Patience) -> None:
+def rule_8_marks(pair: LinkPair, patience: LinkPatience) -> None:
     """Marks come in order, once; a frame that comes instead is returned; a link without marks says so."""
     if not pair.a.mark(7, patience.soon()):
         assert not pair.a.mark(8, patience.soon()), "a link must support marks always or never"
@@ -317,7 +319,7 @@ def rule_8_marks(pair: LinkPair, patience: Patience) -> None:
     assert isinstance(waiting.error, PacelineError), f"a blocked await_mark was woken with {waiting.error!r}"
 
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[LinkRule, ...] = (
     rule_1_frames,
     rule_2_send,
     rule_3_recv,
@@ -375,7 +377,7 @@ def _settled(link: Link) -> bool:
     return True
 
 
-def _fill(pair: LinkPair, part: int, patience: Patience) -> int:
+def _fill(pair: LinkPair, part: int, patience: LinkPatience) -> int:
     """Sends from `a` until it blocks, 128 MiB at most. Returns how many frames were sent."""
     for count in range(512):
         started = monotonic()
@@ -390,6 +392,6 @@ def _fill(pair: LinkPair, part: int, patience: Patience) -> int:
     return 512
 
 
-def _send_for_ever(pair: LinkPair, patience: Patience) -> None:
+def _send_for_ever(pair: LinkPair, patience: LinkPatience) -> None:
     while True:
         pair.a.send(_frame(pair, 1, 0, b"", b""), patience.soon())

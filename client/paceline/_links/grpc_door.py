@@ -65,7 +65,7 @@ _SERVICE = "pacelinepb.v1.PeerService"
 _DEFAULT = Config()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DoorLimits:
     """Limits of a `Door` for its callers."""
 
@@ -78,7 +78,7 @@ class DoorLimits:
     would stay for ever."""
 
     pong_s: float = 20.0
-    """Seconds that it waits for the answer, or `failure_timeout` if that is longer."""
+    """Seconds that grpc waits for the answer to a ping, or `failure_timeout` if that is longer."""
 
     max_waiting: int = 4096
     """Callers that may wait until this worker hears of its view."""
@@ -87,19 +87,20 @@ class DoorLimits:
     """The same on one connection. The door refuses one more at once, and the caller tries again."""
 
     ticket_s: float = TICKET_LIFETIME
-    """Seconds for which a ticket is valid, and for which a caller may wait until this worker hears of its view."""
+    """Seconds for which a ticket is valid, and for which a caller may wait until this worker hears of its view.
+    The hosts of tcp and shm have `ticket_s` of their own."""
 
     open_s: float = OPEN_SECONDS
-    """See `LinkKinds`."""
+    """Seconds for a half to open."""
 
     max_knocks: int = MAX_AT_ONCE
-    """`max_at_once` of `Knocks`."""
+    """Most doors at which this worker knocks at one time, for others."""
 
     least_knock_s: float = LEAST_SECONDS
-    """`least_s` of `Knocks`."""
+    """The fewest seconds for a knock."""
 
     requests: RequestLimits = field(default_factory=RequestLimits)
-    """How the requests are read."""
+    """Limits of the requests that are being read."""
 
 
 class Door:

@@ -58,7 +58,8 @@ class Knocker:
 class Knocks:
     """The handler of Knock at one door; `member_id` returns this worker's member id, "" until it is known.
 
-    It knocks at `max_at_once` doors at one time, and gives each `least_s` seconds, whatever the caller's deadline.
+    It knocks at `max_at_once` doors at most at one time, and gives each at least `least_s` seconds, however close the
+    caller's deadline is.
     """
 
     def __init__(

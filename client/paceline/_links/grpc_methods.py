@@ -6,7 +6,7 @@ all methods, that of a frame, and applies it only while a handler reads. For an 
 grows to tens of MiB on a fast network. So this module reads every request at once, to the end of its stream, and limits
 how many are read at one time, and for how long. A caller that reaches the port can make a door keep 4 MiB for each of
 `RequestLimits.many` requests, and beyond them the bytes that arrive within `hurried_s`. One connection can make it keep
-4 MiB for each of `max_reading_each` requests.
+4 MiB for each of `MAX_READING_EACH` requests.
 """
 
 from __future__ import annotations
@@ -43,10 +43,16 @@ trailers. With more, the caller would get a status of grpc's own and no reason."
 MAX_SHOWN = 80
 """Characters of a caller's own text that a refusal repeats."""
 
+MAX_READING_EACH = 16
+"""Most requests of one connection that are read at one time."""
 
-@dataclass(frozen=True, slots=True)
+_MANY_EACH = 4
+"""Requests of one connection that may take `read_s` seconds; those above this number get `hurried_s`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """Limits of `Requests` for what is still on its way."""
+    """Limits of `Requests` for requests that have not arrived completely."""
 
     read_s: float = 10.0
     """Seconds for a request to arrive."""
@@ -57,14 +63,8 @@ class RequestLimits:
     many: int = 32
     """Requests read at one time; if there are more, all of them get `hurried_s`."""
 
-    many_each: int = 4
-    """The same for one connection; only the requests above this number get `hurried_s`."""
-
     max_reading: int = 512
     """Most requests read at one time. The door refuses one more at once, and its caller tries again."""
-
-    max_reading_each: int = 16
-    """The same for one connection."""
 
 
 class Requests:
@@ -149,7 +149,7 @@ class Requests:
     async def _read(self, name: str, context: Any) -> tuple[bytes, bool]:
         """Returns the first message of a call, and whether it is the only one."""
         connection, limits = context.peer(), self._limits
-        if self._reading.total() >= limits.max_reading or self._reading[connection] >= limits.max_reading_each:
+        if self._reading.total() >= limits.max_reading or self._reading[connection] >= MAX_READING_EACH:
             text = "too many calls at one time are waiting for their request"
             await refuse(context, grpc.StatusCode.UNAVAILABLE, ErrorReason.ERROR_REASON_LIMIT, text)
         self._reading[connection] += 1
@@ -183,7 +183,7 @@ class Requests:
                     limit.reschedule(soon)
             self._unhurried.clear()
             return limits.hurried_s
-        return limits.hurried_s if self._reading[connection] > limits.many_each else limits.read_s
+        return limits.hurried_s if self._reading[connection] > _MANY_EACH else limits.read_s
 
 
 def _proof(context: Any) -> bytes | None:

@@ -29,7 +29,7 @@ class MemberLink(Link):
 
     `kind` is that of the half that carries frames to the peer; empty until that is known. `drained` is set once the
     peer has received everything, or will receive nothing more. `asked` is True once an operation has asked for this
-    link; guarded by the mesh. A failure wakes a thread that waits for a half, which also looks by itself every
+    link; guarded by the mesh. A thread that waits for a half is woken by a failure, and looks by itself every
     `slice_s` seconds.
     """
 

@@ -27,7 +27,7 @@ reason, and with the seconds that workers have."""
 
 
 def find_host(points: Iterable[EntryPoint] | None = None) -> Host | None:
-    """Asks the plug-ins, by name, which scheduler has started this process; None if none of them knows."""
+    """Returns the host of the first plug-in, by name, that knows who has started this process; None if none does."""
     points = entry_points(group="paceline.hosts") if points is None else points
     for point in sorted(points, key=lambda each: each.name):
         with errors_of(point):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 Notes = Sequence[dict[str, Any]]
-"""The notes of one worker, in order (`train.py`). All workers share one monotonic clock."""
+"""The notes of one worker, in order (`train.py`). Times are of the monotonic clock, which all workers share."""
 
 
 class Recovery(NamedTuple):

@@ -189,7 +189,10 @@ FIRST_S = 10.0
 
 
 class CertificateKeeper:
-    """The certificates in force. If new files cannot be used, it logs an error and the last ones stay in force."""
+    """The certificates in force. It looks for new files every `look_s` seconds.
+
+    If they cannot be used, it logs an error and the last ones stay in force.
+    """
 
     def __init__(self, paths: TlsPaths, held: Certificates, *, look_s: float = LOOK_S) -> None:
         self._paths = paths

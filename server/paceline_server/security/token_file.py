@@ -28,8 +28,8 @@ MAX_FILE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLimits:
-    """How often the file is looked at, and how long a look is waited for."""
+class KeeperTimes:
+    """Times of a `TokenKeeper`."""
 
     look_s: float = 1.0
     """Seconds between two looks at the file."""
@@ -63,27 +63,27 @@ class TokenKeeper:
     """The tokens in force now, which `read` reads again; None if they never change. Used on one loop."""
 
     def __init__(
-        self, tokens: Tokens, read: Callable[[], Tokens] | None = None, *, limits: TokenLimits = TokenLimits()
+        self, tokens: Tokens, read: Callable[[], Tokens] | None = None, *, times: KeeperTimes = KeeperTimes()
     ) -> None:
         self._tokens = tokens
         self._read = read
-        self._limits = limits
+        self._times = times
         self._look: asyncio.Task[None] | None = None
         self._began_at = self._looked_at = float("-inf")
         self._hangs = False
         self._trouble = ""
 
     @classmethod
-    async def of_file(cls, path: Path, *, limits: TokenLimits = TokenLimits()) -> Self:
+    async def of_file(cls, path: Path, *, times: KeeperTimes = KeeperTimes()) -> Self:
         """Makes a keeper of the tokens of a file; raises `TokensUnusable` also if it is not read within `first_s`."""
         try:
-            first = await call_apart(lambda: read_tokens(path), _THREAD, limits.first_s)
+            first = await call_apart(lambda: read_tokens(path), _THREAD, times.first_s)
         except TimeoutError:
             raise TokensUnusable(
-                f"cannot read the token file {path} within {limits.first_s:g} s. Is it on a network file system that "
+                f"cannot read the token file {path} within {times.first_s:g} s. Is it on a network file system that "
                 "does not answer?"
             ) from None
-        return cls(first, lambda: read_tokens(path), limits=limits)
+        return cls(first, lambda: read_tokens(path), times=times)
 
     @property
     def last(self) -> Tokens:
@@ -94,17 +94,15 @@ class TokenKeeper:
         """Returns the tokens in force; looks at the file if the last look was a second ago."""
         if self._read is None:
             return self._tokens
-        now, limits = asyncio.get_running_loop().time(), self._limits
-        if self._look is None and now - self._looked_at >= limits.look_s:
+        now, times = asyncio.get_running_loop().time(), self._times
+        if self._look is None and now - self._looked_at >= times.look_s:
             self._began_at, self._hangs = now, False
             self._look = asyncio.create_task(self._look_at(self._read))
         if self._look is not None and not self._hangs:
-            _, hanging = await asyncio.wait({self._look}, timeout=max(0.0, self._began_at + limits.patience_s - now))
+            _, hanging = await asyncio.wait({self._look}, timeout=max(0.0, self._began_at + times.patience_s - now))
             if hanging and not self._hangs:
                 self._hangs = True
-                _log.error(
-                    "the token file has not been read for %g s; the last tokens stay in force", limits.patience_s
-                )
+                _log.error("the token file has not been read for %g s; the last tokens stay in force", times.patience_s)
         return self._tokens
 
     async def close(self) -> None:

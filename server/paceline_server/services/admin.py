@@ -47,7 +47,7 @@ MOST_LISTED = 1_000
 
 @dataclass(frozen=True, slots=True)
 class AdminLimits:
-    """How long answers to operators may take, and how long they are kept."""
+    """Limits of answers to operators."""
 
     longest_ask_s: float = 120.0
     """Seconds for members to answer a question, whatever the operator's patience with a silent one."""

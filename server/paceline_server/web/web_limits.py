@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WebLimits:
-    """How much callers get, and how long anything takes."""
+    """Limits of the HTTP server for its callers, and of its streams."""
 
     most_connections: int = 256
     """The most connections at one time, besides streams."""

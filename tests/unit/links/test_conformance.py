@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from paceline._links.base import Link, LinkEnded, LinkTimeout
-from paceline._links.conformance import RULES, Patience, check_rule, rule_7_lend
+from paceline._links.conformance import RULES, LinkPatience, check_rule, rule_7_lend
 from paceline._links.frame import Frame
 from paceline.testing import LinkPair, check_link, local_link_pair
 
@@ -186,7 +186,7 @@ class Disorderly(Broken):
 
 def test_a_correctly_lending_link_keeps_rule_7() -> None:
     with local_link_pair() as good:
-        rule_7_lend(replace(good, a=Lending(good.a), b=Lending(good.b)), Patience())
+        rule_7_lend(replace(good, a=Lending(good.a), b=Lending(good.b)), LinkPatience())
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_a_correctly_lending_link_keeps_rule_7() -> None:
     ],
 )
 def test_check_link_names_the_rule_that_a_link_breaks(broken: type[Broken], rule: str) -> None:
-    patience = Patience(prompt_s=0.1, long_s=1.0)  # what a good link never needs
+    patience = LinkPatience(prompt_s=0.1, long_s=1.0)  # what a good link never needs
     # Those alone that it breaks: others are about time too, and a busy machine breaks them for any link.
     rules = [each for each in RULES if each.__name__.startswith(rule)]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import stages
+from support.needs import NEEDS
 
 ROOT = Path(__file__).parents[3]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
@@ -20,7 +21,7 @@ def test_a_stage_has_marks_and_files_that_exist(name: str) -> None:
     for command in stages.commands(stages.STAGES[name]):
         expression, files = command[2], [word for word in command[3:] if "/" in word]
         needs = set(re.findall(r"needs\(what='(\w+)'\)", expression))
-        assert needs <= set(re.findall(r"\w+", SETTINGS["markers"][4]))
+        assert needs <= set(NEEDS)
         assert set(re.findall(r"\w+", expression)) - {"and", "not", "what"} - needs <= known
         assert all((ROOT / file).exists() for file in files)
         assert files or not (stages.STAGES[name].named or stages.STAGES[name].folders)
@@ -35,8 +36,12 @@ def test_tests_marked_alone_run_after_the_others_and_one_by_one() -> None:
 
 
 def test_marks_that_select_files_are_required_in_these_files() -> None:
-    needs = set(re.findall(r"\w+", SETTINGS["markers"][4]))
-    assert {stage.named for stage in stages.STAGES.values()} - {""} <= {"alone", "slow"} | needs
+    assert {stage.named for stage in stages.STAGES.values()} - {""} <= {"alone", "slow", *NEEDS}
+
+
+def test_each_need_has_a_stage() -> None:
+    expressions = " ".join(stage.marks for stage in stages.STAGES.values())
+    assert all(f"needs(what='{need}')" in expressions for need in NEEDS)
 
 
 def test_only_stages_that_name_the_pytorch_folder_run_its_tests() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from paceline_server.errors import PermissionDenied, Unauthenticated
 from paceline_server.security import token_file
-from paceline_server.security.token_file import TokenKeeper, TokenLimits, read_tokens
+from paceline_server.security.token_file import KeeperTimes, TokenKeeper, read_tokens
 from paceline_server.security.tokens import MAX_TOKENS, Grant, Role, Tokens, TokensUnusable, exposure
 from paceline_server.services.authenticate import JOB_OF, LIST_JOBS, role_for
 from paceline_server.settings import ServerSettings, token_settings
@@ -182,7 +182,7 @@ def rotation(steps: list[Callable[[], object]], path: Path) -> list[Tokens]:
     """The tokens in force after each step."""
 
     async def main() -> list[Tokens]:
-        keeper = TokenKeeper(read_tokens(path), lambda: read_tokens(path), limits=TokenLimits(look_s=0.0))
+        keeper = TokenKeeper(read_tokens(path), lambda: read_tokens(path), times=KeeperTimes(look_s=0.0))
         found = []
         for step in steps:
             step()
@@ -228,7 +228,7 @@ def test_concurrent_callers_share_one_read_of_the_token_file() -> None:
         return Tokens.single(ALL)
 
     async def main() -> None:
-        keeper = TokenKeeper(Tokens.single(ALL), read, limits=TokenLimits(look_s=3_600.0))  # no second passes
+        keeper = TokenKeeper(Tokens.single(ALL), read, times=KeeperTimes(look_s=3_600.0))  # no second passes
         await asyncio.gather(*(keeper.current() for _ in range(50)))
         await keeper.current()
 
@@ -249,7 +249,7 @@ def test_a_hanging_read_of_the_token_file_delays_callers_only_once(
         return read_tokens(path)
 
     async def main() -> None:
-        keeper = TokenKeeper(read_tokens(path), read, limits=TokenLimits(look_s=0.0, patience_s=0.2))
+        keeper = TokenKeeper(read_tokens(path), read, times=KeeperTimes(look_s=0.0, patience_s=0.2))
         with hanging(path):
             began = time.monotonic()
             found = await asyncio.gather(*(keeper.current() for _ in range(100)))

@@ -41,7 +41,7 @@ _CREDENTIALS = struct.Struct("iII")
 """struct ucred: pid, uid, gid (unix(7))."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShmLimits:
     """Limits of a `ShmHost` for connections that belong to no half yet."""
 
@@ -71,7 +71,7 @@ class _Expected:
 class ShmHost:
     """The socket at which writers of this host hand over their control segments. Made and used on the loop.
 
-    `limits` may be replaced: the new ones apply to what comes later.
+    `limits` may be replaced: the new ones apply to connections that come later, but for the kernel's queue.
 
     Raises LinkUnavailable if this system has no shared memory, or no descriptor is left for the socket.
     """
@@ -106,9 +106,9 @@ class ShmHost:
         peer: Peer,
         neighbours: int = 1,
     ) -> None:
-        """Calls `on_half` once, on the loop, with the half that a writer sets up with this ticket in time.
+        """Calls `on_half` once, on the loop, with the half that a writer sets up with this ticket.
 
-        It takes over the half before the writer hears that it is accepted.
+        The writer has `limits.ticket_s` seconds. This takes over the half before the writer hears that it is accepted.
         """
         assert 0 < len(ticket) <= MAX_TICKET_BYTES
         self.forget(ticket)

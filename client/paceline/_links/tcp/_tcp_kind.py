@@ -42,7 +42,7 @@ _BACKLOG = 1024
 """Connections that can wait in the kernel: those of a large cluster come all at once."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TcpLimits:
     """Limits of a `TcpHost` for connections that belong to no half yet."""
 
@@ -153,7 +153,7 @@ class TcpHost:
     """Listens for data sockets. Everything runs on the loop.
 
     `context` is that of `server_context`, None without TLS. `port` is 0 while this does not listen. `limits` may be
-    replaced: the new ones apply to what comes later.
+    replaced: the new ones apply to connections that come later.
     """
 
     def __init__(
