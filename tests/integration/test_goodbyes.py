@@ -203,6 +203,19 @@ def test_a_peer_may_leave_between_hello_and_the_stream_without_blame(
         ends_without_blame(world.meshes[0])
 
 
+def test_a_link_that_does_not_open_fails_only_members_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def does_not_open(link: Any, *_: Any) -> LinkEnded:
+        return LinkEnded(f"{link.peer}: its door does not open", unopened=True)
+
+    monkeypatch.setattr(grpc_mesh, "dial", does_not_open)
+    with grpc_world() as world:
+        dials_have_ended(world.meshes[0])
+        assert not world.faults[0].failed
+        world.meshes[0].link(1, Purpose.COLLECTIVE)
+        dials_have_ended(world.meshes[0])
+        assert world.faults[0].failed
+
+
 async def shut(intake: Intake) -> None:
     """What the door does first when it closes."""
     closing = intake.close()
