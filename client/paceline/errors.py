@@ -13,6 +13,7 @@ PacelineError
     PeerLost (ConnectionError)          a member died, froze, was cut off or left
         PeerBrokeProtocol               a member sent what the protocol does not allow
         PeerRaised                      a member's own code raised, or was interrupted, inside a collective
+        ReplicaLost                     a rank of this worker's replica has ended
     OperationTimeout (TimeoutError)     something that was waited for did not happen in time
     CoordinatorUnreachable (ConnectionError)   no process, or no Paceline coordinator, answers at the address
         TlsFailed                       no TLS with the coordinator: its certificate, ours, or it speaks no TLS at all
@@ -58,6 +59,7 @@ __all__ = [
     "PeerBrokeProtocol",
     "PeerLost",
     "PeerRaised",
+    "ReplicaLost",
     "SessionClosed",
     "SettingsMismatch",
     "SizeMismatch",
@@ -133,6 +135,10 @@ class PeerBrokeProtocol(PeerLost):
 
 class PeerRaised(PeerLost):
     """A member's own code raised, or was interrupted, inside a collective."""
+
+
+class ReplicaLost(PeerLost):
+    """A rank of this worker's replica has ended, so the replica is of no use any more: its launcher starts it again."""
 
 
 class OperationTimeout(PacelineError, TimeoutError):

@@ -105,6 +105,7 @@ _TYPES: dict[int, type[errors.PacelineError]] = {
     ErrorReason.ERROR_REASON_NOT_LEADER: errors.CoordinatorUnreachable,
     ErrorReason.ERROR_REASON_STEP_DIFFERS: errors.StepOrderError,
     ErrorReason.ERROR_REASON_STEP_SKIPPED: errors.StepSkipped,
+    ErrorReason.ERROR_REASON_REPLICA_LOST: errors.ReplicaLost,
 }
 
 

@@ -85,6 +85,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """A member has skipped its step for all (ABORTED). They undo it, and go on behind it. The number of the step is in the
     place of an operation's.
     """
+    ERROR_REASON_REPLICA_LOST: _ErrorReason.ValueType  # 24
+    """A rank of the caller's replica has ended, so the replica is of no use any more (FAILED_PRECONDITION). The text names
+    it. End the process: its launcher starts the replica again.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call was refused. The name of the value (without its prefix) is the `reason` of the `google.rpc.ErrorInfo`
@@ -153,5 +157,9 @@ text names its line of code. The script would do so again, so all members end.
 ERROR_REASON_STEP_SKIPPED: ErrorReason.ValueType  # 23
 """A member has skipped its step for all (ABORTED). They undo it, and go on behind it. The number of the step is in the
 place of an operation's.
+"""
+ERROR_REASON_REPLICA_LOST: ErrorReason.ValueType  # 24
+"""A rank of the caller's replica has ended, so the replica is of no use any more (FAILED_PRECONDITION). The text names
+it. End the process: its launcher starts the replica again.
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015

@@ -99,12 +99,15 @@ class JobSettings(_message.Message):
     MAX_WORKERS_FIELD_NUMBER: _builtins.int
     FAILURE_TIMEOUT_FIELD_NUMBER: _builtins.int
     TUNING_FIELD_NUMBER: _builtins.int
+    REPLICA_SIZE_FIELD_NUMBER: _builtins.int
     min_workers: _builtins.int
-    """The first view forms with at least this many members; 1 or more."""
+    """The first view forms with at least this many members, or replicas if `replica_size` is above 1; 1 or more."""
     max_workers: _builtins.int
-    """No view has more members than this; at least `min_workers`."""
+    """No view has more members, or replicas, than this; at least `min_workers`."""
     tuning: _builtins.str
     """Hash of the table by which members choose among schedules: 16 hexadecimal digits."""
+    replica_size: _builtins.int
+    """Number of ranks that hold one copy of the model between them (a replica), at most 65,536; 0 counts as 1."""
     @_builtins.property
     def failure_timeout(self) -> _duration_pb2.Duration:
         """How long a member may be silent before it counts as lost."""
@@ -116,10 +119,11 @@ class JobSettings(_message.Message):
         max_workers: _builtins.int = ...,
         failure_timeout: _duration_pb2.Duration | None = ...,
         tuning: _builtins.str = ...,
+        replica_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure_timeout", b"failure_timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure_timeout", b"failure_timeout", "max_workers", b"max_workers", "min_workers", b"min_workers", "tuning", b"tuning"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure_timeout", b"failure_timeout", "max_workers", b"max_workers", "min_workers", b"min_workers", "replica_size", b"replica_size", "tuning", b"tuning"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -231,6 +235,8 @@ class Register(_message.Message):
     FORMER_MEMBER_ID_FIELD_NUMBER: _builtins.int
     FORMER_SESSION_TOKEN_FIELD_NUMBER: _builtins.int
     NEWEST_PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """Name of the job, 1 to 128 bytes."""
     protocol_version: _builtins.int
@@ -255,6 +261,12 @@ class Register(_message.Message):
     """The newest version of this protocol that the worker speaks; it speaks all between the two. 0 counts as
     `protocol_version`.
     """
+    replica_id: _builtins.str
+    """Which replica the worker is a part of: 1 to 64 bytes, chosen by its ranks when they start, so it names one run of
+    them. Empty exactly if `settings.replica_size` is 1 or 0.
+    """
+    position: _builtins.int
+    """The worker's position in its replica, from 0."""
     @_builtins.property
     def process(self) -> Global___ProcessIdentity:
         """The worker's process."""
@@ -276,10 +288,12 @@ class Register(_message.Message):
         former_member_id: _builtins.str = ...,
         former_session_token: _builtins.bytes = ...,
         newest_protocol_version: _builtins.int = ...,
+        replica_id: _builtins.str = ...,
+        position: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "process", b"process", "rank", b"rank", "settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "address", b"address", "former_member_id", b"former_member_id", "former_session_token", b"former_session_token", "generation_floor", b"generation_floor", "job", b"job", "newest_protocol_version", b"newest_protocol_version", "process", b"process", "protocol_version", b"protocol_version", "rank", b"rank", "settings", b"settings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "address", b"address", "former_member_id", b"former_member_id", "former_session_token", b"former_session_token", "generation_floor", b"generation_floor", "job", b"job", "newest_protocol_version", b"newest_protocol_version", "position", b"position", "process", b"process", "protocol_version", b"protocol_version", "rank", b"rank", "replica_id", b"replica_id", "settings", b"settings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__rank: _TypeAlias = _typing.Literal["rank"]  # noqa: Y015
     _WhichOneofArgType__rank: _TypeAlias = _typing.Literal["_rank", b"_rank"]  # noqa: Y015
