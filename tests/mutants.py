@@ -445,8 +445,8 @@ MUTANTS = (
     Mutant(
         "who came first gets the seats, whatever others bring",
         f"{PROTOCOL}/_policy.py",
-        "sorted(candidates, key=_brings, reverse=True)[:most]",
-        "candidates[:most]",
+        "sorted(replicas, key=lambda ranks: min(map(_brings, ranks)), reverse=True)[:most]",
+        "replicas[:most]",
         ("unit/protocol/test_lineage.py",),
     ),
     Mutant(

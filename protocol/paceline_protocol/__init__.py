@@ -95,6 +95,7 @@ What the coordinator has stored (effects too)
 from __future__ import annotations
 
 from paceline_protocol._member import MemberState, MemberView, Phase, Take
+from paceline_protocol._replicas import line
 from paceline_protocol._step_word import STEP_WORD_SIZE, StepFlag, agrees, flags_of, step_word
 from paceline_protocol._values import (
     WHOLE,
@@ -112,6 +113,7 @@ from paceline_protocol._values import (
     Tag,
     Verdict,
     View,
+    rank_name,
     share_of,
 )
 from paceline_protocol._versions import OURS, UNTOLD, Versions, has_our_frames
@@ -144,6 +146,8 @@ __all__ = [
     "agrees",
     "flags_of",
     "has_our_frames",
+    "line",
+    "rank_name",
     "share_of",
     "step_word",
 ]

@@ -43,7 +43,7 @@ def check(state: JobState, claim: Registered) -> list[Session]:
     Settings disagree also if one of the two advertises a loopback address, which the other cannot reach.
     """
     _check_alone(claim)
-    if _fits_all(state, claim):
+    if not claim.replica and _fits_all(state, claim):
         return []
     stale_sessions: list[Session] = []
     others: list[Session] = []
@@ -54,6 +54,13 @@ def check(state: JobState, claim: Registered) -> list[Session]:
     for other in others:
         if _is_out_of_reach(claim, other):
             raise SettingsDisagree(_why_out_of_reach(claim, other))
+    for mate in state.sessions.of_replica(claim.replica):
+        if mate.position == claim.position and mate.stream is not None and not was_this_member(claim, mate):
+            raise RankTaken(
+                f"position {claim.position} of replica {claim.replica} of job {state.name!r} is claimed twice: by "
+                f"{mate.process.host} (pid {mate.process.pid}), which has it, and by {claim.process.host} (pid "
+                f"{claim.process.pid})"
+            )
     for holder in others:
         if claim.claimed_rank is None or holder.claimed_rank != claim.claimed_rank or holder.stream is None:
             continue
@@ -97,8 +104,15 @@ def _check_alone(claim: Registered) -> None:
         raise InvalidWorldSize(f"min_workers must be 1 or more, not {least}")
     if most < least:
         raise InvalidWorldSize(f"max_workers ({most}) is below min_workers ({least})")
+    size = claim.settings.replica_size
+    if size < 1 or (size == 1) == bool(claim.replica):
+        raise BadRequest(f"a worker with the replica {claim.replica!r}, in a job of replicas of {size}")
+    if claim.position >= size:
+        raise InvalidRank(f"position {claim.position} is outside a replica of {size}, whose first has number 0")
     if claim.claimed_rank is None:
         return
+    if size > 1:
+        raise InvalidRank("a rank of a replica cannot claim a rank in the job: the coordinator gives replicas numbers")
     if most != least:
         raise InvalidWorldSize(
             f"explicit ranks need min_workers and max_workers to be the world size, not {least} and {most}"
@@ -195,4 +209,5 @@ def _settings_side_by_side(mine: JobSettings, theirs: JobSettings) -> list[tuple
         ("max_workers", mine.max_workers, theirs.max_workers),
         ("failure_timeout", f"{mine.failure_timeout:g} s", f"{theirs.failure_timeout:g} s"),
         ("the table of schedules (PACELINE_TUNING)", mine.tuning or "none", theirs.tuning or "none"),
+        ("the number of ranks of a replica", mine.replica_size, theirs.replica_size),
     ]

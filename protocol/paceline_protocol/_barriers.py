@@ -96,7 +96,7 @@ class Barriers:
                 continue
             due = [a for a in barrier.arrivals.values() if a.deadline <= now]
             missing = [seat for seat in self._view.seats if seat.rank not in barrier.arrivals]
-            ranks = tuple(seat.rank for seat in missing)
+            culprits = tuple(dict.fromkeys(seat.number for seat in missing))
             arrived = f"{len(barrier.arrivals)} of {len(self._view.seats)} members arrived"
             listed = "; ".join(f"{seat.short_label}: {whereabouts(seat.rank)}" for seat in missing[:_NAMED])
             more = f"; and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
@@ -106,7 +106,7 @@ class Barriers:
                     f"missing {listed}{more}"
                 )
                 reason = ErrorReason.ERROR_REASON_TIMEOUT
-                effects.append(Send(arrival.seat.member_id, BarrierFailed(arrival.call, reason, text, ranks)))
+                effects.append(Send(arrival.seat.member_id, BarrierFailed(arrival.call, reason, text, culprits)))
                 del barrier.arrivals[arrival.seat.rank]
             barrier.earliest = min((a.deadline for a in barrier.arrivals.values()), default=float("inf"))
             if not barrier.arrivals:
@@ -131,4 +131,4 @@ class Barriers:
     def _needs_leaver(arrival: _Arrival, name: str, gone: Seat) -> Send:
         text = f"barrier {name!r} cannot be passed: {gone.label} left the job"
         reason = ErrorReason.ERROR_REASON_PEER_LOST
-        return Send(arrival.seat.member_id, BarrierFailed(arrival.call, reason, text, (gone.rank,)))
+        return Send(arrival.seat.member_id, BarrierFailed(arrival.call, reason, text, (gone.number,)))

@@ -6,6 +6,7 @@ its members are known to have ended. A view that is void is void for all of its 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -13,11 +14,15 @@ from paceline_protocol._barriers import Barriers
 from paceline_protocol._breaches import Breaches
 from paceline_protocol._events import Effect, EndSession, Send, StoreEnding, StoreVerdict
 from paceline_protocol._job_state import JobState, Session, Standing
-from paceline_protocol._refusals import SessionEnded
+from paceline_protocol._refusals import ReplicaLost, SessionEnded
+from paceline_protocol._replicas import told
 from paceline_protocol._silence import Leases, Stragglers
 from paceline_protocol._values import Ending, ProtocolSettings, Verdict, View
 from paceline_protocol._verdict import Evidence
 from pacelinepb.v1.errors_pb2 import ErrorReason
+
+_MOST_BROKEN = 1_000
+"""Replicas without a rank that are remembered, for mates that were away when it ended."""
 
 
 class Departures:
@@ -32,6 +37,10 @@ class Departures:
         self.barriers = Barriers(state.view, settings.max_open_barriers)
         self.gone_meanwhile: dict[str, Ending] = {}
         self._unexplained: frozenset[frozenset[int]] = frozenset()  # broken links of the void view, as pairs of ranks
+        self._ended: dict[tuple[str, int], tuple[str, Ending]] = {}  # ranks of replicas that have: what each is called
+        self._broken: OrderedDict[str, str] = OrderedDict()  # replicas without a rank, the latest of them, and why
+        for rank, ending in state.endings.items():
+            self._note_rank(rank, ending)
 
     def lose(self, now: float, lost: list[tuple[Session, Ending]]) -> list[Effect]:
         """Ends the sessions of members that are gone, each with how it went; voids the view if one was in it."""
@@ -57,12 +66,16 @@ class Departures:
         """Remembers how a member of the view went."""
         assert self._state.view is not None
         self._state.endings[rank] = ending
+        self._note_rank(rank, ending)
         return [StoreEnding(self._state.view.generation, rank, ending)]
 
-    def end(self, session: Session, ending: Ending, refusal: SessionEnded | None) -> list[Effect]:
+    def end(self, session: Session, ending: Ending, refusal: SessionEnded | ReplicaLost | None) -> list[Effect]:
         """Forgets a session; `refusal` is None for an orderly end."""
         del self._state.sessions[session.member_id]
         effects: list[Effect] = []
+        if session.standing is Standing.CANDIDATE and session.replica and ending.sure:
+            name = f"{session.process.host} (pid {session.process.pid})"
+            self._ended[session.replica, session.position] = name, replace(ending, orderly=False)
         view, rank = self._state.view, session.rank
         of_view = view is not None and session.generation == view.generation
         if of_view and rank is not None and rank not in self._state.endings:
@@ -70,6 +83,42 @@ class Departures:
         if self._state.forming is not None:
             self.gone_meanwhile[session.member_id] = ending
         return [*effects, EndSession(session.member_id, refusal)]
+
+    def _note_rank(self, rank: int, ending: Ending) -> None:
+        """Notes that a member of the view has surely ended, if it was a rank of a replica."""
+        assert self._state.view is not None
+        seat = self._state.view.seats[rank]
+        if seat.replica and ending.sure:
+            self._ended[seat.replica, rank % seat.replica_size] = seat.label, ending
+
+    def check_replica(self, replica: str) -> None:
+        """Refuses a rank that comes back to a replica which has lost another one meanwhile."""
+        if replica in self._broken:
+            raise ReplicaLost(self._broken[replica])
+
+    def end_mates(self) -> list[Effect]:
+        """Ends the sessions of ranks whose replica has lost one for good: their process groups cannot be mended.
+
+        A rank that is only silent may come back, and a process whose session was replaced is there. A rank that has
+        left in good order is missed once its view is void: its mates may be about to leave too.
+        """
+        effects: list[Effect] = []
+        for (replica, position), (label, ending) in list(self._ended.items()):
+            mates = self._state.sessions.of_replica(replica)
+            back = any(mate.position == position for mate in mates)
+            if mates and not back and ending.orderly and self._state.verdict is None:
+                continue
+            del self._ended[replica, position]
+            if back or self._state.finished is not None:
+                continue
+            text = self._broken.setdefault(replica, f"{label}, a rank of this worker's replica, {ending.how}")
+            if len(self._broken) > _MOST_BROKEN:
+                self._broken.popitem(last=False)
+            lost = ReplicaLost(text)
+            for mate in mates:
+                if mate.standing is not Standing.DISMISSED:
+                    effects += self.end(mate, Ending(f"ended with {label}", orderly=False), lost)
+        return effects
 
     def judge_if_ripe(self, now: float) -> list[Effect]:
         if not self.evidence.is_ripe(now):
@@ -127,8 +176,8 @@ class Departures:
         view = self._state.view
         if view is None or not self._state.is_elastic:
             return False
-        parted, newcomers = set(ranks), set(view.newcomers)
-        rest = [session for session in self._state.present() if session.rank not in parted]
+        parted, newcomers = {view.seats[rank].number for rank in ranks}, set(view.newcomers)
+        rest = [s for s in self._state.present() if view.seats[rank_of(s)].number not in parted]
         return any(session.stream is not None and _may_lead(view, newcomers, session) for session in rest)
 
     def _part(self, session: Session, ending: Ending) -> list[Effect]:
@@ -153,20 +202,21 @@ class Departures:
             self.breaches.hear(self.evidence.breaches())
         self._unexplained = self.evidence.unexplained(verdict)
         self.evidence.clear()
+        heard = told(verdict, view.settings)
         effects: list[Effect] = [StoreVerdict(verdict)]
-        effects += self.barriers.fail_all(verdict)
+        effects += self.barriers.fail_all(heard)
         for seat in view.seats:
             session = self._state.sessions.get(seat.member_id)
             if session is None:
                 continue
             if session.standing is not Standing.DISMISSED:
                 session.standing = Standing.VOID
-            session.verdict = verdict
+            session.verdict = heard
             if session.lease_from is None:  # not seen since a restart: from now on nobody vouches for it
                 session.lease_from = session.heard
                 self.leases.began(session)
             if session.stream is not None:
-                effects.append(Send(session.member_id, verdict))
+                effects.append(Send(session.member_id, heard))
         return effects
 
 

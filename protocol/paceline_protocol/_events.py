@@ -42,6 +42,10 @@ class Registered:
     """Which member this process was before, empty for none."""
     former_token_sha256: bytes = b""
     """Hash of that member's token: the proof that this process was that member."""
+    replica: str = ""
+    """Id of its replica, empty if it is one alone."""
+    position: int = 0
+    """Its position in the replica."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
+from paceline_protocol._replicas import told, whole
 from paceline_protocol._values import Ending, JobSettings, Meet, Process, Progress, Tag, Verdict, View
 from paceline_protocol._versions import Versions
 
@@ -50,6 +51,10 @@ class Session:
     stall. None: a member of a stored view that has not been seen since the restart; others vouch for it."""
     versions: Versions
     """The versions that its program is known to speak. Until a member of a stored view resumes: the view's."""
+    replica: str = ""
+    """Id of its replica, empty if it is one alone."""
+    position: int = 0
+    """Its position in the replica."""
     standing: Standing = Standing.CANDIDATE
     generation: int = 0
     """Generation of the view that it is or was in, 0 for none."""
@@ -111,6 +116,7 @@ class Sessions(dict[str, Session]):
         self._counts: Counter[Hashable] = Counter()
         self._spoken: Counter[Versions] = Counter()
         self._by_process: dict[tuple[str, int], list[Session]] = {}
+        self._by_replica: dict[str, list[Session]] = {}
 
     def __setitem__(self, member_id: str, session: Session) -> None:
         if member_id in self:
@@ -124,6 +130,8 @@ class Sessions(dict[str, Session]):
         self._counts.update(traits)
         self._spoken[session.versions] += 1
         self._by_process.setdefault((session.process.host, session.process.pid), []).append(session)
+        if session.replica:
+            self._by_replica.setdefault(session.replica, []).append(session)
 
     def __delitem__(self, member_id: str) -> None:
         session = self[member_id]
@@ -133,6 +141,10 @@ class Sessions(dict[str, Session]):
         self._by_process[name].remove(session)
         if not self._by_process[name]:
             del self._by_process[name]
+        if session.replica:
+            self._by_replica[session.replica].remove(session)
+            if not self._by_replica[session.replica]:
+                del self._by_replica[session.replica]
         for trait in self._traits.pop(member_id):
             self._counts[trait] -= 1
             if not self._counts[trait]:
@@ -157,6 +169,10 @@ class Sessions(dict[str, Session]):
         """The sessions of a process."""
         alike = self._by_process.get((process.host, process.pid), ())
         return [session for session in alike if session.process.is_same(process)]
+
+    def of_replica(self, replica: str) -> list[Session]:
+        """The sessions of the ranks of a replica."""
+        return list(self._by_replica.get(replica, ()))
 
     def all_agree(self, settings: JobSettings, *, explicit: bool) -> bool:
         """True if all have these settings, and have claimed a rank or not as `explicit` says."""
@@ -244,7 +260,14 @@ class JobState:
         return self.view.base is not None or any(s.has_met for s in self.present())
 
     def present(self) -> list[Session]:
-        """The view's members whose sessions are alive and that were not let go, in rank order."""
+        """The view's members whose sessions are alive and that were not let go, in rank order.
+
+        A rank whose replica is not all there does not count: nobody waits for it, and the line cannot go on from it.
+        """
+        return whole(self.of_view())
+
+    def of_view(self) -> list[Session]:
+        """The same, with ranks whose replicas are not all there."""
         assert self.view is not None
         found = (self.sessions.get(seat.member_id) for seat in self.view.seats)
         return [session for session in found if session is not None and self.is_present(session)]
@@ -260,7 +283,7 @@ class JobState:
 
     def proven(self) -> list[Session]:
         """Candidates that could enter a line's next generation, in order of arrival."""
-        return [s for s in self.met_candidates() if s.met is not None and not s.met.unproven]
+        return whole(s for s in self.met_candidates() if s.met is not None and not s.met.unproven)
 
     def returning(self) -> list[Session]:
         """Former members that wait as candidates and have not yet said which state they hold."""
@@ -325,6 +348,8 @@ def restore(
             generation=view.generation,
             last_generation=view.generation,
             rank=seat.rank,
-            verdict=verdict,
+            verdict=None if verdict is None else told(verdict, view.settings),
+            replica=seat.replica,
+            position=seat.rank % seat.replica_size,
         )
     return state

@@ -26,10 +26,11 @@ from paceline_protocol._events import (
     StoreView,
 )
 from paceline_protocol._job_state import JobState, Session, Standing
-from paceline_protocol._meeting import Awaited, Meeting, what_is_lost
+from paceline_protocol._meeting import Awaited, Meeting, going_candidates, what_is_lost
 from paceline_protocol._orders import Announcer, Orders
 from paceline_protocol._policy import Decision, decide
 from paceline_protocol._refusals import BadRequest, SessionEnded
+from paceline_protocol._replicas import leavers
 from paceline_protocol._values import Ending, Meet, Progress, ProtocolSettings, Seat, Verdict, View
 from paceline_protocol._versions import spoken_by
 from paceline_protocol.messages import Dismissed, Drain, Finished, Spare, StateLost, ViewFormed
@@ -137,7 +138,7 @@ class Lineage:
         ending = Ending("was declared dead by the operator (paceline restart)", orderly=False)
         view = self._state.view
         if view is not None:
-            effects += self._departures.lose(now, [(session, ending) for session in self._state.present()])
+            effects += self._departures.lose(now, [(session, ending) for session in self._state.of_view()])
             for rank, known in list(self._state.endings.items()):
                 if not known.sure:
                     effects += self._departures.mark(rank, ending)
@@ -184,7 +185,7 @@ class Lineage:
         return effects
 
     def _decide(self, now: float, newcomers: list[Session]) -> list[Effect]:
-        effects = self._departures.evict_stragglers(now)
+        effects = self._departures.evict_stragglers(now) + self._departures.end_mates()
         view = self._state.view
         if view is not None and self._line_is_over(view):
             effects += self._forget_view(view)
@@ -297,13 +298,15 @@ class Lineage:
         view = self._state.view
         assert view is not None
         effects: list[Effect] = []
-        present = self._state.present()
+        present = self._state.of_view()
         lost = set(meeting.lost)
         for session in meeting.lost:
             self._become_candidate(now, session)
             effects.append(Send(session.member_id, StateLost(meeting.reason)))
         for session in (session for session in present if session not in lost):
-            assert session.met is not None
+            if session.met is None or not session.has_met:  # it waits for its mates, or for one of them in a collective
+                self._become_candidate(now, session)
+                continue
             if session.met.tag is None:
                 text = (
                     "all members that held the state of the job have ended, and this worker's own state is incomplete: "
@@ -328,7 +331,7 @@ class Lineage:
         live = self._state.live
         if live is None or live.base is None or self._state.forming is not None:
             return []
-        leaving = tuple(s for s in self._state.met_candidates() if s.met is not None and s.met.leaving)
+        leaving = tuple(going_candidates(self._state))
         if not leaving or any(session.has_met for session in self._state.present()):
             return []
         return self._dismiss(now, leaving)
@@ -359,7 +362,8 @@ class Lineage:
     def _form(self, members: tuple[Session, ...], meeting: Meeting | None) -> list[Effect]:
         self._state.generation += 1
         seats = tuple(
-            Seat(rank, s.member_id, s.process, s.address, s.token_sha256, s.arrival) for rank, s in enumerate(members)
+            Seat(rank, s.member_id, s.process, s.address, s.token_sha256, s.arrival, s.replica, s.settings.replica_size)
+            for rank, s in enumerate(members)
         )
         explicit = members[0].claimed_rank is not None
         versions = spoken_by([session.versions for session in members])
@@ -386,11 +390,11 @@ class Lineage:
             # A member went meanwhile, and nobody has heard of this view: it is given up, and its number stays used. Not
             # so a view with a base: on disk it has replaced the one before, whose members would be forgotten.
             return [ForgetView(generation), *self.reconsider(now)]
-        there = self._state.present() if self._state.view is not None else []
+        there = self._state.of_view() if self._state.view is not None else []
         seated = set(sessions)
         unseated = [session for session in there if session not in seated]
-        leavers = tuple(s for s in unseated if s.met is not None and s.met.leaving)
-        spares = [s for s in unseated if s.has_met and not (s.met is not None and s.met.leaving)]
+        going = leavers(unseated)
+        spares = [s for s in unseated if s not in going and (s.has_met or s.replica)]
         self._state.view, self._state.verdict, self._state.vouched_at = view, None, now
         self.waits_since = None
         if view.base is not None:
@@ -407,7 +411,7 @@ class Lineage:
                 session.generation = session.last_generation = generation
                 session.verdict, session.met, session.progress = None, None, Progress()
                 effects.append(Send(session.member_id, ViewFormed.of(view, rank)))
-        effects += self._dismiss(now, leavers)
+        effects += self._dismiss(now, tuple(s for s in unseated if s in going))
         for session in spares:
             self._become_candidate(now, session)
             session.came_back = True

@@ -34,6 +34,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from paceline_protocol._job_state import JobState, Session, Standing
+from paceline_protocol._replicas import leavers, noun, of_one_mind, whole
 from paceline_protocol._seating import holds, seated
 from paceline_protocol._values import WHOLE, Lack, Meet, Seat, Share, Tag, View, lacking, share_of
 
@@ -88,7 +89,8 @@ def convene(state: JobState) -> Meeting:
     if late:
         wording = f"generation {view.generation} is over; waiting for {{}} to stop"
         return Meeting(wording.format(names(view, late)), wording=wording, late=tuple(late))
-    leaders = [session for session in present if _leads(view, session)]
+    leading = [session for session in present if _leads(view, session)]
+    leaders = of_one_mind(leading)
     if not leaders or not _may_speak(view, leaders):
         return _without_leader(state, view, present)
     found = _whole_base(state, view, present, leaders)
@@ -98,12 +100,13 @@ def convene(state: JobState) -> Meeting:
     spread = _met(first).node_size != 1
     manifest = view.manifest or _met(first).manifest
     mismatched = tuple(session for session in [*present, *state.proven()] if _met(session).manifest != manifest)
-    holders = _bring(state, present) if spread else leaders
+    holders = _bring(state, present) if spread else leading
     donors = tuple(s for s in holders if _met(s).state == _met(first).state and _met(s).manifest == manifest)
     meeting = Meeting("", base=base, manifest=manifest, mismatched=mismatched, donors=donors, firm=firm)
     settled = {*donors, *mismatched}
     if not spread:
-        behind = [s for s in present if s not in settled and not _met(s).leaving]
+        going = leavers(present)
+        behind = [s for s in present if s not in settled and s not in going]
         wording = f"waiting for {{}} to take the state of step {base.step}"
     else:
         behind = [s for s in holders if s not in settled and _met(s).prepared == base]
@@ -166,33 +169,37 @@ def what_is_lost(reached: int | None, base: Tag) -> str:
 
 def _seat(state: JobState, view: View, present: Sequence[Session], meeting: Meeting) -> Meeting:
     """Decides who is in the next generation, once all of the old one hold the base."""
-    staying = [session for session in present if not _met(session).leaving]
+    going = leavers(present)
+    staying = [session for session in present if session not in going]
     all_leave = not staying
-    fitting = [s for s in state.proven() if _met(s).manifest == meeting.manifest and not _met(s).leaving]
+    proven = state.proven()
+    going = leavers(proven)
+    fitting = [s for s in proven if _met(s).manifest == meeting.manifest and s not in going]
     kept = staying if staying or view.explicit else present  # with claimed ranks leavers need others in their place
     closed = any(_met(session).closed for session in present) and len(kept) >= _node_size(meeting)
     ready = [] if closed else _in_time(kept, fitting, meeting)
     if all_leave and (fitting or _is_to_be_kept(state, view, present, meeting)):
         # Some member must hold the base then, so they leave one step later.
         donors = set(meeting.donors)
-        staying = [session for session in present if session in donors or _node_size(meeting) != 1]
+        staying = whole(session for session in present if session in donors or _node_size(meeting) != 1)
     if not staying:
         text = f"all members of generation {view.generation} have left"
-        return _with(meeting, text, dismissed=(*present, *_going_candidates(state)))
-    least, most = view.settings.min_workers, view.settings.max_workers
+        return _with(meeting, text, dismissed=(*present, *going_candidates(state)))
+    size, most = view.settings.replica_size, view.settings.most
     incoming = _incoming(view, staying, ready, most)
     members = _in_order(view, staying, incoming, meeting)
-    count, needed = len(members), most if view.explicit else least
+    count, needed = len(members), most if view.explicit else view.settings.min_workers * size
     if (closed or (all_leave and not ready)) and not view.explicit:
-        needed = 1  # no newcomer is admitted until the remaining members have finished their block
+        needed = size  # no newcomer is admitted until the remaining members have finished their block
     stays, comes, sits = set(staying), set(incoming), set(members)
-    leaving = (*(session for session in present if session not in stays), *_going_candidates(state))
+    leaving = (*(session for session in present if session not in stays), *going_candidates(state))
     if count < max(needed, 1):
         return _too_few(state, view, [*staying, *incoming], needed, _with(meeting, "", dismissed=leaving))
     newcomers = tuple(rank for rank, session in enumerate(members) if session in comes)
     spares = tuple(session for session in staying if session not in sits)
-    on, new = len(members) - len(newcomers), len(newcomers)
-    text = f"{on} member{'s'[: on != 1]} of generation {view.generation} {'goes' if on == 1 else 'go'} on"
+    on, new = (len(members) - len(newcomers)) // size, len(newcomers) // size
+    member = "member" if size == 1 else "replica"
+    text = f"{on} {member}{'s'[: on != 1]} of generation {view.generation} {'goes' if on == 1 else 'go'} on"
     if new:
         text += f" with {new} newcomer{'s'[: new != 1]}"
     if spares:
@@ -201,9 +208,10 @@ def _seat(state: JobState, view: View, present: Sequence[Session], meeting: Meet
     return _share_out(view, seating)
 
 
-def _going_candidates(state: JobState) -> list[Session]:
+def going_candidates(state: JobState) -> list[Session]:
     """Candidates that want to leave. They stay until the line surely does not need their state."""
-    return [session for session in state.met_candidates() if _met(session).leaving]
+    going = leavers(state.met_candidates())
+    return [session for session in state.met_candidates() if session in going]
 
 
 def _in_time(staying: Sequence[Session], ready: list[Session], meeting: Meeting) -> list[Session]:
@@ -220,11 +228,12 @@ def _in_time(staying: Sequence[Session], ready: list[Session], meeting: Meeting)
 
 def _too_few(state: JobState, view: View, there: Sequence[Session], needed: int, meeting: Meeting) -> Meeting:
     """No view forms yet. Members that want to leave may, unless the others lack something that they hold."""
-    node = max(1, _node_size(meeting))
-    lacking_ = -(-max(needed, 1) // node) * node - len(there)
+    node, size = max(1, _node_size(meeting)), view.settings.replica_size
+    lacking_ = (-(-max(needed, 1) // node) * node - len(there)) // size
     of_node = f", in nodes of {node}" if node > 1 else ""
     why = f" ({state.verdict.text})" if state.verdict is not None else ""
-    workers = f"{lacking_} more worker{'s'[: lacking_ != 1]} ({len(there)} of at least {needed}{of_node})"
+    known = f"{len(there) // size} of at least {needed // size}{of_node}"
+    workers = f"{lacking_} more {noun(view.settings, lacking_)} ({known})"
     dismissed = set(meeting.dismissed)
     staying = [session for session in meeting.donors if session not in dismissed]
     if meeting.dismissed and _lacks(staying, meeting.base).missing:
@@ -261,7 +270,7 @@ def _in_order(view: View, staying: list[Session], incoming: list[Session], meeti
     assert meeting.base is not None
     if view.explicit:
         return sorted([*staying, *incoming], key=lambda session: session.claimed_rank or 0)
-    return seated(staying, incoming, meeting.base, _node_size(meeting), view.settings.max_workers)
+    return seated(staying, incoming, meeting.base, _node_size(meeting), view.settings.most)
 
 
 def _incoming(view: View, staying: Sequence[Session], ready: Sequence[Session], most: int) -> list[Session]:

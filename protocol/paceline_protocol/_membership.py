@@ -47,6 +47,7 @@ from paceline_protocol._job_state import JobState, Session, Standing
 from paceline_protocol._lineage import Lineage
 from paceline_protocol._policy import Decision
 from paceline_protocol._refusals import BadRequest, SessionEnded
+from paceline_protocol._replicas import of_view
 from paceline_protocol._values import Ending, Process, Progress, ProtocolSettings, Report, Seat, View
 from paceline_protocol.messages import BarrierFailed, Drain, Finished, ViewFormed
 from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -135,6 +136,7 @@ class Membership:
     def _register(self, now: float, event: Registered) -> list[Effect]:
         effects: list[Effect] = []
         self._departures.breaches.check(event.process)
+        self._departures.check_replica(event.replica)
         for stale in admission.check(self.state, event):
             text = f"its place was taken over by {event.process.host} (pid {event.process.pid})"
             effects += self._departures.end(stale, Ending(text, orderly=False), SessionEnded(text))
@@ -155,6 +157,8 @@ class Membership:
             heard=now,
             lease_from=now,
             versions=event.versions,
+            replica=event.replica,
+            position=event.position,
             came_back=bool(seat_freed),
         )
         self.state.sessions[session.member_id] = session
@@ -286,7 +290,7 @@ class Membership:
         if session is None:
             return []
         session.heard = session.lease_from = now
-        report = event.report
+        report = of_view(event.report, session)
         if session.generation < event.generation <= session.last_generation:
             return []  # its line is over
         admission.check_report(session, event)

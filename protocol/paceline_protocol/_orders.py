@@ -9,6 +9,7 @@ from paceline_protocol._job_state import JobState, Session
 from paceline_protocol._lookouts import Lookouts, Sight
 from paceline_protocol._meeting import Meeting
 from paceline_protocol._policy import Decision
+from paceline_protocol._replicas import in_line
 from paceline_protocol._values import WHOLE, Member, Seat, Share, View
 from paceline_protocol.messages import CatchUp, Mismatch, Running, Summons, Waiting
 
@@ -58,8 +59,8 @@ class Donors:
 
 
 def seat_of(session: Session) -> Seat:
-    """A member's address as a seat. A candidate has no rank; it gets rank 0, which is not used."""
-    rank = session.rank or 0
+    """A member's address as a seat of its line. A candidate has no rank; it gets rank 0, which is not used."""
+    rank = (session.rank or 0) // session.settings.replica_size
     return Seat(rank, session.member_id, session.process, session.address, session.token_sha256, session.arrival)
 
 
@@ -85,7 +86,7 @@ class Orders:
         self._state = state
         self._summoned = ""  # the member that was asked to raise the flag in this generation
         self._turns: dict[str, int] = {}  # by member: which donors it is told next
-        self._donors: Donors | None = None  # of the meeting that is on
+        self._donors: dict[int, Donors] = {}  # of the meeting that is on, by position
 
     def forget(self, session: Session) -> None:
         """Forgets what this member was told, so that it is told again."""
@@ -103,7 +104,7 @@ class Orders:
     def give(self, now: float, decision: Decision) -> list[Effect]:
         """The messages to members and candidates, now that the policy has decided."""
         view = self._state.view
-        self._donors = None
+        self._donors.clear()
         if view is None or self._state.finished is not None:
             return [*self.lookouts.look(now, {}, ())]
         effects: list[Effect] = []
@@ -128,23 +129,27 @@ class Orders:
 
     def _tell_candidates(self, view: View) -> list[Effect]:
         effects: list[Effect] = []
-        ended = tuple(sorted(self._state.endings))
+        ended = in_line(self._state.endings, view.settings.replica_size)
         for session in self._state.candidates():
             if session.met is None or session.met.unproven:
                 order = (view.generation, ended)
                 if session.told_to_meet != order:
                     session.told_to_meet = order
-                    effects.append(Send(session.member_id, Running(view, ended)))
+                    effects.append(Send(session.member_id, Running(view, ended, session.position)))
             elif view.base is not None and session.met.manifest != view.manifest:
                 effects += self._mismatch(session, self._state.present())
         return effects
 
     def _who_wait(self) -> Iterator[Session]:
+        """Yields the workers that wait. In a replica without one of its ranks the others do too, wherever they are."""
         yield from self._state.candidates()
-        yield from (session for session in self._state.present() if session.has_met and session.stream is not None)
+        is_void = self._state.verdict is not None
+        for session in self._state.of_view():
+            if session.stream is not None and (session.has_met or (is_void and session.replica)):
+                yield session
 
     def _not_heard_of(self, view: View) -> dict[Sight, list[Seat]]:
-        silent = [view.seats[s.rank] for s in self._state.present() if s.stream is None and s.rank is not None]
+        silent = [view.seats[s.rank] for s in self._state.of_view() if s.stream is None and s.rank is not None]
         silent += [view.seats[rank] for rank, ending in self._state.endings.items() if not ending.sure]
         missing: dict[Sight, list[Seat]] = {}
         for seat in sorted(silent, key=lambda seat: seat.rank):
@@ -181,12 +186,13 @@ class Orders:
         if session.told_to_meet == order:
             return []
         session.told_to_meet, session.catching_up = order, True
-        if self._donors is None:
+        line = session.position
+        if line not in self._donors:
             live = [donor for donor in meeting.donors if donor.met is not None and not donor.met.stored]
-            self._donors = Donors(live)
+            self._donors[line] = Donors([donor for donor in live if donor.position == line])
         turn = self._turns.get(session.member_id, len(self._turns))
         self._turns[session.member_id] = turn + 1
-        donors = self._donors.some(session, turn)
+        donors = self._donors[line].some(session, turn)
         first = meeting.donors[0].met
         fingerprint = first.fingerprint if first is not None else b""
         order_to_take = CatchUp(session.generation, meeting.base, donors, share, fingerprint)
@@ -194,7 +200,8 @@ class Orders:
 
     def _mismatch(self, session: Session, donors: list[Session]) -> list[Effect]:
         view = self._state.view
-        donor = next((each for each in donors if each.stream is not None), None)
+        line = session.position
+        donor = next((each for each in donors if each.stream is not None and each.position == line), None)
         if donor is None or view is None or session.told_to_meet == donor.member_id:
             return []
         session.told_to_meet = donor.member_id

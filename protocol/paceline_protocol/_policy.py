@@ -9,12 +9,14 @@ A decision always has a sentence, which is told to waiting workers, logged, and 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from paceline_protocol._job_state import JobState, Session
 from paceline_protocol._meeting import Meeting, convene, way_out
+from paceline_protocol._replicas import apart, noun, whole
 from paceline_protocol._seating import by_host
-from paceline_protocol._values import Tag, View
+from paceline_protocol._values import JobSettings, Tag, View
 from paceline_protocol._versions import OURS
 
 _NAMED = 8
@@ -62,8 +64,10 @@ def decide(now: float, state: JobState, settle_time: float) -> Decision:
         return Decision(meeting.members or None, reason, meeting=meeting)
     if state.live is not None:
         return _running(state, state.live)
-    candidates = state.candidates()
+    candidates = whole(state.candidates())
     if not candidates:
+        if parts := state.candidates():
+            return Decision(None, f"waiting for the other ranks of {_parts_of(parts)}")
         if state.view is not None:
             return Decision(None, f"generation {state.view.generation} is void, and there is no new worker")
         return Decision(None, "there is no worker")
@@ -95,8 +99,10 @@ def _with_way_out(state: JobState, view: View, text: str) -> str:
 
 
 def _running(state: JobState, live: View) -> Decision:
-    there = len(live.seats) - len(state.endings)
-    text = f"generation {live.generation} is running with {there} {_plural('member', there)}"
+    size = live.settings.replica_size
+    there = (len(live.seats) - len(state.endings)) // size
+    member = "member" if size == 1 else "replica"
+    text = f"generation {live.generation} is running with {there} {_plural(member, there)}"
     if live.lost:
         text += f"; {live.lost}"
     version = _why_old(state, live) if live.version < OURS.newest else ""
@@ -106,7 +112,7 @@ def _running(state: JobState, live: View) -> Decision:
         return Decision(None, reason)
     text += version
     fitting = _fitting(state, live)
-    ready = len(fitting)
+    ready = len(fitting) // size
     if not ready:
         return Decision(None, text)
     if there >= live.settings.max_workers:
@@ -116,7 +122,8 @@ def _running(state: JobState, live: View) -> Decision:
         lacking = node - (there + ready) % node
         spare = f"{ready} {_plural('spare', ready)} {'waits' if ready == 1 else 'wait'} for {lacking} more"
         return Decision(None, f"{text}; {spare}, because members join in nodes of {node}")
-    return Decision(None, f"{text}; {ready} {_plural('newcomer', ready)} will join after this step", summon=True)
+    newcomer = "newcomer" if size == 1 else "new replica"
+    return Decision(None, f"{text}; {ready} {_plural(newcomer, ready)} will join after this step", summon=True)
 
 
 def _why_old(state: JobState, live: View) -> str:
@@ -138,7 +145,7 @@ def spares(state: JobState) -> list[Session]:
     """Candidates that are ready and get no seat before others come, because members come in nodes."""
     if (live := state.live) is None or not (fitting := _fitting(state, live)):
         return []
-    there, most, node = len(live.seats) - len(state.endings), live.settings.max_workers, _node_size(fitting)
+    there, most, node = len(live.seats) - len(state.endings), live.settings.most, _node_size(fitting)
     return fitting if there < most and min(there + len(fitting), most) // node * node <= there else []
 
 
@@ -164,21 +171,28 @@ def _decide_explicit(candidates: list[Session]) -> Decision:
 
 
 def _decide_free(now: float, state: JobState, candidates: list[Session], settle_time: float) -> Decision:
-    least, most = candidates[0].settings.min_workers, candidates[0].settings.max_workers
-    count = len(candidates)
+    settings, replicas = candidates[0].settings, apart(candidates)
+    least, most, count = settings.min_workers, settings.max_workers, len(replicas)
     if count < least:
         lacking = least - count
-        return Decision(None, f"waiting for {lacking} more {_plural('worker', lacking)} ({count} of at least {least})")
+        return Decision(None, f"waiting for {lacking} more {noun(settings, lacking)} ({count} of at least {least})")
     if count >= most:
-        chosen = sorted(candidates, key=_brings, reverse=True)[:most]
-        return Decision(tuple(by_host(chosen)), f"{_there(most)}, the maximum")
+        chosen = sorted(replicas, key=lambda ranks: min(map(_brings, ranks)), reverse=True)[:most]
+        return Decision(_in_order(chosen), f"{_there(settings, most)}, the maximum")
+    there = _there(settings, count)
     settled_at = _settled_at(state, candidates[0], settle_time)
     if now >= settled_at:
-        return Decision(tuple(by_host(candidates)), f"{_there(count)} and no more joined for {settle_time:g} s")
+        return Decision(_in_order(replicas), f"{there} and no more joined for {settle_time:g} s")
     if settled_at == _patient_until(state, candidates[0]):
-        text = f"{_there(count)} (at least {least}); former members of the job have time to come back"
+        text = f"{there} (at least {least}); former members of the job have time to come back"
         return Decision(None, text, settled_at)
-    return Decision(None, f"{_there(count)} (at least {least}); waiting up to {settle_time:g} s for more", settled_at)
+    return Decision(None, f"{there} (at least {least}); waiting up to {settle_time:g} s for more", settled_at)
+
+
+def _in_order(replicas: Sequence[Sequence[Session]]) -> tuple[Session, ...]:
+    """Returns the ranks of replicas in the order of their seats: replicas of a host are neighbours."""
+    ranks = {ranks[0]: ranks for ranks in replicas}
+    return tuple(session for first in by_host(ranks) for session in ranks[first])
 
 
 def _patient_until(state: JobState, candidate: Session) -> float:
@@ -202,8 +216,17 @@ def _brings(session: Session) -> Tag:
     return (session.met.tag if session.met is not None else None) or Tag(0, 0)
 
 
-def _there(count: int) -> str:
-    return f"{count} {_plural('worker', count)} {'is' if count == 1 else 'are'} there"
+def _there(settings: JobSettings, count: int) -> str:
+    return f"{count} {noun(settings, count)} {'is' if count == 1 else 'are'} there"
+
+
+def _parts_of(sessions: Sequence[Session]) -> str:
+    """Names the replicas of these ranks."""
+    count = len({session.replica for session in sessions})
+    here = ", ".join(f"{s.process.host} (pid {s.process.pid})" for s in sessions[:_NAMED])
+    more = f" and {len(sessions) - _NAMED} more" if len(sessions) > _NAMED else ""
+    are = "is" if len(sessions) == 1 else "are"
+    return f"{count} {noun(sessions[0].settings, count)}, of which {here}{more} {are} there"
 
 
 def _plural(noun: str, count: int) -> str:

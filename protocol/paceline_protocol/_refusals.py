@@ -25,6 +25,12 @@ class SessionEnded(Refused):
     reason = ErrorReason.ERROR_REASON_SESSION_ENDED
 
 
+class ReplicaLost(Refused):
+    """A rank of the member's replica has ended, so that the replica is of no use any more; the text names it."""
+
+    reason = ErrorReason.ERROR_REASON_REPLICA_LOST
+
+
 class Barred(Refused):
     """The job has parted with the worker over breaches of the protocol, and does not take it any more."""
 

@@ -62,6 +62,13 @@ class JobSettings:
     """Seconds of silence after which a member counts as lost."""
     tuning: str = ""
     """Hash of the table by which members choose among schedules."""
+    replica_size: int = 1
+    """Number of ranks that hold one copy of the model between them. The bounds above count replicas."""
+
+    @property
+    def most(self) -> int:
+        """The most ranks in a view."""
+        return self.max_workers * self.replica_size
 
     @property
     def heartbeat_interval(self) -> float:
@@ -257,16 +264,30 @@ class Seat(Member):
     """Only the hash is kept, so the state file reveals no session."""
     arrival: int
     """Position in the order of arrival; the greater, the younger."""
+    replica: str = ""
+    """Id of its replica, empty if it is one alone."""
+    replica_size: int = 1
+    """Number of ranks of its replica. They have consecutive ranks in the view, in the order of their positions."""
+
+    @property
+    def number(self) -> int:
+        """Number of its replica in the view."""
+        return self.rank // self.replica_size
 
     @property
     def label(self) -> str:
         """Names the member in a sentence: rank, host and pid."""
-        return f"rank {self.rank} ({self.process.host}, pid {self.process.pid})"
+        return f"{rank_name(self.rank, self.replica_size)} ({self.process.host}, pid {self.process.pid})"
 
     @property
     def short_label(self) -> str:
         """Names the member in a list: rank and host."""
-        return f"rank {self.rank} ({self.process.host})"
+        return f"{rank_name(self.rank, self.replica_size)} ({self.process.host})"
+
+
+def rank_name(rank: int, replica_size: int) -> str:
+    """Names a rank of a view: "rank 2", or "rank 0 of replica 1"."""
+    return f"rank {rank}" if replica_size == 1 else f"rank {rank % replica_size} of replica {rank // replica_size}"
 
 
 @dataclass(frozen=True, slots=True)

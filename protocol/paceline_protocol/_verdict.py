@@ -200,7 +200,9 @@ def _timeout(now: float, case: Case, report: Report) -> Verdict:
     progress = case.progress or {}
     # A member that reports is inside its operation, whatever its last heartbeat said.
     inside = {r.reporter for r in case.reports if r.operation >= report.operation}
-    late = {r for r, p in progress.items() if p.operation < report.operation and r not in inside}
+    size = case.view.settings.replica_size
+    line = {r: p for r, p in progress.items() if r % size == report.reporter % size}  # each line counts for itself
+    late = {r for r, p in line.items() if p.operation < report.operation and r not in inside}
     if not late:
         blamed = set() if report.accused is None else {report.accused}
         return _verdict(case, report, blamed, report.text)

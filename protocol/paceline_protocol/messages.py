@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline_protocol._replicas import in_line
 from paceline_protocol._values import Member, Process, Share, Tag, Verdict, View
 from paceline_protocol._versions import UNTOLD
 from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -67,11 +68,15 @@ class ViewFormed:
     """A sentence about earlier training that is lost; empty if there is none."""
     version: int = UNTOLD.newest
     """The version of the protocol that the members of this generation speak with each other."""
+    position: int = 0
+    """The receiver's position in its replica. What it is told is about the ranks with the same one."""
 
     @classmethod
     def of(cls, view: View, rank: int) -> ViewFormed:
-        """Makes the message for the member with this rank."""
-        return cls(view, rank, view.base, view.newcomers, view.lost, view.version)
+        """Makes the message for the member with this rank of the view."""
+        number, position = divmod(rank, size := view.settings.replica_size)
+        newcomers = in_line((each for each in view.newcomers if each % size == position), size)
+        return cls(view, number, view.base, newcomers, view.lost, view.version, position)
 
     @property
     def generation(self) -> int:
@@ -87,6 +92,8 @@ class Running:
     """See `ViewFormed.members`."""
     ended: tuple[int, ...]
     """Ranks of members that have ended."""
+    position: int = 0
+    """See `ViewFormed.position`."""
 
     @property
     def generation(self) -> int:

@@ -60,7 +60,7 @@ def write_message(message: Message) -> pb.SessionResponse:
             return pb.SessionResponse(view_formed=_write_view_formed(message))
         case Verdict():
             return pb.SessionResponse(verdict=write_verdict(message))
-        case Running(MemberList() as members, ended):
+        case Running(MemberList() as members, ended, _):
             running = pb.Running(
                 generation=members.generation,
                 world_size=members.world_size,

@@ -58,6 +58,7 @@ MOST: Mapping[str, int] = {
     "ProcessIdentity.node": 128,
     "Register.former_member_id": _MEMBER,
     "Register.former_session_token": _TOKEN,
+    "Register.replica_id": 64,
     "ReportExitRequest.job": _JOB,
     "RestartJobRequest.job": _JOB,
     "Resume.job": _JOB,

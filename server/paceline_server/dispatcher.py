@@ -178,7 +178,8 @@ class Dispatcher:
                 self._places.take(member_id, self._places.payer_of(stored.name, None), stored.name)
             self.observatory.begin(now, state)
             if stored.view is not None:
-                self._pages(job, stored.view)  # the members of the job have this list
+                for position in range(stored.view.settings.replica_size):  # the members of the job have these lists
+                    self._pages(job, stored.view, position)
             self._apply_alone(job, Ticked())
         self._timers.start()
         if self.epoch:
@@ -287,6 +288,8 @@ class Dispatcher:
             versions=versions,
             former_member_id=message.former_member_id,
             former_token_sha256=wire.token_hash(message.former_session_token),
+            replica=wire.read_replica(message),
+            position=message.position,
         )
         job = self.find(name)
         sessions = job.membership.state.sessions if job is not None else {}
@@ -358,15 +361,20 @@ class Dispatcher:
             raise SessionEnded("the token is not that of the session")
         return job
 
-    def page(self, name: str, generation: int, number: int, known_sha256: bytes) -> bytes:
-        """Returns a serialised page of a view, or the changes since the view whose hash the worker knows."""
+    def page(self, name: str, generation: int, number: int, known_sha256: bytes, position: int = 0) -> bytes:
+        """Returns a serialised page of a view, or the changes since the view whose hash the worker knows.
+
+        In a job of replicas it is about the ranks with that position.
+        """
         job = self.find(name)
         if job is None:
             raise NotFound(f"there is no job {name!r}")
         view = job.membership.state.view
         if view is None or view.generation != generation:
             raise StaleGeneration(f"generation {generation} of job {name!r} is not the current one")
-        pages = self._pages(job, view)
+        if position >= view.settings.replica_size:
+            raise BadRequest(f"a replica of this job has {view.settings.replica_size} ranks: no position {position}")
+        pages = self._pages(job, view, position)
         page = pages.page(number, known_sha256)
         if page is None:
             raise BadRequest(f"the view has {len(pages.pages)} pages; there is no page {number}")
@@ -448,7 +456,7 @@ class Dispatcher:
     def _perform(self, job: Job, effect: Effect) -> None:
         match effect:
             case Send(member_id, (ViewFormed(View() as view) | Running(View() as view)) as message):
-                announced = self._pages(job, view).announced
+                announced = self._pages(job, view, message.position).announced
                 self._push(member_id, write_message(replace(message, members=announced)))
             case Send(member_id, message):
                 self._push(member_id, write_message(message))
@@ -516,10 +524,11 @@ class Dispatcher:
 
         self.storage.write(()).add_done_callback(stored)
 
-    def _pages(self, job: Job, view: View) -> ViewPages:
-        if job.pages is None or job.pages.view is not view:
-            job.pages = ViewPages.of(view, self.settings.page_members, job.pages)
-        return job.pages
+    def _pages(self, job: Job, view: View, position: int) -> ViewPages:
+        pages = job.pages.get(position)
+        if pages is None or pages.view is not view:
+            pages = job.pages[position] = ViewPages.of(view, position, self.settings.page_members, pages)
+        return pages
 
     # Streams and jobs -------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ Refused
     NotFound             no such job, member or key
     StaleGeneration      the generation acted upon is not the current one
     SessionEnded         the session has ended, or was never there
+    ReplicaLost          a rank of the member's replica has ended
     Barred               the worker broke the protocol too often, and is not taken any more
     RankTaken            two members claim one rank
     InvalidRank          the rank is outside the world
@@ -33,6 +34,7 @@ from paceline_protocol.coordinator import (
     InvalidWorldSize,
     RankTaken,
     Refused,
+    ReplicaLost,
     SessionEnded,
     SettingsDisagree,
     VersionMismatch,
@@ -54,6 +56,7 @@ __all__ = [
     "PermissionDenied",
     "RankTaken",
     "Refused",
+    "ReplicaLost",
     "SessionEnded",
     "SettingsDisagree",
     "StaleGeneration",
@@ -133,6 +136,7 @@ STATUS: Mapping[type[Refused], grpc.StatusCode] = {
     NotFound: grpc.StatusCode.NOT_FOUND,
     StaleGeneration: grpc.StatusCode.FAILED_PRECONDITION,
     SessionEnded: grpc.StatusCode.FAILED_PRECONDITION,
+    ReplicaLost: grpc.StatusCode.FAILED_PRECONDITION,
     Barred: grpc.StatusCode.FAILED_PRECONDITION,
     RankTaken: grpc.StatusCode.INVALID_ARGUMENT,
     InvalidRank: grpc.StatusCode.INVALID_ARGUMENT,

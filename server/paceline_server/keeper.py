@@ -65,8 +65,8 @@ class Job:
     timer: asyncio.TimerHandle | None = None
     failed: bool = False
     """True if a bug has ended the job's sessions: the job decides nothing more."""
-    pages: ViewPages | None = None
-    """The member list of the last view that was pushed or requested."""
+    pages: dict[int, ViewPages] = field(default_factory=dict)
+    """The member lists of the last view that was pushed or requested, by position in a replica."""
 
 
 class Keeper:

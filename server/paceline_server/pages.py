@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline_protocol import Seat, View
+from paceline_protocol import Seat, View, line
 from paceline_protocol.messages import MemberList
 from paceline_protocol.translation import write_member
 from pacelinepb.v1 import session_pb2 as pb
@@ -18,34 +18,38 @@ from pacelinepb.v1 import session_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class ViewPages:
-    """The pages of one view: serialised `GetViewResponse`s with the members in rank order.
+    """The pages of one line of a view: serialised `GetViewResponse`s with the members in rank order.
+
+    `seats` are those of the ranks with one position in their replicas; without replicas, all of them.
 
     `sha256` is the hash of the concatenated pages, and `known_sha256` that of the previous view, empty if that view is
     not known. `changes` is for members that have the list of the previous view.
     """
 
     view: View
+    seats: tuple[Seat, ...]
     pages: tuple[bytes, ...]
     sha256: bytes
     known_sha256: bytes = b""
     changes: bytes = b""
 
     @classmethod
-    def of(cls, view: View, page_members: int, before: ViewPages | None = None) -> ViewPages:
+    def of(cls, view: View, position: int, page_members: int, before: ViewPages | None = None) -> ViewPages:
         """Serialises a view. The same view gives the same bytes after a restart too."""
+        seats = tuple(line(view, position))
         pages = tuple(
-            pb.GetViewResponse(members=map(write_member, view.seats[first : first + page_members])).SerializeToString(
+            pb.GetViewResponse(members=map(write_member, seats[first : first + page_members])).SerializeToString(
                 deterministic=True
             )
-            for first in range(0, len(view.seats), page_members)
+            for first in range(0, len(seats), page_members)
         )
         sha256 = hashlib.sha256(b"".join(pages)).digest()
         if before is None:
-            return cls(view, pages, sha256)
-        changes = pb.GetViewResponse(stretches=_stretches(before.view.seats, view.seats)).SerializeToString()
+            return cls(view, seats, pages, sha256)
+        changes = pb.GetViewResponse(stretches=_stretches(before.seats, seats)).SerializeToString()
         if len(changes) > len(pages[0]):  # the changes must fit into one message
-            return cls(view, pages, sha256)
-        return cls(view, pages, sha256, before.sha256, changes)
+            return cls(view, seats, pages, sha256)
+        return cls(view, seats, pages, sha256, before.sha256, changes)
 
     def page(self, number: int, known_sha256: bytes) -> bytes | None:
         """Returns a page for a worker that has the list with this hash (empty: no list); None if there is none."""
@@ -56,7 +60,7 @@ class ViewPages:
     @property
     def announced(self) -> MemberList:
         """The announcement of the list, for the messages about the view."""
-        return MemberList(self.view.generation, self.view.world_size, self.sha256, len(self.pages))
+        return MemberList(self.view.generation, len(self.seats), self.sha256, len(self.pages))
 
 
 def _stretches(before: Sequence[Seat], seats: Sequence[Seat]) -> list[pb.Stretch]:

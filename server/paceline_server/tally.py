@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from paceline_protocol import Counters, Ending, Seat, Verdict, View
+from paceline_protocol import Counters, Ending, Seat, Verdict, View, rank_name
 from paceline_protocol.coordinator import (
     AddressRefused,
     DrainAsked,
@@ -289,7 +289,7 @@ class Tally:
         found = self._kept_by(member, before)
         if is_first:  # what it did before this coordinator started, the one before has counted
             before = event.counters
-        self._add_up(before, event.counters)
+        self._add_up(before, event.counters, member.session.position)
         self._advanced(now, event, member, before, state)
         return found
 
@@ -415,12 +415,13 @@ class Tally:
         kind = "left" if orderly else "lost"
         return [self._happening(kind, f"{_label(session)} {how}", session.last_generation)]
 
-    def _add_up(self, before: Counters, now: Counters) -> None:
+    def _add_up(self, before: Counters, now: Counters, position: int) -> None:
         """Adds to the sums what a member has counted since its last heartbeat. Members choose their numbers.
 
         A sum that fell would be no counter, and one below 0 no message could say.
         """
-        self.samples += max(0, now.samples - before.samples)
+        if position == 0:  # all ranks of a replica take the same samples
+            self.samples += max(0, now.samples - before.samples)
         self.waited += max(0.0, now.in_collectives - before.in_collectives)
         self.state_bytes += max(0, now.state_bytes - before.state_bytes)
         self.state_time += max(0.0, now.state_time - before.state_time)
@@ -497,7 +498,7 @@ class Tally:
         use: Use | None = "reforming"
         if state.finished is not None or here is None:
             use = None if state.finished is not None or not state.sessions else "waiting"
-        elif state.view is None or len(self._here) < here.settings.min_workers:
+        elif state.view is None or len(self._here) < here.settings.min_workers * here.settings.replica_size:
             use = "waiting"
         if use != self._use:
             self._count(now)
@@ -563,7 +564,8 @@ def _how_it_went(event: Event) -> str:
 
 def _label(session: Session) -> str:
     process = session.process
-    name = f"rank {session.rank}" if session.rank is not None else "a worker"
+    size = session.settings.replica_size
+    name = rank_name(session.rank, size) if session.rank is not None else "a worker"
     return f"{name} ({process.host}, pid {process.pid})"
 
 

@@ -34,6 +34,10 @@ _CENTURY = 3.15e9
 
 _TUNING = re.compile(r"([0-9a-f]{16})?")
 
+_MOST_RANKS = 1 << 16
+
+_REPLICA = re.compile(r"[!-~]{0,64}")
+
 _LONGEST_DOING = 64
 
 _KIND = re.compile(r"[a-z0-9_]{1,16}")
@@ -130,7 +134,16 @@ def read_settings(message: pb.JobSettings, settings: ServerSettings) -> JobSetti
         )
     if not _TUNING.fullmatch(message.tuning):
         raise BadRequest("settings.tuning must be 16 hexadecimal digits, or empty")
-    return JobSettings(message.min_workers, message.max_workers, timeout, message.tuning)
+    if (size := message.replica_size or 1) > _MOST_RANKS:
+        raise BadRequest(f"a replica has at most {_MOST_RANKS} ranks, not {size}")
+    return JobSettings(message.min_workers, message.max_workers, timeout, message.tuning, size)
+
+
+def read_replica(message: pb.Register) -> str:
+    """Reads the id of a worker's replica, empty if it is one alone."""
+    if not _REPLICA.fullmatch(message.replica_id):
+        raise BadRequest("the id of a replica has at most 64 characters of ASCII, without spaces")
+    return message.replica_id
 
 
 def read_progress(now: float, message: pb.Heartbeat) -> Progress:
@@ -184,6 +197,7 @@ def write_settings(settings: JobSettings) -> pb.JobSettings:
         max_workers=settings.max_workers,
         failure_timeout=to_duration(settings.failure_timeout),
         tuning=settings.tuning,
+        replica_size=settings.replica_size,
     )
 
 

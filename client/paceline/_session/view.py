@@ -28,9 +28,13 @@ the method has changed on the way and is no longer valid UTF-8."""
 
 
 class MemberLists:
-    """Fetches the member lists of one session. Of a later view it fetches only the changes since the last list."""
+    """Fetches the member lists of one session. Of a later view it fetches only the changes since the last list.
 
-    def __init__(self) -> None:
+    `position` is this worker's in its replica: the lists have the ranks with the same one.
+    """
+
+    def __init__(self, position: int = 0) -> None:
+        self._position = position
         self._known: list[pb.Member] = []
         self._known_sha256 = b""
 
@@ -49,7 +53,7 @@ class MemberLists:
         while True:
             try:
                 until = min(deadline, time.monotonic() + _ATTEMPT_S * 2.0**attempt)
-                pages = await _fetch_pages(channel, job, announced, until, known_sha256)
+                pages = await _fetch_pages(channel, job, announced, until, known_sha256, self._position)
                 members = _changed(known, pages[0], announced) if _has_changes(pages) else _read(pages, announced)
             except aio.AioRpcError as error:
                 refused += not is_transient(error) and error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
@@ -69,7 +73,12 @@ class MemberLists:
 
 
 async def _fetch_pages(
-    channel: CoordinatorChannel, job: str, announced: MemberList, deadline: float, known_sha256: bytes
+    channel: CoordinatorChannel,
+    job: str,
+    announced: MemberList,
+    deadline: float,
+    known_sha256: bytes,
+    position: int,
 ) -> list[bytes]:
     """Returns all pages, or one with the changes since the list that is known."""
     pages: list[bytes] = []
@@ -78,7 +87,7 @@ async def _fetch_pages(
         method = untyped(on.unary_unary)(
             "/pacelinepb.v1.SessionService/GetView", request_serializer=pb.GetViewRequest.SerializeToString
         )  # no deserializer: the hash covers the bytes as they arrived
-        request = pb.GetViewRequest(job=job, generation=announced.generation, page=len(pages))
+        request = pb.GetViewRequest(job=job, generation=announced.generation, page=len(pages), position=position)
         if not pages:
             request.known_sha256 = known_sha256
         answer: Awaitable[bytes] = method(request, timeout=max(0.1, deadline - time.monotonic()), wait_for_ready=True)

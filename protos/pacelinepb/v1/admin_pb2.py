@@ -27,7 +27,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from pacelinepb.v1 import session_pb2 as pacelinepb_dot_v1_dot_session__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pacelinepb/v1/admin.proto\x12\rpacelinepb.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1bpacelinepb/v1/session.proto\"\x8a\x02\n\nJobSummary\x12\x0c\n\x04name\x18\x01 \x01(\t\x12&\n\x05phase\x18\x02 \x01(\x0e\x32\x17.pacelinepb.v1.JobPhase\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12\x0f\n\x07waiting\x18\x05 \x01(\r\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12)\n\x06waited\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x06totals\x18\x08 \x01(\x0b\x32\x18.pacelinepb.v1.JobTotals\x12\x13\n\x0bmin_workers\x18\t \x01(\r\x12\x13\n\x0bmax_workers\x18\n \x01(\r\"\x92\x02\n\tJobTotals\x12\x11\n\tcommitted\x18\x01 \x01(\x04\x12\x0e\n\x06undone\x18\x02 \x01(\x04\x12\x0f\n\x07samples\x18\x03 \x01(\x04\x12\x13\n\x0bgenerations\x18\x04 \x01(\x04\x12\x14\n\x0cmembers_lost\x18\x05 \x01(\x04\x12\x0c\n\x04step\x18\x06 \x01(\x04\x12\x18\n\x10steps_per_second\x18\x07 \x01(\x01\x12\x0f\n\x07goodput\x18\x08 \x01(\x01\x12;\n\nsent_bytes\x18\t \x03(\x0b\x32\'.pacelinepb.v1.JobTotals.SentBytesEntry\x1a\x30\n\x0eSentBytesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x7f\n\x08JobEvent\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12&\n\x02\x61t\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0b\n\x03job\x18\x03 \x01(\t\x12\x0c\n\x04kind\x18\x04 \x01(\t\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\x0c\n\x04text\x18\x06 \x01(\t\"y\n\nGoneMember\x12%\n\x06member\x18\x01 \x01(\x0b\x32\x15.pacelinepb.v1.Member\x12&\n\x03\x61go\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0b\n\x03how\x18\x03 \x01(\t\x12\x0f\n\x07in_view\x18\x04 \x01(\x08\"\xc1\x01\n\x0cMemberStatus\x12%\n\x06member\x18\x01 \x01(\x0b\x32\x15.pacelinepb.v1.Member\x12\x0f\n\x07in_view\x18\x02 \x01(\x08\x12\x10\n\x08\x61ttached\x18\x03 \x01(\x08\x12)\n\x06silent\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x08progress\x18\x05 \x01(\x0b\x32\x18.pacelinepb.v1.Heartbeat\x12\x10\n\x08standing\x18\x06 \x01(\t\"\x11\n\x0fListJobsRequest\"b\n\x10ListJobsResponse\x12\'\n\x04jobs\x18\x01 \x03(\x0b\x32\x19.pacelinepb.v1.JobSummary\x12%\n\x06leader\x18\x02 \x01(\x0b\x32\x15.pacelinepb.v1.Leader\"(\n\x06Leader\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x1c\n\rGetJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\xf5\x02\n\x0eGetJobResponse\x12*\n\x07summary\x18\x01 \x01(\x0b\x32\x19.pacelinepb.v1.JobSummary\x12,\n\x08settings\x18\x02 \x01(\x0b\x32\x1a.pacelinepb.v1.JobSettings\x12,\n\x07members\x18\x03 \x03(\x0b\x32\x1b.pacelinepb.v1.MemberStatus\x12,\n\x07verdict\x18\x04 \x01(\x0b\x32\x16.pacelinepb.v1.VerdictH\x00\x88\x01\x01\x12\'\n\x04gone\x18\x05 \x03(\x0b\x32\x19.pacelinepb.v1.GoneMember\x12(\n\x06totals\x18\x06 \x01(\x0b\x32\x18.pacelinepb.v1.JobTotals\x12\'\n\x06\x65vents\x18\x07 \x03(\x0b\x32\x17.pacelinepb.v1.JobEvent\x12%\n\x06leader\x18\x08 \x01(\x0b\x32\x15.pacelinepb.v1.LeaderB\n\n\x08_verdict\"=\n\x11ListEventsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\x04\x12\x0c\n\x04most\x18\x03 \x01(\r\"K\n\x12ListEventsResponse\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.pacelinepb.v1.JobEvent\x12\x0c\n\x04next\x18\x02 \x01(\x04\"3\n\x13\x44rainMembersRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0f\n\x07members\x18\x02 \x03(\t\"*\n\x14\x44rainMembersResponse\x12\x12\n\nmember_ids\x18\x01 \x03(\t\" \n\x11RestartJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"%\n\x12RestartJobResponse\x12\x0f\n\x07members\x18\x01 \x03(\t\"\x1f\n\x10\x46orgetJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\x13\n\x11\x46orgetJobResponse\"\x93\x01\n\x11\x41skMembersRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12%\n\x04what\x18\x02 \x01(\x0e\x32\x17.pacelinepb.v1.Question\x12\x0f\n\x07members\x18\x03 \x03(\t\x12\x0c\n\x04pids\x18\x04 \x03(\r\x12+\n\x08patience\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xca\x01\n\x12\x41skMembersResponse\x12%\n\x06member\x18\x01 \x01(\x0b\x32\x15.pacelinepb.v1.Member\x12\x0f\n\x07in_view\x18\x02 \x01(\x08\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x0f\n\x07trouble\x18\x04 \x01(\t\x12,\n\x08\x61sked_at\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x61nswered_at\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp*\x7f\n\x08JobPhase\x12\x19\n\x15JOB_PHASE_UNSPECIFIED\x10\x00\x12\x15\n\x11JOB_PHASE_WAITING\x10\x01\x12\x15\n\x11JOB_PHASE_RUNNING\x10\x02\x12\x12\n\x0eJOB_PHASE_VOID\x10\x03\x12\x16\n\x12JOB_PHASE_FINISHED\x10\x04\x32\xc6\x04\n\x0c\x41\x64minService\x12K\n\x08ListJobs\x12\x1e.pacelinepb.v1.ListJobsRequest\x1a\x1f.pacelinepb.v1.ListJobsResponse\x12\x45\n\x06GetJob\x12\x1c.pacelinepb.v1.GetJobRequest\x1a\x1d.pacelinepb.v1.GetJobResponse\x12W\n\x0c\x44rainMembers\x12\".pacelinepb.v1.DrainMembersRequest\x1a#.pacelinepb.v1.DrainMembersResponse\x12Q\n\nRestartJob\x12 .pacelinepb.v1.RestartJobRequest\x1a!.pacelinepb.v1.RestartJobResponse\x12N\n\tForgetJob\x12\x1f.pacelinepb.v1.ForgetJobRequest\x1a .pacelinepb.v1.ForgetJobResponse\x12Q\n\nListEvents\x12 .pacelinepb.v1.ListEventsRequest\x1a!.pacelinepb.v1.ListEventsResponse\x12S\n\nAskMembers\x12 .pacelinepb.v1.AskMembersRequest\x1a!.pacelinepb.v1.AskMembersResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pacelinepb/v1/admin.proto\x12\rpacelinepb.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1bpacelinepb/v1/session.proto\"\xa0\x02\n\nJobSummary\x12\x0c\n\x04name\x18\x01 \x01(\t\x12&\n\x05phase\x18\x02 \x01(\x0e\x32\x17.pacelinepb.v1.JobPhase\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12\x0f\n\x07waiting\x18\x05 \x01(\r\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12)\n\x06waited\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x06totals\x18\x08 \x01(\x0b\x32\x18.pacelinepb.v1.JobTotals\x12\x13\n\x0bmin_workers\x18\t \x01(\r\x12\x13\n\x0bmax_workers\x18\n \x01(\r\x12\x14\n\x0creplica_size\x18\x0b \x01(\r\"\x92\x02\n\tJobTotals\x12\x11\n\tcommitted\x18\x01 \x01(\x04\x12\x0e\n\x06undone\x18\x02 \x01(\x04\x12\x0f\n\x07samples\x18\x03 \x01(\x04\x12\x13\n\x0bgenerations\x18\x04 \x01(\x04\x12\x14\n\x0cmembers_lost\x18\x05 \x01(\x04\x12\x0c\n\x04step\x18\x06 \x01(\x04\x12\x18\n\x10steps_per_second\x18\x07 \x01(\x01\x12\x0f\n\x07goodput\x18\x08 \x01(\x01\x12;\n\nsent_bytes\x18\t \x03(\x0b\x32\'.pacelinepb.v1.JobTotals.SentBytesEntry\x1a\x30\n\x0eSentBytesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x7f\n\x08JobEvent\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12&\n\x02\x61t\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0b\n\x03job\x18\x03 \x01(\t\x12\x0c\n\x04kind\x18\x04 \x01(\t\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\x0c\n\x04text\x18\x06 \x01(\t\"y\n\nGoneMember\x12%\n\x06member\x18\x01 \x01(\x0b\x32\x15.pacelinepb.v1.Member\x12&\n\x03\x61go\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0b\n\x03how\x18\x03 \x01(\t\x12\x0f\n\x07in_view\x18\x04 \x01(\x08\"\xc1\x01\n\x0cMemberStatus\x12%\n\x06member\x18\x01 \x01(\x0b\x32\x15.pacelinepb.v1.Member\x12\x0f\n\x07in_view\x18\x02 \x01(\x08\x12\x10\n\x08\x61ttached\x18\x03 \x01(\x08\x12)\n\x06silent\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x08progress\x18\x05 \x01(\x0b\x32\x18.pacelinepb.v1.Heartbeat\x12\x10\n\x08standing\x18\x06 \x01(\t\"\x11\n\x0fListJobsRequest\"b\n\x10ListJobsResponse\x12\'\n\x04jobs\x18\x01 \x03(\x0b\x32\x19.pacelinepb.v1.JobSummary\x12%\n\x06leader\x18\x02 \x01(\x0b\x32\x15.pacelinepb.v1.Leader\"(\n\x06Leader\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x1c\n\rGetJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\xf5\x02\n\x0eGetJobResponse\x12*\n\x07summary\x18\x01 \x01(\x0b\x32\x19.pacelinepb.v1.JobSummary\x12,\n\x08settings\x18\x02 \x01(\x0b\x32\x1a.pacelinepb.v1.JobSettings\x12,\n\x07members\x18\x03 \x03(\x0b\x32\x1b.pacelinepb.v1.MemberStatus\x12,\n\x07verdict\x18\x04 \x01(\x0b\x32\x16.pacelinepb.v1.VerdictH\x00\x88\x01\x01\x12\'\n\x04gone\x18\x05 \x03(\x0b\x32\x19.pacelinepb.v1.GoneMember\x12(\n\x06totals\x18\x06 \x01(\x0b\x32\x18.pacelinepb.v1.JobTotals\x12\'\n\x06\x65vents\x18\x07 \x03(\x0b\x32\x17.pacelinepb.v1.JobEvent\x12%\n\x06leader\x18\x08 \x01(\x0b\x32\x15.pacelinepb.v1.LeaderB\n\n\x08_verdict\"=\n\x11ListEventsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\x04\x12\x0c\n\x04most\x18\x03 \x01(\r\"K\n\x12ListEventsResponse\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.pacelinepb.v1.JobEvent\x12\x0c\n\x04next\x18\x02 \x01(\x04\"3\n\x13\x44rainMembersRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0f\n\x07members\x18\x02 \x03(\t\"*\n\x14\x44rainMembersResponse\x12\x12\n\nmember_ids\x18\x01 \x03(\t\" \n\x11RestartJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"%\n\x12RestartJobResponse\x12\x0f\n\x07members\x18\x01 \x03(\t\"\x1f\n\x10\x46orgetJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\x13\n\x11\x46orgetJobResponse\"\x93\x01\n\x11\x41skMembersRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12%\n\x04what\x18\x02 \x01(\x0e\x32\x17.pacelinepb.v1.Question\x12\x0f\n\x07members\x18\x03 \x03(\t\x12\x0c\n\x04pids\x18\x04 \x03(\r\x12+\n\x08patience\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xca\x01\n\x12\x41skMembersResponse\x12%\n\x06member\x18\x01 \x01(\x0b\x32\x15.pacelinepb.v1.Member\x12\x0f\n\x07in_view\x18\x02 \x01(\x08\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x0f\n\x07trouble\x18\x04 \x01(\t\x12,\n\x08\x61sked_at\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x61nswered_at\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp*\x7f\n\x08JobPhase\x12\x19\n\x15JOB_PHASE_UNSPECIFIED\x10\x00\x12\x15\n\x11JOB_PHASE_WAITING\x10\x01\x12\x15\n\x11JOB_PHASE_RUNNING\x10\x02\x12\x12\n\x0eJOB_PHASE_VOID\x10\x03\x12\x16\n\x12JOB_PHASE_FINISHED\x10\x04\x32\xc6\x04\n\x0c\x41\x64minService\x12K\n\x08ListJobs\x12\x1e.pacelinepb.v1.ListJobsRequest\x1a\x1f.pacelinepb.v1.ListJobsResponse\x12\x45\n\x06GetJob\x12\x1c.pacelinepb.v1.GetJobRequest\x1a\x1d.pacelinepb.v1.GetJobResponse\x12W\n\x0c\x44rainMembers\x12\".pacelinepb.v1.DrainMembersRequest\x1a#.pacelinepb.v1.DrainMembersResponse\x12Q\n\nRestartJob\x12 .pacelinepb.v1.RestartJobRequest\x1a!.pacelinepb.v1.RestartJobResponse\x12N\n\tForgetJob\x12\x1f.pacelinepb.v1.ForgetJobRequest\x1a .pacelinepb.v1.ForgetJobResponse\x12Q\n\nListEvents\x12 .pacelinepb.v1.ListEventsRequest\x1a!.pacelinepb.v1.ListEventsResponse\x12S\n\nAskMembers\x12 .pacelinepb.v1.AskMembersRequest\x1a!.pacelinepb.v1.AskMembersResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,50 +36,50 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_JOBTOTALS_SENTBYTESENTRY']._loaded_options = None
   _globals['_JOBTOTALS_SENTBYTESENTRY']._serialized_options = b'8\001'
-  _globals['_JOBPHASE']._serialized_start=2418
-  _globals['_JOBPHASE']._serialized_end=2545
+  _globals['_JOBPHASE']._serialized_start=2440
+  _globals['_JOBPHASE']._serialized_end=2567
   _globals['_JOBSUMMARY']._serialized_start=139
-  _globals['_JOBSUMMARY']._serialized_end=405
-  _globals['_JOBTOTALS']._serialized_start=408
-  _globals['_JOBTOTALS']._serialized_end=682
-  _globals['_JOBTOTALS_SENTBYTESENTRY']._serialized_start=634
-  _globals['_JOBTOTALS_SENTBYTESENTRY']._serialized_end=682
-  _globals['_JOBEVENT']._serialized_start=684
-  _globals['_JOBEVENT']._serialized_end=811
-  _globals['_GONEMEMBER']._serialized_start=813
-  _globals['_GONEMEMBER']._serialized_end=934
-  _globals['_MEMBERSTATUS']._serialized_start=937
-  _globals['_MEMBERSTATUS']._serialized_end=1130
-  _globals['_LISTJOBSREQUEST']._serialized_start=1132
-  _globals['_LISTJOBSREQUEST']._serialized_end=1149
-  _globals['_LISTJOBSRESPONSE']._serialized_start=1151
-  _globals['_LISTJOBSRESPONSE']._serialized_end=1249
-  _globals['_LEADER']._serialized_start=1251
-  _globals['_LEADER']._serialized_end=1291
-  _globals['_GETJOBREQUEST']._serialized_start=1293
-  _globals['_GETJOBREQUEST']._serialized_end=1321
-  _globals['_GETJOBRESPONSE']._serialized_start=1324
-  _globals['_GETJOBRESPONSE']._serialized_end=1697
-  _globals['_LISTEVENTSREQUEST']._serialized_start=1699
-  _globals['_LISTEVENTSREQUEST']._serialized_end=1760
-  _globals['_LISTEVENTSRESPONSE']._serialized_start=1762
-  _globals['_LISTEVENTSRESPONSE']._serialized_end=1837
-  _globals['_DRAINMEMBERSREQUEST']._serialized_start=1839
-  _globals['_DRAINMEMBERSREQUEST']._serialized_end=1890
-  _globals['_DRAINMEMBERSRESPONSE']._serialized_start=1892
-  _globals['_DRAINMEMBERSRESPONSE']._serialized_end=1934
-  _globals['_RESTARTJOBREQUEST']._serialized_start=1936
-  _globals['_RESTARTJOBREQUEST']._serialized_end=1968
-  _globals['_RESTARTJOBRESPONSE']._serialized_start=1970
-  _globals['_RESTARTJOBRESPONSE']._serialized_end=2007
-  _globals['_FORGETJOBREQUEST']._serialized_start=2009
-  _globals['_FORGETJOBREQUEST']._serialized_end=2040
-  _globals['_FORGETJOBRESPONSE']._serialized_start=2042
-  _globals['_FORGETJOBRESPONSE']._serialized_end=2061
-  _globals['_ASKMEMBERSREQUEST']._serialized_start=2064
-  _globals['_ASKMEMBERSREQUEST']._serialized_end=2211
-  _globals['_ASKMEMBERSRESPONSE']._serialized_start=2214
-  _globals['_ASKMEMBERSRESPONSE']._serialized_end=2416
-  _globals['_ADMINSERVICE']._serialized_start=2548
-  _globals['_ADMINSERVICE']._serialized_end=3130
+  _globals['_JOBSUMMARY']._serialized_end=427
+  _globals['_JOBTOTALS']._serialized_start=430
+  _globals['_JOBTOTALS']._serialized_end=704
+  _globals['_JOBTOTALS_SENTBYTESENTRY']._serialized_start=656
+  _globals['_JOBTOTALS_SENTBYTESENTRY']._serialized_end=704
+  _globals['_JOBEVENT']._serialized_start=706
+  _globals['_JOBEVENT']._serialized_end=833
+  _globals['_GONEMEMBER']._serialized_start=835
+  _globals['_GONEMEMBER']._serialized_end=956
+  _globals['_MEMBERSTATUS']._serialized_start=959
+  _globals['_MEMBERSTATUS']._serialized_end=1152
+  _globals['_LISTJOBSREQUEST']._serialized_start=1154
+  _globals['_LISTJOBSREQUEST']._serialized_end=1171
+  _globals['_LISTJOBSRESPONSE']._serialized_start=1173
+  _globals['_LISTJOBSRESPONSE']._serialized_end=1271
+  _globals['_LEADER']._serialized_start=1273
+  _globals['_LEADER']._serialized_end=1313
+  _globals['_GETJOBREQUEST']._serialized_start=1315
+  _globals['_GETJOBREQUEST']._serialized_end=1343
+  _globals['_GETJOBRESPONSE']._serialized_start=1346
+  _globals['_GETJOBRESPONSE']._serialized_end=1719
+  _globals['_LISTEVENTSREQUEST']._serialized_start=1721
+  _globals['_LISTEVENTSREQUEST']._serialized_end=1782
+  _globals['_LISTEVENTSRESPONSE']._serialized_start=1784
+  _globals['_LISTEVENTSRESPONSE']._serialized_end=1859
+  _globals['_DRAINMEMBERSREQUEST']._serialized_start=1861
+  _globals['_DRAINMEMBERSREQUEST']._serialized_end=1912
+  _globals['_DRAINMEMBERSRESPONSE']._serialized_start=1914
+  _globals['_DRAINMEMBERSRESPONSE']._serialized_end=1956
+  _globals['_RESTARTJOBREQUEST']._serialized_start=1958
+  _globals['_RESTARTJOBREQUEST']._serialized_end=1990
+  _globals['_RESTARTJOBRESPONSE']._serialized_start=1992
+  _globals['_RESTARTJOBRESPONSE']._serialized_end=2029
+  _globals['_FORGETJOBREQUEST']._serialized_start=2031
+  _globals['_FORGETJOBREQUEST']._serialized_end=2062
+  _globals['_FORGETJOBRESPONSE']._serialized_start=2064
+  _globals['_FORGETJOBRESPONSE']._serialized_end=2083
+  _globals['_ASKMEMBERSREQUEST']._serialized_start=2086
+  _globals['_ASKMEMBERSREQUEST']._serialized_end=2233
+  _globals['_ASKMEMBERSRESPONSE']._serialized_start=2236
+  _globals['_ASKMEMBERSRESPONSE']._serialized_end=2438
+  _globals['_ADMINSERVICE']._serialized_start=2570
+  _globals['_ADMINSERVICE']._serialized_end=3152
 # @@protoc_insertion_point(module_scope)

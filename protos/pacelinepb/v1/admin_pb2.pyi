@@ -70,6 +70,7 @@ class JobSummary(_message.Message):
     TOTALS_FIELD_NUMBER: _builtins.int
     MIN_WORKERS_FIELD_NUMBER: _builtins.int
     MAX_WORKERS_FIELD_NUMBER: _builtins.int
+    REPLICA_SIZE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name, at most 128 bytes."""
     phase: Global___JobPhase.ValueType
@@ -86,6 +87,8 @@ class JobSummary(_message.Message):
     """The settings of its members; 0 while it has none."""
     max_workers: _builtins.int
     """See `min_workers`."""
+    replica_size: _builtins.int
+    """Number of ranks of a replica, 1 for none. The two numbers before count replicas, all others ranks."""
     @_builtins.property
     def waited(self) -> _duration_pb2.Duration:
         """For how long workers have waited without a view; absent if no worker waits for one."""
@@ -107,10 +110,11 @@ class JobSummary(_message.Message):
         totals: Global___JobTotals | None = ...,
         min_workers: _builtins.int = ...,
         max_workers: _builtins.int = ...,
+        replica_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["totals", b"totals", "waited", b"waited"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "max_workers", b"max_workers", "min_workers", b"min_workers", "name", b"name", "phase", b"phase", "reason", b"reason", "totals", b"totals", "waited", b"waited", "waiting", b"waiting", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "max_workers", b"max_workers", "min_workers", b"min_workers", "name", b"name", "phase", b"phase", "reason", b"reason", "replica_size", b"replica_size", "totals", b"totals", "waited", b"waited", "waiting", b"waiting", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -262,7 +262,7 @@ class Register(_message.Message):
     `protocol_version`.
     """
     replica_id: _builtins.str
-    """Which replica the worker is a part of: 1 to 64 bytes, chosen by its ranks when they start, so it names one run of
+    """Which replica the worker is a part of: at most 64 bytes, chosen by its ranks when they start, so it names one run of
     them. Empty exactly if `settings.replica_size` is 1 or 0.
     """
     position: _builtins.int
@@ -1573,6 +1573,7 @@ class GetViewRequest(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     PAGE_FIELD_NUMBER: _builtins.int
     KNOWN_SHA256_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """Name of the job, at most 128 bytes."""
     generation: _builtins.int
@@ -1581,6 +1582,8 @@ class GetViewRequest(_message.Message):
     """Page number, from 0."""
     known_sha256: _builtins.bytes
     """With page 0: SHA-256 of a member list that the worker has; empty for none."""
+    position: _builtins.int
+    """The caller's position in its replica: the list has the ranks with the same one, at the ranks of their replicas."""
     def __init__(
         self,
         *,
@@ -1588,10 +1591,11 @@ class GetViewRequest(_message.Message):
         generation: _builtins.int = ...,
         page: _builtins.int = ...,
         known_sha256: _builtins.bytes = ...,
+        position: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "job", b"job", "known_sha256", b"known_sha256", "page", b"page"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "job", b"job", "known_sha256", b"known_sha256", "page", b"page", "position", b"position"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -206,8 +206,11 @@ class AdminHandlers(AdminServiceServicer):
             return sessions
         if len(names) > (most := self._dispatcher.settings.max_job_sessions):
             raise LimitMet(f"a {call} request names at most {most:,} members, not {len(names):,}")
-        by_name = {str(s.rank): s for s in sessions if s.standing is Standing.IN_VIEW}
-        by_name |= {s.member_id: s for s in sessions}
+        by_name: dict[str, list[Session]] = {}
+        for session in sessions:
+            by_name[session.member_id] = [session]
+            if session.standing is Standing.IN_VIEW and session.rank is not None:  # of a replica: all its ranks
+                by_name.setdefault(str(session.rank // session.settings.replica_size), []).append(session)
         unknown = [name for name in names if name not in by_name]
         if unknown:
             job_name = job.membership.state.name
@@ -215,8 +218,8 @@ class AdminHandlers(AdminServiceServicer):
                 f"job {job_name!r} has no member {', '.join(unknown)}; no member was asked: "
                 f"paceline status {job_name} lists the members"
             )
-        chosen = {by_name[name].member_id: by_name[name] for name in names}  # a rank and an id may name the same one
-        return list(chosen.values())
+        chosen = (session for name in names for session in by_name[name])
+        return list({session.member_id: session for session in chosen}.values())  # a rank and an id may name the same
 
     def _job(self, name: str) -> Job:
         job = self._dispatcher.find(name)
@@ -238,6 +241,7 @@ class AdminHandlers(AdminServiceServicer):
             totals=_totals(now, self._dispatcher.observatory.tally(now, state.name)),
             min_workers=concerned[0].settings.min_workers if concerned else 0,
             max_workers=concerned[0].settings.max_workers if concerned else 0,
+            replica_size=concerned[0].settings.replica_size if concerned else 1,
         )
 
     def _leader(self) -> pb.Leader | None:

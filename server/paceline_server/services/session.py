@@ -70,7 +70,9 @@ class SessionHandlers:
 
     async def get_view(self, request: pb.GetViewRequest, context: _Context) -> bytes:
         """Returns one page of a view, or the changes since the view that the caller knows."""
-        return self._dispatcher.page(request.job, request.generation, request.page, request.known_sha256)
+        return self._dispatcher.page(
+            request.job, request.generation, request.page, request.known_sha256, request.position
+        )
 
     async def report_exit(self, request: pb.ReportExitRequest, context: _Context) -> pb.ReportExitResponse:
         """Handles a launcher's report that a process has ended."""

@@ -64,6 +64,9 @@ def _check_relations(job: StoredJob) -> None:
             raise ValueError(f"its failure_timeout is {view.settings.failure_timeout}")
         if [seat.rank for seat in view.seats] != list(range(size)):
             raise ValueError("the seats of its view are not in rank order")
+        ranks = view.settings.replica_size
+        if ranks < 1 or size % ranks or any(seat.replica_size != ranks for seat in view.seats):
+            raise ValueError(f"its view of {size} has replicas of {ranks}")
         _check_ranks(view.newcomers, size, "newcomers")
         if not 0 < view.versions.oldest <= view.versions.newest <= MOST_VERSION:
             raise ValueError(f"its view speaks {view.versions}")

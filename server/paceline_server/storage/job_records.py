@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -179,6 +179,7 @@ def _view_out(view: View, door_secret: bytes) -> dict[str, Any]:
         "manifest": view.manifest.hex(),
         "lost": view.lost,
         "door_secret": door_secret.hex(),
+        **({"replicas": [settings.replica_size, *_ids(view)]} if settings.replica_size > 1 else {}),
         "seats": [
             [
                 seat.member_id,
@@ -199,15 +200,29 @@ def _view_out(view: View, door_secret: bytes) -> dict[str, Any]:
     }
 
 
+def _ids(view: View) -> list[str]:
+    return [seat.replica for seat in view.seats[:: view.settings.replica_size]]
+
+
 def _view_in(read: Any) -> View:
+    size, *ids = read.get("replicas", (1,))
     seats = tuple(
-        Seat(rank, member_id, Process(*process), address, bytes.fromhex(token), arrival)
+        Seat(
+            rank,
+            member_id,
+            Process(*process),
+            address,
+            bytes.fromhex(token),
+            arrival,
+            ids[rank // size] if ids else "",
+            size,
+        )
         for rank, (member_id, token, process, address, arrival) in enumerate(read["seats"])
     )
     base = None if read["base"] is None else Tag(*read["base"])
     return View(
         read["generation"],
-        JobSettings(*read["settings"]),
+        replace(JobSettings(*read["settings"]), replica_size=size),
         read["explicit"],
         seats,
         Versions(*read["versions"]) if "versions" in read else UNTOLD,

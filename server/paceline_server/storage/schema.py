@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from dataclasses import replace
 
 from paceline_protocol import UNTOLD, Ending, JobSettings, Process, Seat, Tag, Verdict, Versions, View
 from paceline_server.storage.base import (
@@ -49,6 +50,15 @@ CREATE TABLE IF NOT EXISTS view_versions (
     first_member_id TEXT NOT NULL,        -- of rank 0
     oldest INTEGER NOT NULL,              -- version of the protocol that all members speak
     newest INTEGER NOT NULL
+) STRICT, WITHOUT ROWID
+""",
+    """
+CREATE TABLE IF NOT EXISTS replicas (
+    job TEXT PRIMARY KEY,
+    generation INTEGER NOT NULL,
+    first_member_id TEXT NOT NULL,
+    size INTEGER NOT NULL,                -- ranks of a replica, above 1
+    ids TEXT NOT NULL                     -- of the view's replicas in order, separated by spaces
 ) STRICT, WITHOUT ROWID
 """,
 )
@@ -150,6 +160,7 @@ def prepare(connection: sqlite3.Connection) -> None:
         connection.execute(table)
     # A coordinator that does not know the table has forgotten these jobs.
     connection.execute("DELETE FROM view_versions WHERE job NOT IN (SELECT name FROM job)")
+    connection.execute("DELETE FROM replicas WHERE job NOT IN (SELECT name FROM job)")
     if _writer(connection) != RELEASE:
         connection.execute("DELETE FROM writer")
         connection.execute("INSERT INTO writer (release) VALUES (?)", (RELEASE,))
@@ -182,6 +193,12 @@ def load(connection: sqlite3.Connection) -> list[StoredJob]:
             "SELECT job, generation, first_member_id, oldest, newest FROM view_versions"
         )
     }
+    replicas = {
+        (job, generation, first): (size, ids.split())
+        for job, generation, first, size, ids in connection.execute(
+            "SELECT job, generation, first_member_id, size, ids FROM replicas"
+        )
+    }
     jobs: dict[str, StoredJob] = {}
     for (
         name,
@@ -207,11 +224,14 @@ def load(connection: sqlite3.Connection) -> list[StoredJob]:
     ) in connection.execute("SELECT * FROM job ORDER BY name"):
         job = jobs[name] = StoredJob(name, generation, finished=finished, reached=reached, door_secret=door_secret)
         if has_view:
-            settings = JobSettings(least, most, timeout, tuning)
             seats = _load_seats(connection, job)
             base = None if base_generation is None else Tag(base_generation, base_step)
             first = seats[0].member_id if seats else ""
             versions = told.get((name, generation, first), UNTOLD)
+            size, ids = replicas.get((name, generation, first), (1, []))
+            if size > 1:
+                seats = tuple(replace(s, replica=ids[s.rank // size], replica_size=size) for s in seats)
+            settings = JobSettings(least, most, timeout, tuning, size)
             job.view = View(
                 generation, settings, bool(explicit), seats, versions, base, _split(newcomers), manifest, lost
             )
@@ -318,6 +338,7 @@ def apply(connection: sqlite3.Connection, change: Change) -> None:
                 "DELETE FROM key WHERE job = ?",
                 "DELETE FROM answer WHERE job = ?",
                 "DELETE FROM view_versions WHERE job = ?",
+                "DELETE FROM replicas WHERE job = ?",
             ):
                 connection.execute(statement, (job,))
 
@@ -345,6 +366,13 @@ def _store_view(connection: sqlite3.Connection, job: str, view: View, door_secre
         "VALUES (?, ?, ?, ?, ?)",
         (job, view.generation, view.seats[0].member_id, view.versions.oldest, view.versions.newest),
     )
+    size = settings.replica_size
+    connection.execute("DELETE FROM replicas WHERE job = ?", (job,))
+    if size > 1:
+        ids = " ".join(seat.replica for seat in view.seats[::size])
+        connection.execute(
+            "INSERT INTO replicas VALUES (?, ?, ?, ?, ?)", (job, view.generation, view.seats[0].member_id, size, ids)
+        )
     connection.execute("DELETE FROM seat WHERE job = ?", (job,))
     connection.executemany(
         "INSERT INTO seat VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, NULL, NULL, ?)",

@@ -191,7 +191,14 @@ class JobCollector:
 
 def lags(now: float, members: Iterable[Session]) -> list[tuple[Session, float]]:
     """Returns for how many seconds others have waited for each member inside a later operation than its last one."""
-    members = [session for session in members if session.rank is not None]
+    lines: dict[int, list[Session]] = {}
+    for session in members:
+        if session.rank is not None:
+            lines.setdefault(session.position, []).append(session)  # each counts its operations by itself
+    return [each for line in lines.values() for each in _lags_in(now, line)]
+
+
+def _lags_in(now: float, members: list[Session]) -> list[tuple[Session, float]]:
     inside = [session.progress for session in members if session.progress.inside]
     ahead = max((progress.operation for progress in inside), default=0)
     since = min((progress.since for progress in inside if progress.operation == ahead), default=now)

@@ -160,7 +160,7 @@ _PAGES: dict[str, Any] = {}
 
 def _pages(view: View) -> ViewPages:
     if _PAGES.get("view") is not view:
-        _PAGES.update(view=view, pages=ViewPages.of(view, ServerSettings().page_members))
+        _PAGES.update(view=view, pages=ViewPages.of(view, 0, ServerSettings().page_members))
     pages: ViewPages = _PAGES["pages"]
     return pages
 
@@ -168,8 +168,8 @@ def _pages(view: View) -> ViewPages:
 def _member_lists(old: View, new: View) -> int:
     """What all members of the new view fetch: the list of its members."""
     size = ServerSettings().page_members
-    known = ViewPages.of(old, size)
-    pages = ViewPages.of(new, size, known)
+    known = ViewPages.of(old, 0, size)
+    pages = ViewPages.of(new, 0, size, known)
     first = pages.page(0, known.sha256)
     assert first is not None
     rest = 0 if first is pages.changes else sum(map(len, pages.pages[1:]))

@@ -44,7 +44,7 @@ class Coordinator:
 
     def forms(self, numbers: list[int]) -> MemberList:
         generation = self.pages.view.generation + 1 if self.pages is not None else 1
-        self.pages = ViewPages.of(view(generation, numbers), self.page_members, self.pages)
+        self.pages = ViewPages.of(view(generation, numbers), 0, self.page_members, self.pages)
         return self.pages.announced
 
     async def call(self, make: Callable[[Any], Awaitable[bytes]]) -> bytes:
@@ -116,7 +116,7 @@ def test_a_member_that_missed_a_view_gets_the_full_list() -> None:
 def test_changes_include_a_member_with_a_new_address() -> None:
     before = view(1, [1, 2])
     moved = replace(before.seats[1], address="host-9:9")
-    pages = ViewPages.of(replace(before, seats=(before.seats[0], moved)), 10, ViewPages.of(before, 10))
+    pages = ViewPages.of(replace(before, seats=(before.seats[0], moved)), 0, 10, ViewPages.of(before, 0, 10))
     assert [m.address for s in pb.GetViewResponse.FromString(pages.changes).stretches for m in s.members] == [
         "host-9:9"
     ]
