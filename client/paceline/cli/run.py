@@ -51,8 +51,12 @@ def run_workers(
     notices: Mapping[str, Notice] | None = None,
     drain_before: float = 0.0,
     drained_code: int = 0,
+    replica_size: int | None = None,
 ) -> int:
     """Runs workers; returns the exit code. With `spares` None it keeps one spare where that helps.
+
+    With a `replica_size`, so many workers in a row are the ranks of one replica, and the bounds and restarts count
+    replicas.
 
     With `http` ("host:port"), the coordinator that it embeds serves a page there. Without a named coordinator,
     launchers of one `host` meet at that of the host. Workers leave when one of the `notices` says that the machine will
@@ -61,24 +65,27 @@ def run_workers(
     check_command(command)
     meets = coordinator is None and host is not None and host.coordinator is not None
     if host is not None:
-        everyone = workers * host.launchers
+        everyone = workers // max(1, replica_size or 1) * host.launchers
         minimum = everyone if minimum is None else minimum
         maximum = max(everyone, minimum) if maximum is None else maximum
         # else jobs that share the node would share cores too
         bind = bind and (host.cores is None or len(allowed_cores()) <= host.cores)
     try:
-        low, high = worker_bounds(workers, minimum, maximum)
+        low, high = worker_bounds(workers, minimum, maximum, replica_size)
     except ValueError as error:
         raise UsageError(str(error)) from None
     if restarts < 0:
         raise UsageError(f"--restarts must be 0 or more, not {restarts}")
+    if replica_size is not None and spares:
+        raise UsageError(f"--spares {spares} does not go with --replica-size: a replica starts again as a whole")
     if spares is None:
-        spares = default_spares(command, restarts)
+        spares = default_spares(command, restarts) if replica_size is None else 0
     elif wrong := spares_error(command, restarts, spares):
         raise UsageError(wrong)
-    if coordinator is None and not meets and low > workers:
+    if coordinator is None and not meets and low > workers // (replica_size or 1):
+        noun = "workers" if replica_size is None else "replicas"
         raise UsageError(
-            f"--min {low} with -n {workers} waits for workers of other launchers: "
+            f"--min {low} with -n {workers} waits for {noun} of other launchers: "
             "give all of them the same coordinator (--coordinator)"
         )
     _check_advertise(advertise, workers)
@@ -108,6 +115,7 @@ def run_workers(
             bind=bind,
             sources=reasons_to_leave(host, drain_before, notices or {}, console.say),
             drained_code=drained_code,
+            replica_size=replica_size,
         )
 
 
@@ -123,6 +131,7 @@ def launch(
     bind: bool = True,
     sources: Sequence[DrainSource] = (),
     drained_code: int = 0,
+    replica_size: int | None = None,
 ) -> int:
     """Runs workers and tells their coordinator how they end; returns the exit code.
 
@@ -137,6 +146,8 @@ def launch(
         bind: bind each worker to its share of the cores, if there is one for each (`share_of_cores`).
         sources: each may tell the workers to leave, once.
         drained_code: the exit code if workers were told to leave and have left in good order.
+        replica_size: so many workers in a row are the ranks of one replica; `workers` is a multiple of it, and the
+            bounds in `settings` and `restarts` count replicas. None for workers that are members by themselves.
 
     Raises:
         UsageError: a PACELINE_* variable has an invalid value.
@@ -146,7 +157,7 @@ def launch(
     except ValueError as error:
         raise UsageError(str(error)) from None
     terms = Terms(
-        workers=workers,
+        workers=workers // (replica_size or 1),
         minimum=settings.min_workers,
         elastic=settings.min_workers < settings.max_workers or restarts > 0,
         alone=alone,
@@ -156,7 +167,15 @@ def launch(
     remove_leftovers()
     with ExitReports(settings.coordinator, settings.job, worker_credentials(settings.token)) as reports:
         launcher = Launcher(
-            command, terms, settings, console, grace=grace, report_exit=reports.report, bind=bind, spares=spares
+            command,
+            terms,
+            settings,
+            console,
+            grace=grace,
+            report_exit=reports.report,
+            bind=bind,
+            spares=spares,
+            replica_size=replica_size,
         )
         ended = threading.Event()
         for source in sources:  # daemons: one may wait for an answer while this process ends

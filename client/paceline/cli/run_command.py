@@ -24,6 +24,14 @@ def run(
     context: typer.Context,
     command: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="What each worker runs.")],
     workers: Annotated[int, typer.Option("-n", "--workers", help="Workers to start here.")] = 1,
+    replica_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="K",
+            help="Each K workers in a row are the ranks of one replica, which share a copy of the model and a world of "
+            "torch.distributed, and restart as a whole; --min, --max and --restarts count replicas then.",
+        ),
+    ] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as for python -m.")] = False,
     no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program, not a Python script.")] = False,
     coordinator: Annotated[
@@ -186,6 +194,7 @@ def run(
             notices=notices,
             drain_before=drain_before,
             drained_code=drained_code,
+            replica_size=replica_size,
         )
         raise typer.Exit(code)
 

@@ -48,8 +48,8 @@ class WorkerSettings:
     Attributes:
         coordinator: its address, "host:port".
         job: name of the job.
-        min_workers: the first view forms with at least this many workers.
-        max_workers: no view has more workers.
+        min_workers: the first view forms with at least this many workers; replicas, if its members are replicas.
+        max_workers: no view has more workers, or replicas.
         advertise: host at which peers reach the workers, each at its own port; None if they find it themselves.
         token: the token that this launcher made for them; None for the one in its environment, if any.
     """
@@ -62,25 +62,34 @@ class WorkerSettings:
     token: str | None = field(default=None, repr=False)
 
 
-def worker_bounds(workers: int, minimum: int | None, maximum: int | None) -> tuple[int, int]:
+def worker_bounds(
+    workers: int, minimum: int | None, maximum: int | None, replica_size: int | None = None
+) -> tuple[int, int]:
     """Returns the job's (min_workers, max_workers) for a launcher that starts `workers` of them.
 
     By default the job has exactly the workers that this launcher starts. With a minimum above that, other launchers
-    start the rest, and the job is full when the minimum is reached.
+    start the rest, and the job is full when the minimum is reached. With a `replica_size` the bounds count replicas.
 
     Raises:
         ValueError: the numbers are invalid; the text is for the person at the command line.
     """
     if workers < 1:
         raise ValueError(f"-n must be 1 or more, not {workers}")
-    low = workers if minimum is None else minimum
+    if replica_size is not None and replica_size < 1:
+        raise ValueError(f"--replica-size must be 1 or more, not {replica_size}")
+    members, rest = divmod(workers, replica_size or 1)
+    if rest:
+        raise ValueError(f"-n {workers} is no multiple of --replica-size {replica_size}: -n counts processes")
+    noun = "workers" if replica_size is None else "replicas"
+    low = members if minimum is None else minimum
     if low < 1:
         raise ValueError(f"--min must be 1 or more, not {low}")
-    high = max(low, workers) if maximum is None else maximum
+    high = max(low, members) if maximum is None else maximum
     if high < low:
-        raise ValueError(f"--max {high} is below the minimum of {low} workers")
-    if high < workers:
-        raise ValueError(f"-n {workers} workers do not fit into a job of at most {high} (--max)")
+        raise ValueError(f"--max {high} is below the minimum of {low} {noun}")
+    if high < members:
+        all_of = f"-n {workers} workers" if replica_size is None else f"-n {workers}: {members} replicas"
+        raise ValueError(f"{all_of} do not fit into a job of at most {high} (--max)")
     return low, high
 
 
@@ -134,3 +143,29 @@ def worker_environment(
     # A crash in native code shows where it was, rather than a bare SIGSEGV.
     environment.setdefault("PYTHONFAULTHANDLER", "1")
     return environment
+
+
+def without_torchruns(base: Mapping[str, str]) -> dict[str, str]:
+    """Returns an environment without the variables by which torchrun makes its own agent the place where ranks meet."""
+    return {name: value for name, value in base.items() if not name.startswith("TORCHELASTIC_")}
+
+
+def replica_world(index: int, size: int, port: int) -> dict[str, str]:
+    """Returns what `torch.distributed.init_process_group()` finds in a worker whose world is its replica.
+
+    LOCAL_RANK goes on from replica to replica, as torch and scripts choose a GPU by it, and LOCAL_WORLD_SIZE is such
+    that WORLD_SIZE / LOCAL_WORLD_SIZE is the number of hosts.
+
+    Args:
+        index: number of the worker among those of its launcher, from 0; replicas follow each other.
+        size: ranks of a replica.
+        port: where the replica's rank 0 will listen, on this host.
+    """
+    return {
+        "RANK": str(index % size),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(index),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }

@@ -65,6 +65,16 @@ class Exit:
             name = f"signal {-self.returncode}"
         return f"was killed by {name}"
 
+    @property
+    def _named(self) -> str:
+        """What has ended, and how, in few words."""
+        return f"{self.label} (pid {self.pid} {self.how})"
+
+    @property
+    def _again(self) -> str:
+        """As what it is restarted."""
+        return "as a new worker"
+
     def __str__(self) -> str:
         return f"{self.label} (pid {self.pid}) {self.how}"
 
@@ -147,10 +157,7 @@ class Restarts:
             slot.delay = _FIRST_DELAY_S
         slot.used += 1
         delay, slot.delay = slot.delay, min(2 * slot.delay, _LONGEST_DELAY_S)
-        text = (
-            f"restarting {end.label} (pid {end.pid} {end.how}) as a new worker in {delay:g} s, "
-            f"{slot.used} of {self._limit}"
-        )
+        text = f"restarting {end._named} {end._again} in {delay:g} s, {slot.used} of {self._limit}"
         return Restart(text, now + delay)
 
 
@@ -204,6 +211,9 @@ class Supervision:
         grace: seconds.
         terms: what to do about failures.
     """
+
+    _members = "workers"
+    """What slots hold."""
 
     def __init__(self, grace: float, terms: Terms | None = None) -> None:
         self._grace = grace
@@ -276,7 +286,7 @@ class Supervision:
         """A last sentence for when all have ended; empty if there is nothing to say."""
         if self.exit_code or not self._lost:
             return ""
-        lost = " and ".join(f"{end.label} (pid {end.pid} {end.how})" for end in self._lost.values())
+        lost = " and ".join(end._named for end in self._lost.values())
         return f"the others finished the job without {lost}"
 
     def began(self, slot: int, now: float) -> None:
@@ -377,4 +387,4 @@ class Supervision:
             self._lost[slot] = failed
             self._unforgiven.append(failed)
         self._due.clear()
-        return f"; the job needs {self._terms.minimum} workers and cannot get them any more" if left else ""
+        return f"; the job needs {self._terms.minimum} {self._members} and cannot get them any more" if left else ""

@@ -59,6 +59,13 @@ def test_each_shell_has_a_completion_script(shell: str, monkeypatch: pytest.Monk
         (["run", "-n", "2", "--min", "4", __file__], "give all of them the same coordinator"),
         (["run", "-n", "2", "--coordinator", "host:port", __file__], "not an address of the form host:port"),
         (["run", "-n", "2", "--restarts", "-1", __file__], "--restarts must be 0 or more, not -1"),
+        (["run", "-n", "6", "--replica-size", "4", __file__], "-n 6 is no multiple of --replica-size 4"),
+        (["run", "-n", "4", "--replica-size", "0", __file__], "--replica-size must be 1 or more, not 0"),
+        (["run", "-n", "4", "--replica-size", "2", "--min", "3", __file__], "waits for replicas of other launchers"),
+        (
+            ["run", "-n", "4", "--replica-size", "2", "--restarts", "1", "--spares", "1", __file__],
+            "--spares 1 does not go with --replica-size: a replica starts again as a whole",
+        ),
         (["run", "--engine", "glue", __file__], "there is no engine 'glue' (--engine): the engines are links, gloo"),
         (["run", "-n", "2", "--advertise", "h:1", __file__], "--advertise h:1 names one port for 2 workers"),
         (["coordinator", "--restart-after", "0"], "--restart-after must be above 0, not 0"),

@@ -17,7 +17,7 @@ from paceline.cli.launcher.worker import Worker
 
 
 def a_worker(index: int = 0) -> Worker:
-    return cast(Worker, SimpleNamespace(index=index, pid=7 + index, label=str(index)))
+    return cast(Worker, SimpleNamespace(index=index, pid=7 + index, label=str(index), position=None))
 
 
 def printed(console: Console, *parts: tuple[int, str, bytes]) -> None:
@@ -34,6 +34,11 @@ def printed(console: Console, *parts: tuple[int, str, bytes]) -> None:
 def test_a_line_is_prefixed_with_its_rank() -> None:
     assert prefixed("3", b"loss 0.5", colour=False) == "[3] loss 0.5\n"
     assert prefixed("#0", b"starting", colour=False) == "[#0] starting\n"
+
+
+def test_ranks_of_one_replica_have_one_colour() -> None:
+    colours = {label: prefixed(label, b"", colour=True).partition("m[")[0] for label in ("1.0", "#1.3", "2.0")}
+    assert colours["1.0"] == colours["#1.3"] != colours["2.0"]
 
 
 def test_invalid_utf8_bytes_are_replaced() -> None:

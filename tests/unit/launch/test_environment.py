@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch._environment import WorkerSettings, worker_bounds, worker_environment
+from paceline.launch._environment import (
+    WorkerSettings,
+    replica_world,
+    without_torchruns,
+    worker_bounds,
+    worker_environment,
+)
 
 SETTINGS = WorkerSettings("host:7400", "digits", 2, 4)
 
@@ -38,6 +44,37 @@ def test_worker_bounds_follow_from_n_min_and_max(
     ],
 )
 def test_impossible_worker_bounds_are_refused(asked: tuple[int, int | None, int | None], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        worker_bounds(*asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "bounds"),
+    [
+        ((8, None, None, 4), (2, 2)),
+        ((8, 1, None, 4), (1, 2)),
+        ((8, 3, None, 4), (3, 3)),  # other launchers bring the third
+        ((8, 1, 5, 4), (1, 5)),
+        ((3, None, None, 1), (3, 3)),
+    ],
+)
+def test_bounds_count_replicas_if_workers_are_their_ranks(
+    asked: tuple[int, int | None, int | None, int], bounds: tuple[int, int]
+) -> None:
+    assert worker_bounds(*asked) == bounds
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ((8, None, None, 0), "--replica-size must be 1 or more, not 0"),
+        ((6, None, None, 4), "-n 6 is no multiple of --replica-size 4: -n counts processes"),
+        ((2, None, None, 4), "-n 2 is no multiple of --replica-size 4"),
+        ((8, 4, 3, 4), "--max 3 is below the minimum of 4 replicas"),
+        ((8, 1, 1, 4), r"-n 8: 2 replicas do not fit into a job of at most 1 \(--max\)"),
+    ],
+)
+def test_impossible_replicas_are_refused(asked: tuple[int, int | None, int | None, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         worker_bounds(*asked)
 
@@ -96,6 +133,20 @@ def test_variables_of_torchrun_are_not_set() -> None:
     environment = worker_environment({}, SETTINGS, 7)
     assert "RANK" not in environment
     assert "LOCAL_RANK" not in environment, "libraries of torch would wait for a world of torchrun"
+
+
+def test_the_ranks_of_a_replica_find_its_world_and_a_device_each() -> None:
+    worlds = [replica_world(index, 2, 29_500) for index in range(4)]
+    assert [world["RANK"] for world in worlds] == ["0", "1", "0", "1"]
+    assert [world["LOCAL_RANK"] for world in worlds] == ["0", "1", "2", "3"], "torch chooses the GPU by it"
+    (rest,) = {(world["WORLD_SIZE"], world["LOCAL_WORLD_SIZE"], world["MASTER_PORT"]) for world in worlds}
+    assert rest == ("2", "2", "29500")
+
+
+def test_what_torchrun_says_of_its_agent_is_not_passed_on() -> None:
+    """Rank 0 of a replica would look for torchrun's store, and not start its own."""
+    base = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "a", "TORCH_LOGS": "+dynamo"}
+    assert without_torchruns(base) == {"TORCH_LOGS": "+dynamo"}
 
 
 def test_each_worker_gets_its_local_rank() -> None:

@@ -44,11 +44,11 @@ _REDRAW_S = 0.05
 
 
 def prefixed(label: str, line: bytes, colour: bool) -> str:
-    """Formats a line of the worker that has this rank, or "#index". Bytes that are not UTF-8 are replaced."""
+    """Formats a line of the worker with this label. Bytes that are not UTF-8 are replaced."""
     text = _ORDERS.sub("", line.decode("utf-8", errors="replace"))
     if not colour:
         return f"[{label}] {text}\n"
-    number = int(label.lstrip("#"))
+    number = int(label.lstrip("#").partition(".")[0])
     # The reset at the end stops a colour that a worker left switched on from reaching other workers' lines.
     return f"\x1b[{_COLOURS[number % len(_COLOURS)]}m[{label}]{_RESET} {text}{_RESET}\n"
 
@@ -144,7 +144,8 @@ class Console:
             self.say(printable(str(record.get("reason"))))
         logs = self._log_of(worker)
         if logs is not None and record.get("kind") == "view":
-            view = f"rank {record.get('rank')} of {record.get('world_size')}, generation {record.get('generation')}"
+            member = "rank" if worker.position is None else "replica"
+            view = f"{member} {record.get('rank')} of {record.get('world_size')}, generation {record.get('generation')}"
             logs.note(worker, view)
 
     def ended(self, worker: Worker, end: Exit, expected: bool) -> None:

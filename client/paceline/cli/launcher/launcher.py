@@ -18,9 +18,17 @@ from types import FrameType
 from paceline.cli.launcher.console import Console
 from paceline.cli.launcher.leftovers import compile_folder
 from paceline.cli.launcher.printed import Printed
+from paceline.cli.launcher.replica_worlds import ReplicaWorlds
 from paceline.cli.launcher.spares import SpareSchedule
 from paceline.cli.launcher.worker import NEWS, Worker
-from paceline.launch._environment import WorkerSettings, allowed_cores, share_of_cores, worker_environment
+from paceline.launch._environment import (
+    WorkerSettings,
+    allowed_cores,
+    share_of_cores,
+    without_torchruns,
+    worker_environment,
+)
+from paceline.launch._replicas import ReplicaSupervision
 from paceline.launch._supervision import DRAIN_S, Exit, Supervision, Terms, likely_cause_first
 from pacelinepb.v1.session_pb2 import ProcessIdentity
 
@@ -42,14 +50,16 @@ class Launcher:
 
     Args:
         command: SCRIPT ARGS..., -m MODULE ARGS..., or -- PROGRAM ARGS...
-        terms: how many workers, and what to do about those that fail.
+        terms: how many workers, or replicas, and what to do about those that fail.
         settings: what workers are told of the job.
         console: shows what happens.
         grace: seconds that a failed worker's peers get to end by themselves if the job cannot go on.
         report_exit: tells the coordinator how a process ended; must not block.
         bind: bind each worker to its share of the cores, if there is one for each (`share_of_cores`).
         spares: how many processes wait with their imports done, to replace failed workers. They need a script or a
-            module.
+            module, and no replicas.
+        replica_size: so many workers in a row are the ranks of one replica, and find its world of torch.distributed in
+            their environment; None for workers that are members by themselves.
     """
 
     def __init__(
@@ -63,6 +73,7 @@ class Launcher:
         report_exit: Callable[[ProcessIdentity, int], None],
         bind: bool = True,
         spares: int = 0,
+        replica_size: int | None = None,
     ) -> None:
         self._compiled: Path | None = None
         """The folder in which each process has one for what torch compiles there."""
@@ -70,12 +81,16 @@ class Launcher:
         self._compiled_by: dict[int, Path] = {}
         """The folder of each process, by pid."""
         self._command = list(command)
-        self._count = terms.workers
+        self._count = terms.workers * (replica_size or 1)
+        self._replica_size = replica_size
+        self._worlds = None if replica_size is None else ReplicaWorlds(replica_size)
         self._cores = allowed_cores() if bind else set()
         self._settings = settings
         self._console = console
         self._report_exit = report_exit
-        self._supervision = Supervision(grace, terms)
+        self._supervision = (
+            Supervision(grace, terms) if replica_size is None else ReplicaSupervision(grace, terms, replica_size)
+        )
         self._signals: list[signal.Signals] = []
         self._draining = ""  # why `drain` was called
         self._drain_s = DRAIN_S
@@ -138,12 +153,16 @@ class Launcher:
 
     def _process(self, index: int, cores: Collection[int] | None = None, *, spare: bool = False) -> Worker:
         compiled = None if self._compiled is None else self._compiled / str(next(self._processes))
+        base, world = dict(os.environ), dict[str, str]()
+        if self._worlds is not None:
+            base, world = without_torchruns(base), self._worlds.environment(index)
         worker = Worker(
             index,
             self._command,
-            lambda fd: worker_environment(os.environ, self._settings, fd, index, compiled),
+            lambda fd: worker_environment(base, self._settings, fd, index, compiled) | world,
             cores,
             spare=spare,
+            replica_size=self._replica_size,
         )
         if compiled is not None:
             self._compiled_by[worker.pid] = compiled
@@ -198,7 +217,8 @@ class Launcher:
                 self.workers[index] = self._worker(index)
             except OSError as error:  # no memory, or too many processes: this may pass
                 self._console.say(f"cannot start a worker in place of {failed}: {error.strerror}")
-                self._say_what_is_done(replace(failed.end(), follows=False, joined=False))
+                end = failed.end()  # with 0 if a mate of its replica has failed
+                self._say_what_is_done(replace(end, returncode=end.returncode or 1, follows=False, joined=False))
                 continue
             self._replaced = [worker for worker in [*self._replaced, failed] if worker.streams]
             self._attend(self.workers[index])
@@ -259,7 +279,7 @@ class Launcher:
                     self._read(worker, stream)
                 ends[worker.end()] = worker
         for end in likely_cause_first(list(ends)):
-            expected = end.returncode == 0 or self._supervision.stopping
+            expected = end.returncode == 0 or self._supervision.stopping or self._replica_size is not None
             told = self._say_what_is_done(end)
             self._console.ended(ends[end], end, expected or told)
 
@@ -282,6 +302,9 @@ class Launcher:
         if self._draining and not self._told_to_drain:
             self._told_to_drain = True
             self._supervision.drain(now, self._drain_s)
+        if isinstance(self._supervision, ReplicaSupervision):
+            for index in self._supervision.mates_to_kill(now):
+                self.workers[index].signal(signal.SIGKILL)
         signum = self._supervision.due(now)
         running = [worker for worker in self.workers if worker.running]
         if signum is None or not running:
@@ -302,6 +325,8 @@ class Launcher:
 
     def _abandon(self) -> None:
         """Kills all processes, closes all descriptors and passes on all lines, whatever happened."""
+        if self._worlds is not None:
+            self._worlds.close()
         for spare in self._spares:
             self._dismiss(spare)
         for worker in [*self._replaced, *self.workers]:

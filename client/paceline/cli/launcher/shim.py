@@ -130,8 +130,9 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
 def _blame(error: Any) -> None:
     """Tells the launcher which ranks the error blames, because its exit code is that of the first to fail."""
     from paceline._session.launcher_pipe import tell_launcher
+    from paceline.errors import ReplicaLost
 
-    tell_launcher("error", {"ranks": list(error.ranks)})
+    tell_launcher("error", {"ranks": list(error.ranks), "mate": isinstance(error, ReplicaLost)})
 
 
 def _all_say(error: Any) -> bool:

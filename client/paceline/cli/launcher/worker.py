@@ -14,6 +14,7 @@ from typing import Any
 
 from paceline._session.identity import process_identity
 from paceline.cli.launcher.printed import LineSplitter, Printed
+from paceline.launch._replicas import RankExit
 from paceline.launch._supervision import Exit
 
 NEWS = "news"
@@ -31,7 +32,8 @@ class Worker:
 
     `rank` is None until a view that the worker reports gives it. `environment` returns the worker's environment, given
     the descriptor of the worker's end of its news pipe. With `cores` None it may use all. A `spare` does its imports
-    and waits until `begin` makes it a worker; what it prints stays in its pipes.
+    and waits until `begin` makes it a worker; what it prints stays in its pipes. With a `replica_size` it is one of so
+    many ranks of a replica, which follow each other by `index`, and `rank` is the number of its replica.
     """
 
     def __init__(
@@ -42,10 +44,13 @@ class Worker:
         cores: Collection[int] | None = None,
         *,
         spare: bool = False,
+        replica_size: int | None = None,
     ) -> None:
         self.index = index
         self.rank: int | None = None
+        self._replica_size = replica_size
         self._blamed: list[int] = []
+        self._lost_mate = False
         self._unfinished = False
         self._go: int | None = None
         news, theirs = os.pipe()
@@ -118,8 +123,14 @@ class Worker:
 
     @property
     def label(self) -> str:
-        """The prefix of its lines: the rank, or #index as long as it has none."""
-        return f"#{self.index}" if self.rank is None else str(self.rank)
+        """The prefix of its lines: the rank, or #index as long as it has none; then "." and its rank in its replica."""
+        member = f"#{self._number}" if self.rank is None else str(self.rank)
+        return member if self.position is None else f"{member}.{self.position}"
+
+    @property
+    def position(self) -> int | None:
+        """Its rank in its replica; None if it is a member by itself."""
+        return None if self._replica_size is None else self.index % self._replica_size
 
     @property
     def running(self) -> bool:
@@ -164,6 +175,7 @@ class Worker:
             self._unfinished = record.get("unfinished") is True
         elif record.get("kind") == "error" and isinstance(record.get("ranks"), list):
             self._blamed = record["ranks"]
+            self._lost_mate = record.get("mate") is True
         return record
 
     def reap(self) -> int | None:
@@ -184,12 +196,25 @@ class Worker:
 
     def end(self) -> Exit:
         """Describes its end; call it after `reap`, when all its news has been read."""
-        follows = bool(self._blamed) and self.rank not in self._blamed
+        follows = self._lost_mate or (bool(self._blamed) and self.rank not in self._blamed)
         joined, unfinished = self.rank is not None, self._unfinished
-        return Exit(str(self), self.pid, self._process.returncode, follows, self.index, joined, unfinished)
+        said = (self.pid, self._process.returncode, follows, self.index, joined, unfinished)
+        return Exit(self._member, *said) if self.position is None else RankExit(self._member, *said, self.position)
 
     def __str__(self) -> str:
-        return f"worker #{self.index}" if self.rank is None else f"rank {self.rank}"
+        return self._member if self.position is None else f"rank {self.position} of {self._member}"
+
+    @property
+    def _number(self) -> int:
+        """Its number, or that of its replica, among those of the launcher."""
+        return self.index // (self._replica_size or 1)
+
+    @property
+    def _member(self) -> str:
+        """The member of the job that it is, alone or with its mates, as the user knows it."""
+        if self._replica_size is not None:
+            return f"replica #{self._number}" if self.rank is None else f"replica {self.rank}"
+        return f"worker #{self._number}" if self.rank is None else f"rank {self.rank}"
 
     def ask(self, signum: signal.Signals) -> bool:
         """Sends a signal to the worker if it handles that signal, as it would die of it otherwise; True if sent."""
