@@ -5,14 +5,25 @@ No coordinator is needed for that; the address leads nowhere.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
+import os
 import re
 import signal
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from paceline._session.launcher_pipe import LAUNCHER_FD
+from paceline.cli.launcher import Launcher, Terms, WorkerSettings
+from paceline.cli.launcher.console import Console
+from paceline.cli.launcher.worker import NEWS, Worker
+from paceline.launch._environment import replica_world
+from paceline.launch._replicas import RankExit
 from support.command import Command, command, wait_until_gone
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher ties processes with prctl")
@@ -101,10 +112,11 @@ def test_a_killed_rank_takes_its_replica_which_starts_again_with_a_new_port(fold
     with command("run", "-n", "6", "--replica-size", "3", "--restarts", "2", *NOWHERE, *write(folder, code)) as run:
         assert run.wait() == 0, str(run)
     said = worlds(run)
-    before, after = {}, {}
+    before: dict[int, tuple[int, int]] = {}
+    after: dict[int, tuple[int, int]] = {}
     for pid, (_, _, number, _, port) in said:
         (before if number not in before else after)[number] = (pid, port)
-    assert (before.keys(), after.keys()) == ({*range(6)}, {3, 4, 5}), "replica 0 was left alone"
+    assert (set(before), set(after)) == ({*range(6)}, {3, 4, 5}), "replica 0 was left alone"
     (old,), (new,) = ({port for _, port in group} for group in ([before[n] for n in (3, 4, 5)], after.values()))
     assert old != new
     assert run.complaints == (
@@ -118,7 +130,7 @@ def test_a_killed_rank_takes_its_replica_which_starts_again_with_a_new_port(fold
 def test_a_replica_fails_once_however_many_of_its_ranks_fail(folder: Path) -> None:
     code = """
         print("an error of rank", os.environ["RANK"], file=sys.stderr)
-        all_are_there(f"told", 2)
+        all_are_there("told", 2)
         sys.exit(3 + number)
     """
     with command("run", "-n", "2", "--replica-size", "2", *NOWHERE, *write(folder, code)) as run:
@@ -190,3 +202,64 @@ def test_killing_the_launcher_ends_all_ranks_of_a_replica_that_is_about_to_end(f
     with command("run", "-n", "3", "--replica-size", "3", "--restarts", "1", *NOWHERE, *write(folder, code)) as run:
         assert run.wait() == -signal.SIGKILL
     wait_until_gone([pid for pid, _ in worlds(run)])
+
+
+@pytest.mark.parametrize(("error", "follows"), [("ReplicaLost", True), ("PeerLost", False)])
+def test_a_rank_that_hears_of_a_lost_mate_does_not_count_as_the_one_that_failed(
+    folder: Path, error: str, follows: bool
+) -> None:
+    """Its error names its own replica, as a member that was cut off itself would name its own rank."""
+    code = """
+        from paceline import errors
+        from paceline._session.launcher_pipe import tell_launcher
+        tell_launcher("view", {"pid": os.getpid(), "rank": 1, "world_size": 2, "generation": 1})
+        raise getattr(errors, sys.argv[2])("rank 2 (h, pid 5) was killed by SIGKILL", ranks=(1,))
+    """
+    environment = dict(os.environ) | replica_world(7, 4, 3)
+    arguments = [*write(folder, code), error]
+    worker = Worker(7, arguments, lambda fd: environment | {LAUNCHER_FD: str(fd)}, replica_size=4)
+    try:
+        os.set_blocking(worker.streams[NEWS], True)
+        while NEWS in worker.streams:
+            for line in worker.read(NEWS):
+                worker.heard(line.text)
+        while worker.reap() is None:
+            pass
+        end = worker.end()
+    finally:
+        worker.dismiss()
+    assert (worker.label, str(worker)) == ("1.3", "rank 3 of replica 1")
+    assert isinstance(end, RankExit)
+    assert (end.label, end.rank, end.slot, end.joined, end.follows) == ("replica 1", 3, 7, True, follows)
+
+
+def test_a_rank_that_cannot_be_started_fails_its_replica_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its mate would wait for it for ever. The one before it had ended with 0, which does not count for it."""
+    code = """
+        if is_first(f"first-{number}"):
+            sys.exit(3 * number)
+        all_are_there("again", 2)
+    """
+    started: list[int] = []
+
+    class Scarce(Worker):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            started.append(args[0])
+            if len(started) == 3:
+                raise OSError(errno.ENOMEM, "Cannot allocate memory")
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr("paceline.cli.launcher.launcher.Worker", Scarce)
+    out, err = io.StringIO(), io.StringIO()
+    terms = Terms(workers=1, elastic=True, restarts=2)
+    settings = WorkerSettings("127.0.0.1:1", "digits", 1, 1)
+    with contextlib.closing(Console(None, out, err)) as console:
+        launcher = Launcher(
+            write(folder, code), terms, settings, console, grace=1.0, report_exit=lambda *_: None, replica_size=2
+        )
+        assert launcher.run() == 0
+    assert started == [0, 1, 0, 1, 0, 1]
+    first, scarce, again = err.getvalue().splitlines()
+    assert re.search(r"restarting replica #0 \(rank 1, pid \d+ ended with exit code 3\) as a whole .* 1 of 2", first)
+    assert scarce == "paceline: cannot start a worker in place of rank 0 of replica #0: Cannot allocate memory"
+    assert again.endswith("as a whole in 0.2 s, 2 of 2")

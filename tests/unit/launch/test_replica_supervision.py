@@ -160,6 +160,7 @@ def test_restarts_and_the_minimum_count_replicas() -> None:
 
 def test_a_replica_that_dies_at_once_three_times_is_given_up() -> None:
     supervision = supervise(restarts=9)
+    said: list[str] = []
     for now in (1.0, 2.0, 3.0):
         said = [supervision.ended(end(slot, 1, joined=False), now) for slot in range(SIZE)]
         for slot in supervision.restarts_due(now + 0.9):

@@ -1,0 +1,55 @@
+"""`paceline run --replica-size` gives the ranks of each replica a world of torch.distributed, at each start."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.command import command, wait_until_gone
+
+pytestmark = [
+    pytest.mark.needs(what="torch"),
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(sys.platform != "linux", reason="the launcher ties processes with prctl"),
+]
+
+MEETS = """
+import os, signal, sys
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+t = torch.tensor([10.0 ** int(os.environ["LOCAL_RANK"])])
+dist.all_reduce(t)
+os.write(1, f"pid {os.getpid()} sum {int(t)} of {dist.get_world_size()}\\n".encode())
+if os.environ["LOCAL_RANK"] == "1":
+    try:
+        os.mkdir(sys.argv[1])
+    except FileExistsError:
+        pass
+    else:
+        os.kill(os.getpid(), signal.SIGKILL)
+dist.all_reduce(t)  # with a mate that is killed, or comes back
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.newest
+def test_a_replica_whose_rank_is_killed_meets_again_in_a_new_world(tmp_path: Path) -> None:
+    (tmp_path / "meets.py").write_text(MEETS)
+    script = (str(tmp_path / "meets.py"), str(tmp_path / "killed"))
+    arguments = ("-n", "4", "--replica-size", "2", "--restarts", "1", "--coordinator", "127.0.0.1:1")
+    with command("run", *arguments, *script) as run:
+        assert run.wait(120.0) == 0, str(run)
+    found = re.findall(r"pid (\d+) sum (\d+) of 2", run.stdout)
+    sums = [int(total) for _, total in found]
+    assert (set(sums), sums.count(1100)) == ({11, 1100}, 2), "each replica sums its own ranks"
+    assert sums.count(11) in (3, 4), "the mate of the killed rank may not have got the first sum"
+    (said,) = [line for line in run.complaints.splitlines() if line.startswith("paceline: ")]
+    assert re.fullmatch(
+        r"paceline: restarting replica #0 \(rank 1, pid \d+ was killed by SIGKILL\) as a whole in 0.1 s, 1 of 1", said
+    )
+    wait_until_gone([int(pid) for pid, _ in found])
