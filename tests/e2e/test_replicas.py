@@ -79,7 +79,8 @@ def test_each_replica_has_a_world_with_a_port_of_its_own(folder: Path) -> None:
             all_are_there("here", 4)
             with socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))):
                 all_are_there("done", 4)
-        print("bounds", os.environ["PACELINE_MIN_WORKERS"], os.environ["PACELINE_MAX_WORKERS"])
+        bounds = (os.environ[f"PACELINE_{name}_WORKERS"] for name in ("MIN", "MAX"))
+        print("bounds", *bounds, *(name for name in os.environ if "ELASTIC" in name))
     """
     logs = folder.parent / "logs"
     arguments = ("-n", "4", "--replica-size", "2", "--min", "1", "--log-dir", str(logs), *NOWHERE)
@@ -89,7 +90,7 @@ def test_each_replica_has_a_world_with_a_port_of_its_own(folder: Path) -> None:
     assert [world[:4] for world in said] == [[0, 2, 0, 2], [0, 2, 2, 2], [1, 2, 1, 2], [1, 2, 3, 2]]
     ports = {world[2]: world[4] for world in said}
     assert ports[0] == ports[1] != ports[2] == ports[3]
-    prefixes = sorted(line.split()[0] for line in run.stdout.splitlines() if "bounds 1 2" in line)
+    prefixes = sorted(line.split()[0] for line in run.stdout.splitlines() if line.endswith("bounds 1 2"))
     assert prefixes == ["[#0.0]", "[#0.1]", "[#1.0]", "[#1.1]"]
     assert run.complaints == ""
     last = (logs / "worker-3.log").read_text().splitlines()[-1]

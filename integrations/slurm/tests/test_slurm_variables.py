@@ -89,6 +89,14 @@ def test_each_of_two_tasks_counts_the_workers_of_both(tmp_path: Path) -> None:
     assert sorted(run.stdout.splitlines()) == ["[#0] digits 4 4", "[#1] digits 4 4"]
 
 
+def test_tasks_count_replicas_if_their_workers_are_the_ranks_of_one(tmp_path: Path) -> None:
+    with coordinator() as address:
+        variables = STEP | {"SLURM_STEP_NUM_TASKS": "3", "PACELINE_COORDINATOR": address}
+        with command("run", "--replica-size", "2", script(tmp_path, ECHO), **variables) as run:
+            assert run.wait() == 0, run.stderr
+    assert sorted(run.stdout.splitlines()) == ["[#0.0] digits 3 3", "[#0.1] digits 3 3"]
+
+
 @pytest.mark.slow
 def test_the_first_task_serves_until_the_others_are_done(tmp_path: Path) -> None:
     variables = STEP | {

@@ -51,6 +51,9 @@ def test_a_replica_is_restarted_as_a_whole_once_its_mates_are_killed() -> None:
     assert supervision.restarts_due(10.75) == []
     assert supervision.restarts_due(10.8) == [3, 4, 5]
     assert not supervision.restarting
+    assert supervision.ended(end(3, 7), 20.0) == "", "the new replica may fail like the one before"
+    assert supervision.mates_to_kill(20.5) == [3, 4, 5]
+    assert "(rank 0, pid 103 ended with exit code 7)" in ends(supervision, 20.6, (4, -9), (5, -9))[0]
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(SIZE))))
