@@ -59,16 +59,17 @@ class _Terminal(io.StringIO):
         return True
 
 
-def _worker() -> Worker:
+def _worker(replica_size: int | None) -> Worker:
     worker = object.__new__(Worker)  # without a process
-    worker.index, worker.rank, worker._blamed, worker._unfinished = 3, None, [], False
+    worker.index, worker.rank, worker._replica_size = 3, None, replica_size
+    worker._blamed, worker._lost_mate, worker._unfinished = [], False, False
     worker._process = SimpleNamespace(pid=_PID, returncode=1)  # type: ignore[assignment]
     return worker
 
 
 def news(data: bytes) -> None:
     """Whatever stands on the pipe, and however it is cut, the launcher goes on, and can show and log it."""
-    worker, splitter = _worker(), LineSplitter(max_line_bytes=4096)
+    worker, splitter = _worker(2 if data[:1] < b"\x80" else None), LineSplitter(max_line_bytes=4096)
     terminal = _Terminal()
     logs = object.__new__(LogFiles)
     logs._folder, logs._files, logs._unended = Path(os.devnull), {worker.index: (kept := io.BytesIO())}, {}
@@ -102,7 +103,7 @@ _VIEW = {"kind": "view", "pid": _PID, "rank": 1, "world_size": 2, "generation": 
 
 
 def _news_seeds() -> Sequence[bytes]:
-    failed = {"kind": "error", "ranks": [1]}
+    failed = {"kind": "error", "ranks": [1], "mate": True}
     return [
         b"\xff" + _lines({"kind": "waiting", "reason": "3 of 4 workers are here"}, _VIEW, failed),
         b"\x05" + _lines({**_VIEW, "rank": True}, {**_VIEW, "rank": -1}, {**_VIEW, "rank": "\ud800"}),
