@@ -1046,6 +1046,28 @@ MUTANTS = (
         '        os.write(descriptor, _DONE if first else b"")\n        yield first\n        if first:\n',
         ("unit/elastic/test_once_per_host.py",),
     ),
+    # The launcher's replicas.
+    Mutant(
+        "the mates of a failed rank are left alone",
+        "client/paceline/launch/_replicas.py",
+        "for replica in over for slot",
+        "for replica in () for slot",
+        ("unit/launch/test_replica_supervision.py",),
+    ),
+    Mutant(
+        "a replica that failed twice is forgotten",
+        "client/paceline/launch/_replicas.py",
+        "self._killed.discard(replica)",
+        "pass",
+        ("unit/launch/test_replica_supervision.py",),
+    ),
+    Mutant(
+        "a replica that starts again meets where the old one did",
+        "client/paceline/cli/launcher/replica_worlds.py",
+        "if not position:",
+        "if not position and replica not in self._held:",
+        ("unit/cli/test_replica_worlds.py",),
+    ),
 )
 
 

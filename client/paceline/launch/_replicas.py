@@ -89,11 +89,11 @@ class ReplicaSupervision(Supervision):
         failures = self._failures.pop(replica, [])
         self._kill_mates_at.pop(replica, None)
         self._killed.discard(replica)
-        if leaving:  # it had failed before, which is not its answer to the order
-            return ""
         if not failures:
             return super().ended(replace(end, slot=replica), now)
         cause = next((each for each in failures if not each.follows), failures[0])
+        if leaving:  # it had failed before, so this is not its answer to the order
+            return str(cause)
         cause = replace(cause, slot=replica, joined=any(each.joined for each in failures))
         return super().ended(cause, now) or str(cause)
 

@@ -212,7 +212,8 @@ def test_a_replica_that_failed_before_a_drain_does_not_change_its_exit_code() ->
     supervision.interrupt(signal.SIGTERM, 10.1)
     assert supervision.due(10.1) is signal.SIGTERM
     assert supervision.mates_to_kill(10.5) == [0, 1, 2], "its mates cannot leave in good order"
-    assert ends(supervision, 10.6, (1, -9), (2, 1)) == []
+    said = ends(supervision, 10.6, (1, -9), (2, 1))
+    assert said == ["rank 0 of replica 0 (pid 100) was killed by SIGKILL"], "it is told all the same"
     assert not supervision.restarting
     ends(supervision, 11.0, (3, 0), (4, 0), (5, 0))
     assert supervision.exit_code == 0
