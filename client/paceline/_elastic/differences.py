@@ -116,11 +116,15 @@ def _parts(here: dict[str, Any], there: dict[str, Any]) -> Iterator[str]:
         (kind, arrays), (their_kind, their_arrays) = here[name], there[name]
         if kind != their_kind:
             yield f"{name} is a {kind} here but a {their_kind}"
-        mine, others = ({path: (dtype, shape) for path, dtype, shape in each} for each in (arrays, their_arrays))
+        mine, others = ({path: described for path, *described in each} for each in (arrays, their_arrays))
         for path in [*mine, *(path for path in others if path not in mine)]:
             if mine.get(path) != others.get(path):
                 yield f"{name}: {path!r} is {_words(mine.get(path))} here but {_words(others.get(path))}"
 
 
-def _words(described: tuple[str, list[int]] | None) -> str:
-    return "not there" if described is None else f"{described[0]}{described[1]}"
+def _words(described: list[Any] | None) -> str:
+    """Puts dtype and shape into words, and for a part of a DTensor also which part of what it is."""
+    if described is None:
+        return "not there"
+    dtype, shape, *whole = described
+    return f"{dtype}{shape}" + (f" of {whole[0]}" if whole else "")

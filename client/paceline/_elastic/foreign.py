@@ -19,15 +19,52 @@ Tree = Any
 
 def view(value: Any) -> Any:
     """Returns a NumPy view of the memory of an array of any framework; a `DeviceArray` if it lies on a device."""
-    data = getattr(value, "data", value)
     if isinstance(value, np.ndarray):
         return value
+    value = _local(value)
+    data = getattr(value, "data", value)
     if isinstance(data, np.ndarray):  # paceline.Parameter
         return data
     detach = getattr(value, "detach", None)
     if is_foreign(value) and is_on_device(value):
         return DeviceArray(value)
     return memory_of(value if detach is None else detach())
+
+
+def _local(value: Any) -> Any:
+    """Returns the local tensor of torch's DTensor, over the same memory, and anything else as it is."""
+    local = getattr(value, "_local_tensor", None)
+    wait = getattr(local, "wait", None)  # a collective may still run
+    return value if local is None else local if wait is None else wait()
+
+
+def placement(value: Any) -> str:
+    """Says how torch's DTensor is spread over the ranks of its mesh; empty for anything else."""
+    mesh = getattr(value, "device_mesh", None)
+    if mesh is None:
+        return ""
+    sizes = [
+        f"{name or 'dim'}={size}"
+        for name, size in zip(mesh.mesh_dim_names or [""] * mesh.ndim, mesh.shape, strict=True)
+    ]
+    return f"{list(value.shape)} as {', '.join(map(str, value.placements))} over {', '.join(sizes)}"
+
+
+def place_state(optimizer: Any) -> None:
+    """Makes the loaded state of a torch optimizer DTensors where its parameters are: it was loaded as local tensors."""
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if placement(parameter):
+            state, local = optimizer.state.get(parameter, {}), _local(parameter)
+            for name, value in state.items():
+                if is_foreign(value) and not placement(value) and value.ndim and value.shape == local.shape:
+                    state[name] = type(parameter.data).from_local(
+                        value,
+                        parameter.device_mesh,
+                        parameter.placements,
+                        run_check=False,
+                        shape=parameter.shape,
+                        stride=parameter.stride(),
+                    )
 
 
 def store(target: Any, values: Any) -> None:

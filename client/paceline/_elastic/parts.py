@@ -24,6 +24,7 @@ from paceline._elastic.foreign import (
     from_arrays,
     is_foreign,
     marks_of,
+    place_state,
     store,
     taken,
     to_arrays,
@@ -292,6 +293,8 @@ class _Opaque(StatePart):
 
     def load_rest(self, rest: Tree) -> None:
         self._thing.load_state_dict(from_arrays(rest["state"], iter(rest["frameworks"])))
+        if self._gate:
+            place_state(self._thing)
 
     def small(self) -> Tree:
         return [to_arrays(settings, []) for settings in self._settings()] if self._gate else self.rest()

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline._elastic.device_array import DeviceArray, on_host
+from paceline._elastic.foreign import placement
 from paceline._elastic.offer import Content
 from paceline._elastic.parts import StatePart, check_fit, part_of
 from paceline._elastic.reshard_plan import ReshardPlan, fill
@@ -269,10 +270,12 @@ class TrainState:
     def manifest(self, **settings: object) -> bytes:
         """Returns the parts with their shapes, and the run's settings, as canonical JSON; the same on all members."""
         held = self._spread.holding()
-        described = {
-            name: [part.kind, [[path, *_described(leaf)] for path, leaf in part.arrays(held).items()]]
-            for name, part in self._parts.items()
-        }
+        described: dict[str, Any] = {}
+        for name, part in self._parts.items():
+            spread = {path: found for path, p in part.parameters().items() if (found := placement(p))}
+            leaves = part.arrays(held).items()
+            arrays = [[path, *_described(leaf), *([spread[path]] if path in spread else ())] for path, leaf in leaves]
+            described[name] = [part.kind, arrays]
         if self.sampler is not None:
             settings |= self.sampler.settings
         words = {name: str(value) for name, value in settings.items()}

@@ -208,12 +208,7 @@ class Bucket:
         """
         self.flat[self._weight_at] = weight
         for i, (parameter, slot) in enumerate(zip(self._parameters, self._slots, strict=True)):
-            self._used[i] = parameter.grad is not None
-            if parameter.grad is None:
-                slot.fill(0)
-            elif parameter.grad is not slot:  # another wrapper has moved it
-                np.copyto(slot, parameter.grad)
-                parameter._hold(slot)
+            self._used[i] = parameter._pack(slot, weight)
             slot.flags.writeable = False  # makes `p.grad += g` an error, where it would give a wrong sum unnoticed
         self._encode(alone=alone)
 

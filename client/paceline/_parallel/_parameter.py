@@ -153,6 +153,20 @@ class Parameter:
         """Makes an array the gradient, without a copy, a signal to the observer, or a change of `writes`."""
         self._grad = gradient
 
+    def _pack(self, slot: NDArray[Any], weight: float) -> bool:
+        """Moves the gradient, which is multiplied by the weight already, into a slot; returns False if there is none.
+
+        Without a gradient the slot gets zeros.
+        """
+        del weight
+        if self.grad is None:
+            slot.fill(0)
+            return False
+        if self.grad is not slot:  # another wrapper has moved it
+            np.copyto(slot, self.grad)
+            self._hold(slot)
+        return True
+
     def _layout(self) -> tuple[np.dtype[Any], int]:
         """Returns the dtype and the number of bytes of the values."""
         return self.data.dtype, self.data.nbytes

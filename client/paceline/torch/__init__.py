@@ -24,12 +24,24 @@ from paceline.torch.register import register as _register
 if TYPE_CHECKING:
     from paceline.torch._data_loader import ElasticDataLoader
     from paceline.torch._local_training import DiLoCo, LocalSGD
+    from paceline.torch._replicate import Replicated, replicate
     from paceline.torch._stream_loader import ElasticStreamLoader
     from paceline.torch.backend import ProcessGroup, Store
     from paceline.torch.ddp import DDP
     from paceline.torch.fsdp import FSDP
 
-__all__ = ["DDP", "FSDP", "DiLoCo", "ElasticDataLoader", "ElasticStreamLoader", "LocalSGD", "ProcessGroup", "Store"]
+__all__ = [
+    "DDP",
+    "FSDP",
+    "DiLoCo",
+    "ElasticDataLoader",
+    "ElasticStreamLoader",
+    "LocalSGD",
+    "ProcessGroup",
+    "Replicated",
+    "Store",
+    "replicate",
+]
 
 _HOME = {
     "DDP": "paceline.torch.ddp",
@@ -39,7 +51,9 @@ _HOME = {
     "ElasticStreamLoader": "paceline.torch._stream_loader",
     "LocalSGD": "paceline.torch._local_training",
     "ProcessGroup": "paceline.torch.backend",
+    "Replicated": "paceline.torch._replicate",
     "Store": "paceline.torch.backend",
+    "replicate": "paceline.torch._replicate",
 }
 
 _register()

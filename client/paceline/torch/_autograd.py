@@ -26,7 +26,7 @@ from paceline._parallel._parameter import Parameter
 from paceline._parallel._synchronizer import GradientSynchronizer
 from paceline._parallel._transport import EngineTransport, GradientTransport
 from paceline.errors import StepOrderError, UnsupportedOp
-from paceline.torch._tensors import Tensor, array_of, on_host, tensor_of, values_of
+from paceline.torch._tensors import Tensor, array_of, local_of, on_host, tensor_of, values_of
 
 _OUTSIDE = -1
 """The number that autograd reports outside of a backward pass."""
@@ -34,7 +34,7 @@ _OUTSIDE = -1
 
 _NAME = "a parameter of a module whose gradients travel over links (an engine may carry them: docs/engines.md)"
 
-_HANDLES: Any = WeakIdKeyDictionary()
+HANDLES: Any = WeakIdKeyDictionary()
 """For each tensor, the handles of the hooks that are registered on it."""
 
 
@@ -117,16 +117,16 @@ class TorchParameter(Parameter):
         """Calls the observer for every gradient from now on; does nothing if the parameter is frozen."""
         if self._handles or not self.requires_grad:
             return
-        for handle in _HANDLES.get(self.tensor, ()):  # the new wrapper replaces an earlier one
+        for handle in HANDLES.get(self.tensor, ()):  # the new wrapper replaces an earlier one
             handle.remove()
         self._autograd_observer = observer
         # The hook is on the accumulating node, not on the tensor, so that `torch.autograd.grad` does not call it.
         self._node = torch.autograd.graph.get_gradient_edge(self.tensor).node
         self._handles = (
-            self._node.register_prehook(_weakly(self._before)),
-            self.tensor.register_post_accumulate_grad_hook(_weakly(self._after)),
+            self._node.register_prehook(weakly(self._before)),
+            self.tensor.register_post_accumulate_grad_hook(weakly(self._after)),
         )
-        _HANDLES[self.tensor] = self._handles
+        HANDLES[self.tensor] = self._handles
 
     def _before(self, gradients: tuple[Tensor, ...]) -> None:
         self._autograd_observer.before(self)
@@ -154,7 +154,7 @@ class TorchParameter(Parameter):
         """Called behind each write of a gradient, in the stream that writes it."""
 
 
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
     """Wraps a method as a hook that does not keep its object alive.
 
     Python's cycle collector does not see the references that autograd holds to its hooks.
@@ -186,7 +186,7 @@ class TorchModule:
 
     def named_buffers(self) -> Iterable[tuple[str, NDArray[Any]]]:
         """Returns pairs of path and array."""
-        return [(path, values_of(buffer)) for path, buffer in self._module.named_buffers()]
+        return [(path, values_of(local_of(buffer))) for path, buffer in self._module.named_buffers()]
 
     def write_back(self, parameters: Mapping[str, NDArray[Any]], buffers: Mapping[str, NDArray[Any]]) -> None:
         """Writes values that were copied from a device; see `paceline._parallel._parameter.write_back`."""
@@ -208,7 +208,7 @@ class AutogradPass:
     def __init__(self, context: AbstractContextManager[float], done: Callable[[], None]) -> None:
         self._context = ExitStack()
         self.factor = self._context.enter_context(context)
-        callback = _Callback(done)
+        callback = Callback(done)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
         self._callback = weakref.ref(callback)
 
@@ -226,7 +226,7 @@ class AutogradPass:
         self._context.__exit__(type(error), error, error.__traceback__)
 
 
-class _Callback:
+class Callback:
     """A function that torch keeps while the pass lives."""
 
     def __init__(self, done: Callable[[], None]) -> None:
@@ -328,10 +328,12 @@ class AutogradDriver:
     `factor` is the weight by which each new gradient is multiplied.
 
     Args:
-        module: the torch module.
+        module: the torch module; or the module as the core sees it.
         group: the ranks.
         make: makes the core's object for a parameter.
         carried: makes the transport of gradients if an engine carries them.
+        accumulation: makes the accumulation of passes.
+        synchronizer: the class of the synchronizer.
         settings: as for `paceline.DDP`.
     """
 
@@ -342,15 +344,17 @@ class AutogradDriver:
         *,
         make: Callable[[Tensor], TorchParameter] = TorchParameter,
         carried: Callable[[Group], GradientTransport] = EngineTransport,
+        accumulation: Callable[[Any, Any], Accumulation] | None = None,
+        synchronizer: type[GradientSynchronizer] = GradientSynchronizer,
         **settings: Any,
     ) -> None:
-        self.module = TorchModule(module, make)
+        self.module = module if isinstance(module, TorchModule) else TorchModule(module, make)
         self.model = ReplicatedModel(self.module, group, trains_narrow=True, carried=carried, **settings)
         self.uneven = Uneven(group)
-        self.synchronizer = GradientSynchronizer(
+        self.synchronizer = synchronizer(
             self.model,
             group,
-            accumulation=AutogradAccumulation,
+            accumulation=accumulation or AutogradAccumulation,
             agreed=self._listen,
             before_reduction=self.uneven.before_reduction,
         )

@@ -1,0 +1,236 @@
+"""How gradients leave a replica: hooks behind torch's own parallelism, which drive the core of DDP.
+
+Ranks with the same position in their replicas (a *lane*) hold the same local tensors, and average their gradients over
+the group. A hook on each parameter is called when torch has done with its gradient inside the replica: autograd calls
+it for plain and tensor-parallel parameters, and FSDP2 for its shards, once they are reduced and cast.
+
+Nothing is called before a gradient is stored. So it stays where torch has put it, also while passes accumulate, and
+is multiplied by the replica's weight when its bucket is packed, which copies it.
+
+A mate whose own reductions succeed goes on to torch's collectives, and would hang there without this rank. So in a step
+that can be undone, a failed reduction does not raise in the backward pass: it goes on, with this rank's gradients, and
+the step's gate raises on all mates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline._group import Group
+from paceline._parallel._accumulation import Accumulation
+from paceline._parallel._parameter import Parameter
+from paceline._parallel._synchronizer import GradientSynchronizer
+from paceline.errors import PacelineError
+from paceline.torch._autograd import HANDLES, AutogradDriver, Callback, TorchModule, TorchParameter, weakly
+from paceline.torch._tensors import Tensor, array_of, local_of, placed_like, tensor_of
+
+_NAME = "a parameter of a replica, whose gradients travel over links,"
+
+
+class LaneParameter(TorchParameter):
+    """The local tensor of a parameter, plain or a DTensor; `tensor` is the parameter."""
+
+    __slots__ = ()
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        Parameter.__init__(self, array_of(local_of(tensor), _NAME), tensor.requires_grad)
+        self._handles: tuple[Any, ...] = ()
+
+    @property
+    def data(self) -> NDArray[Any]:
+        """The local values. Setting them writes into the existing memory."""
+        return array_of(local_of(self.tensor))
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        array_of(local_of(self.tensor))[...] = value
+
+    @property
+    def grad(self) -> NDArray[Any] | None:
+        """The local gradient; the home itself if the gradient is stored there."""
+        gradient = self.tensor.grad
+        if gradient is None:
+            return None
+        return self._slot if gradient is self._view else array_of(local_of(gradient))
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        self._hold(None if value is None else np.array(value, self.dtype))
+
+    @property
+    def _home(self) -> NDArray[Any] | None:
+        return self._slot
+
+    @_home.setter
+    def _home(self, slot: NDArray[Any] | None) -> None:
+        self._slot = slot
+        self._view = None if slot is None else placed_like(tensor_of(slot), self.tensor)
+
+    def _hold(self, gradient: NDArray[Any] | None) -> None:
+        if gradient is None:
+            self.tensor.grad = None
+        else:
+            at_home = gradient is self._slot
+            self.tensor.grad = self._view if at_home else placed_like(tensor_of(gradient), self.tensor)
+
+    def _pack(self, slot: NDArray[Any], weight: float) -> bool:
+        gradient = self.grad
+        if gradient is None or not weight:  # without a sample it may be NaN
+            slot.fill(0)
+            return False
+        np.multiply(gradient, np.asarray(weight, slot.dtype), out=slot)
+        self._hold(slot)
+        return True
+
+    def listen(self, observer: AutogradDriver) -> None:
+        """Calls the observer for every gradient from now on; does nothing if the parameter is frozen."""
+        if self._handles or not self.requires_grad:
+            return
+        for handle in HANDLES.get(self.tensor, ()):  # the new call of `replicate` replaces an earlier one
+            handle.remove()
+        self._autograd_observer = observer
+        self._handles = (self.tensor.register_post_accumulate_grad_hook(weakly(self._after)),)
+        HANDLES[self.tensor] = self._handles
+
+    def _after(self, tensor: Tensor) -> None:
+        if getattr(tensor.grad, "placements", None) != getattr(tensor, "placements", None):
+            # Tensor parallelism may leave a partial sum. All mates are here, whatever has failed.
+            with torch.no_grad():
+                tensor.grad = tensor.grad.redistribute(placements=tensor.placements)
+        self.writes += 1
+        self._autograd_observer.after(self)
+
+
+class LaneModule(TorchModule):
+    """A module with the parameters that it had when `replicate` was called: FSDP2 shows others while it runs."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__(module, LaneParameter)
+        self._listed = list(super().named_parameters())
+
+    def named_parameters(self) -> Iterator[tuple[str, TorchParameter]]:
+        """Yields pairs of path and parameter, always the same objects."""
+        yield from self._listed
+
+
+class LaneAccumulation(Accumulation):
+    """An accumulation whose passes add up where torch stores gradients, and whose weight is applied at the end."""
+
+    def __init__(self, parameters: Any, sources: Any) -> None:
+        super().__init__(parameters, sources, adds_up=True)
+
+    def add(self, weight: float, *, alone: bool) -> float:
+        """See `Accumulation`. In a world of one all passes have equal weight, as without `replicate`."""
+        return super().add(float(weight > 0) if alone else weight, alone=False)
+
+    def open(self) -> None:
+        """Does nothing: torch adds to the gradients that are there."""
+
+    def drop_if_cleared(self) -> None:
+        """Does nothing: all passes of a step have one weight, so those that were cleared change no mean."""
+
+    def written_by_others(self, *, or_zeros: bool) -> str | None:
+        """Returns None: gradients that users have written are used as they are, as in torch."""
+        del or_zeros
+        return None
+
+
+class LaneSynchronizer(GradientSynchronizer):
+    """A synchronizer that leaves this rank's own gradients after a failure.
+
+    Mates without a failure have theirs, and what the script calls next, such as clipping, must take the same way here.
+    """
+
+    def abandon(self) -> None:
+        """See `GradientSynchronizer`."""
+        parameters: Mapping[str, Any] = {} if self.reducer is None else self.reducer.parameters
+        tensors = [parameter.tensor for parameter in parameters.values()]
+        kept = [None if tensor.grad is None else tensor.grad.detach().clone() for tensor in tensors]
+        super().abandon()
+        for tensor, gradient in zip(tensors, kept, strict=True):
+            tensor.grad = gradient
+
+
+class LaneDriver(AutogradDriver):
+    """Drives the synchronizer of one replica from the hooks of its parameters.
+
+    Attributes:
+        failed: the reductions of this attempt at a step have failed; the step's gate says so.
+    """
+
+    def __init__(self, module: Any, group: Group, **settings: Any) -> None:
+        super().__init__(
+            LaneModule(module),
+            group,
+            accumulation=LaneAccumulation,
+            synchronizer=LaneSynchronizer,
+            **settings,
+        )
+        self.failed = False
+        self._stepwise = False
+        # torch's DDP puts its sums into the gradients at the end of the pass, behind all hooks.
+        self._late = any(isinstance(each, torch.nn.parallel.DistributedDataParallel) for each in module.modules())
+        self._is_late = False
+        for _, parameter in self.module.named_parameters():  # before the first agreement: no gradient may pass unseen
+            parameter.listen(self)
+
+    def begin_step(self) -> None:
+        """Begins a step that may be undone."""
+        self.failed, self._stepwise = False, True
+        self.model.begin_step()
+
+    def drop_gradients(self) -> None:
+        """See `AutogradDriver`."""
+        self.failed = False
+        super().drop_gradients()
+
+    def reduce(self) -> None:
+        """Reduces the gradients that are there, which passes in `no_sync` have left."""
+        if self.failed:
+            return
+        try:
+            with self.synchronizer.backward_pass(self._next_weight(), reduces=True):
+                pass
+        except PacelineError as error:
+            self._fail(error)
+
+    def after(self, parameter: TorchParameter) -> None:
+        """See `AutogradDriver`."""
+        if self.failed:
+            return
+        try:
+            if self._pass is None:
+                fresh, parameter.tensor.grad = parameter.tensor.grad, None  # a pass begins without it
+                try:
+                    self.before(parameter)
+                finally:
+                    parameter.tensor.grad = fresh
+            else:
+                self.before(parameter)
+            if not self._late:
+                super().after(parameter)
+        except PacelineError as error:
+            self._fail(error)
+
+    def _end(self) -> None:
+        if self._late and not self._is_late:
+            self._is_late = True
+            torch.autograd.Variable._execution_engine.queue_callback(Callback(self._end))
+            return
+        self._is_late = False
+        try:
+            super()._end()
+        except PacelineError as error:
+            self._fail(error)
+
+    def _fail(self, error: PacelineError) -> None:
+        """Leaves a failure of the generation to the gate; raises any other error, and all outside of steps."""
+        if not (self._stepwise and self._group.mesh.fault.failed):
+            raise error
+        self.failed = True
