@@ -47,7 +47,7 @@ def placement(value: Any) -> str:
         f"{name or 'dim'}={size}"
         for name, size in zip(mesh.mesh_dim_names or [""] * mesh.ndim, mesh.shape, strict=True)
     ]
-    return f"{list(value.shape)} as {', '.join(map(str, value.placements))} over {', '.join(sizes)}"
+    return f"{list(value.shape)} as {', '.join(map(repr, value.placements))} over {', '.join(sizes)}"
 
 
 def place_state(optimizer: Any) -> None:
