@@ -49,6 +49,13 @@ def of_one_mind(sessions: Iterable[Session]) -> list[Session]:
     return [session for ranks in alike for session in ranks]
 
 
+def torn_apart(sessions: Iterable[Session]) -> list[Session]:
+    """Returns those that hold a state of which their mates hold none or another one."""
+    there = list(sessions)
+    alike = set(of_one_mind(there))
+    return [s for s in there if s not in alike and s.met is not None and s.met.tag is not None]
+
+
 def leavers(sessions: Iterable[Session]) -> set[Session]:
     """Returns those that want to leave, and their mates among them."""
     there = list(sessions)

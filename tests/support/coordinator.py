@@ -324,22 +324,31 @@ class PureJob:
         former_token: bytes | None = None,
         tuning: str = "",
         versions: Versions = OURS,
+        pid: int | None = None,
+        replica: str = "",
+        position: int = 0,
+        size: int = 1,
     ) -> str:
-        """A worker registers; returns its member id. `effects` has what followed."""
+        """A worker registers; returns its member id. `effects` has what followed.
+
+        With a `replica` it is the rank at `position` of that replica, which has `size` ranks.
+        """
         self._count += 1
         number = self._count
         event = Registered(
             member_id=f"m{number}",
             token_sha256=b"token-%d" % number,
             stream=number,
-            process=Process(host or f"host-{number}", 1000 + number, boot_id),
+            process=Process(host or f"host-{number}", pid or 1000 + number, boot_id),
             address=address or f"host-{number}:1",
-            settings=JobSettings(least, most, timeout, tuning),
+            settings=JobSettings(least, most, timeout, tuning, size),
             claimed_rank=rank,
             generation_floor=floor,
             versions=versions,
             former_member_id=former,
             former_token_sha256=former_token or b"token-" + former[1:].encode(),
+            replica=replica,
+            position=position,
         )
         self.do(event)
         return event.member_id
