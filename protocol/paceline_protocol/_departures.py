@@ -80,7 +80,8 @@ class Departures:
         view, rank = self._state.view, session.rank
         of_view = view is not None and session.generation == view.generation
         if session.replica and not ending.sure:
-            self._state.astray[session.replica, session.position] = seat_of(session)
+            seat = view.seats[rank] if of_view and view is not None and rank is not None else seat_of(session)
+            self._state.astray[session.replica, session.position] = seat
         elif session.replica and not of_view and not ending.lives:
             name = f"{session.process.host} (pid {session.process.pid})"
             self._ended[session.replica, session.position] = name, replace(ending, orderly=False)
@@ -101,7 +102,7 @@ class Departures:
         """Notes that a process has ended, if mates wait for it that are in the last view no more."""
         for (replica, position), seat in self._state.astray.items():
             if seat.process.is_same(process):
-                name = f"{seat.process.host} (pid {seat.process.pid})"
+                name = seat.label if seat.replica else f"{seat.process.host} (pid {seat.process.pid})"
                 self._ended.setdefault((replica, position), (name, ending))
 
     def check_replica(self, replica: str) -> None:
