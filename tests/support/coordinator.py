@@ -144,11 +144,17 @@ class RawSession:
         host: str = "host-a",
         pid: int = 1,
         token: str = "",
+        replica_size: int = 1,
         **fields: Any,
     ) -> RawSession:
         """Registers and reads the answer."""
         session = cls(channel, job, token)
-        settings = pb.JobSettings(min_workers=least, max_workers=most, failure_timeout=duration(failure_timeout))
+        settings = pb.JobSettings(
+            min_workers=least,
+            max_workers=most,
+            failure_timeout=duration(failure_timeout),
+            replica_size=replica_size,
+        )
         fields = {"protocol_version": OURS.oldest, "newest_protocol_version": OURS.newest, **fields}
         register = pb.Register(
             job=job,
@@ -227,10 +233,12 @@ class RawSession:
         formed: pb.ViewFormed = await self.next("view_formed")
         return formed
 
-    async def get_pages(self, view: pb.ViewFormed) -> bytes:
+    async def get_pages(self, view: pb.ViewFormed, position: int = 0) -> bytes:
         """All pages of the view's members, concatenated as they are hashed."""
         pages = [
-            await self.stub.GetView(pb.GetViewRequest(job=self.job, generation=view.generation, page=number))
+            await self.stub.GetView(
+                pb.GetViewRequest(job=self.job, generation=view.generation, page=number, position=position)
+            )
             for number in range(view.pages)
         ]
         return b"".join(page.SerializeToString(deterministic=True) for page in pages)

@@ -150,17 +150,17 @@ def play(text: str) -> str:
         ValueError: a line is no input.
     """
     story = _Story()
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.startswith("#") or not line.strip():
-            story.lines.append(line.rstrip())
-        elif line.startswith("job:"):
-            story.lines.append(line.rstrip())
-            story.begin(line)
-        elif line.startswith("t=") and "time passes" not in line:
+    for number, row in enumerate(text.splitlines(), 1):
+        if row.startswith("#") or not row.strip():
+            story.lines.append(row.rstrip())
+        elif row.startswith("job:"):
+            story.lines.append(row.rstrip())
+            story.begin(row)
+        elif row.startswith("t=") and "time passes" not in row:
             try:
-                story.happens(line.rstrip())
+                story.happens(row.rstrip())
             except KeyError as error:
-                raise ValueError(f"line {number}: there is no worker {error}: {line}") from error
+                raise ValueError(f"line {number}: there is no worker {error}: {row}") from error
     return "\n".join(story.lines) + "\n"
 
 
