@@ -321,7 +321,10 @@ class Lineage:
         return effects + self._forget_view(view)
 
     def _gather_mates(self, now: float) -> list[Effect]:
-        """Makes members candidates whose mates have come back as such: a replica gets its seats as a whole."""
+        """Makes members candidates whose mates have come back as such: a replica gets its seats as a whole.
+
+        So it does with those that want to leave: without their mates they are of no use to the meeting.
+        """
         view = self._state.view
         if (
             view is None
@@ -334,12 +337,13 @@ class Lineage:
         present = set(self._state.present())
         for session in [session for session in self._state.of_view() if session not in present]:
             mates = self._state.sessions.of_replica(session.replica)
-            if any(mate.standing is Standing.CANDIDATE for mate in mates):
+            leaves = session.met is not None and session.met.leaving
+            if leaves or any(mate.standing is Standing.CANDIDATE for mate in mates):
                 ending = Ending("waits with the rest of its replica", orderly=False, lives=True)
                 effects += self._departures.mark(rank_of(session), ending)
                 self._become_candidate(now, session)
                 session.came_back = True
-                spare = Spare("the other ranks of its replica come back as new members", view.generation)
+                spare = Spare("a rank of its replica has lost its seat", view.generation)
                 effects.append(Send(session.member_id, spare))
         return effects
 

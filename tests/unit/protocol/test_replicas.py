@@ -17,6 +17,7 @@ from paceline_protocol.coordinator import (
     Reported,
     RestartAsked,
     SettingsDisagree,
+    ViewStored,
 )
 from paceline_protocol.messages import CatchUp, Dismissed, Mismatch, Missing, Running, Spare, StateLost, Verdict
 from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -288,6 +289,31 @@ def test_a_mate_that_stays_in_a_live_view_is_missed_once_the_view_is_void() -> N
     assert not job.lost, "its mate may be about to leave too"
     job.report(job.ids["A0"], LOST, 1)
     assert set(job.lost) == {"B1"}
+
+
+def test_a_rank_whose_mate_is_silent_may_leave() -> None:
+    job = ReplicaJob(least=2, most=2)
+    job.trains("A", "B")
+    job.falls_silent("B0")
+    job.meet("A0", "A1", tag=Tag(2, 3))
+    assert {*job.told(job.meet("B1", tag=Tag(2, 3), leaving=True), Spare)} == {"B1"}
+    assert {*job.told(job.meet("B1", tag=Tag(2, 3), leaving=True), Dismissed)} == {"B1"}
+
+
+def test_a_rank_that_ends_while_its_view_is_stored_makes_that_void() -> None:
+    job = ReplicaJob()
+    job.trains("A", "B")
+    job.come("C0", "C1")
+    job.meet("C0", "C1")
+    job.slow_disk = True
+    job.meet(*job.replica("A", "B"), tag=Tag(2, 3))
+    job.dies("C1")
+    job.slow_disk = False
+    effects = job.do(ViewStored(3))
+    assert set(job.lost) == {"C0"}
+    assert {*job.told(effects, Verdict)} >= {*job.replica("A", "B")}
+    job.meet(*job.replica("A", "B"), tag=Tag(2, 3))
+    assert job.seats() == job.replica("A", "B")
 
 
 # States ---------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from unit.protocol.replicas import BEGINNING, ReplicaJob
 
 from paceline_protocol import Tag
-from paceline_protocol.coordinator import DrainAsked, Effect, EndSession, Event, ReplicaLost, Send, Standing
+from paceline_protocol.coordinator import DrainAsked, Effect, EndSession, Event, ReplicaLost, Send, Standing, ViewStored
 from paceline_protocol.messages import CatchUp, Dismissed, StateLost, ViewFormed
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
@@ -139,11 +139,14 @@ class _Chaos(ReplicaJob):
         living = [name for name, rank in self.ranks.items() if rank.alive]
         name = self.random.choice(living)
         rank, here = self.ranks[name], not self.ranks[name].is_out and name in self.ids and self.is_here(name)
-        match self.random.randrange(15):
+        match self.random.randrange(16):
             case 0 if sum(self.ranks[each].alive for each in self.replica(name[0])) == self.size:
                 self.kill(name, reported=self.random.random() < 0.5)
             case 6:
                 self.restarts_coordinator()
+            case 8:
+                self.slow_disk = not self.slow_disk
+                self.finishes_storing()
             case 7 if here and self.session(name).standing is Standing.IN_VIEW:
                 others = range(len(self.seats()) // self.size)
                 reason = self.random.choice([ErrorReason.ERROR_REASON_PEER_LOST, ErrorReason.ERROR_REASON_TIMEOUT])
@@ -164,6 +167,11 @@ class _Chaos(ReplicaJob):
                 self._commit()
             case _:
                 self.turn(name)
+
+    def finishes_storing(self) -> None:
+        """The disk has caught up, if it was slow."""
+        if not self.slow_disk and self.state.forming is not None:
+            self.do(ViewStored(self.state.forming.generation))
 
     def _meet_if_in_view(self, name: str) -> None:
         if self.session(name).standing is Standing.IN_VIEW and self.session(name).stream is not None:
@@ -206,6 +214,8 @@ class _Chaos(ReplicaJob):
 
     def calms_down(self) -> None:
         """Everybody is awake, what is broken is started again, and all do what they have to."""
+        self.slow_disk = False
+        self.finishes_storing()
         for rank in self.ranks.values():
             rank.awake = True
         for _ in range(40):
