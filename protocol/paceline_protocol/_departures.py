@@ -196,8 +196,9 @@ class Departures:
         view = self._state.view
         if view is None or not self._state.is_elastic:
             return False
-        parted, newcomers = {view.seats[rank].number for rank in ranks}, set(view.newcomers)
-        rest = [s for s in self._state.present() if view.seats[rank_of(s)].number not in parted]
+        size, newcomers = view.settings.replica_size, set(view.newcomers)
+        parted = {rank // size for rank in ranks}
+        rest = (s for s in self._state.present() if s.rank is not None and s.rank // size not in parted)
         return any(session.stream is not None and _may_lead(view, newcomers, session) for session in rest)
 
     def _part(self, session: Session, ending: Ending) -> list[Effect]:
