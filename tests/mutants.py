@@ -1094,14 +1094,14 @@ MUTANTS = (
         f"{PROTOCOL}/_lineage.py",
         'Ending("belongs to an old copy of the state", orderly=False, lives=True)',
         'Ending("belongs to an old copy of the state", orderly=False)',
-        ("unit/protocol/test_replicas.py",),
+        ("unit/protocol/test_replicas_registration.py",),
     ),
     Mutant(
         "what was stored of a rank that came back breaks its replica",
         f"{PROTOCOL}/_departures.py",
         "now < self._patient_until and (replica, position) in self._stored",
         "False",
-        ("unit/protocol/test_replicas.py",),
+        ("unit/protocol/test_replicas_registration.py",),
     ),
     Mutant(
         "mates that may go are told that their replica is lost",
