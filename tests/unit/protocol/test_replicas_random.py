@@ -11,7 +11,7 @@ from unit.protocol.replicas import BEGINNING, ReplicaJob
 
 from paceline_protocol import Tag
 from paceline_protocol.coordinator import DrainAsked, Effect, EndSession, Event, ReplicaLost, Send, Standing, ViewStored
-from paceline_protocol.messages import CatchUp, Dismissed, StateLost, ViewFormed
+from paceline_protocol.messages import CatchUp, Dismissed, StateLost, Summons, ViewFormed
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 _RUNS = 200
@@ -28,6 +28,7 @@ class Rank:
     awake: bool = True
     leaving: bool = False
     dismissed: bool = False
+    summoned: bool = False
     told_to_take: CatchUp | None = None
     is_out: bool = False
     """Its session has ended, and it has yet to register again."""
@@ -74,6 +75,8 @@ class _Chaos(ReplicaJob):
                             rank.tag, rank.has_base, rank.told_to_take = base or rank.tag, base is not None, None
                         case CatchUp():
                             rank.told_to_take = message
+                        case Summons():
+                            rank.summoned = True
                         case Dismissed():
                             rank.dismissed = True
                         case StateLost():
@@ -106,7 +109,10 @@ class _Chaos(ReplicaJob):
                 rank.tag = order.base
                 rank.has_base = session.generation > 0
             self._meet(name)
-        elif not session.has_met and (session.standing is not Standing.IN_VIEW or self._all_must_stop()):
+        elif not session.has_met and (
+            session.standing is not Standing.IN_VIEW or rank.summoned or self._all_must_stop()
+        ):
+            rank.summoned = False
             self._meet(name)
 
     def _all_must_stop(self) -> bool:
@@ -147,7 +153,7 @@ class _Chaos(ReplicaJob):
             case 8:
                 self.slow_disk = not self.slow_disk
                 self.finishes_storing()
-            case 7 if here and self.session(name).standing is Standing.IN_VIEW:
+            case 7 if here and self.state.forming is None and self.session(name).standing is Standing.IN_VIEW:
                 others = range(len(self.seats()) // self.size)
                 reason = self.random.choice([ErrorReason.ERROR_REASON_PEER_LOST, ErrorReason.ERROR_REASON_TIMEOUT])
                 self.report(self.ids[name], reason, self.random.choice(others))
@@ -238,7 +244,8 @@ def test_after_any_order_of_events_whole_replicas_train(part: int) -> None:
         job.calms_down()
         living = [name for name, rank in job.ranks.items() if rank.alive]
         assert job.seats(), f"seed {seed}: {job.reason}"
-        assert len(job.seats()) >= job.least * job.size, f"seed {seed}"
+        well = {name[0] for name in living if all(job.ranks[mate].alive for mate in job.replica(name[0]))}
+        assert len(job.seats()) == min(len(well), job.most) * job.size, f"seed {seed}: {job.reason}"
         assert job.state.live is not None
         assert job.state.live.base is not None, f"seed {seed}: {job.reason}"
         assert {*job.seats()} <= {*living}
