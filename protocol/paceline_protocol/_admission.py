@@ -92,6 +92,8 @@ def check_report(session: Session, event: Reported) -> None:
 def check_meet(session: Session, met: Meet) -> None:
     """Checks that the shares of a member are of a state that its job can have cut so."""
     cuts, most = {share.parts for share in met.shares}, session.settings.max_workers
+    if session.replica and met.node_size != 1:
+        raise BadRequest("a meeting about a state that replicas share: each of them has a copy of its own")
     if (parts := max(cuts | {met.node_size})) > most:
         raise BadRequest(f"a meeting about a state in {parts} parts, in a job of at most {most} members")
     if met.node_size and (others := cuts - {1, met.node_size}):

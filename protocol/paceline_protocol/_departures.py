@@ -14,10 +14,11 @@ from paceline_protocol._barriers import Barriers
 from paceline_protocol._breaches import Breaches
 from paceline_protocol._events import Effect, EndSession, Send, StoreEnding, StoreVerdict
 from paceline_protocol._job_state import JobState, Session, Standing
+from paceline_protocol._orders import seat_of
 from paceline_protocol._refusals import ReplicaLost, SessionEnded
 from paceline_protocol._replicas import told
 from paceline_protocol._silence import Leases, Stragglers
-from paceline_protocol._values import Ending, ProtocolSettings, Verdict, View
+from paceline_protocol._values import Ending, Process, ProtocolSettings, Verdict, View
 from paceline_protocol._verdict import Evidence
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
@@ -41,6 +42,9 @@ class Departures:
         self._broken: OrderedDict[str, str] = OrderedDict()  # replicas without a rank, the latest of them, and why
         for rank, ending in state.endings.items():
             self._note_rank(rank, ending)
+        # Which of these live was not stored: they have time to come back.
+        self._stored = frozenset(self._ended)
+        self._patient_until = state.restored_at + (state.view.settings.failure_timeout if state.view is not None else 0)
 
     def lose(self, now: float, lost: list[tuple[Session, Ending]]) -> list[Effect]:
         """Ends the sessions of members that are gone, each with how it went; voids the view if one was in it."""
@@ -73,11 +77,14 @@ class Departures:
         """Forgets a session; `refusal` is None for an orderly end."""
         del self._state.sessions[session.member_id]
         effects: list[Effect] = []
-        if session.standing is Standing.CANDIDATE and session.replica and ending.sure:
-            name = f"{session.process.host} (pid {session.process.pid})"
-            self._ended[session.replica, session.position] = name, replace(ending, orderly=False)
         view, rank = self._state.view, session.rank
         of_view = view is not None and session.generation == view.generation
+        if session.replica and not ending.sure:
+            seat = view.seats[rank] if of_view and view is not None and rank is not None else seat_of(session)
+            self._state.astray[session.replica, session.position] = seat
+        elif session.replica and not of_view and not ending.lives:
+            name = f"{session.process.host} (pid {session.process.pid})"
+            self._ended[session.replica, session.position] = name, replace(ending, orderly=False)
         if of_view and rank is not None and rank not in self._state.endings:
             effects += self.mark(rank, replace(ending, orderly=False))
         if self._state.forming is not None:
@@ -85,18 +92,25 @@ class Departures:
         return [*effects, EndSession(session.member_id, refusal)]
 
     def _note_rank(self, rank: int, ending: Ending) -> None:
-        """Notes that a member of the view has surely ended, if it was a rank of a replica."""
+        """Notes that a process of the view has surely ended, if it was a rank of a replica."""
         assert self._state.view is not None
         seat = self._state.view.seats[rank]
-        if seat.replica and ending.sure:
+        if seat.replica and ending.sure and not ending.lives:
             self._ended[seat.replica, rank % seat.replica_size] = seat.label, ending
+
+    def find_astray(self, process: Process, ending: Ending) -> None:
+        """Notes that a process has ended, if mates wait for it that are in the last view no more."""
+        for (replica, position), seat in self._state.astray.items():
+            if seat.process.is_same(process):
+                name = seat.label if seat.replica else f"{seat.process.host} (pid {seat.process.pid})"
+                self._ended.setdefault((replica, position), (name, ending))
 
     def check_replica(self, replica: str) -> None:
         """Refuses a rank that comes back to a replica which has lost another one meanwhile."""
         if replica in self._broken:
             raise ReplicaLost(self._broken[replica])
 
-    def end_mates(self) -> list[Effect]:
+    def end_mates(self, now: float) -> list[Effect]:
         """Ends the sessions of ranks whose replica has lost one for good: their process groups cannot be mended.
 
         A rank that is only silent may come back, and a process whose session was replaced is there. A rank that has
@@ -106,7 +120,9 @@ class Departures:
         for (replica, position), (label, ending) in list(self._ended.items()):
             mates = self._state.sessions.of_replica(replica)
             back = any(mate.position == position for mate in mates)
-            if mates and not back and ending.orderly and self._state.verdict is None:
+            may_come = now < self._patient_until and (replica, position) in self._stored
+            may_follow = mates and ending.orderly and self._state.verdict is None
+            if not back and (may_come or may_follow):
                 continue
             del self._ended[replica, position]
             if back or self._state.finished is not None:
@@ -118,6 +134,10 @@ class Departures:
             for mate in mates:
                 if mate.standing is not Standing.DISMISSED:
                     effects += self.end(mate, Ending(f"ended with {label}", orderly=False), lost)
+        for replica, position in list(self._state.astray):
+            mates = self._state.sessions.of_replica(replica)
+            if not mates or any(mate.position == position for mate in mates):
+                del self._state.astray[replica, position]
         return effects
 
     def judge_if_ripe(self, now: float) -> list[Effect]:
@@ -176,8 +196,9 @@ class Departures:
         view = self._state.view
         if view is None or not self._state.is_elastic:
             return False
-        parted, newcomers = {view.seats[rank].number for rank in ranks}, set(view.newcomers)
-        rest = [s for s in self._state.present() if view.seats[rank_of(s)].number not in parted]
+        size, newcomers = view.settings.replica_size, set(view.newcomers)
+        parted = {rank // size for rank in ranks}
+        rest = (s for s in self._state.present() if s.rank is not None and s.rank // size not in parted)
         return any(session.stream is not None and _may_lead(view, newcomers, session) for session in rest)
 
     def _part(self, session: Session, ending: Ending) -> list[Effect]:

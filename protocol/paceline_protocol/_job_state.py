@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 from paceline_protocol._replicas import told, whole
-from paceline_protocol._values import Ending, JobSettings, Meet, Process, Progress, Tag, Verdict, View
+from paceline_protocol._values import Ending, JobSettings, Meet, Process, Progress, Seat, Tag, Verdict, View
 from paceline_protocol._versions import Versions
 
 _LOOPBACK = ("127.", "[::1]:", "localhost:")
@@ -212,6 +212,8 @@ class JobState:
     """Why the last view is void, None if it is not; kept until the next one has formed."""
     endings: dict[int, Ending] = field(default_factory=dict)
     """Members of `view` that have gone, by rank. When all have, there is no view."""
+    astray: dict[tuple[str, int], Seat] = field(default_factory=dict)
+    """Ranks of replicas that are only silent while their mates are here, by replica and position."""
     forming: View | None = None
     """A view that is being stored; no member has been told of it yet."""
     last_arrival: float = float("-inf")

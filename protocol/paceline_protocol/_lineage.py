@@ -138,7 +138,8 @@ class Lineage:
         ending = Ending("was declared dead by the operator (paceline restart)", orderly=False)
         view = self._state.view
         if view is not None:
-            effects += self._departures.lose(now, [(session, ending) for session in self._state.of_view()])
+            there = [(session, replace(ending, lives=session.stream is not None)) for session in self._state.of_view()]
+            effects += self._departures.lose(now, there)
             for rank, known in list(self._state.endings.items()):
                 if not known.sure:
                     effects += self._departures.mark(rank, ending)
@@ -185,7 +186,7 @@ class Lineage:
         return effects
 
     def _decide(self, now: float, newcomers: list[Session]) -> list[Effect]:
-        effects = self._departures.evict_stragglers(now) + self._departures.end_mates()
+        effects = self._departures.evict_stragglers(now) + self._departures.end_mates(now) + self._gather_mates(now)
         view = self._state.view
         if view is not None and self._line_is_over(view):
             effects += self._forget_view(view)
@@ -270,7 +271,7 @@ class Lineage:
         effects: list[Effect] = []
         for session in [s for s in self._state.sessions.values() if s.generation == view.generation]:
             effects += self._departures.end(
-                session, Ending("belongs to an old copy of the state", orderly=False), SessionEnded(text)
+                session, Ending("belongs to an old copy of the state", orderly=False, lives=True), SessionEnded(text)
             )
         if self._state.forming is not None:
             effects.append(ForgetView(self._state.forming.generation))
@@ -318,6 +319,33 @@ class Lineage:
             self._become_candidate(now, session)
             session.met = met
         return effects + self._forget_view(view)
+
+    def _gather_mates(self, now: float) -> list[Effect]:
+        """Makes members candidates whose mates have come back as such: a replica gets its seats as a whole.
+
+        So it does with those that want to leave: without their mates they are of no use to the meeting.
+        """
+        view = self._state.view
+        if (
+            view is None
+            or view.settings.replica_size == 1
+            or self._state.live is view
+            or self._state.forming is not None
+        ):
+            return []
+        effects: list[Effect] = []
+        present = set(self._state.present())
+        for session in [session for session in self._state.of_view() if session not in present]:
+            mates = self._state.sessions.of_replica(session.replica)
+            leaves = session.met is not None and session.met.leaving
+            if leaves or any(mate.standing is Standing.CANDIDATE for mate in mates):
+                ending = Ending("waits with the rest of its replica", orderly=False, lives=True)
+                effects += self._departures.mark(rank_of(session), ending)
+                self._become_candidate(now, session)
+                session.came_back = True
+                spare = Spare("a rank of its replica has lost its seat", view.generation)
+                effects.append(Send(session.member_id, spare))
+        return effects
 
     def _become_candidate(self, now: float, session: Session) -> None:
         """Makes a member a candidate again, which has yet to say what it holds."""

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from paceline_protocol._job_state import JobState, Session, Standing
-from paceline_protocol._replicas import leavers, noun, of_one_mind, whole
+from paceline_protocol._replicas import leavers, noun, of_one_mind, torn_apart, whole
 from paceline_protocol._seating import holds, seated
 from paceline_protocol._values import WHOLE, Lack, Meet, Seat, Share, Tag, View, lacking, share_of
 
@@ -174,7 +174,7 @@ def _seat(state: JobState, view: View, present: Sequence[Session], meeting: Meet
     all_leave = not staying
     proven = state.proven()
     going = leavers(proven)
-    fitting = [s for s in proven if _met(s).manifest == meeting.manifest and s not in going]
+    fitting = whole(s for s in proven if _met(s).manifest == meeting.manifest and s not in going)
     kept = staying if staying or view.explicit else present  # with claimed ranks leavers need others in their place
     closed = any(_met(session).closed for session in present) and len(kept) >= _node_size(meeting)
     ready = [] if closed else _in_time(kept, fitting, meeting)
@@ -292,7 +292,10 @@ def _without_leader(state: JobState, view: View, present: Sequence[Session]) -> 
     if taking:
         return Meeting(f"waiting for {names(view, taking)} to report whether the line's state arrived in time")
     text = f"all members that held the state of generation {view.generation} have ended: a new line begins"
-    return Meeting(text, over=True)
+    if torn := torn_apart(present):
+        # A replica was taking the state, rank by rank, when the last one that held it ended.
+        text = f"the ranks of a replica hold different states, and nobody has the rest: {names(view, torn)}"
+    return Meeting(text, over=True, lost=tuple(torn))
 
 
 def _going(state: JobState, view: View) -> list[Session]:

@@ -139,7 +139,7 @@ class Membership:
         self._departures.check_replica(event.replica)
         for stale in admission.check(self.state, event):
             text = f"its place was taken over by {event.process.host} (pid {event.process.pid})"
-            effects += self._departures.end(stale, Ending(text, orderly=False), SessionEnded(text))
+            effects += self._departures.end(stale, Ending(text, orderly=False, lives=True), SessionEnded(text))
         effects += self._lineage.see_generation(now, event.generation_floor, event.settings.failure_timeout)
         seat_freed = self._came_back(now, event)
         effects += seat_freed
@@ -172,7 +172,7 @@ class Membership:
     def _came_back(self, now: float, event: Registered) -> list[Effect]:
         """A process that registers anew is no silent member of the last view any more."""
         view = self.state.view
-        ending = Ending("came back as a new member", orderly=False)
+        ending = Ending("came back as a new member", orderly=False, lives=True)
         session = self.state.sessions.get(event.former_member_id)
         if session is not None and admission.was_this_member(event, session):
             return self._departures.lose(now, [(session, ending)])
@@ -242,6 +242,7 @@ class Membership:
             known = self.state.endings.get(seat.rank)
             if known is not None and not known.sure:
                 effects += self._departures.mark(seat.rank, ending)  # it was only silent until now
+        self._departures.find_astray(event.process, ending)
         return effects + self._lineage.reconsider(now)
 
     def _seats_of(self, process: Process) -> list[Seat]:
@@ -306,7 +307,8 @@ class Membership:
         if report.reason == ErrorReason.ERROR_REASON_TIMEOUT and all(s.has_met for s in self.state.present()):
             return []  # the members wait for more workers, and not for each other
         if report.accused is not None and report.accused >= len(view.seats):
-            raise BadRequest(f"a report that accuses rank {report.accused} in a world of {len(view.seats)}")
+            world = len(view.seats) // view.settings.replica_size
+            raise BadRequest(f"a report that accuses rank {event.report.accused} in a world of {world}")
         if report.operation > session.progress.operation:  # newer than its last heartbeat
             session.progress = Progress(report.operation, now, inside=True)
         self._evidence.add(now, replace(report, reporter=rank_of(session)))

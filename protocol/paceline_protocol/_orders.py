@@ -151,6 +151,8 @@ class Orders:
     def _not_heard_of(self, view: View) -> dict[Sight, list[Seat]]:
         silent = [view.seats[s.rank] for s in self._state.of_view() if s.stream is None and s.rank is not None]
         silent += [view.seats[rank] for rank, ending in self._state.endings.items() if not ending.sure]
+        known = {seat.member_id for seat in silent}
+        silent += [seat for seat in self._state.astray.values() if seat.member_id not in known]
         missing: dict[Sight, list[Seat]] = {}
         for seat in sorted(silent, key=lambda seat: seat.rank):
             # Without its start time another process could be taken for it.

@@ -64,19 +64,21 @@ def decide(now: float, state: JobState, settle_time: float) -> Decision:
         return Decision(meeting.members or None, reason, meeting=meeting)
     if state.live is not None:
         return _running(state, state.live)
-    candidates = whole(state.candidates())
-    if not candidates:
-        if parts := state.candidates():
-            return Decision(None, f"waiting for the other ranks of {_parts_of(parts)}")
+    there = state.candidates()
+    if not there:
         if state.view is not None:
             return Decision(None, f"generation {state.view.generation} is void, and there is no new worker")
         return Decision(None, "there is no worker")
     if state.storage_trouble:
         return Decision(None, f"the state cannot be stored: {state.storage_trouble}")
-    explicit = candidates[0].claimed_rank is not None
-    decision = _decide_explicit(candidates) if explicit else _decide_free(now, state, candidates, settle_time)
-    if decision.members is None and all(s.met is not None and s.met.leaving for s in candidates):
-        return _let_go(now, decision, candidates, _settled_at(state, candidates[0], settle_time))
+    if not (candidates := whole(there)):
+        decision = Decision(None, f"waiting for the other ranks of {_parts_of(there)}")
+    elif candidates[0].claimed_rank is not None:
+        decision = _decide_explicit(candidates)
+    else:
+        decision = _decide_free(now, state, candidates, settle_time)
+    if decision.members is None and all(s.met is not None and s.met.leaving for s in there):
+        return _let_go(now, decision, there, _settled_at(state, there[0], settle_time))
     return decision
 
 
@@ -150,7 +152,7 @@ def spares(state: JobState) -> list[Session]:
 
 
 def _fitting(state: JobState, live: View) -> list[Session]:
-    return [s for s in state.proven() if s.met is not None and s.met.manifest == live.manifest]
+    return whole(s for s in state.proven() if s.met is not None and s.met.manifest == live.manifest)
 
 
 def _node_size(sessions: list[Session]) -> int:

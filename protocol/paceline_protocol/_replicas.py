@@ -23,7 +23,7 @@ def whole(sessions: Iterable[Session]) -> list[Session]:
     A rank may have an old session beside its new one for a while: the new one counts.
     """
     there = list(sessions)
-    if not any(session.replica for session in there):
+    if not there or not there[0].replica:  # their settings agree
         return there
     found: dict[str, dict[int, Session]] = {}
     for session in sorted(there, key=lambda session: session.arrival):
@@ -45,15 +45,26 @@ def apart(sessions: Sequence[Session]) -> list[Sequence[Session]]:
 
 def of_one_mind(sessions: Iterable[Session]) -> list[Session]:
     """Returns those whose mates are all among them and have said that they hold the same state."""
-    alike = (ranks for ranks in apart(whole(sessions)) if len({s.met.state for s in ranks if s.met is not None}) == 1)
+    there = whole(sessions)
+    if not there or not there[0].replica:
+        return there
+    alike = (ranks for ranks in apart(there) if len({s.met.state for s in ranks if s.met is not None}) == 1)
     return [session for ranks in alike for session in ranks]
+
+
+def torn_apart(sessions: Iterable[Session]) -> list[Session]:
+    """Returns those that hold a state of which their mates hold none or another one."""
+    there = list(sessions)
+    alike = set(of_one_mind(there))
+    return [s for s in there if s not in alike and s.met is not None and s.met.tag is not None]
 
 
 def leavers(sessions: Iterable[Session]) -> set[Session]:
     """Returns those that want to leave, and their mates among them."""
     there = list(sessions)
-    going = {s.replica or s.member_id for s in there if s.met is not None and s.met.leaving}
-    return {session for session in there if (session.replica or session.member_id) in going}
+    going = {session for session in there if session.met is not None and session.met.leaving}
+    replicas = {session.replica for session in going if session.replica}
+    return going | {session for session in there if session.replica in replicas} if replicas else going
 
 
 def noun(settings: JobSettings, count: int) -> str:
@@ -85,6 +96,6 @@ def told(verdict: Verdict, settings: JobSettings) -> Verdict:
 
 def of_view(report: Report, session: Session) -> Report:
     """Returns a rank's report with the ranks of the view."""
-    if report.accused is None:
+    if report.accused is None or not session.replica:
         return report
     return replace(report, accused=report.accused * session.settings.replica_size + session.position)

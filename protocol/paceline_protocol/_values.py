@@ -335,6 +335,8 @@ class Ending:
     """True if it said that it leaves and gave no error as the cause: that alone voids no generation."""
     sure: bool = True
     """True if it surely trains no more: it said so, or somebody saw it end. Silence proves nothing."""
+    lives: bool = False
+    """True if only its session has ended, and the process registers anew. That is not stored."""
 
 
 @dataclass(frozen=True, slots=True)

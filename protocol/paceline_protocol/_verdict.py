@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from paceline_protocol._job_state import JobState
+from paceline_protocol._replicas import in_line
 from paceline_protocol._silence import LOOK_AGAIN
 from paceline_protocol._values import Progress, ProtocolSettings, Report, Seat, Verdict, View
 from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -175,7 +176,7 @@ def _lost(case: Case, reports: list[Report]) -> Verdict:
     for rank, report in accused_leavers.items():
         sentences[rank] = f"{case.view.seats[rank].label} left the job while others needed it: {report.text}"
     for rank in blamed:
-        sentences[rank] = _broken(case.view.seats[rank], neighbours[rank] - {rank}, rank in case.suspects)
+        sentences[rank] = _broken(case.view, rank, neighbours[rank] - {rank}, rank in case.suspects)
     return Verdict(
         generation=case.view.generation,
         reason=_LOST,
@@ -185,8 +186,10 @@ def _lost(case: Case, reports: list[Report]) -> Verdict:
     )
 
 
-def _broken(seat: Seat, neighbours: Set[int], suspect: bool) -> str:
-    ranks = f"rank{'s' if len(neighbours) > 1 else ''} {_listed(sorted(neighbours), ', ')}"
+def _broken(view: View, rank: int, neighbours: Set[int], suspect: bool) -> str:
+    seat, size = view.seats[rank], view.settings.replica_size
+    other = "rank" if size == 1 else "replica"
+    ranks = f"{other}{'s' if len(neighbours) > 1 else ''} {_listed(in_line(neighbours, size), ', ')}"
     links = f"its link{'s' if len(neighbours) > 1 else ''} to {ranks}"
     if suspect and neighbours:
         return f"{seat.label} died: its session and {links} ended"

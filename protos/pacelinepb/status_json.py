@@ -54,8 +54,15 @@ def stragglers(detail: GetJobResponse) -> dict[str, str]:
     for more than one heartbeat interval, and it has sent something since they entered it. A member that is not
     connected is silent, not slow.
     """
-    there = [status for status in detail.members if status.in_view and status.attached]
+    lines: dict[int, list[MemberStatus]] = {}
+    for status in detail.members:
+        if status.in_view and status.attached:  # ranks of replicas count operations with those of the same position
+            lines.setdefault(status.member.rank % (detail.summary.replica_size or 1), []).append(status)
     interval = seconds(detail.settings.failure_timeout) / HEARTBEATS
+    return {member_id: text for there in lines.values() for member_id, text in _behind(there, interval).items()}
+
+
+def _behind(there: Sequence[MemberStatus], interval: float) -> dict[str, str]:
     waiting = [status for status in there if status.progress.inside]
     if not waiting:
         return {}
@@ -90,6 +97,7 @@ def job_as_dict(job: JobSummary) -> dict[str, Any]:
         "waited_s": round(seconds(job.waited), 3) if job.HasField("waited") else None,
         "min_workers": job.min_workers,
         "max_workers": job.max_workers,
+        "replica_size": job.replica_size or 1,
         "totals": totals_as_dict(job.totals),
     }
 

@@ -144,11 +144,17 @@ class RawSession:
         host: str = "host-a",
         pid: int = 1,
         token: str = "",
+        replica_size: int = 1,
         **fields: Any,
     ) -> RawSession:
         """Registers and reads the answer."""
         session = cls(channel, job, token)
-        settings = pb.JobSettings(min_workers=least, max_workers=most, failure_timeout=duration(failure_timeout))
+        settings = pb.JobSettings(
+            min_workers=least,
+            max_workers=most,
+            failure_timeout=duration(failure_timeout),
+            replica_size=replica_size,
+        )
         fields = {"protocol_version": OURS.oldest, "newest_protocol_version": OURS.newest, **fields}
         register = pb.Register(
             job=job,
@@ -227,10 +233,12 @@ class RawSession:
         formed: pb.ViewFormed = await self.next("view_formed")
         return formed
 
-    async def get_pages(self, view: pb.ViewFormed) -> bytes:
+    async def get_pages(self, view: pb.ViewFormed, position: int = 0) -> bytes:
         """All pages of the view's members, concatenated as they are hashed."""
         pages = [
-            await self.stub.GetView(pb.GetViewRequest(job=self.job, generation=view.generation, page=number))
+            await self.stub.GetView(
+                pb.GetViewRequest(job=self.job, generation=view.generation, page=number, position=position)
+            )
             for number in range(view.pages)
         ]
         return b"".join(page.SerializeToString(deterministic=True) for page in pages)
@@ -324,22 +332,31 @@ class PureJob:
         former_token: bytes | None = None,
         tuning: str = "",
         versions: Versions = OURS,
+        pid: int | None = None,
+        replica: str = "",
+        position: int = 0,
+        size: int = 1,
     ) -> str:
-        """A worker registers; returns its member id. `effects` has what followed."""
+        """A worker registers; returns its member id. `effects` has what followed.
+
+        With a `replica` it is the rank at `position` of that replica, which has `size` ranks.
+        """
         self._count += 1
         number = self._count
         event = Registered(
             member_id=f"m{number}",
             token_sha256=b"token-%d" % number,
             stream=number,
-            process=Process(host or f"host-{number}", 1000 + number, boot_id),
+            process=Process(host or f"host-{number}", pid or 1000 + number, boot_id),
             address=address or f"host-{number}:1",
-            settings=JobSettings(least, most, timeout, tuning),
+            settings=JobSettings(least, most, timeout, tuning, size),
             claimed_rank=rank,
             generation_floor=floor,
             versions=versions,
             former_member_id=former,
             former_token_sha256=former_token or b"token-" + former[1:].encode(),
+            replica=replica,
+            position=position,
         )
         self.do(event)
         return event.member_id

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -36,6 +36,8 @@ from paceline_protocol import (
     View,
     agrees,
     flags_of,
+    line,
+    rank_name,
     share_of,
     step_word,
 )
@@ -57,6 +59,7 @@ from paceline_protocol.coordinator import (
     MetOthers,
     Refused,
     Registered,
+    ReplicaLost,
     Reported,
     RestartAsked,
     Resumed,
@@ -147,17 +150,17 @@ def play(text: str) -> str:
         ValueError: a line is no input.
     """
     story = _Story()
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.startswith("#") or not line.strip():
-            story.lines.append(line.rstrip())
-        elif line.startswith("job:"):
-            story.lines.append(line.rstrip())
-            story.begin(line)
-        elif line.startswith("t=") and "time passes" not in line:
+    for number, row in enumerate(text.splitlines(), 1):
+        if row.startswith("#") or not row.strip():
+            story.lines.append(row.rstrip())
+        elif row.startswith("job:"):
+            story.lines.append(row.rstrip())
+            story.begin(row)
+        elif row.startswith("t=") and "time passes" not in row:
             try:
-                story.happens(line.rstrip())
+                story.happens(row.rstrip())
             except KeyError as error:
-                raise ValueError(f"line {number}: there is no worker {error}: {line}") from error
+                raise ValueError(f"line {number}: there is no worker {error}: {row}") from error
     return "\n".join(story.lines) + "\n"
 
 
@@ -171,6 +174,7 @@ class _Story:
         self.checkpoint: Tag | None = None
         self.up = True
         self._streams = 0
+        self._starts: Counter[str] = Counter()
         self._reason = ""
         self._queue: deque[Callable[[], None]] = deque()
         self._settings = JobSettings(1, 4, 3.0)
@@ -191,12 +195,14 @@ class _Story:
     def begin(self, line: str) -> None:
         """The settings of the job."""
         found = re.fullmatch(
-            r"job: (\d+) to (\d+) workers, failure timeout ([\d.]+) s(, the state is sharded over all)?", line.rstrip()
+            r"job: (\d+) to (\d+) (?:workers|replicas of (\d+) workers), failure timeout ([\d.]+) s"
+            r"(, the state is sharded over all)?",
+            line.rstrip(),
         )
         if found is None:
             raise ValueError(f"no job: {line}")
-        self._settings = JobSettings(int(found[1]), int(found[2]), float(found[3]))
-        self._node_size = 1 if found[4] is None else 0
+        self._settings = JobSettings(int(found[1]), int(found[2]), float(found[4]), replica_size=int(found[3] or 1))
+        self._node_size = 1 if found[5] is None else 0
 
     def happens(self, line: str) -> None:
         """One line of input: time passes until then, and then it happens."""
@@ -273,7 +279,8 @@ class _Story:
                 if view.base is not None:
                     disk.reached = view.base.step
                 members = ", ".join(
-                    f"rank {seat.rank} {seat.process.host}{' (newcomer)' if seat.rank in view.newcomers else ''}"
+                    f"{rank_name(seat.rank, seat.replica_size)} {seat.process.host}"
+                    f"{' (newcomer)' if seat.rank in view.newcomers else ''}"
                     for seat in view.seats
                 )
                 base = (
@@ -287,7 +294,8 @@ class _Story:
             case StoreEnding(generation, rank, ending):
                 disk.endings[rank] = ending
                 sure = "" if ending.sure else ", and may be alive"
-                self.write(f"stores that rank {rank} of generation {generation} {ending.how}{sure}")
+                name = rank_name(rank, self._settings.replica_size)
+                self.write(f"stores that {name} of generation {generation} {ending.how}{sure}")
             case StoreVerdict(verdict):
                 disk.verdict = verdict
                 self.write(f"stores that generation {verdict.generation} is void")
@@ -304,6 +312,7 @@ class _Story:
                     self.write(f"ends the session of {worker.host}: {refusal}")
                 if worker.member_id == member_id:
                     worker.stream = None
+                    worker.alive &= not isinstance(refusal, ReplicaLost)
             case AskDoor(member_id):
                 worker = self.by_id[member_id]
                 self.write(f"asks the door of {worker.host} whether its process runs")
@@ -323,8 +332,8 @@ class _Story:
             worker.unread.append(message)
             return
         match message:
-            case ViewFormed(View() as view, rank):
-                self._enter(worker, view, rank)
+            case ViewFormed(View() as view):
+                self._enter(worker, view, message)
             case Verdict(generation):
                 if worker.state.phase is Phase.STEPPING and generation == worker.state.generation:
                     self.write(f"{worker.host} undoes step {self._next_step(worker)}")
@@ -359,12 +368,13 @@ class _Story:
                 self.write(f"{worker.host} compares the two, and leaves with the difference as its error")
                 self._leave(worker)
 
-    def _enter(self, worker: Worker, view: View, rank: int) -> None:
+    def _enter(self, worker: Worker, view: View, message: ViewFormed) -> None:
         worker.generation, worker.step = view.generation, 0
         if worker.state.generation == 0 and worker.state.held == Tag(0, 0) and self._node_size != 1:
-            worker.state.shares = (share_of(rank, len(view.seats), self._node_size),)
-        news = MemberView(view.generation, rank, view.base, frozenset(view.newcomers), len(view.seats))
-        donors = [seat.process.host for seat in view.seats if seat.rank not in view.newcomers]
+            worker.state.shares = (share_of(message.rank, len(view.seats), self._node_size),)
+        seats, newcomers = list(line(view, message.position)), frozenset(message.newcomers)
+        news = MemberView(view.generation, message.rank, view.base, newcomers, len(seats))
+        donors = [seat.process.host for seat in seats if seat.rank not in newcomers]
         self._carry_out(worker, worker.state.formed(news), donors)
 
     def _carry_out(self, worker: Worker, order: Meet | Take | None, donors: list[str]) -> None:
@@ -415,10 +425,12 @@ class _Story:
         if worker is None or not worker.alive:
             pid = 101 + len(self.by_id)
             state = MemberState(Tag(0, 0), self._node_size)
+            self._starts[host] += 1
             worker = self.workers[host] = Worker(host, Process(host, pid), state, settings, manifest)
         else:
             former = worker.member_id
         worker.joins += 1
+        in_replica = self._settings.replica_size > 1  # "host-b1" is the rank at position 1 of a replica
         worker.member_id = f"{host}, the {worker.joins}."
         self._streams += 1
         worker.stream = self._streams
@@ -435,6 +447,8 @@ class _Story:
             OURS,
             former,
             former.encode(),
+            f"{host[:-1]}, the {self._starts[host]}." if in_replica else "",
+            int(host[-1]) if in_replica else 0,
         )
         self._tell(event)
         if former:

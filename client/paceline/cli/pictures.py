@@ -113,12 +113,26 @@ _STANDINGS = {
 
 def _for_whom(status: MemberStatus, detail: GetJobResponse) -> str:
     """Names the ranks that have not entered the operation that a member waits in; empty if all have."""
-    operation = status.progress.operation
-    late = [other.member.rank for other in detail.members if other.in_view and other.progress.operation < operation]
+    operation, size = status.progress.operation, detail.summary.replica_size or 1
+    late = [
+        _rank(other, size)
+        for other in detail.members
+        if other.in_view
+        and other.progress.operation < operation
+        and other.member.rank % size == status.member.rank % size
+    ]
     if not late:
         return ""
-    named = ", ".join(map(str, late[:3])) + (f" and {len(late) - 3} more" if len(late) > 3 else "")
+    named = ", ".join(late[:3]) + (f" and {len(late) - 3} more" if len(late) > 3 else "")
     return f", for rank{'s'[: len(late) != 1]} {named}"
+
+
+def _rank(status: MemberStatus | GoneMember, replica_size: int) -> str:
+    """Writes a member's rank, "-" if it is in no view, and "1.0" for rank 0 of replica 1."""
+    rank = status.member.rank
+    if not status.in_view:
+        return "-"
+    return str(rank) if replica_size <= 1 else f"{rank // replica_size}.{rank % replica_size}"
 
 
 def _members(detail: GetJobResponse, most: int | None) -> RenderableType:
@@ -136,11 +150,11 @@ def _members(detail: GetJobResponse, most: int | None) -> RenderableType:
     table = _table("rank", "host", "pid", "step", "state")
     for status, text, style in rows:
         process, step = status.member.process, step_of(status, detail, behind.get(status.member.member_id))
-        rank = str(status.member.rank) if status.in_view else "-"
+        rank = _rank(status, detail.summary.replica_size)
         table.add_row(rank, _plain(process.host), str(process.pid), step, Text(text, style))
     for ended in gone:
         process = ended.member.process
-        rank = str(ended.member.rank) if ended.in_view else "-"
+        rank = _rank(ended, detail.summary.replica_size)
         table.add_row(rank, _plain(process.host), str(process.pid), "-", Text(_gone_text(ended), "red"), style="dim")
     return Group(table, Text(f"and {left_out} more", "dim")) if left_out > 0 else table
 
@@ -187,7 +201,10 @@ def _workers(job: JobSummary) -> str:
     if not job.max_workers:
         return str(job.world_size)
     least, most = job.min_workers, job.max_workers
-    return f"{job.world_size} ({least if least == most else f'{least} to {most}'})"
+    bounds = str(least) if least == most else f"{least} to {most}"
+    if (size := job.replica_size) > 1:
+        return f"{job.world_size // size} ({bounds}) replicas of {size} ranks"
+    return f"{job.world_size} ({bounds})"
 
 
 def _rate(totals: JobTotals) -> str:

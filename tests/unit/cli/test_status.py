@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import re
+
 import pytest
+from rich.console import Console
 
 from paceline._base.rpc import duration
+from paceline.cli.pictures import job_picture, state_of
 from paceline.cli.status import jobs_table
-from pacelinepb.status_json import job_as_dict, member_as_dict
+from pacelinepb.status_json import job_as_dict, member_as_dict, stragglers
 from pacelinepb.v1 import admin_pb2, session_pb2
 
 
@@ -43,6 +48,7 @@ def test_job_as_dict_of_a_running_job() -> None:
         "waited_s": None,
         "min_workers": 0,
         "max_workers": 0,
+        "replica_size": 1,
         "totals": {
             "committed": 0,
             "undone": 0,
@@ -87,6 +93,34 @@ def test_a_member_has_a_rank_only_in_a_view(in_view: bool, rank: int | None) -> 
 
 def test_job_as_dict_of_a_finished_job() -> None:
     assert job_as_dict(admin_pb2.JobSummary(phase=admin_pb2.JOB_PHASE_FINISHED))["phase"] == "finished"
+
+
+def test_a_job_of_replicas_is_shown_with_the_numbers_of_its_replicas() -> None:
+    summary = admin_pb2.JobSummary(name="digits", world_size=4, min_workers=1, max_workers=3, replica_size=2)
+    members = [member(True) for _ in range(4)]
+    for rank, status in enumerate(members):
+        status.member.rank = rank
+        status.member.member_id = f"m{rank}"
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(job_picture(admin_pb2.GetJobResponse(summary=summary, members=members)))
+    text = console.export_text()
+    assert "workers 2 (1 to 3) replicas of 2 ranks" in text
+    assert re.findall(r"^ *(\d\.\d) +node", text, re.MULTILINE) == ["0.0", "0.1", "1.0", "1.1"]
+
+
+def test_a_rank_of_a_replica_lags_only_behind_ranks_of_its_position() -> None:
+    members = [member(True) for _ in range(4)]
+    for rank, status in enumerate(members):
+        status.member.rank, status.member.member_id = rank, f"m{rank}"
+        status.silent.CopyFrom(duration(0.1))
+        status.progress.operation, status.progress.inside = (9, True) if rank % 2 else (7, True)
+        status.progress.since.CopyFrom(duration(5.0))
+    members[3].progress.operation = 8
+    summary = admin_pb2.JobSummary(name="digits", replica_size=2)
+    detail = admin_pb2.GetJobResponse(summary=summary, members=members)
+    detail.settings.failure_timeout.CopyFrom(duration(3.0))
+    assert set(stragglers(detail)) == {"m3"}
+    assert state_of(members[1], detail)[0] == "waits in operation 9 for 5.0 s, for rank 1.1"
 
 
 def test_jobs_table_has_a_row_for_each_job() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline_protocol import Ending, JobSettings, Tag, Verdict
+from paceline_protocol import Ending, JobSettings, Tag, Verdict, View
 from paceline_server.key_values import KeyValues
 from paceline_server.limits import Budget
 from paceline_server.settings import ServerSettings
@@ -356,3 +356,55 @@ def test_a_change_that_cannot_be_stored_does_not_fail_others(tmp_path: Path, cha
     run(main)
     reopen = lambda: SqliteStorage(tmp_path / "s.db")  # noqa: E731
     assert stored(reopen)["a"].keys == {"x": b"1", "z": b"3"}
+
+
+def replicas(generation: int) -> View:
+    """A view of two replicas of two members."""
+    seats = view(generation, 4).seats
+    return replace(
+        view(generation, 4),
+        settings=replace(view(1).settings, replica_size=2),
+        seats=tuple(replace(seat, replica="cd"[seat.rank // 2], replica_size=2) for seat in seats),
+    )
+
+
+def test_a_view_of_replicas_is_restored_unchanged(reopen: Reopen) -> None:
+    jobs = stored(reopen, ViewFormed("a", replicas(1)), ViewFormed("b", view(4, 3)))
+    assert jobs == {"a": StoredJob("a", 1, replicas(1)), "b": StoredJob("b", 4, view(4, 3))}
+    assert [seat.number for seat in replicas(1).seats] == [0, 0, 1, 1]
+
+
+def test_a_view_without_replicas_follows_one_with_replicas(reopen: Reopen) -> None:
+    jobs = stored(reopen, ViewFormed("a", replicas(1)), ViewFormed("a", view(2)))
+    assert jobs == {"a": StoredJob("a", 2, view(2))}
+
+
+def test_a_forgotten_job_leaves_no_row_in_replicas(tmp_path: Path) -> None:
+    path = tmp_path / "s.db"
+    stored(lambda: SqliteStorage(path), ViewFormed("a", replicas(1)), ViewFormed("b", replicas(1)), JobForgotten("a"))
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("SELECT job, size, ids FROM replicas").fetchall() == [("b", 2, "c d")]
+
+
+def test_a_state_file_without_the_table_of_replicas_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "s.db"
+    stored(lambda: SqliteStorage(path), ViewFormed("a", view(1)))
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("DROP TABLE replicas")
+    assert stored(lambda: SqliteStorage(path)) == {"a": StoredJob("a", 1, view(1))}
+
+
+@pytest.mark.parametrize("damage", ["size = 3", "size = 0", "ids = 'c'"])
+def test_a_damaged_row_of_replicas_raises_state_unusable(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "s.db"
+    stored(lambda: SqliteStorage(path), ViewFormed("a", replicas(1)))
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute(f"UPDATE replicas SET {damage}")
+
+    async def main() -> None:
+        storage = SqliteStorage(path)
+        with pytest.raises(StateUnusable):
+            await storage.load()
+        await storage.close()
+
+    run(main)

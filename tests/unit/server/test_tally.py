@@ -504,3 +504,21 @@ def test_a_failing_tally_logs_one_warning_and_does_not_raise(caplog: pytest.LogC
     for _ in range(2):
         observatory.saw(0.0, RestartAsked(), None, state, "")  # type: ignore[arg-type]
     assert sum("may be wrong" in record.message for record in caplog.records) == 1
+
+
+def test_samples_of_a_replica_count_once() -> None:
+    job = PureJob()
+    tally = Tally(job.now, job.state)
+    decide = job.membership.handle
+
+    def handle(now: float, event: Event) -> list[Any]:
+        effects = decide(now, event)
+        tally.saw(now, event, effects, job.state)
+        return effects
+
+    job.membership.handle = handle  # type: ignore[method-assign]
+    ranks = [job.join(1, 1, replica="a", position=position, size=2) for position in range(2)]
+    for samples in (0, 32):
+        for member in ranks:
+            job.do(Heard(member, Progress(1, job.now, False), Counters(samples=samples)))
+    assert tally.samples == 32

@@ -190,7 +190,7 @@ const jobRows = table(
   [
     ["name", (job) => job.name],
     ["phase", (job) => job.phase],
-    ["number", (job) => `${job.world_size} of ${job.max_workers}`],
+    ["number", (job) => `${job.world_size} of ${job.max_workers * job.replica_size}`],
     ["number wide", (job) => job.waiting],
     ["number wide", (job) => job.generation],
     ["number step", (job) => job.totals.step],
@@ -340,11 +340,18 @@ function behind(member) {
   return front - member.step > explained ? front - member.step : 0;
 }
 
+/** The rank of a worker, "1.0" for rank 0 of replica 1. */
+function rankOf({ rank }) {
+  const size = detail.job.replica_size;
+  if (rank === null || size === 1) return rank ?? DASH;
+  return `${Math.floor(rank / size)}.${rank % size}`;
+}
+
 const workerRows = table(
   $("workers").tBodies[0],
   (member) => member.member_id,
   [
-    ["rank", (member) => member.rank ?? DASH],
+    ["rank", (member) => rankOf(member)],
     ["host", (member) => member.host],
     ["number wide", (member) => member.pid],
     ["number step", (member) => member.step || DASH],
@@ -417,7 +424,8 @@ function showJob() {
   $("verdict").hidden = !detail.verdict;
   setText($("verdict"), detail.verdict ?? "");
   tiles.update([
-    [job.min_workers < job.max_workers ? `workers, ${job.min_workers} at least` : "workers", `${job.world_size} of ${job.max_workers}`],
+    [job.min_workers < job.max_workers ? `workers, ${job.min_workers * job.replica_size} at least` : "workers", `${job.world_size} of ${job.max_workers * job.replica_size}`],
+    ...(job.replica_size > 1 ? [["ranks of a replica", `${job.replica_size}`]] : []),
     ...(job.waiting ? [["waiting", `${job.waiting}`]] : []),
     ...(job.waited_s === null ? [] : [["has waited", lasted(job.waited_s)]]),
     ["generation", `${job.generation}`],
