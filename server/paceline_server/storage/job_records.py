@@ -108,7 +108,9 @@ def value_of(name: str, jobs: dict[str, StoredJob]) -> bytes | None:
     if kind == "view":
         return None if job.view is None else _packed(_view_out(job.view, job.door_secret))
     if kind == "endings":
-        return _packed({rank: asdict(ending) for rank, ending in job.endings.items()}) if job.endings else None
+        # These alone: earlier releases take no others.
+        endings = {rank: {"how": e.how, "orderly": e.orderly, "sure": e.sure} for rank, e in job.endings.items()}
+        return _packed(endings) if endings else None
     if kind.startswith(_ANSWERS):
         answers = job.answers.get(unquote(kind.removeprefix(_ANSWERS)))
         return _packed(answers) if answers else None
