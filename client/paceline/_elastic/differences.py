@@ -87,8 +87,13 @@ def crc_of(tree: Any) -> int:
     return crc
 
 
-def difference(mine: bytes, theirs: bytes, donor: Peer) -> PacelineError:
-    """Returns the error for a worker that trains something else than the line; the error names the first difference."""
+def difference(mine: bytes, theirs: bytes, donor: Peer, replica_size: int = 1) -> PacelineError:
+    """Returns the error for a worker that trains something else than the line; the error names the first difference.
+
+    `donor` has this worker's position in its replica, and another position may be the one that differs.
+    """
+    if replica_size > 1 and mine == theirs:
+        return SettingsMismatch("another rank of this replica trains something else than its like: it says what")
     try:
         here, there = json.loads(mine), json.loads(theirs)
         found = next(_settings(here["settings"], there["settings"]), None)

@@ -22,11 +22,12 @@ from numpy.typing import NDArray
 from paceline._base.uncaught import users_place
 from paceline._base.work import Work
 from paceline._elastic.differences import find_minority
+from paceline._elastic.mates import ALONE, Alone
 from paceline._elastic.state import TrainState
 from paceline._group import Group
 from paceline._links.fault import Fault, Suspicion
 from paceline._microbatch.step_microbatches import StepMicrobatches
-from paceline.errors import StepOrderError
+from paceline.errors import ReplicaLost, StepOrderError, StepVoid
 from paceline_protocol import StepFlag, agrees, flags_of
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
@@ -154,6 +155,7 @@ class StepGate:
         word: PendingStepWord,
         digest: int,
         micro: StepMicrobatches | None,
+        mates: Alone = ALONE,
     ) -> None:
         self.is_open = self.is_prepared = False
         self.flags = StepFlag(0)
@@ -164,13 +166,15 @@ class StepGate:
         self._word = word
         self._digest = digest
         self._micro = micro
+        self._mates = mates
 
     def open(self, optimizer: object, *, updates: bool, skips: bool, keeps_copy: bool) -> None:
         """Waits until the state may change: all members have entered, and all collectives are complete (I1).
 
         A sharded state may only change once this is so on all members: otherwise some would have the new state and
         some the old one, and neither would be complete. So each member says in a second word that it has all its
-        gradients; a member that does not see this word complete keeps them.
+        gradients; a member that does not see this word complete keeps them. The ranks of a replica agree last, since
+        nothing may fail at one of them alone after that.
         """
         if self.is_open and not keeps_copy:  # it is too late to fail, since the first update cannot be undone
             return
@@ -192,6 +196,9 @@ class StepGate:
             self.is_prepared = self._state.is_sharded
             self._group.all_reduce(np.zeros(1), label=f"{'skip' if skips else 'gate'}-{self._number}")
             self.is_prepared = False
+        if (flags := self._mates.go(self.flags)) is None:
+            raise StepVoid(f"another rank of this replica has stopped in step {self._number}, and tells the cause")
+        self.flags = flags
         self._runner.about_to_change()
         if not keeps_copy:
             self._group.ban_collectives(BARRED if self._state.is_sharded else BARRED + OR_COPY)
@@ -209,8 +216,8 @@ class StepGate:
     def tell(self, error: BaseException) -> None:
         """Tells the other members that this one's code has raised, so that they do not wait for it."""
         mesh = self._group.mesh
-        if isinstance(error, GeneratorExit | SystemExit) or not mesh.peers:
-            return
+        if isinstance(error, GeneratorExit | SystemExit | ReplicaLost) or not mesh.peers:
+            return  # the coordinator tells which rank of a replica was lost
         text = f"{self._me} raised {type(error).__name__} in step {self._number}: {error}"[:2000]
         operation = self._group.progress().operation
         mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, None, operation, text))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from paceline._elastic.mates import ALONE, Alone
 from paceline._elastic.offer import Content, OfferedState
 from paceline._elastic.peer_calls import Holder, get_manifest, out_of_reach, take_shards, take_state
 from paceline._elastic.reshard_plan import ReshardPlan
@@ -23,7 +24,8 @@ from paceline_protocol.messages import CatchUp, Dismissed, Finished, MemberList,
 class JobLine:
     """The part of a session that the steps use."""
 
-    def __init__(self, connection: MemberConnection, config: Config) -> None:
+    def __init__(self, connection: MemberConnection, config: Config, mates: Alone = ALONE) -> None:
+        self.mates = mates
         self.job = connection.job
         self.group = connection.group
         self.inbox = connection.inbox
@@ -100,7 +102,8 @@ class JobLine:
 class SoloLine(JobLine):
     """The line of a world of one: it answers every call at once, as a coordinator would."""
 
-    def __init__(self, job: str, group: Group, config: Config) -> None:
+    def __init__(self, job: str, group: Group, config: Config, mates: Alone = ALONE) -> None:
+        self.mates = mates
         self.job = job
         self.group = group
         self.inbox = MemberInbox()

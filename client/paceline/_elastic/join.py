@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex
 
 from paceline._base.addresses import DEFAULT_PORT, CoordinatorAddresses
 from paceline._base.arrays import keep_frame_memory
@@ -15,6 +15,7 @@ from paceline._base.processes import check_process
 from paceline._base.uncaught import install_hook
 from paceline._base.waits import loop_thread
 from paceline._collectives.choose import RULES, Rules, load_rules
+from paceline._elastic.mates import ALONE, Alone, Mates
 from paceline._elastic.session import CoordinatedSession, Session, SoloSession
 from paceline._elastic.torchrun_world import join_torchruns_world
 from paceline._session.identity import JoinRequest
@@ -24,6 +25,9 @@ from paceline.config import Config, checked_timeout
 from paceline.credentials import Credentials
 from paceline.engines._catalogue import load_engine
 from paceline.errors import InvalidRank, InvalidWorldSize
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 DEFAULT_JOB = "default"
 MAX_JOB_BYTES = 128
@@ -43,6 +47,7 @@ def join(
     config: Config | None = None,
     credentials: Credentials | None = None,
     coordinator_returns: bool = True,
+    replica: ProcessGroup | None = None,
 ) -> Session:
     """Joins a job and waits for its first view.
 
@@ -65,6 +70,10 @@ def join(
         credentials: certificates for TLS, and a token.
         coordinator_returns: False if the coordinator lives in one of the members and ends with it. If its address
             refuses connections, the coordinator has ended then, and this worker does not wait for it.
+        replica: a process group of torch whose ranks hold one copy of the model between them, by FSDP2, tensor or
+            pipeline parallelism: they come, train and go together. All of them call `join` alike. `min_workers`,
+            `max_workers`, and the session's `rank` and `size` count replicas then; torchrun's world is not used, since
+            it is the inside of a replica. The call makes a Gloo group of these ranks.
 
     Returns:
         The session; a context manager that leaves the job at its end.
@@ -80,7 +89,9 @@ def join(
         InvalidRank, InvalidWorldSize: an argument is out of range; or torchrun started this worker, and torch, which
             finds the others, cannot be imported.
         ValueError: the address, the job's name, a PACELINE_* variable or the table of schedules is malformed; or the
-            credentials do not belong together.
+            credentials do not belong together; or `rank` was given with `replica`.
+        TypeError: `replica` is no process group of torch.
+        ReplicaLost: another rank of the replica has ended.
         ForkedSession: this process was forked from one that has joined.
     """
     check_process()
@@ -98,11 +109,13 @@ def join(
     if not ranked:
         min_workers = _first(min_workers, environ, "PACELINE_MIN_WORKERS")
         max_workers = _first(max_workers, environ, "PACELINE_MAX_WORKERS")
-    if not ranked and not bounded:
+    if replica is not None and ranked:
+        raise ValueError("join(replica=...) with a rank: the coordinator gives replicas their numbers. Leave it out")
+    if not ranked and not bounded and replica is None:
         rank = _first(None, environ, "PACELINE_RANK")
         world_size = _first(None, environ, "PACELINE_WORLD_SIZE")
     given = (rank, world_size, min_workers, max_workers)
-    torchruns = _of_torchrun(environ) if given == (None, None, None, None) else 1
+    torchruns = _of_torchrun(environ) if given == (None, None, None, None) and replica is None else 1
     if torchruns > 1 and coordinator is not None:
         rank, world_size = _first(None, environ, "RANK"), torchruns
     wanted = _membership(job, min_workers, max_workers, rank, world_size, rules_of(config))
@@ -112,13 +125,14 @@ def join(
                 f"{wanted.min_workers} workers need a coordinator: give its address, or set PACELINE_COORDINATOR"
             )
         if torchruns == 1:
-            return SoloSession(job, config)
+            return SoloSession(job, config, mates_of(replica))
         load_engine(config.engine)
         place = partial(join, job=job, advertise=advertise, config=config, credentials=credentials)
         return join_torchruns_world(place, torchruns, config.join_timeout)
     load_engine(config.engine)
     if environ.get("PACELINE_COORDINATOR_ENDS", "") not in ("", "0"):
         coordinator_returns = False
+    wanted.mates = mates = mates_of(replica)
     joining = connect(
         CoordinatorAddresses.parse(coordinator, default_port=DEFAULT_PORT),
         wanted,
@@ -127,9 +141,14 @@ def join(
         credentials=credentials,
         coordinator_returns=coordinator_returns,
     )
-    session = CoordinatedSession(joining.join(checked_timeout(config.join_timeout)), config)
+    session = CoordinatedSession(joining.join(checked_timeout(config.join_timeout)), config, mates)
     session.all_start_again = torchruns > 1
     return session
+
+
+def mates_of(replica: ProcessGroup | None) -> Alone:
+    """Returns the ranks of this worker's replica; a collective of them."""
+    return ALONE if replica is None or replica.size() == 1 else Mates(replica)
 
 
 def rules_of(config: Config) -> Rules:

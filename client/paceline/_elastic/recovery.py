@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 
 from paceline._elastic.job_line import JobLine
+from paceline._elastic.mates import Alone
 from paceline._elastic.peer_calls import Holder
 from paceline._elastic.reshard_plan import ReshardPlan
 from paceline._elastic.saver import Saver, warning_of_frozen
@@ -90,6 +91,14 @@ class StateRecovery:
         if meet.tag == Tag(0, 0) and not self._own[1]:  # a member that took a share of it knows the fingerprint
             self._own = meet.tag, self._state.fingerprint_of_origin()
         return self._own[1]
+
+    def join_origins(self, mates: Alone) -> None:
+        """Makes the fingerprint of a state that this member has built itself that of the whole replica.
+
+        All mates do this when their loop begins, because later each of them may need it at another moment.
+        """
+        if mates.size > 1 and self._member.held == Tag(0, 0):
+            self._own = Tag(0, 0), mates.joint(self._state.fingerprint_of_origin())
 
     def has_a_base(self) -> None:
         """Notes that all members hold the same state: from now on equal tags mean equal bits."""

@@ -13,9 +13,10 @@ from types import TracebackType
 
 from paceline._elastic.attempts import BlockOutcome, FailedAttempts
 from paceline._elastic.gate import BETWEEN_STEPS
+from paceline._elastic.mates import ALONE, Alone
 from paceline._elastic.training_loop import TrainingLoop
 from paceline._group import Group
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, StepVoid
 
 _log = logging.getLogger("paceline.elastic")
 
@@ -31,10 +32,12 @@ class Attempt:
         ended: True after the block if it ran to its end here.
     """
 
-    def __init__(self, number: int, group: Group) -> None:
+    def __init__(self, number: int, group: Group, mates: Alone = ALONE) -> None:
         self.number = number
         self.completed = self.ended = False
         self._group = group
+        self._mates = mates
+        self._stopped = False
         self._fault = group.mesh.fault
         self._barred = ""
 
@@ -54,23 +57,33 @@ class Attempt:
                 self.completed = True
             except PacelineError as failure:
                 error = failure
+        if self.completed and self._mates.go() is None:
+            self.completed, self._stopped = False, True
         self._group.ban_collectives(self._barred)
-        if self._fault.failed and (error is None or isinstance(error, Exception)):
-            _log.info("a block between steps was interrupted: %s", error or self._fault.error())
+        if self._stopped or (self._fault.failed and (error is None or isinstance(error, Exception))):
+            _log.info("a block between steps was interrupted: %s", self.cause(error))
             return True
         return False
 
+    def cause(self, error: BaseException | None = None) -> BaseException:
+        """Returns what interrupted it."""
+        if self._stopped and not self._fault.failed:
+            return StepVoid("another rank of this replica has stopped in a block between steps, and tells the cause")
+        return error or self._fault.error()
 
-def attempts(loop: TrainingLoop | None, group: Group) -> Iterator[Attempt]:
+
+def attempts(loop: TrainingLoop | None, group: Group, mates: Alone = ALONE) -> Iterator[Attempt]:
     """Yields attempts until one completes; see `Session.retry`."""
     failures = FailedAttempts()
+    if loop is None or loop.done or loop.left:  # nothing would run the block again
+        mates = ALONE
     while True:
-        attempt = Attempt(failures.begin(_WHAT, group.mesh.peers), group)
+        attempt = Attempt(failures.begin(_WHAT, group.mesh.peers), group, mates)
         yield attempt
         if not attempt.completed:
             if loop is None or loop.done or loop.left:
-                raise group.mesh.fault.error()
-            failures.add(_WHAT, group.mesh.fault.error(), group.mesh.peers)
+                raise attempt.cause()
+            failures.add(_WHAT, attempt.cause(), group.mesh.peers)
             outcome = loop.retry()
             if outcome is BlockOutcome.OVERTAKEN:
                 return

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Self
 
 from paceline import errors
 from paceline._base.processes import check_process
+from paceline._elastic.mates import ALONE, Alone
 from paceline._group import Group
 from paceline._links.base import Peer
 from paceline._links.local import local_meshes
@@ -55,6 +56,7 @@ class Session(abc.ABC):
     store: Store
     all_start_again = False  # True if all restart once one fails, as under torchrun: no worker joins later
     _line: TrainingLoop | None = None
+    _mates: Alone = ALONE
     _left = False
     _at_end = False  # True once the script is past all that it does with the session
     _asked_early = ""  # "rank" or "size", if the script read it before the first loop over steps
@@ -79,6 +81,24 @@ class Session(abc.ABC):
             StepOrderError: as for `rank`.
         """
         return self._in_view("size").size
+
+    @property
+    def replica(self) -> int:
+        """Number of this worker's replica in the current view, from 0; the same as `rank`.
+
+        Raises:
+            StepOrderError: as for `rank`.
+        """
+        return self._in_view("replica").rank
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas in the current view; the same as `size`, since `group` has one rank of each replica.
+
+        Raises:
+            StepOrderError: as for `rank`.
+        """
+        return self._in_view("replicas").size
 
     def _in_view(self, asked: str) -> Group:
         if self._line is None:
@@ -182,7 +202,8 @@ class Session(abc.ABC):
             CheckpointDamaged: all checkpoints are damaged.
             InvalidWorldSize: the model is sharded over nodes, and the workers of a fixed world do not fill whole nodes.
             UnsupportedOp: the state cannot be given to another member; or receipts of a state that follows from the
-                number of workers (no microbatches), or that no member has whole (FSDP).
+                number of workers (no microbatches), or that no member has whole (FSDP); or a replica of several ranks
+                with checkpoints, receipts or `paceline.FSDP`.
         """
         from paceline._elastic.steps import make_loop, run_steps
         from paceline._microbatch.replay import Replay
@@ -232,7 +253,7 @@ class Session(abc.ABC):
         """
         from paceline._elastic.retry import attempts
 
-        return attempts(self._line, self.group)
+        return attempts(self._line, self.group, self._mates)
 
     def stop(self) -> None:
         """Ends the loop on all members after the next step, as if that were its last: one call, on any rank, is enough.
@@ -370,7 +391,8 @@ class Session(abc.ABC):
 class SoloSession(Session):
     """A world of one without a coordinator: the result of `join` when no PACELINE_* variable is set."""
 
-    def __init__(self, job: str, config: Config) -> None:
+    def __init__(self, job: str, config: Config, mates: Alone = ALONE) -> None:
+        self._mates = mates
         self.job = job
         (mesh,) = local_meshes(1)
         self.group = Group(mesh, config)
@@ -383,7 +405,7 @@ class SoloSession(Session):
     def _job_line(self) -> JobLine:
         from paceline._elastic.job_line import SoloLine
 
-        return SoloLine(self.job, self.group, self._config)
+        return SoloLine(self.job, self.group, self._config, self._mates)
 
     @property
     def members(self) -> Sequence[Peer]:
@@ -409,7 +431,8 @@ class SoloSession(Session):
 class CoordinatedSession(Session):
     """A session with a coordinator."""
 
-    def __init__(self, connection: MemberConnection, config: Config) -> None:
+    def __init__(self, connection: MemberConnection, config: Config, mates: Alone = ALONE) -> None:
+        self._mates = mates
         self._connection = connection
         self._config = config
         self.job = connection.job
@@ -433,7 +456,7 @@ class CoordinatedSession(Session):
     def _job_line(self) -> JobLine:
         from paceline._elastic.job_line import JobLine
 
-        return JobLine(self._connection, self._config)
+        return JobLine(self._connection, self._config, self._mates)
 
     @property
     def members(self) -> Sequence[Peer]:

@@ -11,6 +11,7 @@ from paceline._base.sum_order import SumsNotHeld
 from paceline._base.uncaught import users_place
 from paceline._base.work import Work
 from paceline._elastic.gate import BETWEEN_STEPS, HALF_UPDATED, PendingStepWord, StepGate, StepRunner
+from paceline._elastic.mates import ALONE, Alone
 from paceline._elastic.state import TrainState
 from paceline._elastic.step_batch import StepBatch
 from paceline._group import Group
@@ -19,10 +20,13 @@ from paceline._microbatch.kept_sums import KeptSums
 from paceline._parallel._agreement import NewcomerDiffers
 from paceline.errors import (
     DivergenceError,
+    PacelineError,
+    ReplicaLost,
     SettingsMismatch,
     SizeMismatch,
     StepOrderError,
     StepSkipped,
+    StepVoid,
     UnsupportedOp,
 )
 from paceline_protocol import Tag
@@ -64,6 +68,7 @@ class Step(StepBatch):
         seed: int,
         kept: KeptSums | None = None,
         told: Work[Any] | None = None,
+        mates: Alone = ALONE,
     ) -> None:
         super().__init__(number, group, state, seed, kept, told)
         self.attempt = attempt
@@ -86,7 +91,8 @@ class Step(StepBatch):
         self._mesh = group.mesh
         self._runner = runner
         self._small = state.small()
-        self.gate = StepGate(number, group, state, runner, word, digest, self._micro)
+        self.gate = StepGate(number, group, state, runner, word, digest, self._micro, mates)
+        self._mates = mates
         self._passes_over = self._lacks_sums = False
 
     def keep_copy(self) -> None:
@@ -108,8 +114,9 @@ class Step(StepBatch):
 
         Raises:
             StepOrderError: outside of the block, or after an update.
-            UnsupportedOp: the state is sharded over the members (FSDP).
+            UnsupportedOp: the state is sharded over the members (FSDP), or a member is a replica of several ranks.
         """
+        self._mates.refuse("step.keep_copy()")
         if not self.entered or self.left or self.gate.is_open:
             raise StepOrderError("step.keep_copy() belongs inside `with step:`, before the first optimizer.step()")
         if self._state.is_sharded:
@@ -141,8 +148,10 @@ class Step(StepBatch):
             StepSkipped: always; the step's block swallows it.
             StepOrderError: outside of the block, or after an update. If another member makes its update before it hears
                 of this, the next step raises it on all members.
-            UnsupportedOp: the batch came from a stream, which would give it again in the next step.
+            UnsupportedOp: the batch came from a stream, which would give it again in the next step; or a member is a
+                replica of several ranks.
         """
+        self._mates.refuse("step.skip()")
         if not self.entered or self.left or self.updates:
             raise StepOrderError("step.skip() belongs inside `with step:`, before optimizer.step()")
         if self._counted is not None:
@@ -213,14 +222,16 @@ class Step(StepBatch):
         if isinstance(error, SumsNotHeld):
             self._lacks_sums = True
             self.gate.tell(error)  # ends the generation, so that all take the step again
-        failed = self._mesh.fault.failed
+        failed = self._mesh.fault.failed or isinstance(error, StepVoid)
         takes_back = self.keeps_copy and (self.half_updated or error is not None)  # the block did not finish
         if self.gate.is_open and not self.spoiled and not takes_back:
             self.passed, self.applied = True, not self.skipped
             self._state.advance(self.world)
             self._runner.applied(self.number)
         else:
-            self.cause = self._mesh.fault.error() if failed else error  # the block may have seen another
+            self.cause = (
+                self._mesh.fault.error() if self._mesh.fault.failed else error
+            )  # the block may have seen another
             self.skipped = isinstance(self.cause, StepSkipped) and self.cause.operation == self.number
             if self.gate.is_prepared:
                 at_gate = self._state.small()
@@ -234,7 +245,11 @@ class Step(StepBatch):
             failed = True
         # If members disagree on settings or sizes, they would disagree again in the next attempt.
         stays = isinstance(error, SettingsMismatch | SizeMismatch) and error.ranks
-        swallowed = failed and isinstance(error, Exception) and not (stays or isinstance(error, DivergenceError))
+        ends = stays or isinstance(error, DivergenceError | ReplicaLost)
+        lost = None
+        if isinstance(error, Exception) and not isinstance(error, PacelineError):
+            lost = self._mates.loss(error)
+        swallowed = failed and isinstance(error, Exception) and not (ends or lost)
         # A block that raised after the gate may not have made all of its changes.
         self._state.is_whole = not self.spoiled and (not self.passed or error is None or swallowed)
         if error is None:
@@ -244,6 +259,8 @@ class Step(StepBatch):
                 _log.warning("step %d was applied, though its block ended with an error", self.number, exc_info=error)
             return True
         self.raised = True
+        if lost is not None:
+            raise lost from error
         self.gate.tell(error)
         if kind is None:
             raise error

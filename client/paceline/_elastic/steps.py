@@ -17,6 +17,7 @@ from typing import Any
 
 from paceline._base.uncaught import is_let_go, takers, users_place
 from paceline._elastic.job_line import JobLine
+from paceline._elastic.mates import Alone
 from paceline._elastic.rules import check_complete, no_other_optimizer
 from paceline._elastic.sampler import CHECK_EVERY
 from paceline._elastic.saver import JointSaver, Saver, warning_of_frozen
@@ -60,6 +61,7 @@ def make_loop(
             "state.load_state_dict(...), or create its objects again"
         )
     _check_microbatches(state, job_line.group)
+    _check_replica(job_line.mates, state, checkpoints=checkpoint_dir is not None, receipts=receipts is not None)
     state.check_round_trip()
     check_complete(state)
     if replay is not None:
@@ -98,6 +100,8 @@ def make_loop(
             )
             # The receipts are part of the state, so all members must make the same ones.
             settings |= {"receipts_every": receipts_every, "checkpoint_every": checkpoint_every}
+    if job_line.mates.size > 1:
+        settings["replica_size"] = job_line.mates.size
     if state.is_sharded:  # members write checkpoints together
         settings |= {"checkpoint_dir": checkpoint_dir is not None, "checkpoint_every": checkpoint_every}
     manifest = state.manifest(**settings)
@@ -126,6 +130,16 @@ def _check_microbatches(state: TrainState, group: Group) -> None:
         )
     if state.uses_fsdp and state.sampler is not None and state.sampler.check_every:
         raise UnsupportedOp("check_every with FSDP, which has no gradients of one microbatch to compare: leave it out")
+
+
+def _check_replica(mates: Alone, state: TrainState, *, checkpoints: bool, receipts: bool) -> None:
+    """Refuses what needs a state that one rank of a replica has whole, or that spreads over replicas."""
+    if checkpoints:
+        mates.refuse("checkpoint_dir")
+    if receipts:
+        mates.refuse("receipts")
+    if state.uses_fsdp or state.is_sharded:
+        mates.refuse("paceline.FSDP")
 
 
 def _check_receipts(state: TrainState) -> None:

@@ -34,7 +34,15 @@ from paceline._links.fault import Suspicion
 from paceline._microbatch.kept_sums import KeptSums
 from paceline._session.inbox import InboxMessage, LineMembers, ReachResult, SessionOver, SessionReplaced, ViewLinked
 from paceline._session.launcher_pipe import tell_launcher, tell_once
-from paceline.errors import CheckpointFailed, Dismissed, OrphanedError, PacelineError, StepOrderError
+from paceline.errors import (
+    CheckpointFailed,
+    Dismissed,
+    OrphanedError,
+    PacelineError,
+    ReplicaLost,
+    StepOrderError,
+    StepVoid,
+)
 from paceline_protocol import WHOLE, Meet, MemberState, MemberView, Phase, StepFlag, Tag, Take, messages, step_word
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
@@ -52,6 +60,7 @@ class TrainingLoop:
             member is dismissed.
         broken_off: the line of the script that left the loop before its end; empty for none.
         last: number of the last step: `total`, unless a step has stopped the loop.
+        mates: the other ranks of this member's replica.
         at_end: called once the loop is over, or at the end of the session if the script keeps the iterator.
     """
 
@@ -71,11 +80,13 @@ class TrainingLoop:
         self.on_commit: list[Callable[[int], None]] = []
         self.on_view: list[Callable[[], None]] = []
         self.at_end = contextlib.ExitStack()
+        self.mates = job_line.mates
         self._job_line = job_line
         self._state = state
         self._total = total
         self._seed = seed
         self._manifest = manifest
+        self._manifest_digest = hashlib.sha256(manifest).digest()
         self._saver = saver
         self._member = member
         self._recovery = StateRecovery(job_line, member, state, saver)
@@ -90,7 +101,8 @@ class TrainingLoop:
         self._large: list[NDArray[Any]] = []
         self._told_lost = ""
         self._microbatches = 0 if state.sampler is None else state.sampler.microbatches
-        self._kept_sums = KeptSums() if self._microbatches and not state.is_sharded else None
+        keeps_sums = self._microbatches and not state.is_sharded and self.mates.size == 1  # mates compute alike
+        self._kept_sums = KeptSums() if keeps_sums else None
         self.guard = StateGuard(job_line, state, member, saver, self._recovery, self._blocks, self._tell_committed)
 
     def held_of(self, state: TrainState) -> Tag | None:
@@ -102,6 +114,8 @@ class TrainingLoop:
     def enter(self) -> None:
         """Opens the line, and compares this member's state with that of the others."""
         self._job_line.offered.manifest = self._manifest
+        self._manifest_digest = self.mates.joint(self._manifest_digest)
+        self._recovery.join_origins(self.mates)
         self._job_line.open()
         mesh = self._job_line.group.mesh
         if mesh.peers:
@@ -144,6 +158,8 @@ class TrainingLoop:
         if self._job_line.inbox.draining and not self._member.leaving:
             _log.info("leaving after this step: %s", self._job_line.inbox.draining)
         number, group = self._state.step + 1, self._job_line.group
+        if not self._mates_begin(number):
+            return None
         digest = partial_digest(self._large, number) ^ self._last_update
         attempt = self._failures.begin(f"step {number}", group.mesh.peers)
         # Once gradients were sent in this generation, they carry the word; all members decide this alike.
@@ -158,10 +174,39 @@ class TrainingLoop:
             self._failed(error)
             return None
         step = self.guard.step = Step(
-            number, attempt, group, self._state, self.guard, pending, digest, self._seed, self._kept_sums, told
+            number,
+            attempt,
+            group,
+            self._state,
+            self.guard,
+            pending,
+            digest,
+            self._seed,
+            self._kept_sums,
+            told,
+            self.mates,
         )
         group.ban_collectives(BETWEEN_STEPS)
         return step
+
+    def _mates_begin(self, number: int) -> bool:
+        """True if all mates begin this step: nothing may fail at one of them alone before the first line of its block.
+
+        So wrappers agree on their models here, and not in the first forward pass.
+        """
+        if self.mates.size == 1:
+            return True
+        try:
+            self._state.prepare()
+        except ReplicaLost:
+            raise
+        except PacelineError as error:
+            self._failed(error)
+            return False
+        if self.mates.go() is not None:
+            return True
+        self._failed(StepVoid(f"another rank of this replica has stopped before step {number}, and tells the cause"))
+        return False
 
     def passes_over(self, step: Step) -> bool:
         """Takes a step that all members have agreed to skip; returns False if it is not skipped."""
@@ -218,13 +263,16 @@ class TrainingLoop:
         try:
             with acting_alone(group.mesh.fault, self._left_alone()):
                 group.all_reduce(np.array(step_word(StepFlag(0), 0, 0)), label=f"closing-{self._state.step}")
+            if self.mates.go() is None:
+                raise StepVoid("another rank of this replica has stopped before the end, and tells the cause")
             self.guard.word_completed(self._state.step + 1)
             self._saver.keep(self._member.held, self._state, group)
-        except CheckpointFailed:
+        except (CheckpointFailed, ReplicaLost):
             raise
         except PacelineError as error:  # all members write a sharded state: the next generation tries again
             self._failed(error)
             return
+        self.mates.closed()
         self._job_line.finish(self._state.step)
         message = await_finish(self._job_line)
         if message is None:
@@ -288,6 +336,8 @@ class TrainingLoop:
         self.at_end.close()
         self._job_line.group.ban_collectives("")
         self._job_line.offered.withdraw()
+        with contextlib.suppress(ReplicaLost):
+            self.mates.leave()
         self._saver.wait()
 
     def retry(self) -> BlockOutcome:
@@ -341,7 +391,7 @@ class TrainingLoop:
                 self._send_meet(meet)
             case messages.Mismatch(member):
                 donor = Peer.of(member)
-                raise difference(self._manifest, self._job_line.manifest_of(donor), donor)
+                raise difference(self._manifest, self._job_line.manifest_of(donor), donor, self.mates.size)
             case messages.Dismissed(last):
                 if last:
                     if not self._saver.keeps:
@@ -356,6 +406,7 @@ class TrainingLoop:
             case SessionReplaced():
                 if self._member.held is None:
                     raise OrphanedError("the training state is lost, and this worker's own state was half changed")
+                self.mates.cast_out()
                 _log.warning("this worker was declared lost; it rejoins with the state %s", self._member.held)
                 self._become_candidate()
             case messages.Running():
@@ -373,6 +424,9 @@ class TrainingLoop:
         if view.generation <= self._member.generation:
             return
         world = len(mesh.peers) if mesh is not None else 0
+        self.mates.leave()  # no step was begun in the generation before
+        if view.base is not None:
+            self.mates.enter(view.generation)
         newcomers = frozenset(view.newcomers)
         order = self._member.formed(MemberView(view.generation, view.rank, view.base, newcomers, world or 1))
         if mesh is None:
@@ -462,6 +516,7 @@ class TrainingLoop:
 
     def _become_candidate(self) -> None:
         """Becomes a candidate; offers shares of a sharded state that others may need at once."""
+        self.mates.leave()
         meet = self._member.cast_out()
         if meet.unproven:
             self._send_meet(meet)
@@ -470,6 +525,7 @@ class TrainingLoop:
     def _send_meet(self, meet: Meet) -> None:
         """Sends a meet, and offers the state to others, since it does not change while this member waits."""
         self._counters.stopped()
+        self.mates.leave()
         if meet.stored and (latest := self._saver.latest()) > (meet.tag or latest):
             self._member.found(latest)  # others have written a newer one
             meet = replace(meet, tag=latest)
@@ -477,7 +533,7 @@ class TrainingLoop:
         if meet.tag is not None and not meet.stored:
             self._job_line.offered.offer(meet.tag, self._state.offered())
         self._meeting_wait.said()
-        manifest, step_timeout = hashlib.sha256(self._manifest).digest(), self._job_line.config.step_timeout
+        manifest, step_timeout = self._manifest_digest, self._job_line.config.step_timeout
         self._job_line.meet(replace(meet, fingerprint=fingerprint, manifest=manifest, step_timeout=step_timeout))
 
     def _job_done(self, step: int) -> None:
@@ -527,7 +583,7 @@ class TrainingLoop:
         if fault.failed and isinstance(final := fault.error(), StepOrderError) and final.ranks:
             raise final
         number = self._state.step + 1
-        if meet and self._job_line.group.mesh.peers and not self._job_line.group.mesh.fault.failed:
+        if meet and self._job_line.group.mesh.peers and not (fault.failed or isinstance(cause, StepVoid)):
             # The script caught the error that interrupted its update; the others have applied the step, and would wait.
             self._end_generation(f"has not applied step {number}: {cause}"[:2000])
         _log.info("step %d is undone: %s", number, cause)

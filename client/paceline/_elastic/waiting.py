@@ -108,7 +108,8 @@ class MeetingWait:
             self._job_line.group.mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_TIMEOUT, None, 0, text))
             return
         away = self._away_since is not None and now - self._away_since > config.failure_timeout
-        if away and self._member.may_go_on:
+        alone = self._job_line.mates.size == 1  # the mates of a replica might not go on
+        if away and alone and self._member.may_go_on:
             tell_once(_log, f"the coordinator is away: generation {self._member.generation} continues")
             self.planned, self._member.leaving = False, False
             self.went_on = True

@@ -511,6 +511,8 @@ class _Refusals:
 
     def final(self, error: errors.PacelineError) -> errors.PacelineError | None:
         """Counts a refusal. Returns the first of the row, which says best why, once enough of one type have come."""
+        if isinstance(error, errors.ReplicaLost):  # the session is not resumed: the mate does not come back
+            return error
         if self._first is None or type(self._first) is not type(error):
             self._first, self._count = error, 0
         self._count += 1

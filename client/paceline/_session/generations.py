@@ -18,6 +18,7 @@ from paceline._links.registry import LinkKinds
 from paceline._session.control import ControlStream
 from paceline.config import Config
 from paceline.credentials import Credentials
+from paceline.errors import PacelineError, ReplicaLost
 from paceline_protocol import Verdict
 from paceline_protocol.messages import ViewFormed
 from pacelinepb.v1 import session_pb2 as pb
@@ -102,11 +103,12 @@ class Generations:
             stale = ErrorReason.ERROR_REASON_STALE_GENERATION
             self.mesh.fault.settle(Verdict(self.mesh.generation, stale, (), 0, text))
 
-    def session_ended(self, text: str) -> None:
+    def session_ended(self, error: PacelineError) -> None:
         """Ends the generation that the group is in, if any, because the session has ended for good."""
         if self.mesh is not None:
-            ended = ErrorReason.ERROR_REASON_SESSION_ENDED
-            self.mesh.fault.settle(Verdict(self.mesh.generation, ended, (self.mesh.rank,), 0, text))
+            lost = isinstance(error, ReplicaLost)
+            ended = ErrorReason.ERROR_REASON_REPLICA_LOST if lost else ErrorReason.ERROR_REASON_SESSION_ENDED
+            self.mesh.fault.settle(Verdict(self.mesh.generation, ended, (self.mesh.rank,), 0, str(error)))
 
     def cut_off(self, text: str) -> None:
         """Breaks all links at this member's own side, without suspecting another member."""

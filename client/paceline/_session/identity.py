@@ -6,9 +6,11 @@ import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 from paceline._base.rpc import duration
 from paceline._collectives.choose import RULES, Rules, rules_digest
+from paceline.errors import PacelineError
 from paceline_protocol import OURS, Process
 from pacelinepb.v1 import session_pb2 as pb
 
@@ -128,8 +130,21 @@ def _fields(file: Path) -> Mapping[int, str] | None:
     return dict(enumerate(stat.rpartition(")")[2].split(), start=_STATE))
 
 
+class Replica(Protocol):
+    """The place of a worker among the ranks of its replica, and what happens if one of them is lost."""
+
+    position: int
+    size: int
+    id: str
+
+    def end(self, error: PacelineError) -> None:
+        """Ends this process soon; from any thread."""
+
+
 class JoinRequest:
-    """A worker's request to its job: the bounds of the world, or an explicit rank."""
+    """A worker's request to its job: the bounds of the world, or an explicit rank; and its place in its replica."""
+
+    mates: Replica | None = None
 
     def __init__(self, job: str, min_workers: int, max_workers: int, rank: int | None, rules: Rules = RULES) -> None:
         self.job = job
@@ -140,9 +155,10 @@ class JoinRequest:
 
     def register(self, address: str, failure_timeout: float) -> pb.Register:
         """Returns the request that opens a session for this process."""
+        mates = self.mates if self.mates is not None and self.mates.size > 1 else None
         return pb.Register(
             job=self.job,
-            protocol_version=OURS.oldest,
+            protocol_version=OURS.oldest if mates is None else OURS.newest,  # others would overlook the replica
             newest_protocol_version=OURS.newest,
             process=process_identity(),
             address=address,
@@ -151,6 +167,9 @@ class JoinRequest:
                 max_workers=self.max_workers,
                 failure_timeout=duration(failure_timeout),
                 tuning=rules_digest(self.rules),
+                replica_size=0 if mates is None else mates.size,
             ),
             rank=self.rank,
+            replica_id="" if mates is None else mates.id,
+            position=0 if mates is None else mates.position,
         )

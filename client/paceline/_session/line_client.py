@@ -64,8 +64,9 @@ class LineClient:
         inbox: MemberInbox,
         start: Callable[[Coroutine[Any, Any, None]], None],
         stand_by: Callable[[str], None],
+        position: int = 0,
     ) -> None:
-        self.members = MemberLists()
+        self.members = MemberLists(position)
         self.step, self.step_at = 0, 0.0
         self.went_on = False
         self._words = 0  # of this generation

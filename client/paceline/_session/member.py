@@ -97,7 +97,8 @@ class MemberConnection:
         self.sockets = Sockets(self._start)
         self.whereabouts = Whereabouts(coordinators, advertise, self.door, self.sockets)
         self.inbox = MemberInbox()
-        self.line = LineClient(wanted.job, config, thread, self.inbox, self._start, self._stand_by)
+        position = 0 if wanted.mates is None else wanted.mates.position
+        self.line = LineClient(wanted.job, config, thread, self.inbox, self._start, self._stand_by, position)
         self.line.on_first_commit = self._tell_first_commit
         self.generations = Generations(wanted.job, config, thread, self.credentials, self.door.kinds)
         self._caller = store_pb2.Caller(job=wanted.job)
@@ -212,6 +213,8 @@ class MemberConnection:
 
     def on_ended(self, error: errors.PacelineError) -> None:
         """Ends what needs the session, which the coordinator has ended, or which has no coordinator any more."""
+        if isinstance(error, errors.ReplicaLost) and self.wanted.mates is not None:
+            self.wanted.mates.end(error)
         self.barriers.fail(error)
         self.inbox.put(SessionOver(error))
         if not self.first_view.is_over:
@@ -221,7 +224,7 @@ class MemberConnection:
             level = logging.ERROR if self.coordinator_returns else logging.INFO  # links report its member's fate
             _log.log(level, "%s; collectives continue without it as long as all members live", error)
         else:  # probably evicted while it was cut off: other members refuse its messages
-            self.generations.session_ended(str(error))
+            self.generations.session_ended(error)
 
     def on_closed(self) -> None:
         """Refuses calls that need the coordinator; the group continues along its links."""
