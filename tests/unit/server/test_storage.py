@@ -1,7 +1,9 @@
 """What every storage must do, over all of them; and what the file does besides."""
 
 import asyncio
+import json
 import sqlite3
+import zlib
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -13,7 +15,7 @@ from paceline_protocol import Ending, JobSettings, Tag, Verdict, View
 from paceline_server.key_values import KeyValues
 from paceline_server.limits import Budget
 from paceline_server.settings import ServerSettings
-from paceline_server.storage import schema
+from paceline_server.storage import job_records, schema
 from paceline_server.storage.base import (
     AnswerKept,
     AnswersDropped,
@@ -408,3 +410,14 @@ def test_a_damaged_row_of_replicas_raises_state_unusable(tmp_path: Path, damage:
         await storage.close()
 
     run(main)
+
+
+def test_a_record_of_an_ending_has_only_what_earlier_releases_read() -> None:
+    """That a process lives on is not stored."""
+    ending = Ending("came back as a new member", orderly=False, lives=True)
+    job = StoredJob("a", 1, view(1), VERDICT, {1: ending})
+    value = job_records.value_of(f"{job_records.JOBS}a/endings", {"a": job})
+    assert value is not None
+    assert json.loads(zlib.decompress(value)) == {
+        "1": {"how": "came back as a new member", "orderly": False, "sure": True}
+    }
