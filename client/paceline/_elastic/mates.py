@@ -208,7 +208,7 @@ class Mates(Alone):
     def _lost(self, cause: BaseException) -> ReplicaLost:
         error = ReplicaLost(
             "another rank of this worker's replica has ended, so this one ends too, and their launcher starts the "
-            f"replica again ({cause!s:.200})"
+            "replica again"
         )
         error.__cause__ = cause
         self.end(error)
