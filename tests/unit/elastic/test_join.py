@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import paceline
+from paceline._session.identity import JoinRequest
 from paceline.config import Config
 from paceline.errors import InvalidWorldSize, LinkUnavailable
 
@@ -53,3 +56,33 @@ def test_a_world_size_that_is_not_an_integer_is_refused(without_torch: pytest.Mo
     without_torch.setenv("WORLD_SIZE", "two")
     with pytest.raises(ValueError, match="WORLD_SIZE must be an integer"):
         paceline.join()
+
+
+@pytest.mark.parametrize("explicit", [{"rank": 0, "world_size": 2}, {"rank": 0}])
+def test_a_rank_of_a_replica_gets_its_replicas_number_from_the_coordinator(explicit: dict[str, int]) -> None:
+    group: Any = SimpleNamespace(size=lambda: 2)
+    with pytest.raises(ValueError, match="the coordinator gives replicas their numbers"):
+        paceline.join(replica=group, **explicit)
+
+
+def test_something_else_than_a_process_group_is_no_replica() -> None:
+    group: Any = SimpleNamespace(size=lambda: 2)
+    with pytest.raises(TypeError, match=r"join\(replica=...\) takes a (torch.distributed.ProcessGroup|process group)"):
+        paceline.join(replica=group)
+
+
+def test_torchruns_world_is_the_inside_of_a_replica(without_torch: pytest.MonkeyPatch) -> None:
+    without_torch.setenv("WORLD_SIZE", "2")
+    group: Any = SimpleNamespace(size=lambda: 1)
+    with paceline.join(replica=group) as session:
+        assert (session.replica, session.replicas) == (0, 1)
+
+
+def test_a_rank_of_a_replica_registers_with_its_place_and_only_where_replicas_are_known() -> None:
+    request = JoinRequest("job", 2, 3, None)
+    plain = request.register("127.0.0.1:1", 3.0)
+    request.mates = SimpleNamespace(position=1, size=2, id="ab" * 16, end=lambda error: None)
+    register = request.register("127.0.0.1:1", 3.0)
+    assert (register.replica_id, register.position, register.settings.replica_size) == ("ab" * 16, 1, 2)
+    assert register.protocol_version == register.newest_protocol_version
+    assert (plain.replica_id, plain.position, plain.settings.replica_size) == ("", 0, 0)
