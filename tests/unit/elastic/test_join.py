@@ -59,7 +59,7 @@ def test_a_world_size_that_is_not_an_integer_is_refused(without_torch: pytest.Mo
 
 
 @pytest.mark.parametrize("explicit", [{"rank": 0, "world_size": 2}, {"rank": 0}])
-def test_a_rank_of_a_replica_gets_its_replicas_number_from_the_coordinator(explicit: dict[str, int]) -> None:
+def test_a_rank_of_a_replica_gets_its_replicas_number_from_the_coordinator(explicit: Any) -> None:
     group: Any = SimpleNamespace(size=lambda: 2)
     with pytest.raises(ValueError, match="the coordinator gives replicas their numbers"):
         paceline.join(replica=group, **explicit)

@@ -6,7 +6,7 @@ Each test plays all orders in which mates may act. A mate is a generator that yi
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import pytest
 
@@ -66,7 +66,7 @@ class Mate:
         if word is not None:
             self.pending.append(self.table.post(self.position, word))
 
-    def go(self) -> Iterator[None]:
+    def go(self) -> Generator[None, None, bool]:
         while self.pending:
             while (found := self.table.found(self.pending[0])) is None:
                 yield

@@ -10,6 +10,7 @@ import pytest
 import paceline
 from paceline._base.activity import MemberCounters
 from paceline._elastic import training_loop
+from paceline._elastic.mates import ALONE
 from paceline._elastic.saver import Saver
 from paceline._elastic.state import TrainState
 from paceline._elastic.training_loop import TrainingLoop
@@ -26,7 +27,7 @@ def member(step: int, generation: int = 3, total: int = 10, peers: int = 1) -> t
     state, place = TrainState(), MemberState(Tag(2, step - 1))
     state.step = step
     group = SimpleNamespace(mesh=SimpleNamespace(peers=[None] * peers), counters=MemberCounters())
-    port: Any = SimpleNamespace(job="job", group=group)
+    port: Any = SimpleNamespace(job="job", group=group, mates=ALONE)
     line = TrainingLoop(port, state, total, 0, b"", Saver(None, None), place)
     place.held, place.generation = Tag(generation, step), generation
     heard: list[int] = []

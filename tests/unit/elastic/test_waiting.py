@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from paceline._elastic import waiting
+from paceline._elastic.mates import ALONE
 from paceline._links.base import Peer
 from paceline._links.fault import Fault, Suspicion
 from paceline.config import Config
@@ -30,6 +31,7 @@ def member(draining: str = "", generation: int = 1, said: list[Meet] | None = No
         inbox=SimpleNamespace(draining=draining, connected=True),
         group=SimpleNamespace(mesh=SimpleNamespace(fault=Fault(generation, 0, 0.0))),
         config=Config(step_timeout=60.0, failure_timeout=3.0),
+        mates=ALONE,
     )
     place = MemberState(Tag(0, 0))
     place.generation = generation
@@ -176,3 +178,16 @@ def test_only_a_healthy_generation_continues_without_the_coordinator(failed: boo
         clock.now += 0.5
     assert went_on == ([] if failed else [103.5])
     assert (waits._member.phase is Phase.READY) == (not failed)
+
+
+def test_a_rank_of_a_replica_waits_for_the_coordinator(clock: SimpleNamespace) -> None:
+    """Its mates might not go on with the generation."""
+    waits = member()
+    port: Any = waits._job_line
+    port.mates = SimpleNamespace(size=2)
+    waits.planned, waits._member.holds_base = True, True
+    port.inbox.connected = False
+    for _ in range(8):
+        waits.poll()
+        clock.now += 0.5
+    assert waits._member.phase is Phase.MEETING
