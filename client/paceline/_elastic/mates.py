@@ -160,6 +160,7 @@ class Mates(Alone):
 
     def cast_out(self) -> None:
         """See `Alone`."""
+        self.leave()  # its mates have a word for that generation too, and the next one is for a later one
         self._tell(self._rounds.cast_out())
 
     def closed(self) -> None:

@@ -37,17 +37,23 @@ class Mate:
         self.rounds = Rounds(position, len(table.words))
         self.table, self.position, self.ways = table, position, ways
         self.pending: list[int] = []
+        self.mates: Sequence[Mate] = ()
+        self.met: set[int] = set()
         self.past: list[tuple[int, int, bool]] = []
         self.at = 0
 
     def run(self) -> Iterator[None]:
         for generation, way in self.ways:
-            yield  # the view comes
             self.tell(self.rounds.leave())
+            self.met.add(generation)
+            yield  # the view comes one by one, after all have met
+            while any(generation not in mate.met for mate in self.mates if generation in dict(mate.ways)):
+                yield
             self.rounds.enter(generation)
             self.at = generation
             for number, says in enumerate(way):
                 if says == "x":
+                    self.tell(self.rounds.leave())
                     self.tell(self.rounds.cast_out())
                 elif says == "s":
                     self.tell(self.rounds.leave())
@@ -86,13 +92,23 @@ WAYS = ("", "s", "g", "gs", "gg", "ggs", "ggg")
 
 
 def play(ways: Sequence[Sequence[tuple[int, str]]], turns: Iterator[int]) -> list[Mate]:
-    """Plays the mates until all are through; a generation begins only when all that are in it have left the one before.
+    """Plays the mates until all are through. A generation begins only when all that are in it have left the one before.
 
     Fails if all wait.
     """
     table = Table(len(ways))
     mates = [Mate(table, position, way) for position, way in enumerate(ways)]
+    for mate in mates:
+        mate.mates = mates
     live = {position: mate.run() for position, mate in enumerate(mates)}
+
+    def shown() -> object:
+        told = [
+            (len(words), mate.at, len(mate.met), len(mate.pending))
+            for words, mate in zip(table.words, mates, strict=True)
+        ]
+        return told, len(live)
+
     idle = 0
     while live:
         position = sorted(live)[next(turns) % len(live)]
@@ -106,8 +122,7 @@ def play(ways: Sequence[Sequence[tuple[int, str]]], turns: Iterator[int]) -> lis
             next(live[position])
         except StopIteration:
             del live[position]
-        after = [len(words) for words in table.words], [mate.at for mate in mates], len(live), mates[position].pending
-        idle = 0 if before != after else idle + 1
+        idle = 0 if before != shown() else idle + 1
         assert idle < 20 * len(ways), f"all wait: {ways}, {[mate.past for mate in mates]}"
     return mates
 
