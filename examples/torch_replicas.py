@@ -1,6 +1,6 @@
 """Train an MLP on scikit-learn's handwritten digits in replicas: ranks that hold one copy of the model between them.
 
-    paceline run -n 4 --replica-size 2 examples/torch_replicas.py             two replicas of two ranks, with FSDP2 inside
+    paceline run -n 4 --replica-size 2 examples/torch_replicas.py             two replicas, with FSDP2 inside
     paceline run -n 4 --replica-size 2 examples/torch_replicas.py tp          tensor parallelism inside
     paceline run -n 4 --replica-size 2 examples/torch_replicas.py pipeline    a pipeline of two stages inside
 
