@@ -69,7 +69,13 @@ def test_replicas_train_undisturbed(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("instant", "position"),
-    [("begins", 0), ("inside", 1), ("between sums", 0), ("before the gate", 1), ("behind the gate", 0)],
+    [
+        pytest.param("begins", 0, marks=pytest.mark.exhaustive),
+        pytest.param("inside", 1, marks=pytest.mark.exhaustive),
+        ("between sums", 0),
+        ("before the gate", 1),
+        pytest.param("behind the gate", 0, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_the_other_replicas_go_on_when_a_rank_is_killed_and_its_mate_ends_too(
     instant: str, position: int, tmp_path: Path
