@@ -416,7 +416,7 @@ class AutogradDriver:
             elif task != self._task:
                 raise StepOrderError(
                     "a backward pass began before the last one was finished: either it is nested (checkpoint with "
-                    "use_reentrant=True, which DDP does not support), or the last one raised and no forward pass "
+                    "use_reentrant=True, which is not supported), or the last one raised and no forward pass "
                     "followed"
                 )
             if parameter._observer is not None:
