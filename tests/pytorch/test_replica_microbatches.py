@@ -1,4 +1,4 @@
-"""In microbatches the bits of a run with FSDP2 inside follow from the replica's size, and not from how many there are."""
+"""In microbatches the bits of a run with FSDP2 inside follow from the size of a replica, not from their number."""
 
 from __future__ import annotations
 
