@@ -196,6 +196,8 @@ class Checks:
         if process.place is None or isinstance(error, RaisedByUser | Spoiled):
             return True  # what fails in `join` is the launcher's to try again
         if isinstance(error, errors.OrphanedError):  # what it held was not whole, or the state of the line is lost
+            if process.is_rank and (process.held == Tag(0, 0) or len({m.held for m in process.replica.ranks}) > 1):
+                return True  # what others built for themselves has the same tag; or its replica is of no use
             return process.held is None or self._world.shape.node_size != 1
         if isinstance(error, errors.CheckpointFailed):
             return self._world.files.has_refused
@@ -249,9 +251,16 @@ class Checks:
 
     def forgot(self, generation: int) -> None:
         """The coordinator forgets a view: nobody may hold the line's state in it any more."""
+        holding = self.holding(generation)
+        if any(is_all([s for m in holding for s in m.could_give(each.held)]) for each in holding):  # type: ignore[arg-type]
+            names = ", ".join(member.name for member in holding)
+            raise Broken(f"I2: generation {generation} is forgotten, and {names} hold its state")
+
+    def holding(self, generation: int) -> list[Process]:
+        """Members that hold the line's state in a generation."""
         view = self._views.get(generation)
         if not self._strict or view is None or view.base is None:
-            return
+            return []
         holding = []
         for seat in view.seats:
             member = self._world.by_id.get(seat.member_id)
@@ -263,9 +272,7 @@ class Checks:
             holds = place.generation == generation and place.holds_base and ahead
             if (unaware or holds) and not place.leaving:
                 holding.append(member)
-        if any(is_all([s for m in holding for s in m.could_give(each.held)]) for each in holding):  # type: ignore[arg-type]
-            names = ", ".join(member.name for member in holding)
-            raise Broken(f"I2: generation {generation} is forgotten, and {names} hold its state")
+        return holding
 
     def refused(self, stream: Stream, why: Refused) -> None:
         """A stream ends with a refusal: not for what a member of a session says."""
@@ -348,7 +355,7 @@ class Checks:
         """The closing word has completed at a member."""
         if len(member.bits) != self._world.last_step:
             raise Broken(f"I6: the line is finished with {member.bits}")
-        lost = self._world.files.has_refused or self._unheard or all(each.killed for each in self._last_holders)
+        lost = self._world.files.has_refused or self._unheard or all(each.is_lost for each in self._last_holders)
         anew = not self.promised and lost  # nobody has that state any more
         if self._strict and self.finished not in (None, member.bits) and not anew:
             raise Broken(f"I6: the line is finished with {self.finished} and with {member.bits}")

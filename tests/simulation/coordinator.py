@@ -216,6 +216,8 @@ class SimulatedDispatcher(Dispatcher):
     def _act(self, job: Job, effects: list[Effect]) -> None:
         """Each session holds a place, and nothing else does."""
         super()._act(job, effects)
+        if self._world.over:
+            return
         assert len(self._places) == sum(len(each.membership.state.sessions) for each in self.jobs.values()), effects
 
     def _perform(self, job: Job, effect: Effect) -> None:

@@ -68,6 +68,8 @@ class _Faults:
             self.kinds.append((10, self.hang))
         if world.shape.drains:
             self.kinds.append((15, self.drain))
+        if world.shape.replica_size > 1:
+            self.kinds += [(8, self.kill), (6, self.break_two), (4, self.freeze), (4, self.fail_take)]
         if world.shape.disks:
             self.kinds += [(6, self.refuse_coordinator), (6, self.refuse_checkpoints), (6, self.restart_all)]
 
@@ -298,6 +300,20 @@ class _Faults:
             if member.name == name and member.stream is not None and member.stream.coordinator.name == coordinator:
                 member.reset_stream()
 
+    def break_two(self) -> float:
+        """Two replicas lose a rank each, at once."""
+        there = [replica for replica in self.world.replicas if replica.is_there]
+        for replica in self.rng.sample(there, min(2, len(there))):
+            self.world.kill(self.rng.choice(replica.ranks), seen=self.rng.random() < 0.6)
+        return 3.0
+
+    def fail_take(self) -> float:
+        """The next take of a state fails at a rank."""
+        member = self.one()
+        if member is not None:
+            member.take_fails = True
+        return 2.0
+
     def drain(self) -> float:
         members = [member.member_id for member in self.some() if member.member_id]
         if self.world.shape.drains and self.rng.random() < 0.5:
@@ -378,6 +394,8 @@ def plan(world: World) -> None:
         moments = (*moments, "leads", "leads", "meet", "meet", "store")
     if world.shape.directory:
         moments = (*moments, "write", "write", "write")
+    if world.shape.replica_size > 1:  # a word of mates, one that has come, a collective of the model
+        moments = (*moments, *["mates"] * 4, *["agreed"] * 4, "inside", "inside", "applied", "applied", "view")
     if world.shape.late:
         moments = (*moments, "view", "view", "view", "view")
     if world.shape.microbatches:

@@ -35,6 +35,10 @@ class Peers:
     ) -> Copy:
         """See `peer_calls.take_state`."""
         taker = self._asker()
+        if taker.take_fails:
+            taker.take_fails = False
+            await asyncio.sleep(self._world.delay(0.005, 0.3))
+            raise LinkUnavailable(f"no member sent the state {tag}: it was told to fail")
         failures = []
         for peer in self._world.rng.sample(donors, len(donors)):
             try:

@@ -14,6 +14,7 @@ import numpy as np
 from simulation.broken import Broken
 from simulation.group import Group, Mesh
 from simulation.loop import Loop, SimulatedLoopThread
+from simulation.replicas import Inside, InsideBroken, Replica, SimulatedMates
 from simulation.state import Spoiled, State
 from simulation.threads import Thread, current
 from simulation.training import Training
@@ -21,6 +22,7 @@ from simulation.training import Training
 from paceline import errors
 from paceline._base.addresses import CoordinatorAddresses, Endpoint
 from paceline._base.work import Progress
+from paceline._elastic.mates import ALONE, Alone
 from paceline._elastic.session import CoordinatedSession
 from paceline._links.base import Peer
 from paceline._session.identity import JoinRequest
@@ -145,6 +147,7 @@ class Process:
         name: where it is reached.
         spot: where it runs.
         rank: that it claims, if any.
+        replica: which it belongs to, if any; it takes the next position there.
 
     Attributes:
         process: as it introduces itself.
@@ -155,6 +158,7 @@ class Process:
         busy: it stands still because a call into C keeps its interpreter busy: its door answers.
         stuck_next: its next step will hang for so many seconds in the user's code.
         raises_next: the user's code will raise.
+        take_fails: its next take of a state will fail.
         went_on: the user's code has caught the error that interrupted an update, and gone on.
         hangs: it hangs there for ever.
         ended: how it ended, in words; empty while it has not.
@@ -162,16 +166,24 @@ class Process:
 
     group: Group
     connection: Connection
+    replica: Replica
     empty = staticmethod(np.empty)  # see `NoMesh.empty`
 
-    def __init__(self, world: World, name: str, spot: Spot, rank: int | None) -> None:
+    def __init__(self, world: World, name: str, spot: Spot, rank: int | None, replica: Replica | None = None) -> None:
         self.world = world
         self.name = name
         self.host, self.boot, self.namespace, self.space, self.pid, self.ticks = spot
         self.node = f"{self.boot}/{self.space}/0" if self.space else ""
         self.rank = rank
+        self.position = 0
+        if replica is not None:
+            self.replica, self.position = replica, len(replica.ranks)
+            replica.ranks.append(self)
+        self._inside = Inside(self)
         # Half of the programs are of the last release. That is no matter of chance, so that old seeds do what they did.
         self.newest = OURS.newest - crc32(f"{world.seed} {name}".encode()) % 2
+        if replica is not None:  # those of the last release know nothing of them
+            self.newest = OURS.newest
         self.process = Identity(self.host, self.pid, self.boot, self.ticks, self.namespace, self.node)
         self.alive = True
         self.reaped = True
@@ -185,7 +197,7 @@ class Process:
         self.session: CoordinatedSession | None = None
         self.stream: Any = None
         self.stuck_next = 0.0
-        self.raises_next = self.went_on = False
+        self.raises_next = self.went_on = self.take_fails = False
         self.ended = ""
         self.hangs = False
         self.error: BaseException | None = None
@@ -333,7 +345,7 @@ class Process:
             self._train()
         except Dismissed as dismissed:
             how = f"goes: {dismissed}"
-        except (errors.PacelineError, RaisedByUser, Spoiled, OSError) as error:
+        except (errors.PacelineError, RaisedByUser, Spoiled, InsideBroken, OSError) as error:
             how, self.error = f"ends with {type(error).__name__}: {error}", error
         else:
             how = "is done"
@@ -346,6 +358,11 @@ class Process:
         world = self.world
         wanted = _Request("job", world.settings.min_workers, world.settings.max_workers, self.rank)
         wanted.newest = self.newest
+        mates: Alone = ALONE
+        if self.is_rank:
+            current().park(world.delay(0.0, 0.3))
+            wanted.mates = mates = SimulatedMates(self)
+            current().park(self.replica.starts[self.position])
         self.connection = Connection(
             CoordinatorAddresses([Endpoint(each.name, 1) for each in world.coordinators]),
             wanted,
@@ -357,7 +374,7 @@ class Process:
         current().park(world.delay(0.01, 0.3))  # imports
         Joining(self.connection).join(1e6)
         directory = world.directory_of(self)
-        with CoordinatedSession(self.connection, world.config) as session:
+        with CoordinatedSession(self.connection, world.config, mates) as session:
             self.session = session
             current().park(world.delay(0.0, 0.2))  # a model is built
             if world.shape.microbatches:
@@ -377,6 +394,9 @@ class Process:
                     with step:
                         if world.shape.twice and step.number % 2:
                             step.keep_copy()
+                        if self.is_rank:
+                            self._step_as_rank(step)
+                            continue
                         self.compute()
                         gradients = self.group.reduce_gradients(step.number)
                         if step.number % 3 == 2:  # a metric that nobody waits for but the gate
@@ -404,10 +424,45 @@ class Process:
             self.raises_next = False
             raise RaisedByUser("it was told to")
 
+    @property
+    def is_rank(self) -> bool:
+        """True for a rank of a replica."""
+        return self.world.shape.replica_size > 1
+
+    @property
+    def is_lost(self) -> bool:
+        """True if it was killed, or a mate of it: what it held is gone."""
+        return any(each.killed for each in (self.replica.ranks if self.is_rank else [self]))
+
+    def _step_as_rank(self, step: Any) -> None:
+        """A step of a rank of a replica: a reduction between replicas that fails raises at the gate, not before."""
+        self.compute()
+        self.call_inside(step, "forward")
+        gradients = None
+        with contextlib.suppress(errors.PacelineError):
+            gradients = self.group.reduce_gradients(step.number)
+        self.call_inside(step, "backward")
+        if gradients is not None:
+            with contextlib.suppress(errors.PacelineError):
+                gradients.wait()
+        self._update(step.generation)
+        self.call_inside(step, "behind the gate")
+
+    def call_inside(self, step: Any, where: str) -> None:
+        """A collective of the model inside the replica: in each step the first, in some of them others."""
+        if self.is_rank and (where == "forward" or step.number % 3 == len(where) % 3):
+            self._inside.all_reduce(f"{where} of step {step.number} of generation {step.generation}")
+
+    def abort_inside(self) -> None:
+        """Its groups inside the replica are aborted."""
+        self._inside.abort()
+
     def met(self, meet: pb.Meet) -> None:
         """It tells the coordinator that it has stopped."""
         self.world.note(self.name, f"meets after generation {meet.generation} with {self.held and tuple(self.held)}")
         self.world.moment("meet", self)
+        if self.is_rank:
+            self.replica.stopped(self, meet.generation)
         line = self.session._line if self.session is not None else None
         if line is not None and line._meeting_wait.planned:
             self.world.moment("planned", self)
@@ -430,6 +485,8 @@ class Process:
             raise Broken(f"I1: {self.name} applies a step of generation {generation}, which it was not in")
         self.world.note(self.name, f"applies step {step} in generation {generation}")
         self.world.checks.applied(self, mesh, step)
+        if self.is_rank:
+            self.replica.applied(self, generation, step)
 
 
 class _InNone:

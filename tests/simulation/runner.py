@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from simulation.broken import Broken
 from simulation.faults import plan
+from simulation.line_checks import LineChecks
 from simulation.process import Process
 from simulation.standins import installed
 from simulation.world import Shape, World
@@ -115,8 +116,10 @@ def _to_its_end(world: World) -> Outcome:
             _check_that_all_are_dead(world)
             world.note("ops", f"restart, for: {reason}")
             world.coordinator.tell(RestartAsked())
+            if isinstance(world.checks, LineChecks):
+                world.checks.declared = True
             restarts, looked_at = restarts + 1, now
-        if "more worker" in reason and hired < 6 and not _has_enough(world):
+        if ("more worker" in reason or "more replica" in reason) and hired < 6 and not _has_enough(world):
             world.note("ops", f"brings a worker, for: {reason}")
             world.spawn()
             hired, looked_at = hired + 1, now
@@ -139,6 +142,8 @@ def _has_enough(world: World) -> bool:
     node = max(1, world.shape.node_size)
     needed = -(-world.settings.min_workers // node) * node
     staying = [m for m in world.living() if not m.hangs and not (m.place is not None and m.place.leaving)]
+    if world.shape.replica_size > 1:
+        return sum(all(rank in staying for rank in replica.ranks) for replica in world.replicas) >= needed
     return len(staying) >= needed
 
 
@@ -188,6 +193,7 @@ def _check_that_all_are_dead(world: World) -> None:
     if not unseen and not any(member.alive for _, member in members):
         raise Broken("liveness: workers on their hosts see that all members have ended, and an operator has to say so")
     members = [(seat, member) for seat, member in members if member.answers_as(seat.member_id) and not member.hangs]
+    there = [member for _, member in members]
     latest = max((member.held for _, member in members if member.held is not None), default=None)
     for seat, member in members:
         place = member.place
@@ -195,6 +201,8 @@ def _check_that_all_are_dead(world: World) -> None:
             continue  # others have gone further, with those who are dead: that may be committed
         base = view.base
         ahead = place.holds_base and place.held is not None and base is not None and place.held > base
+        if member.is_rank and not all(mate in there and mate.held == place.held for mate in member.replica.ranks):
+            continue  # its replica has lost a rank, or its ranks hold two states
         whole = place.held is not None and world.has_all(place.held, world.living())
         if world.shape.node_size != 1 and place.held == Tag(0, 0):
             continue  # what others built for themselves has the same tag

@@ -15,16 +15,19 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import greenlet
 from simulation import files as simulated_files
 from simulation.group import Group, Mesh
 from simulation.links import LinkedGroup, LinkedMesh
 from simulation.network import Stream, refusal, unavailable
 from simulation.process import _Door, _Flight, _Sockets, _Store, _Whereabouts
+from simulation.replicas import Timer
 from simulation.threads import (
     SimulatedCondition,
     SimulatedEvent,
     SimulatedQueue,
     SimulatedTime,
+    Thread,
     Waiters,
     current,
     new_thread,
@@ -36,7 +39,7 @@ from paceline._base import waits as _wait
 from paceline._base import work as _work
 from paceline._base.addresses import CoordinatorAddresses
 from paceline._collectives import engine, exchange
-from paceline._elastic import job_line, recovery, saver, session, steps, waiting
+from paceline._elastic import job_line, mates, recovery, saver, session, steps, waiting
 from paceline._group import group as real_group
 from paceline._group import group_core
 from paceline._links import fault
@@ -77,6 +80,12 @@ def _set(latch: Any) -> None:
 def _process() -> Process:
     """Whose loop runs."""
     return asyncio.get_running_loop().process  # type: ignore[attr-defined, no-any-return]
+
+
+def _here() -> Process:
+    """Whose thread or loop runs."""
+    thread = greenlet.getcurrent()
+    return thread.process if isinstance(thread, Thread) else _process()
 
 
 class _Thread:
@@ -135,7 +144,7 @@ class _Calls:
         return stream, answer
 
     async def fetch_pages(
-        self, channel: Any, job: str, formed: MemberList, deadline: float, known_sha256: bytes
+        self, channel: Any, job: str, formed: MemberList, deadline: float, known_sha256: bytes, position: int
     ) -> list[bytes]:
         """See `view._fetch_pages`: the answer may come late, behind what was said afterwards."""
         process, world = _process(), self._world
@@ -156,7 +165,7 @@ class _Calls:
                 raise unavailable("a standby")
             known = known_sha256 if not pages else b""
             try:
-                pages.append(coordinator.dispatcher.page(job, formed.generation, len(pages), known))
+                pages.append(coordinator.dispatcher.page(job, formed.generation, len(pages), known, position))
             except Refused as refused:
                 raise refusal(refused) from None
             prompt, longest = (0.6, 9.0) if world.shape.late else (0.9, 2.5)
@@ -267,6 +276,7 @@ def installed(world: World) -> Iterator[None]:
         (saver, "fingerprint", world.files.fingerprint),
         (saver, "ShardedSaver", simulated_files.ShardedSaver),
         (saver, "save_sharded", simulated_files.save_sharded),
+        (mates, "threading", SimpleNamespace(Timer=lambda *of: Timer(_here(), *of))),
         (steps, "_script", lambda: ""),
         (steps, "_drain_on_sigterm", lambda loop: None),
         (member, "Door", lambda *_: _Door(current().process)),

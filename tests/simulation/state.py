@@ -110,6 +110,7 @@ class State:
 
     sampler = None
     has_optimizer = True
+    uses_fsdp = False
     objects: Mapping[str, Any] = {}
 
     def __init__(self, process: Process, node_size: int) -> None:
@@ -156,6 +157,9 @@ class State:
     @property
     def is_sharded(self) -> bool:
         return self.node_size != 1
+
+    def prepare(self) -> None:
+        pass
 
     def check_round_trip(self) -> None:
         pass

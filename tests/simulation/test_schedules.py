@@ -28,6 +28,7 @@ SLOW = Shape(members=(3, 5), steps=(2, 3), faults=(4, 9), slow=True, fixed=True)
 TWICE = Shape(members=(2, 4), faults=(2, 7), twice=True)
 MICROBATCHES = Shape(members=(2, 4), faults=(2, 7), microbatches=True)
 RECLAIMED = Shape(members=(5, 7), steps=(2, 3), faults=(1, 3), slow=True)
+REPLICAS = Shape(members=(2, 3), faults=(2, 7), replica_size=2)
 
 SHAPES = {
     "small": (SMALL, 500),
@@ -73,6 +74,12 @@ SHAPES = {
     "microbatches-reclaimed": (replace(RECLAIMED, members=(3, 5), microbatches=True), 40),
     "zombies": (replace(SEEN, zombies=True), 100),
     "zombies-spread": (replace(SEEN, node_size=0, zombies=True), 60),
+    "replicas": (REPLICAS, 400),
+    "replicas-three": (replace(REPLICAS, replica_size=3), 160),
+    "replicas-drains": (replace(REPLICAS, drains=True), 160),
+    "replicas-slow": (replace(REPLICAS, steps=(2, 3), slow=True), 100),
+    "replicas-away": (replace(AWAY, members=(2, 3), replica_size=2), 100),
+    "replicas-fixed": (replace(REPLICAS, fixed=True), 100),
 }
 
 

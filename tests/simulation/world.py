@@ -24,11 +24,13 @@ from simulation.coordinator import Coordinator
 from simulation.failover import NAMES, FailoverProcess, SharedNode
 from simulation.files import Files
 from simulation.group import Rounds
+from simulation.line_checks import LineChecks
 from simulation.loop import Loop
 from simulation.network import Network
 from simulation.peers import Peers
 from simulation.proc import Proc
 from simulation.process import Process, Spot, settings_of
+from simulation.replicas import Replica
 from simulation.state import is_all
 
 from paceline_protocol import JobSettings, Tag
@@ -66,6 +68,7 @@ class Shape:
         twice: every other step has two updates, with collectives between and behind them.
         step_timeout: of all members, in seconds. A long one shows who waits for it without need.
         coordinators: how many share a state in etcd; 1: the one has it for itself, on a disk.
+        replica_size: so many processes are one member, which share a copy of the state; they start and end together.
         unfenced: a leader that cannot store anything never gives up by itself: nothing may rest on its clock.
     """
 
@@ -93,6 +96,7 @@ class Shape:
     step_timeout: float = 8.0
     coordinators: int = 1
     unfenced: bool = False
+    replica_size: int = 1
 
 
 class World:
@@ -104,6 +108,7 @@ class World:
 
     Attributes:
         members: every process that ever was.
+        replicas: every replica, if processes are ranks of some.
         by_id: who has, or had, a session.
         restless_until: the last fault has ended by then.
         over: the schedule has ended.
@@ -128,7 +133,10 @@ class World:
         self.files = Files(self)
         self.peers = Peers(self)
         self.checks = Checks(self, strict=not shape.loses_disk)
+        if shape.replica_size > 1:
+            self.checks = LineChecks(self, strict=not shape.loses_disk)
         self.members: list[Process] = []
+        self.replicas: list[Replica] = []
         self.by_id: dict[str, Process] = {}
         self.by_identity: dict[Identity, Process] = {}
         self.proc = Proc(self)
@@ -142,7 +150,7 @@ class World:
         least, most = self.rng.randint(1, 2), self.most + 1
         if shape.fixed:
             least = most = self.most
-        self.settings = JobSettings(least, most, 3.0)
+        self.settings = JobSettings(least, most, 3.0, replica_size=shape.replica_size)
         self.config = settings_of(3.0, shape.step_timeout)
         self.coordinators: list[Coordinator] = [Coordinator(self)]
         self.node = SharedNode(self)
@@ -239,10 +247,18 @@ class World:
             if not free:
                 return
             rank = rank if rank in free else free[0]
+        if self.shape.replica_size > 1:
+            self.replicas.append(replica := Replica(self, len(self.replicas) + 1))
+            for _ in range(self.shape.replica_size):
+                self._start(rank, replica)
+            return
+        self._start(rank)
+
+    def _start(self, rank: int | None, replica: Replica | None = None) -> None:
         number = len(self.members)
         name = "ABCDEFGHIJLMNOPQRSTUVWXYZ"[number % 25] + str(number // 25 or "")
         self.note(name, "starts")
-        process = Process(self, name, self._spot(name, number), rank)
+        process = Process(self, name, self._spot(name, number), rank, replica)
         self.members.append(process)
         self.by_identity[process.process] = process
 
@@ -305,8 +321,16 @@ class World:
                 there = next((other for other in peer.meshes if other.key == mesh.key), None)
                 if there is not None and not there.ended and self.network.reaches(process.name, peer.name):
                     peer.later(self.delay(0.001, 0.05), there.link_ended, mesh.rank)
-        if self.checks.finished is None:
+        if self.shape.replica_size > 1:
+            process.replica.ended(process)
+        elif self.checks.finished is None:
             self.clock.after(self.delay(0.1, 3.0), self._replace, process.rank)
+
+    def replace_replica(self) -> None:
+        """A replica has ended, and its launcher starts another one in its place."""
+        whole = sum(replica.is_there for replica in self.replicas)
+        if self.checks.finished is None and whole < max(self.most, self.settings.min_workers):
+            self.spawn()
 
     def _replace(self, rank: int | None) -> None:
         if self.checks.finished is None and len(self.living()) < max(self.most, self.settings.min_workers):
