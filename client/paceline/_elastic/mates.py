@@ -222,7 +222,7 @@ class Mates(Alone):
 
     def _hear_pending(self) -> None:
         """Learns the rounds of the words that were posted and not waited for."""
-        while self._pending:
+        while self._pending and self._rounds.is_open:  # else a mate may have left at the round that said so
             work, values = self._pending.pop(0)
             self._rounds.hear(self._wait(work, values))
 
