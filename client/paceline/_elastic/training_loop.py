@@ -158,18 +158,23 @@ class TrainingLoop:
         if self._job_line.inbox.draining and not self._member.leaving:
             _log.info("leaving after this step: %s", self._job_line.inbox.draining)
         number, group = self._state.step + 1, self._job_line.group
-        if not self._mates_begin(number):
-            return None
         digest = partial_digest(self._large, number) ^ self._last_update
         attempt = self._failures.begin(f"step {number}", group.mesh.peers)
         # Once gradients were sent in this generation, they carry the word; all members decide this alike.
         with_gradients = group.takes_piggybacks
         self._member.begin()
         try:
+            if self.mates.size > 1:  # wrappers agree on their models here, and not in the first forward pass
+                self._state.prepare()
             self._saver.begin(self._member.held, self._state, group)  # first: the word says whether it writes
             values = step_word(self._flags(), number, digest)
             pending = PendingStepWord(group, values, number, with_gradients=with_gradients)
             told = None if self._kept_sums is None else self._kept_sums.tell(group, number, self._microbatches)
+            if self.mates.go() is None:  # last: nothing may fail at one of them alone before the block
+                pending.drop()
+                raise StepVoid(f"another rank of this replica has stopped before step {number}, and tells the cause")
+        except ReplicaLost:
+            raise
         except PacelineError as error:
             self._failed(error)
             return None
@@ -188,25 +193,6 @@ class TrainingLoop:
         )
         group.ban_collectives(BETWEEN_STEPS)
         return step
-
-    def _mates_begin(self, number: int) -> bool:
-        """True if all mates begin this step: nothing may fail at one of them alone before the first line of its block.
-
-        So wrappers agree on their models here, and not in the first forward pass.
-        """
-        if self.mates.size == 1:
-            return True
-        try:
-            self._state.prepare()
-        except ReplicaLost:
-            raise
-        except PacelineError as error:
-            self._failed(error)
-            return False
-        if self.mates.go() is not None:
-            return True
-        self._failed(StepVoid(f"another rank of this replica has stopped before step {number}, and tells the cause"))
-        return False
 
     def passes_over(self, step: Step) -> bool:
         """Takes a step that all members have agreed to skip; returns False if it is not skipped."""
@@ -583,7 +569,7 @@ class TrainingLoop:
         if fault.failed and isinstance(final := fault.error(), StepOrderError) and final.ranks:
             raise final
         number = self._state.step + 1
-        if meet and self._job_line.group.mesh.peers and not (fault.failed or isinstance(cause, StepVoid)):
+        if meet and self._job_line.group.mesh.peers and not fault.failed:
             # The script caught the error that interrupted its update; the others have applied the step, and would wait.
             self._end_generation(f"has not applied step {number}: {cause}"[:2000])
         _log.info("step %d is undone: %s", number, cause)
