@@ -249,6 +249,8 @@ class Step(StepBatch):
         lost = None
         if isinstance(error, Exception) and not isinstance(error, PacelineError):
             lost = self._mates.loss(error)
+        if self._mates.size > 1 and not isinstance(error, PacelineError):
+            ends = True  # of the script at this rank alone: its mates may wait in a collective behind this line
         swallowed = failed and isinstance(error, Exception) and not (ends or lost)
         # A block that raised after the gate may not have made all of its changes.
         self._state.is_whole = not self.spoiled and (not self.passed or error is None or swallowed)
