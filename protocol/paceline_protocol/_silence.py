@@ -78,7 +78,8 @@ class Leases:
         lapsed: list[tuple[Session, str]] = []
         asked: list[Session] = []
         unseen: list[Session] = []
-        vouched = somebody = False
+        vouched: set[int] = set()  # positions
+        somebody = False
         for session in self._state.sessions.values():
             lease_from = self._lease_from(session)
             if self._has_lapsed(now, session, min(lease_from + _lease(session), self._last(session))):
@@ -88,7 +89,8 @@ class Leases:
             else:
                 if self._is_to_ask(now, session, lease_from):
                     asked.append(session)
-                vouched |= session.standing is Standing.IN_VIEW
+                if session.standing is Standing.IN_VIEW:
+                    vouched.add(session.position)
                 recently = now - session.heard < 2 * session.settings.heartbeat_interval
                 somebody |= session.standing in _OF_VIEW and session.stream is not None and recently
         lapsed += self._lapsed_unseen(now, unseen, vouched)
@@ -168,13 +170,15 @@ class Leases:
         self.check_at = min(self.check_at, due)
         return asks
 
-    def _lapsed_unseen(self, now: float, unseen: list[Session], vouched: bool) -> list[tuple[Session, str]]:
+    def _lapsed_unseen(self, now: float, absent: list[Session], vouched: set[int]) -> list[tuple[Session, str]]:
         """Members of a stored view that have not been seen since the restart.
 
-        As long as one member of the view is there, it vouches for them: it would report the end of its links. If no
-        member is there to vouch, all of them together have `failure_timeout` to come back.
+        As long as one member of the view is there, it vouches for them: it would report the end of its links, which go
+        to ranks with its position. If no member is there to vouch, all of them together have `failure_timeout` to come
+        back.
         """
-        if vouched or not unseen:
+        unseen = [session for session in absent if session.position not in vouched]
+        if not unseen:
             self._unseen_from = None
             return []
         if self._unseen_from is None:
