@@ -569,6 +569,8 @@ class TrainingLoop:
         if fault.failed and isinstance(final := fault.error(), StepOrderError) and final.ranks:
             raise final
         number = self._state.step + 1
+        if isinstance(cause, StepVoid) and not fault.failed:
+            fault.await_verdict()  # on what a mate has seen: its cause says more
         if meet and self._job_line.group.mesh.peers and not fault.failed:
             # The script caught the error that interrupted its update; the others have applied the step, and would wait.
             self._end_generation(f"has not applied step {number}: {cause}"[:2000])

@@ -156,6 +156,10 @@ class Fault:
         self._settled.set()
         self._wake()
 
+    def await_verdict(self) -> None:
+        """Waits as long for a verdict as `error` does, though this member has seen no failure: a mate of it has."""
+        self._settled.wait(self._verdict_timeout)
+
     def expect_no_verdict(self) -> None:
         """Stops waiting for the verdict on this member's suspicion, because the coordinator cannot be reached."""
         if self._suspicion is not None:
