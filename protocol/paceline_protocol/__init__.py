@@ -95,7 +95,7 @@ What the coordinator has stored (effects too)
 from __future__ import annotations
 
 from paceline_protocol._member import MemberState, MemberView, Phase, Take
-from paceline_protocol._replicas import line
+from paceline_protocol._replicas import lane
 from paceline_protocol._step_word import STEP_WORD_SIZE, StepFlag, agrees, flags_of, step_word
 from paceline_protocol._values import (
     WHOLE,
@@ -146,7 +146,7 @@ __all__ = [
     "agrees",
     "flags_of",
     "has_our_frames",
-    "line",
+    "lane",
     "rank_name",
     "share_of",
     "step_word",

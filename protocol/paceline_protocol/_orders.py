@@ -9,7 +9,7 @@ from paceline_protocol._job_state import JobState, Session
 from paceline_protocol._lookouts import Lookouts, Sight
 from paceline_protocol._meeting import Meeting
 from paceline_protocol._policy import Decision
-from paceline_protocol._replicas import in_line
+from paceline_protocol._replicas import in_lane
 from paceline_protocol._values import WHOLE, Member, Seat, Share, View
 from paceline_protocol.messages import CatchUp, Mismatch, Running, Summons, Waiting
 
@@ -59,7 +59,7 @@ class Donors:
 
 
 def seat_of(session: Session) -> Seat:
-    """A member's address as a seat of its line. A candidate has no rank; it gets rank 0, which is not used."""
+    """A member's address as a seat of its lane. A candidate has no rank; it gets rank 0, which is not used."""
     rank = (session.rank or 0) // session.settings.replica_size
     return Seat(rank, session.member_id, session.process, session.address, session.token_sha256, session.arrival)
 
@@ -129,7 +129,7 @@ class Orders:
 
     def _tell_candidates(self, view: View) -> list[Effect]:
         effects: list[Effect] = []
-        ended = in_line(self._state.endings, view.settings.replica_size)
+        ended = in_lane(self._state.endings, view.settings.replica_size)
         for session in self._state.candidates():
             if session.met is None or session.met.unproven:
                 order = (view.generation, ended)
@@ -188,13 +188,13 @@ class Orders:
         if session.told_to_meet == order:
             return []
         session.told_to_meet, session.catching_up = order, True
-        line = session.position
-        if line not in self._donors:
+        lane = session.position
+        if lane not in self._donors:
             live = [donor for donor in meeting.donors if donor.met is not None and not donor.met.stored]
-            self._donors[line] = Donors([donor for donor in live if donor.position == line])
+            self._donors[lane] = Donors([donor for donor in live if donor.position == lane])
         turn = self._turns.get(session.member_id, len(self._turns))
         self._turns[session.member_id] = turn + 1
-        donors = self._donors[line].some(session, turn)
+        donors = self._donors[lane].some(session, turn)
         first = meeting.donors[0].met
         fingerprint = first.fingerprint if first is not None else b""
         order_to_take = CatchUp(session.generation, meeting.base, donors, share, fingerprint)
@@ -202,8 +202,8 @@ class Orders:
 
     def _mismatch(self, session: Session, donors: list[Session]) -> list[Effect]:
         view = self._state.view
-        line = session.position
-        donor = next((each for each in donors if each.stream is not None and each.position == line), None)
+        lane = session.position
+        donor = next((each for each in donors if each.stream is not None and each.position == lane), None)
         if donor is None or view is None or session.told_to_meet == donor.member_id:
             return []
         session.told_to_meet = donor.member_id

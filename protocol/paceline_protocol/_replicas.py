@@ -1,8 +1,8 @@
 """Replicas: members that are k ranks, which hold one copy of the model between them (decision 30).
 
-A session is one rank. Ranks with one position in their replicas form a *line*, and know nothing of the other positions:
+A session is one rank. Ranks with one position in their replicas form a *lane*, and know nothing of the other positions:
 each has a place in a view of R members, at the rank of its replica. Here the ranks of a replica are kept together, and
-what they are told is cut to their line. A worker without mates is a replica of one.
+what they are told is cut to their lane. A worker without mates is a replica of one.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ def noun(settings: JobSettings, count: int) -> str:
 # What a rank is told, and what it says --------------------------------------------------------------------------------
 
 
-def line(view: View, position: int) -> Iterator[Seat]:
+def lane(view: View, position: int) -> Iterator[Seat]:
     """Yields the seats of the ranks with this position, at the ranks of their replicas."""
     size = view.settings.replica_size
     for seat in view.seats[position::size]:
         yield seat if size == 1 else replace(seat, rank=seat.number)
 
 
-def in_line(ranks: Iterable[int], size: int) -> tuple[int, ...]:
+def in_lane(ranks: Iterable[int], size: int) -> tuple[int, ...]:
     """Returns the replicas of these ranks of a view, ascending."""
     return tuple(sorted({rank // size for rank in ranks}))
 
@@ -91,7 +91,7 @@ def told(verdict: Verdict, settings: JobSettings) -> Verdict:
     """Returns a verdict as members hear it: it blames replicas, and its text names ranks."""
     if settings.replica_size == 1:
         return verdict
-    return replace(verdict, culprits=in_line(verdict.culprits, settings.replica_size))
+    return replace(verdict, culprits=in_lane(verdict.culprits, settings.replica_size))
 
 
 def of_view(report: Report, session: Session) -> Report:

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from paceline_protocol._job_state import JobState
-from paceline_protocol._replicas import in_line
+from paceline_protocol._replicas import in_lane
 from paceline_protocol._silence import LOOK_AGAIN
 from paceline_protocol._values import Progress, ProtocolSettings, Report, Seat, Verdict, View
 from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -189,7 +189,7 @@ def _lost(case: Case, reports: list[Report]) -> Verdict:
 def _broken(view: View, rank: int, neighbours: Set[int], suspect: bool) -> str:
     seat, size = view.seats[rank], view.settings.replica_size
     other = "rank" if size == 1 else "replica"
-    ranks = f"{other}{'s' if len(neighbours) > 1 else ''} {_listed(in_line(neighbours, size), ', ')}"
+    ranks = f"{other}{'s' if len(neighbours) > 1 else ''} {_listed(in_lane(neighbours, size), ', ')}"
     links = f"its link{'s' if len(neighbours) > 1 else ''} to {ranks}"
     if suspect and neighbours:
         return f"{seat.label} died: its session and {links} ended"
@@ -204,8 +204,8 @@ def _timeout(now: float, case: Case, report: Report) -> Verdict:
     # A member that reports is inside its operation, whatever its last heartbeat said.
     inside = {r.reporter for r in case.reports if r.operation >= report.operation}
     size = case.view.settings.replica_size
-    line = {r: p for r, p in progress.items() if r % size == report.reporter % size}  # each line counts for itself
-    late = {r for r, p in line.items() if p.operation < report.operation and r not in inside}
+    lane = {r: p for r, p in progress.items() if r % size == report.reporter % size}  # each lane counts for itself
+    late = {r for r, p in lane.items() if p.operation < report.operation and r not in inside}
     if not late:
         blamed = set() if report.accused is None else {report.accused}
         return _verdict(case, report, blamed, report.text)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline_protocol._replicas import in_line
+from paceline_protocol._replicas import in_lane
 from paceline_protocol._values import Member, Process, Share, Tag, Verdict, View
 from paceline_protocol._versions import UNTOLD
 from pacelinepb.v1.errors_pb2 import ErrorReason
@@ -75,7 +75,7 @@ class ViewFormed:
     def of(cls, view: View, rank: int) -> ViewFormed:
         """Makes the message for the member with this rank of the view."""
         number, position = divmod(rank, size := view.settings.replica_size)
-        newcomers = in_line((each for each in view.newcomers if each % size == position), size)
+        newcomers = in_lane((each for each in view.newcomers if each % size == position), size)
         return cls(view, number, view.base, newcomers, view.lost, view.version, position)
 
     @property

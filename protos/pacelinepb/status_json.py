@@ -54,12 +54,12 @@ def stragglers(detail: GetJobResponse) -> dict[str, str]:
     for more than one heartbeat interval, and it has sent something since they entered it. A member that is not
     connected is silent, not slow.
     """
-    lines: dict[int, list[MemberStatus]] = {}
+    lanes: dict[int, list[MemberStatus]] = {}
     for status in detail.members:
         if status.in_view and status.attached:  # ranks of replicas count operations with those of the same position
-            lines.setdefault(status.member.rank % (detail.summary.replica_size or 1), []).append(status)
+            lanes.setdefault(status.member.rank % (detail.summary.replica_size or 1), []).append(status)
     interval = seconds(detail.settings.failure_timeout) / HEARTBEATS
-    return {member_id: text for there in lines.values() for member_id, text in _behind(there, interval).items()}
+    return {member_id: text for there in lanes.values() for member_id, text in _behind(there, interval).items()}
 
 
 def _behind(there: Sequence[MemberStatus], interval: float) -> dict[str, str]:

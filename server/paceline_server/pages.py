@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline_protocol import Seat, View, line
+from paceline_protocol import Seat, View, lane
 from paceline_protocol.messages import MemberList
 from paceline_protocol.translation import write_member
 from pacelinepb.v1 import session_pb2 as pb
@@ -18,7 +18,7 @@ from pacelinepb.v1 import session_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class ViewPages:
-    """The pages of one line of a view: serialised `GetViewResponse`s with the members in rank order.
+    """The pages of one lane of a view: serialised `GetViewResponse`s with the members in rank order.
 
     `seats` are those of the ranks with one position in their replicas; without replicas, all of them.
 
@@ -36,7 +36,7 @@ class ViewPages:
     @classmethod
     def of(cls, view: View, position: int, page_members: int, before: ViewPages | None = None) -> ViewPages:
         """Serialises a view. The same view gives the same bytes after a restart too."""
-        seats = tuple(line(view, position))
+        seats = tuple(lane(view, position))
         pages = tuple(
             pb.GetViewResponse(members=map(write_member, seats[first : first + page_members])).SerializeToString(
                 deterministic=True

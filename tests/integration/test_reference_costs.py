@@ -280,7 +280,7 @@ def test_13_no_operation_starts_a_thread(link: str) -> None:
             group.send(X, (group.rank + 1) % 3)
             group.recv((group.rank - 1) % 3)
 
-        def in_line(group: Group) -> None:
+        def in_lane(group: Group) -> None:
             for task in [group.all_reduce(x, async_op=True) for _ in range(5)]:
                 task.wait()
 
@@ -288,12 +288,12 @@ def test_13_no_operation_starts_a_thread(link: str) -> None:
 
         def member(group: Group) -> None:
             work(group)
-            in_line(group)  # from now on the group has its one thread
+            in_lane(group)  # from now on the group has its one thread
             go.wait(20)
             go.wait(20)
             for _ in range(5):
                 work(group)
-                in_line(group)
+                in_lane(group)
 
         members = [Background(lambda group=group: member(group)) for group in groups]
         go.wait(20)

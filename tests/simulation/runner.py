@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from simulation.broken import Broken
 from simulation.faults import plan
-from simulation.line_checks import LineChecks
+from simulation.lane_checks import LaneChecks
 from simulation.process import Process
 from simulation.standins import installed
 from simulation.world import Shape, World
@@ -116,7 +116,7 @@ def _to_its_end(world: World) -> Outcome:
             _check_that_all_are_dead(world)
             world.note("ops", f"restart, for: {reason}")
             world.coordinator.tell(RestartAsked())
-            if isinstance(world.checks, LineChecks):
+            if isinstance(world.checks, LaneChecks):
                 world.checks.declared = True
             restarts, looked_at = restarts + 1, now
         if ("more worker" in reason or "more replica" in reason) and hired < 6 and not _has_enough(world):

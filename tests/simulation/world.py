@@ -24,7 +24,7 @@ from simulation.coordinator import Coordinator
 from simulation.failover import NAMES, FailoverProcess, SharedNode
 from simulation.files import Files
 from simulation.group import Rounds
-from simulation.line_checks import LineChecks
+from simulation.lane_checks import LaneChecks
 from simulation.loop import Loop
 from simulation.network import Network
 from simulation.peers import Peers
@@ -134,7 +134,7 @@ class World:
         self.peers = Peers(self)
         self.checks = Checks(self, strict=not shape.loses_disk)
         if shape.replica_size > 1:
-            self.checks = LineChecks(self, strict=not shape.loses_disk)
+            self.checks = LaneChecks(self, strict=not shape.loses_disk)
         self.members: list[Process] = []
         self.replicas: list[Replica] = []
         self.by_id: dict[str, Process] = {}

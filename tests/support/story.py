@@ -36,7 +36,6 @@ from paceline_protocol import (
     View,
     agrees,
     flags_of,
-    line,
     rank_name,
     share_of,
     step_word,
@@ -372,7 +371,7 @@ class _Story:
         worker.generation, worker.step = view.generation, 0
         if worker.state.generation == 0 and worker.state.held == Tag(0, 0) and self._node_size != 1:
             worker.state.shares = (share_of(message.rank, len(view.seats), self._node_size),)
-        seats, newcomers = list(line(view, message.position)), frozenset(message.newcomers)
+        seats, newcomers = list(lane(view, message.position)), frozenset(message.newcomers)
         news = MemberView(view.generation, message.rank, view.base, newcomers, len(seats))
         donors = [seat.process.host for seat in seats if seat.rank not in newcomers]
         self._carry_out(worker, worker.state.formed(news), donors)

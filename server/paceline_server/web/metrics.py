@@ -191,11 +191,11 @@ class JobCollector:
 
 def lags(now: float, members: Iterable[Session]) -> list[tuple[Session, float]]:
     """Returns for how many seconds others have waited for each member inside a later operation than its last one."""
-    lines: dict[int, list[Session]] = {}
+    lanes: dict[int, list[Session]] = {}
     for session in members:
         if session.rank is not None:
-            lines.setdefault(session.position, []).append(session)  # each counts its operations by itself
-    return [each for line in lines.values() for each in _lags_in(now, line)]
+            lanes.setdefault(session.position, []).append(session)  # each counts its operations by itself
+    return [each for lane in lanes.values() for each in _lags_in(now, lane)]
 
 
 def _lags_in(now: float, members: list[Session]) -> list[tuple[Session, float]]:

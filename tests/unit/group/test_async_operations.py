@@ -215,11 +215,11 @@ def test_a_group_that_cannot_start_a_thread_fails_and_can_be_closed(monkeypatch:
 
 
 def test_a_failure_of_the_groups_thread_ends_all_queued_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    end_turn, in_line = Lane._end_turn, threading.Event()
+    end_turn, in_lane = Lane._end_turn, threading.Event()
 
     def fail(lane: Lane) -> None:
         if threading.current_thread().name == "paceline-group":
-            assert in_line.wait(20.0)
+            assert in_lane.wait(20.0)
             raise MemoryError("planted")
         end_turn(lane)
 
@@ -227,7 +227,7 @@ def test_a_failure_of_the_groups_thread_ends_all_queued_operations(monkeypatch: 
 
     def rank(group: Group) -> Any:
         works = [group.all_reduce(np.ones(3), async_op=True) for _ in range(3)]
-        in_line.set()
+        in_lane.set()
         ended = []
         for work in works:
             try:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from paceline_protocol import Meet, Process, Tag, View, line
+from paceline_protocol import Meet, Process, Tag, View, lane
 from paceline_protocol.coordinator import (
     Effect,
     EndSession,
@@ -147,7 +147,7 @@ class ReplicaJob(PureJob):
                     self.lost[self.names[member_id]] = str(refusal)
                 case Send(member_id, ViewFormed(View() as view) | Running(View() as view) as message):
                     assert message.position == self._position(member_id)
-                    members = list(line(view, message.position))
+                    members = list(lane(view, message.position))
                     assert {self._position(seat.member_id) for seat in members} <= {message.position}
                     if isinstance(message, ViewFormed):
                         assert members[message.rank].member_id == member_id

@@ -1,6 +1,6 @@
-"""The invariants of a job of replicas: those of a plain job for each line, and what binds the lines to each other.
+"""The invariants of a job of replicas: those of a plain job for each lane, and what binds the lanes to each other.
 
-A line is the ranks with one position in their replicas. Its checks see the coordinator's views as its members do.
+A lane is the ranks with one position in their replicas. Its checks see the coordinator's views as its members do.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from simulation.checks import Checks
 from simulation.replicas import InsideBroken
 
 from paceline.errors import ReplicaLost
-from paceline_protocol import Tag, View, line
+from paceline_protocol import Tag, View, lane
 from paceline_protocol.coordinator import JobState
 from paceline_protocol.messages import CatchUp, StateLost
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from simulation.process import Process
     from simulation.world import World
 
-__all__ = ["LineChecks"]
+__all__ = ["LaneChecks"]
 
 
 class _LineState:
@@ -44,11 +44,11 @@ def _cut(view: View, position: int) -> View:
     """A view, as the ranks with that position see it."""
     size = view.settings.replica_size
     newcomers = tuple(sorted({rank // size for rank in view.newcomers if rank % size == position}))
-    return replace(view, seats=tuple(line(view, position)), newcomers=newcomers)
+    return replace(view, seats=tuple(lane(view, position)), newcomers=newcomers)
 
 
-class LineChecks(Checks):
-    """The checks of all lines.
+class LaneChecks(Checks):
+    """The checks of all lanes.
 
     Args:
         world: where.
@@ -68,7 +68,7 @@ class LineChecks(Checks):
 
     @property
     def finished(self) -> tuple[object, ...] | None:  # type: ignore[override]
-        """What the line was finished with, once a rank has heard of it."""
+        """What the lane was finished with, once a rank has heard of it."""
         return next((each.finished for each in self._lines_of if each.finished is not None), None)
 
     @finished.setter
