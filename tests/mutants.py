@@ -1120,7 +1120,7 @@ MUTANTS = (
     Mutant(
         "a rank takes the state from ranks of other positions",
         f"{PROTOCOL}/_orders.py",
-        "[donor for donor in live if donor.position == line]",
+        "[donor for donor in live if donor.position == lane]",
         "live",
         ("unit/protocol/test_replicas.py",),
     ),

@@ -36,6 +36,7 @@ from paceline_protocol import (
     View,
     agrees,
     flags_of,
+    lane,
     rank_name,
     share_of,
     step_word,
