@@ -292,10 +292,12 @@ def _without_leader(state: JobState, view: View, present: Sequence[Session]) -> 
     if taking:
         return Meeting(f"waiting for {names(view, taking)} to report whether the line's state arrived in time")
     text = f"all members that held the state of generation {view.generation} have ended: a new line begins"
-    if torn := torn_apart(present):
+    torn = torn_apart(present)
+    if torn and not of_one_mind(s for s in _bring(state, present) if _met(s).tag is not None):
         # A replica was taking the state, rank by rank, when the last one that held it ended.
         text = f"the ranks of a replica hold different states, and nobody has the rest: {names(view, torn)}"
-    return Meeting(text, over=True, lost=tuple(torn))
+        return Meeting(text, over=True, lost=tuple(torn))
+    return Meeting(text, over=True)
 
 
 def _going(state: JobState, view: View) -> list[Session]:

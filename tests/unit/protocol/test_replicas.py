@@ -354,6 +354,23 @@ def test_mates_that_hold_different_states_are_told_that_the_state_is_lost() -> N
     assert {*job.told(effects, StateLost)} == {"A0", "A1"}
 
 
+def test_mates_that_hold_different_states_take_the_state_of_a_replica_that_comes_back() -> None:
+    job = ReplicaJob(most=2)
+    job.trains("A", "B")
+    job.falls_silent("B0", "B1")
+    job.meet("A0", tag=Tag(2, 4))  # it has taken it from B, before that fell silent
+    job.meet("A1", tag=Tag(2, 3))
+    job.come("B0", "B1")
+    effects = job.meet("B0", "B1", tag=Tag(2, 4))
+    effects += job.pass_time(4.0, [job.ids[rank] for rank in ("A0", "A1", "B0", "B1")])
+    assert not job.told(effects, StateLost)
+    job.meet("A0", "B0", "B1", tag=Tag(2, 4))  # in the first view of a new line
+    job.meet("A1", tag=Tag(2, 3))
+    job.meet("A1", tag=Tag(2, 4))
+    assert sorted(job.seats()) == job.replica("A", "B")
+    assert job.state.live.base == Tag(2, 4)
+
+
 def test_a_state_cannot_be_sharded_over_replicas() -> None:
     job = ReplicaJob()
     job.trains("A")
