@@ -158,6 +158,11 @@ class State:
     def is_sharded(self) -> bool:
         return self.node_size != 1
 
+    spread_by_torch = ""
+
+    def block_over(self) -> None:
+        """See `TrainState`."""
+
     def prepare(self) -> None:
         pass
 

@@ -12,6 +12,7 @@ from simulation.runner import run
 from simulation.world import Shape
 
 from paceline._elastic.mates import Mates
+from paceline._elastic.rounds import Point
 from paceline_protocol import StepFlag, _departures, _lineage, _meeting
 from paceline_protocol.coordinator import JobState, Session
 
@@ -45,8 +46,8 @@ def test_entering_a_step_without_the_mates_is_detected(monkeypatch: pytest.Monke
     """Then one is alone in a collective of the model."""
     honest = Mates.go
 
-    def go(mates: Mates, *flags: StepFlag) -> StepFlag | None:
-        return honest(mates, *flags) if flags else StepFlag(0)
+    def go(mates: Mates, point: Point, *flags: StepFlag) -> StepFlag | None:
+        return StepFlag(0) if point is Point.BEGIN else honest(mates, point, *flags)
 
     monkeypatch.setattr(Mates, "go", go)
     assert found(100).startswith("mates")
@@ -56,8 +57,8 @@ def test_opening_the_gate_without_the_mates_is_detected(monkeypatch: pytest.Monk
     """Then one applies a step that another one undoes."""
     honest = Mates.go
 
-    def go(mates: Mates, *flags: StepFlag) -> StepFlag | None:
-        return flags[0] if flags else honest(mates)
+    def go(mates: Mates, point: Point, *flags: StepFlag) -> StepFlag | None:
+        return flags[0] if flags else honest(mates, point)
 
     monkeypatch.setattr(Mates, "go", go)
     assert found(300).startswith(("mates", "I1", "I5", "I6"))

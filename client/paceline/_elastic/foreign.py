@@ -21,7 +21,7 @@ def view(value: Any) -> Any:
     """Returns a NumPy view of the memory of an array of any framework; a `DeviceArray` if it lies on a device."""
     if isinstance(value, np.ndarray):
         return value
-    value = _local(value)
+    value = local_of(value)
     data = getattr(value, "data", value)
     if isinstance(data, np.ndarray):  # paceline.Parameter
         return data
@@ -31,7 +31,7 @@ def view(value: Any) -> Any:
     return memory_of(value if detach is None else detach())
 
 
-def _local(value: Any) -> Any:
+def local_of(value: Any) -> Any:
     """Returns the local tensor of torch's DTensor, over the same memory, and anything else as it is."""
     local = getattr(value, "_local_tensor", None)
     wait = getattr(local, "wait", None)  # a collective may still run
@@ -50,21 +50,23 @@ def placement(value: Any) -> str:
     return f"{list(value.shape)} as {', '.join(map(repr, value.placements))} over {', '.join(sizes)}"
 
 
+def placed_like(local: Any, like: Any) -> Any:
+    """Returns a DTensor with this local tensor and the placements of another one; the tensor itself for a plain one."""
+    if not placement(like):
+        return local
+    return type(like.data).from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
 def place_state(optimizer: Any) -> None:
     """Makes the loaded state of a torch optimizer DTensors where its parameters are: it was loaded as local tensors."""
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if placement(parameter):
-            state, local = optimizer.state.get(parameter, {}), _local(parameter)
+            state, local = optimizer.state.get(parameter, {}), local_of(parameter)
             for name, value in state.items():
                 if is_foreign(value) and not placement(value) and value.ndim and value.shape == local.shape:
-                    state[name] = type(parameter.data).from_local(
-                        value,
-                        parameter.device_mesh,
-                        parameter.placements,
-                        run_check=False,
-                        shape=parameter.shape,
-                        stride=parameter.stride(),
-                    )
+                    state[name] = placed_like(value, parameter)
 
 
 def store(target: Any, values: Any) -> None:

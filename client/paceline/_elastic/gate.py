@@ -23,6 +23,7 @@ from paceline._base.uncaught import users_place
 from paceline._base.work import Work
 from paceline._elastic.differences import find_minority
 from paceline._elastic.mates import ALONE, Alone
+from paceline._elastic.rounds import Point
 from paceline._elastic.state import TrainState
 from paceline._group import Group
 from paceline._links.fault import Fault, Suspicion
@@ -178,6 +179,8 @@ class StepGate:
         """
         if self.is_open and not keeps_copy:  # it is too late to fail, since the first update cannot be undone
             return
+        if self._mates.size > 1:  # after a failure the rest of the block was for the mates
+            self._group.mesh.fault.check()
         if self._micro is not None:
             self._micro.check_update(optimizer, updates=updates)
         if self.is_open:
@@ -196,10 +199,11 @@ class StepGate:
             self.is_prepared = self._state.is_sharded
             self._group.all_reduce(np.zeros(1), label=f"{'skip' if skips else 'gate'}-{self._number}")
             self.is_prepared = False
-        if (flags := self._mates.go(self.flags)) is None:
-            raise StepVoid(f"another rank of this replica has stopped in step {self._number}, and tells the cause")
-        self.flags = flags
         self._runner.about_to_change()
+        point = Point.NO_UPDATE if skips else Point.UPDATE
+        if (flags := self._mates.go(point, self.flags)) is None:
+            raise StepVoid(f"another rank of this replica has stopped in step {self._number}")
+        self.flags = flags
         if not keeps_copy:
             self._group.ban_collectives(BARRED if self._state.is_sharded else BARRED + OR_COPY)
         self.is_open = True

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import Any, SupportsIndex
 
 from paceline._base.addresses import DEFAULT_PORT, CoordinatorAddresses
 from paceline._base.arrays import keep_frame_memory
@@ -26,8 +26,8 @@ from paceline.credentials import Credentials
 from paceline.engines._catalogue import load_engine
 from paceline.errors import InvalidRank, InvalidWorldSize
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+ProcessGroup = Any
+"""`torch.distributed.ProcessGroup`."""
 
 DEFAULT_JOB = "default"
 MAX_JOB_BYTES = 128
@@ -47,7 +47,7 @@ def join(
     config: Config | None = None,
     credentials: Credentials | None = None,
     coordinator_returns: bool = True,
-    replica: ProcessGroup | None = None,
+    replica: ProcessGroup = ALONE,
 ) -> Session:
     """Joins a job and waits for its first view.
 
@@ -90,7 +90,7 @@ def join(
             finds the others, cannot be imported.
         ValueError: the address, the job's name, a PACELINE_* variable or the table of schedules is malformed; or the
             credentials do not belong together; or `rank` was given with `replica`.
-        TypeError: `replica` is no process group of torch.
+        TypeError: `replica` is no process group of torch; or None, as torch's default group is before it is made.
         ReplicaLost: another rank of the replica has ended.
         ForkedSession: this process was forked from one that has joined.
     """
@@ -109,13 +109,13 @@ def join(
     if not ranked:
         min_workers = _first(min_workers, environ, "PACELINE_MIN_WORKERS")
         max_workers = _first(max_workers, environ, "PACELINE_MAX_WORKERS")
-    if replica is not None and ranked:
+    if replica is not ALONE and ranked:
         raise ValueError("join(replica=...) with a rank: the coordinator gives replicas their numbers. Leave it out")
-    if not ranked and not bounded and replica is None:
+    if not ranked and not bounded and replica is ALONE:
         rank = _first(None, environ, "PACELINE_RANK")
         world_size = _first(None, environ, "PACELINE_WORLD_SIZE")
     given = (rank, world_size, min_workers, max_workers)
-    torchruns = _of_torchrun(environ) if given == (None, None, None, None) and replica is None else 1
+    torchruns = _of_torchrun(environ) if given == (None, None, None, None) and replica is ALONE else 1
     if torchruns > 1 and coordinator is not None:
         rank, world_size = _first(None, environ, "RANK"), torchruns
     wanted = _membership(job, min_workers, max_workers, rank, world_size, rules_of(config))
@@ -146,9 +146,17 @@ def join(
     return session
 
 
-def mates_of(replica: ProcessGroup | None) -> Alone:
+def mates_of(replica: Any) -> Alone:
     """Returns the ranks of this worker's replica; a collective of them."""
-    return ALONE if replica is None or replica.size() == 1 else Mates(replica)
+    if isinstance(replica, Alone):
+        return replica
+    if replica is None:
+        raise TypeError(
+            "join(replica=None): torch has no process group yet. Call torch.distributed.init_process_group() before "
+            "join(replica=dist.group.WORLD)"
+        )
+    size = getattr(replica, "size", None)
+    return ALONE if callable(size) and size() == 1 else Mates(replica)
 
 
 def rules_of(config: Config) -> Rules:

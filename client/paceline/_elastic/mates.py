@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from paceline._elastic.rounds import Rounds
+from paceline._elastic.rounds import Point, Rounds
 from paceline.errors import PacelineError, ReplicaLost, UnsupportedOp
 from paceline_protocol import StepFlag
 from pacelinepb import install_command
@@ -51,15 +51,19 @@ class Alone:
     def enter(self, generation: int) -> None:
         """Enters a generation that has a base; leaves the one before."""
 
-    def go(self, flags: StepFlag = _NO_FLAGS) -> StepFlag | None:
-        """Waits until all mates come to the same point; returns the flags of all, None if one of them has stopped."""
+    def go(self, point: Point, flags: StepFlag = _NO_FLAGS) -> StepFlag | None:
+        """Waits until all mates come to the same point; returns the flags of all, None if one of them has stopped.
+
+        Raises:
+            StepOrderError: the scripts of mates are at different points.
+        """
         return flags
 
     def leave(self) -> None:
         """Leaves the generation, if this has not been said; mates that wait in it stop."""
 
     def cast_out(self) -> None:
-        """Leaves the generation because the session has ended: mates may be in one that this rank never heard of."""
+        """Leaves whatever generation mates are in: the replica has no seat, or this rank a new session."""
 
     def closed(self) -> None:
         """Leaves the generation together with all mates, after a round in which they agreed."""
@@ -142,7 +146,7 @@ class Mates(Alone):
             self.leave()
             self._rounds.enter(generation)
 
-    def go(self, flags: StepFlag = _NO_FLAGS) -> StepFlag | None:
+    def go(self, point: Point, flags: StepFlag = _NO_FLAGS) -> StepFlag | None:
         """See `Alone`.
 
         Raises:
@@ -150,7 +154,7 @@ class Mates(Alone):
         """
         self._hear_pending()
         while self._rounds.is_open:
-            if (joint := self._rounds.hear(self.agree(self._rounds.go(flags)))) is not None:
+            if (joint := self._rounds.hear(self.agree(self._rounds.go(point, flags)))) is not None:
                 return joint
         return None
 

@@ -99,6 +99,10 @@ class StatePart(abc.ABC):
         """Has a wrapper agree on its model with the other ranks; does nothing for other objects."""
         return
 
+    def block_over(self) -> None:
+        """Tells a wrapper that the block of a step is over."""
+        return
+
     def fixed(self) -> Tree:
         """Returns a copy of the small state that only a step's block changes; no settings, which may always change."""
         return self.rest()
@@ -186,6 +190,11 @@ class _Model(StatePart):
         synchronizer = getattr(self._model, "_synchronizer", None)
         if isinstance(synchronizer, GradientSynchronizer):
             synchronizer.prepare()
+
+    def block_over(self) -> None:
+        end = getattr(self._model, "end_step", None)
+        if end is not None:
+            end()
 
     def clear_gradients(self) -> None:
         drop = getattr(self._model, "drop_gradients", None)  # a wrapper may keep gradients of its own

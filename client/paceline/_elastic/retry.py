@@ -14,6 +14,7 @@ from types import TracebackType
 from paceline._elastic.attempts import BlockOutcome, FailedAttempts
 from paceline._elastic.gate import BETWEEN_STEPS
 from paceline._elastic.mates import ALONE, Alone
+from paceline._elastic.rounds import Point
 from paceline._elastic.training_loop import TrainingLoop
 from paceline._group import Group
 from paceline.errors import PacelineError, StepVoid
@@ -57,7 +58,7 @@ class Attempt:
                 self.completed = True
             except PacelineError as failure:
                 error = failure
-        if self.completed and self._mates.go() is None:
+        if self.completed and self._mates.go(Point.BLOCK) is None:
             self.completed, self._stopped = False, True
         self._group.ban_collectives(self._barred)
         if self._stopped or (self._fault.failed and (error is None or isinstance(error, Exception))):
@@ -68,7 +69,7 @@ class Attempt:
     def cause(self, error: BaseException | None = None) -> BaseException:
         """Returns what interrupted it."""
         if self._stopped and not self._fault.failed:
-            return StepVoid("another rank of this replica has stopped in a block between steps, and tells the cause")
+            return StepVoid("another rank of this replica has stopped in a block between steps")
         return error or self._fault.error()
 
 

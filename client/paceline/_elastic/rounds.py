@@ -15,13 +15,37 @@ A rank whose session has ended does not know whether its mates are in a generati
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 
+from paceline.errors import StepOrderError
 from paceline_protocol import StepFlag
 
 _NO_FLAGS = StepFlag(0)
 
-_GO, _STOP, _CAST_OUT = range(3)
+_STOP, _CAST_OUT = 1, 2
+
+
+class Point(enum.IntEnum):
+    """The points at which mates agree; in words, what a rank does there."""
+
+    BEGIN = 3
+    UPDATE = 4
+    NO_UPDATE = 5
+    CLOSE = 6
+    BLOCK = 7
+
+    def __str__(self) -> str:
+        return _POINTS[self]
+
+
+_POINTS = {
+    Point.BEGIN: "begins a step",
+    Point.UPDATE: "makes its update",
+    Point.NO_UPDATE: "ends the step's block without an update",
+    Point.CLOSE: "has left the loop over the steps",
+    Point.BLOCK: "ends a block of session.retry()",
+}
 
 
 class Rounds:
@@ -49,9 +73,9 @@ class Rounds:
         """Enters a generation; the one before must have been left."""
         self.generation = max(generation, self.generation)
 
-    def go(self, flags: StepFlag) -> list[int]:
-        """Returns the word of a rank that goes on if its mates do."""
-        return self._word(_GO, flags)
+    def go(self, point: Point, flags: StepFlag) -> list[int]:
+        """Returns the word of a rank that goes on from a point of the script if its mates do."""
+        return self._word(point, flags)
 
     def leave(self) -> list[int] | None:
         """Leaves the generation; returns the word to post, None if no mate can wait for it."""
@@ -74,14 +98,20 @@ class Rounds:
 
         Returns the flags of all mates if all of them go on in this rank's generation. Else None: it has to stop, or to
         post its word again if the generation is still open.
+
+        Raises:
+            StepOrderError: all go on, but from different points of the script.
         """
         words = list(zip(found[0 : 2 * self._size : 2], found[1 : 2 * self._size : 2], strict=True))
         latest = max(generation for generation, _ in words)
-        stopped = max((generation for generation, says in words if says != _GO), default=0)
+        stopped = max((generation for generation, says in words if says in (_STOP, _CAST_OUT)), default=0)
         out = any(says == _CAST_OUT for _, says in words)
         self._over = max(self._over, stopped, latest if out else latest - 1)
         if not self.is_open or any(generation != self.generation for generation, _ in words):
             return None
+        if len({says for _, says in words}) > 1:
+            ranks = "; ".join(f"rank {p} {Point(says)}" for p, (_, says) in enumerate(words))
+            raise StepOrderError(f"the ranks of this replica do different things, where all must do the same: {ranks}")
         return StepFlag(sum((bit > 0) << n for n, bit in enumerate(found[2 * self._size :])))
 
     def _word(self, says: int, flags: StepFlag = _NO_FLAGS) -> list[int]:

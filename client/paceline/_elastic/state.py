@@ -267,6 +267,17 @@ class TrainState:
         """Epoch and offset of the sampler; zeros without one."""
         return (0, 0) if self.sampler is None else (self.sampler.epoch, self.sampler.offset)
 
+    @property
+    def spread_by_torch(self) -> str:
+        """Names a parameter that torch spreads over several ranks (a DTensor); empty if there is none."""
+        named = ((f"{name} {path!r}", p) for name, part in self._parts.items() for path, p in part.parameters().items())
+        return next((name for name, p in named if placement(p) and p.device_mesh.size() > 1), "")
+
+    def block_over(self) -> None:
+        """Tells every wrapper that the block of a step is over."""
+        for part in self._parts.values():
+            part.block_over()
+
     def manifest(self, **settings: object) -> bytes:
         """Returns the parts with their shapes, and the run's settings, as canonical JSON; the same on all members."""
         held = self._spread.holding()

@@ -70,7 +70,7 @@ class Step(StepBatch):
         told: Work[Any] | None = None,
         mates: Alone = ALONE,
     ) -> None:
-        super().__init__(number, group, state, seed, kept, told)
+        super().__init__(number, group, state, seed, kept, told, has_mates=mates.size > 1)
         self.attempt = attempt
         self.applied = self.skipped = False
         self.raised = False

@@ -28,7 +28,15 @@ class StepBatch:
     """
 
     def __init__(
-        self, number: int, group: Group, state: TrainState, seed: int, kept: KeptSums | None, told: Work[Any] | None
+        self,
+        number: int,
+        group: Group,
+        state: TrainState,
+        seed: int,
+        kept: KeptSums | None,
+        told: Work[Any] | None,
+        *,
+        has_mates: bool,
     ) -> None:
         self.number = number
         self.rank, self.world = group.rank, group.size
@@ -36,6 +44,7 @@ class StepBatch:
         self._group = group
         self._state = state
         self._seed = seed
+        self._has_mates = has_mates
         self._share: tuple[NDArray[np.intp], float] | None = None
         """This rank's indices and weight from the sampler; None until they are read."""
         self._counted: float | None = None
@@ -52,6 +61,7 @@ class StepBatch:
                 seed_frameworks=seed_frameworks,
                 kept=kept,
                 told=told,
+                has_mates=has_mates,
             )
 
     @property
@@ -168,9 +178,12 @@ class StepBatch:
             self._micro.begin()
         else:
             seed_frameworks(self._seed, self.number, self.rank)
+        if self._has_mates and self._micro is None and self._state.sampler is not None:
+            self._of_sampler()  # a stage of a pipeline may read no samples, and weighs as much as the others
 
     def _end_batch(self) -> None:
         self._group.set_gradient_weight(1.0)
+        self._state.block_over()
         if self._micro is not None:
             self._micro.end()
 

@@ -134,6 +134,11 @@ def _check_microbatches(state: TrainState, group: Group) -> None:
 
 def _check_replica(mates: Alone, state: TrainState, *, checkpoints: bool, receipts: bool) -> None:
     """Refuses what needs a state that one rank of a replica has whole, or that spreads over replicas."""
+    if mates.size == 1 and (spread := state.spread_by_torch):
+        raise UnsupportedOp(
+            f"{spread}, a DTensor, is spread over several ranks, but this worker has joined alone: "
+            "paceline.join(replica=dist.group.WORLD) says which ranks hold the model together"
+        )
     if checkpoints:
         mates.refuse("checkpoint_dir")
     if receipts:

@@ -25,6 +25,7 @@ from paceline._elastic.guard import StateGuard
 from paceline._elastic.job_line import JobLine
 from paceline._elastic.peer_calls import Holder
 from paceline._elastic.recovery import StateRecovery
+from paceline._elastic.rounds import Point
 from paceline._elastic.saver import Saver
 from paceline._elastic.state import TrainState
 from paceline._elastic.step import Step
@@ -170,9 +171,9 @@ class TrainingLoop:
             values = step_word(self._flags(), number, digest)
             pending = PendingStepWord(group, values, number, with_gradients=with_gradients)
             told = None if self._kept_sums is None else self._kept_sums.tell(group, number, self._microbatches)
-            if self.mates.go() is None:  # last: nothing may fail at one of them alone before the block
+            if self.mates.go(Point.BEGIN) is None:  # last: nothing may fail at one of them alone before the block
                 pending.drop()
-                raise StepVoid(f"another rank of this replica has stopped before step {number}, and tells the cause")
+                raise StepVoid(f"another rank of this replica has stopped before step {number}")
         except ReplicaLost:
             raise
         except PacelineError as error:
@@ -249,8 +250,9 @@ class TrainingLoop:
         try:
             with acting_alone(group.mesh.fault, self._left_alone()):
                 group.all_reduce(np.array(step_word(StepFlag(0), 0, 0)), label=f"closing-{self._state.step}")
-            if self.mates.go() is None:
-                raise StepVoid("another rank of this replica has stopped before the end, and tells the cause")
+            if self.mates.go(Point.CLOSE) is None:
+                raise StepVoid("another rank of this replica has stopped before the end")
+            self.mates.closed()
             self.guard.word_completed(self._state.step + 1)
             self._saver.keep(self._member.held, self._state, group)
         except (CheckpointFailed, ReplicaLost):
@@ -258,7 +260,6 @@ class TrainingLoop:
         except PacelineError as error:  # all members write a sharded state: the next generation tries again
             self._failed(error)
             return
-        self.mates.closed()
         self._job_line.finish(self._state.step)
         message = await_finish(self._job_line)
         if message is None:
@@ -322,14 +323,17 @@ class TrainingLoop:
         self.at_end.close()
         self._job_line.group.ban_collectives("")
         self._job_line.offered.withdraw()
-        with contextlib.suppress(ReplicaLost):
-            self.mates.leave()
+        if not self.broken_off:  # else the job is still to be closed, together with the mates
+            with contextlib.suppress(ReplicaLost):
+                self.mates.leave()
         self._saver.wait()
 
     def retry(self) -> BlockOutcome:
         """Goes on to the next generation, without newcomers, after a failure in a block between two steps."""
         self._overtaken = False
         self._member.closed = True
+        if self.mates.size > 1:
+            self._await_cause("has stopped in a block between steps: another rank of its replica has")
         barred = self._job_line.group.ban_reason
         self._job_line.group.ban_collectives("")
         try:
@@ -392,7 +396,6 @@ class TrainingLoop:
             case SessionReplaced():
                 if self._member.held is None:
                     raise OrphanedError("the training state is lost, and this worker's own state was half changed")
-                self.mates.cast_out()
                 _log.warning("this worker was declared lost; it rejoins with the state %s", self._member.held)
                 self._become_candidate()
             case messages.Running():
@@ -468,6 +471,15 @@ class TrainingLoop:
         text, operation = f"{mesh.peers[mesh.rank]} {why}", self._job_line.group.progress().operation
         mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, None, operation, text))
 
+    def _await_cause(self, why: str) -> None:
+        """Ends the generation with `why` if it has not failed. Before that, a mate's cause says more."""
+        mesh = self._job_line.group.mesh
+        if mesh.peers and not mesh.fault.failed:
+            if self.mates.size > 1:
+                mesh.fault.await_verdict()
+            if not mesh.fault.failed:
+                self._end_generation(why)
+
     def _compare_blocks(self) -> bool:
         """Compares finished blocks. Not called with newcomers: then no member was in a block (`closed`)."""
         if self._member.phase is not Phase.READY:
@@ -502,7 +514,7 @@ class TrainingLoop:
 
     def _become_candidate(self) -> None:
         """Becomes a candidate; offers shares of a sharded state that others may need at once."""
-        self.mates.leave()
+        self.mates.cast_out()  # all mates become candidates
         meet = self._member.cast_out()
         if meet.unproven:
             self._send_meet(meet)
@@ -569,11 +581,9 @@ class TrainingLoop:
         if fault.failed and isinstance(final := fault.error(), StepOrderError) and final.ranks:
             raise final
         number = self._state.step + 1
-        if isinstance(cause, StepVoid) and not fault.failed:
-            fault.await_verdict()  # on what a mate has seen: its cause says more
-        if meet and self._job_line.group.mesh.peers and not fault.failed:
+        if meet:
             # The script caught the error that interrupted its update; the others have applied the step, and would wait.
-            self._end_generation(f"has not applied step {number}: {cause}"[:2000])
+            self._await_cause(f"has not applied step {number}: {cause}"[:2000])
         _log.info("step %d is undone: %s", number, cause)
         self._failures.add(f"step {number}", cause, self._job_line.group.mesh.peers)
         if meet:

@@ -44,8 +44,10 @@ class StepMicrobatches:
         seed_frameworks: Callable[..., None],
         kept: KeptSums | None,
         told: Work[Any] | None,
+        has_mates: bool,
     ) -> None:
         self.step = step
+        self._has_mates = has_mates
         self.samples = 0
         self._group = group
         self._sampler = sampler
@@ -138,7 +140,8 @@ class StepMicrobatches:
         """See `MicrobatchRunner`."""
         if not self.step.entered or self.step.left:
             raise StepOrderError("`with micro:` belongs inside `with step:`, one microbatch after the other")
-        self._group.mesh.fault.check()  # do not compute a microbatch of a step that will be undone
+        if not self._has_mates:  # they may be in the block of this microbatch already
+            self._group.mesh.fault.check()  # do not compute a microbatch of a step that will be undone
         self._attempt.enter(turn)
         if turn.is_first or turn.is_check:  # later, the ranks are at different microbatches, so they would not meet
             try:

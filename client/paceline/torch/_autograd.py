@@ -18,6 +18,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.weak import WeakIdKeyDictionary
 
+from paceline._elastic.foreign import local_of
 from paceline._group import Group
 from paceline._parallel._accumulation import Accumulation
 from paceline._parallel._bucket_reducer import BucketReducer
@@ -26,7 +27,7 @@ from paceline._parallel._parameter import Parameter
 from paceline._parallel._synchronizer import GradientSynchronizer
 from paceline._parallel._transport import EngineTransport, GradientTransport
 from paceline.errors import StepOrderError, UnsupportedOp
-from paceline.torch._tensors import Tensor, array_of, local_of, on_host, tensor_of, values_of
+from paceline.torch._tensors import Tensor, array_of, on_host, tensor_of, values_of
 
 _OUTSIDE = -1
 """The number that autograd reports outside of a backward pass."""

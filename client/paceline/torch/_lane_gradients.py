@@ -21,13 +21,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from paceline._elastic.foreign import local_of, placed_like
 from paceline._group import Group
 from paceline._parallel._accumulation import Accumulation
 from paceline._parallel._parameter import Parameter
 from paceline._parallel._synchronizer import GradientSynchronizer
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, StepOrderError
 from paceline.torch._autograd import HANDLES, AutogradDriver, Callback, TorchModule, TorchParameter, weakly
-from paceline.torch._tensors import Tensor, array_of, local_of, placed_like, tensor_of
+from paceline.torch._tensors import Tensor, array_of, tensor_of
 
 _NAME = "a parameter of a replica, whose gradients travel over links,"
 
@@ -80,11 +81,12 @@ class LaneParameter(TorchParameter):
             self.tensor.grad = self._view if at_home else placed_like(tensor_of(gradient), self.tensor)
 
     def _pack(self, slot: NDArray[Any], weight: float) -> bool:
-        gradient = self.grad
+        gradient = self.tensor.grad
         if gradient is None or not weight:  # without a sample it may be NaN
             slot.fill(0)
             return False
-        np.multiply(gradient, np.asarray(weight, slot.dtype), out=slot)
+        with torch.no_grad():
+            torch.mul(local_of(gradient), weight, out=tensor_of(slot))  # a weight is not rounded to 16 bits
         self._hold(slot)
         return True
 
@@ -179,11 +181,17 @@ class LaneDriver(AutogradDriver):
         self._is_late = False
         for _, parameter in self.module.named_parameters():  # before the first agreement: no gradient may pass unseen
             parameter.listen(self)
+        if any(True for _ in module.buffers()):  # they are set for each microbatch
+            module.register_forward_pre_hook(lambda *_: self.synchronizer.begin_forward())
 
     def begin_step(self) -> None:
         """Begins a step that may be undone."""
         self.failed, self._stepwise = False, True
         self.model.begin_step()
+
+    def end_step(self) -> None:
+        """Ends the block of a step: failures raise from now on."""
+        self.failed = self._stepwise = False
 
     def drop_gradients(self) -> None:
         """See `AutogradDriver`."""
@@ -205,6 +213,8 @@ class LaneDriver(AutogradDriver):
         if self.failed:
             return
         try:
+            if self._pass is not None and self._pass.is_dead:
+                self._abandon(StepOrderError("the last backward pass did not finish"))
             if self._pass is None:
                 fresh, parameter.tensor.grad = parameter.tensor.grad, None  # a pass begins without it
                 try:
@@ -228,6 +238,10 @@ class LaneDriver(AutogradDriver):
             super()._end()
         except PacelineError as error:
             self._fail(error)
+
+    def _close(self, error: BaseException) -> None:
+        self._is_late = False
+        super()._close(error)
 
     def _fail(self, error: PacelineError) -> None:
         """Leaves a failure of the generation to the gate; raises any other error, and all outside of steps."""

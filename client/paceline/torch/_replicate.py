@@ -39,7 +39,7 @@ def replicate(
 
     Call it when all of torch's wrappers are there, and before the `TrainState` is made. Each rank averages its own
     local gradients with the ranks that have the same position in the other replicas; `loss.backward()` returns when
-    they are there. FSDP2, tensor, sequence and context parallelism, torch's DDP and plain modules work, and any of them
+    they are there. FSDP2, tensor and sequence parallelism, pipelines, torch's DDP and plain modules work, also
     together. The mean over replicas is weighted by their shares of the step's samples. So compute the loss as the mean
     over the replica's samples, whatever its ranks do together to compute it.
 
@@ -127,6 +127,10 @@ class Replicated:
         """Begins a step that may be undone; `session.steps` calls it."""
         self._driver.begin_step()
 
+    def end_step(self) -> None:
+        """Ends the block of a step; `session.steps` calls it. A failure of a reduction raises at once from now on."""
+        self._driver.end_step()
+
     def drop_gradients(self) -> None:
         """Drops all gradients, because their step is undone; `session.steps` calls it."""
         self._driver.drop_gradients()
@@ -142,7 +146,7 @@ class Replicated:
 
 
 class _Mark:
-    """A module's reference to its `Replicated`, which copies of the module do not get."""
+    """A module's reference to its `Replicated`, which copies of the module do not get: they have other parameters."""
 
     def __init__(self, replicated: Replicated | None = None) -> None:
         self.replicated = replicated

@@ -49,24 +49,6 @@ def array_of(tensor: Tensor, name: str = "the tensor") -> NDArray[Any]:
     return array.view(_BFLOAT16) if plain.dtype == torch.bfloat16 else array
 
 
-def local_of(tensor: Tensor) -> Tensor:
-    """Returns the local tensor of a DTensor, over the same memory, and any other tensor as it is."""
-    local = getattr(tensor, "_local_tensor", None)
-    if local is None:
-        return tensor
-    wait = getattr(local, "wait", None)  # the result of a collective that may still run
-    return local.detach() if wait is None else wait()
-
-
-def placed_like(local: Tensor, like: Tensor) -> Tensor:
-    """Returns a DTensor with this local tensor and the placements of another one; the tensor itself for a plain one."""
-    if getattr(like, "_local_tensor", None) is None:
-        return local
-    return type(like.data).from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
-
-
 class _TensorMemory:
     """A tensor's memory, described as NumPy's array interface wants it.
 

@@ -10,7 +10,8 @@ from collections.abc import Generator, Iterator, Sequence
 
 import pytest
 
-from paceline._elastic.rounds import Rounds
+from paceline._elastic.rounds import Point, Rounds
+from paceline.errors import StepOrderError
 from paceline_protocol import StepFlag
 
 
@@ -79,7 +80,7 @@ class Mate:
             self.rounds.hear(found)
             self.pending.pop(0)
         while self.rounds.is_open:
-            number = self.table.post(self.position, self.rounds.go(StepFlag(0)))
+            number = self.table.post(self.position, self.rounds.go(Point.BEGIN, StepFlag(0)))
             while (found := self.table.found(number)) is None:
                 yield
             if self.rounds.hear(found) is not None:
@@ -166,7 +167,7 @@ def test_flags_of_all_mates_are_joined() -> None:
     words = []
     for rounds, flags in ((one, StepFlag.JOIN), (two, StepFlag.STOP)):
         rounds.enter(1)
-        words.append(rounds.go(flags))
+        words.append(rounds.go(Point.UPDATE, flags))
     found = [max(pair) for pair in zip(*words, strict=True)]
     assert one.hear(found) == two.hear(found) == StepFlag.JOIN | StepFlag.STOP
 
@@ -175,8 +176,38 @@ def test_a_generation_that_a_mate_has_left_is_over_for_all_even_if_they_enter_it
     one, two = Rounds(0, 2), Rounds(1, 2)
     one.enter(1)
     two.enter(1)
-    stop, go = one.leave(), two.go(StepFlag(0))
+    stop, go = one.leave(), two.go(Point.BEGIN, StepFlag(0))
     assert stop is not None
     assert two.hear([max(pair) for pair in zip(stop, go, strict=True)]) is None
     assert not two.is_open
     assert two.leave() is None, "one stop is enough"
+
+
+def joined(*words: list[int]) -> list[int]:
+    """Lays words together, as an all_reduce with MAX does."""
+    return [max(column) for column in zip(*words, strict=True)]
+
+
+def test_after_both_mates_were_cast_out_they_go_on_in_the_next_generation() -> None:
+    mates = [Rounds(position, 2) for position in range(2)]
+    for rounds in mates:
+        rounds.enter(5)
+    for say in (Rounds.leave, Rounds.cast_out):
+        words = [say(rounds) for rounds in mates]
+        for rounds in mates:
+            rounds.hear(joined(*(word for word in words if word is not None)))
+    for rounds in mates:
+        rounds.enter(7)
+    found = joined(*(rounds.go(Point.BEGIN, StepFlag(0)) for rounds in mates))
+    assert [rounds.hear(found) for rounds in mates] == [StepFlag(0)] * 2
+
+
+def test_mates_at_different_points_of_the_script_all_raise() -> None:
+    mates = [Rounds(position, 2) for position in range(2)]
+    for rounds in mates:
+        rounds.enter(1)
+    points = (Point.UPDATE, Point.NO_UPDATE)
+    found = joined(*(rounds.go(point, StepFlag(0)) for rounds, point in zip(mates, points, strict=True)))
+    for rounds in mates:
+        with pytest.raises(StepOrderError, match="rank 0 makes its update; rank 1 ends the step's block without an up"):
+            rounds.hear(found)
