@@ -2,7 +2,8 @@
 
 All numbers are whole, so sums have the same bits in every order, and with any number of replicas. Arguments: the last
 step; seconds that a step takes; the instant, position and first step at which one process is struck; a folder, which
-is made when that happens.
+is made when that happens; "back" if the others are to wait for the replica. A step takes 1 s while one is waited for:
+before one is struck there are three.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ SAMPLES = 24
 
 
 def main() -> None:
-    total, pace, where, who, at, once = sys.argv[1:]
+    total, pace, where, who, at, then, once = sys.argv[1:]
     dist.init_process_group("gloo")
     here = dist.get_rank()
 
     def strike(instant: str, step: int) -> None:
-        if (instant, here) != (where, int(who)) or step < int(at):
+        if (instant, here) != (where, int(who)) or step < int(at) or session.size < 3:
             return
         try:
             os.mkdir(once)
@@ -49,7 +50,8 @@ def main() -> None:
             with step:
                 strike("begins", step.number)
                 strike("leaves", step.number)
-                time.sleep(float(pace))
+                awaits = session.size < 3 and (then == "back" or not os.path.exists(once))
+                time.sleep(1.0 if awaits else float(pace))
                 optimizer.zero_grad()
                 y = model(x[step.indices]).sum(1)
                 both = y.detach() % 7

@@ -40,10 +40,10 @@ def undisturbed(total: int) -> dict[str, str]:
     return {str(p): hashlib.sha256(half.tobytes()).hexdigest()[:16] for p, half in enumerate(halves)}
 
 
-def train(tmp_path: Path, total: int, pace: float, *struck: object) -> tuple[str, str]:
+def train(tmp_path: Path, total: int, *struck: object, then: str = "on") -> tuple[str, str]:
     """Runs three replicas of two ranks, of which two are enough; returns what their ranks and the launcher said."""
     bounds = ("-n", "6", "--replica-size", "2", "--restarts", "1", "--min", "2", "--max", "3")
-    script = (SCRIPT, str(total), str(pace), *map(str, struck), str(tmp_path / "struck"))
+    script = (SCRIPT, str(total), "0.05", *map(str, struck), then, str(tmp_path / "struck"))
     with command("run", *bounds, *script) as run:
         assert run.wait(150.0) == 0, str(run)
     wait_until_gone([int(pid) for pid in re.findall(r"pid (\d+)", run.stdout + run.complaints)])
@@ -62,7 +62,7 @@ def check(stdout: str, total: int, replicas: Sequence[str]) -> None:
 
 @pytest.mark.newest
 def test_replicas_train_undisturbed(tmp_path: Path) -> None:
-    stdout, _ = train(tmp_path, 40, 0.0, "never", 0, 0)
+    stdout, _ = train(tmp_path, 40, "never", 0, 0)
     check(stdout, 40, ["0/3", "1/3", "2/3"])
 
 
@@ -80,7 +80,7 @@ def test_replicas_train_undisturbed(tmp_path: Path) -> None:
 def test_the_other_replicas_go_on_when_a_rank_is_killed_and_its_mate_ends_too(
     instant: str, position: int, tmp_path: Path
 ) -> None:
-    stdout, complaints = train(tmp_path, 40, 0.05, instant, position, 4)
+    stdout, complaints = train(tmp_path, 40, instant, position, 4)
     (told,) = re.findall(r"restarting replica (\d) \(rank (\d), pid \d+ was killed by SIGKILL\) as a whole", complaints)
     assert told[1] == str(position), complaints
     check(stdout, 40, ["0/2", "1/2"])
@@ -88,13 +88,13 @@ def test_the_other_replicas_go_on_when_a_rank_is_killed_and_its_mate_ends_too(
 
 @pytest.mark.slow
 def test_a_replica_that_comes_back_takes_the_state_position_by_position(tmp_path: Path) -> None:
-    stdout, complaints = train(tmp_path, 240, 0.1, "inside", 0, 4)
+    stdout, complaints = train(tmp_path, 60, "inside", 0, 4, then="back")
     assert complaints.count("as a whole") == 1
-    check(stdout, 240, ["0/3", "1/3", "2/3"])
+    check(stdout, 60, ["0/3", "1/3", "2/3"])
 
 
 @pytest.mark.slow
 def test_a_replica_leaves_as_a_whole_when_one_of_its_ranks_is_told_to(tmp_path: Path) -> None:
-    stdout, complaints = train(tmp_path, 40, 0.05, "leaves", 1, 4)
+    stdout, complaints = train(tmp_path, 40, "leaves", 1, 4)
     assert "restarting" not in complaints
     check(stdout, 40, ["0/2", "1/2"])
