@@ -114,14 +114,16 @@ class Departures:
         """Ends the sessions of ranks whose replica has lost one for good: their process groups cannot be mended.
 
         A rank that is only silent may come back, and a process whose session was replaced is there. A rank that has
-        left in good order is missed once its view is void: its mates may be about to leave too.
+        left in good order is missed once its view is void, or a mate has stopped to wait for others. Until then its
+        mates may be about to leave too.
         """
         effects: list[Effect] = []
         for (replica, position), (label, ending) in list(self._ended.items()):
             mates = self._state.sessions.of_replica(replica)
             back = any(mate.position == position for mate in mates)
             may_come = now < self._patient_until and (replica, position) in self._stored
-            may_follow = mates and ending.orderly and self._state.verdict is None
+            waits = any(mate.has_met for mate in mates)  # for others, and not on its way out
+            may_follow = mates and ending.orderly and self._state.verdict is None and not waits
             if not back and (may_come or may_follow):
                 continue
             del self._ended[replica, position]

@@ -287,6 +287,18 @@ def test_a_mate_that_stays_in_a_live_view_is_missed_once_the_view_is_void() -> N
     assert set(job.lost) == {"B1"}
 
 
+def test_a_mate_that_meets_the_others_is_not_waited_for_when_a_rank_has_left() -> None:
+    job = ReplicaJob()
+    job.come("A0", "A1")
+    job.pass_time(0.3)  # a first view forms, whose members have yet to compare what they hold
+    job.meet("A1")
+    job.leave(job.ids["A0"])
+    assert "left the job" in job.lost["A1"]
+    job.come("B0", "B1")
+    job.pass_time(5.0, [job.ids["B0"], job.ids["B1"]])
+    assert job.seats() == job.replica("B")
+
+
 def test_a_rank_whose_mate_is_silent_may_leave() -> None:
     job = ReplicaJob(least=2, most=2)
     job.trains("A", "B")
