@@ -16,6 +16,7 @@ BEGIN = """
 import torch
 import torch.distributed as dist
 from paceline._elastic.mates import Mates
+from paceline._elastic.rounds import Point
 from paceline.errors import ReplicaLost, UnsupportedOp
 from paceline_protocol import StepFlag
 
@@ -36,12 +37,12 @@ SPEAK = (
 emit("found", most=mates.agree([rank, 5 - rank]), digests=[d.hex() for d in mates.gather(bytes([rank, 7]))],
      joint=mates.joint(bytes([rank])).hex())
 mates.enter(3)
-passed = [int(mates.go(StepFlag.JOIN if rank else StepFlag.STOP))]
+passed = [int(mates.go(Point.BEGIN, StepFlag.JOIN if rank else StepFlag.STOP))]
 if rank:
     mates.leave()
-passed.append(mates.go())
+passed.append(mates.go(Point.BEGIN))
 mates.enter(4)
-passed.append(int(mates.go()))
+passed.append(int(mates.go(Point.BEGIN)))
 mates.closed()
 try:
     mates.refuse("checkpoint_dir")
@@ -60,7 +61,7 @@ if rank:
 else:
     try:
         if os.environ["PACELINE_WHERE"] == "round":
-            mates.go()
+            mates.go(Point.BEGIN)
         else:
             dist.all_reduce(torch.zeros(1))
     except ReplicaLost as error:

@@ -25,7 +25,6 @@ def digests(replicas: int, ranks: int, reshard_after_forward: str) -> set[str]:
     return set(found)
 
 
-@pytest.mark.newest
 def test_one_and_two_replicas_end_with_the_same_bits() -> None:
     (alone,) = digests(1, 2, "True")
     assert digests(2, 2, "True") == {alone}
