@@ -68,7 +68,7 @@ def leavers(sessions: Iterable[Session]) -> set[Session]:
 
 
 def noun(settings: JobSettings, count: int) -> str:
-    """What a job is made of: workers, or replicas of several."""
+    """Returns the noun for the members of a job: "workers", or "replicas" if each is several ranks."""
     return ("worker" if settings.replica_size == 1 else "replica") + "s"[: count != 1]
 
 

@@ -112,7 +112,7 @@ def test_mates_agree_in_rounds_and_stop_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["round", "collective"])
-def test_a_rank_whose_mate_is_killed_learns_it_and_ends_whatever_its_script_does(where: str, tmp_path: Path) -> None:
+def test_a_rank_ends_after_its_mate_was_killed_even_if_its_script_goes_on(where: str, tmp_path: Path) -> None:
     with workers(2, LOSE, FOLDER=str(tmp_path), WHERE=where) as both:
         zero, one, _ = by_rank(both)
         one.signal(signal.SIGKILL)

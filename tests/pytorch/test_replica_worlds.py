@@ -38,7 +38,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.newest
-def test_a_replica_whose_rank_is_killed_meets_again_in_a_new_world(tmp_path: Path) -> None:
+def test_a_replica_restarts_with_a_new_master_port_after_a_rank_was_killed(tmp_path: Path) -> None:
     (tmp_path / "meets.py").write_text(MEETS)
     script = (str(tmp_path / "meets.py"), str(tmp_path / "killed"))
     arguments = ("-n", "4", "--replica-size", "2", "--restarts", "1", "--coordinator", "127.0.0.1:1")

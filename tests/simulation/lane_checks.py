@@ -68,7 +68,7 @@ class LaneChecks(Checks):
 
     @property
     def finished(self) -> tuple[object, ...] | None:  # type: ignore[override]
-        """What the lane was finished with, once a rank has heard of it."""
+        """The last step of the lane, once a rank has heard of it."""
         return next((each.finished for each in self._lines_of if each.finished is not None), None)
 
     @finished.setter

@@ -279,7 +279,7 @@ class Inside:
         self._work.wait()
 
     def abort(self) -> None:
-        """What it waits in fails."""
+        """Makes the exchange that it waits in fail."""
         if self._work is not None:
             self._work.fail("aborted")
 

@@ -30,7 +30,7 @@ def found(within: int, shape: Shape = HARSH, *, first: int = 0) -> str:
     pytest.fail(f"{within} schedules did not find it")
 
 
-def test_counting_replicas_that_are_not_whole_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulation_fails_if_incomplete_replicas_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_meeting, "whole", list)
     monkeypatch.setattr(JobState, "present", JobState.of_view)
     monkeypatch.setattr(_meeting, "of_one_mind", list)

@@ -9,8 +9,8 @@ the words of a round may be of two generations: the earlier generation is over t
 its word again. What is over follows from the rounds alone, so all mates that have seen the same rounds know it. Hence
 no rank waits for a mate that has left: that mate's stop lies in an earlier round, or in this one.
 
-A rank whose session has ended does not know whether its mates are in a generation that it never heard of. It posts
-`cast out`, which ends whatever generation they are in.
+A rank that becomes a candidate does not know whether its mates are in a generation that it never heard of. It posts
+`cast out`, which ends whatever generation they are in. Its mates become candidates too, and post the same.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _POINTS = {
 
 
 class Rounds:
-    """What one rank knows of its mates' generations. Pure.
+    """One rank's knowledge of its mates' generations. Pure.
 
     A word has two numbers for each position, its generation and what it says, and one for each flag. A round is the
     greatest of each number over all words; a word has zeros where it says nothing.
@@ -85,7 +85,7 @@ class Rounds:
         return self._word(_STOP)
 
     def cast_out(self) -> list[int]:
-        """Leaves the generation because the session has ended; returns the word to post."""
+        """Leaves whatever generation mates are in, as a candidate; returns the word to post."""
         self._over = max(self._over, self.generation)
         return self._word(_CAST_OUT)
 

@@ -67,7 +67,7 @@ class Exit:
 
     @property
     def _named(self) -> str:
-        """What has ended, and how, in few words."""
+        """Names the worker or replica that has ended, and says how."""
         return f"{self.label} (pid {self.pid} {self.how})"
 
     @property
@@ -213,7 +213,7 @@ class Supervision:
     """
 
     _members = "workers"
-    """What slots hold."""
+    """The noun for the contents of slots, in sentences."""
 
     def __init__(self, grace: float, terms: Terms | None = None) -> None:
         self._grace = grace

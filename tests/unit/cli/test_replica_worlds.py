@@ -51,7 +51,7 @@ def test_a_replica_that_starts_again_has_another_port(worlds: ReplicaWorlds) -> 
     assert again[0] == again[1] not in first
 
 
-def test_rank_0_may_listen_at_a_port_that_nobody_else_gets(worlds: ReplicaWorlds) -> None:
+def test_rank_0_listens_at_the_reserved_port_and_no_other_process_gets_it(worlds: ReplicaWorlds) -> None:
     number = port(worlds, 0)
     with pytest.raises(OSError, match="in use") as refused:
         bind(number, shares=False)

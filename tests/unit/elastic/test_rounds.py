@@ -89,7 +89,7 @@ class Mate:
 
 
 WAYS = ("", "s", "g", "gs", "gg", "ggs", "ggg")
-"""What a rank does in a generation: so many rounds, and then it leaves, or says at once that it does."""
+"""The ways of a rank through a generation: "g" is a round in which it goes on, and "s" a stop."""
 
 
 def play(ways: Sequence[Sequence[tuple[int, str]]], turns: Iterator[int]) -> list[Mate]:

@@ -1,4 +1,4 @@
-"""What a launcher does about ends of ranks whose replica lives and ends as a whole. Time is an argument."""
+"""A launcher ends and restarts all ranks of a replica together. Time is an argument."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def ends(supervision: ReplicaSupervision, now: float, *codes: tuple[int, int]) -
     return [said for slot, code in codes if (said := supervision.ended(end(slot, code), now))]
 
 
-def test_a_replica_is_restarted_as_a_whole_once_its_mates_are_killed() -> None:
+def test_a_replica_restarts_after_all_its_ranks_have_ended() -> None:
     supervision = supervise()
     assert supervision.ended(end(5, -9), 10.0) == ""
     assert (supervision.deadline, supervision.restarting) == (10.0 + MATES_S, False)
@@ -85,7 +85,7 @@ def test_a_rank_that_fails_after_its_mates_have_ended_well_fails_its_replica(fai
     assert "as a whole" in said
 
 
-def test_a_replica_whose_ranks_end_with_0_has_done_its_part() -> None:
+def test_a_replica_whose_ranks_all_exit_with_0_is_not_restarted() -> None:
     supervision = supervise()
     assert ends(supervision, 10.0, (0, -9), (1, -9), (2, -9), (3, 0), (4, 0)) != []
     supervision.restarts_due(11.0)

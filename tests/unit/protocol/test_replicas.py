@@ -64,14 +64,14 @@ def test_ranks_of_half_a_replica_that_want_to_leave_may() -> None:
     assert job.told(job.pass_time(1.0, [job.ids["A0"]]), Dismissed)
 
 
-def test_a_rank_whose_mate_left_before_the_first_view_hears_that_its_replica_is_lost() -> None:
+def test_a_rank_gets_replica_lost_if_its_mate_leaves_before_the_first_view() -> None:
     job = ReplicaJob(least=2, most=2)
     job.come("A0", "A1")
     job.leave(job.ids["A0"])
     assert job.lost == {"A1": "host-A0 (pid 100), a rank of this worker's replica, left the job"}
 
 
-def test_a_rank_whose_mate_was_let_go_as_a_candidate_hears_that_its_replica_is_lost() -> None:
+def test_a_rank_gets_replica_lost_if_its_mate_is_dismissed_as_a_candidate() -> None:
     job = ReplicaJob()
     job.trains("A")
     job.come("B0", "B1")
@@ -183,7 +183,7 @@ def test_the_last_replica_ends_and_another_begins_a_new_line() -> None:
     assert job.seats() == job.replica("B")
 
 
-def test_a_replica_whose_rank_spoiled_its_state_is_not_a_leader() -> None:
+def test_a_replica_does_not_lead_if_one_rank_has_lost_its_state() -> None:
     job = ReplicaJob()
     job.trains("A", "B")
     job.dies("A0")
@@ -299,7 +299,7 @@ def test_a_mate_that_meets_the_others_is_not_waited_for_when_a_rank_has_left() -
     assert job.seats() == job.replica("B")
 
 
-def test_a_rank_whose_mate_is_silent_may_leave() -> None:
+def test_a_rank_can_leave_while_its_mate_is_silent() -> None:
     job = ReplicaJob(least=2, most=2)
     job.trains("A", "B")
     job.falls_silent("B0")

@@ -236,7 +236,7 @@ class _Chaos(ReplicaJob):
 
 
 @pytest.mark.parametrize("part", range(10))
-def test_after_any_order_of_events_whole_replicas_train(part: int) -> None:
+def test_random_events_end_with_a_view_of_complete_replicas(part: int) -> None:
     for seed in range(part * _RUNS // 10, (part + 1) * _RUNS // 10):
         job = _Chaos(seed)
         for _ in range(_EVENTS):

@@ -1,4 +1,4 @@
-"""Who may come to a job of replicas, and who comes back when the coordinator was started again."""
+"""Ranks of replicas register, and come back after a restart of the coordinator, or are refused."""
 
 from __future__ import annotations
 
