@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 def test_a_third_worker_is_a_spare_until_its_node_is_complete(tmp_path: Path) -> None:
     with cluster(tmp_path, least=2, most=4, total=30, wrapper="hybrid_shard", pace=0.05) as c:
         trainers = c.start(3)
-        c.wait_for_step(1)
+        c.wait_until(lambda: sum(bool(trainer.of("applied")) for trainer in trainers) == 2, "two workers train")
         status = get_job(c.address, "job", 5.0)
         assert sorted(member.standing for member in status.members) == ["spare", "training", "training"]
         assert "spare: waits for a seat" in [state_of(member, status)[0] for member in status.members]
