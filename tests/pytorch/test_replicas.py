@@ -72,7 +72,7 @@ def test_replicas_train_undisturbed(tmp_path: Path) -> None:
     [
         pytest.param("begins", 0, marks=pytest.mark.exhaustive),
         pytest.param("inside", 1, marks=pytest.mark.exhaustive),
-        ("between sums", 0),
+        pytest.param("between sums", 0, marks=pytest.mark.exhaustive),
         ("before the gate", 1),
         pytest.param("behind the gate", 0, marks=pytest.mark.exhaustive),
     ],
