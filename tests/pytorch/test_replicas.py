@@ -94,7 +94,7 @@ def test_a_replica_that_comes_back_takes_the_state_position_by_position(tmp_path
 
 
 @pytest.mark.slow
-def test_sigterm_to_one_rank_drains_its_whole_replica(tmp_path: Path) -> None:
+def test_a_replica_leaves_when_one_of_its_ranks_gets_sigterm(tmp_path: Path) -> None:
     stdout, complaints = train(tmp_path, 40, "leaves", 1, 4)
     assert "restarting" not in complaints
     check(stdout, 40, ["0/2", "1/2"])

@@ -85,7 +85,7 @@ def test_a_rank_that_fails_after_its_mates_have_ended_well_fails_its_replica(fai
     assert "as a whole" in said
 
 
-def test_a_replica_whose_ranks_all_exit_with_0_is_not_restarted() -> None:
+def test_a_replica_is_not_restarted_when_all_its_ranks_exit_with_0() -> None:
     supervision = supervise()
     assert ends(supervision, 10.0, (0, -9), (1, -9), (2, -9), (3, 0), (4, 0)) != []
     supervision.restarts_due(11.0)

@@ -204,7 +204,7 @@ class _Chaos(ReplicaJob):
             self.kill(self.random.choice([name for name in names if name[0] != first]))
 
     def beat_all(self, seconds: float) -> None:
-        """Time passes; whoever is awake is heard."""
+        """Passes time, in which every rank that is alive, awake and connected sends its heartbeats."""
         for _ in range(max(1, round(seconds / 0.5))):
             heard = [self.ids[name] for name, rank in self.ranks.items() if self._beats(name, rank)]
             self.pass_time(min(seconds, 0.5), heard)
