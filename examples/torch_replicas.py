@@ -44,7 +44,7 @@ elif inside == "tp":
     for block in model:
         parallelize_module(block, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 else:
-    model = model[rank]  # one stage for each of two ranks
+    model[1 - rank] = torch.nn.Identity()  # one stage for each of two ranks, with its names in the entire model
     losses, samples = [], 0
     schedule = Schedule1F1B(
         PipelineStage(model, rank, ranks, torch.device("cpu")),

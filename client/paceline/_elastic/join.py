@@ -155,8 +155,7 @@ def mates_of(replica: Any) -> Alone:
             "join(replica=None): torch has no process group yet. Call torch.distributed.init_process_group() before "
             "join(replica=dist.group.WORLD)"
         )
-    size = getattr(replica, "size", None)
-    return ALONE if callable(size) and size() == 1 else Mates(replica)
+    return Mates(replica)
 
 
 def rules_of(config: Config) -> Rules:

@@ -87,7 +87,7 @@ ALONE = Alone()
 
 
 class Mates(Alone):
-    """The ranks of a replica."""
+    """The ranks of a replica; one that joined with a process group may have no others."""
 
     def __init__(self, replica: ProcessGroup, *, patience: timedelta = _PATIENCE, grace: float = _GRACE_S) -> None:
         """Makes the mates' own group; all ranks of `replica` call it.
@@ -106,20 +106,28 @@ class Mates(Alone):
         if not isinstance(replica, dist.ProcessGroup):
             raise TypeError(f"join(replica=...) takes a torch.distributed.ProcessGroup, not {replica!r:.80}")
         self._torch, self._dist = torch, dist
-        ranks = dist.get_process_group_ranks(replica)
-        self.position, self.size = dist.get_rank(replica), len(ranks)
+        self._ranks = dist.get_process_group_ranks(replica)
+        self.position, self.size = dist.get_rank(replica), len(self._ranks)
         self._grace = grace
         self._ends = False
         self._pending: list[tuple[Any, Any]] = []  # words that were posted and not waited for
         self._rounds = Rounds(self.position, self.size)
+        self._group = self.new_group(patience, "paceline mates")
+        drawn = os.urandom(16) if self.position == 0 else bytes(16)
+        self.id = self.gather(drawn)[0].hex()
+
+    def new_group(self, patience: timedelta, description: str) -> ProcessGroup:
+        """Makes a Gloo group of all mates, which call this at the same point.
+
+        Raises:
+            ReplicaLost: a mate has ended.
+        """
         try:
-            self._group = dist.new_group(
-                ranks, patience, backend="gloo", use_local_synchronization=True, group_desc="paceline mates"
+            return self._dist.new_group(
+                self._ranks, patience, backend="gloo", use_local_synchronization=True, group_desc=description
             )
         except RuntimeError as error:
             raise self._lost(error) from error
-        drawn = os.urandom(16) if self.position == 0 else bytes(16)
-        self.id = self.gather(drawn)[0].hex()
 
     def agree(self, values: Sequence[int]) -> list[int]:
         """Returns the elementwise maximum over all mates, which call it with equally many.
@@ -173,7 +181,7 @@ class Mates(Alone):
 
     def joint(self, digest: bytes) -> bytes:
         """See `Alone`."""
-        return hashlib.sha256(b"".join(self.gather(digest))).digest()
+        return hashlib.sha256(b"".join(self.gather(digest))).digest() if self.size > 1 else digest
 
     def loss(self, error: BaseException) -> ReplicaLost | None:
         """See `Alone`. A mate that lives may be inside the block, so this does not wait for its word."""
@@ -189,7 +197,8 @@ class Mates(Alone):
 
     def refuse(self, what: str) -> None:
         """See `Alone`."""
-        raise UnsupportedOp(f"{what} is not there for replicas of several ranks yet: leave it out")
+        if self.size > 1:
+            raise UnsupportedOp(f"{what} is not there for replicas of several ranks yet: leave it out")
 
     def end(self, error: PacelineError) -> None:
         """See `Alone`. Aborts all groups of torch, since this rank may be in a collective that never ends."""

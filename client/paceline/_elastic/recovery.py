@@ -160,6 +160,9 @@ class StateRecovery:
         found = self._saver.latest()
         if found == Tag(0, 0):
             raise OrphanedError(f"the training state is lost, and there is no checkpoint: {reason}")
+        if not self._state.is_sharded:  # a checkpoint is read before the loop begins, together with the mates
+            where = f"checkpoint {self._saver.where(found)} (step {found.step})"
+            raise OrphanedError(f"the training state is lost: {reason}; start the replicas again, from {where}")
         text = f"the training state is lost: {reason}; continuing from step {found.step} of checkpoint"
         tell_once(_log, f"{text} {self._saver.where(found)}", level=logging.ERROR)
         self._kept = None

@@ -216,6 +216,12 @@ class Saver:
             self._pending = held, state.state_dict(), _attempt(group)
             self._last = held
 
+    def start(self, state: TrainState, *, writing: bool) -> None:
+        """Starts what `begin` has found due, once the step has begun on all mates.
+
+        `writing` says whether a mate still writes the checkpoint before.
+        """
+
     def wait_until_copied(self) -> None:
         """Waits, before the state changes, until the copy for a checkpoint is complete."""
 

@@ -176,7 +176,8 @@ class Session(abc.ABC):
             state: all that training changes.
             total: number of the last step.
             checkpoint_dir: where checkpoints are kept, and looked for at the start; the same on all workers. If the
-                state is sharded (`FSDP`), it must lie on a disk that all workers share, since they write together.
+                state is sharded (`FSDP`), or the workers are ranks of replicas, it must lie on a disk that all workers
+                share, since they write together; replicas write with torch.distributed.checkpoint, which reads it too.
             checkpoint_every: steps between two checkpoints; with a directory alone, only the last state is kept.
             seed: seed of `step.rng`, and of torch's generator, which each step seeds with (seed, step, rank), or each
                 microbatch with (seed, step, microbatch).

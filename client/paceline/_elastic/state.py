@@ -199,6 +199,11 @@ class TrainState:
         return Content.of(self._content(shown), list(self._kept.values()), on_device)
 
     @property
+    def given(self) -> Mapping[str, Any]:
+        """Returns the objects that the user gave, by name."""
+        return self._given
+
+    @property
     def objects(self) -> dict[str, tuple[Any, StatePart]]:
         """Returns, by name, each object and the part that represents it."""
         return {name: (self._things[name], part) for name, part in self._parts.items()}

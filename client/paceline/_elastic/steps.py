@@ -17,7 +17,8 @@ from typing import Any
 
 from paceline._base.uncaught import is_let_go, takers, users_place
 from paceline._elastic.job_line import JobLine
-from paceline._elastic.mates import Alone
+from paceline._elastic.mates import Alone, Mates
+from paceline._elastic.replica_saver import ReplicaSaver
 from paceline._elastic.rules import check_complete, no_other_optimizer
 from paceline._elastic.sampler import CHECK_EVERY
 from paceline._elastic.saver import JointSaver, Saver, warning_of_frozen
@@ -52,7 +53,7 @@ def make_loop(
     receipts_every: int = EVERY,
     replay: Replay | None = None,
 ) -> TrainingLoop:
-    """Makes a member's loop; communicates nothing. With a `replay`, it begins where that says, and writes nothing."""
+    """Makes a member's loop; communicates only with mates. With a `replay`, it begins there, and writes nothing."""
     if total < 1 or seed < 0:
         raise ValueError(f"total must be at least 1 and seed at least 0, not {total} and {seed}")
     if not state.is_whole:
@@ -61,14 +62,13 @@ def make_loop(
             "state.load_state_dict(...), or create its objects again"
         )
     _check_microbatches(state, job_line.group)
-    _check_replica(job_line.mates, state, checkpoints=checkpoint_dir is not None, receipts=receipts is not None)
+    _check_replica(job_line.mates, state, receipts=receipts is not None)
     state.check_round_trip()
     check_complete(state)
     if replay is not None:
         saver: Saver = _ReplaySaver(replay.checkpoint)
     else:
-        kind = JointSaver if state.is_sharded else Saver
-        saver = kind(checkpoint_dir, checkpoint_every, job_line.group.counters)
+        saver = _make_saver(job_line, state, checkpoint_dir, checkpoint_every)
     held = before.held_of(state) if before is not None else None
     stored = False
     if held is None and state.is_sharded:
@@ -132,15 +132,22 @@ def _check_microbatches(state: TrainState, group: Group) -> None:
         raise UnsupportedOp("check_every with FSDP, which has no gradients of one microbatch to compare: leave it out")
 
 
-def _check_replica(mates: Alone, state: TrainState, *, checkpoints: bool, receipts: bool) -> None:
+def _make_saver(
+    job_line: JobLine, state: TrainState, directory: str | os.PathLike[str] | None, every: int | None
+) -> Saver:
+    counters, mates = job_line.group.counters, job_line.mates
+    if isinstance(mates, Mates):
+        return ReplicaSaver(directory, every, counters, mates)
+    return (JointSaver if state.is_sharded else Saver)(directory, every, counters)
+
+
+def _check_replica(mates: Alone, state: TrainState, *, receipts: bool) -> None:
     """Refuses what needs a state that one rank of a replica has whole, or that spreads over replicas."""
     if mates.size == 1 and (spread := state.spread_by_torch):
         raise UnsupportedOp(
             f"{spread}, a DTensor, is spread over several ranks, but this worker has joined alone: "
             "paceline.join(replica=dist.group.WORLD) says which ranks hold the model together"
         )
-    if checkpoints:
-        mates.refuse("checkpoint_dir")
     if receipts:
         mates.refuse("receipts")
     if state.uses_fsdp or state.is_sharded:

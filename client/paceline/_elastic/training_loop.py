@@ -168,10 +168,12 @@ class TrainingLoop:
             if self.mates.size > 1:  # wrappers agree on their models here, and not in the first forward pass
                 self._state.prepare()
             self._saver.begin(self._member.held, self._state, group)  # first: the word says whether it writes
-            values = step_word(self._flags(), number, digest)
+            flags = self._flags()
+            values = step_word(flags, number, digest)
             pending = PendingStepWord(group, values, number, with_gradients=with_gradients)
             told = None if self._kept_sums is None else self._kept_sums.tell(group, number, self._microbatches)
-            if self.mates.go(Point.BEGIN) is None:  # last: nothing may fail at one of them alone before the block
+            joint = self.mates.go(Point.BEGIN, flags)
+            if joint is None:  # last: nothing may fail at one of them alone before the block
                 pending.drop()
                 raise StepVoid(f"another rank of this replica has stopped before step {number}")
         except ReplicaLost:
@@ -179,6 +181,7 @@ class TrainingLoop:
         except PacelineError as error:
             self._failed(error)
             return None
+        self._saver.start(self._state, writing=bool(joint & StepFlag.WRITES))
         step = self.guard.step = Step(
             number,
             attempt,

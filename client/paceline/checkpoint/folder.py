@@ -4,6 +4,8 @@
     DIR/g00000003-s0000000120/arrays-00000-of-00004.safetensors    one for each
     DIR/g00000003-s0000000120/manifest.json                        what the files hold, their checksums and its own
 
+The files of replicas are those of torch.distributed.checkpoint, whose names, sizes and checksums are in the manifest.
+
 It is written under another name, synced file by file, and renamed: after a crash at any instant the last good one is
 still there. Source: Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014, section 2 (atomic replacement
 via rename).
@@ -23,11 +25,12 @@ import re
 import secrets
 import shutil
 import stat
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from paceline.checkpoint.part import Part, index_of
+from paceline.checkpoint.part import CHUNK_BYTES, Part, index_of
 from paceline.checkpoint.tree import Skeleton
 from paceline.errors import CheckpointDamaged, CheckpointFailed
 from paceline_protocol import Tag
@@ -47,6 +50,9 @@ MAX_MANIFEST_BYTES = 256 << 20
 
 _HIDDEN = re.compile(r"\.writing-(g[0-9]{1,20}-s[0-9]{1,20})-[a-z0-9]{1,64}", re.ASCII)
 """The name of a folder that is being written or removed: its tag, and the name of the attempt."""
+
+_FILE = re.compile(r"\.?\w[\w.-]{0,100}", re.ASCII)
+"""The name of a file of another library."""
 
 
 def write_file(path: Path, blocks: Iterable[memoryview]) -> None:
@@ -70,7 +76,11 @@ def write_file(path: Path, blocks: Iterable[memoryview]) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Makes the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    _sync(folder, os.O_DIRECTORY)
+
+
+def _sync(path: Path, flags: int = 0) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     try:
         os.fsync(descriptor)
     finally:
@@ -97,12 +107,48 @@ def _find_sync_file_range() -> ctypes._NamedFuncPointer | None:
 _sync_file_range = _find_sync_file_range()
 
 
+class SavedFile(NamedTuple):
+    """A file of another library in a checkpoint, with the CRC-32 of its bytes."""
+
+    name: str
+    nbytes: int
+    crc32: int
+
+    @classmethod
+    def of(cls, path: Path) -> SavedFile:
+        """Makes a file durable that another library has written, and describes it."""
+        _sync(path)
+        return cls(path.name, path.stat().st_size, _crc_of(path))
+
+    def verify(self, folder: Path) -> None:
+        """Reads the file; raises CheckpointDamaged if its bytes are not those that were written."""
+        path = folder / self.name
+        try:
+            if _crc_of(path) == self.crc32:
+                return
+        except OSError as error:
+            raise unreadable(path, error) from error
+        raise CheckpointDamaged(f"{path} has other bytes than were written")
+
+
+def _crc_of(path: Path) -> int:
+    found = 0
+    with open(path, "rb") as file:
+        while block := file.read(CHUNK_BYTES):
+            found = zlib.crc32(block, found)
+    return found
+
+
 class Manifest(NamedTuple):
-    """The description that a checkpoint holds of itself; the skeleton is the state without its arrays (`tree`)."""
+    """The description that a checkpoint holds of itself; the skeleton is the state without its arrays (`tree`).
+
+    A checkpoint of replicas has no parts but `files`, and its skeleton is a name that no other one has.
+    """
 
     tag: Tag
     parts: tuple[Part, ...]
     skeleton: Skeleton
+    files: tuple[SavedFile, ...] = ()
 
 
 def new_attempt() -> str:
@@ -136,10 +182,13 @@ def publish(
     attempt: str,
     parts: Sequence[Part],
     skeleton: Skeleton,
+    files: Sequence[SavedFile] = (),
     *,
     max_manifest_bytes: int = MAX_MANIFEST_BYTES,
 ) -> Path:
     """Makes a checkpoint of the entries that `write_part` returned for all its parts, in order; called by one process.
+
+    Or one of files that another library has written into the folder of the attempt.
 
     Returns its folder, which is durable. If the tag exists already, that checkpoint stays: equal tags are equal states.
 
@@ -147,18 +196,18 @@ def publish(
         CheckpointFailed: the parts are not all of one state, some are not on this disk, or the manifest would be larger
             than `max_manifest_bytes`.
     """
-    try:
-        index_of(parts)
-    except ValueError as error:
-        raise CheckpointFailed(f"checkpoint {tag} was not written: {error}") from error
+    if not files:
+        try:
+            index_of(parts)
+        except ValueError as error:
+            raise CheckpointFailed(f"checkpoint {tag} was not written: {error}") from error
     hidden, folder = hidden_folder(directory, tag, attempt), directory / str(tag)
-    for part in parts:
+    written: list[Part | SavedFile] = [*parts, *files]
+    for part in written:
         if _size(hidden / part.name) != part.nbytes:
             raise CheckpointFailed(f"checkpoint {tag} was not written: {part.name} is not in {hidden}; {ON_ONE_DISK}")
-    text = json.dumps(
-        {"format": _FORMAT, "tag": list(tag), "parts": [part.to_tree() for part in parts], "state": skeleton},
-        separators=(",", ":"),
-    )
+    body = {"format": _FORMAT, "tag": list(tag), "parts": [part.to_tree() for part in parts], "state": skeleton}
+    text = json.dumps(body | ({"files": files} if files else {}), separators=(",", ":"))
     manifest = json.dumps({"blake2b": _digest(text), "body": text}).encode()
     if len(manifest) > max_manifest_bytes:
         raise CheckpointFailed(
@@ -198,7 +247,8 @@ def read_manifest(folder: Path) -> Manifest:
         generation, step = body["tag"]
         if type(generation) is not int or type(step) is not int:
             raise ValueError(f"not a tag: {body['tag']!r:.80}")
-        return Manifest(Tag(generation, step), tuple(map(Part.from_tree, body["parts"])), body["state"])
+        files = tuple(map(_file_from, body.get("files", ())))
+        return Manifest(Tag(generation, step), tuple(map(Part.from_tree, body["parts"])), body["state"], files)
     except OSError as error:
         raise unreadable(path, error) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -207,7 +257,14 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointDamaged(f"{path} cannot be read: it needs more memory than is available") from None
 
 
-def check_sizes(folder: Path, parts: Sequence[Part]) -> None:
+def _file_from(entry: Any) -> SavedFile:
+    name, nbytes, crc32 = entry
+    if [type(one) for one in entry] != [str, int, int] or not _FILE.fullmatch(name):
+        raise ValueError(f"not a file's name, size and checksum: {entry!r:.200}")
+    return SavedFile(name, nbytes, crc32)
+
+
+def check_sizes(folder: Path, parts: Sequence[Part | SavedFile]) -> None:
     """Checks for damage that a crash can cause, by the sizes of the files alone; raises CheckpointDamaged."""
     for part in parts:
         path = folder / part.name
@@ -248,7 +305,8 @@ def fingerprint(folder: Path) -> bytes:
 def damage_of(folder: Path) -> CheckpointDamaged | None:
     """Returns what is wrong with a checkpoint, as far as sizes can tell; its cause is what the system said, if any."""
     try:
-        check_sizes(folder, read_manifest(folder).parts)
+        manifest = read_manifest(folder)
+        check_sizes(folder, (*manifest.parts, *manifest.files))
     except CheckpointDamaged as damage:
         return damage
     return None

@@ -32,7 +32,11 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.tag, self.parts, self._skeleton = read_manifest(folder)
+        self.tag, self.parts, self._skeleton, files = read_manifest(folder)
+        if files:
+            raise CheckpointDamaged(
+                f"{folder} is a checkpoint of replicas, which torch.distributed.checkpoint reads: plain workers cannot"
+            )
         check_sizes(folder, self.parts)
         try:
             self.arrays = index_of(self.parts)
