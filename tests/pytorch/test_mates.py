@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pytorch.torch_ranks import finish
 from support.processes import Worker, workers
 
 pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.timeout(120)]
@@ -129,3 +130,13 @@ def test_an_error_is_no_loss_while_the_mate_lives(tmp_path: Path) -> None:
     with workers(2, ALIVE, FOLDER=str(tmp_path)) as both:
         zero, _, _ = by_rank(both)
         assert zero.expect("lost")["found"] == "None"
+
+
+def test_torchruns_world_of_one_rank_is_a_replica_that_trains_alone() -> None:
+    ranks = """
+import paceline
+os.environ["TORCHELASTIC_RUN_ID"] = "run"
+with paceline.join(replica=dist.group.WORLD) as session:
+    assert (session.replica, session.replicas) == (0, 1)
+"""
+    finish(1, ranks, BACKEND="gloo")

@@ -71,13 +71,6 @@ def test_something_else_than_a_process_group_is_no_replica() -> None:
         paceline.join(replica=group)
 
 
-def test_torchruns_world_is_the_inside_of_a_replica(without_torch: pytest.MonkeyPatch) -> None:
-    without_torch.setenv("WORLD_SIZE", "2")
-    group: Any = SimpleNamespace(size=lambda: 1)
-    with paceline.join(replica=group) as session:
-        assert (session.replica, session.replicas) == (0, 1)
-
-
 def test_a_rank_of_a_replica_registers_with_its_place_and_only_where_replicas_are_known() -> None:
     request = JoinRequest("job", 2, 3, None)
     plain = request.register("127.0.0.1:1", 3.0)
