@@ -1,11 +1,9 @@
-"""Trains a model with FSDP2 inside a replica, in microbatches, and prints the digest of its weights.
+"""Trains a model with FSDP2 inside a replica, in microbatches, and prints the digest of its weights."""
 
-Arguments: `reshard_after_forward`, as Python writes it; if wanted, a folder for checkpoints, the last step, and a step
-in which rank 1 of replica 0 is killed, once, while the checkpoint of the step before is written.
-"""
-
+import argparse
 import ast
 import hashlib
+import json
 import os
 import signal
 import sys
@@ -19,7 +17,17 @@ from torch.distributed.fsdp import fully_shard
 import paceline
 import paceline.torch
 
-reshard, folder, total, struck = (sys.argv[1:] + ["", "12", "0"][len(sys.argv) - 2 :])[:4]
+parser = argparse.ArgumentParser()
+parser.add_argument("--reshard", type=ast.literal_eval, default=True, help="`reshard_after_forward`")
+parser.add_argument("--total", type=int, default=12, help="the last step")
+parser.add_argument("--checkpoints", help="their folder")
+parser.add_argument("--pace", type=float, default=0.0, help="seconds that a step takes at least")
+parser.add_argument(
+    "--strike", type=int, default=0, help="when rank 1 of replica 0 is killed once, in the step after a checkpoint"
+)
+parser.add_argument("--events", help="the folder in which each rank writes a file with a line for each step")
+wanted = parser.parse_args()
+
 dist.init_process_group("gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
@@ -28,32 +36,56 @@ model = torch.nn.Sequential(
 )  # 15 rows are no multiple of the ranks
 mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
 for part in (model[0], model):
-    fully_shard(part, mesh=mesh, reshard_after_forward=ast.literal_eval(reshard))
+    fully_shard(part, mesh=mesh, reshard_after_forward=wanted.reshard)
 generator = torch.Generator().manual_seed(1)
 x, t = torch.randn(64, 8, generator=generator), torch.randn(64, 1, generator=generator)
 
+
+def strike() -> None:
+    """Kills this process, unless one was killed before."""
+    try:
+        open(f"{wanted.checkpoints}-struck", "x").close()
+    except FileExistsError:
+        return
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def tell(**facts: object) -> None:
+    """Writes a line, which is there even if this process is killed right after."""
+    if wanted.events:
+        with open(f"{wanted.events}/{os.getpid()}", "a") as file:
+            world = f"{os.getppid()}-{os.environ['MASTER_PORT']}"
+            file.write(json.dumps({"at": time.monotonic(), "world": world, "position": rank, **facts}) + "\n")
+
+
+def digest_of(tensors: object) -> str:
+    return hashlib.sha256(b"".join(tensor.detach().numpy().tobytes() for tensor in tensors)).hexdigest()
+
+
+tell()
 with paceline.join(replica=dist.group.WORLD) as session:
     paceline.torch.replicate(model, session)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     sampler = paceline.ElasticSampler(len(x), global_batch=16, microbatches=4)
     state = paceline.TrainState(model=model, optimizer=optimizer, sampler=sampler)
-    for step in session.steps(
-        state, total=int(total), checkpoint_dir=folder or None, checkpoint_every=3 if folder else None
-    ):
-        if rank == 0:
+    every = 3 if wanted.checkpoints else None
+    for step in session.steps(state, total=wanted.total, checkpoint_dir=wanted.checkpoints, checkpoint_every=every):
+        if rank == 0 and not wanted.events:
             sys.stdout.write(f"step {step.number} of replica {session.replica}\n")
             sys.stdout.flush()
         with step:
-            if (step.number, session.replica, rank) == (int(struck), 0, 1) and not os.path.exists(f"{folder}-struck"):
-                open(f"{folder}-struck", "x").close()
-                os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(0.1 if folder else 0)
+            if (step.number, session.replica, rank) == (wanted.strike, 0, 1):
+                strike()
+            time.sleep(wanted.pace)
             optimizer.zero_grad()
             for micro in step.microbatches:
                 with micro:
                     mine = micro.indices[rank::ranks]
                     (((model(x[mine]) - t[mine]) ** 2).sum() * ranks / len(micro.indices)).backward()
             optimizer.step()
-    values = b"".join(parameter.full_tensor().detach().numpy().tobytes() for parameter in model.parameters())
-    sys.stdout.write(f"{session.replicas} replicas of {ranks}: {hashlib.sha256(values).hexdigest()}\n")
+        parts = [part for p in model.parameters() for part in (p, optimizer.state[p]["exp_avg"])]
+        local = digest_of(part.to_local() for part in parts) if step.applied else ""
+        tell(step=step.number, generation=step.generation, replicas=session.replicas, digest=local)
+    entire = digest_of(parameter.full_tensor() for parameter in model.parameters())
+    sys.stdout.write(f"{session.replicas} replicas of {ranks}: {entire}\n")
 dist.destroy_process_group()

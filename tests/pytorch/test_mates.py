@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from pytorch.torch_ranks import finish
+
 from support.processes import Worker, workers
 
 pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.timeout(120)]

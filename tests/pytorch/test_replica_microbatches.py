@@ -10,6 +10,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from pytorch.soak_replicas import soak_replicas
 
 from paceline import checkpoint
 from paceline.checkpoint.folder import read_manifest
@@ -18,7 +19,7 @@ from support.command import command
 pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.timeout(180)]
 
 SCRIPT = str(Path(__file__).parent / "replica_microbatches.py")
-TOTAL = "12"
+SLOWLY = ("--pace", "0.1")
 
 
 def digests(replicas: int, said: str, ranks: int = 2) -> set[str]:
@@ -38,29 +39,29 @@ def train(replicas: int, ranks: int, *arguments: object) -> str:
 @pytest.fixture(scope="module")
 def undisturbed() -> str:
     """The digest of one replica of two ranks that trains to the end."""
-    (digest,) = digests(1, train(1, 2, "True"))
+    (digest,) = digests(1, train(1, 2))
     return digest
 
 
 def test_one_and_two_replicas_end_with_the_same_bits(undisturbed: str) -> None:
-    assert digests(2, train(2, 2, "True")) == {undisturbed}
+    assert digests(2, train(2, 2)) == {undisturbed}
 
 
 @pytest.mark.exhaustive
 def test_fsdp2_that_keeps_weights_on_two_of_four_ranks_trains_in_replicas() -> None:
-    assert digests(1, train(1, 4, "2"), 4) == digests(2, train(2, 4, "2"), 4)
+    assert digests(1, train(1, 4, "--reshard", 2), 4) == digests(2, train(2, 4, "--reshard", 2), 4)
 
 
 def test_replicas_go_on_from_the_checkpoints_of_another_number(tmp_path: Path, undisturbed: str) -> None:
     """Two replicas leave, one goes on; then the last checkpoint is damaged, and two use the one before."""
     folder = tmp_path / "saved"
-    with command("run", "-n", "4", "--replica-size", "2", SCRIPT, "True", str(folder), TOTAL) as run:
+    with command("run", "-n", "4", "--replica-size", "2", SCRIPT, *SLOWLY, "--checkpoints", str(folder)) as run:
         run.wait_for("step 4 of replica 0", timeout=90.0)
         run.signal(signal.SIGTERM)
         run.wait(60.0)
     last = checkpoint.tags(folder)[-1]
     assert 4 <= last.step < 12, str(run)
-    said = train(1, 2, "True", folder, TOTAL)
+    said = train(1, 2, "--checkpoints", folder)
     assert digests(1, said) == {undisturbed}, said
     assert f"resumed from step {last.step} of checkpoint" in said, said
 
@@ -70,7 +71,7 @@ def test_replicas_go_on_from_the_checkpoints_of_another_number(tmp_path: Path, u
     flipped = bytearray(data.read_bytes())
     flipped[len(flipped) // 2] ^= 1
     data.write_bytes(flipped)
-    said = train(2, 2, "True", folder, TOTAL)
+    said = train(2, 2, "--checkpoints", folder)
     assert digests(2, said) == {undisturbed}, said
     assert f"{last} is left out: {data} has other bytes than were written" in said, said
     assert f"resumed from step {before.step} of checkpoint" in said, said
@@ -82,7 +83,7 @@ def test_a_rank_that_is_killed_while_it_writes_costs_neither_bits_nor_checkpoint
     """The other replica trains on, and writes from then on."""
     folder = tmp_path / "saved"
     options = ("-n", "4", "--replica-size", "2", "--restarts", "1", "--min", "1")
-    with command("run", *options, SCRIPT, "True", str(folder), TOTAL, "7") as run:
+    with command("run", *options, SCRIPT, *SLOWLY, "--checkpoints", str(folder), "--strike", "7") as run:
         assert run.wait(150.0) == 0, str(run)
     assert (tmp_path / "saved-struck").exists()
     assert set(re.findall(r"\d replicas of 2: (\w+)", run.stdout)) == {undisturbed}, str(run)
@@ -91,3 +92,9 @@ def test_a_rank_that_is_killed_while_it_writes_costs_neither_bits_nor_checkpoint
     for tag in tags:
         for file in read_manifest(folder / str(tag)).files:
             file.verify(folder / str(tag))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
+def test_a_storm_of_40_seconds_keeps_the_bits(tmp_path: Path) -> None:
+    soak_replicas(40, 1, tmp_path, print)
