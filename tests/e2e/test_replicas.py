@@ -23,7 +23,6 @@ from paceline.cli.launcher import Launcher, Terms, WorkerSettings
 from paceline.cli.launcher.console import Console
 from paceline.cli.launcher.worker import NEWS, Worker
 from paceline.launch._environment import replica_world
-from paceline.launch._replicas import RankExit
 from support.command import Command, command, wait_until_gone
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher ties processes with prctl")
@@ -230,8 +229,7 @@ def test_a_rank_that_hears_of_a_lost_mate_does_not_count_as_the_one_that_failed(
     finally:
         worker.dismiss()
     assert (worker.label, str(worker)) == ("1.3", "rank 3 of replica 1")
-    assert isinstance(end, RankExit)
-    assert (end.label, end.rank, end.slot, end.joined, end.follows) == ("replica 1", 3, 7, True, follows)
+    assert (end.label, end.position, end.slot, end.joined, end.follows) == ("replica 1", 3, 7, True, follows)
 
 
 def test_a_rank_that_cannot_be_started_fails_its_replica_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,14 @@ instead: `Host` and `Notice` say how (decision 22).
 from paceline.launch._environment import WorkerSettings, worker_environment
 from paceline.launch._host import Host, Notice
 from paceline.launch._own_coordinator import Served, own_coordinator, token_for
+from paceline.launch._replicas import ReplicaSupervision
 from paceline.launch._running_job import JobMember, JobStatus, RunningJob
 from paceline.launch._supervision import Exit, Supervision, Terms
 
 __all__ = [
     # which workers run
     "Supervision",
+    "ReplicaSupervision",
     "Terms",
     "Exit",
     # what workers find

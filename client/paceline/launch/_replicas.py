@@ -3,35 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from paceline.launch._supervision import Exit, Supervision, Terms
 
 MATES_S = 0.5
 """Seconds between the failure of a rank and SIGKILL for its mates: they say their own errors, or end by themselves.
 They get no SIGTERM, on which they would leave in good order, and wait for the rank that has failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankExit(Exit):
-    """The end of one rank of a replica; it stands for the end of the whole replica if it is the cause of that.
-
-    Attributes:
-        rank: its position in the replica. `label` names the replica.
-    """
-
-    rank: int = 0
-
-    @property
-    def _named(self) -> str:
-        return f"{self.label} (rank {self.rank}, pid {self.pid} {self.how})"
-
-    @property
-    def _again(self) -> str:
-        return "as a whole"
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} of {self.label} (pid {self.pid}) {self.how}"
 
 
 class ReplicaSupervision(Supervision):

@@ -30,7 +30,7 @@ SAME_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """The end of one worker. Without a return code, as when its machine is gone, derive a class whose `how` says that.
+    """The end of one worker, or of one rank of a replica.
 
     Attributes:
         label: the worker as the user knows it: "rank 2", or "worker #2" if it never had a rank.
@@ -42,6 +42,8 @@ class Exit:
         joined: it had been in a view.
         unfinished: it had steps of `session.steps` to take, and was not told to leave. Leave it out, for the same
             reason.
+        position: its rank in its replica, which `label` names; None if it is a worker by itself.
+        words: how it ended, in words that complete "rank 2 ...", if it has no exit code, as when its machine is gone.
     """
 
     label: str
@@ -51,10 +53,14 @@ class Exit:
     slot: int = 0
     joined: bool = False
     unfinished: bool = False
+    position: int | None = None
+    words: str = ""
 
     @property
     def how(self) -> str:
         """How the process ended, as a phrase that completes "rank 2 ..."."""
+        if self.words:
+            return self.words
         # The coordinator has words of its own for the same end (`ExitReported.how`): it knows nothing of steps.
         if self.returncode >= 0:
             early = " before the last step" if self.unfinished and not self.returncode else ""
@@ -68,15 +74,17 @@ class Exit:
     @property
     def _named(self) -> str:
         """Names the worker or replica that has ended, and says how."""
-        return f"{self.label} (pid {self.pid} {self.how})"
+        rank = "" if self.position is None else f"rank {self.position}, "
+        return f"{self.label} ({rank}pid {self.pid} {self.how})"
 
     @property
     def _again(self) -> str:
         """As what it is restarted."""
-        return "as a new worker"
+        return "as a new worker" if self.position is None else "as a whole"
 
     def __str__(self) -> str:
-        return f"{self.label} (pid {self.pid}) {self.how}"
+        rank = "" if self.position is None else f"rank {self.position} of "
+        return f"{rank}{self.label} (pid {self.pid}) {self.how}"
 
 
 def shell_code(returncode: int) -> int:

@@ -28,6 +28,7 @@ def run(
     *args: Any,
     min_workers: int,
     max_workers: int | None = None,
+    replica_size: int | None = None,
     resources: Mapping[str, float] | None = None,
     restarts: int = 10,
     job: str = "default",
@@ -47,8 +48,11 @@ def run(
         args: further arguments for it.
         min_workers: the job does not go on with fewer workers.
         max_workers: how many workers to ask Ray for; `min_workers` if left out.
-        resources: what each worker takes: "CPU", "GPU", "memory" (bytes), or a resource of the cluster; one CPU if left
-            out.
+        replica_size: if given, each worker is a replica of so many ranks, which hold one copy of the model between
+            them: `min_workers`, `max_workers` and `restarts` count replicas, Ray finds room for all ranks of one
+            together, each rank is an actor, and `fn` finds torch's default process group, of its replica.
+        resources: what each worker, or each rank of a replica, takes: "CPU", "GPU", "memory" (bytes), or a resource of
+            the cluster; one CPU if left out.
         restarts: how often each worker is replaced at most. A worker that fails three times in a row within 5 s,
             before it was in a view, is given up earlier.
         job: name of the job.
@@ -57,8 +61,8 @@ def run(
         config: timeouts and limits of the workers; those of this process's environment if left out.
 
     Returns:
-        What `fn` returned, by rank, for the members of the last generation, in the order of ranks. Workers that died at
-        the very end or were drained are missing.
+        What `fn` returned, by rank, for the members of the last generation, in the order of ranks; rank p of replica r
+        has number r * replica_size + p. Workers that died at the very end or were drained are missing.
 
     Raises:
         ModuleNotFoundError: Ray is not installed.
@@ -78,6 +82,7 @@ def run(
         args,
         min_workers=min_workers,
         max_workers=min_workers if max_workers is None else max_workers,
+        replica_size=replica_size,
         resources={"CPU": 1.0} if resources is None else resources,
         restarts=restarts,
         job=job,

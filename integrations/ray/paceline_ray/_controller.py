@@ -18,8 +18,8 @@ from types import FrameType
 from typing import Any
 
 from paceline import Config, PacelineError
-from paceline.launch import Exit, RunningJob, Supervision, Terms, own_coordinator, token_for
-from paceline_ray._hosted_worker import Fate, Finished, HostedWorker, JoinTerms, WorkerPlace
+from paceline.launch import Exit, ReplicaSupervision, RunningJob, Supervision, Terms, own_coordinator, token_for
+from paceline_ray._hosted_worker import Fate, Finished, HostedWorker, JoinTerms, ReplicaRank, WorkerPlace
 
 _log = logging.getLogger("paceline_ray")
 
@@ -46,18 +46,6 @@ _ASK_S = 5.0
 """Seconds for an answer of an actor that is alive."""
 
 
-@dataclass(frozen=True, slots=True)
-class ActorEnd(Exit):
-    """The end of an actor, whose process has no exit code here; `words` complete "rank 2 ..."."""
-
-    words: str = ""
-
-    @property
-    def how(self) -> str:
-        """How the actor ended."""
-        return self.words
-
-
 def actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
     """Returns what a worker takes, as options of a Ray actor."""
     for name, amount in resources.items():
@@ -75,6 +63,7 @@ def run_workers(
     *,
     min_workers: int,
     max_workers: int,
+    replica_size: int | None,
     resources: Mapping[str, float],
     restarts: int,
     job: str,
@@ -83,9 +72,10 @@ def run_workers(
 ) -> dict[int, Any]:
     """See `paceline_ray.run`."""
     ray = _connected_ray()
-    options = actor_options(resources)
     if not 1 <= min_workers <= max_workers:
         raise ValueError(f"min_workers must be 1 or more and max_workers no less, not {min_workers} and {max_workers}")
+    if replica_size is not None and replica_size < 1:
+        raise ValueError(f"replica_size must be 1 or more, not {replica_size}")
     if restarts < 0:
         raise ValueError(f"restarts must be 0 or more, not {restarts}")
     config = config or Config.from_environment()
@@ -106,8 +96,11 @@ def run_workers(
         look = stack.enter_context(RunningJob(coordinator, job, _ANSWER_S))
         elastic = min_workers < max_workers or restarts > 0
         terms = Terms(workers=max_workers, minimum=min_workers, elastic=elastic, restarts=restarts)
-        supervision = Supervision(config.failure_timeout + _GRACE_S, terms)
-        return _Controller(ray, (fn, args), wanted, options, supervision, look).run()
+        grace = config.failure_timeout + _GRACE_S
+        supervision = (
+            Supervision(grace, terms) if replica_size is None else ReplicaSupervision(grace, terms, replica_size)
+        )
+        return _Controller(ray, (fn, args), wanted, resources, supervision, look, replica_size).run()
 
 
 def results_of(finished: Sequence[Finished]) -> dict[int, Any]:
@@ -148,6 +141,7 @@ class _Hosted:
         place: where Ray has put it; None while Ray has no room.
         trains: `train` was called, and has not ended.
         rank: its last known rank.
+        replica_size: ranks of the replica that it belongs to; None if it is a worker by itself.
     """
 
     index: int
@@ -156,11 +150,23 @@ class _Hosted:
     place: WorkerPlace | None = None
     trains: bool = False
     rank: int | None = None
+    replica_size: int | None = None
 
     @property
     def label(self) -> str:
-        name = f"worker #{self.index}" if self.rank is None else f"rank {self.rank}"
+        if self.replica_size is not None:
+            number = f"#{self.index // self.replica_size}" if self.rank is None else self.rank // self.replica_size
+            name = f"replica {number}"
+        else:
+            name = f"worker #{self.index}" if self.rank is None else f"rank {self.rank}"
         return name if self.place is None else f"{name} on {self.place.address}"
+
+    def end(self, returncode: int, words: str, *, follows: bool = False) -> Exit:
+        """Describes its end to `Supervision`; its process has no exit code here."""
+        pid = 0 if self.place is None else self.place.pid
+        position = None if self.replica_size is None else self.index % self.replica_size
+        joined = self.rank is not None
+        return Exit(self.label, pid, returncode, follows, self.index, joined=joined, position=position, words=words)
 
 
 class _Controller:
@@ -171,14 +177,18 @@ class _Controller:
         ray: Any,
         work: tuple[Callable[..., Any], tuple[Any, ...]],
         wanted: JoinTerms,
-        options: Mapping[str, Any],
+        resources: Mapping[str, float],
         supervision: Supervision,
         look: RunningJob,
+        replica_size: int | None = None,
     ) -> None:
         self._ray = ray
         self._work = ray.put(work)
         self._wanted = wanted
-        self._actor_class = ray.remote(HostedWorker).options(**options)
+        self._replica_size, self._size = replica_size, replica_size or 1
+        self._actor_class, self._options = ray.remote(HostedWorker), actor_options(resources)
+        self._bundle = {name: amount for name, amount in resources.items() if amount}
+        self._bundles: dict[int, Any] = {}  # by replica: the room for all its ranks, which Ray gives together
         self._supervision = supervision
         self._look = look
         self._signals: list[signal.Signals] = []
@@ -196,19 +206,21 @@ class _Controller:
         """Starts the workers and waits until they have ended; returns and raises as `paceline_ray.run`."""
         try:
             with self._catch_signals():
-                for index in range(self._wanted.max_workers):
+                for index in range(self._wanted.max_workers * self._size):
                     self._host(index)
                 while self._unfinished():
                     self._turn()
         finally:
             for hosted in self._hosted.values():
                 self._ray.kill(hosted.actor)
+            for bundles in self._bundles.values():
+                self._ray.util.remove_placement_group(bundles)
         if self._interrupted_by is signal.SIGINT:
             raise KeyboardInterrupt
         if self._interrupted_by is not None:
             raise SystemExit(self._supervision.exit_code)
         if (failure := self._supervision.failure) is not None:
-            error = self._errors[failure.slot]
+            error = self._errors[failure.slot * self._size + (failure.position or 0)]
             error.add_note(str(failure))
             raise error
         if self._supervision.summary:
@@ -226,9 +238,19 @@ class _Controller:
         return bool(self._hosted) and not is_over(self._finished, has_failed=has_failed)
 
     def _host(self, index: int) -> None:
-        """Asks Ray for a worker."""
-        actor = self._actor_class.remote()
-        self._hosted[index] = _Hosted(index, actor, actor.place.remote())
+        """Asks Ray for a worker; with the first rank of a replica, for room for all its ranks."""
+        replica, position = divmod(index, self._size)
+        options = dict(self._options)
+        if self._replica_size is not None:
+            if not position:
+                self._bundles[replica] = self._ray.util.placement_group([self._bundle] * self._size)
+            strategies = importlib.import_module("ray.util.scheduling_strategies")
+            options["scheduling_strategy"] = strategies.PlacementGroupSchedulingStrategy(
+                self._bundles[replica], placement_group_bundle_index=position
+            )
+        actor = self._actor_class.options(**options).remote()
+        leads = self._replica_size is not None and not position
+        self._hosted[index] = _Hosted(index, actor, actor.place.remote(leads), replica_size=self._replica_size)
 
     def _turn(self) -> None:
         """Waits for events and handles all that have occurred."""
@@ -244,6 +266,10 @@ class _Controller:
                 self._handle(waited_for[ref])
         self._look_at_job()
         self._obey_signals()
+        if isinstance(self._supervision, ReplicaSupervision):
+            for index in self._supervision.mates_to_kill(time.monotonic()):
+                if index in self._hosted:
+                    self._ray.kill(self._hosted[index].actor)
         for index in self._supervision.restarts_due(time.monotonic()):
             self._host(index)
         self._begin_placed()
@@ -264,7 +290,7 @@ class _Controller:
                 hosted.place = value
             else:
                 self._finished.append(value)
-                self._end(hosted, ActorEnd(hosted.label, _pid(hosted), 0, slot=hosted.index, words="has finished"))
+                self._end(hosted, hosted.end(0, "has finished"))
 
     def _fate_of(self, hosted: _Hosted) -> Fate:
         """Asks an actor whose function raised; what it knows may be lost if it died right then."""
@@ -279,36 +305,50 @@ class _Controller:
         self._look_at_job(now=True)
         hosted.rank = hosted.rank if fate.rank is None else fate.rank
         self._errors[hosted.index] = error
-        joined = hosted.rank is not None
-        end = ActorEnd(hosted.label, _pid(hosted), 1, fate.follows, hosted.index, joined=joined, words=fate.error)
-        self._end(hosted, end)
+        self._end(hosted, hosted.end(1, fate.error, follows=fate.follows))
 
-    def _end(self, hosted: _Hosted, end: ActorEnd) -> None:
+    def _end(self, hosted: _Hosted, end: Exit) -> None:
         del self._hosted[hosted.index]
         self._ray.kill(hosted.actor)  # so that others may have its room
+        replica = hosted.index // self._size
+        if replica in self._bundles and not any(index in self._hosted for index in self._slots_of(replica)):
+            self._ray.util.remove_placement_group(self._bundles.pop(replica))
         if sentence := self._supervision.ended(end, time.monotonic()):
             _log.warning("%s", sentence)
 
     def _begin_placed(self) -> None:
-        """Lets placed workers join: the first ones together, as soon as there are enough of them."""
-        placed = [hosted for hosted in self._hosted.values() if hosted.place is not None]
+        """Lets placed workers join: the first ones together, as soon as there are enough of them.
+
+        A replica begins when all its ranks have been placed.
+        """
+        ranks = [[self._hosted.get(index) for index in self._slots_of(n)] for n in range(self._wanted.max_workers)]
+        placed = [[each for each in replica if each is not None and each.place is not None] for replica in ranks]
+        placed = [replica for replica in placed if len(replica) == self._size]
         now = time.monotonic()
         if len(placed) >= self._wanted.min_workers:
             self._gathered = True
         elif not self._gathered and not self._said_no_room and now >= self._began + _NO_ROOM_S:
             self._said_no_room = True
+            kind = "workers" if self._replica_size is None else f"replicas of {self._size}"
             _log.warning(
-                "Ray has room for %d of the %d workers that job %r needs to begin; waiting for more",
-                *(len(placed), self._wanted.min_workers, self._wanted.job),
+                "Ray has room for %d of the %d %s that job %r needs to begin; waiting for more",
+                *(len(placed), self._wanted.min_workers, kind, self._wanted.job),
             )
         if not self._gathered or self._supervision.stopping:
             return
-        for hosted in placed:
-            if not hosted.trains:
+        for replica in placed:
+            for position, hosted in enumerate(replica):
+                if hosted.trains:
+                    continue
                 assert hosted.place is not None
+                assert replica[0].place is not None
+                rank = ReplicaRank(position, self._size, replica[0].place) if self._replica_size is not None else None
                 hosted.trains = True
                 self._supervision.began(hosted.index, now)
-                hosted.waited_for = hosted.actor.train.remote(self._work, self._wanted, hosted.place.address)
+                hosted.waited_for = hosted.actor.train.remote(self._work, self._wanted, hosted.place.address, rank)
+
+    def _slots_of(self, replica: int) -> range:
+        return range(replica * self._size, (replica + 1) * self._size)
 
     def _look_at_job(self, *, now: bool = False) -> None:
         """Asks the coordinator for the rank of each worker, and for what the workers wait for."""
@@ -371,7 +411,3 @@ class _Controller:
         finally:
             for signum, handler in before.items():
                 signal.signal(signum, handler)
-
-
-def _pid(hosted: _Hosted) -> int:
-    return 0 if hosted.place is None else hosted.place.pid

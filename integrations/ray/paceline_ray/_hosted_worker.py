@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from paceline import Config, Credentials, Dismissed, PacelineError, Session, join
+from paceline import Config, Credentials, Dismissed, PacelineError, ReplicaLost, Session, join
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,17 @@ class WorkerPlace:
     host: str
     pid: int
     address: str
+    port: int = 0
+    """Where the store of the replica listens that this worker leads."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaRank:
+    """A worker's place in its replica of `size` ranks; rank 0 is at `lead`."""
+
+    position: int
+    size: int
+    lead: WorkerPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +79,34 @@ class HostedWorker:
 
     def __init__(self) -> None:
         self._fate = Fate()
+        self._store: Any = None
 
-    def place(self) -> WorkerPlace:
-        """Returns where this process is; the driver learns by it that Ray had room."""
+    def place(self, leads: bool) -> WorkerPlace:
+        """Returns where this process is; the driver learns by it that Ray had room.
+
+        If it `leads` a replica, that replica's store listens from now on.
+        """
         import ray
 
-        return WorkerPlace(socket.gethostname(), os.getpid(), ray.util.get_node_ip_address())
+        address, port = ray.util.get_node_ip_address(), 0
+        if leads:
+            from torch.distributed import TCPStore
 
-    def train(self, work: tuple[Callable[..., Any], tuple[Any, ...]], terms: JoinTerms, address: str) -> Finished:
+            self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+            port = self._store.port
+        return WorkerPlace(socket.gethostname(), os.getpid(), address, port)
+
+    def train(
+        self,
+        work: tuple[Callable[..., Any], tuple[Any, ...]],
+        terms: JoinTerms,
+        address: str,
+        place: ReplicaRank | None,
+    ) -> Finished:
         """Joins the job and calls the training function.
 
-        `work` is the function, and its arguments behind the session. `address` is where other nodes reach this one.
+        `work` is the function, and its arguments behind the session. `address` is where other nodes reach this one, and
+        `place` its rank in its replica, if it has one.
         """
         fn, args = work
         session: Session | None = None
@@ -93,11 +121,14 @@ class HostedWorker:
                 advertise=address,
                 config=terms.config,
                 credentials=credentials,
+                **({} if place is None else {"replica": self._world_of(place)}),
             ) as session:
                 try:
                     value = fn(session, *args)
                 finally:  # it has no rank any more when it has left
                     rank = session.rank if session.members else None
+                    if rank is not None and place is not None:
+                        rank = rank * place.size + place.position
                 return Finished(-1 if rank is None else rank, session.generation, value)
         except Dismissed:
             return Finished(-1, 0, dismissed=True)
@@ -107,10 +138,18 @@ class HostedWorker:
             raise RuntimeError(f"the training function called sys.exit({error.code!r})") from error
         except Exception as error:
             blamed = error.ranks if isinstance(error, PacelineError) else ()
-            follows = bool(blamed) and rank not in blamed
+            follows = isinstance(error, ReplicaLost) or (bool(blamed) and rank not in blamed)
             first = str(error).partition("\n")[0]
             self._fate = Fate(rank, follows, f"raised {type(error).__name__}: {first:.500}")
             raise
+
+    def _world_of(self, place: ReplicaRank) -> Any:
+        """Makes the replica torch's world, and returns it."""
+        import torch.distributed as dist
+
+        store = self._store or dist.TCPStore(place.lead.address, place.lead.port, is_master=False)
+        dist.init_process_group(store=store, rank=place.position, world_size=place.size)
+        return dist.group.WORLD
 
     def fate(self) -> Fate:
         """Returns what the driver cannot see in the error of `train`."""

@@ -9,8 +9,8 @@ import pytest
 
 import paceline_ray
 from paceline import Config
-from paceline.launch import Supervision, Terms
-from paceline_ray._controller import ActorEnd, _Controller, _Hosted, actor_options, is_over, results_of
+from paceline.launch import Exit, Supervision, Terms
+from paceline_ray._controller import _Controller, _Hosted, actor_options, is_over, results_of
 from paceline_ray._hosted_worker import Finished, JoinTerms
 
 
@@ -80,11 +80,11 @@ def test_the_replacement_of_a_dead_worker_is_awaited_after_a_drain() -> None:
     supervision.began(0, 0.0)
     supervision.began(1, 0.0)
     controller._finished.append(DRAINED)
-    supervision.ended(ActorEnd("rank 1", 2, 0, slot=1), 9.0)
+    supervision.ended(Exit("rank 1", 2, 0, slot=1), 9.0)
     controller._hosted[0] = _Hosted(0, actor=None, waited_for=None)  # one that replaces nobody
     assert not controller._unfinished(), "all that trained were drained"
     controller._errors[0] = RuntimeError("died")
-    supervision.ended(ActorEnd("rank 0", 1, 1, slot=0, joined=True, words="died"), 10.0)
+    supervision.ended(Exit("rank 0", 1, 1, slot=0, joined=True, words="died"), 10.0)
     assert supervision.restarts_due(99.0) == [0]
     assert controller._unfinished(), "its replacement has no room yet"
 
@@ -92,7 +92,7 @@ def test_the_replacement_of_a_dead_worker_is_awaited_after_a_drain() -> None:
 def test_the_end_of_an_actor_is_reported_in_words() -> None:
     supervision = Supervision(8.0, Terms(workers=2, minimum=1, elastic=True, restarts=1))
     supervision.began(1, 0.0)
-    end = ActorEnd("rank 1 on 10.0.0.7", 4016, 1, slot=1, joined=True, words="died")
+    end = Exit("rank 1 on 10.0.0.7", 4016, 1, slot=1, joined=True, words="died")
     assert supervision.ended(end, 9.0) == (
         "restarting rank 1 on 10.0.0.7 (pid 4016 died) as a new worker in 0.1 s, 1 of 1"
     )

@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from paceline.launch._replicas import MATES_S, RankExit, ReplicaSupervision
-from paceline.launch._supervision import KILL_AFTER_S, Terms
+from paceline.launch._replicas import MATES_S, ReplicaSupervision
+from paceline.launch._supervision import KILL_AFTER_S, Exit, Terms
 
 SIZE = 3
 
@@ -23,11 +23,9 @@ def supervise(
     return supervision
 
 
-def end(
-    slot: int, returncode: int, *, follows: bool = False, joined: bool = True, unfinished: bool = False
-) -> RankExit:
+def end(slot: int, returncode: int, *, follows: bool = False, joined: bool = True, unfinished: bool = False) -> Exit:
     replica, rank = divmod(slot, SIZE)
-    return RankExit(f"replica {replica}", 100 + slot, returncode, follows, slot, joined, unfinished, rank)
+    return Exit(f"replica {replica}", 100 + slot, returncode, follows, slot, joined, unfinished, rank)
 
 
 def ends(supervision: ReplicaSupervision, now: float, *codes: tuple[int, int]) -> list[str]:
@@ -241,7 +239,7 @@ def test_ranks_that_fail_after_they_were_told_to_stop_are_no_failures() -> None:
 
 def test_a_replica_of_one_rank_is_restarted_like_a_worker() -> None:
     supervision = supervise(size=1)
-    lone = RankExit("replica 1", 9, 3, slot=1, joined=True)
+    lone = Exit("replica 1", 9, 3, slot=1, joined=True, position=0)
     assert supervision.ended(lone, 10.0) == (
         "restarting replica 1 (rank 0, pid 9 ended with exit code 3) as a whole in 0.1 s, 1 of 3"
     )

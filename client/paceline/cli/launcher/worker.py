@@ -14,7 +14,6 @@ from typing import Any
 
 from paceline._session.identity import process_identity
 from paceline.cli.launcher.printed import LineSplitter, Printed
-from paceline.launch._replicas import RankExit
 from paceline.launch._supervision import Exit
 
 NEWS = "news"
@@ -198,8 +197,8 @@ class Worker:
         """Describes its end; call it after `reap`, when all its news has been read."""
         follows = self._lost_mate or (bool(self._blamed) and self.rank not in self._blamed)
         joined, unfinished = self.rank is not None, self._unfinished
-        said = (self.pid, self._process.returncode, follows, self.index, joined, unfinished)
-        return Exit(self._member, *said) if self.position is None else RankExit(self._member, *said, self.position)
+        code = self._process.returncode
+        return Exit(self._member, self.pid, code, follows, self.index, joined, unfinished, self.position)
 
     def __str__(self) -> str:
         return self._member if self.position is None else f"rank {self.position} of {self._member}"
