@@ -10,7 +10,7 @@ from pytorch.replica_ranks import run_replicas
 pytestmark = pytest.mark.needs(what="torch")
 
 _SAVE = """
-import pickle
+import json
 from pathlib import Path
 import numpy as np
 import torch.distributed.checkpoint as dcp
@@ -51,7 +51,7 @@ class Run:
         return write(folder, content.copied(), content.buffers, line)
 
     def load(self, folder):
-        ReplicaContent(self.state, self.position).load(folder)
+        ReplicaContent(self.state, self.position).load(folder, os.listdir(folder))
 
     def values(self):
         found = {f"model {path}": whole(value) for path, value in self.model.state_dict().items()}
@@ -186,7 +186,16 @@ class Counts(Net):
 counting = Run(built(make=Counts))
 counting.model.seen += position
 files = counting.save(folder.with_name(f"counts-{replica}"))
-assert {file.name for file in files} == {".metadata", "__0_0.distcp", "__1_0.distcp"}, files
+assert {file.name for file in files} == {".metadata", "paceline.json", "__0_0.distcp", "__1_0.distcp"}, files
+
+alone = init_device_mesh("cpu", (world, 1), mesh_dim_names=("all", "one"))["one"]
+stage = Run(sharded(built(seed=position), mesh=alone))
+try:
+    stage.save(folder.with_name(f"shards-{replica}"))
+except CheckpointFailed as error:
+    assert "hold different values of model.blocks.0.down.bias" in str(error), error
+else:
+    raise AssertionError("one stage would come back with the other's weights")
 """,
     )
 
@@ -199,21 +208,27 @@ if replica == 0:
     saved.save(folder)
 dist.barrier()
 if rank == 0:
+    import pickle
     class Evil:
         def __reduce__(self):
             return os.mkdir, (str(folder / "evil"),)
-    table, data = folder / ".metadata", folder / "__0_0.distcp"
+    table, data = folder / "paceline.json", folder / "__0_0.distcp"
     whole_table, whole_data = table.read_bytes(), data.read_bytes()
-    stored = pickle.loads(whole_table)
-    stored.storage_data[next(iter(stored.storage_data))].relative_path = "../elsewhere"
-    middle = len(whole_data) // 2
+    def changed(change):
+        stored = json.loads(whole_table)
+        change(stored)
+        return json.dumps(stored).encode()
+    def at_the_start(stored):
+        for place in stored["places"]:
+            if place[0] in stored["values"]:
+                place[4:] = [0, 1000]
     trials = {
-        "evil": (pickle.dumps(Evil()), whole_data),
-        "evil inside": (pickle.dumps({"a": [Evil()]}), whole_data),
-        "no table": (pickle.dumps(torch.Size([1])), whole_data),
         "cut": (whole_table[:100], whole_data),
-        "elsewhere": (pickle.dumps(stored), whole_data),
-        "short": (whole_table, whole_data[:middle]),
+        "elsewhere": (changed(lambda t: t["places"][0].__setitem__(3, "../elsewhere")), whole_data),
+        "no dtype": (changed(lambda t: t["tensors"]["model.head.bias"].__setitem__(0, "save")), whole_data),
+        "no table": (b"[1]", whole_data),
+        "short": (whole_table, whole_data[: len(whole_data) // 2]),
+        "evil": (changed(at_the_start), pickle.dumps(Evil()) + whole_data),
     }
     for name, (a, b) in trials.items():
         table.write_bytes(a)
@@ -228,7 +243,9 @@ if rank == 0:
     assert not (folder / "evil").exists()
     table.write_bytes(whole_table)
     data.write_bytes(whole_data)
+    (folder / ".metadata").write_bytes(pickle.dumps(Evil()))
     other.load(folder)
+    assert not (folder / "evil").exists()
 """,
     )
 
@@ -257,5 +274,115 @@ except UnsupportedOp as error:
     assert "1 parameters of optimizer are in no model of the training state" in str(error), error
 else:
     raise AssertionError("it has a name")
+""",
+    )
+
+
+def test_frozen_parameters_numpy_numbers_and_unsharded_weights_come_back(tmp_path: Path) -> None:
+    run(
+        tmp_path,
+        """
+saved.model.head.bias.requires_grad = False
+saved.optimizer.param_groups[0]["lr"] = np.float64(0.125)
+with torch.no_grad():
+    saved.model(mine)  # leaves the root's weights whole
+if replica == 0:
+    saved.save(folder)
+dist.barrier()
+saved.optimizer.param_groups[0]["lr"] = 0.125
+other = Run(sharded(built(seed=3)))
+other.load(folder)
+check_equal(other, saved.values())
+assert [p for p, each in other.model.named_parameters() if not each.requires_grad] == ["head.bias"]
+renamed = paceline.TrainState(model=other.model, opt=other.optimizer, sampler=paceline.ElasticSampler(60, 4))
+try:
+    ReplicaContent(renamed, position).load(folder, os.listdir(folder))
+except SizeMismatch as error:
+    assert "the checkpoint has no opt.param_groups.blocks.0.norm.weight" in str(error), error
+else:
+    raise AssertionError("an optimizer without its state")
+other.optimizer.param_groups[1]["betas"] = slice(2)
+try:
+    ReplicaContent(other.state, position).check()
+except UnsupportedOp as error:
+    assert "betas of optimizer is a slice" in str(error), error
+else:
+    raise AssertionError("it could not be read again")
+""",
+    )
+
+
+def test_buffers_of_wrapped_models_may_differ_between_ranks(tmp_path: Path) -> None:
+    run(
+        tmp_path,
+        """
+class Counts(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(2))
+model = torch.nn.parallel.DistributedDataParallel(
+    built(make=Counts), process_group=inner.get_group(), broadcast_buffers=False
+)
+counting = Run(model.module)
+counting.state = paceline.TrainState(model=torch.compile(model, backend="eager"))
+model.module.seen += position
+counting.save(folder.with_name(f"counts-{replica}"))
+""",
+    )
+
+
+def test_the_last_checkpoint_waits_for_one_that_is_being_written(tmp_path: Path) -> None:
+    """Nobody has said whether the first one is committed; and another thread writes it to the same mates."""
+    run(
+        tmp_path,
+        """
+from paceline._base.activity import MemberCounters
+from paceline._elastic.replica_saver import ReplicaSaver
+from paceline.checkpoint.folder import read_manifest
+from paceline_protocol import Tag
+
+saver = ReplicaSaver(folder, 1, MemberCounters(), line._mates)
+for held in (Tag(1, 3), Tag(1, 4)):
+    saver.begin(held, saved.state, group)
+    saver.start(held, saved.state, group, writing=False)
+    saver.keep_last(held, saved.state, group)
+    if replica == 0:
+        assert read_manifest(folder / str(held)).tag == held
+    dist.barrier()
+saver.start(Tag(1, 5), saved.state, group, writing=False)
+saver.drop_others(Tag(2, 5))
+saver.commit(5)
+saver.wait()
+dist.barrier()
+assert paceline.checkpoint.tags(folder) == [Tag(1, 3), Tag(1, 4)]
+assert len(list(folder.iterdir())) == 2
+other = Run(sharded(built(seed=3)))
+again = ReplicaSaver(folder, 1, MemberCounters(), line._mates)
+again.load(other.state)
+assert again.tag == Tag(1, 4)
+check_equal(other, saved.values())
+""",
+    )
+
+
+def test_a_rank_that_cannot_copy_its_state_leaves_no_mate_waiting(tmp_path: Path) -> None:
+    run(
+        tmp_path,
+        """
+from paceline._base.activity import MemberCounters
+from paceline._elastic.replica_saver import ReplicaSaver
+from paceline_protocol import Tag
+
+saver = ReplicaSaver(folder, 1, MemberCounters(), line._mates)
+if position == 1:
+    saved.own["seen"] = iter(())
+try:
+    saver.keep(Tag(1, 3), saved.state, group)
+except CheckpointFailed as error:
+    text = "rank 1: " if replica == 0 else "could not write the checkpoint"
+    assert text in str(error), error
+else:
+    raise AssertionError("it was written")
+assert not list(folder.glob("g*"))
 """,
     )

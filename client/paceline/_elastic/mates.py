@@ -127,7 +127,7 @@ class Mates(Alone):
                 self._ranks, patience, backend="gloo", use_local_synchronization=True, group_desc=description
             )
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise self.lost(error) from error
 
     def agree(self, values: Sequence[int]) -> list[int]:
         """Returns the elementwise maximum over all mates, which call it with equally many.
@@ -192,8 +192,8 @@ class Mates(Alone):
                 work.wait(_LOOK)
             except RuntimeError:
                 if work.is_completed():
-                    return self._lost(error)
-        return self._lost(error) if self._ends else None
+                    return self.lost(error)
+        return self.lost(error) if self._ends else None
 
     def refuse(self, what: str) -> None:
         """See `Alone`."""
@@ -219,7 +219,8 @@ class Mates(Alone):
             sys.stderr.flush()
         os._exit(1)
 
-    def _lost(self, cause: BaseException) -> ReplicaLost:
+    def lost(self, cause: BaseException) -> ReplicaLost:
+        """Returns the error that says that a mate has ended, as `cause` shows; this process ends soon."""
         error = ReplicaLost(
             "another rank of this worker's replica has ended, so this one ends too, and their launcher starts the "
             "replica again"
@@ -244,12 +245,12 @@ class Mates(Alone):
         try:
             work = self._dist.all_reduce(tensor, self._dist.ReduceOp.MAX, self._group, async_op=True)
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise self.lost(error) from error
         return work, tensor
 
     def _wait(self, work: Any, tensor: Any) -> list[int]:
         try:
             work.wait()
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise self.lost(error) from error
         return tensor.tolist()  # type: ignore[no-any-return]

@@ -2,21 +2,22 @@
 
 Models and optimizers of torch have the names that torch itself gives them (`model.layers.0.weight`,
 `optimizer.state.layers.0.weight.exp_avg`), so DCP alone loads them, in any other layout too. Everything else of a state
-(sampler, schedulers, the user's own values) is kept for each rank by itself, encoded as bytes: `paceline.rank0`.
+(sampler, schedulers, which parameters are frozen, the user's own values) is kept for each rank by itself, encoded as
+bytes: `paceline.rank0`.
 
-DCP's table of a checkpoint is a pickle. Here it is read with the few classes that such a table consists of, and values
-other than tensors are read as torch reads weights, so nothing in a checkpoint is ever run (I9).
+DCP's own table of a checkpoint is a pickle, which is not read here: the same table lies beside it as JSON. Values other
+than tensors are read as torch reads weights. So nothing in a checkpoint is ever run (I9).
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
+import json
 import logging
-import os
-import pickle  # noqa: TID251  only the classes of `_TABLE` are found
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,17 @@ from paceline._collectives.objects import decode_object, encode_object
 from paceline._elastic.device_array import memory_of, on_host
 from paceline._elastic.foreign import placement
 from paceline._elastic.mates import Mates
+from paceline._elastic.parts import check_fit, trains
+from paceline._elastic.saver import warning_of_frozen
 from paceline._elastic.state import TrainState
+from paceline._microbatch.receipts import checked_lines
 from paceline._session.launcher_pipe import tell_once
-from paceline.checkpoint.folder import MAX_MANIFEST_BYTES, SavedFile
+from paceline.checkpoint.folder import MAX_MANIFEST_BYTES, SavedFile, write_file
 from paceline.errors import CheckpointDamaged, CheckpointFailed, PacelineError, SizeMismatch, UnsupportedOp
 
 _log = logging.getLogger("paceline.elastic")
 
-_METADATA = ".metadata"
+_METADATA, _TABLE = ".metadata", "paceline.json"
 _OWN = "paceline.rank"
 
 _PATIENCE = timedelta(hours=1)
@@ -46,49 +50,65 @@ _MOST_NAMES = 8
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)\.")
 """What torch.compile and activation checkpointing add to the names of parameters."""
 
-_TABLE = re.compile(
-    r"torch\.distributed\.checkpoint\.metadata\.(?:[A-Z]\w+|_MEM_FORMAT_ENCODING)"
-    r"|torch\.distributed\.checkpoint\.filesystem\._StorageInfo|torch\.serialization\._get_layout"
-    r"|torch\.(?:Size|bool|u?int\d+|b?float\d+\w*|complex\d+)|pathlib(?:\._local)?\.(?:Pure)?PosixPath",
-    re.ASCII,
-)
-"""The classes and values that a table consists of."""
-
 
 class MateLine:
-    """A group of all mates, whose calls come in one order on all of them."""
+    """A group of all mates, whose calls come in one order on all of them. Raises ReplicaLost if a mate has ended."""
 
     def __init__(self, mates: Mates) -> None:
         import torch
         import torch.distributed as dist
 
-        self._torch, self._dist = torch, dist
+        self._torch, self._dist, self._mates = torch, dist, mates
         self.group = mates.new_group(_PATIENCE, "paceline checkpoints")
         self.position, self.size = mates.position, mates.size
 
     def gather(self, value: object) -> list[Any]:
-        """Returns the values of all mates in the order of positions; raises RuntimeError if a mate has ended."""
+        """Returns the values of all mates in the order of positions."""
         mine = encode_object(value)
         sizes = [self._torch.zeros(1, dtype=self._torch.int64) for _ in range(self.size)]
-        self._dist.all_gather(sizes, self._torch.tensor([len(mine)]), self.group)
-        most = max(int(size) for size in sizes)
-        found = [self._torch.empty(most, dtype=self._torch.uint8) for _ in range(self.size)]
-        self._dist.all_gather(found, self._bytes(mine.ljust(most)), self.group)
+        try:
+            self._dist.all_gather(sizes, self._torch.tensor([len(mine)]), self.group)
+            most = max(int(size) for size in sizes)
+            found = [self._torch.empty(most, dtype=self._torch.uint8) for _ in range(self.size)]
+            self._dist.all_gather(found, _bytes(mine.ljust(most)), self.group)
+        except RuntimeError as error:
+            raise self._mates.lost(error) from error
         return [decode_object(data.numpy()[: int(n)].tobytes()) for data, n in zip(found, sizes, strict=True)]
 
-    def _bytes(self, data: bytes) -> Any:
-        return self._torch.frombuffer(bytearray(data), dtype=self._torch.uint8)
+    def each(self, work: Callable[[], object]) -> list[Any]:
+        """Returns what `work` has returned on each mate; raises CheckpointFailed on all of them if it failed on one."""
+        try:
+            mine = ["", work()]
+        except Exception as error:  # noqa: BLE001  mates wait for this one's result
+            mine = [f"{type(error).__name__}: {error!s:.500}", None]
+        told = self.gather(mine)
+        if troubles := [f"rank {rank}: {text}" for rank, (text, _) in enumerate(told) if text]:
+            raise CheckpointFailed("; ".join(troubles[:_MOST_NAMES]))
+        return [value for _, value in told]
+
+    def save(self, folder: Path, tree: Mapping[str, Any]) -> Any:
+        """Writes what all mates hold into a folder, by DCP; returns its table."""
+        from torch.distributed.checkpoint import CheckpointException, FileSystemWriter, save
+
+        try:
+            return save(dict(tree), storage_writer=FileSystemWriter(folder, sync_files=False), process_group=self.group)
+        except CheckpointException as error:
+            raise CheckpointFailed(_causes(error)) from error
+        except RuntimeError as error:
+            raise self._mates.lost(error) from error
 
 
 class ReplicaContent:
     """What one rank holds of a replica's state, by the names of DCP.
 
     Raises:
-        UnsupportedOp: an optimizer has a parameter that is in no model of the state, so it has no name.
+        UnsupportedOp: an optimizer has a parameter that is in no model of the state, so it has no name, or a setting
+            that could not be read again.
     """
 
     def __init__(self, state: TrainState, position: int) -> None:
         import torch
+        from torch.distributed.fsdp import FSDPModule
 
         self._torch = torch
         self._state = state
@@ -97,15 +117,18 @@ class ReplicaContent:
         self._optimizers = {
             name: thing for name, thing in state.given.items() if isinstance(thing, torch.optim.Optimizer)
         }
+        for model in self._models.values():
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # a forward pass alone leaves other parameters than the optimizer's
         self._names = {name: self._names_for(name, optimizer) for name, optimizer in self._optimizers.items()}
 
     def _names_for(self, name: str, optimizer: Any) -> dict[Any, str]:
         """Returns the name of each parameter of an optimizer; behind that of its model if there are several models."""
         found = {}
         for model_name, model in self._models.items():
-            inner = model.module if isinstance(model, self._torch.nn.parallel.DistributedDataParallel) else model
-            for path, parameter in inner.named_parameters():
-                found[parameter] = model_name, _WRAPPERS.sub("", path)
+            for path, parameter in self._named(model).named_parameters():
+                found[parameter] = model_name, _path(path)
         mine = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if odd := sum(parameter not in found for parameter in mine):
             raise UnsupportedOp(
@@ -114,6 +137,36 @@ class ReplicaContent:
             )
         several = len({found[parameter][0] for parameter in mine}) > 1
         return {parameter: ".".join(found[parameter]) if several else found[parameter][1] for parameter in mine}
+
+    def _named(self, model: Any) -> Any:
+        """Returns the module within the wrappers of DDP and torch.compile, which add to names."""
+        while True:
+            if isinstance(model, self._torch.nn.parallel.DistributedDataParallel):
+                model = model.module
+            elif hasattr(model, "_orig_mod"):
+                model = model._orig_mod
+            else:
+                return model
+
+    def check(self) -> None:
+        """Checks that all settings of the optimizers can be read again.
+
+        Raises:
+            UnsupportedOp: one cannot.
+        """
+        for name, optimizer in self._optimizers.items():
+            for group in optimizer.param_groups:
+                for key, value in group.items():
+                    data = io.BytesIO()
+                    try:
+                        if key != "params":
+                            self._torch.save(_plain(value), data)
+                            self._torch.load(io.BytesIO(data.getvalue()), weights_only=True)
+                    except Exception as error:
+                        raise UnsupportedOp(
+                            f"{key} of {name} is a {type(value).__name__}, which torch.load(weights_only=True) refuses "
+                            "to read from a checkpoint: make it a number, a text or a tensor"
+                        ) from error
 
     def copied(self) -> dict[str, Any]:
         """Returns a copy of everything in main memory, as nested dicts for DCP."""
@@ -124,8 +177,16 @@ class ReplicaContent:
             use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
         )
         staged: dict[str, Any] = DefaultStager(options).stage(tree)
-        own = encode_object({"step": self._state.step, "parts": self._own_parts()})
-        return {**staged, f"{_OWN}{self._position}": self._torch.frombuffer(bytearray(own), dtype=self._torch.uint8)}
+        own = {
+            "step": self._state.step,
+            "receipts": list(self._state.receipts),
+            "parts": self._own_parts(),
+            "trained": {
+                name: {path: trains(parameter) for path, parameter in model.named_parameters()}
+                for name, model in self._models.items()
+            },
+        }
+        return {**staged, f"{_OWN}{self._position}": _bytes(encode_object(own))}
 
     def _live_models(self) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -139,36 +200,41 @@ class ReplicaContent:
             for parameter in group["params"]:
                 path = self._names[name][parameter]
                 for key, value in optimizer.state.get(parameter, {}).items():
-                    found[f"state.{path}.{key}"] = value
+                    found[f"state.{path}.{key}"] = _plain(value)
                 for key, value in group.items():
                     if key != "params":
-                        found[f"param_groups.{path}.{key}"] = value
+                        found[f"param_groups.{path}.{key}"] = _plain(value)
         return found
 
     def _own_parts(self) -> dict[str, Any]:
         return {
             name: {"arrays": {path: on_host(leaf) for path, leaf in part.arrays().items()}, "rest": part.rest()}
             for name, (_, part) in self._state.objects.items()
-            if name not in self._models and name not in self._optimizers
+            if name in self._own_names()
         }
 
     @property
     def buffers(self) -> set[str]:
         """Names of what may differ between the ranks of a replica: statistics of the samples that each has seen."""
-        return {f"{name}.{path}" for name, model in self._models.items() for path, _ in model.named_buffers()}
+        return {
+            f"{name}.{_path(path)}"
+            for name, model in self._models.items()
+            for path, _ in self._named(model).named_buffers()
+        }
 
-    def load(self, folder: Path) -> None:
-        """Loads a checkpoint in place, of a replica of any size and layout.
+    def load(self, folder: Path, files: Collection[str]) -> None:
+        """Loads a checkpoint of these files in place, of a replica of any size and layout.
 
         Raises:
-            SizeMismatch: the checkpoint is of another model or state; nothing was loaded.
+            SizeMismatch: the checkpoint is of another model or state. If only a setting or a value of the user's own
+                is another one, the state is incomplete then.
             CheckpointDamaged: it cannot be read; the state is incomplete.
         """
         from torch.distributed.checkpoint import CheckpointException
 
         try:
-            self._load(folder, _read_table(folder))
-        except PacelineError:
+            self._load(folder, _read_table(folder, files))
+        except (PacelineError, MemoryError):
             raise
         except CheckpointException as error:
             raise CheckpointDamaged(f"{folder} cannot be read: {_causes(error)}") from error
@@ -189,12 +255,13 @@ class ReplicaContent:
         flat[own] = self._torch.empty(saved[own].size if own in saved else 0, dtype=self._torch.uint8)
         _check_fit(folder, flat, saved)
 
-        reader, planner = FileSystemReader(str(folder)), DefaultLoadPlanner(flatten_state_dict=False)
+        reader, planner = FileSystemReader(folder), DefaultLoadPlanner(flatten_state_dict=False)
 
         def load_value(item: Any, data: Any) -> None:
             planner.original_state_dict[item.dest_index.fqn] = self._torch.load(data, weights_only=True)
 
-        reader.read_metadata, planner.load_bytes = lambda *_, **__: table, load_value
+        planner.load_bytes = load_value  # torch's own runs what it reads
+        reader.read_metadata = lambda *_, **__: table
         self._state.is_whole = False
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each rank reads what it needs
@@ -205,9 +272,27 @@ class ReplicaContent:
         of_parameters = _by_prefix(flat)
         for name, optimizer in self._optimizers.items():
             self._load_optimizer(name, optimizer, of_parameters)
-        found, content = decode_object(flat[own].numpy().tobytes()), self._state.content()
-        parts = {name: content["parts"][name] for name in (*self._models, *self._optimizers)}
-        self._state.load_state_dict({"step": found["step"], "parts": {**parts, **found["parts"]}})
+        self._load_own(decode_object(flat[own].numpy().tobytes()))
+
+    def _load_own(self, saved: Any) -> None:
+        parts = {name: part for name, (_, part) in self._state.objects.items() if name in self._own_names()}
+        if odd := sorted(parts.keys() ^ saved["parts"].keys()):
+            raise SizeMismatch(f"the state does not fit: {', '.join(odd)} on one side only")
+        for name, part in parts.items():
+            arrays, rest = saved["parts"][name]["arrays"], saved["parts"][name]["rest"]
+            check_fit(part.arrays(), arrays)
+            part.back_to((arrays, rest))
+        with warning_of_frozen(self._state, saved["step"]):
+            for name, model in self._models.items():
+                was_trained = saved["trained"].get(name, {})
+                for path, parameter in model.named_parameters():
+                    if trains(parameter) != was_trained.get(path, trains(parameter)):
+                        parameter.requires_grad = not trains(parameter)
+        self._state.step, self._state.receipts = saved["step"], checked_lines(saved["receipts"])
+        self._state.is_whole = True
+
+    def _own_names(self) -> list[str]:
+        return [name for name in self._state.objects if name not in self._models and name not in self._optimizers]
 
     def _room_for_optimizers(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Returns, by the names of what a checkpoint has of the optimizers, tensors, and None for other values.
@@ -218,7 +303,12 @@ class ReplicaContent:
         room: dict[str, Any] = {}
         for name, paths in self._names.items():
             for parameter, path in paths.items():
-                for prefix in (f"{name}.state.{path}", f"{name}.param_groups.{path}"):
+                settings = f"{name}.param_groups.{path}"
+                if settings not in stored:
+                    raise SizeMismatch(
+                        f"the checkpoint has no {settings}: {name} was not given or named so, or had others"
+                    )
+                for prefix in (f"{name}.state.{path}", settings):
                     for key, entry in stored.get(prefix, {}).items():
                         room[f"{prefix}.{key}"] = self._empty(entry, parameter)
         return room
@@ -241,7 +331,7 @@ class ReplicaContent:
                 if state := values.get(f"{name}.state.{path}"):
                     saved["state"][numbered["params"][n]] = state
                 settings = values.get(f"{name}.param_groups.{path}", {})
-                if n and any(str(numbered[key]) != str(value) for key, value in settings.items()):
+                if n and any(str(numbered.get(key)) != str(value) for key, value in settings.items()):
                     raise SizeMismatch(
                         f"{path} is in a group of {name} with parameters whose settings in the checkpoint are others"
                     )
@@ -254,27 +344,19 @@ def write(folder: Path, tree: Mapping[str, Any], buffers: set[str], line: MateLi
 
     Raises:
         CheckpointFailed: a rank could not write, or mates hold different values under one name; raised on all of them.
-        RuntimeError: a mate has ended.
+        ReplicaLost: a mate has ended.
     """
-    from torch.distributed.checkpoint import CheckpointException, FileSystemWriter, save
-
     _check_names(tree, buffers, line)
-    try:
-        save(dict(tree), storage_writer=FileSystemWriter(str(folder), sync_files=False), process_group=line.group)
-    except CheckpointException as error:
-        raise CheckpointFailed(_causes(error)) from error
-    mine = [path for path in folder.iterdir() if path.name.startswith(f"__{line.position}_")]
-    if line.position == 0:
-        mine.append(folder / _METADATA)
-    files, trouble = [], ""
-    try:
-        files = [SavedFile.of(path) for path in mine]
-    except OSError as error:
-        trouble = str(error)
-    told = line.gather([trouble, [list(file) for file in files]])
-    if troubles := [f"rank {rank}: {text}" for rank, (text, _) in enumerate(told) if text]:
-        raise CheckpointFailed("; ".join(troubles))
-    return [SavedFile(*file) for _, files in told for file in files]
+    table = line.save(folder, tree)
+
+    def written() -> list[list[Any]]:
+        mine = [path for path in folder.iterdir() if path.name.startswith(f"__{line.position}_")]
+        if line.position == 0:
+            write_file(folder / _TABLE, [memoryview(_table_text(table))])
+            mine += [folder / _METADATA, folder / _TABLE]
+        return [list(SavedFile.of(path)) for path in mine]
+
+    return [SavedFile(*file) for files in line.each(written) for file in files]
 
 
 def _causes(error: Any) -> str:
@@ -284,23 +366,25 @@ def _causes(error: Any) -> str:
 
 
 def _check_names(tree: Mapping[str, Any], buffers: set[str], line: MateLine) -> None:
-    """Checks that a plain tensor that several mates have is the same on all: a checkpoint keeps one of each name."""
-    plain = {
+    """Checks that a name means the same on all mates: a checkpoint keeps one tensor of each name.
+
+    Shards of one name must be of one tensor over the same ranks, and plain tensors must be equal.
+    """
+    tensors = {
         f"{name}.{path}": value
         for name, values in tree.items()
         if isinstance(values, dict)
         for path, value in values.items()
-        if hasattr(value, "untyped_storage") and not placement(value)
+        if hasattr(value, "untyped_storage")
     }
-    told = line.gather({name: f"{value.dtype} {list(value.shape)}" for name, value in plain.items()})
-    shared = {name for name in plain if sum(name in one for one in told) > 1}
-    digests = {name: _digest(value) for name, value in sorted(plain.items()) if name in shared}
-    heard = line.gather(digests)
-    odd = sorted(
-        name
-        for name in set().union(*heard)
-        if len({one[name] for one in heard if name in one} | {one[name] for one in told if name in one}) > 2
+    told = line.each(lambda: {name: _described(value) for name, value in tensors.items()})
+    shared = {name for name in tensors if sum(name in one for one in told) > 1}
+    heard = line.each(
+        lambda: {name: _digest(value) for name, value in tensors.items() if name in shared and not placement(value)}
     )
+    both = [{name: (one[name], digests.get(name)) for name in one} for one, digests in zip(told, heard, strict=True)]
+    names = sorted(set().union(*both))
+    odd = [name for name in names if len({one[name] for one in both if name in one}) > 1]
     if not odd:
         return
     text = f"ranks of this replica hold different values of {', '.join(odd[:_MOST_NAMES])}"
@@ -312,9 +396,31 @@ def _check_names(tree: Mapping[str, Any], buffers: set[str], line: MateLine) -> 
     tell_once(_log, f"{text}; a checkpoint keeps those of one rank")
 
 
+def _described(tensor: Any) -> str:
+    ranks = tensor.device_mesh.mesh.flatten().tolist() if placement(tensor) else ""
+    return f"{tensor.dtype} {list(tensor.shape)} {ranks}"
+
+
 def _digest(tensor: Any) -> bytes:
     data = memory_of(tensor.detach().contiguous())
     return hashlib.blake2b(data.reshape(-1).view(np.uint8).data, digest_size=16).digest()
+
+
+def _bytes(data: bytes) -> Any:
+    """Returns a tensor of bytes."""
+    import torch
+
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _path(path: str) -> str:
+    """Returns the name of a parameter or buffer without those of wrappers."""
+    return _WRAPPERS.sub("", path)
+
+
+def _plain(value: Any) -> Any:
+    """Returns a Python number for one of NumPy, which `torch.load(weights_only=True)` refuses."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _by_prefix(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -337,26 +443,48 @@ def _check_fit(folder: Path, wanted: Mapping[str, Any], saved: Mapping[str, Any]
         raise SizeMismatch(f"{folder} does not fit: {'; '.join(odd[:_MOST_NAMES])}")
 
 
-class _TableReader(pickle.Unpickler):
-    """Reads DCP's table of a checkpoint, and nothing that a table does not consist of."""
+def _table_text(table: Any) -> bytes:
+    """Returns DCP's `Metadata` of a checkpoint as JSON."""
+    tensors = {
+        name: [
+            str(entry.properties.dtype).removeprefix("torch."),
+            list(entry.size),
+            [[list(chunk.offsets), list(chunk.sizes)] for chunk in entry.chunks],
+        ]
+        for name, entry in table.state_dict_metadata.items()
+        if hasattr(entry, "chunks")
+    }
+    values = [name for name in table.state_dict_metadata if name not in tensors]
+    places = [
+        [index.fqn, index.offset and list(index.offset), index.index, place.relative_path, place.offset, place.length]
+        for index, place in table.storage_data.items()
+    ]
+    return json.dumps({"tensors": tensors, "values": values, "places": places}, separators=(",", ":")).encode()
 
-    def find_class(self, module: str, name: str) -> Any:
-        if not _TABLE.fullmatch(f"{module}.{name}"):
-            raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's table")
-        return super().find_class(module, name)
 
+def _read_table(folder: Path, files: Collection[str]) -> Any:
+    """Returns DCP's `Metadata` of a checkpoint, all of whose data must be in its files."""
+    import torch
+    from torch.distributed.checkpoint import filesystem, metadata
 
-def _read_table(folder: Path) -> Any:
-    """Returns DCP's `Metadata` of a checkpoint, whose files all lie in its folder."""
-    from torch.distributed.checkpoint.metadata import Metadata
-
-    path = folder / _METADATA
+    path = folder / _TABLE
     if path.stat().st_size > MAX_MANIFEST_BYTES:
         raise CheckpointDamaged(f"{path} has more than {MAX_MANIFEST_BYTES:,} bytes")
-    with open(path, "rb") as file:
-        table = _TableReader(file).load()
-    if not isinstance(table, Metadata):
-        raise CheckpointDamaged(f"{path} is no table of a checkpoint")
-    if odd := {stored.relative_path for stored in table.storage_data.values()} - set(os.listdir(folder)):
-        raise CheckpointDamaged(f"{path} names files that are not in its folder: {sorted(odd)!s:.200}")
-    return table
+    found = json.loads(path.read_bytes())
+    described: dict[str, Any] = {name: metadata.BytesStorageMetadata() for name in found["values"]}
+    for name, (kind, shape, chunks) in found["tensors"].items():
+        dtype = getattr(torch, kind)
+        if not isinstance(dtype, torch.dtype):
+            raise CheckpointDamaged(f"{path} has no dtype for {name}")
+        described[name] = metadata.TensorStorageMetadata(
+            metadata.TensorProperties(dtype=dtype),
+            torch.Size(shape),
+            [metadata.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in chunks],
+        )
+    places = {}
+    for name, offset, index, file, start, length in found["places"]:
+        if file not in files:
+            raise CheckpointDamaged(f"{path} names a file that is not of this checkpoint: {file!r:.200}")
+        key = metadata.MetadataIndex(name, None if offset is None else torch.Size(offset), index)
+        places[key] = filesystem._StorageInfo(file, start, length)
+    return metadata.Metadata(described, storage_data=places)

@@ -8,6 +8,8 @@ import math
 import os
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from paceline._elastic.saver import Saver
 from paceline._elastic.state import TrainState
 from paceline._group import Group
 from paceline.checkpoint.folder import (
+    ON_ONE_DISK,
+    SavedFile,
     discard,
     fingerprint,
     hidden_folder,
@@ -30,7 +34,14 @@ from paceline.checkpoint.folder import (
     read_manifest,
 )
 from paceline.checkpoint.keep import none_intact, remove, set_aside
-from paceline.errors import CheckpointDamaged, CheckpointFailed, SizeMismatch, StepOrderError
+from paceline.errors import (
+    CheckpointDamaged,
+    CheckpointFailed,
+    PacelineError,
+    ReplicaLost,
+    SizeMismatch,
+    StepOrderError,
+)
 from paceline_protocol import Tag
 
 _log = logging.getLogger("paceline.elastic")
@@ -42,12 +53,10 @@ _KEEP = 2
 class _Attempt:
     """One checkpoint that is being written."""
 
-    def __init__(self, tag: Tag, *, committed: bool = False) -> None:
+    def __init__(self, tag: Tag) -> None:
         self.tag = tag
         self._committed = False
         self._decided = Latch()
-        if committed:
-            self.decide(committed=True)
 
     def decide(self, *, committed: bool) -> None:
         """Says whether the state is committed, so that it may be published; only the first word counts."""
@@ -56,8 +65,10 @@ class _Attempt:
             self._decided.set()
 
     def is_committed(self) -> bool:
-        """Waits until that is known."""
-        self._decided.wait()
+        """Waits until that is known; False if the script has ended meanwhile."""
+        while not self._decided.wait(1.0):
+            if not threading.main_thread().is_alive():
+                return False
         return self._committed
 
 
@@ -82,10 +93,10 @@ class ReplicaSaver(Saver):
         mine = hashlib.sha256(repr((self.keeps, every)).encode()).digest()
         if len(set(mates.gather(mine))) > 1:
             raise StepOrderError(
-                "the ranks of this replica call session.steps() with different checkpoint_dir or checkpoint_every"
+                "some ranks of this replica call session.steps() with checkpoint_dir, others do not, or with another "
+                "checkpoint_every"
             )
         self._line = MateLine(mates) if self.keeps else None
-        self._due: Tag | None = None
         self._attempt: _Attempt | None = None
 
     def load(self, state: TrainState) -> None:
@@ -100,6 +111,7 @@ class ReplicaSaver(Saver):
         if self._line is None:
             return
         content = ReplicaContent(state, self._line.position)
+        content.check()
         while True:
             (generation, step), left_out = self._line.gather([list(self.latest()), list(self._left_out.values())])[0]
             tag = Tag(generation, step)
@@ -108,10 +120,10 @@ class ReplicaSaver(Saver):
             if tag == Tag(0, 0):
                 _log.info("found no checkpoint in %s", self._directory)
                 return
-            told = self._line.gather(self._try_to_load(content, tag, self._line))
-            if misfits := [text for kind, text in told if kind == "misfit"]:
-                raise SizeMismatch(misfits[0])
-            if not (damages := [text for kind, text in told if kind == "damaged"]):
+            damages = self._damages(self._line, partial(self._verify_some, tag, self._line)) or self._damages(
+                self._line, partial(self._load_files, tag, content)
+            )
+            if not damages:
                 break
             self._damaged.add(tag)
             self._leave_out(tag, CheckpointDamaged("; ".join(damages)))
@@ -119,44 +131,63 @@ class ReplicaSaver(Saver):
         self.fingerprint = fingerprint(self._path_of(tag))
         _log.info("found the checkpoint %s (step %d)", self._path_of(tag), tag.step)
 
-    def _try_to_load(self, content: ReplicaContent, tag: Tag, line: MateLine) -> tuple[str, str]:
-        """Returns what is wrong, for all mates to know; each of them verifies some of the files."""
-        folder = self._path_of(tag)
+    @staticmethod
+    def _damages(line: MateLine, read: Callable[[], None]) -> list[str]:
+        """Reads on all mates; returns what is damaged, and raises SizeMismatch on all of them if one does."""
+        kind, text = "", ""
         try:
-            if self._is_not_there_yet(tag):
-                self._wait_for(tag, lambda: False)
-            files = read_manifest(folder).files
-            if not files:
-                raise CheckpointDamaged(f"{folder} is no checkpoint of replicas: plain workers have written it")
-            for file in files[line.position :: line.size]:
-                file.verify(folder)
-            content.load(folder)
+            read()
         except SizeMismatch as error:
-            return "misfit", str(error)
+            kind, text = "misfit", str(error)
         except (CheckpointDamaged, CheckpointFailed) as error:
-            return "damaged", str(error)
-        return "", ""
+            kind, text = "damaged", str(error)
+        told = line.gather([kind, text])
+        if misfits := [text for kind, text in told if kind == "misfit"]:
+            raise SizeMismatch(misfits[0])
+        return list(dict.fromkeys(text for kind, text in told if kind))
+
+    def _verify_some(self, tag: Tag, line: MateLine) -> None:
+        """Verifies this rank's part of the files; the mates verify the others."""
+        if self._is_not_there_yet(tag):
+            self._wait_for(tag, lambda: False)
+        for file in self._files(tag)[line.position :: line.size]:
+            file.verify(self._path_of(tag))
+
+    def _load_files(self, tag: Tag, content: ReplicaContent) -> None:
+        content.load(self._path_of(tag), [file.name for file in self._files(tag)])
+
+    def _files(self, tag: Tag) -> tuple[SavedFile, ...]:
+        """Returns the files of a checkpoint of replicas."""
+        folder = self._path_of(tag)
+        manifest = read_manifest(folder)
+        if manifest.tag != tag:
+            raise CheckpointDamaged(f"{folder} has the state of {manifest.tag}")
+        if not manifest.files:
+            raise CheckpointDamaged(f"{folder} is no checkpoint of replicas: plain workers have written it")
+        return manifest.files
+
+    def drop_others(self, held: Tag | None) -> None:
+        """See `Saver.drop_others`."""
+        if self._attempt is not None and self._attempt.tag != held:
+            self._attempt.decide(committed=False)  # if it was committed, `commit` has said so before
 
     def begin(self, held: Tag | None, state: TrainState, group: Group) -> None:
         """See `Saver.begin`; `start` copies."""
-        if self._attempt is not None and self._attempt.tag != held:
-            self._attempt.decide(committed=False)  # `commit` would have been called before
-        due = self._every is not None and held not in (None, self._last, Tag(0, 0)) and held.step % self._every == 0
-        self._due = held if due and group.rank == 0 else None
+        self.drop_others(held)
 
-    def start(self, state: TrainState, *, writing: bool) -> None:
+    def start(self, held: Tag | None, state: TrainState, group: Group, *, writing: bool) -> None:
         """See `Saver.start`."""
-        tag, self._due = self._due, None
-        if tag is None or self._line is None:
+        if self._line is None or self._every is None or group.rank != 0:
+            return
+        if held is None or held.step % self._every or held in (self._last, Tag(0, 0)):
             return
         if writing:
             if self._line.position == 0:
-                _log.warning("no checkpoint of step %d: the previous one is still being written", tag.step)
+                _log.warning("no checkpoint of step %d: the previous one is still being written", held.step)
             return
         self._complain()
-        self._last, self._attempt = tag, _Attempt(tag)
-        content = ReplicaContent(state, self._line.position)
-        arguments = self._line, self._attempt, content.copied(), content.buffers
+        self._last, self._attempt = held, _Attempt(held)
+        arguments = self._line, self._attempt, _copy_of(state, self._line.position)
         self._thread = threading.Thread(target=self._write_part, args=arguments, name="paceline-checkpoint")
         self._thread.start()
 
@@ -183,45 +214,56 @@ class ReplicaSaver(Saver):
             )
 
     def keep_last(self, held: Tag | None, state: TrainState, group: Group) -> None:
-        """See `Saver.keep_last`. If a replica is lost, each of the others writes, and the first one publishes."""
+        """See `Saver.keep_last`; mates write together. Those of all replicas may, and the first one publishes."""
         if self._line is None:
             return
-        mine = [list(held or ()), group.rank, group.mesh.fault.failed]
-        told = self._line.gather(mine)
-        tags, ranks, failed = ([one[n] for one in told] for n in range(3))
-        if not held or any(tag != tags[0] for tag in tags):
+        self._join(held)
+        told = self._line.gather([list(held or ()), group.mesh.fault.failed])
+        if held is None or any(tag != list(held) for tag, _ in told):
             _log.error("no checkpoint of the last step: the ranks of this replica do not hold one state")
             return
-        is_writer = not any(ranks) or any(failed) or len(set(ranks)) > 1
-        if trouble := self._keep_together(held, state, is_writer=is_writer):
+        lost = any(failed for _, failed in told)
+        if not lost:
+            try:
+                self.keep(held, state, group)
+            except (CheckpointFailed, ReplicaLost):
+                raise
+            except PacelineError as error:
+                _log.warning("a replica was lost while the last checkpoint was written: %s", error)
+                lost = True
+            lost = any(self._line.gather(lost))
+        if lost and (trouble := self._keep_together(held, state, is_writer=True)):
             raise CheckpointFailed(f"the checkpoint {held} was not written: {trouble}")
 
     def _keep_together(self, held: Tag | None, state: TrainState, *, is_writer: bool) -> str:
         """Writes the state now, if this replica is the writer; returns what went wrong, the same on all mates."""
-        if self._thread is not None:
-            self._thread.join()
-        self._complain()
+        self._join(held)
         if not is_writer or self._line is None or held is None:
             return ""
-        content = ReplicaContent(state, self._line.position)
-        self._write_part(self._line, _Attempt(held, committed=True), content.copied(), content.buffers)
+        attempt = _Attempt(held)
+        attempt.decide(committed=True)
+        self._write_part(self._line, attempt, _copy_of(state, self._line.position))
         error, self._error = self._error, None
         troubles = self._line.gather("" if error is None else str(error))
         return next(filter(None, troubles), "")
 
     def wait(self) -> None:
         """See `Saver.wait`; drops a checkpoint whose state is not committed."""
+        self._join(None)
+
+    def _join(self, held: Tag | None) -> None:
+        """Waits until nothing is being written, after which this thread may use the line to the mates."""
         if self._attempt is not None:
-            self._attempt.decide(committed=False)
+            self._attempt.decide(committed=self._attempt.tag == held)
         if self._thread is not None:
             self._thread.join()
         self._complain()
 
-    def _write_part(self, line: MateLine, attempt: _Attempt, tree: dict[str, Any], buffers: set[str]) -> None:
+    def _write_part(self, line: MateLine, attempt: _Attempt, copy: _Copy | Exception) -> None:
         """Writes this rank's part of a checkpoint; on rank 0 of the replica, publishes it."""
         began = time.monotonic()
         try:
-            published = self._write_together(line, attempt, tree, buffers)
+            published = self._write_together(line, attempt, copy)
         except Exception as error:  # noqa: BLE001  logged when the next one begins, or raised at the end
             self._error = error
             if line.position == 0:
@@ -230,35 +272,50 @@ class ReplicaSaver(Saver):
             if published:
                 self._counters.checkpoint_written(attempt.tag.step, time.monotonic() - began)
 
-    def _write_together(self, line: MateLine, attempt: _Attempt, tree: dict[str, Any], buffers: set[str]) -> bool:
+    def _write_together(self, line: MateLine, attempt: _Attempt, copy: _Copy | Exception) -> bool:
         directory, tag = Path(self._directory or "."), attempt.tag
-        name, trouble = line.gather(self._opened(directory, tag) if line.position == 0 else None)[0]
-        if trouble:
-            raise CheckpointFailed(trouble)
-        if not name:
-            return False  # it is there already
-        try:
-            files = write(hidden_folder(directory, tag, name), tree, buffers, line)
-            is_published = line.position == 0 and attempt.is_committed()
-            if is_published:
-                publish(directory, tag, name, (), name, files)
-        except BaseException:
-            if line.position == 0:
-                discard(directory, tag, name)
-            raise
-        if is_published:
-            remove(set_aside(directory, _KEEP, tag))
-        elif line.position == 0:
-            discard(directory, tag, name)
-        return is_published
 
-    def _opened(self, directory: Path, tag: Tag) -> list[str]:
-        """Makes the folder of an attempt; returns its name, empty if there is nothing to write, and what went wrong."""
-        try:
-            if self.has(tag):
-                return ["", ""]
+        def opened() -> str:
+            """Returns the name of the folder to write; empty if there is nothing to write."""
+            if isinstance(copy, Exception):
+                raise copy
+            if line.position or self.has(tag):
+                return ""
             name = new_attempt()
             open_folder(directory, tag, name)
-        except OSError as error:
-            return ["", str(error)]
-        return [name, ""]
+            return name
+
+        name = line.each(opened)[0]
+        if not name or isinstance(copy, Exception):
+            return False
+        folder, is_published = hidden_folder(directory, tag, name), False
+        try:
+            line.each(lambda: _check_visible(folder))
+            files = write(folder, *copy, line)
+            if line.position == 0 and attempt.is_committed():
+                publish(directory, tag, name, (), name, files)
+                is_published = True
+        finally:
+            if line.position == 0 and not is_published:
+                discard(directory, tag, name)
+        if is_published:
+            remove(set_aside(directory, _KEEP, tag))
+        return is_published
+
+
+_Copy = tuple[dict[str, Any], set[str]]
+"""What `write` takes: the content of a state, and the names of its buffers."""
+
+
+def _copy_of(state: TrainState, position: int) -> _Copy | Exception:
+    """Copies a state; returns the error if that fails, because mates wait for this one's word."""
+    try:
+        content = ReplicaContent(state, position)
+        return content.copied(), content.buffers
+    except Exception as error:  # noqa: BLE001
+        return error
+
+
+def _check_visible(folder: Path) -> None:
+    if not folder.is_dir():
+        raise CheckpointFailed(f"{folder} is not there: {ON_ONE_DISK}")

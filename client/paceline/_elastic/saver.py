@@ -208,18 +208,22 @@ class Saver:
 
     def begin(self, held: Tag | None, state: TrainState, group: Group) -> None:
         """Copies the state when a step begins, if a checkpoint is due."""
-        if self._pending is not None and self._pending[0] != held:
-            self._pending = None  # the copied step was not committed, and training goes on from another state
+        self.drop_others(held)
         if self._every is None or held is None or held.step % self._every or held in (self._last, Tag(0, 0)):
             return
         if _is_lowest(group):
             self._pending = held, state.state_dict(), _attempt(group)
             self._last = held
 
-    def start(self, state: TrainState, *, writing: bool) -> None:
-        """Starts what `begin` has found due, once the step has begun on all mates.
+    def drop_others(self, held: Tag | None) -> None:
+        """Drops the copy of a step that was not committed, if training goes on from another state."""
+        if self._pending is not None and self._pending[0] != held:
+            self._pending = None
 
-        `writing` says whether a mate still writes the checkpoint before.
+    def start(self, held: Tag | None, state: TrainState, group: Group, *, writing: bool) -> None:
+        """Starts a checkpoint that mates write together, if one is due, once the step has begun on all of them.
+
+        `writing` says whether a mate still writes the one before.
         """
 
     def wait_until_copied(self) -> None:

@@ -136,7 +136,7 @@ def _make_saver(
     job_line: JobLine, state: TrainState, directory: str | os.PathLike[str] | None, every: int | None
 ) -> Saver:
     counters, mates = job_line.group.counters, job_line.mates
-    if isinstance(mates, Mates):
+    if isinstance(mates, Mates) and not state.is_sharded:
         return ReplicaSaver(directory, every, counters, mates)
     return (JointSaver if state.is_sharded else Saver)(directory, every, counters)
 

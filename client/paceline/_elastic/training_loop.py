@@ -181,7 +181,7 @@ class TrainingLoop:
         except PacelineError as error:
             self._failed(error)
             return None
-        self._saver.start(self._state, writing=bool(joint & StepFlag.WRITES))
+        self._saver.start(self._member.held, self._state, group, writing=bool(joint & StepFlag.WRITES))
         step = self.guard.step = Step(
             number,
             attempt,
@@ -256,6 +256,7 @@ class TrainingLoop:
             if self.mates.go(Point.CLOSE) is None:
                 raise StepVoid("another rank of this replica has stopped before the end")
             self.mates.closed()
+            self._saver.drop_others(self._member.held)
             self.guard.word_completed(self._state.step + 1)
             self._saver.keep(self._member.held, self._state, group)
         except (CheckpointFailed, ReplicaLost):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from rich.text import Text
 
 from paceline import checkpoint
 from paceline._base.terminal import UsageError, printable
-from paceline.checkpoint.folder import MANIFEST
+from paceline.checkpoint.folder import MANIFEST, SavedFile, read_manifest
 from paceline.checkpoint.reading import Reader
 from paceline.cli.output import print_json
 
@@ -25,7 +26,11 @@ def inspect_checkpoint(directory: Path, *, verify: bool, consolidate: Path | Non
     With `verify` everything is read and compared with its checksum. `consolidate` is where to save the checkpoint
     again, with all arrays whole in one file; that needs memory for all.
     """
-    reader = Reader(_folder(directory))
+    folder = _folder(directory)
+    if files := read_manifest(folder).files:
+        _inspect_files(folder, files, verify=verify, consolidate=consolidate, as_json=as_json)
+        return
+    reader = Reader(folder)
     if verify:
         reader.verify()
     made = None
@@ -46,6 +51,35 @@ def inspect_checkpoint(directory: Path, *, verify: bool, consolidate: Path | Non
         console.print("every checksum is right")
     if made is not None:
         console.print(Text(f"saved in {printable(str(made))}, with all arrays whole"), soft_wrap=True)
+
+
+def _inspect_files(
+    folder: Path, files: Sequence[SavedFile], *, verify: bool, consolidate: Path | None, as_json: bool
+) -> None:
+    """Shows a checkpoint of replicas, whose arrays only torch reads."""
+    if consolidate is not None:
+        raise UsageError(
+            f"{folder} is a checkpoint of replicas, which torch saves in one file: "
+            f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} FILE"
+        )
+    for file in files if verify else ():
+        file.verify(folder)
+    tag, total = read_manifest(folder).tag, sum(file.nbytes for file in files)
+    if as_json:
+        listed = [{"file": file.name, "bytes": file.nbytes} for file in files]
+        found = {"folder": str(folder), "generation": tag.generation, "step": tag.step, "files": listed}
+        print_json({**found, "bytes": total, "verified": verify})
+        return
+    console = Console()
+    title = f"{printable(str(folder))}: generation {tag.generation}, step {tag.step}"
+    console.print(Text(title), soft_wrap=True)
+    table = Table("file", "bytes")
+    for file in files:
+        table.add_row(file.name, f"{file.nbytes:,}")
+    console.print(table)
+    console.print(f"{len(files)} file{'s'[: len(files) != 1]} of torch.distributed.checkpoint, {total:,} bytes")
+    if verify:
+        console.print("every checksum is right")
 
 
 def _folder(directory: Path) -> Path:

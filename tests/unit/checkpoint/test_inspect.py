@@ -12,8 +12,10 @@ from typer.testing import CliRunner
 
 from paceline import checkpoint
 from paceline.checkpoint import Shard, save_sharded
+from paceline.checkpoint.folder import SavedFile, hidden_folder, open_folder, publish
 from paceline.cli.app import app
 from paceline.testing import run_ranks
+from paceline_protocol import Tag
 
 runner = CliRunner()
 W = np.arange(8.0)
@@ -88,3 +90,18 @@ def test_damage_prints_one_line_and_exits_with_code_1(folder: Path) -> None:
 def test_a_directory_without_checkpoints_exits_with_code_2(tmp_path: Path) -> None:
     result = run(tmp_path, code=2)
     assert result.stderr == f"paceline: there is no checkpoint in {tmp_path}\n"
+
+
+def test_a_checkpoint_of_replicas_shows_and_verifies_its_files(tmp_path: Path) -> None:
+    tag = Tag(2, 7)
+    open_folder(tmp_path, tag, "a1")
+    (data := hidden_folder(tmp_path, tag, "a1") / "__0_0.distcp").write_bytes(bytes(2000))
+    folder = publish(tmp_path, tag, "a1", (), "a1", [SavedFile.of(data)])
+    shown = run(tmp_path, "--verify").stdout
+    for words in ("generation 2, step 7", "__0_0.distcp", "1 file of", "2,000 bytes", "every checksum is right"):
+        assert words in shown
+    found = json.loads(run(folder, "--json").stdout)
+    assert (found["files"], found["verified"]) == ([{"file": "__0_0.distcp", "bytes": 2000}], False)
+    assert "dcp_to_torch" in run(folder, "--consolidate", tmp_path / "made", code=2).output
+    (folder / data.name).write_bytes(bytes(1999) + b"x")
+    assert "has other bytes than were written" in run(folder, "--verify", code=1).output
