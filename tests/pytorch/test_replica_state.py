@@ -63,3 +63,25 @@ assert "Shard(dim=0)" in described["sharded"] and "inner=2" in described["sharde
 assert "Shard" not in described["plain"]
 """
     )
+
+
+def test_rounds_of_local_training_are_those_of_one_layout_inside() -> None:
+    run_replicas(
+        _STATE
+        + """
+from paceline.errors import SizeMismatch
+
+def state_of(mesh):
+    net = sharded(built(), mesh)
+    return paceline.TrainState(model=paceline.torch.DiLoCo(net, torch.optim.SGD(net.parameters(), lr=1.0), group))
+
+state, other = state_of(inner), state_of(init_device_mesh("cpu", (2, k), mesh_dim_names=("replica", "tp"))["tp"])
+assert "Shard(dim=0)" in state.manifest().decode() and "inner=2" in state.manifest().decode()
+state_of(inner).load_state_dict(state.state_dict())
+try:
+    other.load_state_dict(state.state_dict())
+except SizeMismatch as error:
+    assert "spread in another way" in str(error)
+    emit("done")
+"""
+    )

@@ -102,6 +102,9 @@ class SumOrder:
     def check_follows(self, before: SumOrder, gradients: Iterable[tuple[str, Any]]) -> None:
         """Checks that the backward pass may follow the wrapper's last one, `before`, and begins without gradients."""
 
+    def check_without_gradients(self, gradients: Iterable[tuple[str, Any]]) -> None:
+        """Checks that no parameter has a gradient when a microbatch begins."""
+
     def digest(self, gradients: Iterable[tuple[str, Any]]) -> None:
         """Adds the gradients of the pass to a digest: those of parameters, by path."""
 

@@ -208,6 +208,14 @@ class StepGate:
             self._group.ban_collectives(BARRED if self._state.is_sharded else BARRED + OR_COPY)
         self.is_open = True
 
+    def check(self) -> None:
+        """Raises if the step will be undone, which a block may ask before the gate: on all ranks of a replica alike."""
+        if self.is_open:
+            return
+        self._group.mesh.fault.check()
+        if self._mates.go(Point.INSIDE) is None:
+            raise StepVoid(f"another rank of this replica has stopped in step {self._number}")
+
     def pass_without_update(self, *, skips: bool) -> None:
         """Passes the gate at the end of a block without an update: only if all other members do so too."""
         what = (

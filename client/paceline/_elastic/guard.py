@@ -41,6 +41,7 @@ class StateGuard:
         self.step: Step | None = None
         self.receipts: ReceiptBook | None = None
         self.awaits_closure = False
+        self.has_mates = job_line.mates.size > 1
         self.asked = 0, ""
         self._job_line = job_line
         self._state = state
@@ -140,6 +141,11 @@ class StateGuard:
             step.updating = step.gate.is_open
             raise
         step.updated = True
+
+    def check(self) -> None:
+        """See `state.Gate`."""
+        if self.step is not None and self.step.entered and not self.step.left:
+            self.step.gate.check()
 
     def before_closure(self, optimizer: object, evaluations: int) -> None:
         """See `state.Gate`."""

@@ -103,6 +103,10 @@ class StatePart(abc.ABC):
         """Tells a wrapper that the block of a step is over."""
         return
 
+    def guard(self, gate: Any) -> None:
+        """Gives a part that trains before its update the gate (`state.Gate`), which says if the step will be undone."""
+        return
+
     def fixed(self) -> Tree:
         """Returns a copy of the small state that only a step's block changes; no settings, which may always change."""
         return self.rest()
@@ -110,6 +114,10 @@ class StatePart(abc.ABC):
     def parameters(self) -> Mapping[str, Any]:
         """Returns a model's parameters by path; a tied parameter appears under one of its paths."""
         return {}
+
+    def spread(self) -> Mapping[str, Any]:
+        """Returns a model's parameters as torch has them, by the paths of `arrays`."""
+        return self.parameters()
 
     def trained(self) -> Sequence[Any]:
         """Returns the models' parameters that `gated().step` changes."""

@@ -34,6 +34,7 @@ class Point(enum.IntEnum):
     NO_UPDATE = 5
     CLOSE = 6
     BLOCK = 7
+    INSIDE = 8
 
     def __str__(self) -> str:
         return _POINTS[self]
@@ -45,6 +46,7 @@ _POINTS = {
     Point.NO_UPDATE: "ends the step's block without an update",
     Point.CLOSE: "has left the loop over the steps",
     Point.BLOCK: "ends a block of session.retry()",
+    Point.INSIDE: "takes another inner step",
 }
 
 

@@ -42,16 +42,21 @@ _COSTLY_BYTES = 1 << 20
 class Gate(Protocol):
     """Guards large state: an optimizer asks it before a change.
 
-    `awaits_closure` says that an optimizer has been called with a closure, and has not evaluated it yet.
+    `awaits_closure` says that an optimizer has been called with a closure, and has not evaluated it yet. `has_mates`
+    says that this rank and others are one replica: what fails at one of them before the gate must raise at the gate.
     """
 
     awaits_closure: bool
+    has_mates: bool
 
     def before_closure(self, optimizer: object, evaluations: int) -> None:
         """Raises if the optimizer must not evaluate its closure (again), after so many evaluations."""
 
     def open(self, optimizer: object) -> None:
         """Waits until the optimizer may change the state; raises if it must not."""
+
+    def check(self) -> None:
+        """Raises if the step will be undone: on all ranks of a replica, which make the same calls."""
 
     def spoil(self) -> None:
         """Notes that the change was interrupted half way."""
@@ -275,7 +280,7 @@ class TrainState:
     @property
     def spread_by_torch(self) -> str:
         """Names a parameter that torch spreads over several ranks (a DTensor); empty if there is none."""
-        named = ((f"{name} {path!r}", p) for name, part in self._parts.items() for path, p in part.parameters().items())
+        named = ((f"{name} {path!r}", p) for name, part in self._parts.items() for path, p in part.spread().items())
         return next((name for name, p in named if placement(p) and p.device_mesh.size() > 1), "")
 
     def block_over(self) -> None:
@@ -288,7 +293,7 @@ class TrainState:
         held = self._spread.holding()
         described: dict[str, Any] = {}
         for name, part in self._parts.items():
-            spread = {path: found for path, p in part.parameters().items() if (found := placement(p))}
+            spread = {path: found for path, p in part.spread().items() if (found := placement(p))}
             leaves = part.arrays(held).items()
             arrays = [[path, *_described(leaf), *([spread[path]] if path in spread else ())] for path, leaf in leaves]
             described[name] = [part.kind, arrays]
@@ -445,6 +450,8 @@ class TrainState:
     def guard(self, gate: Gate) -> None:
         """Has every optimizer ask `gate` before it changes large state."""
         self.unguard()
+        for part in self._parts.values():
+            part.guard(gate)
         for thing in {id(part.gated()): part.gated() for part in self._parts.values()}.values():
             if thing is not None:
                 self._gates.append((thing, getattr(thing, "__dict__", {}).get("step")))
@@ -452,6 +459,8 @@ class TrainState:
 
     def unguard(self) -> None:
         """Undoes `guard`."""
+        for part in self._parts.values():
+            part.guard(None)
         for thing, own in self._gates:
             if own is None:
                 vars(thing).pop("step", None)  # the method of its class is there again

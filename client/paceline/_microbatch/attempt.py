@@ -308,6 +308,9 @@ class MicrobatchTurn(SumOrder):
         if not (self.is_first or self.is_check or self._follows(before)):
             left_out = next(n for n, after in pairwise(self.plan.numbers) if after == self.number)
             raise StepOrderError(f"microbatch {left_out} had no backward pass, but {self.name} has one")
+        self.check_without_gradients(gradients)
+
+    def check_without_gradients(self, gradients: Iterable[tuple[str, Any]]) -> None:
         if (written := next((path for path, p in gradients if p.grad is not None), None)) is not None:
             raise StepOrderError(
                 f"parameter {written!r} has a gradient when {self.name} begins: set gradients to None before the first "

@@ -14,13 +14,16 @@ the step's gate raises on all mates.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.distributed.fsdp import FSDPModule
 
+from paceline._base.sum_order import EVEN, SumOrder
 from paceline._elastic.foreign import local_of, placed_like
 from paceline._group import Group
 from paceline._parallel._accumulation import Accumulation
@@ -109,6 +112,13 @@ class LaneParameter(TorchParameter):
         self._autograd_observer.after(self)
 
 
+def reshard(module: Any) -> None:
+    """Has FSDP2 drop what a forward pass without a backward one has gathered: it is old once shards are written."""
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            each.reshard()
+
+
 class LaneModule(TorchModule):
     """A module with the parameters that it had when `replicate` was called: FSDP2 shows others while it runs."""
 
@@ -141,6 +151,11 @@ class LaneAccumulation(Accumulation):
         """Returns None: gradients that users have written are used as they are, as in torch."""
         del or_zeros
         return None
+
+
+def _give(gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for tensor, gradient in gradients:
+        tensor.grad = gradient
 
 
 class LaneSynchronizer(GradientSynchronizer):
@@ -176,6 +191,8 @@ class LaneDriver(AutogradDriver):
         )
         self.failed = False
         self._stepwise = False
+        self._gathered: SumOrder = EVEN
+        """The last microbatch in which passes were accumulated."""
         # torch's DDP puts its sums into the gradients at the end of the pass, behind all hooks.
         self._late = any(isinstance(each, torch.nn.parallel.DistributedDataParallel) for each in module.modules())
         self._is_late = False
@@ -198,20 +215,35 @@ class LaneDriver(AutogradDriver):
         self.failed = False
         super().drop_gradients()
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Lets passes in the block accumulate until the next one outside, in a microbatch until `reduce`."""
+        order = self._group.order
+        if order is not self._gathered:
+            self._gathered = order
+            order.check_without_gradients(self.module.named_parameters())
+        with self.synchronizer.no_sync():
+            yield
+
     def reduce(self) -> None:
         """Reduces the gradients that are there, which passes in `no_sync` have left."""
         if self.failed:
             return
+        gathered: list[tuple[Tensor, Tensor]] = []
+        if self._group.order.is_leaf:  # for the core they are one pass, which begins without gradients
+            gathered = [(p.tensor, p.tensor.grad) for _, p in self.module.named_parameters()]
+        _give([(tensor, None) for tensor, _ in gathered])
         try:
             with self.synchronizer.backward_pass(self._next_weight(), reduces=True):
-                pass
+                _give(gathered)
         except PacelineError as error:
+            _give(gathered)
             self._fail(error)
 
     def after(self, parameter: TorchParameter) -> None:
         """See `AutogradDriver`."""
-        if self.failed:
-            return
+        if self.failed or (self._group.order.is_leaf and not self.synchronizer.reduces):
+            return  # or torch adds it to those of the microbatch's other passes
         try:
             if self._pass is not None and self._pass.is_dead:
                 self._abandon(StepOrderError("the last backward pass did not finish"))

@@ -3,6 +3,8 @@
 The large state is the global parameters and the outer momentum. They change only in the outer step, so a round that is
 undone has not touched them, and a newcomer reads them while the others are in the middle of a round. The local
 parameters are not state: they equal the global ones when a round begins, and again when it is undone.
+
+Of a DTensor, as in a replica of several ranks, all this is about the local tensor.
 """
 
 from __future__ import annotations
@@ -16,13 +18,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from paceline._elastic.foreign import local_of, placement
 from paceline._elastic.parts import StatePart, part_of
+from paceline._elastic.state import Gate
 from paceline._parallel._data_parallel import DDP
 from paceline._parallel._parameter import Parameter
 from paceline._parallel.sharding._holdings import Holding
 from paceline.checkpoint.tree import Leaf
 from paceline.errors import SizeMismatch, UnsupportedOp
 from paceline.optim import Optimizer
+from paceline.torch._lane_gradients import reshard
 
 
 class InnerOptimizers:
@@ -137,11 +142,12 @@ class OuterModel:
     def __init__(self, net: Any, *, differences: bool) -> None:
         self._net = net
         self._differences = differences
-        self._tensors: dict[str, Any] = dict(net.named_parameters())
+        reshard(net)
+        self.tensors: dict[str, Any] = dict(net.named_parameters())
         self._parameters: dict[str, Parameter] = {}
         self._staged: dict[str, NDArray[Any]] = {}
         """Host copies of frozen parameters and buffers on another device, by path."""
-        for path, tensor in self._tensors.items():
+        for path, tensor in self.tensors.items():
             if not tensor.requires_grad:
                 self._parameters[path] = Parameter(self._as_it_lies(path, tensor), requires_grad=False)
             elif tensor.dtype in _GLOBAL:
@@ -163,7 +169,7 @@ class OuterModel:
     @property
     def on_cpu(self) -> bool:
         """True if all of the net is on the CPU."""
-        tensors = (*self._tensors.values(), *(tensor for _, tensor in self._net.named_buffers()))
+        tensors = (*self.tensors.values(), *(tensor for _, tensor in self._net.named_buffers()))
         return all(tensor.device.type == "cpu" for tensor in tensors)
 
     def forward(self, x: Any) -> Any:
@@ -175,7 +181,7 @@ class OuterModel:
         self._fetch_buffers()
         factor = float(dy[0])
         for path, parameter in reversed(self._parameters.items()):
-            tensor = self._tensors[path]
+            tensor = self.tensors[path]
             if tensor.requires_grad != parameter.requires_grad:
                 raise UnsupportedOp(f"parameter {path!r} has been frozen or unfrozen since local training began")
             if parameter.requires_grad:
@@ -183,10 +189,11 @@ class OuterModel:
 
     def push(self) -> None:
         """Copies the global values to the net, rounded to its dtypes."""
+        reshard(self._net)  # what FSDP2 has gathered is out of date
         with torch.no_grad():
-            for path, tensor in self._tensors.items():
+            for path, tensor in self.tensors.items():
                 if self._parameters[path].requires_grad:
-                    tensor.copy_(torch.from_numpy(self._parameters[path].data))
+                    local_of(tensor).copy_(torch.from_numpy(self._parameters[path].data))
             for path, tensor in self._elsewhere():
                 _bits(tensor).copy_(torch.from_numpy(self._staged[path]))
 
@@ -205,7 +212,7 @@ class OuterModel:
 
     def _elsewhere(self) -> Iterator[tuple[str, Any]]:
         """Yields frozen parameters and buffers on another device."""
-        for path, tensor in self._tensors.items():
+        for path, tensor in self.tensors.items():
             if path in self._staged:
                 yield path, tensor.detach()
         for path, tensor in self._net.named_buffers():
@@ -223,12 +230,12 @@ class OuterModel:
 
 def _on_host(tensor: Any) -> NDArray[Any]:
     """Returns a tensor's values in the dtype of the global ones; a view if possible."""
-    return tensor.detach().to("cpu", _GLOBAL[tensor.dtype]).numpy()  # type: ignore[no-any-return]
+    return local_of(tensor).detach().to("cpu", _GLOBAL[tensor.dtype]).numpy()  # type: ignore[no-any-return]
 
 
 def _bits(tensor: Any) -> Any:
     """Returns the tensor without its graph; as integers if NumPy lacks its dtype."""
-    flat = tensor.detach()
+    flat = local_of(tensor).detach()
     known = flat.dtype in (torch.float16, torch.float32, torch.float64) or not flat.dtype.is_floating_point
     return flat if known else flat.view(_AS_BITS[flat.itemsize])
 
@@ -250,6 +257,12 @@ class Round(Protocol):
 
     def push(self) -> None:
         """Copies global parameters, which another worker has sent, to the net."""
+
+    gate: Gate | None
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """The net's parameters, by path."""
 
 
 class RoundPart(StatePart):
@@ -284,12 +297,20 @@ class RoundPart(StatePart):
 
     def rest(self) -> Any:
         """Returns buffers, and the settings of the outer and the inner optimizers."""
-        return {"inner": self._inner.rest(), **{name: part.rest() for name, part in self._shared.items()}}
+        rest = {"inner": self._inner.rest(), **{name: part.rest() for name, part in self._shared.items()}}
+        return {**rest, "placements": placements} if (placements := self._placements()) else rest
 
     def load_rest(self, rest: Any) -> None:
         """Loads what `rest` returned."""
+        if (theirs := rest.get("placements", {})) != self._placements():
+            raise SizeMismatch(
+                f"the state is of a net that was spread in another way over the ranks of a replica: {theirs}"[:500]
+            )
         for name, part in {"inner": self._inner, **self._shared}.items():
             part.load_rest(rest[name])
+
+    def _placements(self) -> dict[str, str]:
+        return {path: found for path, tensor in self.spread().items() if (found := placement(tensor))}
 
     def fixed(self) -> Any:
         """Returns the buffers."""
@@ -310,6 +331,14 @@ class RoundPart(StatePart):
         for part in self._shared.values():
             part.clear_gradients()
         self._worker.drop_gradients()
+
+    def guard(self, gate: Gate | None) -> None:
+        """Has the worker leave a round that will be undone."""
+        self._worker.gate = gate
+
+    def spread(self) -> Mapping[str, Any]:
+        """Returns the net's parameters by the paths of the global ones."""
+        return {f"model/{path}": tensor for path, tensor in self._worker.tensors.items()}
 
     def holds(self) -> set[int] | None:
         """Returns the identities of the global parameters."""

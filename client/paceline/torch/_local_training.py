@@ -8,19 +8,20 @@ There are P parameters, W ranks, and H inner steps in a round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline._elastic.parts import StatePart
+from paceline._elastic.state import Gate
 from paceline._group import Group
 from paceline._microbatch.microbatch import Microbatch
 from paceline._parallel._data_parallel import DDP
 from paceline._parallel._parameter import Parameter
 from paceline.compression import Codec
-from paceline.errors import StepOrderError, UnsupportedOp
+from paceline.errors import PacelineError, StepOrderError, UnsupportedOp
 from paceline.optim import SGD, Optimizer
 from paceline.torch._autograd import refuse_sync_batch_norm
 from paceline.torch._local_state import InnerOptimizers, OuterModel, RoundPart
@@ -64,8 +65,8 @@ class LocalTraining:
         self._inner = InnerOptimizers(inner_optimizer, self._took_inner_step)
         self._restores_inner = restore_inner
         self._inner_steps = 0
-        self._watches = False
-        """True in a round that can be undone, and so stops early when a failure is known."""
+        self.gate: Gate | None = None
+        """In `session.steps`: says whether the round will be undone, and so need not be finished."""
 
     def prepare(self) -> None:
         """Gives rank 0's parameters and buffers to all ranks; a collective at first use and in a new generation.
@@ -120,7 +121,8 @@ class LocalTraining:
             StepOrderError: it is not inside of the microbatch's block, or a setting of the inner optimizer has changed.
             ValueError: H is below 1.
             UnsupportedOp: with compression, or a net that is not on the CPU.
-            PacelineError: a collective failed; the last microbatch of a rank ends with one.
+            PacelineError: a collective failed; the last microbatch of a rank ends with one. In a replica of several
+                ranks `outer_step` raises it.
         """
         order = self.group.order
         if not order.is_leaf or order.name != f"microbatch {micro.number}":
@@ -141,7 +143,11 @@ class LocalTraining:
                 f"a setting of the inner optimizer, such as its learning rate, changed in {order.name}, so it "
                 "would depend on the number of workers: change settings between rounds"
             )
-        self._wrapper.backward(np.ones(1))
+        try:
+            self._wrapper.backward(np.ones(1))
+        except PacelineError:
+            if self.gate is None or not (self.gate.has_mates and self.group.mesh.fault.failed):
+                raise  # else the gate does, on all ranks of the replica: they may be in a collective of torch now
 
     def outer_step(self, weight: float | None = None) -> None:
         """Ends a round: combines the local parameters of all ranks, and continues from the result; a collective.
@@ -174,7 +180,7 @@ class LocalTraining:
             )
         self.outer_optimizer.step()  # inside of session.steps this is the gate
         self._model.push()
-        self._end_round()
+        self._inner_steps = 0
 
     def as_part(self) -> StatePart:
         """Returns the part of a training state: global parameters, outer optimizer, buffers, inner settings."""
@@ -185,15 +191,14 @@ class LocalTraining:
     def begin_round(self) -> Any:
         """Sets the net to the global parameters; returns what `undo_round` takes."""
         self._model.push()
-        self._end_round()
-        self._watches = True
+        self._inner_steps = 0
         return self._inner.save(state=self._restores_inner)
 
     def undo_round(self, saved: Any) -> None:
         """Restores the net and the inner optimizers as they were when the round began."""
         self._inner.put_back(saved)
         self._model.push()
-        self._end_round()
+        self._inner_steps = 0
 
     def drop_gradients(self) -> None:
         """Drops the local gradients."""
@@ -203,14 +208,15 @@ class LocalTraining:
         """Copies global parameters, which another worker has sent, to the net."""
         self._model.push()
 
-    def _end_round(self) -> None:
-        self._inner_steps = 0
-        self._watches = False
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """The net's parameters, by path."""
+        return self._model.tensors
 
     def _took_inner_step(self) -> None:
         self._inner_steps += 1
-        if self._watches and self.group.order.is_first:  # what comes after a rank's first microbatch is kept
-            self.group.mesh.fault.check()  # do not finish a round that will be undone
+        if self.gate is not None and self.group.order.is_first:  # what comes after a rank's first microbatch is kept
+            self.gate.check()  # do not finish a round that will be undone
 
 
 class LocalSGD(LocalTraining):
@@ -230,7 +236,8 @@ class LocalSGD(LocalTraining):
                 local.outer_step(step.weight)
 
     In `session.steps` a round is one step: if a member is lost during a round, all others undo the round and run it
-    again without that member. They notice the loss at their next inner step. A worker that has finished waits for the
+    again without that member. They notice the loss at their next inner step, and all ranks of a replica leave at the
+    same one. A worker that has finished waits for the
     slowest one, for at most `step_timeout` (10 min by default). Give `local` to the training state, and neither `net`
     nor the inner optimizer. Outside of `session.steps` call `local.prepare()`, then `local.outer_step()` after every H
     inner steps.
@@ -243,6 +250,10 @@ class LocalSGD(LocalTraining):
     The inner optimizers' state for each parameter is the worker's own. A newcomer starts without it; checkpoints do not
     contain it; when a round is undone, it is restored as it was when the round began. A scheduler of the inner
     learning rate is a separate part of the training state: `TrainState(model=local, schedule=scheduler, ...)`.
+
+    **Replicas.** The net may be spread over the ranks of a replica (`join(replica=...)`) by FSDP2 or tensor
+    parallelism. Replicas then take the place of workers, and each rank has the global parameters and the outer
+    momentum of what it holds of the net. All ranks of a replica take equally many inner steps.
 
     **Memory.** Besides the net, its gradients and the inner optimizer, host memory holds the global parameters and the
     values to send, P numbers each. Error feedback takes another 2 P. In `session.steps` there is a copy of the inner

@@ -14,7 +14,7 @@ from paceline._parallel._optimizer_state import stands_in
 from paceline.compression import Codec, PowerSGD
 from paceline.errors import UnsupportedOp
 from paceline.torch._compiling import stay_out_of_graphs
-from paceline.torch._lane_gradients import LaneDriver
+from paceline.torch._lane_gradients import LaneDriver, reshard
 from paceline.torch._tensors import Tensor
 
 _MARK = "_paceline_replicated"
@@ -48,6 +48,8 @@ def replicate(
         with replicated.no_sync():
             schedule.step(x)
         replicated.sync_gradients()
+
+    In microbatches of the sampler both go inside `with micro:`.
 
     In `session.steps` a failure of the generation raises at `optimizer.step()`, on all ranks of a replica, and the step
     is undone. Until then the backward pass, clipping and what else comes before the update run to their ends, with
@@ -110,10 +112,11 @@ class Replicated:
     def no_sync(self) -> AbstractContextManager[None]:
         """Returns a context manager, inside of which backward passes accumulate in this replica only.
 
-        The next one outside, or `sync_gradients`, reduces the sum of all. FSDP2 still reduces inside the replica in
+        The next one outside, or `sync_gradients`, reduces the sum of all; in a microbatch of the sampler it is
+        `sync_gradients`, once. FSDP2 still reduces inside the replica in
         each pass, unless `set_requires_gradient_sync(False)` tells it not to.
         """
-        return self._synchronizer.no_sync()
+        return self._driver.no_sync()
 
     def sync_gradients(self) -> None:
         """Averages the gradients that are there between the replicas: those that passes in `no_sync` have left.
@@ -125,6 +128,7 @@ class Replicated:
 
     def begin_step(self) -> None:
         """Begins a step that may be undone; `session.steps` calls it."""
+        reshard(self.module)
         self._driver.begin_step()
 
     def end_step(self) -> None:

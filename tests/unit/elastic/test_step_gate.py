@@ -12,12 +12,14 @@ import pytest
 
 import paceline
 from paceline._elastic.gate import PendingStepWord
+from paceline._elastic.mates import Alone
+from paceline._elastic.rounds import Point
 from paceline._elastic.state import TrainState
 from paceline._elastic.step import Step
 from paceline._group import Group
 from paceline._links.fault import Suspicion
 from paceline._parallel._agreement import NewcomerDiffers
-from paceline.errors import DivergenceError, PacelineError, PeerLost, PeerRaised, SettingsMismatch
+from paceline.errors import DivergenceError, PacelineError, PeerLost, PeerRaised, SettingsMismatch, StepVoid
 from paceline_protocol import StepFlag, step_word
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.parts import at_once, world_of
@@ -86,6 +88,31 @@ def test_the_gate_stays_shut_if_members_hold_different_bits(groups: list[Group])
     steps = [lambda i=i: step_of(groups[i], runners[i], digest=i).open_gate() for i in range(2)]
     assert all(isinstance(error, DivergenceError) for error in at_once(steps))
     assert [runner.saw for runner in runners] == [[], []]
+
+
+def test_a_block_hears_of_a_failure_before_the_gate_together_with_mates_and_not_behind_it(groups: list[Group]) -> None:
+    class Mates(Alone):
+        goes: StepFlag | None = StepFlag(0)
+
+        def go(self, point: Point, *_: Any) -> StepFlag | None:
+            held.append(point)
+            return self.goes
+
+    held: list[Point] = []
+    mates = Mates()
+    step = step_of(groups[0], StepRunner())
+    step.gate._mates = mates
+    step.gate.check()
+    mates.goes = None
+    with pytest.raises(StepVoid, match="another rank of this replica has stopped in step 1"):
+        step.gate.check()
+    groups[0].mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, 1, 0, "rank 1 is lost"))
+    groups[0].mesh.fault.expect_no_verdict()
+    with pytest.raises(PeerLost):
+        step.gate.check()
+    step.gate.is_open = True
+    step.gate.check()
+    assert held == [Point.INSIDE, Point.INSIDE]
 
 
 def test_the_gate_stays_shut_after_the_generation_has_failed(groups: list[Group]) -> None:
