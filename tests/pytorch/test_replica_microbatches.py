@@ -43,6 +43,7 @@ def undisturbed() -> str:
     return digest
 
 
+@pytest.mark.exhaustive  # the tests with checkpoints and kills show it too
 def test_one_and_two_replicas_end_with_the_same_bits(undisturbed: str) -> None:
     assert digests(2, train(2, 2)) == {undisturbed}
 

@@ -74,6 +74,6 @@ def test_two_replicas_end_with_the_bits_of_one_though_a_rank_is_killed_between_t
     assert struck.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # the test with a kill shows it too
 def test_two_replicas_end_with_the_bits_of_one(undisturbed: dict[str, tuple[str, list[float]]]) -> None:
     assert stages(2, train(2)) == undisturbed
