@@ -2,11 +2,13 @@
 PYTHON  ?= python3
 BIN     := .venv/bin
 INSTALL := pip install --quiet --disable-pip-version-check
-NEWEST  := $(or $(PACELINE_CACHE),$(HOME)/.cache/paceline)/torch-newest
+CACHE   := $(or $(PACELINE_CACHE),$(HOME)/.cache/paceline)
+NEWEST  := $(CACHE)/torch-newest
+TORCHFT := $(CACHE)/torchft
 VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' protos/pacelinepb/_release.py)
 # Python keeps what it has compiled: otherwise each process of pytest compiles all tests anew, and each worker all of Paceline.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo test lint types fmt protos test-root newest bench bench-peers mutants fuzz soak docs lock image clean
+.PHONY: help demo test lint types fmt protos test-root newest bench bench-peers torchft mutants fuzz soak docs lock image clean
 
 help:         ## show this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*##/\t/' | expand -t 24
@@ -39,6 +41,10 @@ bench: .venv/.installed  ## by hand, where nothing else runs: measure times, and
 	$(BIN)/pytest -m "not needs(what='peers') and not needs(what='torch')" -s bench
 bench-peers:  ## by hand: compare with Gloo and Open MPI (needs openmpi-bin), and check the figures that must hold
 	REQUIRE=peers .venv-peers/bin/pytest -m "needs(what='peers')" -s bench/test_peer_*.py
+torchft:  # what bench/replicas.py --vs torchft runs, in a folder that outlives this clone
+	$(TORCHFT)/bin/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(TORCHFT)
+	$(TORCHFT)/bin/$(INSTALL) --upgrade 'pip>=25.1'
+	$(TORCHFT)/bin/$(INSTALL) --group torchft
 mutants: .venv/.installed  ## plant one-line bugs in a copy, and check that the tests notice each
 	$(BIN)/python tests/mutants.py
 fuzz: .venv/.installed  ## fuzz one decoder: make fuzz TARGET=frame SECONDS=600
