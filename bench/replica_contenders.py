@@ -85,19 +85,16 @@ def teller(folder: Path) -> Callable[..., None]:
 
 def paceline_rank(model: Model, optimizer: Any, tell: Callable[..., None]) -> None:
     """Trains until it is told to leave."""
-    import paceline
-    import paceline.torch
+    from paceline import ElasticSampler, TrainState, join
+    from paceline.torch import replicate
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    join, replicate = paceline.join, paceline.torch.replicate  # loads what they need
     tell("ready")
     with join(replica=dist.group.WORLD) as session:
         tell("joined")
         replicate(model, session)
         tell("replicated")
-        state = paceline.TrainState(
-            model=model, optimizer=optimizer, sampler=paceline.ElasticSampler(SAMPLES, GLOBAL_BATCH)
-        )
+        state = TrainState(model=model, optimizer=optimizer, sampler=ElasticSampler(SAMPLES, GLOBAL_BATCH))
         for step in session.steps(state, total=1 << 40):
             with step:
                 mine = step.indices[rank::ranks].tolist()
@@ -166,7 +163,8 @@ def torchft_rank(folder: Path, model: Model, optimizer: Any, tell: Callable[...,
         if now > before:
             tell("commit", step=now, view=view, replicas=manager.num_participants())
         position += share
-        keep.write_text(str(position))
+        (new := keep.with_suffix(".new")).write_text(str(position))
+        new.replace(keep)  # a rank that is killed meanwhile leaves the old one
 
 
 def main(folder: Path, contender: str, layers: int, width: int) -> None:
