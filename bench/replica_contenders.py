@@ -77,7 +77,7 @@ def teller(folder: Path) -> Callable[..., None]:
     def tell(event: str, **facts: Any) -> None:
         os.write(
             file,
-            json.dumps({"event": event, "at": time.monotonic(), "cpu": time.process_time(), **facts}).encode() + b"\n",
+            json.dumps({"event": event, "at": time.monotonic(), **facts}).encode() + b"\n",
         )
 
     return tell
@@ -91,9 +91,7 @@ def paceline_rank(model: Model, optimizer: Any, tell: Callable[..., None]) -> No
     rank, ranks = dist.get_rank(), dist.get_world_size()
     tell("ready")
     with join(replica=dist.group.WORLD) as session:
-        tell("joined")
         replicate(model, session)
-        tell("replicated")
         state = TrainState(model=model, optimizer=optimizer, sampler=ElasticSampler(SAMPLES, GLOBAL_BATCH))
         for step in session.steps(state, total=1 << 40):
             with step:
