@@ -16,6 +16,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 NEWEST = Path(os.environ.get("PACELINE_CACHE") or Path.home() / ".cache" / "paceline", "torch-newest")
 PYTORCH = ("tests/pytorch", "integrations/torchrun")
+_NEWEST = (*PYTORCH, "integrations/torchtitan")
 
 _MOST = 8
 """Most processes at a time."""
@@ -127,14 +128,14 @@ STAGES = {
         "whether the newest PyTorch of the registry works too",
         "newest",
         per_core=1.5,
-        folders=PYTORCH,
+        folders=_NEWEST,
         venv=str(NEWEST),
         requires="torch",
     ),
     "newest-exhaustive": Stage(
         "by hand: torch-exhaustive with the newest PyTorch",
         f"exhaustive and {_needs('torch')}",
-        folders=PYTORCH,
+        folders=_NEWEST,
         venv=str(NEWEST),
         requires="torch",
     ),

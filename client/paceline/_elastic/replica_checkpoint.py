@@ -17,7 +17,7 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -189,9 +189,8 @@ class ReplicaContent:
         return {**staged, f"{_OWN}{self._position}": _bytes(encode_object(own))}
 
     def _live_models(self) -> dict[str, Any]:
-        from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
-        return {name: get_model_state_dict(model) for name, model in self._models.items()}
+        """Returns the values of each model, by their names in it: hooks of `state_dict` may rename and gather them."""
+        return {name: dict(_values_of(self._named(model))) for name, model in self._models.items()}
 
     def _live_optimizer(self, name: str) -> dict[str, Any]:
         """Returns an optimizer's values, flat, as `get_optimizer_state_dict` of torch names them."""
@@ -244,10 +243,11 @@ class ReplicaContent:
     def _load(self, folder: Path, table: Any) -> None:
         from torch.distributed.checkpoint import FileSystemReader, load
         from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-        from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
-        saved, live = table.state_dict_metadata, self._live_models()
-        flat = {f"{name}.{path}": value for name, values in live.items() for path, value in values.items()}
+        saved = table.state_dict_metadata
+        flat = {
+            f"{name}.{path}": value for name, values in self._live_models().items() for path, value in values.items()
+        }
         flat |= self._room_for_optimizers(saved)
         own = f"{_OWN}{self._position}"
         if own not in saved:
@@ -267,8 +267,6 @@ class ReplicaContent:
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each rank reads what it needs
             load(flat, storage_reader=reader, planner=planner, no_dist=True)
 
-        for name, model in self._models.items():
-            set_model_state_dict(model, {path: flat[f"{name}.{path}"] for path in live[name]})
         of_parameters = _by_prefix(flat)
         for name, optimizer in self._optimizers.items():
             self._load_optimizer(name, optimizer, of_parameters)
@@ -337,6 +335,14 @@ class ReplicaContent:
                     )
                 numbered |= settings
         optimizer.load_state_dict(saved)
+
+
+def _values_of(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yields what a checkpoint has of a model: parameters, and buffers that are not marked as left out, with names."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if name not in module._non_persistent_buffers_set:
+                yield _WRAPPERS.sub("", f"{path}.{name}".removeprefix(".")), tensor.detach()
 
 
 def write(folder: Path, tree: Mapping[str, Any], buffers: set[str], line: MateLine) -> list[SavedFile]:

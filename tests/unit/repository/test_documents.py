@@ -106,7 +106,7 @@ def test_documented_commands_and_options_exist() -> None:
             known = inner
             words.pop(0)
         options = {name for each in known.params for name in (*each.opts, *each.secondary_opts)} | {"--help", "-h"}
-        script = next((n for n, word in enumerate(words) if word.endswith(".py")), len(words))
+        script = next((n for n, word in enumerate(words) if word.endswith(".py") or word == "-m"), len(words))
         for word in words[:script]:
             name = word.partition("=")[0].rstrip(".,;:)")
             if name in ("&", "|", ">", "--"):

@@ -1,0 +1,13 @@
+"""Without torchtitan nothing here is collected (REQUIRE=torch, in the stage with the newest torch: an error)."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from support.needs import is_required
+
+collect_ignore_glob: list[str] = []
+if find_spec("torchtitan") is None:
+    if is_required("torch"):
+        raise RuntimeError("REQUIRE=torch, and torchtitan is not installed")
+    collect_ignore_glob = ["test_*.py"]
