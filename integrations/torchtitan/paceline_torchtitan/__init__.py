@@ -105,7 +105,8 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # torchtitan has no types 
 
     def forward_backward_step(self, **_: Any) -> torch.Tensor:
         """Computes the gradients of the step; averages them, and the loss that it returns, over the replicas."""
-        self._loss.value.grad = None  # no optimizer clears it
+        self.optimizers.zero_grad()  # torchtitan leaves zeros, for CUDA graphs
+        self._loss.value.grad = None
         if not self.config.microbatches:
             self._run(self._step.indices)
         else:
