@@ -202,6 +202,7 @@ except CheckpointFailed as error:
     assert "hold different values of model.blocks.0.down.bias" in str(error), error
 else:
     raise AssertionError("one stage would come back with the other's weights")
+Run(sharded(built(), mesh=alone)).save(folder.with_name(f"copies-{replica}"))  # as what TP leaves whole
 """,
     )
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from paceline._collectives.objects import decode_object, encode_object
 from paceline._elastic.device_array import memory_of, on_host
-from paceline._elastic.foreign import placement
+from paceline._elastic.foreign import local_of, placement
 from paceline._elastic.mates import Mates
 from paceline._elastic.parts import check_fit, trains
 from paceline._elastic.saver import warning_of_frozen
@@ -182,7 +182,7 @@ class ReplicaContent:
             "receipts": list(self._state.receipts),
             "parts": self._own_parts(),
             "trained": {
-                name: {path: trains(parameter) for path, parameter in model.named_parameters()}
+                name: {_path(path): trains(parameter) for path, parameter in self._named(model).named_parameters()}
                 for name, model in self._models.items()
             },
         }
@@ -283,8 +283,8 @@ class ReplicaContent:
         with warning_of_frozen(self._state, saved["step"]):
             for name, model in self._models.items():
                 was_trained = saved["trained"].get(name, {})
-                for path, parameter in model.named_parameters():
-                    if trains(parameter) != was_trained.get(path, trains(parameter)):
+                for path, parameter in self._named(model).named_parameters():
+                    if trains(parameter) != was_trained.get(_path(path), trains(parameter)):
                         parameter.requires_grad = not trains(parameter)
         self._state.step, self._state.receipts = saved["step"], checked_lines(saved["receipts"])
         self._state.is_whole = True
@@ -374,7 +374,7 @@ def _causes(error: Any) -> str:
 def _check_names(tree: Mapping[str, Any], buffers: set[str], line: MateLine) -> None:
     """Checks that a name means the same on all mates: a checkpoint keeps one tensor of each name.
 
-    Shards of one name must be of one tensor over the same ranks, and plain tensors must be equal.
+    Plain tensors must be equal, and so must shards at one place that different meshes have.
     """
     tensors = {
         f"{name}.{path}": value
@@ -383,14 +383,20 @@ def _check_names(tree: Mapping[str, Any], buffers: set[str], line: MateLine) -> 
         for path, value in values.items()
         if hasattr(value, "untyped_storage")
     }
-    told = line.each(lambda: {name: _described(value) for name, value in tensors.items()})
-    shared = {name for name in tensors if sum(name in one for one in told) > 1}
-    heard = line.each(
-        lambda: {name: _digest(value) for name, value in tensors.items() if name in shared and not placement(value)}
+    told = line.each(lambda: {name: [_described(value), _ranks_of(value)] for name, value in tensors.items()})
+    again = {  # on several mates, which are not in one mesh
+        name
+        for name, value in tensors.items()
+        if len(found := [one[name][1] for one in told if name in one]) > 1
+        and (not _ranks_of(value) or min(found) != max(found))
+    }
+    heard = line.each(lambda: {name: [_place_of(tensors[name]), _digest(tensors[name])] for name in again})
+    odd = sorted(
+        name
+        for name in set().union(*told)
+        if len({one[name][0] for one in told if name in one}) > 1
+        or len({tuple(one[name]) for one in heard if name in one}) > len({one[name][0] for one in heard if name in one})
     )
-    both = [{name: (one[name], digests.get(name)) for name in one} for one, digests in zip(told, heard, strict=True)]
-    names = sorted(set().union(*both))
-    odd = [name for name in names if len({one[name] for one in both if name in one}) > 1]
     if not odd:
         return
     text = f"ranks of this replica hold different values of {', '.join(odd[:_MOST_NAMES])}"
@@ -403,12 +409,21 @@ def _check_names(tree: Mapping[str, Any], buffers: set[str], line: MateLine) -> 
 
 
 def _described(tensor: Any) -> str:
-    ranks = tensor.device_mesh.mesh.flatten().tolist() if placement(tensor) else ""
-    return f"{tensor.dtype} {list(tensor.shape)} {ranks}"
+    return f"{tensor.dtype} {list(tensor.shape)} {tensor.placements if placement(tensor) else ''}"
+
+
+def _ranks_of(tensor: Any) -> list[int]:
+    """Returns the ranks over which a tensor is spread; none for a plain one."""
+    return tensor.device_mesh.mesh.flatten().tolist() if placement(tensor) else []
+
+
+def _place_of(tensor: Any) -> str:
+    """Says which shard of a tensor this rank has."""
+    return str(tensor.device_mesh.get_coordinate()) if placement(tensor) else ""
 
 
 def _digest(tensor: Any) -> bytes:
-    data = memory_of(tensor.detach().contiguous())
+    data = memory_of(local_of(tensor.detach()).contiguous())
     return hashlib.blake2b(data.reshape(-1).view(np.uint8).data, digest_size=16).digest()
 
 

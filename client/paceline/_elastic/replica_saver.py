@@ -224,14 +224,19 @@ class ReplicaSaver(Saver):
             return
         lost = any(failed for _, failed in told)
         if not lost:
+            refused: CheckpointFailed | None = None
             try:
                 self.keep(held, state, group)
-            except (CheckpointFailed, ReplicaLost):
+            except ReplicaLost:
                 raise
+            except CheckpointFailed as error:  # perhaps while a replica is lost in a mate's lane
+                refused = error
             except PacelineError as error:
                 _log.warning("a replica was lost while the last checkpoint was written: %s", error)
                 lost = True
             lost = any(self._line.gather(lost))
+            if refused is not None and not lost:
+                raise refused
         if lost and (trouble := self._keep_together(held, state, is_writer=True)):
             raise CheckpointFailed(f"the checkpoint {held} was not written: {trouble}")
 

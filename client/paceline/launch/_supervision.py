@@ -36,12 +36,10 @@ class Exit:
         label: the worker as the user knows it: "rank 2", or "worker #2" if it never had a rank.
         pid: its process id.
         returncode: its exit code, or the negated number of the signal that killed it.
-        follows: it failed because another member failed, and said so. Leave it out: workers say so through the pipe
-            of `paceline run`.
+        follows: it failed because another member failed, and said so, as workers do through the pipe of `paceline run`.
         slot: its number among the launcher's workers, from 0; its replacements have the same.
         joined: it had been in a view.
-        unfinished: it had steps of `session.steps` to take, and was not told to leave. Leave it out, for the same
-            reason.
+        unfinished: it had steps of `session.steps` to take, and was not told to leave; known by the same pipe.
         position: its rank in its replica, which `label` names; None if it is a worker by itself.
         words: how it ended, in words that complete "rank 2 ...", if it has no exit code, as when its machine is gone.
     """

@@ -243,7 +243,7 @@ class LaneDriver(AutogradDriver):
     def after(self, parameter: TorchParameter) -> None:
         """See `AutogradDriver`."""
         if self.failed or (self._group.order.is_leaf and not self.synchronizer.reduces):
-            return  # or torch adds it to those of the microbatch's other passes
+            return  # the gate reports a failure; and in `no_sync` torch adds up the passes of the microbatch
         try:
             if self._pass is not None and self._pass.is_dead:
                 self._abandon(StepOrderError("the last backward pass did not finish"))

@@ -309,6 +309,10 @@ class RoundPart(StatePart):
         for name, part in {"inner": self._inner, **self._shared}.items():
             part.load_rest(rest[name])
 
+    def prepare(self) -> None:
+        """Agrees on the net with the other workers, before a block begins."""
+        self._shared["model"].prepare()
+
     def _placements(self) -> dict[str, str]:
         return {path: found for path, tensor in self.spread().items() if (found := placement(tensor))}
 

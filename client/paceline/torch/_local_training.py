@@ -215,7 +215,9 @@ class LocalTraining:
 
     def _took_inner_step(self) -> None:
         self._inner_steps += 1
-        if self.gate is not None and self.group.order.is_first:  # what comes after a rank's first microbatch is kept
+        if self.gate is None:
+            return
+        if self.gate.has_mates or self.group.order.is_first:  # else what comes after the first microbatch is kept
             self.gate.check()  # do not finish a round that will be undone
 
 
@@ -237,10 +239,9 @@ class LocalSGD(LocalTraining):
 
     In `session.steps` a round is one step: if a member is lost during a round, all others undo the round and run it
     again without that member. They notice the loss at their next inner step, and all ranks of a replica leave at the
-    same one. A worker that has finished waits for the
-    slowest one, for at most `step_timeout` (10 min by default). Give `local` to the training state, and neither `net`
-    nor the inner optimizer. Outside of `session.steps` call `local.prepare()`, then `local.outer_step()` after every H
-    inner steps.
+    same one. A worker that has finished waits for the slowest one, for at most `step_timeout` (10 min by default). Give
+    `local` to the training state, and neither `net` nor the inner optimizer. Outside of `session.steps` call
+    `local.prepare()`, then `local.outer_step()` after every H inner steps.
 
     The net is set to the global parameters when a round begins, so load initial values before you make this object.
     Tied and frozen parameters, buffers and 16-bit parameters (whose global values are float32) work.

@@ -112,9 +112,9 @@ class Replicated:
     def no_sync(self) -> AbstractContextManager[None]:
         """Returns a context manager, inside of which backward passes accumulate in this replica only.
 
-        The next one outside, or `sync_gradients`, reduces the sum of all; in a microbatch of the sampler it is
-        `sync_gradients`, once. FSDP2 still reduces inside the replica in
-        each pass, unless `set_requires_gradient_sync(False)` tells it not to.
+        The next pass outside, or `sync_gradients`, reduces the sum of all. In a microbatch of the sampler call
+        `sync_gradients`, once. FSDP2 still reduces inside the replica in each pass, unless
+        `set_requires_gradient_sync(False)` tells it not to.
         """
         return self._driver.no_sync()
 

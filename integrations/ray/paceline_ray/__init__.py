@@ -50,7 +50,7 @@ def run(
         max_workers: how many workers to ask Ray for; `min_workers` if left out.
         replica_size: if given, each worker is a replica of so many ranks, which hold one copy of the model between
             them: `min_workers`, `max_workers` and `restarts` count replicas, Ray finds room for all ranks of one
-            together, each rank is an actor, and `fn` finds torch's default process group, of its replica.
+            together, each rank is an actor, and `fn` finds its replica as torch's default process group.
         resources: what each worker, or each rank of a replica, takes: "CPU", "GPU", "memory" (bytes), or a resource of
             the cluster; one CPU if left out.
         restarts: how often each worker is replaced at most. A worker that fails three times in a row within 5 s,

@@ -74,8 +74,11 @@ def run_workers(
     ray = _connected_ray()
     if not 1 <= min_workers <= max_workers:
         raise ValueError(f"min_workers must be 1 or more and max_workers no less, not {min_workers} and {max_workers}")
-    if replica_size is not None and replica_size < 1:
-        raise ValueError(f"replica_size must be 1 or more, not {replica_size}")
+    if replica_size is not None and (replica_size < 1 or not any(resources.values())):
+        raise ValueError(
+            "replica_size must be 1 or more, and its ranks need resources, by which Ray places them; "
+            f"got {replica_size} and {dict(resources)}"
+        )
     if restarts < 0:
         raise ValueError(f"restarts must be 0 or more, not {restarts}")
     config = config or Config.from_environment()
@@ -195,7 +198,7 @@ class _Controller:
         self._interrupted_by: signal.Signals | None = None
         self._hosted: dict[int, _Hosted] = {}  # the actors that have not ended, by slot
         self._errors: dict[int, BaseException] = {}  # the last error in each slot
-        self._finished: list[Finished] = []
+        self._finished: dict[int, Finished] = {}  # the good ends, by slot
         self._gathered = False  # min_workers have been placed
         self._began = time.monotonic()
         self._next_look = self._began
@@ -225,7 +228,7 @@ class _Controller:
             raise error
         if self._supervision.summary:
             _log.warning("%s", self._supervision.summary)
-        return results_of(self._finished)
+        return results_of(list(self._finished.values()))
 
     def _unfinished(self) -> bool:
         """True while a worker trains or a restart is pending, or one is needed for which Ray may find room."""
@@ -235,7 +238,7 @@ class _Controller:
             return False
         replaces = any(index in self._errors for index in self._hosted)
         has_failed = replaces or self._supervision.failure is not None
-        return bool(self._hosted) and not is_over(self._finished, has_failed=has_failed)
+        return bool(self._hosted) and not is_over(list(self._finished.values()), has_failed=has_failed)
 
     def _host(self, index: int) -> None:
         """Asks Ray for a worker; with the first rank of a replica, for room for all its ranks."""
@@ -267,9 +270,11 @@ class _Controller:
         self._look_at_job()
         self._obey_signals()
         if isinstance(self._supervision, ReplicaSupervision):
-            for index in self._supervision.mates_to_kill(time.monotonic()):
-                if index in self._hosted:
-                    self._ray.kill(self._hosted[index].actor)
+            for hosted in map(self._hosted.get, self._supervision.mates_to_kill(time.monotonic())):
+                if hosted is not None and hosted.waited_for is None:  # it was placed, and does nothing yet
+                    self._end(hosted, hosted.end(1, "was killed", follows=True))
+                elif hosted is not None:
+                    self._ray.kill(hosted.actor)
         for index in self._supervision.restarts_due(time.monotonic()):
             self._host(index)
         self._begin_placed()
@@ -289,7 +294,7 @@ class _Controller:
             if isinstance(value, WorkerPlace):
                 hosted.place = value
             else:
-                self._finished.append(value)
+                self._finished[hosted.index] = value
                 self._end(hosted, hosted.end(0, "has finished"))
 
     def _fate_of(self, hosted: _Hosted) -> Fate:
@@ -305,6 +310,8 @@ class _Controller:
         self._look_at_job(now=True)
         hosted.rank = hosted.rank if fate.rank is None else fate.rank
         self._errors[hosted.index] = error
+        for index in self._slots_of(hosted.index // self._size):  # a replica ends as a whole
+            self._finished.pop(index, None)
         self._end(hosted, hosted.end(1, fate.error, follows=fate.follows))
 
     def _end(self, hosted: _Hosted, end: Exit) -> None:

@@ -110,6 +110,7 @@ class HostedWorker:
         """
         fn, args = work
         session: Session | None = None
+        number: int | None = None  # its rank in `session.group`
         rank: int | None = None
         try:
             credentials = replace(Credentials.tls_from_environment(), token=terms.token)
@@ -126,9 +127,9 @@ class HostedWorker:
                 try:
                     value = fn(session, *args)
                 finally:  # it has no rank any more when it has left
-                    rank = session.rank if session.members else None
-                    if rank is not None and place is not None:
-                        rank = rank * place.size + place.position
+                    rank = number = session.rank if session.members else None
+                    if number is not None and place is not None:
+                        rank = number * place.size + place.position
                 return Finished(-1 if rank is None else rank, session.generation, value)
         except Dismissed:
             return Finished(-1, 0, dismissed=True)
@@ -138,7 +139,7 @@ class HostedWorker:
             raise RuntimeError(f"the training function called sys.exit({error.code!r})") from error
         except Exception as error:
             blamed = error.ranks if isinstance(error, PacelineError) else ()
-            follows = isinstance(error, ReplicaLost) or (bool(blamed) and rank not in blamed)
+            follows = isinstance(error, ReplicaLost) or (bool(blamed) and number not in blamed)
             first = str(error).partition("\n")[0]
             self._fate = Fate(rank, follows, f"raised {type(error).__name__}: {first:.500}")
             raise

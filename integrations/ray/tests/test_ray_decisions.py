@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from collections.abc import Callable
 
 import pytest
 
 import paceline_ray
 from paceline import Config
-from paceline.launch import Exit, Supervision, Terms
+from paceline.launch import Exit, ReplicaSupervision, Supervision, Terms
 from paceline_ray._controller import _Controller, _Hosted, actor_options, is_over, results_of
-from paceline_ray._hosted_worker import Finished, JoinTerms
+from paceline_ray._hosted_worker import Finished, JoinTerms, WorkerPlace
 
 
 def test_resources_become_options_of_actors() -> None:
@@ -69,6 +71,9 @@ class FakeRay:
     def remote(self, kind: type) -> FakeRay:
         return self
 
+    def kill(self, actor: object) -> None:
+        """Kills nobody: there are no actors."""
+
     def options(self, **options: object) -> Callable[[], object]:
         return lambda: None
 
@@ -79,7 +84,7 @@ def test_the_replacement_of_a_dead_worker_is_awaited_after_a_drain() -> None:
     controller = _Controller(FakeRay(), (print, ()), terms, {}, supervision, None)  # type: ignore[arg-type]
     supervision.began(0, 0.0)
     supervision.began(1, 0.0)
-    controller._finished.append(DRAINED)
+    controller._finished[1] = DRAINED
     supervision.ended(Exit("rank 1", 2, 0, slot=1), 9.0)
     controller._hosted[0] = _Hosted(0, actor=None, waited_for=None)  # one that replaces nobody
     assert not controller._unfinished(), "all that trained were drained"
@@ -87,6 +92,21 @@ def test_the_replacement_of_a_dead_worker_is_awaited_after_a_drain() -> None:
     supervision.ended(Exit("rank 0", 1, 1, slot=0, joined=True, words="died"), 10.0)
     assert supervision.restarts_due(99.0) == [0]
     assert controller._unfinished(), "its replacement has no room yet"
+
+
+def test_a_replica_whose_rank_cannot_be_placed_ends_with_the_rank_that_waits_for_it() -> None:
+    terms = Terms(workers=1, minimum=1, elastic=True, restarts=1)
+    supervision = ReplicaSupervision(8.0, terms, 2)
+    join = JoinTerms("10.0.0.7:7400", "default", 1, 1, Config())
+    controller = _Controller(FakeRay(), (print, ()), join, {}, supervision, None, 2)  # type: ignore[arg-type]
+    controller._next_look = math.inf
+    place = WorkerPlace("host", 7, "10.0.0.7")
+    controller._hosted[1] = waits = _Hosted(1, actor=None, waited_for=None, place=place, replica_size=2)
+    failed = _Hosted(0, actor=None, waited_for=None, replica_size=2)
+    assert supervision.ended(failed.end(1, "raised ModuleNotFoundError: torch"), time.monotonic() - 1.0) == ""
+    controller._turn()
+    assert waits not in controller._hosted.values()
+    assert supervision.restarts_due(time.monotonic() + 1.0) == [0, 1]
 
 
 def test_the_end_of_an_actor_is_reported_in_words() -> None:

@@ -44,12 +44,15 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # torchtitan has no types 
     whose labels are all ignored.
     """
 
+    step: int
+
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):  # type: ignore[misc]
         """torchtitan's configuration, and Paceline's."""
 
         microbatches: int = 0
-        """V, microbatches of a step, at least as many as replicas may ever come: the bits do not depend on who dies."""
+        """V, the microbatches of a step, at least as many as there can be replicas; 0 for none. With them the bits do
+        not depend on which replicas die."""
 
     def samples(self) -> Sequence[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         """Returns the samples by index: (inputs, labels), without a batch's first axis.
@@ -70,6 +73,11 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # torchtitan has no types 
         """Trains until `training.steps`, together with the other replicas of the job; see `Session.steps`."""
         config, training = self.config, self.config.training
         self.checkpointer.load(step=config.checkpoint.load_step)  # weights to begin with, if it names some
+        if self.step:
+            raise ValueError(
+                f"{config.dump_folder} has a checkpoint of torchtitan's own, of step {self.step}, from which Paceline "
+                "does not go on: take another --dump_folder, and its weights by --checkpoint.initial_load_path"
+            )
         self._samples = self.samples()
         self._shards = self.parallel_dims.get_mesh("batch") if self.parallel_dims.dp_enabled else None
         self._place: int = self._shards.get_local_rank() if self._shards else 0
@@ -152,6 +160,6 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # torchtitan has no types 
 
 
 def elastic(config: Trainer.Config, *, microbatches: int = 0) -> ElasticTrainer.Config:
-    """Returns a configuration of torchtitan's, whose trainer is an `ElasticTrainer`."""
+    """Returns the configuration with `ElasticTrainer` as its trainer."""
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     return ElasticTrainer.Config(**fields, microbatches=microbatches)
