@@ -108,7 +108,7 @@ def test_the_other_replicas_go_on_soon_after_a_kill() -> None:
     measure(result, 8, SIZES[10], random.Random(0))
     p50, p90 = statistics.median(result.recovered), result.p90(result.recovered)
     print(f"\nSIGKILL to the next committed step: p50 {1e3 * p50:.0f} ms, p90 {1e3 * p90:.0f} ms")
-    assert p50 <= at_most(0.15)
+    assert p50 <= at_most(0.3)
     assert (result.lost, result.twice) == (0, 0)
     assert max(result.failed) <= 1, "at most one step is repeated for each kill"
 
@@ -120,4 +120,4 @@ def test_a_replica_that_comes_back_trains_soon_after_its_ranks_are_ready() -> No
     measure(result, 4, SIZES[100], random.Random(0))
     p50 = statistics.median(result.back)
     print(f"\nranks ready to the replica's first step: p50 {1e3 * p50:.0f} ms, longest {1e3 * max(result.back):.0f} ms")
-    assert p50 <= at_most(0.3)
+    assert p50 <= at_most(1.8)

@@ -82,6 +82,8 @@ def test_compressed_rounds_are_close_to_exact_and_equal_on_all_ranks(compression
 class Door:
     """A gate that can be shut."""
 
+    has_mates = False
+
     def __init__(self) -> None:
         self.shut = False
 
