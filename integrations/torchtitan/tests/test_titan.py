@@ -79,7 +79,6 @@ def test_a_replica_dies_and_comes_back_and_the_losses_have_the_bits_of_an_undist
     assert disturbed[-1] < 0.8 * disturbed[0]
 
 
-@pytest.mark.newest
 def test_a_tensor_parallel_replica_dies_and_the_losses_are_those_of_an_undisturbed_run() -> None:
     steps = 6
     with train(2, steps, *TP) as run:
