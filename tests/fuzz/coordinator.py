@@ -122,6 +122,8 @@ def _changes(job: StoredJob, message: pb.SessionRequest, values: KeyValues) -> l
             if register.generation_floor >= 1 << 62:  # refused by the dispatcher
                 return []
             settings = wire.read_settings(register.settings, _SETTINGS)
+            if settings.replica_size > 1:  # one seat is no whole replica
+                return []
             seat = Seat(0, "member-0", process, where, wire.token_hash(b""), 1)
             versions = spoken_by([wire.read_versions(register)])
             job.generation = max(job.generation, register.generation_floor) + 1

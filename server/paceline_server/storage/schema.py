@@ -229,7 +229,7 @@ def load(connection: sqlite3.Connection) -> list[StoredJob]:
             first = seats[0].member_id if seats else ""
             versions = told.get((name, generation, first), UNTOLD)
             size, ids = replicas.get((name, generation, first), (1, []))
-            if size > 1:
+            if size > 1 and len(ids) * size == len(seats):  # else it is refused, as damage
                 seats = tuple(replace(s, replica=ids[s.rank // size], replica_size=size) for s in seats)
             settings = JobSettings(least, most, timeout, tuning, size)
             job.view = View(
