@@ -9,6 +9,8 @@ from threading import Event
 from time import monotonic
 
 import pytest
+from grpc import aio
+from grpc.aio._call import StreamStreamCall
 from unit.links.shm_pair import lent
 
 from paceline._base.waits import loop_thread
@@ -64,6 +66,26 @@ def test_send_after_half_close_raises_link_ended(kind: str) -> None:
             pair.b.recv(monotonic() + 5)
         assert caught.value.orderly
         assert not pair.fault_b.failed
+
+
+def test_a_stream_that_ends_while_it_is_closed_is_no_unexpected_failure(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """gRPC raises an error of its own then, which is none of a call's."""
+    close = StreamStreamCall.done_writing
+
+    async def ends_meanwhile(call: StreamStreamCall) -> None:
+        await close(call)
+        raise aio.InternalError('Failed "execute_batch"')
+
+    monkeypatch.setattr("grpc.aio._call.StreamStreamCall.done_writing", ends_meanwhile)
+    with link_pair("grpc") as pair:
+        assert isinstance(pair.a, MemberLink)
+        pair.a.half_close(FrameKind.CLOSE, monotonic() + 5)
+        with pytest.raises(LinkEnded) as caught:
+            pair.b.recv(monotonic() + 5)
+        assert caught.value.orderly
+    assert "failed unexpectedly" not in caplog.text
 
 
 BROKE = ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL

@@ -384,8 +384,8 @@ async def dial(
     watcher = asyncio.create_task(_watch(link, call))
     minder = asyncio.create_task(_mind(link, patience))
     try:
-        # A write fails once the stream has ended; the watcher says how it ended.
-        with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):
+        # A write fails once the stream has ended; the watcher says how it ended. `done_writing` raises InternalError.
+        with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError, aio.InternalError):
             while (data := await link.stream.take()) is not None:
                 await call.write(data)
             await call.done_writing()
