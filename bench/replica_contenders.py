@@ -1,4 +1,4 @@
-"""What each rank does for `replicas.py`: python replica_contenders.py FOLDER paceline|torchft LAYERS WIDTH.
+"""One rank of a job that `replicas.py` measures: python replica_contenders.py FOLDER paceline|torchft LAYERS WIDTH.
 
 All contenders train one toy transformer with AdamW, divided by FSDP2 among the ranks of a replica. Each process writes
 what happens to a file of its own, with the time of the machine's one monotonic clock: so a killed one has told

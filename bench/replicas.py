@@ -43,7 +43,7 @@ _MOMENTS_S = 0.2
 
 @dataclass(slots=True)
 class Result:
-    """What kills did to a contender.
+    """The measured effects of kills on a contender.
 
     Attributes:
         recovered: seconds from each kill until all survivors had committed a step without the killed replica.
@@ -84,7 +84,7 @@ def main(
     kills: Annotated[int, typer.Option(min=1, help="Kills in each job.")] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="Jobs of each contender.")] = 3,
     megabytes: Annotated[int, typer.Option(help="MB of state of each replica: 10 or 100.")] = 10,
-    seed: Annotated[int, typer.Option(help="Of who is killed, and when.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for the choice of ranks and moments.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON on standard output.")] = False,
 ) -> None:
     """Kill ranks of replicas, and measure what that costs."""

@@ -42,7 +42,7 @@ def stages(replicas: int, said: str) -> dict[str, tuple[str, list[float]]]:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[str, tuple[str, list[float]]]:
-    """What one replica finds."""
+    """The digests and weights of one replica that loses nobody."""
     return stages(1, train(1))
 
 

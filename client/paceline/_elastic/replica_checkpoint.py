@@ -48,7 +48,7 @@ _MOST_NAMES = 8
 """Most names in an error."""
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)\.")
-"""What torch.compile and activation checkpointing add to the names of parameters."""
+"""The parts of parameters' names that torch.compile and activation checkpointing add."""
 
 
 class MateLine:
@@ -99,7 +99,7 @@ class MateLine:
 
 
 class ReplicaContent:
-    """What one rank holds of a replica's state, by the names of DCP.
+    """One rank's part of a replica's state, by the names of DCP.
 
     Raises:
         UnsupportedOp: an optimizer has a parameter that is in no model of the state, so it has no name, or a setting

@@ -309,7 +309,7 @@ class ReplicaSaver(Saver):
 
 
 _Copy = tuple[dict[str, Any], set[str]]
-"""What `write` takes: the content of a state, and the names of its buffers."""
+"""The content of a state, and the names of its buffers, as `write` takes them."""
 
 
 def _copy_of(state: TrainState, position: int) -> _Copy | Exception:

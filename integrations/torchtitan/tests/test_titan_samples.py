@@ -1,4 +1,4 @@
-"""A sample is asked for by its index, so that it is known who has used it."""
+"""The trainer asks for samples by their index, so each is used once."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from replicas import account, attempts
 
 
 def rank(pid: int, *told: tuple[Any, ...]) -> Rank:
-    """What one has told: (kind, time, step, view, samples), or whether its gradients count in place of samples."""
+    """A rank that has told events: (kind, time, step, view, samples), or for "end" whether it took part."""
     names = {"begin": "samples", "end": "takes_part"}
     return Rank(
         pid,
