@@ -122,9 +122,7 @@ class _Storm:
             case "join" if self._wanted() < _MOST:
                 self._join(1)
                 self._tell("joins", "started a replica")
-            case "leave" if (single := [each for each in self._running() if self.launchers[each] == 1]) and len(
-                holders
-            ) > 2:
+            case "leave" if len(holders) > 2 and (single := self._single(holders)):
                 for world in self._worlds_of(single[0]):
                     world.leaving = True
                 single[0].signal(signal.SIGTERM)
@@ -216,6 +214,11 @@ class _Storm:
 
     def _running(self) -> list[Command]:
         return [launcher for launcher in self.launchers if launcher.process.poll() is None]
+
+    def _single(self, worlds: list[_World]) -> list[Command]:
+        """Returns the launchers whose one replica is among these: one that still starts would end with an error."""
+        alone = [each for each in self._running() if self.launchers[each] == 1]
+        return [each for each in alone if any(world in worlds for world in self._worlds_of(each))]
 
     def _wanted(self) -> int:
         """Returns how many replicas there are when all have started."""
