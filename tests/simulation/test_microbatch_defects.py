@@ -19,7 +19,7 @@ from paceline._collectives import tasks
 from paceline._collectives.arithmetic import TreeArithmetic
 from paceline._elastic.step import Step
 from paceline._microbatch.kept_sums import KeptSums
-from paceline._parallel import _buckets
+from paceline._parallel import _buckets, _node_sums
 from paceline_protocol import Tag
 
 
@@ -66,7 +66,7 @@ def test_adding_repaired_sums_rank_by_rank_is_detected(monkeypatch: pytest.Monke
 
 
 def test_adding_microbatches_in_computation_order_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_buckets, "closes", lambda left, right, leaves: left[1] == right[0])
+    monkeypatch.setattr(_node_sums, "closes", lambda left, right, leaves: left[1] == right[0])
     assert found(200, MICROBATCHES).startswith(("I6", "error"))
 
 

@@ -23,8 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline._base.sum_order import EVEN, Node, SumOrder
-from paceline._microbatch.sum_tree import closes
+from paceline._parallel._node_sums import NodeSums
 from paceline._parallel._parameter import Parameter
 from paceline.compression import Codec, Memory
 from paceline.errors import StepOrderError, UnsupportedOp
@@ -86,7 +85,7 @@ class _Memory(NamedTuple):
     """The home of each parameter's gradient."""
 
 
-class Bucket:
+class Bucket(NodeSums[_Memory]):
     """The gradients of some parameters of one dtype, in NumPy arrays that are reused in each step.
 
     Args:
@@ -100,9 +99,6 @@ class Bucket:
         flat: the array that `all_reduce` reduces in place.
         exact: number of elements at the end of `flat` that are not gradients and must not be compressed.
         memory: rounding errors of the bucket's compressed reductions.
-        order: the order in which `terms` are summed over the ranks (`add_leaf`); the even order sums `flat`.
-        terms: in a tree, what this rank gives, once its last leaf is there: the sums of its nodes. They are not written
-            to while they are summed, so they are still there if that fails.
     """
 
     codec: Codec | None = None
@@ -117,6 +113,7 @@ class Bucket:
         weight_at: int | None = None,
         apart: bool = False,
     ) -> None:
+        super().__init__()
         self.exact = 1 + len(parameters) + room
         self.memory = Memory(feedback=feedback)
         self._empty = empty
@@ -125,11 +122,6 @@ class Bucket:
         self._count = sum(p.data.size for p in self._parameters)
         self._weight_at = self._count if weight_at is None else weight_at
         self._has_homes = apart or self.dtype.itemsize == 2
-        self.order = EVEN
-        self.terms: list[NDArray[Any]] = []
-        self._sums: list[tuple[Node, _Memory]] = []
-        """Sums of nodes, from left to right; siblings in the tree are added up as soon as both are there."""
-        self._spare: list[_Memory] = []
         self._allocate()
 
     @property
@@ -144,9 +136,8 @@ class Bucket:
 
     def renew(self) -> None:
         """Allocates new memory, because an abandoned collective may still read and write the old, sums of nodes too."""
-        self._sums.clear()
+        self._forget_sums()
         self._allocate()
-        self._spare.clear()
         self.memory = self.memory.successor()
 
     def reclaim(self) -> None:
@@ -212,69 +203,16 @@ class Bucket:
             slot.flags.writeable = False  # makes `p.grad += g` an error, where it would give a wrong sum unnoticed
         self._encode(alone=alone)
 
-    def add_leaf(self, order: SumOrder) -> None:
-        """Adds the packed gradients of a pass to others, as a leaf of the tree (`sum_tree`).
-
-        After a rank's last leaf `terms` are ready to be summed over the ranks, into `flat`, which is other memory then.
-        After any other the gradients may be written again.
-        """
-        if order.leaf is not None:
-            self._add(order.leaf, order.leaves)
-        if not order.is_last:
-            self._move()
-            for parameter in self._parameters:
-                parameter._hold(None)
-            return
-        self.order = order
-        self.terms = [sums.flat for _, sums in self._sums] or [self.flat]
-        if len(order.nodes) == 1:  # nothing travels: the sum of all leaves is divided where it lies
-            ((_, whole),) = self._sums
-            if whole is not self._memory:
-                self._spare.append(self._memory)
-                self._use(whole)
-                self._offer_home()
-            self._sums.clear()
-        elif order.leaf is not None:
-            self._move()
-
-    def _add(self, node: Node, leaves: int) -> None:
-        """Takes the memory of the bucket as the sum of a node, and adds up siblings."""
-        place = sum(other < node for other, _ in self._sums)
+    def _add_up(self, left: _Memory, right: _Memory, into: _Memory) -> None:
         with np.errstate(all="ignore"):  # infinities are valid here
-            while True:
-                if place and closes(self._sums[place - 1][0], node, leaves):
-                    place -= 1
-                    left, sums = self._sums.pop(place)
-                    np.add(sums.flat, self.flat, out=self.flat)
-                    node = (left[0], node[1])
-                elif place < len(self._sums) and closes(node, self._sums[place][0], leaves):
-                    right, sums = self._sums.pop(place)
-                    np.add(self.flat, sums.flat, out=self.flat)
-                    node = (node[0], right[1])
-                else:
-                    break
-                self._spare.append(sums)
-        self._sums.insert(place, (node, self._memory))
+            np.add(left.flat, right.flat, out=into.flat)
 
-    def _move(self) -> None:
-        """Uses other memory from now on: nothing is copied, and gradients that are there now stay where they are."""
-        self._use(self._spare.pop() if self._spare else self._new_memory())
-        self._offer_home()
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter._hold(None)
 
-    @property
-    def nodes(self) -> tuple[Node, ...]:
-        """The nodes whose sums the bucket holds, from left to right."""
-        return tuple(node for node, _ in self._sums)
-
-    def keep_nodes(self, nodes: Sequence[Node], *, spare: int) -> None:
-        """See `GradientBucket`."""
-        self._spare += [sums for node, sums in self._sums if node not in nodes]
-        self._sums = [(node, sums) for node, sums in self._sums if node in nodes]
-        for _, sums in self._sums:
-            sums.flat[self._weight_at + 1 + len(self._parameters) :] = 0  # the step word of the undone attempt
-        if not nodes:  # a repair takes more memory than other steps
-            del self._spare[spare:]
-        self.order, self.terms = EVEN, []
+    def _clear_piggyback(self, memory: _Memory) -> None:
+        memory.flat[self._weight_at + 1 + len(self._parameters) :] = 0
 
     def unpack(self, total: float, *, divided: bool = False) -> None:
         """Divides the reduced sums, unless they are `divided`, and gives used parameters their mean gradients.

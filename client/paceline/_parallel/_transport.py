@@ -51,7 +51,7 @@ class GradientBucket(Protocol):
         """The weight, shape [1]: before the reduction this rank's, after it the sum over all ranks."""
 
     def add_leaf(self, order: SumOrder) -> None:
-        """Adds the packed gradients to others, as a leaf of a tree; see `Bucket.add_leaf`."""
+        """Adds the packed gradients to others, as a leaf of a tree; see `NodeSums.add_leaf`."""
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -178,7 +178,7 @@ class HostTransport(GroupTransport):
         work: Any
         if bucket.order.leaves:
             work = self._group.all_reduce_tree(
-                bucket.terms,
+                [term.flat for term in bucket.terms],
                 leaves=bucket.order.leaves,
                 out=flat,
                 nodes=bucket.order.nodes,
