@@ -82,6 +82,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "always allowed",
     "PACELINE_TCP_STREAMS": "TCP connections of one link in each direction, 1 to 16 (default: 1): several are "
     "faster if the delay is long",
+    "PACELINE_PINNED": "MiB of pinned host memory for gradients on their way from a device and back (default: 512)",
     "PACELINE_ENGINE": "what carries the gradients of DDP: links (default), gloo, mpi, or nccl on GPUs; all members "
     "need the same",
     "PACELINE_REPLAY": "set by `paceline replay`: a file that says which step to compute again, and from which "
@@ -121,6 +122,9 @@ class Config:
     tcp_streams: int = 1
     """TCP connections of one link in each direction, 1 to 16."""
 
+    pinned_mb: int = 512
+    """Most MiB of pinned host memory of a group for gradients on their way from a device and back."""
+
     tuning: str = ""
     """File with a table of schedules (`paceline._collectives.choose`); all members of a job must have the same.
 
@@ -142,6 +146,8 @@ class Config:
                 raise ValueError(f"there is no kind of link {kind!r}; the kinds are {', '.join(_known_links)}")
         if self.engine not in ENGINES and self.engine not in (plug_ins := plug_in_engines()):
             raise ValueError(f"there is no engine {self.engine!r}; the engines are {', '.join((*ENGINES, *plug_ins))}")
+        if not self.pinned_mb >= 1:
+            raise ValueError(f"pinned_mb must be at least 1 MiB, not {self.pinned_mb!r}")
         if not 1 <= self.tcp_streams <= MAX_STREAMS:
             raise ValueError(f"tcp_streams must be 1 to {MAX_STREAMS}, not {self.tcp_streams!r}")
 
@@ -172,6 +178,10 @@ class Config:
             if not text.isdecimal():
                 raise ValueError(f"PACELINE_TCP_STREAMS must be a number from 1 to {MAX_STREAMS}, not {text!r}")
             found["tcp_streams"] = int(text)
+        if text := environ.get("PACELINE_PINNED"):
+            if not text.isdecimal():
+                raise ValueError(f"PACELINE_PINNED must be a number of MiB from 1 on, not {text!r}")
+            found["pinned_mb"] = int(text)
         if text := environ.get("PACELINE_TUNING"):
             found["tuning"] = text
         if text := environ.get("PACELINE_ENGINE"):

@@ -42,7 +42,7 @@ else:
     dist = pytest.importorskip("torch.distributed")
 
 from paceline.torch import _autograd, _device_engine, _device_parameter, _tensor_buckets, _tensors
-from paceline.torch._device_streams import DeviceStreams, Mark
+from paceline.torch._device_streams import SUMS, DeviceStreams, Mark
 from paceline.torch.ddp import DDP
 
 pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.newest]
@@ -190,12 +190,19 @@ class FakeStreams(DeviceStreams):
         FakeNccl.log.append(("wait", mark))
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def aside(self, use: str = SUMS) -> Iterator[None]:
+        assert use == SUMS
         self._local.aside = True
         try:
             yield
         finally:
             self._local.aside = False
+
+    def copy(self, target: Any, source: Any) -> None:
+        raise AssertionError("an engine sums where the gradients are")
+
+    def keep(self, tensor: Any) -> None:
+        raise AssertionError("an engine's tickets keep its tensors")
 
 
 class FakeNcclEngine(_device_engine.DeviceEngine):
@@ -516,9 +523,7 @@ def test_engine_training_matches_training_over_links(
         torch.testing.assert_close(value, by_links[0][name], **close, msg=name)
 
 
-def test_microbatches_with_an_engine_are_refused_with_a_workaround(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_microbatches_with_an_engine_are_refused_with_a_workaround(config: Config) -> None:
     def compute(group: Any) -> None:
         attempt = StepAttempt(even_plan(0, 1, 4))
         turn, *_ = attempt.turns()
@@ -526,9 +531,6 @@ def test_microbatches_with_an_engine_are_refused_with_a_workaround(
         group.set_order(turn)
         DDP(net(), group)(torch.ones(4, 20)).sum().backward()
 
-    with pytest.raises(UnsupportedOp, match="models on a device cannot do microbatches yet"):
-        run_groups(local_groups(1, config), compute)
-    monkeypatch.setattr(_tensor_buckets, "on_host", lambda tensor: True)
     with pytest.raises(UnsupportedOp, match="leave out compression= and --engine"):
         run_groups(local_groups(1, config), compute)
 
@@ -557,7 +559,7 @@ def test_bfloat16_is_sent_unchanged_and_float16_as_float32(config: Config) -> No
     """bfloat16 as float32 made a step of a GPT 1.8 times as long; float16 times the number of samples may overflow."""
     for dtype, travels in ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)):
         parameter = _device_parameter.DeviceParameter(torch.nn.Parameter(torch.ones(3, dtype=dtype)))
-        bucket = _tensor_buckets.TensorBucket({"w": parameter}, 0)
+        bucket = _tensor_buckets.TensorBucket({"w": parameter}, 0, divisible=False, as_is=True)
         assert bucket.flat.dtype == travels
         assert bucket.tail.dtype == np.float32
 

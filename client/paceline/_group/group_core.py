@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from time import monotonic
-from typing import Any, Literal, Protocol, TypeVar, overload
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -77,6 +78,10 @@ class Binding:
 
 T = TypeVar("T")
 
+Around: TypeAlias = Callable[[Callable[[], Any], float], Any]
+"""Runs an operation when its turn comes: gets a function that does, and the deadline as a `time.monotonic()` value.
+Returns what that function returns."""
+
 _LABEL = re.compile(r"[\w-]{1,40}", re.ASCII)
 
 
@@ -138,6 +143,7 @@ class GroupCore:
         self.recorder = recorder if recorder is not None else FlightRecorder()
         self.on_abort: Callable[[BaseException], None] | None = None
         self._owner = _OwnerState()
+        self._around: Around | None = None
         self.counters = counters if counters is not None else MemberCounters()
         self._bound = Binding(mesh, name, label, self.recorder, self.counters)
 
@@ -237,6 +243,11 @@ class GroupCore:
         return self._config.engine
 
     @property
+    def pinned_bytes(self) -> int:
+        """The most pinned memory for gradients on their way from a device and back (`Config.pinned_mb`)."""
+        return self._config.pinned_mb << 20
+
+    @property
     def gradient_weight(self) -> float:
         """Weight of this member's gradients relative to the others': its share of a step's samples, else 1."""
         return self._owner.gradient_weight
@@ -305,6 +316,18 @@ class GroupCore:
         """
         self._bound.lane.hand_over(to_all=to_all)
 
+    @contextmanager
+    def surrounded(self, around: Around) -> Iterator[None]:
+        """Runs operations that are issued inside the block through a function, which may copy memory before and after.
+
+        An error of the function fails the operation.
+        """
+        before, self._around = self._around, around
+        try:
+            yield
+        finally:
+            self._around = before
+
     def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> Array:
         """Returns a new array that links can use without a copy; its contents are undefined.
 
@@ -353,6 +376,9 @@ class GroupCore:
         task = make(bound)
         started = monotonic()
         deadline = self._deadline(timeout, started)
+        body, around = task.body, self._around
+        if around is not None:
+            body = partial(_run_inside, around, task.body)
 
         def begin(operation: int) -> Callable[[], T]:
             entry = self.recorder.issue(bound.name, operation, task.signature, bound.mesh.generation, bound.first_rank)
@@ -360,9 +386,7 @@ class GroupCore:
             def run() -> T:
                 entry.begin()
                 try:
-                    result = bound.engine.attempt(
-                        CollectiveCall(operation, task.signature, started, deadline), task.body
-                    )
+                    result = bound.engine.attempt(CollectiveCall(operation, task.signature, started, deadline), body)
                 except BaseException as error:
                     entry.end(error)
                     self._tell_abort(error)
@@ -382,6 +406,11 @@ class GroupCore:
         """Calls `on_abort` if the generation has failed, after the other members were told."""
         if self.on_abort is not None and self._bound.mesh.fault.failed:
             self.on_abort(error)
+
+
+def _run_inside(around: Around, body: Callable[[CollectiveCall], T], call: CollectiveCall) -> T:
+    found: T = around(partial(body, call), call.deadline)
+    return found
 
 
 def labelled(label: str) -> str:

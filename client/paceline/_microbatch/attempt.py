@@ -330,7 +330,7 @@ class MicrobatchTurn(SumOrder):
         for path, source in gradients:
             digest.update(f"{path} {source.grad is not None} ".encode())
             if source.grad is not None:
-                digest.update(np.ascontiguousarray(source.grad).reshape(-1).view(np.uint8).data)
+                digest.update(np.ascontiguousarray(source._gradient_values()).reshape(-1).view(np.uint8).data)
 
     def set_aside(self, wrapper: SumsHolder) -> None:
         self._attempt._set_aside(wrapper)

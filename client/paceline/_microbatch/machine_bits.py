@@ -27,6 +27,10 @@ def machine_words() -> dict[str, str]:
     if torch is not None:
         digest.update(torch_probe(torch))
         libraries += f", torch {torch.__version__}"
+        for kind in ("cuda", "xpu"):
+            device = getattr(torch, kind, None)
+            if device is not None and device.is_initialized():  # the script uses it
+                libraries += f" on {device.get_device_name()}"
     return dict(zip(MACHINE_SETTINGS, (libraries, _threads(torch), digest.hexdigest()[:16]), strict=True))
 
 

@@ -233,6 +233,7 @@ class ReplicatedModel:
         static_graph: bool,
         trains_narrow: bool = False,
         carried: Callable[[Group], GradientTransport] = EngineTransport,
+        over_links: type[HostTransport] = HostTransport,
     ) -> None:
         if bucket_mb is not None and not bucket_mb > 0:
             raise ValueError(f"bucket_mb must be above 0 MiB, not {bucket_mb!r}")
@@ -252,6 +253,7 @@ class ReplicatedModel:
         self._static_graph = static_graph
         self._trains_narrow = trains_narrow
         self._carried = carried
+        self._over_links = over_links
         self._stepwise = False
         if group.engine_name != "links" and compression is not None:
             raise UnsupportedOp(
@@ -297,7 +299,7 @@ class ReplicatedModel:
             return self.reducer
         low_rank = 0 if self._low_rank is None else self._low_rank.rank
         transport: GradientTransport = (
-            HostTransport(self._group, self._codec, low_rank, feedback=self._feedback)
+            self._over_links(self._group, self._codec, low_rank, feedback=self._feedback)
             if engine == "links"
             else self._carried(self._group)
         )

@@ -171,6 +171,11 @@ class Parameter:
         """Returns the dtype and the number of bytes of the values."""
         return self.data.dtype, self.data.nbytes
 
+    def _gradient_values(self) -> NDArray[Any]:
+        """Returns the values of the gradient, which is there; a view if it lies on the CPU."""
+        assert self.grad is not None
+        return self.grad
+
     def _copied_gradient(self) -> Any:
         """Returns a copy of the gradient, which is there."""
         assert self.grad is not None

@@ -32,6 +32,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -196,7 +197,7 @@ class GradientSynchronizer:
         if order.is_leaf and order is not self._leaf_buffers.order:
             self.prepare()
             order.begin_forward()
-            self._leaf_buffers.begin(order, self._model.buffers())
+            self._set_buffers(partial(self._leaf_buffers.begin, order))
 
     @property
     def reduces(self) -> bool:
@@ -234,7 +235,7 @@ class GradientSynchronizer:
             if order.is_leaf:
                 if order.is_digested:
                     order.digest(reducer.sources.items())
-                self._leaf_buffers.end(order, self._model.buffers())
+                self._set_buffers(partial(self._leaf_buffers.end, order))
                 root = order.root
             if reduces:
                 self._reduce(root)
@@ -337,7 +338,14 @@ class GradientSynchronizer:
             order.digest(reducer.sources.items())
             for source in reducer.sources.values():
                 source._hold(None)
-            self._leaf_buffers.restore(self._model.buffers())
+            self._set_buffers(self._leaf_buffers.restore)
+
+    def _set_buffers(self, change: Callable[[Mapping[str, NDArray[Any]]], None]) -> None:
+        """Has the module's buffers changed in place."""
+        buffers = self._model.buffers()
+        change(buffers)
+        if buffers:
+            self._model.buffers_given(buffers)
 
     def _check_forward(self, order: SumOrder) -> None:
         if self._leaf_buffers.order is not order and self._model.buffers():

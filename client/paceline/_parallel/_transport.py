@@ -173,25 +173,29 @@ class HostTransport(GroupTransport):
 
     def start(self, bucket: Bucket, *, divisor: Callable[[], float] | None, in_background: bool) -> Work[Any] | None:
         """See `GradientTransport`."""
-        flat = bucket.flat
-        async_op: Any = in_background  # mypy takes either overload then
-        work: Any
-        if bucket.order.leaves:
-            work = self._group.all_reduce_tree(
-                [term.flat for term in bucket.terms],
-                leaves=bucket.order.leaves,
-                out=flat,
-                nodes=bucket.order.nodes,
-                divisor=divisor,
-                async_op=async_op,
-            )
-        elif bucket.codec is None:
-            work = self._group.all_reduce(flat, op="sum", out=flat, divisor=divisor, async_op=async_op)
-        else:
-            work = self._group.all_reduce_compressed(
-                flat, bucket.codec, exact=bucket.exact, memory=bucket.memory, out=flat, async_op=async_op
-            )
+        terms = [term.flat for term in bucket.terms]
+        work = self._sum(bucket, terms, bucket.flat, divisor, in_background=in_background)
         return work if in_background else None
+
+    def _sum(
+        self,
+        bucket: Any,
+        terms: Sequence[NDArray[Any]],
+        out: NDArray[Any],
+        divisor: Callable[[], float] | None,
+        *,
+        in_background: bool,
+    ) -> Any:
+        """Sums `out` over the ranks in place; in a tree, `terms` into `out`."""
+        order, async_op = bucket.order, in_background
+        if order.leaves:
+            return self._group.all_reduce_tree(
+                terms, leaves=order.leaves, out=out, nodes=order.nodes, divisor=divisor, async_op=async_op
+            )
+        how: Any = {"out": out, "async_op": async_op}  # mypy takes either overload then
+        if bucket.codec is None:
+            return self._group.all_reduce(out, op="sum", divisor=divisor, **how)
+        return self._group.all_reduce_compressed(out, bucket.codec, exact=bucket.exact, memory=bucket.memory, **how)
 
     def complete(self, bucket: Bucket) -> None:
         """Runs the second reduction of a `LowRankBucket`; does nothing for other buckets."""

@@ -27,7 +27,7 @@ from paceline._parallel._parameter import Parameter
 from paceline._parallel._synchronizer import GradientSynchronizer
 from paceline._parallel._transport import EngineTransport, GradientTransport
 from paceline.errors import StepOrderError, UnsupportedOp
-from paceline.torch._tensors import Tensor, array_of, on_host, tensor_of, values_of
+from paceline.torch._tensors import Tensor, array_of, on_host, tensor_of, values_of_all
 
 _OUTSIDE = -1
 """The number that autograd reports outside of a backward pass."""
@@ -187,16 +187,17 @@ class TorchModule:
 
     def named_buffers(self) -> Iterable[tuple[str, NDArray[Any]]]:
         """Returns pairs of path and array."""
-        return [(path, values_of(local_of(buffer))) for path, buffer in self._module.named_buffers()]
+        buffers = dict(self._module.named_buffers())
+        return list(zip(buffers, values_of_all([local_of(buffer) for buffer in buffers.values()]), strict=True))
 
     def write_back(self, parameters: Mapping[str, NDArray[Any]], buffers: Mapping[str, NDArray[Any]]) -> None:
         """Writes values that were copied from a device; see `paceline._parallel._parameter.write_back`."""
-        live = {**dict(self.named_parameters()), **dict(self._module.named_buffers())}
+        tensors = {path: p.tensor for path, p in self.named_parameters()} if parameters else {}
+        tensors |= dict(self._module.named_buffers())
         for path, values in (*parameters.items(), *buffers.items()):
-            tensor = getattr(live[path], "tensor", live[path])
-            if not on_host(tensor):
+            if not on_host(tensors[path]):
                 with torch.no_grad():
-                    tensor.copy_(tensor_of(values))
+                    tensors[path].copy_(tensor_of(values))
 
 
 class AutogradPass:
@@ -369,6 +370,8 @@ class AutogradDriver:
         """Autograd's number of that pass."""
         self._begun = 0
         """Number of passes so far."""
+        self._on_device = False
+        """True if a parameter lies on a device."""
 
     # Called around forward and backward -------------------------------------------------------------------------------
 
@@ -466,11 +469,11 @@ class AutogradDriver:
 
     def _hand_over(self) -> None:
         """Gives the group to the next thread: on a device, autograd runs the pass in a thread of its own."""
-        hand_over = getattr(self._group, "hand_over", None)
-        if self._group.engine_name != "links" and hand_over is not None:
-            hand_over()
+        if self._on_device:
+            self._group.hand_over()
 
     def _listen(self, reducer: BucketReducer) -> None:
         del reducer
         for _, parameter in self.module.named_parameters():
+            self._on_device = self._on_device or not on_host(parameter.tensor)
             parameter.listen(self)

@@ -1,4 +1,4 @@
-"""A torch parameter whose gradient stays a tensor, on any device: for modules whose gradients an engine carries."""
+"""A torch parameter whose gradient stays a tensor: for modules on a device, or whose gradients an engine carries."""
 
 from __future__ import annotations
 
@@ -71,8 +71,23 @@ class DeviceParameter(TorchParameter):
     def _hold(self, gradient: Any) -> None:
         self.tensor.grad = gradient
 
+    def _pack(self, slot: Any, weight: float) -> bool:
+        """See `Parameter._pack`; enqueued in the calling thread's stream, which has waited for the gradient."""
+        del weight
+        gradient = self.grad
+        if gradient is None:
+            slot.zero_()
+            return False
+        if gradient is not slot:  # the user, or another wrapper, has moved it
+            slot.copy_(gradient)
+            self._hold(slot)
+        return True
+
     def _layout(self) -> tuple[np.dtype[Any], int]:
         return self.dtype, prod(self.shape) * self.dtype.itemsize
+
+    def _gradient_values(self) -> NDArray[Any]:
+        return values_of(self.grad)
 
     def _copied_gradient(self) -> Any:
         return self.tensor.grad.clone()

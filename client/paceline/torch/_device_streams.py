@@ -1,11 +1,13 @@
 """The order of work on a device: which stream waits for which, without the host.
 
 Three kinds of work touch a bucket, each perhaps on a stream of its own: kernels of the backward pass write gradients,
-the engine sums them, and kernels of the optimizer read the means. The rules:
+they are summed, and kernels of the optimizer read the means. The rules:
 
-1. The engine's stream waits for the mark behind the last write (`OnDevice.written`).
-2. The host waits for the mark behind the sum (`Ticket`) before it enqueues what reads or overwrites the bucket.
+1. The stream that sums, or copies to the host, waits for the mark behind the last write.
+2. What reads or overwrites the bucket waits for the mark behind the sum, or behind the copy back. For an engine the
+   host waits (`Ticket`), because the next generation may not share its communicator.
 3. The memory of a bucket is not given back before that mark has happened, even if the sum was aborted.
+4. The host reads memory that a device writes only when the mark behind the copy has happened.
 
 `CudaStreams` has run on an H100 (docs/engines.md). Tests keep these rules with a fake whose marks happen when the test
 says so.
@@ -21,6 +23,10 @@ from typing import Any
 import torch
 
 from paceline.errors import UnsupportedOp
+from paceline.torch._tensors import Tensor
+
+SUMS, TO_HOST, TO_DEVICE = "sums", "to the host", "to the device"
+"""What a stream is for that Paceline has beside those of the script."""
 
 
 class Mark:
@@ -50,8 +56,16 @@ class DeviceStreams(abc.ABC):
         """Has the calling thread's stream wait for a mark; the host goes on."""
 
     @abc.abstractmethod
-    def aside(self) -> Any:
-        """Returns a context manager, inside of which this thread's work goes to a stream for sums alone."""
+    def aside(self, use: str = SUMS) -> Any:
+        """Returns a context manager, inside of which this thread's work goes to the stream for one use alone."""
+
+    @abc.abstractmethod
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copies a tensor in the calling thread's stream; of the two, the one on the host is pinned."""
+
+    @abc.abstractmethod
+    def keep(self, tensor: Tensor) -> None:
+        """Keeps the memory of a tensor, once nobody refers to it, until the calling thread's stream has used it."""
 
 
 class HostStreams(DeviceStreams):
@@ -68,9 +82,17 @@ class HostStreams(DeviceStreams):
         """See `DeviceStreams`."""
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def aside(self, use: str = SUMS) -> Iterator[None]:
         """See `DeviceStreams`."""
+        del use
         yield
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """See `DeviceStreams`."""
+        target.copy_(source)
+
+    def keep(self, tensor: Tensor) -> None:
+        """See `DeviceStreams`."""
 
 
 class CudaStreams(DeviceStreams):
@@ -79,7 +101,7 @@ class CudaStreams(DeviceStreams):
     def __init__(self, device: Any) -> None:
         self._device = device
         self._module = torch.get_device_module(device)
-        self._sums = self._module.Stream(device)
+        self._aside = {use: self._module.Stream(device) for use in (SUMS, TO_HOST, TO_DEVICE)}
 
     def mark(self, stream: Any = None) -> Mark:
         """See `DeviceStreams`."""
@@ -96,9 +118,17 @@ class CudaStreams(DeviceStreams):
         if mark is not None:
             self._module.current_stream(self._device).wait_event(mark.event)
 
-    def aside(self) -> Any:
+    def aside(self, use: str = SUMS) -> Any:
         """See `DeviceStreams`."""
-        return self._module.stream(self._sums)
+        return self._module.stream(self._aside[use])
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """See `DeviceStreams`."""
+        target.copy_(source, non_blocking=True)
+
+    def keep(self, tensor: Tensor) -> None:
+        """See `DeviceStreams`."""
+        tensor.record_stream(self._module.current_stream(self._device))
 
 
 _streams: dict[Any, DeviceStreams] = {torch.device("cpu"): HostStreams()}

@@ -1,70 +1,162 @@
-"""Buckets of tensors on one device, and the transport that gives them to an engine.
+"""Buckets of tensors on one device, and the transports that give them to an engine, or to links.
 
-    flat, on the device:  [ gradients, N ]                          the engine sums it
-    tail, on the host:    [ weight, 1 | used, P | piggyback ]       links sum it, first
+    flat, on the device:  [ gradients, N ]
+    tail, on the host:    [ weight, 1 | used, P | piggyback ]
 
-`Bucket` (`_parallel/_buckets.py`) explains the parts. Nothing here waits for the device: marks keep the order of
-kernels (`_device_streams`), and the host waits only for the ticket of a sum.
+`Bucket` (`_parallel/_buckets.py`) explains the parts. An engine sums `flat` on the device, after links have summed the
+tail. Links sum both in one array, laid out as a `Bucket` of the CPU, so that ranks with and without a device can train
+together: `flat` is copied to pinned memory, summed there by the group's thread, and copied back. While one bucket is
+summed the next one is copied, because each of these has its own stream.
+
+Nothing on the training thread waits for the device: marks keep the order of kernels (`_device_streams`). For the ticket
+of an engine's sum the host waits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
-from typing import Any, cast
+from time import monotonic, sleep
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline._base.sum_order import Node, SumOrder
 from paceline._base.work import Work
 from paceline._group import Group
+from paceline._parallel._node_sums import NodeSums
 from paceline._parallel._parameter import Parameter
-from paceline._parallel._transport import NO_FIXED_ORDER, GroupTransport
+from paceline._parallel._transport import NO_FIXED_ORDER, GroupTransport, HostTransport
+from paceline.compression import Bf16, Codec, Memory
 from paceline.engines import OnDevice
-from paceline.errors import StepOrderError, UnsupportedOp
+from paceline.errors import OperationTimeout, StepOrderError, UnsupportedOp
 from paceline.torch._device_parameter import DeviceParameter
-from paceline.torch._device_streams import streams_of
+from paceline.torch._device_streams import TO_DEVICE, TO_HOST, DeviceStreams, Mark, streams_of
+from paceline.torch._pinned import pinned_memory
 from paceline.torch._tensors import Tensor, array_of, numpy_dtype, on_host
 
-_NOT_ON_DEVICES = (
-    "models on a device cannot do microbatches yet: train on the CPU and leave out --engine, or leave out the "
-    "microbatches of the sampler"
-)
+_POLL = 0.0002
+"""Seconds between two looks at the mark of a copy: a look is a call into the driver, and a copy takes longer."""
 
 
-class TensorBucket:
-    """The gradients of some parameters of one dtype on one device; a `GradientBucket`.
+class TensorMemory(NamedTuple):
+    """Memory of a bucket."""
+
+    flat: Tensor
+    """The elements that travel."""
+    tail: NDArray[Any]
+    """Everything else that travels."""
+    slots: Sequence[Tensor]
+    """The home of each parameter's gradient."""
+
+
+class Crossing:
+    """One way of a bucket to pinned memory, over links, and back. The copies to pinned memory begin here.
 
     Attributes:
-        flat: the elements that travel. On a device bfloat16 travels as it is, as with torch's DDP. Others in 16 bits
-            travel as float32, since float16 times the number of samples may overflow, and engines for the CPU do not
-            sum bfloat16; they lie in a tensor of their own.
-        tail: everything else that travels.
+        arrays: the pinned memory, an array for each of the outgoing ones; the last one gets the sum. Empty afterwards.
+        back: the mark behind the copy of the sum to the device; None before it.
     """
 
-    def __init__(self, parameters: Mapping[str, Parameter], room: int) -> None:
+    def __init__(
+        self, streams: DeviceStreams, outgoing: Sequence[TensorMemory], home: TensorMemory, pinned: Tensor
+    ) -> None:
+        self.back: Mark | None = None
+        self._streams = streams
+        self._home = home
+        self._count = count = home.flat.numel()
+        self._pinned = pinned.split(count + home.tail.size)
+        self.arrays = [array_of(part) for part in self._pinned]
+        written = streams.mark()
+        with streams.aside(TO_HOST):
+            streams.wait_for(written)
+            for memory, part in zip(outgoing, self._pinned, strict=True):
+                streams.copy(part[:count], memory.flat)
+            self._there = streams.mark()
+        for memory, array in zip(outgoing, self.arrays, strict=True):
+            array[count:] = memory.tail
+
+    def around(self, check: Callable[[], None], run: Callable[[], Any], deadline: float) -> Any:
+        """Runs the sum once the device has written the pinned memory, and sends the result home; in a group's thread.
+
+        Args:
+            check: raises if the generation has failed.
+            run: runs the sum.
+            deadline: a `time.monotonic()` value.
+        """
+        while self._there is not None and not self._there.happened():
+            check()
+            if monotonic() > deadline:
+                raise OperationTimeout("the device has not finished the gradients of a bucket in time")
+            sleep(_POLL)
+        result = run()
+        home, part, array = self._home, self._pinned[-1], self.arrays[-1]
+        home.tail[...] = array[self._count :]
+        with self._streams.aside(TO_DEVICE):
+            self._streams.copy(home.flat, part[: self._count])
+            self._streams.keep(home.flat)
+            self.back = self._streams.mark()
+        self._pinned, self.arrays = (), []
+        return result
+
+
+class TensorBucket(NodeSums[TensorMemory]):
+    """The gradients of some parameters of one dtype on one device; a `GradientBucket`.
+
+    Those in 16 bits travel as float32, since float16 times the number of samples may overflow, and engines for the CPU
+    do not sum bfloat16; they lie in a tensor of their own. With `as_is` bfloat16 travels as it is, as with torch's DDP.
+
+    Attributes:
+        codec: compresses `flat` on its way over links; None for no compression.
+        exact: see `Bucket`.
+        divisible: see `GradientBucket`.
+        memory: see `Bucket`.
+        crossing: the last way over links; None if there was none, or an engine carries the sums.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter],
+        room: int,
+        *,
+        divisible: bool,
+        as_is: bool = False,
+        codec: Codec | None = None,
+        feedback: bool = False,
+    ) -> None:
+        super().__init__()
         self._parameters = cast("Sequence[DeviceParameter]", tuple(parameters.values()))
         first = self._parameters[0].tensor
-        self._device, self._dtype = first.device, first.dtype
-        if odd := next((path for path, p in parameters.items() if p.tensor.device != self._device), ""):  # type: ignore[attr-defined]
-            raise UnsupportedOp(f"parameter {odd!r} is not on {self._device}, where others of its bucket are")
-        self._streams = streams_of(self._device)
+        self.device, self._dtype = first.device, first.dtype
+        if odd := next((path for path, p in parameters.items() if p.tensor.device != self.device), ""):  # type: ignore[attr-defined]
+            raise UnsupportedOp(f"parameter {odd!r} is not on {self.device}, where others of its bucket are")
+        self.streams: DeviceStreams = streams_of(self.device)
         wide = torch.float32 if first.element_size() == 2 else self._dtype
-        self._wire = self._dtype if self._dtype == torch.bfloat16 and not on_host(first) else wide
-        self.tail: NDArray[Any] = np.zeros(1 + len(self._parameters) + room, numpy_dtype(wide))
+        self._wire = self._dtype if as_is and self._dtype == torch.bfloat16 else wide
+        self._tail_dtype = numpy_dtype(wide)
+        self.exact = 1 + len(self._parameters) + room
+        self.divisible = divisible
+        self.codec = codec
+        self.memory = Memory(feedback=feedback)
+        self.crossing: Crossing | None = None
         self._allocate()
+
+    @property
+    def flat(self) -> Tensor:
+        """See `TensorMemory`."""
+        return self._memory.flat
+
+    @property
+    def tail(self) -> NDArray[Any]:
+        """See `TensorMemory`."""
+        return self._memory.tail
 
     @property
     def nbytes(self) -> int:
         """See `GradientBucket`."""
         return int(self.flat.numel() * self.flat.element_size()) + self.tail.nbytes
-
-    @property
-    def divisible(self) -> bool:
-        """True on the CPU. On a device the thread that trains divides, in the stream that then reads the means."""
-        return bool(self._device.type == "cpu")
 
     @property
     def total(self) -> NDArray[Any]:
@@ -76,6 +168,11 @@ class TensorBucket:
         """See `GradientBucket`."""
         return self.tail[1 + len(self._parameters) :]
 
+    @property
+    def outgoing(self) -> Sequence[TensorMemory]:
+        """What this rank gives to the sum, which comes back to the memory in use."""
+        return self.terms if self.order.leaves else [self._memory]
+
     def payload(self, *, as_tensor: bool) -> Any:
         """Returns the gradients as an engine takes them: the packed tensor, or an array over its memory."""
         return OnDevice(self.flat, self._packed) if as_tensor else array_of(self.flat)
@@ -84,48 +181,33 @@ class TensorBucket:
         """See `GradientBucket`; enqueued in the calling thread's stream, behind all writes of the gradients."""
         del alone
         self.tail[0] = weight
-        here = self._streams.current()
+        here = self.streams.current()
         waited = [here]  # a mark for each gradient would cost milliseconds in a step, and most models have one stream
         with torch.no_grad():
-            for i, (parameter, slot) in enumerate(zip(self._parameters, self._slots, strict=True)):
+            for i, (parameter, slot) in enumerate(zip(self._parameters, self._memory.slots, strict=True)):
                 if parameter.written is not None and parameter.written not in waited:
-                    self._streams.wait_for(self._streams.mark(parameter.written))
+                    self.streams.wait_for(self.streams.mark(parameter.written))
                     waited.append(parameter.written)
                 parameter.written = None
-                gradient = parameter.grad
-                self.tail[1 + i] = gradient is not None
-                if gradient is None:
-                    slot.zero_()
-                elif gradient is not slot:  # the user, or another wrapper, has moved it
-                    slot.copy_(gradient)
-                    parameter._hold(slot)
+                self.tail[1 + i] = parameter._pack(slot, weight)
             if self._apart is not None:
                 self.flat.copy_(self._apart)
-        self._packed = self._streams.mark()
+        self._packed = self.streams.mark()
 
     def unpack(self, total: float, *, divided: bool) -> None:
         """See `Bucket.unpack`; enqueued in the calling thread's stream."""
         if not total > 0:
             raise StepOrderError("the weights of all ranks add up to 0, so there are no samples to average")
+        self._await_crossing()
         with torch.no_grad():
             if total != 1 and not divided:  # a division by 1 changes no bit
-                self.flat.div_(total)
+                # A device multiplies by the reciprocal of a number, and divides by a tensor, as a CPU does.
+                exact = self.flat.element_size() > 2
+                self.flat.div_(torch.full((), total, dtype=self._wire, device=self.device) if exact else total)
             if self._apart is not None:
                 self._apart.copy_(self.flat)
-        for used, parameter, slot in zip(self.tail[1:].tolist(), self._parameters, self._slots, strict=False):
+        for used, parameter, slot in zip(self.tail[1:].tolist(), self._parameters, self._memory.slots, strict=False):
             parameter._hold(slot if used > 0 else None)
-
-    def add_leaf(self, order: SumOrder) -> None:
-        """Is never called: `TensorTransport` refuses trees."""
-        raise AssertionError(f"{order.name} in a bucket of tensors")
-
-    @property
-    def nodes(self) -> tuple[Node, ...]:
-        """Empty: it holds no sums."""
-        return ()
-
-    def keep_nodes(self, nodes: Sequence[Node], *, spare: int) -> None:
-        """Does nothing: there are none."""
 
     def vacate(self) -> None:
         """See `GradientBucket`."""
@@ -134,33 +216,68 @@ class TensorBucket:
 
     def reclaim(self) -> None:
         """See `GradientBucket`."""
-        for parameter, slot in zip(self._parameters, self._slots, strict=True):
+        self._await_crossing()
+        self.memory.undo()
+        self._take_home()
+
+    def renew(self) -> None:
+        """Takes new memory. The old is kept by the sum that uses it until that is over."""
+        self._forget_sums()
+        self.memory, self.crossing = self.memory.successor(), None
+        self._allocate()
+
+    def commit(self) -> None:
+        """See `GradientBucket`."""
+        self.memory.commit()
+
+    def new_generation(self) -> None:
+        """Does nothing: nothing depends on the other ranks."""
+
+    def _await_crossing(self) -> None:
+        if self.crossing is not None:
+            self.streams.wait_for(self.crossing.back)
+
+    def _allocate(self) -> None:
+        count = sum(prod(parameter.shape) for parameter in self._parameters)
+        narrow = self._wire != self._dtype
+        self._apart = torch.zeros(count, dtype=self._dtype, device=self.device) if narrow else None
+        self._use(self._new_memory())
+        self._packed = self.streams.mark()
+        self._take_home()
+
+    def _new_memory(self) -> TensorMemory:
+        sizes = [prod(parameter.shape) for parameter in self._parameters]
+        flat = torch.zeros(sum(sizes), dtype=self._wire, device=self.device)
+        parts = torch.split(flat if self._apart is None else self._apart, sizes)
+        slots = [part.view(parameter.shape) for part, parameter in zip(parts, self._parameters, strict=True)]
+        return TensorMemory(flat, np.zeros(self.exact, self._tail_dtype), slots)
+
+    def _use(self, memory: TensorMemory) -> None:
+        self._memory = memory
+
+    def _take_home(self) -> None:
+        """Makes the memory in use the home of the gradients, and moves existing ones here."""
+        for parameter, slot in zip(self._parameters, self._memory.slots, strict=True):
             gradient, parameter._home = parameter.grad, slot
             if gradient is not None and gradient is not slot:
                 with torch.no_grad():
                     slot.copy_(gradient)
                 parameter._hold(slot)
 
-    def renew(self) -> None:
-        """Takes new memory. The old is kept by the ticket of the sum that uses it, until its mark has happened."""
-        self.tail = np.zeros_like(self.tail)
-        self._allocate()
+    def _offer_home(self) -> None:
+        for parameter, slot in zip(self._parameters, self._memory.slots, strict=True):
+            parameter._home = slot
 
-    def commit(self) -> None:
-        """Does nothing: no errors are kept for feedback."""
+    def _add_up(self, left: TensorMemory, right: TensorMemory, into: TensorMemory) -> None:
+        torch.add(left.flat, right.flat, out=into.flat)
+        np.add(left.tail, right.tail, out=into.tail)
 
-    def new_generation(self) -> None:
-        """Does nothing: nothing depends on the other ranks."""
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter._hold(None)
 
-    def _allocate(self) -> None:
-        sizes = [prod(parameter.shape) for parameter in self._parameters]
-        self.flat: Tensor = torch.zeros(sum(sizes), dtype=self._wire, device=self._device)
-        self._apart = None if self._wire == self._dtype else torch.zeros_like(self.flat, dtype=self._dtype)
-        homes = self.flat if self._apart is None else self._apart
-        parts = torch.split(homes, sizes)
-        self._slots = [part.view(parameter.shape) for part, parameter in zip(parts, self._parameters, strict=True)]
-        self._packed = self._streams.mark()
-        self.reclaim()
+    def _clear_piggyback(self, memory: TensorMemory) -> None:
+        memory.tail[1 + len(self._parameters) :] = 0
 
 
 class TensorTransport(GroupTransport):
@@ -169,18 +286,16 @@ class TensorTransport(GroupTransport):
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self._carrying = group
-        self._on_device = False
 
     @property
     def tree_refusal(self) -> str:
-        """See `GradientTransport`: an engine sums in an order of its own, and links do not carry a device's sums."""
-        return _NOT_ON_DEVICES if self._on_device else NO_FIXED_ORDER
+        """See `GradientTransport`: an engine sums in an order of its own."""
+        return NO_FIXED_ORDER
 
     def new_bucket(self, parameters: Mapping[str, Parameter], *, room: int) -> TensorBucket:
-        """See `GradientTransport`."""
-        bucket = TensorBucket(parameters, room)
-        self._on_device = self._on_device or not on_host(bucket.flat)
-        return bucket
+        """See `GradientTransport`. On a device the thread that trains divides, in the stream that reads the means."""
+        on_cpu = on_host(next(iter(parameters.values())).tensor)  # type: ignore[attr-defined]
+        return TensorBucket(parameters, room, divisible=on_cpu, as_is=not on_cpu)
 
     def start(
         self, bucket: TensorBucket, *, divisor: Callable[[], float] | None, in_background: bool
@@ -205,3 +320,41 @@ class TensorTransport(GroupTransport):
 
     def complete(self, bucket: TensorBucket) -> None:
         """Does nothing."""
+
+
+class DeviceTransport(HostTransport):
+    """Moves gradients over links: those on the CPU as a `HostTransport`, and those on a device through pinned memory.
+
+    The arguments are those of `HostTransport`.
+    """
+
+    def new_bucket(self, parameters: Mapping[str, Parameter], *, room: int) -> Any:
+        """See `GradientTransport`."""
+        if not any(isinstance(parameter, DeviceParameter) for parameter in parameters.values()):
+            return super().new_bucket(parameters, room=room)
+        if self._low_rank:
+            raise UnsupportedOp(
+                'compression="powersgd" is for models on the CPU: give "int8" or "bf16" for one on a device'
+            )
+        narrow = next(iter(parameters.values())).dtype.name == "bfloat16"
+        codec = Bf16() if self._codec is None and narrow else self._codec
+        return TensorBucket(parameters, room, divisible=codec is None, codec=codec, feedback=self._feedback)
+
+    def start(self, bucket: Any, *, divisor: Callable[[], float] | None, in_background: bool) -> Work[Any] | None:
+        """See `GradientTransport`: a bucket on a device is always summed in the background."""
+        if not isinstance(bucket, TensorBucket):
+            return super().start(bucket, divisor=divisor, in_background=in_background)
+        outgoing, home, check = bucket.outgoing, bucket._memory, self._group.mesh.fault.check
+        memory = pinned_memory(self._group)
+        size = home.flat.numel() + bucket.exact
+        work: Work[Any]
+        pinned = memory.lend(size * len(outgoing), home.flat.dtype, bucket.device, check)
+        try:
+            bucket.crossing = crossing = Crossing(bucket.streams, outgoing, home, pinned)
+            with self._group.surrounded(partial(crossing.around, check)):
+                work = self._sum(bucket, crossing.arrays, crossing.arrays[-1], divisor, in_background=True)
+        except BaseException:
+            memory.take_back(pinned)
+            raise
+        work.on_done(partial(memory.take_back, pinned))
+        return work

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -116,6 +116,23 @@ def on_host(tensor: Tensor) -> bool:
 def values_of(tensor: Tensor, name: str = "the tensor") -> NDArray[Any]:
     """Returns a tensor's values: `array_of` on the CPU, and a copy if the tensor lies on a device."""
     return array_of(tensor, name) if on_host(tensor) else array_of(_staging(tensor).copy_(tensor.detach()), name)
+
+
+def values_of_all(tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
+    """Returns `values_of` some dense tensors. Those on a device are copied together, so that the host waits once."""
+    found: dict[int, NDArray[Any]] = {}
+    elsewhere: dict[tuple[Any, Any], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        if on_host(tensor):
+            found[place] = array_of(tensor)
+        else:
+            elsewhere.setdefault((tensor.device, tensor.dtype), []).append(place)
+    for places in elsewhere.values():
+        whole = values_of(torch.cat([tensors[place].detach().reshape(-1) for place in places]))
+        ends = np.cumsum([tensors[place].numel() for place in places])
+        for place, part in zip(places, np.split(whole, ends[:-1]), strict=True):
+            found[place] = part.reshape(tuple(tensors[place].shape))
+    return [found[place] for place in range(len(tensors))]
 
 
 def elements_of(tensor: Tensor) -> Array:

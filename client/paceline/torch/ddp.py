@@ -16,8 +16,8 @@ from paceline.errors import StepOrderError
 from paceline.torch._autograd import AutogradDriver, TorchParameter, refuse_sync_batch_norm
 from paceline.torch._compiling import stay_out_of_graphs
 from paceline.torch._device_parameter import DeviceParameter
-from paceline.torch._tensor_buckets import TensorTransport
-from paceline.torch._tensors import Tensor
+from paceline.torch._tensor_buckets import DeviceTransport, TensorTransport
+from paceline.torch._tensors import Tensor, on_host
 
 
 class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where types are checked
@@ -92,8 +92,9 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
         self._driver = AutogradDriver(
             module,
             group,
-            make=DeviceParameter if carries else TorchParameter,
+            make=DeviceParameter if carries else _parameter,
             carried=TensorTransport,
+            over_links=DeviceTransport,
             bucket_mb=bucket_mb,
             compression=compression,
             error_feedback=error_feedback,
@@ -235,3 +236,8 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
     def load_state_dict(self, *args: Any, **named: Any) -> Any:
         """Loads a state dict into the module."""
         return self.module.load_state_dict(*args, **named)
+
+
+def _parameter(tensor: Tensor) -> TorchParameter:
+    """Makes the core's object for a parameter whose gradient travels over links."""
+    return TorchParameter(tensor) if on_host(tensor) else DeviceParameter(tensor)

@@ -1,0 +1,246 @@
+"""Gradients of a model on a device travel over links, with the bits of a model on the CPU.
+
+The device is a fake (`fake_device`): what is copied too late, or read too early, is seen in the bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from paceline.config import Config
+from paceline.errors import PacelineError, PeerLost, UnsupportedOp
+from paceline.testing import local_groups, next_generation, run_groups, run_ranks
+from paceline_protocol import Verdict
+from pacelinepb.v1.errors_pb2 import ErrorReason
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = pytest.importorskip("torch")
+
+from pytorch.fake_device import LateMark, install
+from pytorch.test_microbatches_torch import train as train_in_microbatches
+
+from paceline.torch import _pinned
+from paceline.torch._tensor_buckets import DeviceTransport
+from paceline.torch.ddp import DDP
+
+pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.newest]
+
+_seeding = threading.Lock()
+"""Ranks are threads, which share torch's generator."""
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    install(monkeypatch.setattr)
+    return monkeypatch
+
+
+def net(dtype: Any = torch.float32) -> Any:
+    with _seeding:
+        torch.manual_seed(1)
+        layers = [torch.nn.Linear(20, 300), torch.nn.BatchNorm1d(300), torch.nn.Linear(300, 3)]
+    return torch.nn.Sequential(*layers).to(dtype)
+
+
+def digest(tensors: Iterable[Any]) -> str:
+    found = hashlib.sha256()
+    for value in tensors:
+        found.update(value.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def train(group: Any, *, steps: int = 4, dtype: Any = torch.float32, **settings: Any) -> str:
+    """Trains for some steps on batches of different sizes, and accumulates once; returns a digest of the model."""
+    model = DDP(net(dtype), group, bucket_mb=1e-3, **settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        rng = np.random.default_rng([step, group.rank])
+        optimizer.zero_grad()
+        for synced in (False, True) if step == 2 else (True,):
+            x = torch.from_numpy(rng.standard_normal((4 + group.rank, 20))).to(dtype)
+            if synced:
+                model.backward(model(x).square().mean(), weight=4 + group.rank)
+            else:
+                with model.no_sync():
+                    model(x).square().mean().backward()
+        optimizer.step()
+    return digest(model.state_dict().values())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "compression"),
+    [
+        *((dtype, None) for dtype in ("float32", "float64", "float16", "bfloat16")),
+        ("float32", "bf16"),
+        ("float32", "int8"),
+    ],
+)
+def test_training_on_a_device_has_the_bits_of_training_on_the_cpu(
+    dtype: str, compression: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = partial(train, dtype=getattr(torch, dtype), compression=compression)
+    on_cpu = run_ranks(3, run)
+    with monkeypatch.context() as patch:
+        install(patch.setattr)
+        on_device = run_ranks(3, run)
+        alone = run_ranks(1, run)
+    assert set(on_device) == set(on_cpu)
+    assert len(set(on_cpu)) == 1
+    assert alone == run_ranks(1, run)
+
+
+def test_a_rank_with_a_device_and_one_without_train_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu = run_ranks(2, train)
+    has_device = threading.local()
+
+    def rank(group: Any) -> str:
+        has_device.here = not group.rank
+        return train(group)
+
+    install(monkeypatch.setattr, lambda tensor: getattr(has_device, "here", False))
+    assert set(run_ranks(2, rank)) == set(on_cpu)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_microbatches_on_a_device_have_the_bits_of_one_process(dtype: Any, device: pytest.MonkeyPatch) -> None:
+    run = partial(train_in_microbatches, dtype=dtype)
+    found = {world: set(run_ranks(world, run, timeout=60)) for world in (1, 2, 3, 4)}
+    assert len(set.union(*found.values())) == 1, found
+
+
+def test_the_pinned_memory_of_a_group_is_bounded(device: pytest.MonkeyPatch) -> None:
+    lend, most = _pinned.PinnedMemory.lend, [0, 0]
+
+    def watched(memory: _pinned.PinnedMemory, *args: Any) -> Any:
+        found = lend(memory, *args)
+        rank = next(group.rank for group, each in _pinned._of_groups.items() if each is memory)
+        most[rank] = max(most[rank], memory._lent)
+        return found
+
+    device.setattr(_pinned.PinnedMemory, "lend", watched)
+
+    def rank(group: Any) -> None:
+        sizes = [200, 700, 700, 300]  # two of the four layers together are above a MiB
+        layers = [torch.nn.Linear(n, m) for n, m in zip(sizes, [*sizes[1:], 1], strict=True)]
+        model = DDP(torch.nn.Sequential(*layers), group, bucket_mb=0.1)
+        for _ in range(4):
+            model(torch.ones(2, 200)).sum().backward()
+        assert _pinned.pinned_memory(group)._lent == 0
+
+    run_groups(local_groups(2, Config(pinned_mb=1)), rank)
+    largest = 4 * 700 * 700
+    for each in most:
+        assert largest < each <= 2 * largest, "one bucket that is larger than the bound passes, alone"
+
+
+class Trained:
+    """A model that one rank trains."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.model = DDP(net(), group, bucket_mb=1e-3, compression="int8")  # with errors for feedback
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def step(self, seed: int = 1) -> None:
+        rng = np.random.default_rng([seed, self.group.rank])
+        self.model.begin_step()
+        self.optimizer.zero_grad()
+        self.model(torch.from_numpy(rng.standard_normal((4, 20))).float()).square().mean().backward()
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("during", ["a sum", "a copy", "the third bucket"])
+def test_a_verdict_ends_the_step_and_the_next_generation_has_the_same_bits(
+    during: str, device: pytest.MonkeyPatch
+) -> None:
+    """The verdict comes while links wait for a rank, or while the host waits for copies of the device."""
+    start, begun = DeviceTransport.start, dict[int, list[Any]]()
+
+    def fail(fault: Any) -> None:
+        fault.settle(Verdict(1, ErrorReason.ERROR_REASON_PEER_LOST, (1,), 7, "rank 1 is lost"))
+
+    def failing(transport: DeviceTransport, *args: Any, **kwargs: Any) -> Any:
+        works = begun.setdefault(id(transport), [])
+        if len(works) == 2:
+            for work in works:  # they have succeeded, and nobody has waited for the copies back
+                work.wait()
+            fail(transport._group.mesh.fault)
+        works.append(start(transport, *args, **kwargs))
+        return works[-1]
+
+    def struck(trained: Trained) -> None:
+        fault = trained.group.mesh.fault
+        if during == "a sum" and trained.group.rank:
+            fail(fault)
+            return
+        if during != "the third bucket":
+            threading.Timer(0.2, fail, [fault]).start()
+        with pytest.raises(PeerLost):
+            trained.step(2)
+        assert all(parameter.grad is None for parameter in trained.model.parameters())
+        trained.model.drop_gradients()
+
+    groups = local_groups(2, Config(failure_timeout=0.5))
+    with ThreadPoolExecutor(2) as pool:
+        ranks = list(pool.map(Trained, groups))
+        list(pool.map(Trained.step, ranks))
+        with device.context() as late:
+            if during == "the third bucket":
+                late.setattr(DeviceTransport, "start", failing)
+            elif during == "a copy":
+                late.setattr(LateMark, "happened", lambda mark: False)
+            for group in groups:
+                group.hand_over()
+            list(pool.map(struck, ranks))
+    assert not any(_pinned.pinned_memory(group)._lent for group in groups)
+    for group in groups:
+        group.hand_over()
+    next_generation(groups)
+    run_groups(groups, lambda group: ranks[group.rank].step(2))
+
+    def undisturbed(group: Any) -> Trained:
+        trained = Trained(group)
+        for seed in (1, 2):
+            trained.step(seed)
+        return trained
+
+    ranks += run_groups(local_groups(2), undisturbed)
+    assert len({digest(each.model.parameters()) for each in ranks}) == 1  # nothing has undone the change of buffers
+
+
+def test_powersgd_on_a_device_is_refused_with_a_way_out(device: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedOp, match='"int8" or "bf16"'):
+        run_ranks(1, lambda group: train(group, compression="powersgd"))
+
+
+def test_an_error_of_the_device_fails_the_step_on_all_ranks(device: pytest.MonkeyPatch) -> None:
+    def happened(mark: LateMark) -> bool:
+        raise RuntimeError("CUDA error: the device is gone")
+
+    def rank(group: Any) -> BaseException | None:
+        trained = Trained(group)
+        trained.step()
+        group.barrier()
+        if not group.rank:
+            device.setattr(LateMark, "happened", happened)
+        group.barrier()
+        try:
+            trained.step()
+        except (PacelineError, RuntimeError) as error:
+            assert all(parameter.grad is None for parameter in trained.model.parameters())
+            return error
+        return None
+
+    errors = run_groups(local_groups(2, Config(failure_timeout=0.5)), rank)
+    assert all(errors), errors
+    assert any("the device is gone" in str(error) for error in errors), errors
