@@ -2,10 +2,13 @@
 
 Nothing may see such a tensor through NumPy. A copy in a stream of its own is done when somebody waits for a mark behind
 it, and not before: whoever reads the target earlier reads what was there, and for pinned memory that is NaN.
+
+    python tests/pytorch/fake_device.py SCRIPT ARGS...      # runs a script on such a device
 """
 
 from __future__ import annotations
 
+import runpy
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +17,7 @@ from typing import Any
 
 import torch
 
+import paceline.torch
 from paceline._elastic import device_array, foreign
 from paceline.torch import _device_streams, _pinned, _tensors
 from paceline.torch._device_streams import DeviceStreams, Mark
@@ -133,3 +137,11 @@ def install(patch: Patch, on_device: Callable[[Any], bool] = lambda tensor: True
                 patch(module, name, replaced[value])
     for module in (foreign, device_array):
         patch(module, "is_on_device", lambda value: isinstance(value, torch.Tensor) and on_device(value))
+
+
+if __name__ == "__main__":
+    for name in paceline.torch.__all__:
+        getattr(paceline.torch, name)  # modules that are not loaded yet would not be patched
+    install(setattr)
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -21,7 +21,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from paceline._elastic.foreign import local_of
 from paceline._group import Group
 from paceline._parallel._accumulation import Accumulation
-from paceline._parallel._bucket_reducer import BucketReducer
 from paceline._parallel._data_parallel import ReplicatedModel
 from paceline._parallel._parameter import Parameter
 from paceline._parallel._synchronizer import GradientSynchronizer
@@ -33,7 +32,7 @@ _OUTSIDE = -1
 """The number that autograd reports outside of a backward pass."""
 
 
-_NAME = "a parameter of a module whose gradients travel over links (an engine may carry them: docs/engines.md)"
+_NAME = "a parameter"
 
 HANDLES: Any = WeakIdKeyDictionary()
 """For each tensor, the handles of the hooks that are registered on it."""
@@ -63,18 +62,26 @@ class TorchParameter(Parameter):
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-        super().__init__(array_of(tensor, _NAME), tensor.requires_grad)
+        super().__init__(array_of(self._local(tensor), _NAME), tensor.requires_grad)
         self._handles: tuple[Any, ...] = ()
         self._earlier: Tensor | None = None
+
+    def _local(self, tensor: Tensor) -> Tensor:
+        """Returns what this rank has of the parameter, or of a gradient."""
+        return tensor
+
+    def _placed(self, local: Tensor) -> Tensor:
+        """Returns the gradient of which this rank has `local`."""
+        return local
 
     @property
     def data(self) -> NDArray[Any]:
         """The values. Setting them writes into the existing memory."""
-        return array_of(self.tensor)
+        return array_of(self._local(self.tensor))
 
     @data.setter
     def data(self, value: ArrayLike) -> None:
-        array_of(self.tensor)[...] = value
+        array_of(self._local(self.tensor))[...] = value
 
     @property
     def requires_grad(self) -> bool:
@@ -91,7 +98,7 @@ class TorchParameter(Parameter):
         gradient = self.tensor.grad
         if gradient is None:
             return None
-        return self._slot if gradient is self._view else array_of(gradient)
+        return self._slot if gradient is self._view else array_of(self._local(gradient))
 
     @grad.setter
     def grad(self, value: ArrayLike | None) -> None:
@@ -104,13 +111,13 @@ class TorchParameter(Parameter):
     @_home.setter
     def _home(self, slot: NDArray[Any] | None) -> None:
         self._slot = slot
-        self._view = None if slot is None else tensor_of(slot)
+        self._view = None if slot is None else self._placed(tensor_of(slot))
 
     def _hold(self, gradient: NDArray[Any] | None) -> None:
         if gradient is None:
             self.tensor.grad = None
         else:
-            self.tensor.grad = self._view if gradient is self._slot else tensor_of(gradient)
+            self.tensor.grad = self._view if gradient is self._slot else self._placed(tensor_of(gradient))
 
     # Autograd ---------------------------------------------------------------------------------------------------------
 
@@ -357,7 +364,7 @@ class AutogradDriver:
             self.model,
             group,
             accumulation=accumulation or AutogradAccumulation,
-            agreed=self._listen,
+            agreed=lambda reducer: self._listen(),
             before_reduction=self.uneven.before_reduction,
         )
         self.factor = 1.0
@@ -472,8 +479,7 @@ class AutogradDriver:
         if self._on_device:
             self._group.hand_over()
 
-    def _listen(self, reducer: BucketReducer) -> None:
-        del reducer
+    def _listen(self) -> None:
         for _, parameter in self.module.named_parameters():
             self._on_device = self._on_device or not on_host(parameter.tensor)
             parameter.listen(self)

@@ -30,9 +30,8 @@ class DeviceParameter(TorchParameter):
         self.tensor = tensor
         self._streams = streams_of(tensor.device)
         # Only shape and dtype are asked for: an array of zeros takes no memory.
-        Parameter.__init__(
-            self, np.broadcast_to(np.zeros((), numpy_dtype(tensor.dtype)), tuple(tensor.shape)), tensor.requires_grad
-        )
+        shape = tuple(self._local(tensor).shape)
+        Parameter.__init__(self, np.broadcast_to(np.zeros((), numpy_dtype(tensor.dtype)), shape), tensor.requires_grad)
         self._data = None
         self._handles: tuple[Any, ...] = ()
         self._earlier: Tensor | None = None
@@ -41,35 +40,41 @@ class DeviceParameter(TorchParameter):
     @property
     def data(self) -> NDArray[Any]:
         """The values; a copy if they lie on a device. Setting them writes into the existing memory."""
-        return values_of(self.tensor)
+        return values_of(self._local(self.tensor))
 
     @data.setter
     def data(self, value: ArrayLike) -> None:
-        if on_host(self.tensor):
-            array_of(self.tensor)[...] = value
+        local = self._local(self.tensor)
+        if on_host(local):
+            array_of(local)[...] = value
             return
         with torch.no_grad():
-            self.tensor.copy_(_as_tensor(np.asarray(value, self.dtype)))
+            local.copy_(_as_tensor(np.asarray(value, self.dtype)))
 
     @property
     def grad(self) -> Any:
-        """`Tensor.grad`, a tensor."""
-        return self.tensor.grad
+        """`Tensor.grad`, a tensor; the home itself if the gradient is stored there."""
+        gradient = self.tensor.grad
+        return None if gradient is None else self._slot if gradient is self._view else self._local(gradient)
 
     @grad.setter
     def grad(self, value: Any) -> None:
-        self.tensor.grad = value
+        self._hold(value)
 
     @property
     def _home(self) -> Any:
-        return self._view
+        return self._slot
 
     @_home.setter
     def _home(self, slot: Any) -> None:
-        self._view = slot
+        self._slot = slot
+        self._view = None if slot is None else self._placed(slot)
 
     def _hold(self, gradient: Any) -> None:
-        self.tensor.grad = gradient
+        if gradient is None:
+            self.tensor.grad = None
+        else:
+            self.tensor.grad = self._view if gradient is self._slot else self._placed(gradient)
 
     def _pack(self, slot: Any, weight: float) -> bool:
         """See `Parameter._pack`; enqueued in the calling thread's stream, which has waited for the gradient."""
@@ -80,6 +85,7 @@ class DeviceParameter(TorchParameter):
             return False
         if gradient is not slot:  # the user, or another wrapper, has moved it
             slot.copy_(gradient)
+            self._streams.keep(gradient)
             self._hold(slot)
         return True
 
@@ -90,16 +96,16 @@ class DeviceParameter(TorchParameter):
         return values_of(self.grad)
 
     def _copied_gradient(self) -> Any:
-        return self.tensor.grad.clone()
+        return self.grad.clone()
 
     def _add_to_gradient(self, more: Any) -> None:
-        self.tensor.grad.add_(more)
+        self.grad.add_(more)
 
     def _scale_gradient(self, factor: float) -> None:
-        self.tensor.grad.mul_(factor)
+        self.grad.mul_(factor)
 
     def _gradient_power(self, p: float) -> float:
-        norm = float(torch.linalg.vector_norm(self.tensor.grad, p, dtype=torch.float64))
+        norm = float(torch.linalg.vector_norm(self.grad, p, dtype=torch.float64))
         try:
             return norm if math.isinf(p) else norm**p
         except OverflowError:

@@ -20,76 +20,39 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.distributed.fsdp import FSDPModule
 
 from paceline._base.sum_order import EVEN, SumOrder
 from paceline._elastic.foreign import local_of, placed_like
 from paceline._group import Group
 from paceline._parallel._accumulation import Accumulation
-from paceline._parallel._parameter import Parameter
 from paceline._parallel._synchronizer import GradientSynchronizer
 from paceline.errors import PacelineError, StepOrderError
 from paceline.torch._autograd import HANDLES, AutogradDriver, Callback, TorchModule, TorchParameter, weakly
-from paceline.torch._tensors import Tensor, array_of, tensor_of
+from paceline.torch._device_parameter import DeviceParameter
+from paceline.torch._tensor_buckets import DeviceTransport
+from paceline.torch._tensors import Tensor, on_host, tensor_of
 
-_NAME = "a parameter of a replica, whose gradients travel over links,"
 
-
-class LaneParameter(TorchParameter):
-    """The local tensor of a parameter, plain or a DTensor; `tensor` is the parameter."""
+class _OfReplica(TorchParameter):
+    """What differs for a parameter of which the ranks of a replica may have parts; a mixin. It may be a DTensor."""
 
     __slots__ = ()
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        Parameter.__init__(self, array_of(local_of(tensor), _NAME), tensor.requires_grad)
-        self._handles: tuple[Any, ...] = ()
+    def _local(self, tensor: Tensor) -> Tensor:
+        return local_of(tensor)
 
-    @property
-    def data(self) -> NDArray[Any]:
-        """The local values. Setting them writes into the existing memory."""
-        return array_of(local_of(self.tensor))
+    def _placed(self, local: Tensor) -> Tensor:
+        return placed_like(local, self.tensor)
 
-    @data.setter
-    def data(self, value: Any) -> None:
-        array_of(local_of(self.tensor))[...] = value
-
-    @property
-    def grad(self) -> NDArray[Any] | None:
-        """The local gradient; the home itself if the gradient is stored there."""
-        gradient = self.tensor.grad
-        if gradient is None:
-            return None
-        return self._slot if gradient is self._view else array_of(local_of(gradient))
-
-    @grad.setter
-    def grad(self, value: Any) -> None:
-        self._hold(None if value is None else np.array(value, self.dtype))
-
-    @property
-    def _home(self) -> NDArray[Any] | None:
-        return self._slot
-
-    @_home.setter
-    def _home(self, slot: NDArray[Any] | None) -> None:
-        self._slot = slot
-        self._view = None if slot is None else placed_like(tensor_of(slot), self.tensor)
-
-    def _hold(self, gradient: NDArray[Any] | None) -> None:
-        if gradient is None:
-            self.tensor.grad = None
-        else:
-            at_home = gradient is self._slot
-            self.tensor.grad = self._view if at_home else placed_like(tensor_of(gradient), self.tensor)
-
-    def _pack(self, slot: NDArray[Any], weight: float) -> bool:
+    def _pack(self, slot: Any, weight: float) -> bool:
         gradient = self.tensor.grad
         if gradient is None or not weight:  # without a sample it may be NaN
-            slot.fill(0)
+            slot[...] = 0
             return False
+        out = tensor_of(slot) if isinstance(slot, np.ndarray) else slot
         with torch.no_grad():
-            torch.mul(local_of(gradient), weight, out=tensor_of(slot))  # a weight is not rounded to 16 bits
+            torch.mul(local_of(gradient), weight, out=out)  # a weight is not rounded to 16 bits
         self._hold(slot)
         return True
 
@@ -109,7 +72,25 @@ class LaneParameter(TorchParameter):
             with torch.no_grad():
                 tensor.grad = tensor.grad.redistribute(placements=tensor.placements)
         self.writes += 1
+        self._has_written()
         self._autograd_observer.after(self)
+
+
+class LaneParameter(_OfReplica):
+    """The local tensor of a parameter on the CPU; `tensor` is the parameter."""
+
+    __slots__ = ()
+
+
+class DeviceLaneParameter(_OfReplica, DeviceParameter):
+    """The local tensor of a parameter on a device; `tensor` is the parameter."""
+
+    __slots__ = ()
+
+    def _pack(self, slot: Any, weight: float) -> bool:
+        if (gradient := self.tensor.grad) is not None:
+            self._streams.keep(local_of(gradient))  # FSDP2 has computed it in a stream of its own
+        return super()._pack(slot, weight)
 
 
 def reshard(module: Any) -> None:
@@ -119,11 +100,15 @@ def reshard(module: Any) -> None:
             each.reshard()
 
 
+def _lane_parameter(tensor: Tensor) -> TorchParameter:
+    return LaneParameter(tensor) if on_host(local_of(tensor)) else DeviceLaneParameter(tensor)
+
+
 class LaneModule(TorchModule):
     """A module with the parameters that it had when `replicate` was called: FSDP2 shows others while it runs."""
 
     def __init__(self, module: Any) -> None:
-        super().__init__(module, LaneParameter)
+        super().__init__(module, _lane_parameter)
         self._listed = list(super().named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, TorchParameter]]:
@@ -187,6 +172,7 @@ class LaneDriver(AutogradDriver):
             group,
             accumulation=LaneAccumulation,
             synchronizer=LaneSynchronizer,
+            over_links=DeviceTransport,
             **settings,
         )
         self.failed = False
@@ -196,8 +182,7 @@ class LaneDriver(AutogradDriver):
         # torch's DDP puts its sums into the gradients at the end of the pass, behind all hooks.
         self._late = any(isinstance(each, torch.nn.parallel.DistributedDataParallel) for each in module.modules())
         self._is_late = False
-        for _, parameter in self.module.named_parameters():  # before the first agreement: no gradient may pass unseen
-            parameter.listen(self)
+        self._listen()  # before the first agreement: no gradient may pass unseen
         if any(True for _ in module.buffers()):  # they are set for each microbatch
             module.register_forward_pre_hook(lambda *_: self.synchronizer.begin_forward())
 
