@@ -121,6 +121,8 @@ class LateStreams(DeviceStreams):
 
 def install(patch: Patch, on_device: Callable[[Any], bool] = lambda tensor: True) -> None:
     """Makes tensors on the CPU those of a device; `patch` sets an attribute of a module or class."""
+    for name in paceline.torch.__all__:
+        getattr(paceline.torch, name)  # a module that is not loaded yet would not be patched
     lend = _pinned.PinnedMemory.lend
 
     def lend_nan(*args: Any, **kwargs: Any) -> Any:
@@ -140,8 +142,6 @@ def install(patch: Patch, on_device: Callable[[Any], bool] = lambda tensor: True
 
 
 if __name__ == "__main__":
-    for name in paceline.torch.__all__:
-        getattr(paceline.torch, name)  # modules that are not loaded yet would not be patched
     install(setattr)
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -11,7 +11,7 @@ from support.elastic.same_bits import BitsSoak, check_bits, come_and_go, find_th
 
 pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.slow]
 
-MODELS = ["cnn", "diloco", pytest.param("characters", marks=pytest.mark.exhaustive)]
+MODELS = ["cnn", "cnn/fake_device", "diloco", pytest.param("characters", marks=pytest.mark.exhaustive)]
 
 
 @pytest.mark.parametrize("model", MODELS)

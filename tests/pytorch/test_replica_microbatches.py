@@ -29,6 +29,9 @@ def digests(replicas: int, said: str, ranks: int = 2) -> set[str]:
     return set(found)
 
 
+FAKE_DEVICE = str(Path(__file__).parent / "fake_device.py")
+
+
 def train(replicas: int, ranks: int, *arguments: object) -> str:
     """Returns everything that was said."""
     with command("run", "-n", str(replicas * ranks), "--replica-size", str(ranks), SCRIPT, *map(str, arguments)) as run:
@@ -99,3 +102,13 @@ def test_a_rank_that_is_killed_while_it_writes_costs_neither_bits_nor_checkpoint
 @pytest.mark.timeout(300)
 def test_a_storm_of_40_seconds_keeps_the_bits(tmp_path: Path) -> None:
     soak_replicas(40, 1, tmp_path, print)
+
+
+def test_replicas_on_a_device_have_the_bits_of_the_cpu_through_a_kill(tmp_path: Path, undisturbed: str) -> None:
+    """One replica loses a rank right after a checkpoint, comes back, and takes its state from the other one."""
+    settings = ("--checkpoints", str(tmp_path / "saved"), "--strike", "4", "--pace", "1.5")
+    bounds = ("-n", "4", "--replica-size", "2", "--min", "1", "--restarts", "3")
+    with command("run", *bounds, FAKE_DEVICE, SCRIPT, *settings) as run:
+        assert run.wait(150.0) == 0, str(run)
+    assert digests(2, run.stdout) == {undisturbed}, str(run)
+    assert "was killed by SIGKILL) as a whole" in run.stderr, str(run)

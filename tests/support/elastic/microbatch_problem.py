@@ -30,7 +30,11 @@ def problem_of(model: str) -> Any:
         "two": Two,
         "wraps-anew": WrapsAnew,
     }[name]()
-    if strategy:
+    if strategy == "fake_device":
+        from pytorch.fake_device import install
+
+        install(setattr)
+    elif strategy:
         problem.strategy = paceline.ShardingStrategy(strategy)
     return problem
 
