@@ -41,17 +41,17 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return copies
 
 
-def state(seed: int = 1, dtype: Any = None) -> tuple[Any, Any, TrainState]:
+def state(seed: int = 1, dtype: Any = None, optimizer: str = "SGD") -> tuple[Any, Any, TrainState]:
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(700, 900), torch.nn.BatchNorm1d(900), torch.nn.Linear(900, 3))
     model = model.to(dtype or torch.float32)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    updates = getattr(torch.optim, optimizer)(model.parameters(), lr=0.1)
     model(torch.randn(4, 700).to(dtype or torch.float32)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    updates.step()
+    updates.zero_grad()
     scaler = torch.amp.GradScaler("cpu", init_scale=float(2**seed))
     sampler = ElasticSampler(10, global_batch=4)
-    return model, scaler, TrainState(model=model, optimizer=optimizer, scaler=scaler, sampler=sampler)
+    return model, scaler, TrainState(model=model, optimizer=updates, scaler=scaler, sampler=sampler)
 
 
 def same(first: Any, second: Any) -> bool:
@@ -59,15 +59,16 @@ def same(first: Any, second: Any) -> bool:
     return all(torch.equal(a, b) for a, b in pairs)
 
 
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_state_is_copied_to_a_newcomer_in_chunks(dtype: str, copied: list[int]) -> None:
-    model, _, ours = state(1, getattr(torch, dtype))
-    other, scaler, theirs = state(2, getattr(torch, dtype))
+def test_state_is_copied_to_a_newcomer_in_chunks(dtype: str, optimizer: str, copied: list[int]) -> None:
+    model, _, ours = state(1, getattr(torch, dtype), optimizer)
+    other, scaler, theirs = state(2, getattr(torch, dtype), optimizer)
     assert not same(model, other)
     tag = Tag(7, 0)
     offered = OfferedState()
     offered.offer(tag, ours.offered())
-    assert sum(copied) == 2 * 900 + 1, "an offer copies buffers, and no parameter"
+    assert sum(copied) == 2 * 900 + 1, "an offer copies buffers, and no parameters or moments"
     told = offered.describe(tag)
     described = Description.from_json(told.to_json(), told.hashes, 1 << 30)
     content, _ = described.allocate(theirs.offered().arrays)
@@ -79,6 +80,21 @@ def test_state_is_copied_to_a_newcomer_in_chunks(dtype: str, copied: list[int]) 
     assert same(model, other)
     assert theirs.fingerprint() == ours.fingerprint()
     assert scaler.get_scale() == 2.0
+
+
+def test_an_offer_copies_no_moments_on_the_cpu_either() -> None:
+    _, _, ours = state(optimizer="AdamW")
+    moments = [value for each in ours.given["optimizer"].state.values() for value in each.values() if value.ndim]
+    offered = list(ours.offered().arrays.values())
+    for moment in moments:
+        assert any(np.shares_memory(moment.numpy(), array) for array in offered)
+
+
+def test_the_buffers_of_a_step_are_copied_with_one_wait_for_each_dtype(copied: list[int]) -> None:
+    _, _, ours = state()
+    copied.clear()
+    ours.small()
+    assert sorted(copied) == [1, 2 * 900], "a count, and running mean and variance"
 
 
 def test_a_digest_copies_one_window(copied: list[int]) -> None:

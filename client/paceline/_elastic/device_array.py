@@ -8,6 +8,7 @@ tensors on a device.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -57,6 +58,16 @@ class DeviceArray:
         self._parcel_elements = max(1, parcel_bytes // self.dtype.itemsize)
         self.address = int(array.data_ptr())
 
+    @classmethod
+    def joined(cls, arrays: Sequence[DeviceArray]) -> DeviceArray:
+        """Returns a copy of some arrays of one `kind`, one after the other, on their device."""
+        return cls(arrays[0]._module.cat([array._array.reshape(-1) for array in arrays]))
+
+    @property
+    def kind(self) -> tuple[Any, Any]:
+        """The device and the dtype."""
+        return self._array.device, self.dtype
+
     def parcel(self, first: int, count: int, stride: int = 1) -> NDArray[Any]:
         """Returns a copy of every `stride`-th of `count` elements, fewer at the end of the array, in C order."""
         part = self._array.reshape(-1)[first : first + count : stride]
@@ -95,6 +106,20 @@ class DeviceArray:
     def _pinned(self, count: int) -> Any:
         pins = self._array.device.type == "cuda"
         return self._module.empty(count, dtype=self._array.dtype, pin_memory=pins)
+
+
+def copies(arrays: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+    """Returns a copy of each array. Those on one device come together, so that the host waits once."""
+    together: dict[Any, dict[str, DeviceArray]] = {}
+    for path, array in arrays.items():
+        if isinstance(array, DeviceArray):
+            together.setdefault(array.kind, {})[path] = array
+    found = {path: array.copy() for path, array in arrays.items() if not isinstance(array, DeviceArray)}
+    for some in together.values():
+        whole = DeviceArray.joined(list(some.values())).copy()
+        parts = np.split(whole, np.cumsum([array.size for array in some.values()])[:-1])
+        found |= {path: part.reshape(array.shape) for (path, array), part in zip(some.items(), parts, strict=True)}
+    return {path: found[path] for path in arrays}
 
 
 class DeviceBytes:

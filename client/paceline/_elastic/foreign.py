@@ -92,24 +92,30 @@ def is_foreign(value: Any) -> bool:
     return not isinstance(value, np.ndarray) and callable(getattr(value, "detach", None)) and hasattr(value, "numpy")
 
 
-def to_arrays(tree: Tree, frameworks: list[str], into: Tree = None) -> Tree:
+def to_arrays(
+    tree: Tree, frameworks: list[str], into: Tree = None, *, take: Callable[[Any, Any], Any] | None = None
+) -> Tree:
     """Returns a copy of nested values with NumPy arrays in place of a framework's.
 
-    `frameworks` gets for each array the name of its framework, "" for NumPy. `into` is an earlier copy, whose memory is
-    reused where it fits.
+    Args:
+        tree: the values.
+        frameworks: gets for each array the name of its framework, "" for NumPy.
+        into: an earlier copy, whose memory is reused where it fits.
+        take: returns what stands for an array; gets a view of it and what `into` has there. By default `copied`.
     """
+    take = copied if take is None else take
     if is_foreign(tree):
         frameworks.append(type(tree).__module__.partition(".")[0])
-        return copied(view(tree), into)
+        return take(view(tree), into)
     if isinstance(tree, Mapping):
         before = into if isinstance(into, dict) else {}
-        return {key: to_arrays(value, frameworks, before.get(key)) for key, value in tree.items()}
+        return {key: to_arrays(value, frameworks, before.get(key), take=take) for key, value in tree.items()}
     if type(tree) in (list, tuple):
         ones = into if isinstance(into, list | tuple) and len(into) == len(tree) else [None] * len(tree)
-        return type(tree)(to_arrays(value, frameworks, one) for value, one in zip(tree, ones, strict=True))
+        return type(tree)(to_arrays(value, frameworks, one, take=take) for value, one in zip(tree, ones, strict=True))
     if isinstance(tree, np.ndarray):
         frameworks.append("")
-        return copied(tree, into)
+        return take(tree, into)
     return copy.deepcopy(tree)
 
 

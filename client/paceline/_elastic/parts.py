@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import abc
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline._elastic.device_array import DeviceArray
+from paceline._elastic.device_array import DeviceArray, copies
 from paceline._elastic.foreign import (
     copied,
     from_arrays,
@@ -67,6 +67,14 @@ class StatePart(abc.ABC):
     @abc.abstractmethod
     def rest(self) -> Tree:
         """Returns a copy of everything that is not in `arrays`."""
+
+    def offered(self, shown: Callable[[Any], Any]) -> Tree:
+        """Returns `rest` for other members, who fetch it before anything large changes: it need not be copied.
+
+        `shown` returns what stands for a live array.
+        """
+        del shown
+        return self.rest()
 
     @abc.abstractmethod
     def load_rest(self, rest: Tree) -> None:
@@ -184,7 +192,7 @@ class _Model(StatePart):
                 parameter.requires_grad = not trains(parameter)
 
     def fixed(self) -> Tree:
-        return {path: buffer.copy() for path, buffer in self._buffers().items()}
+        return copies(self._buffers())
 
     def small(self) -> Tree:
         begin = getattr(self._model, "begin_step", None)
@@ -302,6 +310,18 @@ class _Opaque(StatePart):
         frameworks: list[str] = []
         tree = to_arrays(self._thing.state_dict(), frameworks)
         return {"state": tree, "frameworks": frameworks}
+
+    def offered(self, shown: Callable[[Any], Any]) -> Tree:
+        state = self._thing.state_dict()
+        if not self._gate or not isinstance(state, Mapping):
+            return self.rest()
+        frameworks: list[str] = []
+
+        def of(key: str) -> Tree:
+            settings = key == "param_groups"  # which may change outside of the gate
+            return to_arrays(state[key], frameworks, take=None if settings else lambda array, into: shown(array))
+
+        return {"state": {key: of(key) for key in state}, "frameworks": frameworks}
 
     def kept(self, before: tuple[Tree, Tree] | None) -> tuple[Tree, Tree]:
         frameworks: list[str] = []

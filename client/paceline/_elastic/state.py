@@ -174,12 +174,12 @@ class TrainState:
 
         Arrays that a strategy shards over members are `Shard`s, also in a world of one. Those on a device are copied.
         """
-        return self._content(on_host)
+        return self._content(on_host, lambda part: part.rest())
 
-    def _content(self, shown: Callable[[Any], Any]) -> dict[str, Any]:
+    def _content(self, shown: Callable[[Any], Any], rest_of: Callable[[StatePart], Any]) -> dict[str, Any]:
         held = self._spread.holding()
         parts = {
-            name: {"arrays": {path: shown(leaf) for path, leaf in part.arrays(held).items()}, "rest": part.rest()}
+            name: {"arrays": {path: shown(leaf) for path, leaf in part.arrays(held).items()}, "rest": rest_of(part)}
             for name, part in self._parts.items()
         }
         receipts = {"receipts": list(self.receipts)} if self.receipts else {}
@@ -201,7 +201,7 @@ class TrainState:
             on_device[id(places[-1])] = leaf
             return places[-1]
 
-        return Content.of(self._content(shown), list(self._kept.values()), on_device)
+        return Content.of(self._content(shown, lambda part: part.offered(shown)), list(self._kept.values()), on_device)
 
     @property
     def given(self) -> Mapping[str, Any]:
