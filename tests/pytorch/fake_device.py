@@ -85,6 +85,10 @@ class LateStreams(DeviceStreams):
         """See `DeviceStreams`."""
         return self._use or threading.current_thread().name
 
+    def captures(self) -> bool:
+        """See `DeviceStreams`."""
+        return False
+
     def wait_for(self, mark: Mark | None) -> None:
         """See `DeviceStreams`."""
         assert mark is None or isinstance(mark, LateMark)

@@ -186,6 +186,9 @@ class FakeStreams(DeviceStreams):
     def current(self) -> Any:
         return "sums" if getattr(self._local, "aside", False) else threading.current_thread().name
 
+    def captures(self) -> bool:
+        return False
+
     def wait_for(self, mark: Mark | None) -> None:
         FakeNccl.log.append(("wait", mark))
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 else:
     torch = pytest.importorskip("torch")
 
-from pytorch.fake_device import LateMark, install
+from pytorch.fake_device import LateMark, LateStreams, install
 from pytorch.test_microbatches_torch import train as train_in_microbatches
 
 from paceline.torch import _pinned
@@ -221,6 +221,18 @@ def test_a_verdict_ends_the_step_and_the_next_generation_has_the_same_bits(
 def test_powersgd_on_a_device_is_refused_with_a_way_out(device: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedOp, match='"int8" or "bf16"'):
         run_ranks(1, lambda group: train(group, compression="powersgd"))
+
+
+def test_a_backward_pass_in_a_cuda_graph_is_refused(device: pytest.MonkeyPatch) -> None:
+    def rank(group: Any) -> None:
+        trained = Trained(group)
+        with device.context() as recording:
+            recording.setattr(LateStreams, "captures", lambda streams: True)
+            with pytest.raises(UnsupportedOp, match="a CUDA graph captures this backward pass"):
+                trained.step()
+        trained.step()
+
+    run_groups(local_groups(1), rank)
 
 
 def test_an_error_of_the_device_fails_the_step_on_all_ranks(device: pytest.MonkeyPatch) -> None:

@@ -158,6 +158,9 @@ class TorchParameter(Parameter):
         self._has_written()
         self._autograd_observer.after(self)
 
+    def _check_runs(self) -> None:
+        """Raises if the backward pass is only recorded, to be run later without this code."""
+
     def _has_written(self) -> None:
         """Called behind each write of a gradient, in the stream that writes it."""
 
@@ -423,6 +426,7 @@ class AutogradDriver:
         try:
             task = torch._C._current_graph_task_id()
             if self._pass is None:
+                parameter._check_runs()
                 self._begin(task)
             elif task != self._task:
                 raise StepOrderError(

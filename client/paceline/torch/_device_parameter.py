@@ -11,6 +11,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from paceline._parallel._parameter import Parameter
+from paceline.errors import UnsupportedOp
 from paceline.torch._autograd import TorchParameter
 from paceline.torch._device_streams import streams_of
 from paceline.torch._tensors import Tensor, array_of, numpy_dtype, on_host, values_of
@@ -110,6 +111,13 @@ class DeviceParameter(TorchParameter):
             return norm if math.isinf(p) else norm**p
         except OverflowError:
             return math.inf
+
+    def _check_runs(self) -> None:
+        if self._streams.captures():
+            raise UnsupportedOp(
+                "a CUDA graph captures this backward pass, and would run it without the other ranks: capture nothing "
+                "in which gradients of a wrapped module are computed"
+            )
 
     def _has_written(self) -> None:
         self.written = self._streams.current()

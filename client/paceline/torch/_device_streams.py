@@ -52,6 +52,10 @@ class DeviceStreams(abc.ABC):
         """Returns something that tells this stream from others."""
 
     @abc.abstractmethod
+    def captures(self) -> bool:
+        """Returns True while the calling thread's stream is being recorded for a CUDA graph, and runs nothing."""
+
+    @abc.abstractmethod
     def wait_for(self, mark: Mark | None) -> None:
         """Has the calling thread's stream wait for a mark; the host goes on."""
 
@@ -77,6 +81,10 @@ class HostStreams(DeviceStreams):
     def current(self) -> Any:
         """See `DeviceStreams`."""
         return None
+
+    def captures(self) -> bool:
+        """See `DeviceStreams`."""
+        return False
 
     def wait_for(self, mark: Mark | None) -> None:
         """See `DeviceStreams`."""
@@ -112,6 +120,10 @@ class CudaStreams(DeviceStreams):
     def current(self) -> Any:
         """See `DeviceStreams`."""
         return self._module.current_stream(self._device)
+
+    def captures(self) -> bool:
+        """See `DeviceStreams`."""
+        return self._device.type == "cuda" and bool(torch.cuda.is_current_stream_capturing())
 
     def wait_for(self, mark: Mark | None) -> None:
         """See `DeviceStreams`."""
