@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import paceline
 import paceline.torch
@@ -155,17 +157,17 @@ def train(options: argparse.Namespace) -> None:
         bare = model.module
         optimizer = getattr(torch.optim, options.optimizer)(model.parameters(), lr=1e-4)
         scaler = torch.amp.GradScaler(device.type, enabled=options.scaled, init_scale=2.0**10)
-        sampler = paceline.ElasticSampler(1 << 16, global_batch=options.batch)
+        sampler = paceline.ElasticSampler(1 << 16, global_batch=options.batch, microbatches=options.microbatches)
         state = paceline.TrainState(model=model, optimizer=optimizer, scaler=scaler, sampler=sampler)
         total = options.total
         for step in session.steps(state, total=total):
             began = perf_counter()
             tell("begins", step=step.number)
             with step:
-                rows = max(1, len(step.indices))
                 optimizer.zero_grad()
                 try:
-                    scaler.scale(loss_of(options, model, rows, bare)).backward()
+                    for rows in _passes(step, options.microbatches):
+                        scaler.scale(loss_of(options, model, rows, bare)).backward()
                 except paceline.PacelineError as error:
                     tell("raised", step=step.number, type=type(error).__name__)
                     raise
@@ -178,6 +180,83 @@ def train(options: argparse.Namespace) -> None:
             ended = "applied" if step.applied else "undone"
             tell(ended, step=step.number, world=step.world, seconds=perf_counter() - began, update=update)
         tell("done", digest=digest(bare), memory=used_memory(device))
+
+
+def _passes(step: Any, microbatches: int) -> Iterator[int]:
+    """Yields the rows of each backward pass of a step."""
+    if microbatches:
+        for micro in step.microbatches:
+            with micro:
+                yield len(micro.indices)
+    else:
+        yield max(1, len(step.indices))
+
+
+def replica(options: argparse.Namespace) -> None:
+    """Trains as one rank of a replica, with FSDP2 inside; tells each step, and a digest of what the rank has."""
+    device = options.device
+    dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
+    model: Any = made(options)
+    for layer in (*model, model):
+        fully_shard(layer, mesh=mesh)
+    with paceline.join(replica=dist.group.WORLD) as session:
+        paceline.torch.replicate(model, session)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        sampler = paceline.ElasticSampler(1 << 16, global_batch=options.batch, microbatches=8)
+        state = paceline.TrainState(model=model, optimizer=optimizer, sampler=sampler)
+        for step in session.steps(state, total=options.total):
+            with step:
+                optimizer.zero_grad()
+                for micro in step.microbatches:
+                    with micro:
+                        mine = micro.indices[rank::ranks]
+                        x = torch.from_numpy(mine).to(device)[:, None].expand(-1, options.width) / (1 << 16)
+                        (model(x.float()).square().sum() * ranks / len(micro.indices)).backward()
+                tell("gradients", step=step.number)
+                optimizer.step()
+            tell("applied" if step.applied else "undone", step=step.number, world=session.replicas)
+        parts = [parameter.to_local().detach().cpu().numpy().tobytes() for parameter in model.parameters()]
+        tell("done", digest=hashlib.sha256(b"".join(parts)).hexdigest(), rank=rank)
+    dist.destroy_process_group()
+
+
+def carry(options: argparse.Namespace) -> None:
+    """Sums gradients of 256 MB on the device over links; tells the time, and that of its parts alone."""
+    device, count = options.device, 64 << 20
+    if device.type == "cpu":
+        count = 1 << 20
+    module = torch.nn.ParameterList(torch.nn.Parameter(torch.ones(count // 16, device=device)) for _ in range(16))
+    host = torch.empty(count, pin_memory=device.type != "cpu")
+    here = torch.ones(count, device=device)
+    times: dict[str, list[float]] = {}
+    with paceline.join() as session:
+        group = session.group
+        model = paceline.torch.DDP(module, group, bucket_mb=16)
+        model.prepare()
+        array = host.numpy()
+        array[:] = 1
+
+        def passed() -> None:
+            model.backward(sum(parameter.sum() for parameter in module))
+
+        def copied() -> None:
+            host.copy_(here, non_blocking=True)
+            here.copy_(host, non_blocking=True)
+
+        ways = {"sum": passed, "copies": copied, "links": lambda: group.all_reduce(array, out=array)}
+        for way, work in ways.items():
+            for number in range(options.total):
+                finish(device)
+                group.barrier()
+                began = perf_counter()
+                work()
+                finish(device)
+                if number >= 3:
+                    times.setdefault(way, []).append(perf_counter() - began)
+                array[:] = 1
+    tell("times", times=times, bytes=4 * count)
 
 
 def compare(options: argparse.Namespace) -> None:
@@ -359,7 +438,7 @@ def broken(options: argparse.Namespace) -> None:
 
 
 ROLES: dict[str, Callable[[argparse.Namespace], None]] = {
-    role.__name__: role for role in (train, compare, gate, sums, abort, broken)
+    role.__name__: role for role in (train, replica, carry, compare, gate, sums, abort, broken)
 }
 
 
@@ -377,6 +456,7 @@ def main() -> None:
     parser.add_argument("--scaled", action="store_true", help="with a GradScaler")
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--batch", type=int, default=BATCH, help="rows of all ranks together")
+    parser.add_argument("--microbatches", type=int, default=0, help="of each step")
     parser.add_argument("--total", type=int, default=50)
     parser.add_argument("--port", type=int)
     parser.add_argument("--way", choices=("bare", "wrapper"), default="wrapper", help="of steps in session.steps")

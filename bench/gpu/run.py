@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -98,11 +99,12 @@ class World:
     Args:
         options: the command's options.
         out: folder for what workers write to stderr.
+        settings: environment variables of all workers.
         role: the workers' role, with its arguments.
     """
 
-    def __init__(self, options: argparse.Namespace, out: Path, address: str, role: Sequence[str]) -> None:
-        self._options, self._out, self._address, self._role = options, out, address, role
+    def __init__(self, options: argparse.Namespace, out: Path, settings: dict[str, str], role: Sequence[str]) -> None:
+        self._options, self._out, self._settings, self._role = options, out, settings, role
         self.workers: list[Worker] = []
 
     def start(self, **settings: str) -> Worker:
@@ -110,7 +112,7 @@ class World:
         options, number = self._options, len(self.workers)
         environment = {
             **os.environ,
-            "PACELINE_COORDINATOR": self._address,
+            **self._settings,
             "PACELINE_ENGINE": options.engine,
             "NCCL_DEBUG": "WARN",
             **settings,
@@ -161,10 +163,10 @@ def world(
         "PACELINE_FAILURE_TIMEOUT": os.environ.get("PACELINE_FAILURE_TIMEOUT", "3"),
     }
     with coordinator(settle_time=10.0) as address:
-        found = World(options, out, address, role)
+        found = World(options, out, {**settings, "PACELINE_COORDINATOR": address}, role)
         signal.signal(signal.SIGUSR1, lambda *_: [each.process.send_signal(signal.SIGUSR1) for each in found.workers])
         try:
-            started = [found.start(**settings) for _ in range(size + spares)]
+            started = [found.start() for _ in range(size + spares)]
             for worker in started:
                 worker.wait_for("ready")
             for worker in started[:size]:
@@ -225,6 +227,81 @@ def models(options: argparse.Namespace, out: Path) -> dict[str, Any]:
             result[name] = {"failed": str(error)[:500], "stderr": _tails(folder)}
         _tell(result)
     return result
+
+
+def links(options: argparse.Namespace, out: Path) -> dict[str, Any]:
+    """The same over links, in microbatches: digests of all ranks at W = 1, 2 and 3, which should be one."""
+    options.engine, result, found_in_all = "links", {}, set()
+    for size in (1, 2, 3):
+        with world(options, out, size, ["train", "--microbatches", "8"]) as found:
+            last = {worker.wait_for("done")["digest"] for worker in found.workers}
+            applied = [event for worker in found.workers for event in worker.all("applied") if event["step"] > 5]
+        found_in_all |= last
+        result[f"W={size}"] = {"step": _summary(event["seconds"] for event in applied)}
+    return {"same bits": len(found_in_all) == 1, **result}
+
+
+def carry(options: argparse.Namespace, out: Path) -> dict[str, Any]:
+    """Links sum 256 MB on the device at W = 2: bytes a second, also of the copies and of links alone."""
+    options.engine = "links"
+    with world(options, out, 2, ["carry", "--total", "13"]) as found:
+        told = [worker.wait_for("times") for worker in found.workers]
+    rates = {
+        way: told[0]["bytes"]
+        / statistics.median(max(each) for each in zip(*(t["times"][way] for t in told), strict=True))
+        for way in told[0]["times"]
+    }
+    return {"bytes a second": rates, "of the slower part": rates["sum"] / min(rates["copies"], rates["links"])}
+
+
+def links_kills(options: argparse.Namespace, out: Path) -> dict[str, Any]:
+    """SIGKILL of one of three workers whose gradients travel over links; a spare joins after each."""
+    options.engine = "links"
+    return _lose(options, out, signal.SIGKILL, options.kills)
+
+
+def replicas(options: argparse.Namespace, out: Path) -> dict[str, Any]:
+    """Two replicas of two ranks, FSDP2 inside: one loses a rank, and another comes; the digests of one undisturbed."""
+    options.engine = "links"
+    role = ["replica", "--total", str(options.replica_steps)]
+    with world(options, out, 0, role, least=1, most=1) as found:
+        alone = _replica(found)
+        for worker in alone:
+            worker.go()
+        expected = _digests(alone)
+    with world(options, out, 0, role, least=1, most=2) as found:
+        first, second, late = (_replica(found) for _ in range(3))
+        for worker in late:
+            worker.wait_for("ready")
+        for worker in (*first, *second):
+            worker.go()
+        for worker in first:
+            worker.wait_for("applied", world=2)
+        second[0].wait_for("gradients", after=monotonic())
+        struck = monotonic()
+        second[0].process.send_signal(signal.SIGKILL)
+        recovered = [worker.wait_for("applied", after=struck, world=1)["at"] - struck for worker in first]
+        ended = second[1].wait_for("end")["at"] - struck
+        for worker in late:
+            worker.go()
+        for worker in (*first, *late):
+            worker.wait_for("applied", after=struck, world=2)
+        same = _digests(first) == _digests(late) == expected
+    return {"same bits": same, "to the next step": _summary(recovered), "the mate ends": ended}
+
+
+def _replica(found: World) -> list[Worker]:
+    """Starts the two ranks of a replica, which join at `go`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    return [found.start(**where, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+
+
+def _digests(ranks: Sequence[Worker]) -> dict[int, str]:
+    """Returns the digest that each rank of a replica tells at the end."""
+    told = [rank.wait_for("done") for rank in ranks]
+    return {event["rank"]: event["digest"] for event in told}
 
 
 def step(options: argparse.Namespace, out: Path) -> dict[str, Any]:
@@ -389,11 +466,15 @@ def broken(options: argparse.Namespace, out: Path) -> dict[str, Any]:
 
 
 EXPERIMENTS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {
-    each.__name__: each for each in (abort, sums, digests, kills, freezes, broken, newcomer, models, gate, step)
+    each.__name__: each
+    for each in (
+        *(links, links_kills, carry, replicas),
+        *(abort, sums, digests, kills, freezes, broken, newcomer, models, gate, step),
+    )
 }
-ALONE = ("abort", "kills", "newcomer", "freezes", "gate", "step")
+ALONE = ("links_kills", "carry", "abort", "kills", "newcomer", "freezes", "gate", "step")
 """Experiments that measure times of training, so nothing runs beside them."""
-LONGER = {"models": 2.0, "kills": 2.0}
+LONGER = {"models": 2.0, "kills": 2.0, "links_kills": 2.0}
 """How many times the limit an experiment may take that starts workers again and again."""
 
 
@@ -478,6 +559,7 @@ def main() -> None:
     parser.add_argument("--warm", action="store_true", help="workers open an engine of one rank before they join")
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--freezes", type=int, default=3)
+    parser.add_argument("--replica-steps", type=int, default=150, help="of the experiment with replicas")
     parser.add_argument(
         "--side-by-side", type=int, default=3, help="experiments at once, but for those that need quiet"
     )
@@ -494,6 +576,7 @@ def main() -> None:
     arguments = ["--engine", options.engine, "--device", options.device, "--width", str(options.width)]
     arguments += ["--sharing", options.sharing, "--port", str(options.port), "--out", str(options.out)]
     arguments += ["--kills", str(options.kills), "--freezes", str(options.freezes)]
+    arguments += ["--replica-steps", str(options.replica_steps)]
     if options.blocking is not None:
         arguments += ["--blocking", str(options.blocking)]
     if options.warm:
