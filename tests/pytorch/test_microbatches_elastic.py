@@ -11,7 +11,12 @@ from support.elastic.same_bits import BitsSoak, check_bits, come_and_go, find_th
 
 pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.slow]
 
-MODELS = ["cnn", "cnn/fake_device", "diloco", pytest.param("characters", marks=pytest.mark.exhaustive)]
+MODELS = [
+    "cnn",
+    "cnn/fake_device",
+    "diloco",
+    *(pytest.param(model, marks=pytest.mark.exhaustive) for model in ("diloco/fake_device", "characters")),
+]
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -28,6 +28,7 @@ from paceline.checkpoint.tree import Leaf
 from paceline.errors import SizeMismatch, UnsupportedOp
 from paceline.optim import Optimizer
 from paceline.torch._lane_gradients import reshard
+from paceline.torch._tensors import array_of, on_host, values_of
 
 
 class InnerOptimizers:
@@ -166,12 +167,6 @@ class OuterModel:
         for path, tensor in self._net.named_buffers():  # looked up each time, as a module may replace them
             yield path, self._as_it_lies(path, tensor)
 
-    @property
-    def on_cpu(self) -> bool:
-        """True if all of the net is on the CPU."""
-        tensors = (*self.tensors.values(), *(tensor for _, tensor in self._net.named_buffers()))
-        return all(tensor.device.type == "cpu" for tensor in tensors)
-
     def forward(self, x: Any) -> Any:
         """Returns the net's output."""
         return self._net(x)
@@ -208,7 +203,7 @@ class OuterModel:
 
     def _fetch_buffers(self) -> None:
         for path, tensor in self._elsewhere():
-            np.copyto(self._staged[path], _bits(tensor).cpu().numpy())
+            np.copyto(self._staged[path], values_of(_bits(tensor)))
 
     def _elsewhere(self) -> Iterator[tuple[str, Any]]:
         """Yields frozen parameters and buffers on another device."""
@@ -221,10 +216,10 @@ class OuterModel:
 
     def _as_it_lies(self, path: str, tensor: Any) -> NDArray[Any]:
         """Returns a view of a tensor's memory; for another device, of the copy on the host."""
-        if tensor.device.type == "cpu":
-            return _bits(tensor).numpy()  # type: ignore[no-any-return]
+        if on_host(tensor):
+            return array_of(_bits(tensor))
         if path not in self._staged:
-            self._staged[path] = _bits(tensor).cpu().numpy()
+            self._staged[path] = values_of(_bits(tensor))
         return self._staged[path]
 
 

@@ -120,17 +120,13 @@ class LocalTraining:
         Raises:
             StepOrderError: it is not inside of the microbatch's block, or a setting of the inner optimizer has changed.
             ValueError: H is below 1.
-            UnsupportedOp: with compression, or a net that is not on the CPU.
+            UnsupportedOp: with compression.
             PacelineError: a collective failed; the last microbatch of a rank ends with one. In a replica of several
                 ranks `outer_step` raises it.
         """
         order = self.group.order
         if not order.is_leaf or order.name != f"microbatch {micro.number}":
             raise StepOrderError("replica_batches() belongs inside of `with micro:`")
-        if not self._model.on_cpu:
-            raise UnsupportedOp(
-                "a round in microbatches needs a net on the CPU: bits are not promised on other devices"
-            )
         if order.is_first or order.is_check:
             self.outer_optimizer.zero_grad()
         self._wrapper._synchronizer.begin_forward()
