@@ -46,7 +46,7 @@ class PinnedMemory:
                 self._returned.wait(SLICE)
             self._lent += nbytes
         try:
-            return torch.empty(count, dtype=dtype, pin_memory=device.type == "cuda")
+            return torch.empty(count, dtype=dtype, pin_memory=device.type != "cpu")
         except BaseException:
             self._take_back(nbytes)
             raise
