@@ -29,6 +29,15 @@ elif find_spec("accelerate") is None or find_spec("transformers") is None:
     collect_ignore_glob = ["test_trainers.py"]
 
 
+@pytest.fixture(params=["cpu", "device"])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs a test with models on the CPU, and once more with models on a device, which is a fake."""
+    if request.param == "device":
+        from pytorch.fake_device import install
+
+        install(monkeypatch.setattr)
+
+
 @pytest.fixture(autouse=True)
 def one_thread_each() -> Iterator[None]:
     """Ranks are threads or processes already; more of torch's would fight over the cores."""

@@ -15,7 +15,7 @@ from paceline import checkpoint
 from paceline.checkpoint.tree import join, split
 from paceline.testing import local_groups
 
-pytestmark = pytest.mark.needs(what="torch")
+pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.usefixtures("place")]
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),

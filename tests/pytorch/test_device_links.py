@@ -32,6 +32,7 @@ from pytorch.test_microbatches_torch import train as train_in_microbatches
 from paceline.torch import _pinned
 from paceline.torch._tensor_buckets import DeviceTransport
 from paceline.torch.ddp import DDP
+from paceline.torch.fsdp import FSDP
 
 pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.newest]
 
@@ -216,6 +217,38 @@ def test_a_verdict_ends_the_step_and_the_next_generation_has_the_same_bits(
 
     ranks += run_groups(local_groups(2), undisturbed)
     assert len({digest(each.model.parameters()) for each in ranks}) == 1  # nothing has undone the change of buffers
+
+
+@pytest.mark.parametrize("wrap", [DDP, FSDP])
+def test_backward_on_a_device_runs_in_a_thread_of_autograd(wrap: Any, device: pytest.MonkeyPatch) -> None:
+    def rank(group: Any) -> None:
+        model = wrap(net(), group)
+        for _ in range(2):
+            loss = model(torch.ones(4, 20)).mean()
+            thread = threading.Thread(target=loss.backward)
+            thread.start()
+            thread.join(20)
+            assert all(parameter.grad is not None for parameter in model.parameters())
+        group.barrier()
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_update_and_a_change_inside_unshard_are_both_kept(world: int, device: pytest.MonkeyPatch) -> None:
+    def rank(group: Any) -> None:
+        model = FSDP(torch.nn.Linear(4, 1), group)
+        model(torch.ones(2, 4)).mean().backward()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        before = model.state_dict()
+        with model.unshard() as whole, torch.no_grad():
+            optimizer.step()
+            whole["bias"].fill_(7.0)
+        after = model.state_dict()
+        torch.testing.assert_close(after["weight"], before["weight"] - 1)
+        assert after["bias"].tolist() == [7.0]
+
+    run_ranks(world, rank)
 
 
 def test_powersgd_on_a_device_is_refused_with_a_way_out(device: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from paceline._parallel._optimizer_state import standing_for
 from paceline.errors import InvalidRank, SizeMismatch, StepOrderError, UnsupportedOp
 from paceline.testing import run_ranks
 
-pytestmark = pytest.mark.needs(what="torch")
+pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.usefixtures("place")]
 
 X, T = data(12)
 

@@ -20,7 +20,7 @@ from paceline._group import Group
 from paceline.testing import run_ranks
 from support.microbatches import microbatches as in_turn
 
-pytestmark = [pytest.mark.needs(what="torch")]
+pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.usefixtures("place")]
 
 V, N, BATCH = 8, 90, 29
 

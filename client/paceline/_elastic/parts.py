@@ -186,7 +186,10 @@ class _Model(StatePart):
 
     def load_rest(self, rest: Tree) -> None:
         old = not isinstance(rest.get("frozen"), list)  # an earlier release wrote buffers alone
-        write_in_place(self._buffers(), rest if old else rest["buffers"])
+        buffers = self._buffers()
+        write_in_place(buffers, rest if old else rest["buffers"])
+        if isinstance(self._model, ShardedModel):
+            self._model.buffers_given(buffers)
         for path, parameter in {} if old else self.parameters().items():
             if trains(parameter) == (path in rest["frozen"]):
                 parameter.requires_grad = not trains(parameter)

@@ -200,9 +200,17 @@ class Parameter:
         """Makes the piece that is trained in place of this parameter, with these values."""
         return Parameter(values, self.requires_grad)
 
+    @property
+    def is_on_device(self) -> bool:
+        """True if the module's values are a copy of `data` on a device."""
+        return False
+
     def _place(self, values: NDArray[Any] | None) -> None:
         """Makes an array the values, without a copy; None while they are sharded."""
         self._data = values
+
+    def _take_back(self) -> None:
+        """Copies the values on a device to `data`."""
 
     def _move(self, values: NDArray[Any]) -> None:
         """Makes an array of another shape the values, without a copy; drops the gradient, which no longer fits."""

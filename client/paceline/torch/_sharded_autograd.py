@@ -247,6 +247,7 @@ class ShardedDriver:
         """Yields torch's running backward pass; the first call begins it, and an error inside the block ends it."""
         self._drop_dead_pass()
         if self._pass is None:
+            self._hand_over()
             self._pass = UnitRuns(AutogradPass(self.sharded.backward_pass(self._next_weight()), self._end_pass))
         try:
             yield self._pass
@@ -266,11 +267,21 @@ class ShardedDriver:
         with self._running_pass() as running:
             running.end()
         self._pass = None
+        self._hand_over()
 
     def _drop_pass(self) -> None:
         if self._pass is not None:
             dropped, self._pass = self._pass, None
             dropped.abandon()
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Gives the groups to the next thread: on a device, autograd runs the pass in a thread of its own."""
+        units = self.sharded.units()
+        if any(parameter.is_on_device for unit in units for parameter, _ in unit.pairs()):
+            groups = {self.sharded.group, *(group for unit in units for group in (unit.shards, unit.replicas) if group)}
+            for group in groups:
+                group.hand_over()
 
     def _drop_dead_pass(self) -> None:
         if self._pass is not None and self._pass.whole.is_dead:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from paceline._parallel._parameter import Parameter
 from paceline._parallel.sharding._sharded_model import ShardedModel
 from paceline.errors import UnsupportedOp
-from paceline.torch._tensors import array_of, placeholder_like, tensor_of
+from paceline.torch._tensors import array_of, on_host, placeholder_like, tensor_of, values_of, values_of_all
 
 _NORMS = frozenset({torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm, torch._foreach_norm})
 
@@ -48,8 +48,8 @@ _MARK = "_paceline_parameter"
 class Mirror(Parameter):
     """A module's parameter. Its memory lies in its unit's flat array while that is whole; otherwise it has none.
 
-    Autograd accumulates into `tensor.grad` as always. `take_gradient` takes the gradient from there, so that gradients
-    accumulate, wait and are sent like those of NumPy modules.
+    On a device it has a copy of these values. Autograd accumulates into `tensor.grad` as always. `take_gradient` takes
+    the gradient from there, so that gradients accumulate, wait and are sent like those of NumPy modules.
     """
 
     __slots__ = ("_handle", "tensor")
@@ -57,7 +57,7 @@ class Mirror(Parameter):
     def __init__(self, tensor: Any, name: str) -> None:
         self.tensor = tensor
         self._handle: Any = None
-        super().__init__(array_of(tensor, f"parameter {name!r}"), tensor.requires_grad)
+        super().__init__(values_of(tensor, f"parameter {name!r}"), tensor.requires_grad)
 
     @property
     def requires_grad(self) -> bool:
@@ -67,6 +67,11 @@ class Mirror(Parameter):
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         self.tensor.requires_grad_(value)
+
+    @property
+    def is_on_device(self) -> bool:
+        """See `Parameter`."""
+        return not on_host(self.tensor)
 
     @property
     def is_here(self) -> bool:
@@ -89,7 +94,7 @@ class Mirror(Parameter):
             gradient = gradient.float()  # micro-batches are summed in full precision
         if factor != 1:
             gradient.mul_(factor)
-        self.accumulate(array_of(gradient))
+        self.accumulate(values_of(gradient))
 
     def _cut(self, values: NDArray[Any]) -> Parameter:
         return TorchPiece(values, self.requires_grad)
@@ -97,7 +102,17 @@ class Mirror(Parameter):
     def _place(self, values: NDArray[Any] | None) -> None:
         super()._place(values)
         # Give the same object other memory, because modules, optimizers and autograd refer to the object.
-        self.tensor.data = placeholder_like(self.tensor) if values is None else tensor_of(values)
+        if values is None:
+            self.tensor.data = placeholder_like(self.tensor)
+        elif self.is_on_device:
+            host = tensor_of(values)
+            self.tensor.data = torch.empty_like(host, device=self.tensor.device).copy_(host)
+        else:
+            self.tensor.data = tensor_of(values)
+
+    def _take_back(self) -> None:
+        if self._data is not None:
+            self._data[...] = values_of(self.tensor)
 
 
 class TorchPiece(Parameter):
@@ -199,9 +214,16 @@ class Adapter:
         yield from _parameters(self.module, "")
 
     def named_buffers(self) -> Iterator[tuple[str, NDArray[Any]]]:
-        """Yields its buffers, as arrays over the same memory."""
+        """Yields its buffers: arrays over the same memory, and copies of those on a device."""
+        buffers = {path: tensor for path, tensor, _ in _buffers(self.module, "")}
+        yield from zip(buffers, values_of_all(list(buffers.values())), strict=True)
+
+    def write_back(self, parameters: Mapping[str, NDArray[Any]], buffers: Mapping[str, NDArray[Any]]) -> None:
+        """Writes buffers that were copied from a device; see `paceline._parallel._parameter.write_back`."""
+        del parameters
         for path, tensor, _ in _buffers(self.module, ""):
-            yield path, array_of(tensor, f"buffer {path!r}")
+            if path in buffers and not on_host(tensor):
+                tensor.copy_(tensor_of(buffers[path]))
 
     def passing_buffers(self) -> set[str]:
         """Returns the paths of buffers that are not in its state dict."""

@@ -100,7 +100,7 @@ def placeholder_like(like: Tensor) -> Tensor:
     noticed, or as zeros if the dtype has no NaN.
     """
     value = float("nan") if like.is_floating_point() or like.is_complex() else 0
-    return torch.full((), value, dtype=like.dtype).expand(like.shape)
+    return torch.full((), value, dtype=like.dtype, device=like.device).expand(like.shape)
 
 
 def can_combine(dtype: Any) -> bool:
@@ -115,7 +115,9 @@ def on_host(tensor: Tensor) -> bool:
 
 def values_of(tensor: Tensor, name: str = "the tensor") -> NDArray[Any]:
     """Returns a tensor's values: `array_of` on the CPU, and a copy if the tensor lies on a device."""
-    return array_of(tensor, name) if on_host(tensor) else array_of(_staging(tensor).copy_(tensor.detach()), name)
+    if on_host(tensor) or tensor.is_meta:  # which has no values: an error
+        return array_of(tensor, name)
+    return array_of(_staging(tensor).copy_(tensor.detach()), name)
 
 
 def values_of_all(tensors: Sequence[Tensor]) -> list[NDArray[Any]]:

@@ -20,7 +20,7 @@ _BATCH, _SEED = 29, 4
 
 def problem_of(model: str) -> Any:
     """The problem of that name."""
-    name, _, strategy = model.partition("/")
+    name, *options = model.split("/")
     problem: Any = {
         "mlp": Mlp,
         "torch-mlp": TorchMlp,
@@ -30,12 +30,13 @@ def problem_of(model: str) -> Any:
         "two": Two,
         "wraps-anew": WrapsAnew,
     }[name]()
-    if strategy == "fake_device":
-        from pytorch.fake_device import install
+    for option in options:
+        if option == "fake_device":
+            from pytorch.fake_device import install
 
-        install(setattr)
-    elif strategy:
-        problem.strategy = paceline.ShardingStrategy(strategy)
+            install(setattr)
+        else:
+            problem.strategy = paceline.ShardingStrategy(option)
     return problem
 
 

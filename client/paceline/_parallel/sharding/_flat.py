@@ -155,6 +155,7 @@ class Flat:
         self.wire = wire if narrower else None
         self._shown = self.wire if computes and self.wire is not None else self.dtype
         """The dtype of the module's parameters while it runs."""
+        self._on_device = any(p.is_on_device for p in self.parameters)
         self.given = False
         self._empty = empty
         self._stand(placement, self.laid_out(len(placement.shards)))
@@ -185,7 +186,7 @@ class Flat:
         layout = self.laid_out(len(placement.shards))
         own = layout.own(placement.shard)
         full: NDArray[Any] | None = None
-        if (placement.keeps_full and self.wire is None) or layout.world == 1 or not layout.size:
+        if (placement.keeps_full and self.wire is None and not self._on_device) or layout.world == 1 or not layout.size:
             full = self._empty(layout.padded, self.dtype)
             full[layout.size :] = 0
             if self._full is not None and layout.world > 1:  # other shards have old values until they are gathered
@@ -208,7 +209,7 @@ class Flat:
             parameter._place(None if room.full is None else room.full[place].reshape(parameter.shape))
         for parameter, piece, place in zip(self.parameters, self.pieces, self._places, strict=True):
             piece._move(self.shard[place] if self.is_spread else parameter.data)
-        if self._is_narrowed:
+        if self._is_apart:
             self._forget()
 
     def initial(self) -> Iterator[NDArray[Any]]:
@@ -220,14 +221,14 @@ class Flat:
     def keep_shard(self) -> None:
         """Keeps only this rank's shard, once the ranks have agreed on initial values."""
         if not self.is_spread:
-            if self._is_narrowed:
+            if self._is_apart:
                 self._forget()
             return
         if not self._in_place:
             self.shard = self.shard.copy()
             for piece, place in zip(self.pieces, self._places, strict=True):
                 piece._place(self.shard[place])
-        if self._is_narrowed:
+        if self._is_apart:
             self._forget()
         self.release()
         self.is_whole = False
@@ -271,7 +272,7 @@ class Flat:
         """Frees the whole array and drops a running gather: they are out of date, because shards have changed."""
         if self._pinned is None:
             self.drop()
-            self.is_whole = not (self.is_spread or self._is_narrowed)
+            self.is_whole = not (self.is_spread or self._is_apart)
 
     def drop(self) -> None:
         """Drops a running gather, and frees the whole array unless the placement keeps it."""
@@ -286,6 +287,7 @@ class Flat:
         """Returns the whole array in full precision, with padding, shape [W * S]; gathers it unless it is here."""
         if self._pinned is not None:
             assert self._full is not None
+            self._take_back()
             return self._full
         if ranks is None or not self.is_spread:
             return self.shard
@@ -298,10 +300,10 @@ class Flat:
         """Gathers the whole array in full precision, and keeps it until `dismiss`."""
         self.drop()
         fresh = self.gather(ranks)
-        self._pinned = self.shard.copy() if self.is_spread else self.shard
-        if self._is_narrowed:
-            self._full = None  # its dtype is too narrow
-        self._install(fresh, self.dtype)
+        self._pinned = self.shard.copy() if self.is_spread or self._on_device else self.shard
+        if self._is_apart:
+            self._full = None  # its dtype is too narrow, or values come back to it from a device
+        self._install(fresh.copy() if self._on_device else fresh, self.dtype)
 
     def dismiss(self) -> None:
         """Copies changes in the whole array to this rank's shard, and frees the whole array."""
@@ -309,19 +311,20 @@ class Flat:
             return
         before, self._pinned = self._pinned, None
         assert self._full is not None
-        if self.is_spread and not self._in_place:
+        self._take_back()
+        if (self.is_spread and not self._in_place) or self._on_device:
             now = self._full[self._own]
             bits, bits_before = (a.view(np.uint8).reshape(a.size, a.itemsize) for a in (now, before))
             changed = (bits != bits_before).any(axis=1)
             np.copyto(self.shard, now, where=changed)  # not the others: an optimizer may have changed them in the shard
-        if self._is_narrowed:
+        if self._is_apart:
             self._forget()
         self.expire()
 
     @property
     def rounds_on_the_way(self) -> bool:
         """True if values are rounded only where they travel."""
-        return self.wire is not None and not self._is_narrowed
+        return self.wire is not None and self._shown == self.dtype
 
     def gathered_gradients(self, ranks: Group | None) -> list[NDArray[Any]] | None:
         """Gathers the reduced gradients of whole parameters, zeros for those without; None if none has one."""
@@ -362,7 +365,7 @@ class Flat:
         for parameter, piece, start, whole in zip(self.parameters, self.pieces, self.starts, values, strict=True):
             if parameter._data is not None:
                 parameter.data = whole
-            if self.is_spread or self._is_narrowed:
+            if self.is_spread or self._is_apart:
                 piece.data = whole.reshape(-1)[start : start + piece.data.size].reshape(piece.shape)
 
     def views(self, full: NDArray[Any]) -> Iterator[NDArray[Any]]:
@@ -378,14 +381,14 @@ class Flat:
         self._own = layout.own(placement.shard)
         self._places = layout.pieces(placement.shard)
         self.starts = layout.starts(placement.shard)
-        self._keeps = placement.keeps_full or not (self.is_spread or self._is_narrowed)
-        self._in_place = placement.keeps_full and self.wire is None
+        self._keeps = placement.keeps_full or not (self.is_spread or self._is_apart)
+        self._in_place = placement.keeps_full and self.wire is None and not self._on_device
         """True if the shard is a view of the whole array, so that this is gathered in place."""
 
     @property
-    def _is_narrowed(self) -> bool:
-        """True if the module computes in a narrower dtype than the shard's, and so never uses the shard itself."""
-        return self._shown != self.dtype
+    def _is_apart(self) -> bool:
+        """True if the module computes in a narrower dtype or on a device, and so never uses the shard itself."""
+        return self._shown != self.dtype or self._on_device
 
     def _forget(self) -> None:
         """Frees the whole array."""
@@ -394,10 +397,17 @@ class Flat:
         for parameter in self.parameters:
             parameter._place(None)
 
+    def _take_back(self) -> None:
+        """Copies the values that a module has on a device to the whole array, which may have changed there."""
+        for parameter in self.parameters if self._on_device else ():
+            parameter._take_back()
+
     def _install(self, fresh: NDArray[Any], dtype: np.dtype[Any]) -> None:
         if self._keeps and self._full is not None:
             if fresh is not self._full:
                 np.copyto(self._full, fresh, casting="same_kind")
+            for parameter in self.parameters if self._on_device else ():
+                parameter._place(parameter._data)
         else:
             self._full = fresh.astype(dtype, copy=False)
             for parameter, view in zip(self.parameters, self.views(self._full), strict=True):

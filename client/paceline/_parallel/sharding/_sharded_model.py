@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from paceline._group import Group
 from paceline._parallel._accumulation import Accumulation
 from paceline._parallel._agreement import ModelManifest
-from paceline._parallel._parameter import HasParameters, Parameter, buffers_of, parameters_of, power_of
+from paceline._parallel._parameter import HasParameters, Parameter, buffers_of, parameters_of, power_of, write_back
 from paceline._parallel._synchronizer import GradientSynchronizer, SpreadParameters
 from paceline._parallel.sharding._placement import Placement, ShardingStrategy, place
 from paceline._parallel.sharding._runner import UnitRunner
@@ -134,7 +134,8 @@ class ShardedModel:
         return buffers_of(self.module)
 
     def buffers_given(self, buffers: Mapping[str, NDArray[Any]]) -> None:
-        """Does nothing: the arrays are those of the module."""
+        """See `SynchronizedModel`."""
+        write_back(self.module, {}, buffers)
 
     def paths(self) -> dict[int, str]:
         """Returns the path of each piece, by identity; for a tied piece its first path."""
@@ -254,6 +255,8 @@ class ShardedModel:
         begins = self._runner is None or not all(unit.is_agreed for unit in units)
         buffers = self.buffers() if begins else {}
         join_units(units, self.group, manifest, buffers, may_change=may_change, agreed_in=agreed_in)
+        if buffers:
+            self.buffers_given(buffers)
         if self._runner is None:
             self._runner = UnitRunner(units, paths, self.group, self._ahead)
         self._runner.refit()
@@ -320,7 +323,9 @@ class ShardedModel:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """See `paceline.FSDP.load_state_dict`."""
         self._check_changeable()
-        load_full(self.units(), self.paths(), self.buffers(), saved, self.expire)
+        buffers = self.buffers()
+        load_full(self.units(), self.paths(), buffers, saved, self.expire)
+        self.buffers_given(buffers)
 
     def sharded_state_dict(self) -> dict[str, dict[str, Any]]:
         """See `paceline.FSDP.sharded_state_dict`."""
@@ -330,7 +335,9 @@ class ShardedModel:
     def load_sharded_state_dict(self, saved: Mapping[str, Any]) -> None:
         """See `paceline.FSDP.load_sharded_state_dict`."""
         self._check_changeable()
-        load_shards(self.units(), self.paths(), self.buffers(), saved, self.expire)
+        buffers = self.buffers()
+        load_shards(self.units(), self.paths(), buffers, saved, self.expire)
+        self.buffers_given(buffers)
 
     def expire(self) -> None:
         """Frees whole arrays and drops running gathers, because shards are about to change."""
