@@ -60,10 +60,10 @@ def used_memory(device: torch.device) -> int:
     return int(total - free)
 
 
-def digest(model: torch.nn.Module) -> str:
-    """Returns a hash of all parameters and buffers."""
+def digest(model: Any) -> str:
+    """Returns a hash of all parameters and buffers; a collective if they are sharded."""
     found = hashlib.sha256()
-    for value in (*model.parameters(), *model.buffers()):
+    for value in model.state_dict().values():
         found.update(value.detach().float().cpu().numpy().tobytes())
     return found.hexdigest()
 
@@ -151,10 +151,11 @@ def train(options: argparse.Namespace) -> None:
     device = options.device
     with paceline.join() as session:
         tell("joined")
-        model = paceline.torch.DDP(made(options), session.group)
+        bare = made(options)
+        wrap: Any = paceline.torch.FSDP if options.sharded else paceline.torch.DDP
+        model = wrap(bare, session.group, auto_wrap=torch.nn.Linear) if options.sharded else wrap(bare, session.group)
         if options.compiled:
             model.compile()
-        bare = model.module
         optimizer = getattr(torch.optim, options.optimizer)(model.parameters(), lr=1e-4)
         scaler = torch.amp.GradScaler(device.type, enabled=options.scaled, init_scale=2.0**10)
         sampler = paceline.ElasticSampler(1 << 16, global_batch=options.batch, microbatches=options.microbatches)
@@ -179,7 +180,7 @@ def train(options: argparse.Namespace) -> None:
             finish(device)
             ended = "applied" if step.applied else "undone"
             tell(ended, step=step.number, world=step.world, seconds=perf_counter() - began, update=update)
-        tell("done", digest=digest(bare), memory=used_memory(device))
+        tell("done", digest=digest(model), memory=used_memory(device))
 
 
 def _passes(step: Any, microbatches: int) -> Iterator[int]:
@@ -456,6 +457,7 @@ def main() -> None:
     parser.add_argument("--scaled", action="store_true", help="with a GradScaler")
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--batch", type=int, default=BATCH, help="rows of all ranks together")
+    parser.add_argument("--sharded", action="store_true", help="with FSDP, each linear layer a unit")
     parser.add_argument("--microbatches", type=int, default=0, help="of each step")
     parser.add_argument("--total", type=int, default=50)
     parser.add_argument("--port", type=int)

@@ -231,9 +231,20 @@ def models(options: argparse.Namespace, out: Path) -> dict[str, Any]:
 
 def links(options: argparse.Namespace, out: Path) -> dict[str, Any]:
     """The same over links, in microbatches: digests of all ranks at W = 1, 2 and 3, which should be one."""
-    options.engine, result, found_in_all = "links", {}, set()
+    return _in_microbatches(options, out, "--total", "50")
+
+
+def fsdp(options: argparse.Namespace, out: Path) -> dict[str, Any]:
+    """The same with FSDP (FULL_SHARD), whose shards lie in host memory."""
+    return _in_microbatches(options, out, "--total", "20", "--sharded")
+
+
+def _in_microbatches(options: argparse.Namespace, out: Path, *arguments: str) -> dict[str, Any]:
+    options.engine = "links"
+    result: dict[str, Any] = {}
+    found_in_all: set[str] = set()
     for size in (1, 2, 3):
-        with world(options, out, size, ["train", "--microbatches", "8"]) as found:
+        with world(options, out, size, ["train", "--microbatches", "8", *arguments]) as found:
             last = {worker.wait_for("done")["digest"] for worker in found.workers}
             applied = [event for worker in found.workers for event in worker.all("applied") if event["step"] > 5]
         found_in_all |= last
@@ -468,7 +479,7 @@ def broken(options: argparse.Namespace, out: Path) -> dict[str, Any]:
 EXPERIMENTS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {
     each.__name__: each
     for each in (
-        *(links, links_kills, carry, replicas),
+        *(links, links_kills, carry, fsdp, replicas),
         *(abort, sums, digests, kills, freezes, broken, newcomer, models, gate, step),
     )
 }

@@ -15,7 +15,19 @@ pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.slow]
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "gpu" / "run.py"
 SAMPLED = ("kills", "abort", "links")
-OTHERS = ("links_kills", "carry", "replicas", "sums", "digests", "freezes", "broken", "newcomer", "gate", "step")
+OTHERS = (
+    "links_kills",
+    "carry",
+    "fsdp",
+    "replicas",
+    "sums",
+    "digests",
+    "freezes",
+    "broken",
+    "newcomer",
+    "gate",
+    "step",
+)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +47,7 @@ def test_an_experiment_runs_on_the_cpu(experiment: str, tmp_path: Path) -> None:
         assert all(0 <= each < 5 for queued in (1, 2, 8) for each in found[f"{queued} sums"]["drained"])
     elif experiment in ("kills", "links_kills"):
         assert found["to the next step"]["n"] == 2
-    elif experiment in ("links", "replicas"):
+    elif experiment in ("links", "fsdp", "replicas"):
         assert found["same bits"]
     elif experiment in ("sums", "digests"):
         assert all(world["same bits"] for name, world in found.items() if name.startswith("W="))

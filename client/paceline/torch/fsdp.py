@@ -31,8 +31,8 @@ class FSDP(Wrapped):
         loss_of(model(x), t).backward()                                 # of the mean loss over this rank's samples
         optimizer.step()
 
-    The class is `paceline.FSDP` for torch modules on the CPU; that docstring's paragraphs on units, parameters and a
-    world that changes hold here too. Construction communicates nothing; the first forward pass gives rank 0's
+    The class is `paceline.FSDP` for torch modules; that docstring's paragraphs on units, parameters and a world that
+    changes hold here too. Construction communicates nothing; the first forward pass gives rank 0's
     parameters and buffers to all ranks. `loss.backward()` returns when the pieces have the gradients of all ranks.
 
     **Gradients** are the mean over the samples of all ranks, even if ranks have different numbers of samples: a rank's
@@ -44,6 +44,10 @@ class FSDP(Wrapped):
     element by element (SGD, Adam, AdamW, RMSprop, ...) train pieces as they would the whole. Code that needs a whole
     gradient does not work: clip with `clip_grad_norm_`. torch's norms, including those in
     `torch.nn.utils.clip_grad_norm_`, are refused for sharded gradients.
+
+    **On a device** the module runs there: a unit's whole parameters are copied to it before the unit runs, and its
+    gradients back. Pieces, their gradients and the optimizer's state stay in host memory, as with torch's
+    `CPUOffloadPolicy`, and the CPU computes the update. The copies are not hidden behind the computation.
 
     **A world that changes.** Give `TrainState` the wrapper and one torch optimizer of it: both move. The optimizer's
     state must begin with zeros, as in SGD, Adam, AdamW, RMSprop, RAdam and Adadelta; others work only with NO_SHARD.
@@ -71,8 +75,8 @@ class FSDP(Wrapped):
         strategy: as above.
 
     Raises:
-        UnsupportedOp: a parameter to train is neither float32 nor float64, not on the CPU, or in another unit already;
-            there is no such precision; or the module has a `SyncBatchNorm`.
+        UnsupportedOp: a parameter to train is neither float32 nor float64, has no values, or is in another unit
+            already; there is no such precision; or the module has a `SyncBatchNorm`.
         InvalidWorldSize: the ranks do not make up nodes of one size.
         ValueError: there is no such strategy, `intra_node_size` was given without HYBRID_SHARD, units have different
             groups, or `ahead` is negative.
