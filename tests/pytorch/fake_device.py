@@ -12,7 +12,7 @@ import runpy
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -48,6 +48,10 @@ class LateMark(Mark):
             self._streams.run(self._use, self._place)
 
 
+def _nothing() -> None:
+    pass
+
+
 class LateStreams(DeviceStreams):
     """The streams of a fake device. The script's own does its work at once."""
 
@@ -70,8 +74,10 @@ class LateStreams(DeviceStreams):
             if use == _device_streams.TO_HOST:
                 self.run(_device_streams.TO_DEVICE, len(self._queues.get(_device_streams.TO_DEVICE, ())))
             while self._done.get(use, 0) < until:
-                self._done[use] = self._done.get(use, 0) + 1
-                self._queues[use][self._done[use] - 1]()
+                place = self._done.get(use, 0)
+                self._done[use] = place + 1
+                self._queues[use][place]()
+                self._queues[use][place] = _nothing  # which refers to no memory
 
     def mark(self, stream: Any = None) -> Mark:
         """See `DeviceStreams`."""
@@ -96,6 +102,10 @@ class LateStreams(DeviceStreams):
             self._do(mark.reach)
         if self._use == _device_streams.TO_HOST:
             self._awaited = mark
+
+    def here(self) -> Any:
+        """See `DeviceStreams`."""
+        return nullcontext()
 
     @contextmanager
     def aside(self, use: str = _device_streams.SUMS) -> Iterator[None]:

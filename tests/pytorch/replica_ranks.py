@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pytorch.torch_ranks import finish
 
 __all__ = ["run_replicas"]
@@ -80,12 +82,21 @@ def check(model, reference, **tolerance):
 """
 
 
-def run_replicas(code: str, size: int = 2, timeout: float = 60.0) -> None:
+_ON_A_DEVICE = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
+from pytorch.fake_device import install
+install(setattr)
+"""
+
+
+def run_replicas(code: str, size: int = 2, timeout: float = 60.0, *, device: bool = False) -> None:
     """Runs code on all ranks of two replicas; all must come to its end.
 
     Args:
         code: what each rank runs, behind the names above.
         size: k.
         timeout: seconds.
+        device: whether tensors are taken for those of a device.
     """
-    finish(2 * size, _PRELUDE + code, timeout, BACKEND="gloo")
+    finish(2 * size, _PRELUDE + (_ON_A_DEVICE if device else "") + code, timeout, BACKEND="gloo")

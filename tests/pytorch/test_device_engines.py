@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from time import monotonic
@@ -192,6 +192,9 @@ class FakeStreams(DeviceStreams):
     def wait_for(self, mark: Mark | None) -> None:
         FakeNccl.log.append(("wait", mark))
 
+    def here(self) -> Any:
+        return nullcontext()
+
     @contextmanager
     def aside(self, use: str = SUMS) -> Iterator[None]:
         assert use == SUMS
@@ -305,7 +308,9 @@ def read():
 for _ in range(4):
     threading.Thread(target=read, daemon=True).start()
 dist.ProcessGroupNCCL = Group
-streams = types.SimpleNamespace(mark=lambda: None, aside=contextlib.nullcontext, wait_for=lambda mark: None)
+streams = types.SimpleNamespace(
+    mark=lambda: None, aside=contextlib.nullcontext, here=contextlib.nullcontext, wait_for=lambda mark: None
+)
 engines.streams_of = lambda device: streams
 engine = engines.DeviceEngine("nccl", torch.device("cpu"))
 for _ in range(5_000):

@@ -29,18 +29,21 @@ def in_sequences(model, mesh=inner):
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "device"),
     [
-        "",
-        "reshard_after_forward=False",
-        "reshard_after_forward=True",
-        "offload_policy=CPUOffloadPolicy(pin_memory=False)",
+        ("", False),
+        ("", True),
+        ("reshard_after_forward=False", False),
+        ("reshard_after_forward=True", False),
+        ("offload_policy=CPUOffloadPolicy(pin_memory=False)", False),
     ],
 )
-def test_fsdp_inside_gives_the_gradients_of_one_process(settings: str) -> None:
-    run_replicas(f"""
+def test_fsdp_inside_gives_the_gradients_of_one_process(settings: str, device: bool) -> None:
+    code = f"""
+from torch.distributed.tensor import Replicate, distribute_tensor
 reference = built()
 model = sharded(built(seed=replica), {settings})  # replica 1 takes the values of replica 0
+model.register_buffer("of_replica_0", distribute_tensor(torch.full((3,), float(replica)), inner, [Replicate()]))
 paceline.torch.replicate(model, group).prepare()
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
 theirs = torch.optim.AdamW(reference.parameters(), lr=0.1)
@@ -57,7 +60,9 @@ for step in range(3):
     theirs.step()
 for p, q in zip(model.parameters(), reference.parameters(), strict=True):
     torch.testing.assert_close(whole(p.detach()), q.detach())
-""")
+assert model.of_replica_0.full_tensor().tolist() == [0.0] * 3
+"""
+    run_replicas(code, device=device)
 
 
 def test_fsdp_with_mixed_precision_gives_all_replicas_the_same_bits() -> None:

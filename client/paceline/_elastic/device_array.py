@@ -52,7 +52,7 @@ class DeviceArray:
         self._array = array.detach()
         self._module = sys.modules[type(array).__module__.partition(".")[0]]
         self.shape = tuple(array.shape)
-        self.dtype = memory_of(self._module.empty(1, dtype=array.dtype)).dtype
+        self.dtype = memory_of(self._module.empty(1, dtype=array.dtype, device="cpu")).dtype
         self.size = prod(self.shape)
         self.nbytes = self.size * self.dtype.itemsize
         self._parcel_elements = max(1, parcel_bytes // self.dtype.itemsize)
@@ -105,7 +105,7 @@ class DeviceArray:
 
     def _pinned(self, count: int) -> Any:
         pins = self._array.device.type == "cuda"
-        return self._module.empty(count, dtype=self._array.dtype, pin_memory=pins)
+        return self._module.empty(count, dtype=self._array.dtype, device="cpu", pin_memory=pins)
 
 
 def copies(arrays: Mapping[str, Any]) -> dict[str, NDArray[Any]]:

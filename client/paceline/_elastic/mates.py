@@ -241,7 +241,7 @@ class Mates(Alone):
             self._rounds.hear(self._wait(work, values))
 
     def _post(self, values: Sequence[int]) -> tuple[Any, Any]:
-        tensor = self._torch.tensor(values, dtype=self._torch.int64)
+        tensor = self._torch.tensor(values, dtype=self._torch.int64, device="cpu")
         try:
             work = self._dist.all_reduce(tensor, self._dist.ReduceOp.MAX, self._group, async_op=True)
         except RuntimeError as error:

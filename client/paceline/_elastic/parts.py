@@ -315,8 +315,8 @@ class _Opaque(StatePart):
         return {"state": tree, "frameworks": frameworks}
 
     def offered(self, shown: Callable[[Any], Any]) -> Tree:
-        state = self._thing.state_dict()
-        if not self._gate or not isinstance(state, Mapping):
+        state = self._thing.state_dict() if self._gate else None
+        if not isinstance(state, Mapping):
             return self.rest()
         frameworks: list[str] = []
 

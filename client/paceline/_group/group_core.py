@@ -143,7 +143,7 @@ class GroupCore:
         self.recorder = recorder if recorder is not None else FlightRecorder()
         self.on_abort: Callable[[BaseException], None] | None = None
         self._owner = _OwnerState()
-        self._around: Around | None = None
+        self._in_thread = threading.local()
         self.counters = counters if counters is not None else MemberCounters()
         self._bound = Binding(mesh, name, label, self.recorder, self.counters)
 
@@ -318,15 +318,15 @@ class GroupCore:
 
     @contextmanager
     def surrounded(self, around: Around) -> Iterator[None]:
-        """Runs operations that are issued inside the block through a function, which may copy memory before and after.
+        """Runs operations that this thread issues inside the block through a function, which may copy memory too.
 
         An error of the function fails the operation.
         """
-        before, self._around = self._around, around
+        self._in_thread.around = around
         try:
             yield
         finally:
-            self._around = before
+            del self._in_thread.around
 
     def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> Array:
         """Returns a new array that links can use without a copy; its contents are undefined.
@@ -376,7 +376,7 @@ class GroupCore:
         task = make(bound)
         started = monotonic()
         deadline = self._deadline(timeout, started)
-        body, around = task.body, self._around
+        body, around = task.body, getattr(self._in_thread, "around", None)
         if around is not None:
             body = partial(_run_inside, around, task.body)
 

@@ -168,7 +168,7 @@ class Bucket(NodeSums[_Memory]):
         return _Memory(flat, slots)
 
     def _use(self, memory: _Memory) -> None:
-        self._memory = memory
+        self._in_use = memory
         self.flat, self._slots = memory
 
     def vacate(self) -> None:

@@ -32,7 +32,7 @@ class NodeSums(abc.ABC, Generic[MemoryT]):
         """Sums of nodes, from left to right."""
         self._spare: list[MemoryT] = []
 
-    _memory: MemoryT
+    _in_use: MemoryT
     """The memory in use, where gradients are packed."""
 
     @abc.abstractmethod
@@ -72,11 +72,11 @@ class NodeSums(abc.ABC, Generic[MemoryT]):
             self._drop_gradients()
             return
         self.order = order
-        self.terms = [sums for _, sums in self._sums] or [self._memory]
+        self.terms = [sums for _, sums in self._sums] or [self._in_use]
         if len(order.nodes) == 1:  # nothing travels: the sum of all leaves is divided where it lies
             ((_, whole),) = self._sums
-            if whole is not self._memory:
-                self._spare.append(self._memory)
+            if whole is not self._in_use:
+                self._spare.append(self._in_use)
                 self._use(whole)
                 self._offer_home()
             self._sums.clear()
@@ -90,16 +90,16 @@ class NodeSums(abc.ABC, Generic[MemoryT]):
             if place and closes(self._sums[place - 1][0], node, leaves):
                 place -= 1
                 left, sums = self._sums.pop(place)
-                self._add_up(sums, self._memory, into=self._memory)
+                self._add_up(sums, self._in_use, into=self._in_use)
                 node = (left[0], node[1])
             elif place < len(self._sums) and closes(node, self._sums[place][0], leaves):
                 right, sums = self._sums.pop(place)
-                self._add_up(self._memory, sums, into=self._memory)
+                self._add_up(self._in_use, sums, into=self._in_use)
                 node = (node[0], right[1])
             else:
                 break
             self._spare.append(sums)
-        self._sums.insert(place, (node, self._memory))
+        self._sums.insert(place, (node, self._in_use))
 
     def _move(self) -> None:
         """Uses other memory from now on: nothing is copied, and gradients that are there now stay where they are."""

@@ -26,7 +26,7 @@ from paceline._parallel._parameter import Parameter
 from paceline._parallel._synchronizer import GradientSynchronizer
 from paceline._parallel._transport import EngineTransport, GradientTransport
 from paceline.errors import StepOrderError, UnsupportedOp
-from paceline.torch._tensors import Tensor, array_of, on_host, tensor_of, values_of_all
+from paceline.torch._tensors import Tensor, array_of, on_host, tensor_of, values_of_all, write_all
 
 _OUTSIDE = -1
 """The number that autograd reports outside of a backward pass."""
@@ -204,10 +204,7 @@ class TorchModule:
         """Writes values that were copied from a device; see `paceline._parallel._parameter.write_back`."""
         tensors = {path: p.tensor for path, p in self.named_parameters()} if parameters else {}
         tensors |= dict(self._module.named_buffers())
-        for path, values in (*parameters.items(), *buffers.items()):
-            if not on_host(tensors[path]):
-                with torch.no_grad():
-                    tensors[path].copy_(tensor_of(values))
+        write_all({path: local_of(tensors[path]) for path in (*parameters, *buffers)}, {**parameters, **buffers})
 
 
 class AutogradPass:
@@ -418,6 +415,7 @@ class AutogradDriver:
         """Drops all gradients, because their step is undone."""
         self._close(StepOrderError("the step was undone"))
         self.synchronizer.drop_gradients()
+        self._hand_over()
 
     # Called by hooks of the parameters --------------------------------------------------------------------------------
 
@@ -464,8 +462,10 @@ class AutogradDriver:
         """Ends the pass: autograd has computed all gradients."""
         running, self._pass = self._pass, None
         if running is not None:  # otherwise it was abandoned before its end
-            running.close()
-            self._hand_over()
+            try:
+                running.close()
+            finally:
+                self._hand_over()
 
     def _abandon(self, error: BaseException) -> None:
         """Drops all gradients of a failed attempt, because some of them may be reduced and some not."""

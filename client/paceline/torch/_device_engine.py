@@ -168,10 +168,11 @@ class DeviceEngine(C10dEngine[ContactStore]):
         """Ends the group once the engine is aborted or closed; in a thread of its own."""
         self._ending.wait()
         self._made.wait()
-        group = self._group
-        if group is not None and not (self._connected and self._shuts_down(group)):
-            self._abort_group(group)
-        self._group = None  # its destructor ends its threads
+        with self._streams.here():
+            group = self._group
+            if group is not None and not (self._connected and self._shuts_down(group)):
+                self._abort_group(group)
+            self._group = group = None  # its destructor ends its threads
 
     def _shuts_down(self, group: Any) -> bool:
         """Ends a group in order; returns False if the engine is aborted, or a rank does not answer in time."""

@@ -9,15 +9,14 @@ they are summed, and kernels of the optimizer read the means. The rules:
 3. The memory of a bucket is not given back before that mark has happened, even if the sum was aborted.
 4. The host reads memory that a device writes only when the mark behind the copy has happened.
 
-`CudaStreams` has run on an H100 (docs/engines.md). Tests keep these rules with a fake whose marks happen when the test
-says so.
+docs/how-to/devices.md says what has run on a GPU. Tests keep these rules with fakes, whose marks happen late
+(`tests/pytorch/fake_device.py`).
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -60,6 +59,10 @@ class DeviceStreams(abc.ABC):
         """Has the calling thread's stream wait for a mark; the host goes on."""
 
     @abc.abstractmethod
+    def here(self) -> Any:
+        """Returns a context manager, inside of which the device is the calling thread's current one."""
+
+    @abc.abstractmethod
     def aside(self, use: str = SUMS) -> Any:
         """Returns a context manager, inside of which this thread's work goes to the stream for one use alone."""
 
@@ -89,11 +92,14 @@ class HostStreams(DeviceStreams):
     def wait_for(self, mark: Mark | None) -> None:
         """See `DeviceStreams`."""
 
-    @contextmanager
-    def aside(self, use: str = SUMS) -> Iterator[None]:
+    def here(self) -> Any:
+        """See `DeviceStreams`."""
+        return nullcontext()
+
+    def aside(self, use: str = SUMS) -> Any:
         """See `DeviceStreams`."""
         del use
-        yield
+        return nullcontext()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """See `DeviceStreams`."""
@@ -129,6 +135,10 @@ class CudaStreams(DeviceStreams):
         """See `DeviceStreams`."""
         if mark is not None:
             self._module.current_stream(self._device).wait_event(mark.event)
+
+    def here(self) -> Any:
+        """See `DeviceStreams`."""
+        return self._module.device(self._device)
 
     def aside(self, use: str = SUMS) -> Any:
         """See `DeviceStreams`."""

@@ -104,6 +104,13 @@ def _lane_parameter(tensor: Tensor) -> TorchParameter:
     return LaneParameter(tensor) if on_host(local_of(tensor)) else DeviceLaneParameter(tensor)
 
 
+def _offloads(module: Any) -> bool:
+    """Returns True if FSDP2 has parameters of a module on the host that computes on a device."""
+    in_use = any(kind.is_initialized() for kind in (torch.cuda, torch.xpu))
+    sharded = any(isinstance(each, FSDPModule) for each in module.modules())
+    return in_use and sharded and any(on_host(local_of(tensor)) for tensor in module.parameters())
+
+
 class LaneModule(TorchModule):
     """A module with the parameters that it had when `replicate` was called: FSDP2 shows others while it runs."""
 
@@ -179,9 +186,14 @@ class LaneDriver(AutogradDriver):
         self._stepwise = False
         self._gathered: SumOrder = EVEN
         """The last microbatch in which passes were accumulated."""
-        # torch's DDP puts its sums into the gradients at the end of the pass, behind all hooks.
-        self._late = any(isinstance(each, torch.nn.parallel.DistributedDataParallel) for each in module.modules())
+        offloads = _offloads(module)
+        # torch's DDP puts its sums into the gradients at the end of the pass, behind all hooks; and FSDP2 waits there
+        # for gradients on their way to pinned memory.
+        self._late = offloads or any(
+            isinstance(each, torch.nn.parallel.DistributedDataParallel) for each in module.modules()
+        )
         self._is_late = False
+        self._on_device = offloads  # autograd's thread is that of the device
         self._listen()  # before the first agreement: no gradient may pass unseen
         if any(True for _ in module.buffers()):  # they are set for each microbatch
             module.register_forward_pre_hook(lambda *_: self.synchronizer.begin_forward())

@@ -27,8 +27,15 @@ class PinnedMemory:
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
-        self._returned = threading.Condition(threading.RLock())
-        self._lent = 0
+        self._lock = threading.RLock()  # entered in C: an interrupt cannot leave it locked, as it can a Condition
+        self._returned = threading.Condition(self._lock)
+        self._loans: dict[int, int] = {}
+        """Bytes of each loan, by the identity of its tensor."""
+
+    @property
+    def lent(self) -> int:
+        """Bytes that are lent now."""
+        return sum(self._loans.values())
 
     def lend(self, count: int, dtype: Any, device: Any, check: Callable[[], None]) -> Tensor:
         """Returns an uninitialised tensor for copies from and to a device, shape [count].
@@ -40,24 +47,18 @@ class PinnedMemory:
             check: raises if the caller need not wait any more.
         """
         nbytes = count * dtype.itemsize
-        with self._returned:
-            while self._lent and self._lent + nbytes > self._most_bytes:
+        with self._lock:
+            while self._loans and self.lent + nbytes > self._most_bytes:
                 check()
                 self._returned.wait(SLICE)
-            self._lent += nbytes
-        try:
-            return torch.empty(count, dtype=dtype, pin_memory=device.type != "cpu")
-        except BaseException:
-            self._take_back(nbytes)
-            raise
+            found = torch.empty(count, dtype=dtype, device="cpu", pin_memory=device.type != "cpu")
+            self._loans[id(found)] = nbytes
+        return found
 
     def take_back(self, tensor: Tensor) -> None:
-        """Ends a loan. Copies that were enqueued before may still run."""
-        self._take_back(tensor.numel() * tensor.element_size())
-
-    def _take_back(self, nbytes: int) -> None:
-        with self._returned:
-            self._lent -= nbytes
+        """Ends a loan, unless it has ended. Copies that were enqueued before may still run."""
+        with self._lock:
+            self._loans.pop(id(tensor), None)
             self._returned.notify_all()
 
 

@@ -56,7 +56,7 @@ def replicate(
     gradients that mean nothing.
 
     Args:
-        model: the part of the model that this rank has, with its wrappers; on the CPU.
+        model: the part of the model that this rank has, with its wrappers.
         session: the session, or its group.
         bucket_mb: as for `paceline.DDP`.
         compression: as for `paceline.torch.DDP`.
@@ -67,7 +67,7 @@ def replicate(
 
     Raises:
         ValueError: `bucket_mb` is not above 0.
-        UnsupportedOp: there is no such codec, a parameter is not on the CPU, or an engine carries the gradients.
+        UnsupportedOp: there is no such codec, parameters are on several devices, or an engine carries the gradients.
     """
     return Replicated(
         model,

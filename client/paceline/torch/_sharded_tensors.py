@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from paceline._parallel._parameter import Parameter
 from paceline._parallel.sharding._sharded_model import ShardedModel
 from paceline.errors import UnsupportedOp
-from paceline.torch._tensors import array_of, on_host, placeholder_like, tensor_of, values_of, values_of_all
+from paceline.torch._tensors import array_of, on_host, placeholder_like, tensor_of, values_of, values_of_all, write_all
 
 _NORMS = frozenset({torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm, torch._foreach_norm})
 
@@ -94,7 +94,7 @@ class Mirror(Parameter):
             gradient = gradient.float()  # micro-batches are summed in full precision
         if factor != 1:
             gradient.mul_(factor)
-        self.accumulate(values_of(gradient))
+        self.accumulate(values_of_all([gradient])[0])
 
     def _cut(self, values: NDArray[Any]) -> Parameter:
         return TorchPiece(values, self.requires_grad)
@@ -221,9 +221,7 @@ class Adapter:
     def write_back(self, parameters: Mapping[str, NDArray[Any]], buffers: Mapping[str, NDArray[Any]]) -> None:
         """Writes buffers that were copied from a device; see `paceline._parallel._parameter.write_back`."""
         del parameters
-        for path, tensor, _ in _buffers(self.module, ""):
-            if path in buffers and not on_host(tensor):
-                tensor.copy_(tensor_of(buffers[path]))
+        write_all({path: tensor for path, tensor, _ in _buffers(self.module, "") if path in buffers}, buffers)
 
     def passing_buffers(self) -> set[str]:
         """Returns the paths of buffers that are not in its state dict."""

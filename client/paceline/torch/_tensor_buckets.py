@@ -8,8 +8,8 @@ tail. Links sum both in one array, laid out as a `Bucket` of the CPU, so that ra
 together: `flat` is copied to pinned memory, summed there by the group's thread, and copied back. While one bucket is
 summed the next one is copied, because each of these has its own stream.
 
-Nothing on the training thread waits for the device: marks keep the order of kernels (`_device_streams`). For the ticket
-of an engine's sum the host waits.
+While the backward pass runs, nothing on its thread waits for the device: marks keep the order of kernels
+(`_device_streams`). At its end the host waits until all sums are there, and not for the copies back.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class Crossing:
     ) -> None:
         self.back: Mark | None = None
         self._streams = streams
+        self._outgoing = outgoing
         self._home = home
         self._count = count = home.flat.numel()
         self._pinned = pinned.split(count + home.tail.size)
@@ -78,28 +79,32 @@ class Crossing:
         for memory, array in zip(outgoing, self.arrays, strict=True):
             array[count:] = memory.tail
 
-    def around(self, check: Callable[[], None], run: Callable[[], Any], deadline: float) -> Any:
+    def around(self, check: Callable[[], None], run: Callable[[], Any], deadline: float) -> None:
         """Runs the sum once the device has written the pinned memory, and sends the result home; in a group's thread.
+
+        Returns nothing, because the sum lies in memory that others get.
 
         Args:
             check: raises if the generation has failed.
             run: runs the sum.
             deadline: a `time.monotonic()` value.
         """
-        while self._there is not None and not self._there.happened():
-            check()
-            if monotonic() > deadline:
-                raise OperationTimeout("the device has not finished the gradients of a bucket in time")
-            sleep(_POLL)
-        result = run()
-        home, part, array = self._home, self._pinned[-1], self.arrays[-1]
-        home.tail[...] = array[self._count :]
-        with self._streams.aside(TO_DEVICE):
-            self._streams.copy(home.flat, part[: self._count])
-            self._streams.keep(home.flat)
-            self.back = self._streams.mark()
-        self._pinned, self.arrays = (), []
-        return result
+        try:
+            with self._streams.here():
+                while self._there is not None and not self._there.happened():
+                    check()
+                    if monotonic() > deadline:
+                        raise OperationTimeout("the device has not finished the gradients of a bucket in time")
+                    sleep(_POLL)
+                run()
+                home = self._home
+                home.tail[...] = self.arrays[-1][self._count :]
+                with self._streams.aside(TO_DEVICE):
+                    self._streams.copy(home.flat, self._pinned[-1][: self._count])
+                    self._streams.keep(home.flat)
+                    self.back = self._streams.mark()
+        finally:
+            self._outgoing, self._pinned, self.arrays = (), (), []
 
 
 class TensorBucket(NodeSums[TensorMemory]):
@@ -146,12 +151,12 @@ class TensorBucket(NodeSums[TensorMemory]):
     @property
     def flat(self) -> Tensor:
         """See `TensorMemory`."""
-        return self._memory.flat
+        return self._in_use.flat
 
     @property
     def tail(self) -> NDArray[Any]:
         """See `TensorMemory`."""
-        return self._memory.tail
+        return self._in_use.tail
 
     @property
     def nbytes(self) -> int:
@@ -171,7 +176,7 @@ class TensorBucket(NodeSums[TensorMemory]):
     @property
     def outgoing(self) -> Sequence[TensorMemory]:
         """What this rank gives to the sum, which comes back to the memory in use."""
-        return self.terms if self.order.leaves else [self._memory]
+        return self.terms if self.order.leaves else [self._in_use]
 
     def payload(self, *, as_tensor: bool) -> Any:
         """Returns the gradients as an engine takes them: the packed tensor, or an array over its memory."""
@@ -184,7 +189,7 @@ class TensorBucket(NodeSums[TensorMemory]):
         here = self.streams.current()
         waited = [here]  # a mark for each gradient would cost milliseconds in a step, and most models have one stream
         with torch.no_grad():
-            for i, (parameter, slot) in enumerate(zip(self._parameters, self._memory.slots, strict=True)):
+            for i, (parameter, slot) in enumerate(zip(self._parameters, self._in_use.slots, strict=True)):
                 if parameter.written is not None and parameter.written not in waited:
                     self.streams.wait_for(self.streams.mark(parameter.written))
                     waited.append(parameter.written)
@@ -206,7 +211,7 @@ class TensorBucket(NodeSums[TensorMemory]):
                 self.flat.div_(torch.full((), total, dtype=self._wire, device=self.device) if exact else total)
             if self._apart is not None:
                 self._apart.copy_(self.flat)
-        for used, parameter, slot in zip(self.tail[1:].tolist(), self._parameters, self._memory.slots, strict=False):
+        for used, parameter, slot in zip(self.tail[1:].tolist(), self._parameters, self._in_use.slots, strict=False):
             parameter._hold(slot if used > 0 else None)
 
     def vacate(self) -> None:
@@ -253,11 +258,11 @@ class TensorBucket(NodeSums[TensorMemory]):
         return TensorMemory(flat, np.zeros(self.exact, self._tail_dtype), slots)
 
     def _use(self, memory: TensorMemory) -> None:
-        self._memory = memory
+        self._in_use = memory
 
     def _take_home(self) -> None:
         """Makes the memory in use the home of the gradients, and moves existing ones here."""
-        for parameter, slot in zip(self._parameters, self._memory.slots, strict=True):
+        for parameter, slot in zip(self._parameters, self._in_use.slots, strict=True):
             gradient, parameter._home = parameter.grad, slot
             if gradient is not None and gradient is not slot:
                 with torch.no_grad():
@@ -265,7 +270,7 @@ class TensorBucket(NodeSums[TensorMemory]):
                 parameter._hold(slot)
 
     def _offer_home(self) -> None:
-        for parameter, slot in zip(self._parameters, self._memory.slots, strict=True):
+        for parameter, slot in zip(self._parameters, self._in_use.slots, strict=True):
             parameter._home = slot
 
     def _add_up(self, left: TensorMemory, right: TensorMemory, into: TensorMemory) -> None:
@@ -328,8 +333,19 @@ class DeviceTransport(HostTransport):
     The arguments are those of `HostTransport`.
     """
 
+    _first: tuple[str, Any] = "", None
+    """The path and the device of the first parameter."""
+
     def new_bucket(self, parameters: Mapping[str, Parameter], *, room: int) -> Any:
         """See `GradientTransport`."""
+        for path, parameter in parameters.items():
+            device = parameter.tensor.device  # type: ignore[attr-defined]
+            self._first = self._first if self._first[0] else (path, device)
+            if device != self._first[1]:
+                raise UnsupportedOp(
+                    f"parameter {path!r} is on {device}, and {self._first[0]!r} on {self._first[1]}: move all trained "
+                    "parameters to one device"
+                )
         if not any(isinstance(parameter, DeviceParameter) for parameter in parameters.values()):
             return super().new_bucket(parameters, room=room)
         if self._low_rank:
@@ -344,7 +360,7 @@ class DeviceTransport(HostTransport):
         """See `GradientTransport`: a bucket on a device is always summed in the background."""
         if not isinstance(bucket, TensorBucket):
             return super().start(bucket, divisor=divisor, in_background=in_background)
-        outgoing, home, check = bucket.outgoing, bucket._memory, self._group.mesh.fault.check
+        outgoing, home, check = bucket.outgoing, bucket._in_use, self._group.mesh.fault.check
         memory = pinned_memory(self._group)
         size = home.flat.numel() + bucket.exact
         work: Work[Any]
@@ -353,8 +369,8 @@ class DeviceTransport(HostTransport):
             bucket.crossing = crossing = Crossing(bucket.streams, outgoing, home, pinned)
             with self._group.surrounded(partial(crossing.around, check)):
                 work = self._sum(bucket, crossing.arrays, crossing.arrays[-1], divisor, in_background=True)
+            work.on_done(partial(memory.take_back, pinned))
         except BaseException:
             memory.take_back(pinned)
             raise
-        work.on_done(partial(memory.take_back, pinned))
         return work

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -16,6 +16,8 @@ from paceline.errors import UnsupportedOp
 
 Tensor = Any
 """`torch.Tensor`."""
+
+KeyT = TypeVar("KeyT")
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -82,7 +84,7 @@ def _dtype_of(dtype: Any) -> np.dtype[Any]:
     """Returns NumPy's dtype for a torch dtype; int16 for bfloat16, which NumPy itself does not have."""
     if dtype == torch.bfloat16:
         dtype = torch.int16
-    found: np.dtype[Any] = torch.empty(0, dtype=dtype).numpy().dtype
+    found: np.dtype[Any] = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
     return found
 
 
@@ -114,27 +116,43 @@ def on_host(tensor: Tensor) -> bool:
 
 
 def values_of(tensor: Tensor, name: str = "the tensor") -> NDArray[Any]:
-    """Returns a tensor's values: `array_of` on the CPU, and a copy if the tensor lies on a device."""
+    """Returns a tensor's values: `array_of` on the CPU, and a copy if the tensor lies on a device.
+
+    The copy is not pinned, since torch keeps pinned memory for ever.
+    """
     if on_host(tensor) or tensor.is_meta:  # which has no values: an error
         return array_of(tensor, name)
-    return array_of(_staging(tensor).copy_(tensor.detach()), name)
+    return array_of(torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach()), name)
 
 
 def values_of_all(tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
     """Returns `values_of` some dense tensors. Those on a device are copied together, so that the host waits once."""
-    found: dict[int, NDArray[Any]] = {}
-    elsewhere: dict[tuple[Any, Any], list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        if on_host(tensor):
-            found[place] = array_of(tensor)
-        else:
-            elsewhere.setdefault((tensor.device, tensor.dtype), []).append(place)
-    for places in elsewhere.values():
-        whole = values_of(torch.cat([tensors[place].detach().reshape(-1) for place in places]))
+    found = {place: array_of(tensor) for place, tensor in enumerate(tensors) if on_host(tensor)}
+    for places in _alike(dict(enumerate(tensors))):
+        whole = torch.cat([tensors[place].detach().reshape(-1) for place in places])
         ends = np.cumsum([tensors[place].numel() for place in places])
-        for place, part in zip(places, np.split(whole, ends[:-1]), strict=True):
+        for place, part in zip(places, np.split(array_of(_staging(whole).copy_(whole)), ends[:-1]), strict=True):
             found[place] = part.reshape(tuple(tensors[place].shape))
     return [found[place] for place in range(len(tensors))]
+
+
+def write_all(tensors: Mapping[str, Tensor], values: Mapping[str, NDArray[Any]]) -> None:
+    """Writes values that `values_of` has copied from devices, all of a device and dtype with one copy to it."""
+    for paths in _alike(tensors):
+        whole = torch.cat([tensor_of(np.ascontiguousarray(values[path])).reshape(-1) for path in paths])
+        there = torch.empty_like(whole, device=tensors[paths[0]].device).copy_(whole)
+        with torch.no_grad():
+            for path, part in zip(paths, there.split([tensors[path].numel() for path in paths]), strict=True):
+                tensors[path].copy_(part.view(tensors[path].shape))
+
+
+def _alike(tensors: Mapping[KeyT, Tensor]) -> list[list[KeyT]]:
+    """Returns the keys of tensors on a device, those of one device and dtype together."""
+    found: dict[tuple[Any, Any], list[KeyT]] = {}
+    for key, tensor in tensors.items():
+        if not on_host(tensor):
+            found.setdefault((tensor.device, tensor.dtype), []).append(key)
+    return list(found.values())
 
 
 def elements_of(tensor: Tensor) -> Array:
@@ -183,4 +201,4 @@ def result_buffer(tensor: Tensor, *, filled: bool = False) -> ResultBuffer:
 
 def _staging(tensor: Tensor) -> Tensor:
     """Returns an uninitialised contiguous CPU tensor of the same shape and dtype; pinned if the tensor is on a GPU."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)

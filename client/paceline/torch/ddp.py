@@ -57,9 +57,8 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
     that `torch.compile(model)` returns has other paths of parameters.
 
     Args:
-        module: the model, built alike on every rank; values may differ. It is on the CPU, or on the device of the
-            engine that carries gradients (docs/engines.md). float32 and float64; float16 and
-            bfloat16 gradients are added up in float32.
+        module: the model, built alike on every rank; values may differ. It is on the CPU or on a device
+            (docs/how-to/devices.md). float32 and float64; float16 and bfloat16 gradients are added up in float32.
         group: the ranks.
         bucket_mb: as for `paceline.DDP`.
         compression: "bf16", "int8", "powersgd", a `paceline.compression.Codec` or `PowerSGD`, as for `paceline.DDP`:
@@ -124,7 +123,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
 
         Raises:
             SizeMismatch, SettingsMismatch, DivergenceError: the models differ; the error names ranks and parameter.
-            UnsupportedOp: a parameter's dtype cannot be trained, or it is not dense on the CPU.
+            UnsupportedOp: a parameter's dtype cannot be trained, or it is not dense.
             StepOrderError: parameters were frozen or unfrozen in the middle of an accumulation.
         """
         self._synchronizer.prepare()
