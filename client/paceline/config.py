@@ -122,7 +122,7 @@ class Config:
     tcp_streams: int = 1
     """TCP connections of one link in each direction, 1 to 16."""
 
-    pinned_mb: int = 512
+    pinned: int = 512
     """Most MiB of pinned host memory of a group for gradients on their way from a device and back."""
 
     tuning: str = ""
@@ -146,8 +146,8 @@ class Config:
                 raise ValueError(f"there is no kind of link {kind!r}; the kinds are {', '.join(_known_links)}")
         if self.engine not in ENGINES and self.engine not in (plug_ins := plug_in_engines()):
             raise ValueError(f"there is no engine {self.engine!r}; the engines are {', '.join((*ENGINES, *plug_ins))}")
-        if not self.pinned_mb >= 1:
-            raise ValueError(f"pinned_mb must be at least 1 MiB, not {self.pinned_mb!r}")
+        if not self.pinned >= 1:
+            raise ValueError(f"pinned must be at least 1 MiB, not {self.pinned!r}")
         if not 1 <= self.tcp_streams <= MAX_STREAMS:
             raise ValueError(f"tcp_streams must be 1 to {MAX_STREAMS}, not {self.tcp_streams!r}")
 
@@ -181,7 +181,7 @@ class Config:
         if text := environ.get("PACELINE_PINNED"):
             if not text.isdecimal():
                 raise ValueError(f"PACELINE_PINNED must be a number of MiB from 1 on, not {text!r}")
-            found["pinned_mb"] = int(text)
+            found["pinned"] = int(text)
         if text := environ.get("PACELINE_TUNING"):
             found["tuning"] = text
         if text := environ.get("PACELINE_ENGINE"):

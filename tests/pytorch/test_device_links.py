@@ -144,7 +144,7 @@ def test_the_pinned_memory_of_a_group_is_bounded(device: pytest.MonkeyPatch) -> 
             model(torch.ones(2, 200)).sum().backward()
         assert _pinned.pinned_memory(group).lent == 0
 
-    run_groups(local_groups(2, Config(pinned_mb=1)), rank)
+    run_groups(local_groups(2, Config(pinned=1)), rank)
     largest = 4 * 700 * 700
     assert len(most) == 2
     for each in most.values():

@@ -214,7 +214,7 @@ class Work:
 class _Tensor:
     """As much of a tensor as a word needs."""
 
-    def __init__(self, values: Sequence[int], dtype: Any = None) -> None:
+    def __init__(self, values: Sequence[int], dtype: Any = None, device: str = "") -> None:
         self.values = list(values)
 
     def tolist(self) -> list[int]:

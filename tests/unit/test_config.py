@@ -29,8 +29,9 @@ def test_every_config_field_has_an_environment_variable() -> None:
 def test_link_settings_are_read_from_the_environment() -> None:
     assert Config().links == ("shm", "tcp", "grpc")
     table = {"PACELINE_LINKS": "tcp, grpc", "PACELINE_TCP_STREAMS": "4", "PACELINE_TUNING": "table.json"}
-    config = Config.from_environment(table)
+    config = Config.from_environment({**table, "PACELINE_PINNED": "64"})
     assert (config.links, config.tcp_streams, config.tuning) == (("tcp", "grpc"), 4, "table.json")
+    assert (config.pinned, Config().pinned) == (64, 512)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,8 @@ def test_link_settings_are_read_from_the_environment() -> None:
         ("PACELINE_TCP_STREAMS", "many", "PACELINE_TCP_STREAMS must be a number from 1 to 16, not 'many'"),
         ("PACELINE_TCP_STREAMS", "17", "tcp_streams must be 1 to 16, not 17"),
         ("PACELINE_TCP_STREAMS", "0", "tcp_streams must be 1 to 16, not 0"),
+        ("PACELINE_PINNED", "1G", "PACELINE_PINNED must be a number of MiB from 1 on, not '1G'"),
+        ("PACELINE_PINNED", "0", "pinned must be at least 1 MiB, not 0"),
     ],
 )
 def test_invalid_link_settings_are_refused_with_a_reason(name: str, text: str, says: str) -> None:

@@ -244,8 +244,8 @@ class GroupCore:
 
     @property
     def pinned_bytes(self) -> int:
-        """The most pinned memory for gradients on their way from a device and back (`Config.pinned_mb`)."""
-        return self._config.pinned_mb << 20
+        """The most pinned memory for gradients on their way from a device and back (`Config.pinned`)."""
+        return self._config.pinned << 20
 
     @property
     def gradient_weight(self) -> float:

@@ -4,9 +4,9 @@
     tail, on the host:    [ weight, 1 | used, P | piggyback ]
 
 `Bucket` (`_parallel/_buckets.py`) explains the parts. An engine sums `flat` on the device, after links have summed the
-tail. Links sum both in one array, laid out as a `Bucket` of the CPU, so that ranks with and without a device can train
-together: `flat` is copied to pinned memory, summed there by the group's thread, and copied back. While one bucket is
-summed the next one is copied, because each of these has its own stream.
+tail. Links sum both in one array, laid out as a `Bucket` of the CPU, so that all they know of those (divisors, codecs,
+trees) serves here: `flat` is copied to pinned memory, summed there by the group's thread, and copied back. While one
+bucket is summed the next one is copied, because each of these has its own stream.
 
 While the backward pass runs, nothing on its thread waits for the device: marks keep the order of kernels
 (`_device_streams`). At its end the host waits until all sums are there, and not for the copies back.
