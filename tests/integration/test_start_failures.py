@@ -17,6 +17,7 @@ from paceline_server.security.tls import CertificateKeeper, TlsPaths, TlsUnusabl
 from paceline_server.storage.memory import MemoryStorage
 from support.certificates import make_folder
 from support.coordinator import run
+from support.ports import free_port
 
 SOON = 4.0
 
@@ -57,9 +58,7 @@ def test_unusable_certificates_leave_the_storage_closed(tmp_path: Path) -> None:
 
 
 def test_canceling_start_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, storage = make_folder(tmp_path / "tls"), Storage()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    folder, storage, port = make_folder(tmp_path / "tls"), Storage(), free_port()
     start = Server.start
 
     async def main() -> None:
@@ -71,7 +70,8 @@ def test_canceling_start_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest
             await start(server)
 
         monkeypatch.setattr(Server, "start", slow)
-        coordinator = Coordinator(ServerSettings(listen=address, **folder.server()), storage=storage)
+        settings = ServerSettings(listen=f"127.0.0.1:{port}", **folder.server())
+        coordinator = Coordinator(settings, storage=storage)
         starting = asyncio.create_task(coordinator.start())
         await begun.wait()
         assert watchers() == 1
@@ -84,7 +84,7 @@ def test_canceling_start_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest
     assert storage.closed == 1
     wait_for_no_watcher()
     with socket.socket() as again:  # no SO_REUSEADDR: nobody listens there any more
-        again.bind(("127.0.0.1", int(address.rpartition(":")[2])))
+        again.bind(("127.0.0.1", port))
 
 
 def test_the_certificate_watcher_survives_any_exception(
