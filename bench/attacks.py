@@ -8,10 +8,10 @@ its own, which enter a barrier 10 ms after the last one. Each attack has a coord
 tokens and HTTP, and 600 sessions, jobs, connections or calls at a time (`--crowd`). What an attacker prepares counts
 for the memory, but not for the barriers.
 
-The attacker is a process that the kernel runs only where nothing else wants to run (SCHED_IDLE). So on 2 cores what
-delays the barriers is the coordinator, and not an attacker that takes its processor. It speaks HTTP/2 by hand, which is
-so cheap that it sends more than the coordinator takes. As root, the coordinator and the other job run before whatever
-else the machine does; the numbers still mean little there unless it is idle.
+Once it has prepared, the attacker is a process that the kernel runs only where nothing else wants to run (SCHED_IDLE).
+So on 2 cores what delays the barriers is the coordinator, and not an attacker that takes its processor. It speaks
+HTTP/2 by hand, which is so cheap that it sends more than the coordinator takes. As root, the coordinator and the other
+job run before whatever else the machine does; the numbers still mean little there unless it is idle.
 """
 
 from __future__ import annotations
@@ -304,9 +304,9 @@ ATTACKS: dict[str, Attack] = {
 
 
 def _attack(name: str, address: str, http: str, crowd: str) -> None:
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     turns = ATTACKS[name](Target(address, int(http), int(crowd)))
-    next(turns)
+    next(turns)  # before the clock starts, so it need not wait for others
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     print("ready", flush=True)
     sys.stdin.readline()
     for _ in turns:  # until we are killed
