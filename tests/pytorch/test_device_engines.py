@@ -399,6 +399,9 @@ def test_an_abort_does_not_wait_for_another_abort() -> None:
         engines[0].contact(monotonic() + 10)
         (group,) = FakeNccl.made
         group.abort = abort  # type: ignore[method-assign]
+        while group.hub is None:  # the opening thread is about to connect
+            assert engines[0]._maker.is_alive()
+            again.wait(0.01)
         engines[0].abort()
         assert stuck.wait(10)
         group.hub.complete.set()  # connecting ends, while the abort of the communicator does not
