@@ -1,7 +1,7 @@
 """Tensors on the CPU that are taken for those of a device, and streams whose copies happen as late as they may.
 
 Nothing may see such a tensor through NumPy. A copy in a stream of its own is done when somebody waits for a mark behind
-it, and not before: whoever reads the target earlier reads what was there, and for pinned memory that is NaN.
+it, and not before. Code that reads the target earlier finds the old values, which are NaN in pinned memory.
 
     python tests/pytorch/fake_device.py SCRIPT ARGS...      # runs a script on such a device
 """

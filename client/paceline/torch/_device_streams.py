@@ -25,7 +25,7 @@ from paceline.errors import UnsupportedOp
 from paceline.torch._tensors import Tensor
 
 SUMS, TO_HOST, TO_DEVICE = "sums", "to the host", "to the device"
-"""What a stream is for that Paceline has beside those of the script."""
+"""The uses of the streams that Paceline has beside those of the script."""
 
 
 class Mark:

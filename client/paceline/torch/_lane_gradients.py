@@ -35,7 +35,7 @@ from paceline.torch._tensors import Tensor, on_host, tensor_of
 
 
 class _OfReplica(TorchParameter):
-    """What differs for a parameter of which the ranks of a replica may have parts; a mixin. It may be a DTensor."""
+    """A mixin: the parameter may be a DTensor, of which the ranks of a replica have parts."""
 
     __slots__ = ()
 

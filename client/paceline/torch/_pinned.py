@@ -17,9 +17,9 @@ from paceline.torch._tensors import Tensor
 class PinnedMemory:
     """Lends memory to the buckets of a group, and has the next one wait while too much is lent. Thread-safe.
 
-    All ranks send their buckets in one order, so the first one under way is over some time, whoever waits for a loan.
-    That is not so for the buckets of two groups, so each group has its own. torch keeps what was given back, for the
-    next loan of the size, and waits for copies that still run.
+    All ranks send the buckets of a group in one order, so the first one under way always ends, even if other threads
+    wait for a loan. That is not so for the buckets of two groups, so each group has its own memory. torch keeps memory
+    that was given back for the next loan of the size, and waits for copies that still run.
 
     Args:
         most_bytes: what may be lent at a time; a loan that is larger by itself is made when there is no other.

@@ -175,7 +175,7 @@ class TensorBucket(NodeSums[TensorMemory]):
 
     @property
     def outgoing(self) -> Sequence[TensorMemory]:
-        """What this rank gives to the sum, which comes back to the memory in use."""
+        """The memory that this rank adds to the sum; the sum comes back to the memory in use."""
         return self.terms if self.order.leaves else [self._in_use]
 
     def payload(self, *, as_tensor: bool) -> Any:
