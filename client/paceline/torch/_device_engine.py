@@ -119,14 +119,15 @@ class DeviceEngine(C10dEngine[ContactStore]):
             self._made.set()
         if self._ending.is_set():
             raise EngineFailed(self._ended)
-        if hasattr(group, "eager_connect_single_device"):
-            group.eager_connect_single_device(self.device)  # may return while the communicator still connects
-        first = self._ticket(OnDevice(torch.zeros(1, device=self.device), self._streams.mark()))
-        try:
-            first.start(group, sum_options(self._sum_timeout))
-        finally:
-            first.left = True
-        first.wait(inf)
+        with self._streams.here():
+            if hasattr(group, "eager_connect_single_device"):
+                group.eager_connect_single_device(self.device)  # may return while the communicator still connects
+            first = self._ticket(OnDevice(torch.zeros(1, device=self.device), self._streams.mark()))
+            try:
+                first.start(group, sum_options(self._sum_timeout))
+            finally:
+                first.left = True
+            first.wait(inf)
         return group
 
     def _opened(self, *, wanted: bool) -> None:

@@ -278,7 +278,7 @@ class ShardedDriver:
     def _hand_over(self) -> None:
         """Gives the groups to the next thread: on a device, autograd runs the pass in a thread of its own."""
         units = self.sharded.units()
-        if any(parameter.is_on_device for unit in units for parameter, _ in unit.pairs()):
+        if any(flat.on_device for unit in units for flat in unit.flats):
             groups = {self.sharded.group, *(group for unit in units for group in (unit.shards, unit.replicas) if group)}
             for group in groups:
                 group.hand_over()

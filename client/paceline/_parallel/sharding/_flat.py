@@ -133,6 +133,7 @@ class Flat:
         gradients: gradients of this rank alone, before the reduction.
         is_whole: True if the parameters have values that can be used.
         is_spread: True if other ranks hold other shards.
+        on_device: True if the module has copies of the values on a device.
         given: True if the shard was set on purpose before the ranks agreed on initial values.
     """
 
@@ -155,7 +156,7 @@ class Flat:
         self.wire = wire if narrower else None
         self._shown = self.wire if computes and self.wire is not None else self.dtype
         """The dtype of the module's parameters while it runs."""
-        self._on_device = any(p.is_on_device for p in self.parameters)
+        self.on_device = any(p.is_on_device for p in self.parameters)
         self.given = False
         self._empty = empty
         self._stand(placement, self.laid_out(len(placement.shards)))
@@ -186,7 +187,7 @@ class Flat:
         layout = self.laid_out(len(placement.shards))
         own = layout.own(placement.shard)
         full: NDArray[Any] | None = None
-        if (placement.keeps_full and self.wire is None and not self._on_device) or layout.world == 1 or not layout.size:
+        if (placement.keeps_full and self.wire is None and not self.on_device) or layout.world == 1 or not layout.size:
             full = self._empty(layout.padded, self.dtype)
             full[layout.size :] = 0
             if self._full is not None and layout.world > 1:  # other shards have old values until they are gathered
@@ -300,10 +301,10 @@ class Flat:
         """Gathers the whole array in full precision, and keeps it until `dismiss`."""
         self.drop()
         fresh = self.gather(ranks)
-        self._pinned = self.shard.copy() if self.is_spread or self._on_device else self.shard
+        self._pinned = self.shard.copy() if self.is_spread or self.on_device else self.shard
         if self._is_apart:
             self._full = None  # its dtype is too narrow, or values come back to it from a device
-        self._install(fresh.copy() if self._on_device else fresh, self.dtype)
+        self._install(fresh.copy() if self.on_device else fresh, self.dtype)
 
     def dismiss(self) -> None:
         """Copies changes in the whole array to this rank's shard, and frees the whole array."""
@@ -312,7 +313,7 @@ class Flat:
         before, self._pinned = self._pinned, None
         assert self._full is not None
         self._take_back()
-        if (self.is_spread and not self._in_place) or self._on_device:
+        if (self.is_spread and not self._in_place) or self.on_device:
             now = self._full[self._own]
             bits, bits_before = (a.view(np.uint8).reshape(a.size, a.itemsize) for a in (now, before))
             changed = (bits != bits_before).any(axis=1)
@@ -382,13 +383,13 @@ class Flat:
         self._places = layout.pieces(placement.shard)
         self.starts = layout.starts(placement.shard)
         self._keeps = placement.keeps_full or not (self.is_spread or self._is_apart)
-        self._in_place = placement.keeps_full and self.wire is None and not self._on_device
+        self._in_place = placement.keeps_full and self.wire is None and not self.on_device
         """True if the shard is a view of the whole array, so that this is gathered in place."""
 
     @property
     def _is_apart(self) -> bool:
         """True if the module computes in a narrower dtype or on a device, and so never uses the shard itself."""
-        return self._shown != self.dtype or self._on_device
+        return self._shown != self.dtype or self.on_device
 
     def _forget(self) -> None:
         """Frees the whole array."""
@@ -399,14 +400,14 @@ class Flat:
 
     def _take_back(self) -> None:
         """Copies the values that a module has on a device to the whole array, which may have changed there."""
-        for parameter in self.parameters if self._on_device else ():
+        for parameter in self.parameters if self.on_device else ():
             parameter._take_back()
 
     def _install(self, fresh: NDArray[Any], dtype: np.dtype[Any]) -> None:
         if self._keeps and self._full is not None:
             if fresh is not self._full:
                 np.copyto(self._full, fresh, casting="same_kind")
-            for parameter in self.parameters if self._on_device else ():
+            for parameter in self.parameters if self.on_device else ():
                 parameter._place(parameter._data)
         else:
             self._full = fresh.astype(dtype, copy=False)
