@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 from elastic.wrapping import WRAP
 
@@ -32,8 +35,11 @@ def train(step, wrapped, optimizer):
     if MODE == "after" and alone:
         return
     if MODE == "late" and alone:
+        open(os.environ["PACELINE_PIPE"]).close()  # rank 0 has made its update: before it, all would skip the step
         step.skip()
     optimizer.step()
+    if MODE == "late" and mine:
+        open(os.environ["PACELINE_PIPE"], "w").close()
 
 with paceline.join() as session:
     wrapped, trained = wrap(paceline.nn.Linear(4, 4, rng=np.random.default_rng(0)), session.group)
@@ -56,9 +62,9 @@ with paceline.join() as session:
 )
 
 
-def outcomes(mode: str, at: int, wrapper: str = "ddp", world: int = 2) -> list[dict[str, object]]:
+def outcomes(mode: str, at: int, wrapper: str = "ddp", world: int = 2, pipe: str = "") -> list[dict[str, object]]:
     """Returns the event that each worker tells."""
-    environment = {"MIN_WORKERS": str(world), "WRAPPER": wrapper, "MODE": mode, "AT": str(at)}
+    environment = {"MIN_WORKERS": str(world), "WRAPPER": wrapper, "MODE": mode, "AT": str(at), "PIPE": pipe}
     with coordinator() as address, workers(world, CODE, COORDINATOR=address, **environment) as started:
         return [worker.expect_any(60.0) for worker in started]
 
@@ -109,8 +115,9 @@ def test_a_skipped_step_is_skipped_and_counted_on_all_ranks(mode: str, wrapper: 
     assert told[0]["weight"] == told[1]["weight"]
 
 
-def test_a_skip_after_an_update_raises_step_order_error_on_all_ranks() -> None:
-    for told in outcomes("late", 4):
+def test_a_skip_after_an_update_raises_step_order_error_on_all_ranks(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "updated")
+    for told in outcomes("late", 4, pipe=str(tmp_path / "updated")):
         assert told["event"] == "refused", told
         assert told["ranks"] == [1]
         assert "called step.skip() in step 4 (<string>:" in str(told["text"])
