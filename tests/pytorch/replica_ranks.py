@@ -90,7 +90,7 @@ install(setattr)
 """
 
 
-def run_replicas(code: str, size: int = 2, timeout: float = 60.0, *, device: bool = False) -> None:
+def run_replicas(code: str, size: int = 2, timeout: float = 60.0, *, device: bool = False, engine: str = "links") -> None:
     """Runs code on all ranks of two replicas; all must come to its end.
 
     Args:
@@ -98,5 +98,7 @@ def run_replicas(code: str, size: int = 2, timeout: float = 60.0, *, device: boo
         size: k.
         timeout: seconds.
         device: whether tensors are taken for those of a device.
+        engine: carries the gradients.
     """
-    finish(2 * size, _PRELUDE + (_ON_A_DEVICE if device else "") + code, timeout, BACKEND="gloo")
+    code = _PRELUDE + (_ON_A_DEVICE if device else "") + code
+    finish(2 * size, code, timeout, BACKEND="gloo", PACELINE_ENGINE=engine)

@@ -108,9 +108,12 @@ def test_diloco_survives_a_worker_killed_in_a_round(tmp_path: Path) -> None:
     assert accuracy > 0.8  # 0.92
 
 
-@pytest.mark.parametrize(("inside", "position"), [("fsdp", 0), ("tp", 1), ("pipeline", 0)])
+@pytest.mark.parametrize(
+    ("inside", "position", "engine"),
+    [("fsdp", 0, "links"), ("fsdp", 1, "gloo"), ("tp", 1, "links"), ("pipeline", 0, "links")],
+)
 def test_a_replica_that_loses_a_rank_is_replaced_and_the_others_train_on(
-    tmp_path: Path, inside: str, position: int
+    tmp_path: Path, inside: str, position: int, engine: str
 ) -> None:
     need("sklearn")
     condition = f"step.number == 120 and session.replica == 1 and rank == {position}"
@@ -118,7 +121,7 @@ def test_a_replica_that_loses_a_rank_is_replaced_and_the_others_train_on(
     slow = "            import time\n            time.sleep(0.2 * (session.replicas == 1))\n"  # until the other is back
     text = Path(script).read_text()
     Path(script).write_text(text.replace("            import os\n", f"{slow}            import os\n"))
-    command = ["paceline", "run", "-n", "4", "--replica-size", "2"]
+    command = ["paceline", "run", "-n", "4", "--replica-size", "2", "--engine", engine]
     printed = run([*command, "--min", "1", "--restarts", "1"], script, inside)
     assert (tmp_path / "died").exists()
     (loss,) = losses(rf"{inside}: 2 replicas of 2, loss ([\d.]+) after 340 steps", printed)

@@ -29,18 +29,20 @@ def in_sequences(model, mesh=inner):
 
 
 @pytest.mark.parametrize(
-    ("settings", "device"),
+    ("settings", "device", "engine"),
     [
-        ("", False),
-        ("", True),
-        ("reshard_after_forward=False", False),
-        ("reshard_after_forward=True", False),
-        ("offload_policy=CPUOffloadPolicy(pin_memory=False)", False),
+        ("", False, "links"),
+        ("", False, "gloo"),
+        ("", True, "links"),
+        ("reshard_after_forward=False", False, "links"),
+        ("reshard_after_forward=True", False, "links"),
+        ("offload_policy=CPUOffloadPolicy(pin_memory=False)", False, "links"),
     ],
 )
-def test_fsdp_inside_gives_the_gradients_of_one_process(settings: str, device: bool) -> None:
+def test_fsdp_inside_gives_the_gradients_of_one_process(settings: str, device: bool, engine: str) -> None:
     code = f"""
 from torch.distributed.tensor import Replicate, distribute_tensor
+assert group.engine_name == {engine!r}
 reference = built()
 model = sharded(built(seed=replica), {settings})  # replica 1 takes the values of replica 0
 model.register_buffer("of_replica_0", distribute_tensor(torch.full((3,), float(replica)), inner, [Replicate()]))
@@ -62,7 +64,7 @@ for p, q in zip(model.parameters(), reference.parameters(), strict=True):
     torch.testing.assert_close(whole(p.detach()), q.detach())
 assert model.of_replica_0.full_tensor().tolist() == [0.0] * 3
 """
-    run_replicas(code, device=device)
+    run_replicas(code, device=device, engine=engine)
 
 
 def test_fsdp_with_mixed_precision_gives_all_replicas_the_same_bits() -> None:

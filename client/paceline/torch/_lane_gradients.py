@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from paceline._parallel._synchronizer import GradientSynchronizer
 from paceline.errors import PacelineError, StepOrderError
 from paceline.torch._autograd import HANDLES, AutogradDriver, Callback, TorchModule, TorchParameter, weakly
 from paceline.torch._device_parameter import DeviceParameter
-from paceline.torch._tensor_buckets import DeviceTransport
+from paceline.torch._tensor_buckets import DeviceTransport, TensorTransport
 from paceline.torch._tensors import Tensor, on_host, tensor_of
 
 
@@ -100,8 +101,9 @@ def reshard(module: Any) -> None:
             each.reshard()
 
 
-def _lane_parameter(tensor: Tensor) -> TorchParameter:
-    return LaneParameter(tensor) if on_host(local_of(tensor)) else DeviceLaneParameter(tensor)
+def _lane_parameter(tensor: Tensor, *, carried: bool) -> TorchParameter:
+    as_array = on_host(local_of(tensor)) and not carried
+    return LaneParameter(tensor) if as_array else DeviceLaneParameter(tensor)
 
 
 def _offloads(module: Any) -> bool:
@@ -114,8 +116,8 @@ def _offloads(module: Any) -> bool:
 class LaneModule(TorchModule):
     """A module with the parameters that it had when `replicate` was called: FSDP2 shows others while it runs."""
 
-    def __init__(self, module: Any) -> None:
-        super().__init__(module, _lane_parameter)
+    def __init__(self, module: Any, *, carried: bool) -> None:
+        super().__init__(module, partial(_lane_parameter, carried=carried))
         self._listed = list(super().named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, TorchParameter]]:
@@ -175,10 +177,11 @@ class LaneDriver(AutogradDriver):
 
     def __init__(self, module: Any, group: Group, **settings: Any) -> None:
         super().__init__(
-            LaneModule(module),
+            LaneModule(module, carried=group.engine_name != "links"),
             group,
             accumulation=LaneAccumulation,
             synchronizer=LaneSynchronizer,
+            carried=TensorTransport,
             over_links=DeviceTransport,
             **settings,
         )

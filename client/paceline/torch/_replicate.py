@@ -12,7 +12,6 @@ from paceline._elastic.session import Session
 from paceline._group import Group
 from paceline._parallel._optimizer_state import stands_in
 from paceline.compression import Codec, PowerSGD
-from paceline.errors import UnsupportedOp
 from paceline.torch._compiling import stay_out_of_graphs
 from paceline.torch._lane_gradients import LaneDriver, reshard
 from paceline.torch._tensors import Tensor
@@ -67,7 +66,7 @@ def replicate(
 
     Raises:
         ValueError: `bucket_mb` is not above 0.
-        UnsupportedOp: there is no such codec, parameters are on several devices, or an engine carries the gradients.
+        UnsupportedOp: there is no such codec, or parameters are on several devices.
     """
     return Replicated(
         model,
@@ -87,8 +86,6 @@ class Replicated:
     """
 
     def __init__(self, module: Any, group: Group, **settings: Any) -> None:
-        if group.engine_name != "links":
-            raise UnsupportedOp(f"replicate() with the engine {group.engine_name!r}: replicas exchange over links")
         stay_out_of_graphs()
         self.module = module
         self.group = group
