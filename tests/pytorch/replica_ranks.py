@@ -90,7 +90,9 @@ install(setattr)
 """
 
 
-def run_replicas(code: str, size: int = 2, timeout: float = 60.0, *, device: bool = False, engine: str = "links") -> None:
+def run_replicas(
+    code: str, size: int = 2, timeout: float = 60.0, *, device: bool = False, engine: str = "links"
+) -> None:
     """Runs code on all ranks of two replicas; all must come to its end.
 
     Args:

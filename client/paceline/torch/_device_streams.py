@@ -29,14 +29,23 @@ SUMS, TO_HOST, TO_DEVICE = "sums", "to the host", "to the device"
 
 
 class Mark:
-    """A point in the work of a stream, where an event of CUDA or XPU was recorded."""
+    """A point in the work of a stream, where an event of CUDA or XPU was recorded.
 
-    def __init__(self, event: Any) -> None:
+    Args:
+        event: the event.
+        device: the device, for errors.
+    """
+
+    def __init__(self, event: Any, device: str) -> None:
         self.event = event
+        self._device = device
 
     def happened(self) -> bool:
         """Returns True once all work in front of it is over; RuntimeError if the device has failed."""
-        return bool(self.event.query())
+        try:
+            return bool(self.event.query())
+        except RuntimeError as error:  # one that stays, of work before: this device runs nothing any more
+            raise RuntimeError(f"{self._device} failed: {str(error).splitlines()[0][:500]}") from error
 
 
 class DeviceStreams(abc.ABC):
@@ -115,13 +124,14 @@ class CudaStreams(DeviceStreams):
     def __init__(self, device: Any) -> None:
         self._device = device
         self._module = torch.get_device_module(device)
+        self._title = _title(device, self._module.get_device_properties(device))
         self._aside = {use: self._module.Stream(device) for use in (SUMS, TO_HOST, TO_DEVICE)}
 
     def mark(self, stream: Any = None) -> Mark:
         """See `DeviceStreams`."""
         event = self._module.Event()
         event.record(self._module.current_stream(self._device) if stream is None else stream)
-        return Mark(event)
+        return Mark(event, self._title)
 
     def current(self) -> Any:
         """See `DeviceStreams`."""
@@ -151,6 +161,11 @@ class CudaStreams(DeviceStreams):
     def keep(self, tensor: Tensor) -> None:
         """See `DeviceStreams`."""
         tensor.record_stream(self._module.current_stream(self._device))
+
+
+def _title(device: Any, properties: Any) -> str:
+    """Returns a name that says which card of the host it is, or which part of one (MIG), whatever is visible here."""
+    return f"{device} ({properties.name}, {getattr(properties, 'uuid', 'no UUID')})"
 
 
 _streams: dict[Any, DeviceStreams] = {torch.device("cpu"): HostStreams()}
