@@ -276,12 +276,15 @@ class Memory:
             if array is not None and (array.shape != (n,) or array.dtype != dtype):
                 raise SizeMismatch(f"this memory belongs to an array {array.dtype}[{array.size}], not to {dtype}[{n}]")
 
-    def residuals(self, n: int, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Returns the errors to add and the array for the new errors, shape [n] both; they may be one array."""
+    def residuals(self, n: int, dtype: Any, zeros: Callable[..., Any] = np.zeros) -> tuple[Any, Any]:
+        """Returns the errors to add and the array for the new errors, shape [n] both; they may be one array.
+
+        `zeros` makes them: other code than that of `Group` may keep tensors here.
+        """
         if self._kept is None:
-            self._kept = np.zeros(n, dtype)
+            self._kept = zeros(n, dtype=dtype)
         if self._next is None:
-            self._next = np.zeros(n, dtype)
+            self._next = zeros(n, dtype=dtype)
         return (self._next if self._written else self._kept), self._next
 
     def wrote(self) -> None:

@@ -41,7 +41,7 @@ else:
     torch = pytest.importorskip("torch")
     dist = pytest.importorskip("torch.distributed")
 
-from paceline.torch import _autograd, _device_engine, _device_parameter, _tensor_buckets, _tensors
+from paceline.torch import _autograd, _device_engine, _device_parameter, _tensor_buckets, _tensor_transports, _tensors
 from paceline.torch._device_streams import SUMS, DeviceStreams, Mark
 from paceline.torch.ddp import DDP
 
@@ -225,7 +225,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     streams = FakeStreams()
     for module in (_device_engine, _device_parameter, _tensor_buckets):
         monkeypatch.setattr(module, "streams_of", lambda device: streams)
-    for module in (_tensors, _tensor_buckets, _device_parameter, _autograd):
+    for module in (_tensors, _tensor_transports, _device_parameter, _autograd):
         monkeypatch.setattr(module, "on_host", lambda tensor: isinstance(tensor, _Staged))
     FakeNccl.hubs.clear()
     FakeNccl.log.clear()

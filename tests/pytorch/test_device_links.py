@@ -32,7 +32,7 @@ from pytorch.fake_device import LateMark, LateStreams, install
 from pytorch.test_microbatches_torch import train as train_in_microbatches
 
 from paceline.torch import _pinned
-from paceline.torch._tensor_buckets import DeviceTransport
+from paceline.torch._tensor_transports import DeviceTransport
 from paceline.torch.ddp import DDP
 from paceline.torch.fsdp import FSDP
 
@@ -151,12 +151,36 @@ def test_the_pinned_memory_of_a_group_is_bounded(device: pytest.MonkeyPatch) -> 
         assert largest < each <= 2 * largest, "one bucket that is larger than the bound passes, alone"
 
 
-class Trained:
-    """A model that one rank trains."""
+def test_powersgd_on_a_device_ends_where_it_ends_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(group: Any) -> list[Any]:
+        model = DDP(net(torch.float64), group, bucket_mb=1e-3, compression="powersgd")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            rng = np.random.default_rng([step, group.rank])
+            optimizer.zero_grad()
+            model(torch.from_numpy(rng.standard_normal((4, 20)))).square().mean().backward()
+            optimizer.step()
+        assert model._driver.model.reducer is not None
+        buckets = model._driver.model.reducer.buckets
+        assert any(hasattr(bucket, "second") for bucket in buckets)
+        return [parameter.detach() for parameter in model.parameters()]
 
-    def __init__(self, group: Any) -> None:
+    on_cpu = run_ranks(3, run)
+    install(monkeypatch.setattr)
+    on_device = run_ranks(3, run)
+    assert len({digest(each) for each in on_device}) == 1
+    for here, there in zip(on_cpu[0], on_device[0], strict=True):
+        torch.testing.assert_close(here, there, rtol=1e-9, atol=1e-9)
+    alone = run_ranks(1, run)
+    assert digest(alone[0]) != digest(on_device[0])
+
+
+class Trained:
+    """A model that one rank trains, with errors for feedback."""
+
+    def __init__(self, group: Any, compression: str = "int8") -> None:
         self.group = group
-        self.model = DDP(net(), group, bucket_mb=1e-3, compression="int8")  # with errors for feedback
+        self.model = DDP(net(), group, bucket_mb=1e-3, compression=compression)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
 
     def step(self, seed: int = 1) -> None:
@@ -167,9 +191,18 @@ class Trained:
         self.optimizer.step()
 
 
-@pytest.mark.parametrize("during", ["a sum", "a copy", "the third bucket"])
+@pytest.mark.parametrize(
+    ("during", "compression"),
+    [
+        ("a sum", "int8"),
+        ("a copy", "int8"),
+        ("the third bucket", "int8"),
+        ("the third bucket", "powersgd"),
+        ("a second sum", "powersgd"),
+    ],
+)
 def test_a_verdict_ends_the_step_and_the_next_generation_has_the_same_bits(
-    during: str, device: pytest.MonkeyPatch
+    during: str, compression: str, device: pytest.MonkeyPatch
 ) -> None:
     """The verdict comes while links wait for a rank, or while the host waits for copies of the device."""
     start, begun = DeviceTransport.start, dict[int, list[Any]]()
@@ -191,20 +224,27 @@ def test_a_verdict_ends_the_step_and_the_next_generation_has_the_same_bits(
         if during == "a sum" and trained.group.rank:
             fail(fault)
             return
-        if during != "the third bucket":
+        if during in ("a sum", "a copy"):
             threading.Timer(0.2, fail, [fault]).start()
         with pytest.raises(PeerLost):
             trained.step(2)
         assert all(parameter.grad is None for parameter in trained.model.parameters())
         trained.model.drop_gradients()
 
+    def failing_late(transport: DeviceTransport, bucket: Any) -> None:
+        complete(transport, bucket)
+        fail(transport._group.mesh.fault)  # one bucket has its means
+
+    make, complete = partial(Trained, compression=compression), DeviceTransport.complete
     groups = local_groups(2, Config(failure_timeout=0.5))
     with ThreadPoolExecutor(2) as pool:
-        ranks = list(pool.map(Trained, groups))
+        ranks = list(pool.map(make, groups))
         list(pool.map(Trained.step, ranks))
         with device.context() as late:
             if during == "the third bucket":
                 late.setattr(DeviceTransport, "start", failing)
+            elif during == "a second sum":
+                late.setattr(DeviceTransport, "complete", failing_late)
             elif during == "a copy":
                 late.setattr(LateMark, "happened", lambda mark: False)
             for group in groups:
@@ -216,13 +256,15 @@ def test_a_verdict_ends_the_step_and_the_next_generation_has_the_same_bits(
     next_generation(groups)
     run_groups(groups, lambda group: ranks[group.rank].step(2))
 
-    def undisturbed(group: Any) -> Trained:
-        trained = Trained(group)
-        for seed in (1, 2):
-            trained.step(seed)
-        return trained
-
-    ranks += run_groups(local_groups(2), undisturbed)
+    groups = local_groups(2)
+    with ThreadPoolExecutor(2) as pool:
+        undisturbed = list(pool.map(make, groups))
+        list(pool.map(Trained.step, undisturbed))
+    for group in groups:
+        group.hand_over()
+    next_generation(groups)  # PowerSGD begins with the same directions in each
+    run_groups(groups, lambda group: undisturbed[group.rank].step(2))
+    ranks += undisturbed
     assert len({digest(each.model.parameters()) for each in ranks}) == 1  # nothing has undone the change of buffers
 
 
@@ -256,11 +298,6 @@ def test_an_update_and_a_change_inside_unshard_are_both_kept(world: int, device:
         assert after["bias"].tolist() == [7.0]
 
     run_ranks(world, rank)
-
-
-def test_powersgd_on_a_device_is_refused_with_a_way_out(device: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UnsupportedOp, match='"int8" or "bf16"'):
-        run_ranks(1, lambda group: train(group, compression="powersgd"))
 
 
 def test_a_backward_pass_in_a_cuda_graph_is_refused(device: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ by element, and matrix products are used only for values of this rank alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
@@ -33,6 +33,72 @@ def _sides(parameter: Parameter) -> tuple[int, int]:
     return (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
 
 
+class LowRankLayout:
+    """Where the gradients, the first array that is sent (P) and the second one (Q) have their parts, by parameter.
+
+    A gradient that does not shrink lies whole in the first array, and has no part of the second. The arrays may be
+    tensors.
+
+    Attributes:
+        count: number of elements of all gradients.
+        first: number of elements of the first array.
+        second: number of elements of the second array.
+    """
+
+    def __init__(self, parameters: Iterable[Parameter], rank: int) -> None:
+        parameters = tuple(parameters)
+        self.rank = rank
+        self.sides = [_sides(p) for p in parameters]
+        self._shrinks = [shrinks(p, rank) for p in parameters]
+        each = list(zip(self.sides, self._shrinks, strict=True))
+        self._in_homes = _slices(n * m for n, m in self.sides)
+        self._in_first = _slices(rank * n if small else n * m for (n, m), small in each)
+        self._in_second = _slices(rank * m if small else 0 for (_, m), small in each)
+        self.count, self.first, self.second = (
+            places[-1].stop for places in (self._in_homes, self._in_first, self._in_second)
+        )
+
+    def home(self, gradients: Any, number: int) -> Any:
+        """Returns a gradient as a matrix, shape [n, m]."""
+        return gradients[self._in_homes[number]].reshape(self.sides[number])
+
+    def matrices(self, gradients: Any, first: Any, second: Any) -> dict[int, tuple[Any, Any, Any]]:
+        """Returns views by number of the parameter: the gradient, P and Q, for those that shrink."""
+        return {
+            number: (
+                self.home(gradients, number),
+                first[self._in_first[number]].reshape(-1, self.rank),
+                second[self._in_second[number]].reshape(-1, self.rank),
+            )
+            for number, small in enumerate(self._shrinks)
+            if small
+        }
+
+    def whole(self) -> Iterator[tuple[slice, slice]]:
+        """Yields the places, in the gradients and in the first array, of those that travel whole."""
+        for place, part, small in zip(self._in_homes, self._in_first, self._shrinks, strict=True):
+            if not small:
+                yield place, part
+
+    def first_directions(self) -> NDArray[np.float64]:
+        """Returns the directions that all ranks begin with, shape [second]."""
+        found = np.empty(self.second)
+        for number, part in enumerate(self._in_second):  # of NumPy's generators only raw bits never change
+            raw = np.random.PCG64(number).random_raw(part.stop - part.start)
+            found[part] = (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53 - 0.5
+        return found
+
+    def orthonormalise(self, first: NDArray[Any]) -> None:
+        """Makes the columns of each P of the first array orthonormal, in place."""
+        for part, small in zip(self._in_first, self._shrinks, strict=True):
+            if small:
+                _orthonormalise(first[part].reshape(-1, self.rank))
+
+
+def _slices(sizes: Iterable[int]) -> list[slice]:
+    return [slice(*pair) for pair in pairwise(accumulate(sizes, initial=0))]
+
+
 class LowRankBucket(Bucket):
     """A `Bucket` that sends `rank` directions of each matrix; gradients live in a separate array.
 
@@ -41,16 +107,8 @@ class LowRankBucket(Bucket):
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], rank: int, room: int, empty: Empty, feedback: bool) -> None:
-        self._rank = rank
-        self._sides = [_sides(p) for p in parameters.values()]
-        self._shrinks = [shrinks(p, rank) for p in parameters.values()]
-        sizes = [rank * n if small else n * m for (n, m), small in zip(self._sides, self._shrinks, strict=True)]
-        self._in_flat = [slice(*pair) for pair in pairwise(accumulate(sizes, initial=0))]
-        sizes = [n * m for n, m in self._sides]
-        self._in_homes = [slice(*pair) for pair in pairwise(accumulate(sizes, initial=0))]
-        sizes = [rank * m if small else 0 for (_, m), small in zip(self._sides, self._shrinks, strict=True)]
-        self._in_second = [slice(*pair) for pair in pairwise(accumulate(sizes, initial=0))]
-        super().__init__(parameters, room, empty, feedback, weight_at=self._in_flat[-1].stop, apart=True)
+        self._layout = LowRankLayout(parameters.values(), rank)
+        super().__init__(parameters, room, empty, feedback, weight_at=self._layout.first, apart=True)
         self.compresses = True
         self._directions = np.empty_like(self._second)
         self.new_generation()
@@ -62,22 +120,20 @@ class LowRankBucket(Bucket):
 
     def _allocate(self) -> None:
         super()._allocate()
-        self._second = self._empty(self._in_second[-1].stop, self.flat.dtype)
+        self._second = self._empty(self._layout.second, self.flat.dtype)
         self._own = np.empty_like(self._second)
         self._values = np.empty(self._count, self.flat.dtype)
         self._left = self._values
 
     def new_generation(self) -> None:
         """Gives all ranks, newcomers too, the same directions to begin with."""
-        for number, part in enumerate(self._in_second):  # of NumPy's generators only raw bits never change
-            raw = np.random.PCG64(number).random_raw(part.stop - part.start)
-            self._directions[part] = (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53 - 0.5
+        self._directions[...] = self._layout.first_directions()
 
     def second(self) -> NDArray[Any]:
         """Returns, after the first reduction, the array that the second reduction sums in place."""
+        self._layout.orthonormalise(self.flat)
         with np.errstate(all="ignore"):  # infinities are allowed here
-            for matrix, p, q in self._matrices(self._second).values():
-                _orthonormalise(p)
+            for matrix, p, q in self._layout.matrices(self._left, self.flat, self._second).values():
                 np.matmul(matrix.T, p, out=q)
         self._own[...] = self._second
         return self._second
@@ -94,11 +150,10 @@ class LowRankBucket(Bucket):
         else:
             self._left[...] = self._apart
         with np.errstate(all="ignore"):
-            for matrix, p, q in self._matrices(self._directions).values():
+            for matrix, p, q in self._layout.matrices(self._left, self.flat, self._directions).values():
                 np.matmul(matrix, q, out=p)
-        for place, part, small in zip(self._in_homes, self._in_flat, self._shrinks, strict=True):
-            if not small:
-                self.flat[part] = self._left[place]
+        for place, part in self._layout.whole():
+            self.flat[part] = self._left[place]
 
     def _decode(self, total: float, *, divided: bool) -> None:
         assert self._apart is not None
@@ -107,37 +162,26 @@ class LowRankBucket(Bucket):
             if total != 1:
                 np.divide(self._apart, total, out=self._apart)
             return
-        own, directions = self._matrices(self._own), self._matrices(self._directions)
+        layout = self._layout
+        own = layout.matrices(self._left, self.flat, self._own)
+        directions = layout.matrices(self._left, self.flat, self._directions)
         with np.errstate(all="ignore"):
-            for number, (matrix, p, q) in self._matrices(self._second).items():
+            for number, (matrix, p, q) in layout.matrices(self._left, self.flat, self._second).items():
                 if np.isfinite(q).all():  # q is a sum, so all ranks decide alike
                     directions[number][2][...] = q
                 matrix -= p @ own[number][2].T
                 if not np.isfinite(matrix).all():  # would spoil all later steps
                     matrix[~np.isfinite(matrix)] = 0
                 np.divide(q, total, out=q)
-                n, m = self._sides[number]
-                home = self._apart[self._in_homes[number]].reshape(n, m)
                 found = np.multiply.outer(p[:, 0], q[:, 0])
                 term = np.empty_like(found)
-                for k in range(1, self._rank):
+                for k in range(1, layout.rank):
                     np.add(found, np.multiply.outer(p[:, k], q[:, k], out=term), out=found)
-                home[...] = found
-        for place, part, small in zip(self._in_homes, self._in_flat, self._shrinks, strict=True):
-            if not small:
-                self._apart[place] = self.flat[part] / self.flat.dtype.type(total)
-                self._left[place] = 0
+                layout.home(self._apart, number)[...] = found
+        for place, part in layout.whole():
+            self._apart[place] = self.flat[part] / self.flat.dtype.type(total)
+            self._left[place] = 0
         self.memory.wrote()
-
-    def _matrices(self, second: NDArray[Any]) -> dict[int, tuple[NDArray[Any], NDArray[Any], NDArray[Any]]]:
-        """Returns views by number of the parameter: the remaining error, P, and Q in an array of all Q."""
-        found = {}
-        for number, (n, m) in enumerate(self._sides):
-            if self._shrinks[number]:
-                p = self.flat[self._in_flat[number]].reshape(n, self._rank)
-                q = second[self._in_second[number]].reshape(m, self._rank)
-                found[number] = (self._left[self._in_homes[number]].reshape(n, m), p, q)
-        return found
 
 
 def _orthonormalise(p: NDArray[Any]) -> None:

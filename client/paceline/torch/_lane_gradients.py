@@ -31,7 +31,7 @@ from paceline._parallel._synchronizer import GradientSynchronizer
 from paceline.errors import PacelineError, StepOrderError
 from paceline.torch._autograd import HANDLES, AutogradDriver, Callback, TorchModule, TorchParameter, weakly
 from paceline.torch._device_parameter import DeviceParameter
-from paceline.torch._tensor_buckets import DeviceTransport, TensorTransport
+from paceline.torch._tensor_transports import DeviceTransport, TensorTransport
 from paceline.torch._tensors import Tensor, on_host, tensor_of
 
 

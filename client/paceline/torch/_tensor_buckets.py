@@ -1,4 +1,4 @@
-"""Buckets of tensors on one device, and the transports that give them to an engine, or to links.
+"""Buckets of tensors on one device, and their way to links and back.
 
     flat, on the device:  [ gradients, N ]
     tail, on the host:    [ weight, 1 | used, P | piggyback ]
@@ -15,7 +15,6 @@ While the backward pass runs, nothing on its thread waits for the device: marks 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from math import prod
 from time import monotonic, sleep
 from typing import Any, NamedTuple, cast
@@ -24,18 +23,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline._base.work import Work
-from paceline._group import Group
 from paceline._parallel._node_sums import NodeSums
 from paceline._parallel._parameter import Parameter
-from paceline._parallel._transport import NO_FIXED_ORDER, GroupTransport, HostTransport
-from paceline.compression import Bf16, Codec, Memory
+from paceline.compression import Codec, Memory
 from paceline.engines import OnDevice
 from paceline.errors import OperationTimeout, StepOrderError, UnsupportedOp
 from paceline.torch._device_parameter import DeviceParameter
 from paceline.torch._device_streams import TO_DEVICE, TO_HOST, DeviceStreams, Mark, streams_of
-from paceline.torch._pinned import pinned_memory
-from paceline.torch._tensors import Tensor, array_of, numpy_dtype, on_host
+from paceline.torch._tensors import Tensor, array_of, numpy_dtype
 
 _POLL = 0.0002
 """Seconds between two looks at the mark of a copy: a look is a call into the driver, and a copy takes longer."""
@@ -55,15 +50,28 @@ class TensorMemory(NamedTuple):
 class Crossing:
     """One way of a bucket to pinned memory, over links, and back. The copies to pinned memory begin here.
 
+    Args:
+        streams: those of the device.
+        outgoing: what is copied to pinned memory.
+        home: where the sum is copied to.
+        pinned: memory for all of `outgoing`.
+        change: changes the summed elements on the host, before they are copied home; None to leave them.
+
     Attributes:
         arrays: the pinned memory, an array for each of the outgoing ones; the last one gets the sum. Empty afterwards.
         back: the mark behind the copy of the sum to the device; None before it.
     """
 
     def __init__(
-        self, streams: DeviceStreams, outgoing: Sequence[TensorMemory], home: TensorMemory, pinned: Tensor
+        self,
+        streams: DeviceStreams,
+        outgoing: Sequence[TensorMemory],
+        home: TensorMemory,
+        pinned: Tensor,
+        change: Callable[[NDArray[Any]], None] | None,
     ) -> None:
         self.back: Mark | None = None
+        self._change = change
         self._streams = streams
         self._outgoing = outgoing
         self._home = home
@@ -97,6 +105,8 @@ class Crossing:
                         raise OperationTimeout("the device has not finished the gradients of a bucket in time")
                     sleep(_POLL)
                 run()
+                if self._change is not None:
+                    self._change(self.arrays[-1][: self._count])
                 home = self._home
                 home.tail[...] = self.arrays[-1][self._count :]
                 with self._streams.aside(TO_DEVICE):
@@ -113,10 +123,19 @@ class TensorBucket(NodeSums[TensorMemory]):
     Those in 16 bits travel as float32, since float16 times the number of samples may overflow, and engines for the CPU
     do not sum bfloat16; they lie in a tensor of their own. With `as_is` bfloat16 travels as it is, as with torch's DDP.
 
-    Attributes:
-        codec: compresses `flat` on its way over links; None for no compression.
-        exact: see `Bucket`.
+    Args:
+        parameters: see `Bucket`.
+        room: see `Bucket`.
         divisible: see `GradientBucket`.
+        as_is: see above.
+        codec: compresses `flat` on its way over links; None for no compression.
+        feedback: see `Memory`.
+        travels: number of elements of `flat`, if a subclass fills it; None for all gradients.
+
+    Attributes:
+        codec: see above.
+        exact: see `Bucket`.
+        divisible: see above.
         memory: see `Bucket`.
         crossing: the last way over links; None if there was none, or an engine carries the sums.
     """
@@ -130,6 +149,7 @@ class TensorBucket(NodeSums[TensorMemory]):
         as_is: bool = False,
         codec: Codec | None = None,
         feedback: bool = False,
+        travels: int | None = None,
     ) -> None:
         super().__init__()
         self._parameters = cast("Sequence[DeviceParameter]", tuple(parameters.values()))
@@ -142,6 +162,8 @@ class TensorBucket(NodeSums[TensorMemory]):
         self._wire = self._dtype if as_is and self._dtype == torch.bfloat16 else wide
         self._tail_dtype = numpy_dtype(wide)
         self.exact = 1 + len(self._parameters) + room
+        self._count = sum(prod(parameter.shape) for parameter in self._parameters)
+        self._travels = travels
         self.divisible = divisible
         self.codec = codec
         self.memory = Memory(feedback=feedback)
@@ -184,7 +206,6 @@ class TensorBucket(NodeSums[TensorMemory]):
 
     def pack(self, weight: float, *, alone: bool) -> None:
         """See `GradientBucket`; enqueued in the calling thread's stream, behind all writes of the gradients."""
-        del alone
         self.tail[0] = weight
         here = self.streams.current()
         waited = [here]  # a mark for each gradient would cost milliseconds in a step, and most models have one stream
@@ -195,8 +216,7 @@ class TensorBucket(NodeSums[TensorMemory]):
                     waited.append(parameter.written)
                 parameter.written = None
                 self.tail[1 + i] = parameter._pack(slot, weight)
-            if self._apart is not None:
-                self.flat.copy_(self._apart)
+            self._encode(alone=alone)
         self._packed = self.streams.mark()
 
     def unpack(self, total: float, *, divided: bool) -> None:
@@ -205,14 +225,29 @@ class TensorBucket(NodeSums[TensorMemory]):
             raise StepOrderError("the weights of all ranks add up to 0, so there are no samples to average")
         self._await_crossing()
         with torch.no_grad():
-            if total != 1 and not divided:  # a division by 1 changes no bit
-                # A device multiplies by the reciprocal of a number, and divides by a tensor, as a CPU does.
-                exact = self.flat.element_size() > 2
-                self.flat.div_(torch.full((), total, dtype=self._wire, device=self.device) if exact else total)
-            if self._apart is not None:
-                self._apart.copy_(self.flat)
+            self._decode(total, divided=divided)
         for used, parameter, slot in zip(self.tail[1:].tolist(), self._parameters, self._in_use.slots, strict=False):
             parameter._hold(slot if used > 0 else None)
+
+    change: Callable[[NDArray[Any]], None] | None = None
+    """Changes the sums on the host, before they are copied to the device; in the group's thread. None for no change."""
+
+    def _encode(self, *, alone: bool) -> None:
+        """Fills `flat` from the complete gradients."""
+        del alone
+        if self._apart is not None:
+            self.flat.copy_(self._apart)
+
+    def _decode(self, total: float, *, divided: bool) -> None:
+        """Writes the means to the homes of the gradients."""
+        if total != 1 and not divided:  # a division by 1 changes no bit
+            self.flat.div_(self._divisor(total))
+        if self._apart is not None:
+            self._apart.copy_(self.flat)
+
+    def _divisor(self, total: float) -> Any:
+        """Returns a number as a tensor: a device multiplies by the reciprocal of a number, which has other bits."""
+        return torch.full((), total, dtype=self._wire, device=self.device) if self._wire.itemsize > 2 else total
 
     def vacate(self) -> None:
         """See `GradientBucket`."""
@@ -243,16 +278,16 @@ class TensorBucket(NodeSums[TensorMemory]):
             self.streams.wait_for(self.crossing.back)
 
     def _allocate(self) -> None:
-        count = sum(prod(parameter.shape) for parameter in self._parameters)
-        narrow = self._wire != self._dtype
-        self._apart = torch.zeros(count, dtype=self._dtype, device=self.device) if narrow else None
+        apart = self._wire != self._dtype or self._travels is not None
+        self._apart = torch.zeros(self._count, dtype=self._dtype, device=self.device) if apart else None
         self._use(self._new_memory())
         self._packed = self.streams.mark()
         self._take_home()
 
     def _new_memory(self) -> TensorMemory:
         sizes = [prod(parameter.shape) for parameter in self._parameters]
-        flat = torch.zeros(sum(sizes), dtype=self._wire, device=self.device)
+        count = self._count if self._travels is None else self._travels
+        flat = torch.zeros(count, dtype=self._wire, device=self.device)
         parts = torch.split(flat if self._apart is None else self._apart, sizes)
         slots = [part.view(parameter.shape) for part, parameter in zip(parts, self._parameters, strict=True)]
         return TensorMemory(flat, np.zeros(self.exact, self._tail_dtype), slots)
@@ -283,94 +318,3 @@ class TensorBucket(NodeSums[TensorMemory]):
 
     def _clear_piggyback(self, memory: TensorMemory) -> None:
         memory.tail[1 + len(self._parameters) :] = 0
-
-
-class TensorTransport(GroupTransport):
-    """Keeps gradients in tensors, whose sums the group's engine carries; a `GradientTransport`."""
-
-    def __init__(self, group: Group) -> None:
-        super().__init__(group)
-        self._carrying = group
-
-    @property
-    def tree_refusal(self) -> str:
-        """See `GradientTransport`: an engine sums in an order of its own."""
-        return NO_FIXED_ORDER
-
-    def new_bucket(self, parameters: Mapping[str, Parameter], *, room: int) -> TensorBucket:
-        """See `GradientTransport`. On a device the thread that trains divides, in the stream that reads the means."""
-        on_cpu = on_host(next(iter(parameters.values())).tensor)  # type: ignore[attr-defined]
-        return TensorBucket(parameters, room, divisible=on_cpu, as_is=not on_cpu)
-
-    def start(
-        self, bucket: TensorBucket, *, divisor: Callable[[], float] | None, in_background: bool
-    ) -> Work[Any] | None:
-        """See `GradientTransport`."""
-        engine = self._carrying.open_engine()
-        assert engine is not None, "this transport is for groups with an engine"
-        kind = bucket.flat.device.type
-        if kind not in engine.traits.devices:
-            raise UnsupportedOp(
-                f"the engine {engine.name!r} sums on {', '.join(sorted(engine.traits.devices))}, and the gradients are "
-                f"on {kind}: name another engine, or move the module (docs/engines.md)"
-            )
-        if engine.device not in (None, bucket.flat.device):
-            raise UnsupportedOp(
-                f"the engine {engine.name!r} sums on {engine.device}, and the gradients are on {bucket.flat.device}: "
-                f"call torch.{kind}.set_device({str(bucket.flat.device)!r}) before the first forward pass"
-            )
-        payload = bucket.payload(as_tensor=engine.traits.tensors)
-        work = self._carrying.all_reduce_carried(payload, bucket.tail, divisor=divisor, async_op=in_background)
-        return work if in_background else None
-
-    def complete(self, bucket: TensorBucket) -> None:
-        """Does nothing."""
-
-
-class DeviceTransport(HostTransport):
-    """Moves gradients over links: those on the CPU as a `HostTransport`, and those on a device through pinned memory.
-
-    The arguments are those of `HostTransport`.
-    """
-
-    _first: tuple[str, Any] = "", None
-    """The path and the device of the first parameter."""
-
-    def new_bucket(self, parameters: Mapping[str, Parameter], *, room: int) -> Any:
-        """See `GradientTransport`."""
-        for path, parameter in parameters.items():
-            device = parameter.tensor.device  # type: ignore[attr-defined]
-            self._first = self._first if self._first[0] else (path, device)
-            if device != self._first[1]:
-                raise UnsupportedOp(
-                    f"parameter {path!r} is on {device}, and {self._first[0]!r} on {self._first[1]}: move all trained "
-                    "parameters to one device"
-                )
-        if not any(isinstance(parameter, DeviceParameter) for parameter in parameters.values()):
-            return super().new_bucket(parameters, room=room)
-        if self._low_rank:
-            raise UnsupportedOp(
-                'compression="powersgd" is for models on the CPU: give "int8" or "bf16" for one on a device'
-            )
-        narrow = next(iter(parameters.values())).dtype.name == "bfloat16"
-        codec = Bf16() if self._codec is None and narrow else self._codec
-        return TensorBucket(parameters, room, divisible=codec is None, codec=codec, feedback=self._feedback)
-
-    def start(self, bucket: Any, *, divisor: Callable[[], float] | None, in_background: bool) -> Work[Any] | None:
-        """See `GradientTransport`: a bucket on a device is always summed in the background."""
-        if not isinstance(bucket, TensorBucket):
-            return super().start(bucket, divisor=divisor, in_background=in_background)
-        outgoing, home, check = bucket.outgoing, bucket._in_use, self._group.mesh.fault.check
-        memory = pinned_memory(self._group)
-        size = home.flat.numel() + bucket.exact
-        work: Work[Any]
-        pinned = memory.lend(size * len(outgoing), home.flat.dtype, bucket.device, check)
-        try:
-            bucket.crossing = crossing = Crossing(bucket.streams, outgoing, home, pinned)
-            with self._group.surrounded(partial(crossing.around, check)):
-                work = self._sum(bucket, crossing.arrays, crossing.arrays[-1], divisor, in_background=True)
-            work.on_done(partial(memory.take_back, pinned))
-        except BaseException:
-            memory.take_back(pinned)
-            raise
-        return work

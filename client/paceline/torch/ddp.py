@@ -16,7 +16,7 @@ from paceline.errors import StepOrderError
 from paceline.torch._autograd import AutogradDriver, TorchParameter, refuse_sync_batch_norm
 from paceline.torch._compiling import stay_out_of_graphs
 from paceline.torch._device_parameter import DeviceParameter
-from paceline.torch._tensor_buckets import DeviceTransport, TensorTransport
+from paceline.torch._tensor_transports import DeviceTransport, TensorTransport
 from paceline.torch._tensors import Tensor, on_host
 
 

@@ -84,7 +84,7 @@ def test_error_feedback_accounts_for_the_whole_compression_error() -> None:
             ddp.backward(np.ones((2, 2)))
             total += module.matrix.grad
         bucket: Any = ddp._model.reducer.buckets[0]  # type: ignore[union-attr]
-        return total, bucket.memory.left_over[bucket._in_homes[1]].reshape(N, 4, 5)
+        return total, bucket._layout.home(bucket.memory.left_over, 1).reshape(N, 4, 5)
 
     ranks = run_ranks(2, run)
     exact = sum(gradient(rank, step, 5) for rank in range(2) for step in range(steps)) / 2

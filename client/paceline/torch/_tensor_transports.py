@@ -1,0 +1,138 @@
+"""The transports of gradients that lie in tensors: to an engine, or through pinned memory to links."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from numpy.typing import NDArray
+
+from paceline._base.work import Work
+from paceline._group import Group
+from paceline._parallel._low_rank import shrinks
+from paceline._parallel._parameter import Parameter
+from paceline._parallel._transport import NO_FIXED_ORDER, GroupTransport, HostTransport
+from paceline.compression import Bf16
+from paceline.errors import UnsupportedOp
+from paceline.torch._device_parameter import DeviceParameter
+from paceline.torch._low_rank_tensors import LowRankTensorBucket
+from paceline.torch._pinned import pinned_memory
+from paceline.torch._tensor_buckets import Crossing, TensorBucket, TensorMemory
+from paceline.torch._tensors import on_host
+
+
+class TensorTransport(GroupTransport):
+    """Keeps gradients in tensors, whose sums the group's engine carries; a `GradientTransport`."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self._carrying = group
+
+    @property
+    def tree_refusal(self) -> str:
+        """See `GradientTransport`: an engine sums in an order of its own."""
+        return NO_FIXED_ORDER
+
+    def new_bucket(self, parameters: Mapping[str, Parameter], *, room: int) -> TensorBucket:
+        """See `GradientTransport`. On a device the thread that trains divides, in the stream that reads the means."""
+        on_cpu = on_host(next(iter(parameters.values())).tensor)  # type: ignore[attr-defined]
+        return TensorBucket(parameters, room, divisible=on_cpu, as_is=not on_cpu)
+
+    def start(
+        self, bucket: TensorBucket, *, divisor: Callable[[], float] | None, in_background: bool
+    ) -> Work[Any] | None:
+        """See `GradientTransport`."""
+        engine = self._carrying.open_engine()
+        assert engine is not None, "this transport is for groups with an engine"
+        kind = bucket.flat.device.type
+        if kind not in engine.traits.devices:
+            raise UnsupportedOp(
+                f"the engine {engine.name!r} sums on {', '.join(sorted(engine.traits.devices))}, and the gradients are "
+                f"on {kind}: name another engine, or move the module (docs/engines.md)"
+            )
+        if engine.device not in (None, bucket.flat.device):
+            raise UnsupportedOp(
+                f"the engine {engine.name!r} sums on {engine.device}, and the gradients are on {bucket.flat.device}: "
+                f"call torch.{kind}.set_device({str(bucket.flat.device)!r}) before the first forward pass"
+            )
+        payload = bucket.payload(as_tensor=engine.traits.tensors)
+        work = self._carrying.all_reduce_carried(payload, bucket.tail, divisor=divisor, async_op=in_background)
+        return work if in_background else None
+
+    def complete(self, bucket: TensorBucket) -> None:
+        """Does nothing."""
+
+
+class DeviceTransport(HostTransport):
+    """Moves gradients over links: those on the CPU as a `HostTransport`, and those on a device through pinned memory.
+
+    The arguments are those of `HostTransport`.
+    """
+
+    _first: tuple[str, Any] = "", None
+    """The path and the device of the first parameter."""
+
+    def new_bucket(self, parameters: Mapping[str, Parameter], *, room: int) -> Any:
+        """See `GradientTransport`."""
+        for path, parameter in parameters.items():
+            device = parameter.tensor.device  # type: ignore[attr-defined]
+            self._first = self._first if self._first[0] else (path, device)
+            if device != self._first[1]:
+                raise UnsupportedOp(
+                    f"parameter {path!r} is on {device}, and {self._first[0]!r} on {self._first[1]}: move all trained "
+                    "parameters to one device"
+                )
+        if not any(isinstance(parameter, DeviceParameter) for parameter in parameters.values()):
+            return super().new_bucket(parameters, room=room)
+        if self._low_rank and any(shrinks(parameter, self._low_rank) for parameter in parameters.values()):
+            return LowRankTensorBucket(parameters, self._low_rank, room, feedback=self._feedback)
+        narrow = next(iter(parameters.values())).dtype.name == "bfloat16"
+        codec = Bf16() if self._codec is None and narrow else self._codec
+        feedback = self._feedback and not self._low_rank
+        return TensorBucket(parameters, room, divisible=codec is None, codec=codec, feedback=feedback)
+
+    def start(self, bucket: Any, *, divisor: Callable[[], float] | None, in_background: bool) -> Work[Any] | None:
+        """See `GradientTransport`: a bucket on a device is always summed in the background."""
+        if not isinstance(bucket, TensorBucket):
+            return super().start(bucket, divisor=divisor, in_background=in_background)
+
+        def run(arrays: Sequence[NDArray[Any]]) -> Work[Any]:
+            work: Work[Any] = self._sum(bucket, arrays, arrays[-1], divisor, in_background=True)
+            return work
+
+        return self._cross(bucket, bucket.outgoing, bucket._in_use, run, bucket.change)
+
+    def complete(self, bucket: Any) -> None:
+        """Runs the second reduction of a bucket that has one."""
+        if not isinstance(bucket, TensorBucket):
+            super().complete(bucket)
+        elif isinstance(bucket, LowRankTensorBucket) and bucket.compresses:
+            second = bucket.second()
+
+            def run(arrays: Sequence[NDArray[Any]]) -> Work[Any]:
+                return self._group.all_reduce(arrays[0], out=arrays[0], async_op=True)
+
+            self._cross(bucket, [second], second, run).wait()
+
+    def _cross(
+        self,
+        bucket: TensorBucket,
+        outgoing: Sequence[TensorMemory],
+        home: TensorMemory,
+        run: Callable[[Sequence[NDArray[Any]]], Work[Any]],
+        change: Callable[[NDArray[Any]], None] | None = None,
+    ) -> Work[Any]:
+        """Sends memory of a bucket through pinned memory, which `run` begins to sum; see `Crossing`."""
+        check, memory = self._group.mesh.fault.check, pinned_memory(self._group)
+        size = home.flat.numel() + home.tail.size
+        pinned = memory.lend(size * len(outgoing), home.flat.dtype, bucket.device, check)
+        try:
+            bucket.crossing = crossing = Crossing(bucket.streams, outgoing, home, pinned, change)
+            with self._group.surrounded(partial(crossing.around, check)):
+                work = run(crossing.arrays)
+            work.on_done(partial(memory.take_back, pinned))
+        except BaseException:
+            memory.take_back(pinned)
+            raise
+        return work
