@@ -15,7 +15,7 @@ import statistics
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -33,6 +33,9 @@ from paceline.engines._catalogue import make_engine
 BATCH = 64
 QUEUED = (1, 2, 8)
 """Numbers of sums that are under way when the engine is aborted."""
+
+PROFILED = 10
+"""Steps in which the profiler says when the device runs."""
 
 GENERATIONS = 20
 """Engines that are opened, used, aborted and thrown away one after the other, to see whether memory comes back."""
@@ -167,8 +170,8 @@ def train(options: argparse.Namespace) -> None:
             with step:
                 optimizer.zero_grad()
                 try:
-                    for rows in _passes(step, options.microbatches):
-                        scaler.scale(loss_of(options, model, rows, bare)).backward()
+                    for indices in _passes(step, options.microbatches):
+                        scaler.scale(loss_of(options, model, max(1, len(indices)), bare)).backward()
                 except paceline.PacelineError as error:
                     tell("raised", step=step.number, type=type(error).__name__)
                     raise
@@ -183,14 +186,14 @@ def train(options: argparse.Namespace) -> None:
         tell("done", digest=digest(model), memory=used_memory(device))
 
 
-def _passes(step: Any, microbatches: int) -> Iterator[int]:
-    """Yields the rows of each backward pass of a step."""
+def _passes(step: Any, microbatches: int) -> Iterator[Any]:
+    """Yields the indices of each backward pass of a step."""
     if microbatches:
         for micro in step.microbatches:
             with micro:
-                yield len(micro.indices)
+                yield micro.indices
     else:
-        yield max(1, len(step.indices))
+        yield step.indices
 
 
 def replica(options: argparse.Namespace) -> None:
@@ -205,16 +208,15 @@ def replica(options: argparse.Namespace) -> None:
     with paceline.join(replica=dist.group.WORLD) as session:
         paceline.torch.replicate(model, session)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        sampler = paceline.ElasticSampler(1 << 16, global_batch=options.batch, microbatches=8)
+        sampler = paceline.ElasticSampler(1 << 16, global_batch=options.batch, microbatches=options.microbatches)
         state = paceline.TrainState(model=model, optimizer=optimizer, sampler=sampler)
         for step in session.steps(state, total=options.total):
             with step:
                 optimizer.zero_grad()
-                for micro in step.microbatches:
-                    with micro:
-                        mine = micro.indices[rank::ranks]
-                        x = torch.from_numpy(mine).to(device)[:, None].expand(-1, options.width) / (1 << 16)
-                        (model(x.float()).square().sum() * ranks / len(micro.indices)).backward()
+                for indices in _passes(step, options.microbatches):
+                    mine = torch.from_numpy(indices[rank::ranks]).to(device)
+                    x = mine[:, None].expand(-1, options.width) / (1 << 16)
+                    (model(x.float()).square().sum() * ranks / len(indices)).backward()
                 tell("gradients", step=step.number)
                 optimizer.step()
             tell("applied" if step.applied else "undone", step=step.number, world=session.replicas)
@@ -301,6 +303,7 @@ def gate(options: argparse.Namespace) -> None:
         optimizer.step()
 
     times: dict[str, list[float]] = {}
+    idle: dict[str, float | None] = {}
 
     def timed(way: str, begun: float) -> None:
         finish(device)
@@ -317,15 +320,42 @@ def gate(options: argparse.Namespace) -> None:
                 began = perf_counter()
                 compute(*taken)
                 timed(way, began)
+            with idle_share(device, idle, way):
+                for _ in range(PROFILED):
+                    compute(*taken)
         model, bare, optimizer = fresh(wrappers[options.way])
         sampler = paceline.ElasticSampler(1 << 16, global_batch=options.batch)
         state = paceline.TrainState(model=model, optimizer=optimizer, sampler=sampler)
-        for step in session.steps(state, total=options.total):
-            began = perf_counter()
-            with step:
-                compute(model, bare, optimizer)
-            timed(f"session.steps, {options.way}", began)
-    tell("times", times={way: each[3:] for way, each in times.items()})
+        with ExitStack() as profiled:
+            for step in session.steps(state, total=options.total + PROFILED):
+                if step.number == options.total + 1:
+                    profiled.enter_context(idle_share(device, idle, f"session.steps, {options.way}"))
+                began = perf_counter()
+                with step:
+                    compute(model, bare, optimizer)
+                if step.number <= options.total:
+                    timed(f"session.steps, {options.way}", began)
+    tell("times", times={way: each[3:] for way, each in times.items()}, idle=idle)
+
+
+@contextmanager
+def idle_share(device: torch.device, found: dict[str, float | None], way: str) -> Iterator[None]:
+    """Notes in which share of the block's time the device runs nothing; None if the profiler does not see it."""
+    found[way] = None
+    if device.type == "cpu":
+        yield
+        return
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        began = perf_counter()
+        yield
+        finish(device)
+        seconds = perf_counter() - began
+    busy, until = 0.0, 0.0
+    for begin, end in sorted((each.time_range.start, each.time_range.end) for each in seen.events()):
+        busy += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    if busy:
+        found[way] = 1 - busy * 1e-6 / seconds
 
 
 @contextmanager

@@ -20,6 +20,7 @@ OTHERS = (
     "carry",
     "fsdp",
     "replicas",
+    "replicas_carried",
     "sums",
     "digests",
     "freezes",
@@ -47,7 +48,7 @@ def test_an_experiment_runs_on_the_cpu(experiment: str, tmp_path: Path) -> None:
         assert all(0 <= each < 5 for queued in (1, 2, 8) for each in found[f"{queued} sums"]["drained"])
     elif experiment in ("kills", "links_kills"):
         assert found["to the next step"]["n"] == 2
-    elif experiment in ("links", "fsdp", "replicas"):
+    elif experiment in ("links", "fsdp", "replicas", "replicas_carried"):
         assert found["same bits"]
     elif experiment in ("sums", "digests"):
         assert all(world["same bits"] for name, world in found.items() if name.startswith("W="))
