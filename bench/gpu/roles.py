@@ -351,7 +351,12 @@ def idle_share(device: torch.device, found: dict[str, float | None], way: str) -
         finish(device)
         seconds = perf_counter() - began
     busy, until = 0.0, 0.0
-    for begin, end in sorted((each.time_range.start, each.time_range.end) for each in seen.events()):
+    kernels = [
+        each.time_range
+        for each in seen.events()
+        if each.device_type != torch.autograd.DeviceType.CPU and not each.is_user_annotation
+    ]
+    for begin, end in sorted((each.start, each.end) for each in kernels):
         busy += max(0.0, end - max(begin, until))
         until = max(until, end)
     if busy:

@@ -238,8 +238,8 @@ class Memory:
 
     def __init__(self, *, feedback: bool) -> None:
         self.feedback = feedback
-        self._kept: NDArray[Any] | None = None
-        self._next: NDArray[Any] | None = None
+        self._kept: Any = None  # an array; a tensor in a bucket of PowerSGD on a device
+        self._next: Any = None
         self._written = False
         self._areas: dict[str, NDArray[np.uint8]] = {}
 
@@ -262,7 +262,8 @@ class Memory:
     @property
     def left_over(self) -> NDArray[Any] | None:
         """The rounding errors that the next call adds, shape [n]; None for none. It is a view: do not change it."""
-        return self._next if self._written else self._kept
+        found: NDArray[Any] | None = self._next if self._written else self._kept
+        return found
 
     # The task of a call uses the methods below.
 

@@ -1,7 +1,8 @@
 """A script for `paceline run -n 3`: trains until one of three workers has failed, and then to the end.
 
 It trains in microbatches, so the bits are those of any number of workers. Arguments: how the worker fails ("memory",
-"device", "never"), and a file that is made when that happens. A step takes 1 s while the third worker is waited for.
+"device", "never"), and a file for its process ID. A step takes 1 s while the third worker is waited for, and from its
+failure to the end of its process: a worker that ends behind the others would have failed at the end of the job.
 """
 
 from __future__ import annotations
@@ -32,10 +33,23 @@ class _LostEvent:
 def main() -> None:
     how, once = sys.argv[1:]
 
+    def waits() -> bool:
+        if how == "never":
+            return False
+        try:
+            with open(once) as file:
+                os.kill(int(file.read() or 0), 0)
+        except FileNotFoundError:
+            return session.size < 3
+        except ProcessLookupError:
+            return False
+        return True
+
     def strike() -> None:
         if how == "never" or (session.size, session.rank) != (3, 1) or os.path.exists(once):
             return
-        open(once, "x").close()
+        with open(once, "x") as file:
+            file.write(str(os.getpid()))
         if how == "memory":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
         LateMark.happened = Mark(_LostEvent(), "cuda:0 (H200, MIG-7)").happened  # type: ignore[method-assign]
@@ -50,8 +64,7 @@ def main() -> None:
         state = paceline.TrainState(model=model, optimizer=optimizer, sampler=sampler)
         for step in session.steps(state, total=TOTAL):
             with step:
-                waits = how != "never" and session.size < 3 and not os.path.exists(once)
-                time.sleep(1.0 if waits else 0.0)
+                time.sleep(waits())
                 optimizer.zero_grad()
                 for micro in step.microbatches:
                     with micro:

@@ -31,7 +31,10 @@ def train(how: str, once: Path, *bounds: str) -> tuple[list[tuple[str, str]], st
     ("how", "error"),
     [
         ("memory", "OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB."),
-        ("device", r"RuntimeError: cuda:0 \(H200, MIG-7\) failed: CUDA error: CUDA-capable device\(s\) is/are busy"),
+        (
+            "device",
+            r"RuntimeError: cuda:0 \(H200, MIG-7\) has failed: CUDA error: CUDA-capable device\(s\) is/are busy",
+        ),
     ],
 )
 def test_the_others_go_on_without_a_worker_whose_device_fails(how: str, error: str, tmp_path: Path) -> None:

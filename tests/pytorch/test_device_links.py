@@ -31,7 +31,9 @@ else:
 from pytorch.fake_device import LateMark, LateStreams, install
 from pytorch.test_microbatches_torch import train as train_in_microbatches
 
-from paceline.torch import _pinned
+from paceline.torch import _device_streams, _pinned
+from paceline.torch._device_streams import Mark
+from paceline.torch._low_rank_tensors import LowRankTensorBucket
 from paceline.torch._tensor_transports import DeviceTransport
 from paceline.torch.ddp import DDP
 from paceline.torch.fsdp import FSDP
@@ -151,17 +153,30 @@ def test_the_pinned_memory_of_a_group_is_bounded(device: pytest.MonkeyPatch) -> 
         assert largest < each <= 2 * largest, "one bucket that is larger than the bound passes, alone"
 
 
-def test_powersgd_on_a_device_ends_where_it_ends_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "settings", "autocast"),
+    [
+        ("float64", {}, False),
+        ("float64", {"bucket_mb": 1e-3}, False),
+        ("float64", {"error_feedback": False}, False),
+        ("float32", {}, True),
+        ("bfloat16", {}, False),
+    ],
+)
+def test_powersgd_on_a_device_ends_where_it_ends_on_the_cpu(
+    dtype: str, settings: dict[str, Any], autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run(group: Any, compression: str | None = "powersgd") -> list[Any]:
-        model = DDP(net(torch.float64), group, compression=compression)
+        model = DDP(net(getattr(torch, dtype)), group, compression=compression, **settings)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(4):
-            rng = np.random.default_rng([step, group.rank])
-            loss = model(torch.from_numpy(rng.standard_normal((4, 20)))).square().mean()
+            x = torch.from_numpy(np.random.default_rng([step, group.rank]).standard_normal((4, 20)))
+            loss = model(x.to(getattr(torch, dtype))).square().mean()
             optimizer.zero_grad()
             if step == 1 and group.rank == 0:
                 loss = loss * np.inf  # as with a GradScaler, which then makes no update
-            loss.backward()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                model.backward(loss, weight=float(step != 2 or group.rank != 1))
             if step != 1:
                 optimizer.step()
         return [parameter.detach() for parameter in model.parameters()]
@@ -170,11 +185,13 @@ def test_powersgd_on_a_device_ends_where_it_ends_on_the_cpu(monkeypatch: pytest.
     install(monkeypatch.setattr)
     on_device = run_ranks(3, run)
     assert len({digest(each) for each in on_device}) == 1
+    near = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 1e-2}[dtype]
     for here, there in zip(on_cpu[0], on_device[0], strict=True):
         assert torch.isfinite(there).all()
-        torch.testing.assert_close(here, there, rtol=1e-9, atol=1e-9)
-    (alone,), (whole,) = run_ranks(1, run), run_ranks(1, partial(run, compression=None))
-    assert digest(alone) == digest(whole), "nothing is left out where nothing travels"
+        torch.testing.assert_close(here, there, rtol=near, atol=near)
+    if "error_feedback" not in settings:  # which needs compression
+        (alone,), (whole,) = run_ranks(1, run), run_ranks(1, partial(run, compression=None))
+        assert digest(alone) == digest(whole), "nothing is left out where nothing travels"
 
 
 class Trained:
@@ -233,9 +250,13 @@ def test_a_verdict_ends_the_step_and_the_next_generation_has_the_same_bits(
         assert all(parameter.grad is None for parameter in trained.model.parameters())
         trained.model.drop_gradients()
 
+    both = threading.Barrier(2)
+
     def failing_late(transport: DeviceTransport, bucket: Any) -> None:
         complete(transport, bucket)
-        fail(transport._group.mesh.fault)  # one bucket has its means
+        if isinstance(bucket, LowRankTensorBucket):
+            both.wait(20)  # else the other rank would lose this one, and wait for a verdict
+            fail(transport._group.mesh.fault)  # one bucket has its means
 
     make, complete = partial(Trained, compression=compression), DeviceTransport.complete
     groups = local_groups(2, Config(failure_timeout=0.5))
@@ -300,6 +321,20 @@ def test_an_update_and_a_change_inside_unshard_are_both_kept(world: int, device:
         assert after["bias"].tolist() == [7.0]
 
     run_ranks(world, rank)
+
+
+def test_an_error_of_a_device_names_the_card() -> None:
+    class Event:
+        def query(self) -> bool:
+            raise RuntimeError("CUDA error: unspecified launch failure\nCompile with this or that.")
+
+    for properties, name in (
+        (SimpleNamespace(name="NVIDIA H200", uuid="7ac7"), r"cuda:1 \(NVIDIA H200, 7ac7\)"),
+        (SimpleNamespace(name="Max 1550"), r"cuda:1 \(Max 1550, no UUID\)"),
+    ):
+        mark = Mark(Event(), _device_streams._title(torch.device("cuda", 1), properties))
+        with pytest.raises(RuntimeError, match=f"^{name} has failed: CUDA error: unspecified launch failure$"):
+            mark.happened()
 
 
 def test_a_backward_pass_in_a_cuda_graph_is_refused(device: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ def in_sequences(model, mesh=inner):
         ("", False, "links"),
         ("", False, "gloo"),
         ("", True, "links"),
+        ("", True, "gloo"),
         ("reshard_after_forward=False", False, "links"),
         ("reshard_after_forward=True", False, "links"),
         ("offload_policy=CPUOffloadPolicy(pin_memory=False)", False, "links"),

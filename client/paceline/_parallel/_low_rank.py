@@ -40,7 +40,6 @@ class LowRankLayout:
     tensors.
 
     Attributes:
-        count: number of elements of all gradients.
         first: number of elements of the first array.
         second: number of elements of the second array.
     """
@@ -54,9 +53,7 @@ class LowRankLayout:
         self._in_homes = _slices(n * m for n, m in self.sides)
         self._in_first = _slices(rank * n if small else n * m for (n, m), small in each)
         self._in_second = _slices(rank * m if small else 0 for (_, m), small in each)
-        self.count, self.first, self.second = (
-            places[-1].stop for places in (self._in_homes, self._in_first, self._in_second)
-        )
+        self.first, self.second = self._in_first[-1].stop, self._in_second[-1].stop
 
     def home(self, gradients: Any, number: int) -> Any:
         """Returns a gradient as a matrix, shape [n, m]."""

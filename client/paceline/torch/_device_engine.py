@@ -284,7 +284,7 @@ class _DeviceTicket(C10dTicket):
                 with self._streams.aside():
                     mark = self._mark = self._mark_behind()
             over = mark is None or mark.happened()
-        except RuntimeError as error:  # see `Mark.happened`
+        except RuntimeError as error:  # the device has failed: it runs nothing any more
             self._why, over = str(error).splitlines()[0][:700], True
         if over:
             if mark is not None and self._aborted.is_set():

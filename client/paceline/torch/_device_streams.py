@@ -16,7 +16,8 @@ docs/how-to/devices.md says what has run on a GPU. Tests keep these rules with f
 from __future__ import annotations
 
 import abc
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -42,10 +43,17 @@ class Mark:
 
     def happened(self) -> bool:
         """Returns True once all work in front of it is over; RuntimeError if the device has failed."""
-        try:
+        with _naming(self._device):
             return bool(self.event.query())
-        except RuntimeError as error:  # one that stays, of work before: this device runs nothing any more
-            raise RuntimeError(f"{self._device} failed: {str(error).splitlines()[0][:500]}") from error
+
+
+@contextmanager
+def _naming(device: str) -> Iterator[None]:
+    """Adds the device to errors of its driver. They stay: after one the device runs nothing any more."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(f"{device} has failed: {str(error).splitlines()[0][:500]}") from error
 
 
 class DeviceStreams(abc.ABC):
@@ -129,8 +137,9 @@ class CudaStreams(DeviceStreams):
 
     def mark(self, stream: Any = None) -> Mark:
         """See `DeviceStreams`."""
-        event = self._module.Event()
-        event.record(self._module.current_stream(self._device) if stream is None else stream)
+        with _naming(self._title):
+            event = self._module.Event()
+            event.record(self._module.current_stream(self._device) if stream is None else stream)
         return Mark(event, self._title)
 
     def current(self) -> Any:
@@ -164,7 +173,7 @@ class CudaStreams(DeviceStreams):
 
 
 def _title(device: Any, properties: Any) -> str:
-    """Returns a name that says which card of the host it is, or which part of one (MIG), whatever is visible here."""
+    """Returns a name with which the card is found on its host, whatever `CUDA_VISIBLE_DEVICES` leaves visible here."""
     return f"{device} ({properties.name}, {getattr(properties, 'uuid', 'no UUID')})"
 
 

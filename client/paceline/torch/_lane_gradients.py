@@ -84,7 +84,7 @@ class LaneParameter(_OfReplica):
 
 
 class DeviceLaneParameter(_OfReplica, DeviceParameter):
-    """The local tensor of a parameter on a device; `tensor` is the parameter."""
+    """The local tensor of a parameter on a device, or of one whose gradients an engine sums as tensors."""
 
     __slots__ = ()
 

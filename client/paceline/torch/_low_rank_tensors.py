@@ -29,6 +29,7 @@ class LowRankTensorBucket(TensorBucket):
         super().__init__(parameters, room, divisible=False, feedback=feedback, travels=self._layout.first)
         self.compresses = True
         self._directions = torch.empty_like(self._own)
+        """Q of the step before."""
         self.new_generation()
 
     def _allocate(self) -> None:
@@ -36,7 +37,11 @@ class LowRankTensorBucket(TensorBucket):
         zeros = partial(torch.zeros, dtype=self._wire, device=self.device)
         self._second = TensorMemory(zeros(self._layout.second), np.zeros(0, self._tail_dtype), ())
         self._own = zeros(self._layout.second)
-        self._left = self._values = zeros(self._count)
+        """This rank's Q."""
+        self._values = zeros(0 if self.memory.feedback else self._count)
+        """What `_left` is without feedback."""
+        self._left = self._values
+        """The gradients of this rank, and once they are sent what is left out of them."""
 
     def new_generation(self) -> None:
         """Gives all ranks, newcomers too, the same directions to begin with."""
@@ -90,7 +95,8 @@ class LowRankTensorBucket(TensorBucket):
         for number, (matrix, p, q) in layout.matrices(self._left, self.flat, self._second.flat).items():
             kept = directions[number][2]
             kept.copy_(torch.where(torch.isfinite(q).all(), q, kept))  # q is a sum, so all ranks decide alike
-            matrix.sub_(p @ own[number][2].T).nan_to_num_(0.0, 0.0, 0.0)  # infinities would spoil all later steps
+            # In place, because autocast would round a product that makes a new tensor; infinities would stay for ever.
+            matrix.addmm_(p, own[number][2].T, alpha=-1).nan_to_num_(0.0, 0.0, 0.0)
             mean = q / by
             found = torch.outer(p[:, 0], mean[:, 0])
             for k in range(1, layout.rank):

@@ -66,7 +66,7 @@ def replicate(
 
     Raises:
         ValueError: `bucket_mb` is not above 0.
-        UnsupportedOp: there is no such codec, or parameters are on several devices.
+        UnsupportedOp: there is no such codec, compression is asked of an engine, or parameters are on several devices.
     """
     return Replicated(
         model,

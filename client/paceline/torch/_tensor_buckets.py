@@ -9,7 +9,8 @@ trees) serves here: `flat` is copied to pinned memory, summed there by the group
 bucket is summed the next one is copied, because each of these has its own stream.
 
 While the backward pass runs, nothing on its thread waits for the device: marks keep the order of kernels
-(`_device_streams`). At its end the host waits until all sums are there, and not for the copies back.
+(`_device_streams`). At its end the host waits until all sums are there, and not for the copies back. The second sums of
+`PowerSGD` follow then, one bucket after the other.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Crossing:
         outgoing: what is copied to pinned memory.
         home: where the sum is copied to.
         pinned: memory for all of `outgoing`.
-        change: changes the summed elements on the host, before they are copied home; None to leave them.
+        change: changes the summed elements on the host, before they are copied home.
 
     Attributes:
         arrays: the pinned memory, an array for each of the outgoing ones; the last one gets the sum. Empty afterwards.
@@ -68,7 +69,7 @@ class Crossing:
         outgoing: Sequence[TensorMemory],
         home: TensorMemory,
         pinned: Tensor,
-        change: Callable[[NDArray[Any]], None] | None,
+        change: Callable[[NDArray[Any]], None] = lambda sums: None,
     ) -> None:
         self.back: Mark | None = None
         self._change = change
@@ -105,8 +106,7 @@ class Crossing:
                         raise OperationTimeout("the device has not finished the gradients of a bucket in time")
                     sleep(_POLL)
                 run()
-                if self._change is not None:
-                    self._change(self.arrays[-1][: self._count])
+                self._change(self.arrays[-1][: self._count])
                 home = self._home
                 home.tail[...] = self.arrays[-1][self._count :]
                 with self._streams.aside(TO_DEVICE):
@@ -229,8 +229,8 @@ class TensorBucket(NodeSums[TensorMemory]):
         for used, parameter, slot in zip(self.tail[1:].tolist(), self._parameters, self._in_use.slots, strict=False):
             parameter._hold(slot if used > 0 else None)
 
-    change: Callable[[NDArray[Any]], None] | None = None
-    """Changes the sums on the host, before they are copied to the device; in the group's thread. None for no change."""
+    def change(self, sums: NDArray[Any]) -> None:
+        """Changes the sums on the host, before they are copied to the device; this class does nothing."""
 
     def _encode(self, *, alone: bool) -> None:
         """Fills `flat` from the complete gradients."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,9 +18,9 @@ from paceline.compression import Bf16
 from paceline.errors import UnsupportedOp
 from paceline.torch._device_parameter import DeviceParameter
 from paceline.torch._low_rank_tensors import LowRankTensorBucket
-from paceline.torch._pinned import pinned_memory
+from paceline.torch._pinned import PinnedMemory, pinned_memory
 from paceline.torch._tensor_buckets import Crossing, TensorBucket, TensorMemory
-from paceline.torch._tensors import on_host
+from paceline.torch._tensors import Tensor, on_host
 
 
 class TensorTransport(GroupTransport):
@@ -97,11 +98,17 @@ class DeviceTransport(HostTransport):
         if not isinstance(bucket, TensorBucket):
             return super().start(bucket, divisor=divisor, in_background=in_background)
 
-        def run(arrays: Sequence[NDArray[Any]]) -> Work[Any]:
-            work: Work[Any] = self._sum(bucket, arrays, arrays[-1], divisor, in_background=True)
-            return work
-
-        return self._cross(bucket, bucket.outgoing, bucket._in_use, run, bucket.change)
+        outgoing, home = bucket.outgoing, bucket._in_use
+        memory, pinned = self._lend(bucket, home, len(outgoing))
+        work: Work[Any]
+        try:
+            with self._crossing(bucket, Crossing(bucket.streams, outgoing, home, pinned, bucket.change)) as arrays:
+                work = self._sum(bucket, arrays, arrays[-1], divisor, in_background=True)
+            work.on_done(partial(memory.take_back, pinned))
+        except BaseException:
+            memory.take_back(pinned)
+            raise
+        return work
 
     def complete(self, bucket: Any) -> None:
         """Runs the second reduction of a bucket that has one."""
@@ -109,30 +116,21 @@ class DeviceTransport(HostTransport):
             super().complete(bucket)
         elif isinstance(bucket, LowRankTensorBucket) and bucket.compresses:
             second = bucket.second()
+            memory, pinned = self._lend(bucket, second, 1)
+            try:
+                with self._crossing(bucket, Crossing(bucket.streams, [second], second, pinned)) as (array,):
+                    self._group.all_reduce(array, out=array)
+            finally:
+                memory.take_back(pinned)
 
-            def run(arrays: Sequence[NDArray[Any]]) -> Work[Any]:
-                return self._group.all_reduce(arrays[0], out=arrays[0], async_op=True)
+    def _lend(self, bucket: TensorBucket, home: TensorMemory, times: int) -> tuple[PinnedMemory, Tensor]:
+        """Lends pinned memory that has room so many times for what is in some memory of a bucket."""
+        memory, size = pinned_memory(self._group), home.flat.numel() + home.tail.size
+        return memory, memory.lend(size * times, home.flat.dtype, bucket.device, self._group.mesh.fault.check)
 
-            self._cross(bucket, [second], second, run).wait()
-
-    def _cross(
-        self,
-        bucket: TensorBucket,
-        outgoing: Sequence[TensorMemory],
-        home: TensorMemory,
-        run: Callable[[Sequence[NDArray[Any]]], Work[Any]],
-        change: Callable[[NDArray[Any]], None] | None = None,
-    ) -> Work[Any]:
-        """Sends memory of a bucket through pinned memory, which `run` begins to sum; see `Crossing`."""
-        check, memory = self._group.mesh.fault.check, pinned_memory(self._group)
-        size = home.flat.numel() + home.tail.size
-        pinned = memory.lend(size * len(outgoing), home.flat.dtype, bucket.device, check)
-        try:
-            bucket.crossing = crossing = Crossing(bucket.streams, outgoing, home, pinned, change)
-            with self._group.surrounded(partial(crossing.around, check)):
-                work = run(crossing.arrays)
-            work.on_done(partial(memory.take_back, pinned))
-        except BaseException:
-            memory.take_back(pinned)
-            raise
-        return work
+    @contextmanager
+    def _crossing(self, bucket: TensorBucket, crossing: Crossing) -> Iterator[Sequence[NDArray[Any]]]:
+        """Has the operation that is issued inside sum what crosses; yields its arrays."""
+        bucket.crossing = crossing
+        with self._group.surrounded(partial(crossing.around, self._group.mesh.fault.check)):
+            yield crossing.arrays
