@@ -37,7 +37,9 @@ def train(how: str, once: Path, *bounds: str) -> tuple[list[tuple[str, str]], st
         ),
     ],
 )
-def test_the_others_go_on_without_a_worker_whose_device_fails(how: str, error: str, tmp_path: Path) -> None:
+def test_other_workers_go_on_if_one_loses_its_device_or_runs_out_of_memory(
+    how: str, error: str, tmp_path: Path
+) -> None:
     ((_, expected),), _ = train("never", tmp_path / "never", "-n", "1")
     ended, complaints = train(how, tmp_path / "struck", "-n", "3", "--min", "2")
     assert ended == [("2", expected)] * 2, complaints

@@ -49,7 +49,11 @@ class Mark:
 
 @contextmanager
 def _naming(device: str) -> Iterator[None]:
-    """Adds the device to errors of its driver. They stay: after one the device runs nothing any more."""
+    """Adds the device to errors of its driver.
+
+    Those stay, and after one the device runs nothing any more. Only the error that CUDA raises while another thread
+    records a graph does not (docs/how-to/devices.md).
+    """
     try:
         yield
     except RuntimeError as error:

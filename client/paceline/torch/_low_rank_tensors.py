@@ -39,7 +39,7 @@ class LowRankTensorBucket(TensorBucket):
         self._own = zeros(self._layout.second)
         """This rank's Q."""
         self._values = zeros(0 if self.memory.feedback else self._count)
-        """What `_left` is without feedback."""
+        """Memory for `_left` if nothing is kept for feedback."""
         self._left = self._values
         """The gradients of this rank, and once they are sent what is left out of them."""
 

@@ -10,10 +10,9 @@ from typing import Any
 from numpy.typing import NDArray
 
 from paceline._base.work import Work
-from paceline._group import Group
 from paceline._parallel._low_rank import shrinks
 from paceline._parallel._parameter import Parameter
-from paceline._parallel._transport import NO_FIXED_ORDER, GroupTransport, HostTransport
+from paceline._parallel._transport import EngineTransport, HostTransport
 from paceline.compression import Bf16
 from paceline.errors import UnsupportedOp
 from paceline.torch._device_parameter import DeviceParameter
@@ -23,26 +22,15 @@ from paceline.torch._tensor_buckets import Crossing, TensorBucket, TensorMemory
 from paceline.torch._tensors import Tensor, on_host
 
 
-class TensorTransport(GroupTransport):
+class TensorTransport(EngineTransport):
     """Keeps gradients in tensors, whose sums the group's engine carries; a `GradientTransport`."""
 
-    def __init__(self, group: Group) -> None:
-        super().__init__(group)
-        self._carrying = group
-
-    @property
-    def tree_refusal(self) -> str:
-        """See `GradientTransport`: an engine sums in an order of its own."""
-        return NO_FIXED_ORDER
-
-    def new_bucket(self, parameters: Mapping[str, Parameter], *, room: int) -> TensorBucket:
+    def new_bucket(self, parameters: Mapping[str, Parameter], *, room: int) -> Any:
         """See `GradientTransport`. On a device the thread that trains divides, in the stream that reads the means."""
         on_cpu = on_host(next(iter(parameters.values())).tensor)  # type: ignore[attr-defined]
         return TensorBucket(parameters, room, divisible=on_cpu, as_is=not on_cpu)
 
-    def start(
-        self, bucket: TensorBucket, *, divisor: Callable[[], float] | None, in_background: bool
-    ) -> Work[Any] | None:
+    def start(self, bucket: Any, *, divisor: Callable[[], float] | None, in_background: bool) -> Work[Any] | None:
         """See `GradientTransport`."""
         engine = self._carrying.open_engine()
         assert engine is not None, "this transport is for groups with an engine"
@@ -58,11 +46,10 @@ class TensorTransport(GroupTransport):
                 f"call torch.{kind}.set_device({str(bucket.flat.device)!r}) before the first forward pass"
             )
         payload = bucket.payload(as_tensor=engine.traits.tensors)
-        work = self._carrying.all_reduce_carried(payload, bucket.tail, divisor=divisor, async_op=in_background)
+        work: Work[Any] = self._carrying.all_reduce_carried(
+            payload, bucket.tail, divisor=divisor, async_op=in_background
+        )
         return work if in_background else None
-
-    def complete(self, bucket: TensorBucket) -> None:
-        """Does nothing."""
 
 
 class DeviceTransport(HostTransport):
