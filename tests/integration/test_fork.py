@@ -1,4 +1,8 @@
-"""A process that forks after `join`: its children live, may not use the session, and do not hide its death."""
+"""A process that forks after `join`: its children live, may not use the session, and do not hide its death.
+
+They do not free what it has left to its garbage collector either: destructors of grpc and torch wait for threads that a
+child does not have.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,22 @@ from support.processes import workers
 pytestmark = pytest.mark.alone
 
 FORKING = """
+import gc
+
+class Garbage:
+    def __init__(self):
+        self.cycle = self
+
+    def __del__(self):
+        emit("freed", by=os.getpid())
+
+gc.disable()
 with paceline.join() as session:
     session.group.all_reduce(np.ones(10))
+    Garbage()
     child = os.fork()
     if child == 0:
+        gc.collect()
         calls = {
             "all_reduce": lambda: session.group.all_reduce(np.ones(3)),
             "store": lambda: session.store.set("k", b"v"),
@@ -43,6 +59,7 @@ with paceline.join() as session:
     emit("forked", rank=session.rank, child=child)
     session.group.all_reduce(np.ones(10))
     emit("still fine")
+    gc.collect()
     wait_for_go()
 """
 
@@ -64,12 +81,13 @@ def test_a_forked_child_cannot_use_the_session_or_hide_its_parents_death() -> No
         workers(1, WATCHING, COORDINATOR=address, MIN_WORKERS="2") as (watcher,),
         workers(1, FORKING, COORDINATOR=address, MIN_WORKERS="2") as (parent,),
     ):
-        events = [parent.expect_any() for _ in range(8)]
+        events = [parent.expect_any() for _ in range(9)]
         child = next(event["child"] for event in events if event["event"] == "forked")
         try:
             refused = [event for event in events if event["event"] == "refused"]
             assert {event["type"] for event in refused} == {"ForkedSession"}
             assert len(refused) == 5
+            assert [event["by"] for event in events if event["event"] == "freed"] == [parent.process.pid]
             assert {"own sockets work", "still fine"} <= {event["event"] for event in events}
             watcher.expect("joined")
             killed = parent.signal(signal.SIGKILL)

@@ -145,7 +145,7 @@ def test_random_numbers_are_seeded_per_microbatch() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_gives_the_samples_of_a_microbatch(workers: int) -> None:
-    run, seen = Run(), []
+    seen: list[int] = []
 
     def inside(step: Any) -> None:
         for micro in step.microbatches:
@@ -157,7 +157,8 @@ def test_a_loader_gives_the_samples_of_a_microbatch(workers: int) -> None:
         run.optimizer.step()
 
     dataset = torch.utils.data.TensorDataset(torch.arange(N))
-    with paceline.torch.ElasticDataLoader(dataset, num_workers=workers) as loader:
+    with paceline.torch.ElasticDataLoader(dataset, num_workers=workers) as loader:  # before `join`, as its page says
+        run = Run()
         run.steps(inside, total=5)
     assert len(seen) == N + BATCH
     assert sorted(seen[:N]) == list(range(N))

@@ -3,13 +3,15 @@
 **Forks.** A child inherits the parent's sockets and holds them open: peers and the coordinator would notice the
 parent's SIGKILL only when the child ends. So the child points the inherited sockets of sessions at /dev/null (dup2, not
 close: grpc's own tables still refer to the numbers). It finds them by their endpoints, and leaves a user's own sockets
-alone.
+alone. And what the parent has left to its garbage collector stays there: a child that frees channels of grpc waits for
+ever for threads that it does not have.
 
 **Folders** in the directory for temporary files are checked, because other users can write there too.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import socket
@@ -65,6 +67,7 @@ def protect(key: int, *, listening_port: int, dialled: Endpoints) -> None:
 def _after_in_child() -> None:
     global _forked
     _forked = True
+    gc.freeze()
     ports, dialled = set(_listening.values()), set().union(*_dialled.values())
     _listening.clear()
     _dialled.clear()
